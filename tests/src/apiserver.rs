@@ -1,10 +1,13 @@
-//! A stand-in for kube-apiserver: real enough for kubectl and client libraries, in memory, with faults on demand.
+//! A fake kube-apiserver: complete enough for kubectl and client libraries, in memory, with faults
+//! on demand.
 //!
-//! It serves the kinds that a tunnel has to do with over TLS on a free port of loopback: get, list in pages, watch with
-//! resource versions, bookmarks and initial events, create, update, merge and strategic patches, server-side apply,
-//! delete; discovery, tables, field and label selectors; ServiceAccounts may do what the roles in it say. There are no
-//! controllers: nobody makes Endpoints or collects garbage. Tests that are to hold against a real one use
-//! [`crate::cluster`], which puts both behind the same words, and keep to this module for faults and for counting requests.
+//! The server serves, over TLS on a free loopback port, the kinds that a tunnel uses. Supported are
+//! get, list in pages, watch with resource versions, bookmarks and initial events, create, update,
+//! merge and strategic patches, server-side apply and delete; discovery, tables, field and label
+//! selectors. ServiceAccounts are authorized by the roles in the server. There are no controllers,
+//! so Endpoints are not created and garbage is not collected. Tests that must also hold against a
+//! real server use [`crate::cluster`], which has one interface for both. Those tests use this
+//! module only for faults and request counts.
 
 mod access;
 mod admission;
@@ -54,17 +57,17 @@ use pki::Pki;
 use record::RequestLog;
 use store::Store;
 
-/// What a stand-in begins with.
+/// Initial configuration of a fake API server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setup {
-    /// The first addresses of the ranges from which Services get theirs, the main family first.
+    /// First addresses of the Service ranges, the primary family first.
     pub service_ranges: Vec<IpAddr>,
     /// ServiceAccounts with credentials, as namespace and name.
     pub service_accounts: Vec<(String, String)>,
 }
 
 impl Default for Setup {
-    /// IPv4 alone, and no ServiceAccounts.
+    /// Returns a setup with IPv4 only and no ServiceAccounts.
     fn default() -> Self {
         Self {
             service_ranges: vec![IpAddr::from([10, 106, 0, 0])],
@@ -73,7 +76,7 @@ impl Default for Setup {
     }
 }
 
-/// A running stand-in. Dropping it is a power cut.
+/// A running fake API server. Dropping it has the effect of a power failure.
 #[derive(Debug)]
 pub struct FakeApiServer {
     service: Arc<Service>,
@@ -85,10 +88,10 @@ pub struct FakeApiServer {
 }
 
 impl FakeApiServer {
-    /// Starts one with the namespaces that every cluster has, on the runtime that this is called in.
+    /// Starts a server with the namespaces of every cluster on the current runtime.
     ///
     /// # Errors
-    /// No port, or no place for its files.
+    /// Returns an error if no port is free or its files cannot be written.
     pub fn start(setup: Setup) -> Result<Self> {
         let scratch = ScratchDir::new().context("folder of the API server")?;
         let mut pki = Pki::new().context("certificates of the API server")?;
@@ -125,16 +128,18 @@ impl FakeApiServer {
                 json!({ "metadata": { "name": namespace }, "status": { "phase": "Active" } }),
             )?;
         }
-        // As kube-apiserver publishes it (`pkg/controlplane/controller/clusterauthenticationtrust`).
+        // Published as in kube-apiserver
+        // (`pkg/controlplane/controller/clusterauthenticationtrust`).
         let client_ca = fake_api.pki.ca_pem();
         fake_api.set_client_ca(&client_ca)?;
         Ok(fake_api)
     }
 
-    /// Publishes another CA of client certificates; who may ask here stays as it was.
+    /// Publishes another CA of client certificates. The CA that this server accepts does not
+    /// change.
     ///
     /// # Errors
-    /// It cannot be kept.
+    /// Returns an error if the ConfigMap cannot be stored.
     pub fn set_client_ca(&self, pem: &str) -> Result<()> {
         let map = json!({
             "metadata": { "name": "extension-apiserver-authentication" }, "data": { "client-ca-file": pem },
@@ -142,25 +147,25 @@ impl FakeApiServer {
         self.put("configmaps", Some("kube-system"), map)
     }
 
-    /// A token that this server accepts when it is asked about it.
+    /// Signs a token that this server accepts in a TokenReview.
     pub fn sign(&self, claims: &TokenClaims) -> String {
         self.service.signer.sign(claims)
     }
 
-    /// Reviews tokens in another way.
+    /// Sets how this server reviews tokens.
     pub fn review_as(&self, reviewing: Reviewing) {
         self.service.signer.set(reviewing);
     }
 
-    /// Where it listens.
+    /// Returns the listen address.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// A kubeconfig with which one may do everything, by client certificate.
+    /// Writes a kubeconfig with all permissions, authenticated by a client certificate.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Returns an error if the kubeconfig cannot be written.
     pub fn admin_kubeconfig(&self) -> Result<PathBuf> {
         let folder = self.scratch.path();
         let user = json!({
@@ -169,10 +174,10 @@ impl FakeApiServer {
         self.kubeconfig(ADMIN, &user, "default")
     }
 
-    /// A kubeconfig of a ServiceAccount of the [`Setup`], by token.
+    /// Writes a kubeconfig of a ServiceAccount of the [`Setup`], authenticated by a token.
     ///
     /// # Errors
-    /// There is no such ServiceAccount, or it cannot be written.
+    /// Returns an error if there is no such ServiceAccount, or it cannot be written.
     pub fn service_account_kubeconfig(&self, namespace: &str, name: &str) -> Result<PathBuf> {
         let token = self.tokens.get(&(namespace.to_owned(), name.to_owned()));
         let token = token.with_context(|| format!("no ServiceAccount {namespace}/{name}"))?;
@@ -198,20 +203,20 @@ impl FakeApiServer {
             .file(&format!("{name}.kubeconfig"), config.to_string())?)
     }
 
-    /// Adds a fault to those in force.
+    /// Adds a fault to the active ones.
     pub fn fault(&self, fault: Fault) {
         self.service.faults.add(fault);
     }
 
-    /// Ends all faults but its absence.
+    /// Removes all faults except absence.
     pub fn mend(&self) {
         self.service.faults.clear();
     }
 
-    /// Goes away or comes back; with all it holds.
+    /// Makes the server disappear or return, with all its objects.
     ///
     /// # Errors
-    /// Its port cannot be opened again.
+    /// Returns an error if the server's port cannot be opened again.
     pub async fn be(&self, presence: Presence) -> Result<()> {
         self.service.faults.set_presence(presence);
         if presence == Presence::Refusing {
@@ -226,25 +231,26 @@ impl FakeApiServer {
         Ok(())
     }
 
-    /// Ends all watches that are open.
+    /// Ends all open watches.
     pub fn cut_watches(&self, how: Cut) {
         self.service.faults.cut(how);
     }
 
-    /// Forgets the past: watches and lists that go on from before it get 410.
+    /// Compacts the history: watches and lists that continue from before it get 410.
     pub fn compact(&self) {
         self.service.store.compact();
     }
 
-    /// All requests so far.
+    /// Returns all requests so far.
     pub fn requests(&self) -> Vec<RecordedRequest> {
         self.service.record.all()
     }
 
-    /// Puts an object into the store past the API: without authorisation, checks and defaults. For thousands of them.
+    /// Stores an object without the API: without authorization, checks and defaults. Meant for
+    /// thousands of objects.
     ///
     /// # Errors
-    /// There is no such kind, or the object has no name.
+    /// Returns an error if there is no such kind, or the object has no name.
     pub fn put(&self, plural: &str, namespace: Option<&str>, mut object: Value) -> Result<()> {
         let kind = kinds::KINDS
             .iter()
@@ -267,7 +273,7 @@ impl FakeApiServer {
         Ok(())
     }
 
-    /// The object as it is kept, if it is there.
+    /// Returns the stored object, if it exists.
     pub fn get(&self, plural: &str, namespace: Option<&str>, name: &str) -> Option<Value> {
         let kind = kinds::KINDS.iter().find(|kind| kind.plural == plural)?;
         let key = key(kind, namespace, name);
@@ -276,7 +282,8 @@ impl FakeApiServer {
             .read(|content| content.get(&key).map(|object| shown(kind, object)))
     }
 
-    /// Each state that the object has had since the last compaction, with its revision; `None`: it was gone.
+    /// Returns each state of the object since the last compaction, with its revision; `None` means
+    /// that the object was deleted.
     pub fn history(
         &self,
         plural: &str,
@@ -299,5 +306,5 @@ impl FakeApiServer {
     }
 }
 
-/// The user of [`FakeApiServer::admin_kubeconfig`], as its files are called.
+/// User name of [`FakeApiServer::admin_kubeconfig`], also used for its files.
 const ADMIN: &str = "admin";

@@ -1,4 +1,4 @@
-//! A CA of the test's own: certificates that an operator brings, and those that nobody should accept.
+//! A test CA that issues certificates of operators, and certificates that must be refused.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,45 +27,45 @@ pub struct TestCa {
     issuer: Issuer<'static, KeyPair>,
 }
 
-/// What a certificate says.
+/// The contents of a certificate.
 #[derive(Debug, Clone)]
 pub struct Leaf {
     /// SAN URI, such as `culvert://agent/worker-1`.
     pub uri: Option<String>,
-    /// SAN DNS name.
+    /// DNS name of the SAN.
     pub dns: Option<String>,
-    /// Its subject; empty for that of the library.
+    /// Subject; empty for the library's default.
     pub subject: Vec<(Subject, String)>,
-    /// For servers; otherwise for clients.
+    /// Whether the certificate is for servers; otherwise for clients.
     pub server: bool,
-    /// When it begins.
+    /// Start of the validity.
     pub from: SystemTime,
-    /// When it ends.
+    /// End of the validity.
     pub until: SystemTime,
 }
 
-/// A part of a subject.
+/// An attribute of a subject.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subject {
-    /// CN.
+    /// The common name (CN).
     Name,
-    /// O.
+    /// The organization (O).
     Organization,
 }
 
-/// A certificate with its key, PEM and ready for use.
+/// A certificate with its key, in PEM and as a `CertifiedKey`.
 #[derive(Debug)]
 pub struct Issued {
-    /// The chain.
+    /// Certificate chain in PEM.
     pub certificate: String,
-    /// The key.
+    /// Private key in PEM.
     pub key: String,
-    /// Both for TLS.
+    /// Chain and key for TLS.
     pub own: Arc<CertifiedKey>,
 }
 
 impl Leaf {
-    /// An agent's, valid for a day.
+    /// Returns an agent's certificate, valid for a day.
     #[must_use]
     pub fn agent(node: &str) -> Self {
         Self {
@@ -78,7 +78,7 @@ impl Leaf {
         }
     }
 
-    /// A tunnel server's, valid for a day.
+    /// Returns a tunnel server's certificate, valid for a day.
     #[must_use]
     pub fn server() -> Self {
         Self {
@@ -88,13 +88,13 @@ impl Leaf {
         }
     }
 
-    /// A caller's of this common name, valid for a day.
+    /// Returns a caller's certificate with this common name, valid for a day.
     #[must_use]
     pub fn caller(name: &str) -> Self {
         Self::subject(&[(Subject::Name, name)])
     }
 
-    /// A kubelet's, or another https target's, for this node, valid for a day.
+    /// Returns a certificate of a kubelet or another https target on this node, valid for a day.
     #[must_use]
     pub fn target(node: &str) -> Self {
         Self {
@@ -105,7 +105,7 @@ impl Leaf {
         }
     }
 
-    /// A kubelet's client certificate, valid for a day.
+    /// Returns a kubelet's client certificate, valid for a day.
     #[must_use]
     pub fn kubelet(node: &str) -> Self {
         Self::subject(&[
@@ -114,7 +114,7 @@ impl Leaf {
         ])
     }
 
-    /// A client certificate with this subject and no other name.
+    /// Returns a client certificate with this subject and no other name.
     #[must_use]
     pub fn subject(parts: &[(Subject, &str)]) -> Self {
         let subject = parts
@@ -129,10 +129,10 @@ impl Leaf {
 }
 
 impl TestCa {
-    /// A CA with a root of its own.
+    /// Creates a CA with its own root.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// Returns an error if the root cannot be created.
     pub fn new(name: &str) -> Result<Self> {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
@@ -147,22 +147,22 @@ impl TestCa {
         })
     }
 
-    /// The root.
+    /// Returns the root certificate.
     #[must_use]
     pub fn root(&self) -> &CertificateDer<'static> {
         &self.root
     }
 
-    /// The root as PEM.
+    /// Returns the root certificate as PEM.
     #[must_use]
     pub fn pem(&self) -> &str {
         &self.pem
     }
 
-    /// A certificate for a new key.
+    /// Issues a certificate for a new key.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// Returns an error if the certificate cannot be created.
     pub fn issue(&self, leaf: &Leaf) -> Result<Issued> {
         let mut params = CertificateParams::default();
         if let Some(uri) = &leaf.uri {
@@ -195,27 +195,27 @@ impl TestCa {
 }
 
 impl Issued {
-    /// As a TLS client of the tests presents it.
+    /// Returns the certificate as a test's TLS client presents it.
     ///
     /// # Errors
-    /// The key cannot be read back.
+    /// Returns an error if the key cannot be read back.
     pub fn presented(&self) -> Result<ClientCertificate> {
         let key = PrivateKeyDer::from_pem_slice(self.key.as_bytes())?;
         Ok((self.own.cert.clone(), key))
     }
 
-    /// As a target serves with it.
+    /// Returns the certificate as a target serves it.
     ///
     /// # Errors
-    /// It cannot be used.
+    /// Returns an error if the certificate cannot be used.
     pub fn serving(&self) -> Result<TargetTls> {
         TargetTls::from_pem(&self.certificate, &self.key)
     }
 
-    /// Replaces `NAME.crt` and `NAME.key` in a folder, one after the other as most tools do.
+    /// Replaces `NAME.crt` and `NAME.key` in a directory, one after the other as most tools do.
     ///
     /// # Errors
-    /// They cannot be written.
+    /// Returns an error if the files cannot be written.
     pub fn write(&self, folder: &Path, name: &str) -> Result<(PathBuf, PathBuf)> {
         let certificate = folder.join(format!("{name}.crt"));
         let key = folder.join(format!("{name}.key"));
@@ -225,7 +225,8 @@ impl Issued {
     }
 }
 
-/// The library keeps one value of a kind; a second one needs the same kind by its number (RFC 5280, appendix A.1).
+/// Encodes the subject. The library stores one value per kind, so a second value uses the same kind
+/// by its OID (RFC 5280, appendix A.1).
 fn subject(parts: &[(Subject, String)]) -> DistinguishedName {
     let mut name = DistinguishedName::new();
     for (part, value) in parts {
@@ -244,10 +245,10 @@ fn subject(parts: &[(Subject, String)]) -> DistinguishedName {
     name
 }
 
-/// Replaces a file as a whole.
+/// Replaces a file atomically.
 ///
 /// # Errors
-/// It cannot be written.
+/// Returns an error if the file cannot be written.
 pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
     let fresh = path.with_extension("fresh");
     fs::write(&fresh, content)?;

@@ -1,4 +1,5 @@
-//! Raw clients for the tunnel's doors: they send exactly what a test says and tell exactly how the answer ended.
+//! Raw clients for the tunnel's listeners. They send exactly the bytes of a test and report exactly
+//! how the answer ended.
 
 mod byte_stream;
 mod connect;

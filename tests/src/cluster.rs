@@ -1,7 +1,7 @@
-//! A cluster's API for scenarios: a stand-in in this process, or a real kube-apiserver with etcd.
+//! A cluster's API for scenarios: a fake in this process, or a real kube-apiserver with etcd.
 //!
-//! Scenarios speak to [`Cluster`] alone, so that they hold for both; what only the stand-in can do, faults and counts, is
-//! behind [`Cluster::fake_api`].
+//! Scenarios use only [`Cluster`], so that they hold for both. Features of the fake alone, faults
+//! and counts, are behind [`Cluster::fake_api`].
 
 mod api;
 mod objects;
@@ -21,23 +21,23 @@ pub use objects::{
 };
 pub use real::Real;
 
-/// Which API server a scenario runs against.
+/// The API server that a scenario runs against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// In this process.
+    /// The fake API server in this process.
     FakeApiServer,
-    /// `kube-apiserver` and `etcd` from the folder that `KUBEBUILDER_ASSETS` names.
+    /// `kube-apiserver` and `etcd` from the directory in `KUBEBUILDER_ASSETS`.
     Real,
 }
 
-/// The API server behind a cluster.
+/// The API server of a cluster.
 #[derive(Debug)]
 enum ApiBackend {
     FakeApiServer(Box<FakeApiServer>),
     Real(Box<Real>),
 }
 
-/// A cluster without nodes, with a ServiceAccount for the server and the roles it needs.
+/// A cluster without nodes, with a ServiceAccount for the server and its roles.
 #[derive(Debug)]
 pub struct Cluster {
     server: ApiBackend,
@@ -45,18 +45,19 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts one; `None`, with a note, where a real one is wanted and its binaries are missing.
+    /// Starts a cluster. Returns `None`, with a note, if a real one is requested and its binaries
+    /// are missing.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the API server does not start.
     pub async fn start(kind: Kind) -> Result<Option<Self>> {
         Self::with_ranges(kind, Families::V4).await
     }
 
-    /// As [`Cluster::start`], with Services of these families.
+    /// Like [`Cluster::start`], with Services of these families.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the API server does not start.
     pub async fn with_ranges(kind: Kind, families: Families) -> Result<Option<Self>> {
         let server = match kind {
             Kind::FakeApiServer => {
@@ -77,10 +78,11 @@ impl Cluster {
         Self::of(server).await.map(Some)
     }
 
-    /// A real one with further flags of kube-apiserver; `None`, with a note, where its binaries are missing.
+    /// Starts a real cluster with further flags of kube-apiserver. Returns `None`, with a note, if
+    /// its binaries are missing.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the API server does not start.
     pub async fn real_with(flags: &[String]) -> Result<Option<Self>> {
         let Some(binaries) = crate::tools::or_skip(Real::binaries()) else {
             return Ok(None);
@@ -102,15 +104,15 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Everything is allowed here.
+    /// Returns an API client with all permissions.
     pub fn admin(&self) -> &Api {
         &self.admin
     }
 
-    /// A kubeconfig that allows everything, for programs.
+    /// Returns a kubeconfig with all permissions, for programs.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Returns an error if the kubeconfig cannot be written.
     pub fn admin_kubeconfig(&self) -> Result<PathBuf> {
         match &self.server {
             ApiBackend::FakeApiServer(fake_api) => fake_api.admin_kubeconfig(),
@@ -118,10 +120,10 @@ impl Cluster {
         }
     }
 
-    /// The kubeconfig of the server's ServiceAccount.
+    /// Returns the kubeconfig of the server's ServiceAccount.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Returns an error if the kubeconfig cannot be written.
     pub fn server_kubeconfig(&self) -> Result<PathBuf> {
         let (namespace, name) = SERVICE_ACCOUNT;
         match &self.server {
@@ -132,10 +134,10 @@ impl Cluster {
         }
     }
 
-    /// What only the stand-in can do.
+    /// Returns the fake API server.
     ///
     /// # Errors
-    /// This is a real one.
+    /// Returns an error if this is a real cluster.
     pub fn fake_api(&self) -> Result<&FakeApiServer> {
         match &self.server {
             ApiBackend::FakeApiServer(fake_api) => Ok(fake_api),
@@ -146,7 +148,7 @@ impl Cluster {
     /// Kills the real kube-apiserver and starts it again.
     ///
     /// # Errors
-    /// This is a stand-in, or it does not start.
+    /// Returns an error if this is a fake API server, or if the start fails.
     pub async fn restart(&mut self) -> Result<()> {
         match &mut self.server {
             ApiBackend::FakeApiServer(_) => bail!("the stand-in goes away and comes back by `be`"),
@@ -154,14 +156,15 @@ impl Cluster {
         }
     }
 
-    /// The name of the server's user in its requests.
+    /// Returns the name of the server's user in its requests.
     #[must_use]
     pub fn server_user() -> String {
         let (namespace, name) = SERVICE_ACCOUNT;
         format!("system:serviceaccount:{namespace}:{name}")
     }
 
-    /// Waits for the namespaces that scenarios use, which a real one makes some time after its port is open.
+    /// Waits for the namespaces that scenarios use. A real API server creates them some time after
+    /// its port is open.
     async fn wait_for_namespaces(&self) {
         for namespace in [SERVICE_ACCOUNT.0, "default"] {
             let path = format!("/api/v1/namespaces/{namespace}");
@@ -179,7 +182,7 @@ impl Cluster {
         }
     }
 
-    /// Binds the roles that the server's own table names, as its manifests do.
+    /// Binds the roles from the server's own table, as its manifests do.
     async fn grant(&self) -> Result<()> {
         let (namespace, name) = SERVICE_ACCOUNT;
         let subject = json!([{ "kind": "ServiceAccount", "namespace": namespace, "name": name }]);
@@ -203,10 +206,10 @@ impl Cluster {
         Ok(())
     }
 
-    /// Takes all roles away from the server, or gives them back.
+    /// Removes all roles of the server, or restores them.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn allow_server(&self, allowed: bool) -> Result<()> {
         for role in server_roles() {
             let kind = role["kind"].as_str().unwrap_or_default().to_lowercase();
@@ -228,7 +231,7 @@ impl Cluster {
     /// Lets the server create ConfigMaps and Leases, as the roles of earlier manifests did.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn allow_creation(&self) -> Result<()> {
         let [_, role] = server_roles();
         let mut rules = role["rules"].as_array().cloned().unwrap_or_default();
@@ -246,12 +249,12 @@ impl Cluster {
     }
 }
 
-/// Which address families Services get.
+/// The address families of Services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Families {
-    /// IPv4 alone.
+    /// Services get IPv4 addresses only.
     V4,
-    /// IPv4 first, and IPv6 for those that ask for both.
+    /// IPv4 first, and IPv6 for Services that request both.
     Dual,
 }
 
@@ -265,7 +268,7 @@ impl Families {
         }
     }
 
-    /// As kube-apiserver's flag has them.
+    /// Returns the ranges in the syntax of kube-apiserver's flag.
     fn ranges(self) -> &'static str {
         match self {
             Self::V4 => "10.96.0.0/12",

@@ -1,4 +1,5 @@
-//! The guided tour (`make demo`), and the small programs that the tour and the scenarios run inside namespaces.
+//! The guided tour (`make demo`), and the small programs that the tour and the scenarios run inside
+//! namespaces.
 
 mod demo_env;
 mod net_probe;
@@ -16,10 +17,10 @@ use self::terminal::Terminal;
 
 pub use net_probe::{ApiServer, Tally, api_server, dial, get, resolver, site, tally};
 
-/// What the program `demo` does with its arguments.
+/// Runs the program `demo` with its arguments.
 ///
 /// # Errors
-/// The arguments are wrong, or what they ask for cannot be done.
+/// Returns an error if the arguments are wrong or the requested action fails.
 pub async fn run(arguments: &[String]) -> Result<ExitCode> {
     let args: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match *args {
@@ -36,7 +37,7 @@ pub async fn run(arguments: &[String]) -> Result<ExitCode> {
     }
 }
 
-/// Shows everything; then stays up until it is told to end, unless `once`.
+/// Shows the whole tour. Stays up until a signal, unless `once` is set.
 async fn guide(once: bool) -> Result<ExitCode> {
     let mut interrupt = signal(SignalKind::interrupt()).context("listen for Ctrl-C")?;
     let mut terminate = signal(SignalKind::terminate()).context("listen for TERM")?;

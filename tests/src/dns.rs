@@ -1,5 +1,5 @@
-//! DNS as tests need it: a client that sends what it is told, a resolver that does what it is told, and the rules that
-//! every answer keeps, whatever was asked.
+//! DNS for tests: a client that sends arbitrary queries, a scripted resolver, and the rules for
+//! every answer.
 
 mod client;
 mod load;

@@ -1,4 +1,5 @@
-//! A server and agents in one process, on free loopback ports, for scenarios that need no process of their own.
+//! A server and agents in one process, on free loopback ports, for scenarios that need no processes
+//! of their own.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -27,12 +28,12 @@ use crate::client::{ClientTls, Endpoint};
 use crate::eventually::{eventually, scaled};
 use crate::process::ScratchDir;
 
-/// Patience for things that take milliseconds on an idle machine.
+/// Time limit for operations that take milliseconds on an idle machine.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long tokens of a world are good for.
+/// Validity of the environment's tokens.
 const TOKEN_TTL: Duration = Duration::from_secs(3600);
 
-/// A server with its data in a scratch folder.
+/// A server with its data in a scratch directory.
 #[derive(Debug)]
 pub struct TestEnv {
     scratch: ScratchDir,
@@ -40,7 +41,7 @@ pub struct TestEnv {
     config: ServerConfig,
 }
 
-/// The running server's parts that tests look at.
+/// Components of the running server that tests inspect.
 #[derive(Debug)]
 struct Server {
     bound: BoundAddrs,
@@ -53,7 +54,7 @@ struct Server {
     running: AbortOnDropHandle<()>,
 }
 
-/// A running agent. Dropping it is a crash: nothing is said to the server.
+/// A running agent. Dropping it acts as a crash: the server receives no message.
 #[derive(Debug)]
 pub struct Agent {
     shutdown: Shutdown,
@@ -62,18 +63,18 @@ pub struct Agent {
 }
 
 impl TestEnv {
-    /// A server whose doors allow every port from 1024 up.
+    /// Starts a server whose listeners allow every port from 1024 up.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the server does not start.
     pub async fn start() -> Result<Self> {
         Self::start_with(|_| {}).await
     }
 
-    /// As [`TestEnv::start`], with changed settings.
+    /// Like [`TestEnv::start`], with changed settings.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the server does not start.
     pub async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
         let mut env = Self::prepare(change)?;
         env.start_server().await?;
@@ -104,20 +105,20 @@ impl TestEnv {
         })
     }
 
-    /// Limits from YAML, for [`TestEnv::start_with`].
+    /// Parses limits from YAML, for [`TestEnv::start_with`].
     ///
     /// # Panics
-    /// When the text is no limits.
+    /// Panics if the text is not valid.
     #[must_use]
     pub fn limits(yaml: &str) -> Option<RawLimits> {
         #[expect(clippy::expect_used, reason = "a literal of the test")]
         Some(serde_saphyr::from_str(yaml).expect("limits"))
     }
 
-    /// An agent's limits from YAML, for [`TestEnv::agent_config_with`].
+    /// Parses an agent's limits from YAML, for [`TestEnv::agent_config_with`].
     ///
     /// # Panics
-    /// When the text is no limits.
+    /// Panics if the text is not valid.
     #[must_use]
     pub fn agent_limits(yaml: &str) -> Option<AgentRawLimits> {
         #[expect(clippy::expect_used, reason = "a literal of the test")]
@@ -150,23 +151,23 @@ impl TestEnv {
         self.server.as_ref().expect("server")
     }
 
-    /// Where everything listens.
+    /// Returns the addresses of all listeners.
     #[must_use]
     pub fn bound(&self) -> &BoundAddrs {
         &self.server().bound
     }
 
-    /// The plain door.
+    /// Returns the HTTP listener.
     #[must_use]
     pub fn http(&self) -> Endpoint {
         #[expect(clippy::expect_used, reason = "worlds have a plain door")]
         Endpoint::plain(self.bound().http.expect("plain door"))
     }
 
-    /// The TLS door as seen by a caller that knows the CA and addresses `node`.
+    /// Returns the HTTPS listener for a caller that trusts the CA and addresses `node`.
     ///
     /// # Errors
-    /// When the CA cannot be used.
+    /// Returns an error if the CA cannot be used.
     pub fn https(&self, node: &str) -> Result<Endpoint> {
         let address = self.bound().https.context("no TLS door")?;
         Ok(Endpoint::tls(
@@ -175,59 +176,59 @@ impl TestEnv {
         ))
     }
 
-    /// The CA as trust anchor.
+    /// Returns the CA as trust anchor.
     ///
     /// # Errors
-    /// When the CA cannot be used.
+    /// Returns an error if the CA cannot be used.
     pub fn roots(&self) -> Result<Arc<RootCertStore>> {
         Ok(tls::roots([self.server().ca.root().clone()])?)
     }
 
-    /// Join tokens.
+    /// Returns the join tokens.
     #[must_use]
     pub fn tokens(&self) -> &TokenStore {
         &self.server().tokens
     }
 
-    /// The CA.
+    /// Returns the CA.
     #[must_use]
     pub fn ca(&self) -> &LocalCa {
         &self.server().ca
     }
 
-    /// Known nodes.
+    /// Returns the known nodes.
     #[must_use]
     pub fn nodes(&self) -> &KnownNodes {
         &self.server().nodes
     }
 
-    /// Connected agents.
+    /// Returns the connected agents.
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.server().registry
     }
 
-    /// Revoked nodes.
+    /// Returns the revoked nodes.
     #[must_use]
     pub fn revocations(&self) -> &Revocations {
         &self.server().revocations
     }
 
-    /// Asks the server to read its files again, as SIGHUP does.
+    /// Makes the server read its files again, as SIGHUP does.
     pub fn reload(&self) {
         self.server().shutdown.reload();
     }
 
-    /// A folder for the test's own files; gone with the world.
+    /// Returns a directory for the test's own files, which is deleted with the environment.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.scratch.path()
     }
 
-    /// A join token for a node with addresses.
+    /// Creates a join token for a node with addresses.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// Returns an error if the token cannot be created.
     pub fn token(&self, node: &str, addresses: &[IpAddr]) -> Result<JoinToken> {
         let name: NodeName = node.parse()?;
         self.nodes().record(&name, addresses);
@@ -240,18 +241,18 @@ impl TestEnv {
         )?)
     }
 
-    /// What an agent of this world needs, before it is started.
+    /// Returns the configuration of an agent that is not started yet.
     ///
     /// # Errors
-    /// The token cannot be made.
+    /// Returns an error if the token cannot be created.
     pub fn agent_config(&self, node: &str) -> Result<AgentConfig> {
         self.agent_config_with(node, |_| {})
     }
 
-    /// As [`TestEnv::agent_config`], with changed settings.
+    /// Like [`TestEnv::agent_config`], with changed settings.
     ///
     /// # Errors
-    /// The settings contradict each other, or the token cannot be made.
+    /// Returns an error if the settings contradict each other or the token cannot be created.
     pub fn agent_config_with(
         &self,
         node: &str,
@@ -279,21 +280,21 @@ impl TestEnv {
     /// Starts an agent and waits until the server routes to it.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the agent does not start.
     ///
     /// # Panics
-    /// When it does not connect in time.
+    /// Panics if the agent does not connect in time.
     pub async fn agent(&self, node: &str) -> Result<Agent> {
         self.agent_with(node, |_| {}).await
     }
 
-    /// As [`TestEnv::agent`], with a changed configuration.
+    /// Like [`TestEnv::agent`], with a changed configuration.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the agent does not start.
     ///
     /// # Panics
-    /// When it does not connect in time.
+    /// Panics if the agent does not connect in time.
     pub async fn agent_with(
         &self,
         node: &str,
@@ -309,7 +310,7 @@ impl TestEnv {
     /// Waits until the server routes to the node.
     ///
     /// # Panics
-    /// When it does not connect in time.
+    /// Panics if the agent does not connect in time.
     pub async fn connected(&self, node: &str) {
         eventually(&format!("{node} connects"), WAIT_TIMEOUT, async || {
             let sessions = self.registry().of_node(&node.parse()?);
@@ -322,10 +323,10 @@ impl TestEnv {
         .await;
     }
 
-    /// Asks the server to drain, and waits until it has ended.
+    /// Drains the server and waits until it has ended.
     ///
     /// # Errors
-    /// It panicked.
+    /// Returns an error if the server panicked.
     pub async fn stop_server(&mut self) -> Result<()> {
         if let Some(server) = self.server.take() {
             server.shutdown.drain().cancel();
@@ -339,11 +340,11 @@ impl TestEnv {
         self.server().shutdown.drain().cancel();
     }
 
-    /// Starts the server again with its data and its port for agents. The doors may move: another test may have taken their
-    /// ports meanwhile.
+    /// Starts the server again with its data and its port for agents. The listeners may change
+    /// their ports, since another test may have taken them in the meantime.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the server does not start.
     pub async fn restart_server(&mut self) -> Result<()> {
         let bound = self.bound().clone();
         self.stop_server().await?;
@@ -353,7 +354,7 @@ impl TestEnv {
     /// Starts a stopped server with its data and the given port for agents.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the server does not start.
     pub async fn start_server_at(&mut self, agents: SocketAddr) -> Result<()> {
         self.config.agent_listen = vec![agents];
         // The endpoint's own task closes its socket a moment after the server has ended.
@@ -375,7 +376,7 @@ impl Agent {
     /// Starts an agent without waiting for its session.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the agent does not start.
     pub async fn start(config: AgentConfig) -> Result<Self> {
         let app = tunnel_agent::app::App::start(config).await?;
         Ok(Self {
@@ -385,13 +386,13 @@ impl Agent {
         })
     }
 
-    /// Its meta port, unless that is off.
+    /// Returns the address of the agent's meta port, unless it is off.
     #[must_use]
     pub fn meta(&self) -> Option<SocketAddr> {
         self.meta
     }
 
-    /// Asks it to read its files again, as SIGHUP does.
+    /// Makes the agent read its files again, as SIGHUP does.
     pub fn reload(&self) {
         self.shutdown.reload();
     }
@@ -404,15 +405,15 @@ impl Agent {
     /// Waits until the agent has ended.
     ///
     /// # Errors
-    /// What ended it.
+    /// Returns the error that ended the agent.
     pub async fn ended(self) -> Result<()> {
         self.running.await?
     }
 
-    /// Drains and waits for the end.
+    /// Drains the agent and waits for its end.
     ///
     /// # Errors
-    /// What ended it.
+    /// Returns the error that ended the agent.
     pub async fn stop(self) -> Result<()> {
         self.drain();
         self.ended().await
@@ -423,7 +424,7 @@ fn is_address_in_use(error: &anyhow::Error) -> bool {
     error.to_string().contains("Address already in use")
 }
 
-/// The address of an agent's server as its configuration has it.
+/// Converts the server's address to the form of the agent's configuration.
 #[must_use]
 pub fn server_address(address: SocketAddr) -> ServerAddress {
     ServerAddress {

@@ -1,4 +1,4 @@
-//! Waiting for something to become true, with a patience that suits the speed of the machine.
+//! Waits for a condition, with a time limit scaled to the speed of the machine.
 
 use std::fmt::Display;
 use std::hint::black_box;
@@ -8,14 +8,15 @@ use std::time::{Duration, Instant as Clock};
 
 use tokio::time::{Instant, sleep, timeout_at};
 
-/// Asks `check` every 20 ms until it succeeds and returns what it found.
+/// Calls `check` every 20 ms until it succeeds and returns its value.
 ///
-/// A check succeeds with `Ok` or `Some`; the text of the last `Err` ends up in the panic. `patience` is meant for the
-/// reference machine and is multiplied by [`calibration`]. At least one check is made.
+/// A check succeeds with `Ok` or `Some`. The panic message contains the text of the last `Err`.
+/// `patience` is for the reference machine and is multiplied by [`calibration`]. At least one check
+/// is made.
 ///
 /// # Panics
-/// When no check has succeeded before the scaled patience is over: with `what`, the place of the call and the last
-/// failure.
+/// Panics if no check has succeeded within the scaled patience. The message contains `what`, the
+/// location of the call and the last failure.
 #[track_caller]
 pub fn eventually<F, Fut>(
     what: &str,
@@ -48,18 +49,18 @@ where
     }
 }
 
-/// What a check given to [`eventually`] finds when it succeeds.
+/// The value of a successful check for [`eventually`].
 pub type Value<Fut> = <<Fut as Future>::Output as CheckResult>::Value;
 
-/// The answer of one check: found, or not yet.
+/// The result of one check: success, or not yet.
 pub trait CheckResult {
-    /// What a successful check hands on.
+    /// The value of a successful check.
     type Value;
 
-    /// Splits the answer into what was found and why nothing was.
+    /// Splits the result into the value or the reason for the failure.
     ///
     /// # Errors
-    /// The reason for "not yet", as text.
+    /// Returns the reason for "not yet", as text.
     fn into_result(self) -> Result<Self::Value, String>;
 }
 
@@ -79,15 +80,15 @@ impl<T> CheckResult for Option<T> {
     }
 }
 
-/// `patience` for the reference machine, in the time of this machine.
+/// Converts `patience` for the reference machine to this machine.
 pub fn scaled(patience: Duration) -> Duration {
     patience.mul_f64(calibration())
 }
 
-/// How much slower this machine is than the reference machine: 1 to 10.
+/// Returns how much slower this machine is than the reference machine: 1 to 10.
 ///
-/// Measured once per process, in some 20 ms of one core, and printed to stderr. The environment variable
-/// `CULVERT_TEST_PATIENCE` (a positive number) replaces the measurement.
+/// The factor is measured once per process, in some 20 ms of one core, and printed to stderr. The
+/// environment variable `CULVERT_TEST_PATIENCE` (a positive number) replaces the measurement.
 pub fn calibration() -> f64 {
     static FACTOR: OnceLock<f64> = OnceLock::new();
     *FACTOR.get_or_init(|| {
@@ -110,7 +111,7 @@ fn factor_for(measured: Duration) -> f64 {
     (measured.as_secs_f64() / REFERENCE.as_secs_f64()).clamp(1.0, 10.0)
 }
 
-/// Wall-clock time of the loop, so that a busy machine counts as a slow one.
+/// Measures the wall-clock time of the loop, so that a busy machine counts as a slow one.
 fn measure() -> Duration {
     let start = Clock::now();
     let mut state = 1_u64;
@@ -126,7 +127,7 @@ fn measure() -> Duration {
     reason = "a test run tells its factor once, since it explains its durations"
 )]
 fn announce(factor: f64, origin: &str) {
-    // Cargo sets it for tests; the demo waits too, but has nothing to explain.
+    // Cargo sets the variable for tests. The demo also waits, but does not print the factor.
     if std::env::var_os("CARGO_MANIFEST_DIR").is_none() {
         return;
     }
@@ -141,23 +142,25 @@ fn give_up(what: &str, limit: Duration, last: &str, caller: &Location<'_>) -> ! 
     panic!("{what}: not within {limit:?} ({caller}); last: {last}")
 }
 
-/// Short beside every patience in use, long enough to leave the processor to what is waited for.
+/// Short relative to every time limit in use, and long enough to leave the processor to the awaited
+/// work.
 const PAUSE: Duration = Duration::from_millis(20);
 
 const TIMEOUT_SCALE_VARIABLE: &str = "CULVERT_TEST_PATIENCE";
 
-/// Beyond this a wish is a mistake; it also keeps the arithmetic on durations from overflowing.
+/// A larger value is a mistake. The bound also prevents overflow in duration arithmetic.
 const LARGEST_WISH: f64 = 1000.0;
 
-/// Long enough to be measured well on a fast machine, short enough for the start of every test process.
+/// Long enough for a good measurement on a fast machine, and short enough for the start of every
+/// test process.
 const ROUNDS: u64 = if cfg!(debug_assertions) {
     2_000_000
 } else {
     13_000_000
 };
 
-/// Somewhat more than the loop takes on an idle server core of about 3 GHz (20 to 27 ms, optimised or
-/// not), so that only a machine that is really slower counts as slower.
+/// Somewhat more than the loop takes on an idle server core of about 3 GHz (20 to 27 ms, with or
+/// without optimization), so that only a machine that is really slower counts as slower.
 const REFERENCE: Duration = Duration::from_millis(30);
 
 #[cfg(test)]

@@ -1,12 +1,15 @@
-//! The fault matrix: what a tunnel does on a bad network, measured against the bounds of the contract.
+//! The fault matrix: the tunnel's behavior on a bad network, measured against the bounds of the
+//! contract.
 //!
-//! One table of cases ([`CASES`]) with two users: `make faults` runs it with the clocks of the contract, the scenario
-//! `faults` with clocks that are ten times shorter. Each case is run with several seeds. A run measures things and says
-//! of each what it may be ([`Findings`]); a run that cannot be measured says so and counts as a miss.
+//! One table of cases ([`CASES`]) has two users: `make faults` runs the table with the timers of
+//! the contract, and the scenario `faults` runs it with timers that are ten times shorter. Each
+//! case runs with several seeds. A run measures values and gives the allowed range of each
+//! ([`Findings`]). A run that cannot be measured reports this and counts as a miss.
 //!
-//! Nearly all cases have server, agent, targets and callers in this process, with a [`Link`](crate::link::Link) between
-//! server and agent; F32 and F35 use the two binaries as processes. Every byte of every stream and answer is made from the
-//! seed and hashed at both ends.
+//! Nearly all cases have server, agent, targets and callers in this process, with a
+//! [`Link`](crate::link::Link) between server and agent. F32 and F35 use the two binaries as
+//! processes. Every byte of every stream and answer is generated from the seed and hashed at both
+//! ends.
 
 use std::fmt;
 use std::pin::Pin;
@@ -45,48 +48,49 @@ pub use table::Table;
 /// One row of the matrix on one transport.
 #[derive(Debug)]
 pub struct Case {
-    /// The row, as in F06.
+    /// Row ID, such as F06.
     pub id: &'static str,
-    /// What the agent may use.
+    /// Transports that the agent may use.
     pub transport_mode: TransportMode,
-    /// What is done to the tunnel.
+    /// Description of the fault.
     pub what: &'static str,
-    /// What it needs of the machine.
+    /// Machine resources that the case needs.
     pub cost: Cost,
-    /// How long it takes with full clocks.
+    /// Duration with full timers.
     pub about: Duration,
     run: fn(Run) -> Running,
 }
 
-/// A run under way.
+/// A run in progress.
 type Running = Pin<Box<dyn Future<Output = Result<Findings>> + Send>>;
 
 /// The transports of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransportMode {
-    /// QUIC alone.
+    /// The agent uses QUIC only.
     Quic,
-    /// h2 alone.
+    /// The agent uses h2 only.
     H2,
-    /// Whatever gets through.
+    /// Any transport that gets through.
     Auto,
 }
 
-/// What a case needs of the machine.
+/// The machine resources that a case needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cost {
-    /// It waits for clocks.
+    /// The case waits for timers.
     Timed,
-    /// It moves as much as goes and measures how much that is: few of these at once.
+    /// The case measures maximum throughput, so only a few of these run at once.
     Throughput,
-    /// As [`Cost::Throughput`]; takes QUIC up to a minute, which no setting shortens, so it is left out with short clocks.
+    /// Like [`Cost::Throughput`]. QUIC needs up to a minute, which no setting shortens, so short
+    /// timers leave the case out.
     SlowThroughput,
-    /// It waits for minutes, and runs beside all others.
+    /// The case waits for minutes and runs in parallel with all others.
     Idle,
 }
 
 impl Case {
-    /// Whether it can be run with such clocks.
+    /// Returns whether the case can run with these timers.
     #[must_use]
     pub fn suits(&self, clocks: Clocks) -> bool {
         match (self.cost, clocks) {
@@ -101,9 +105,9 @@ impl Case {
 #[derive(Debug, Clone, Copy)]
 struct Run {
     seed: u64,
-    /// Of faults and bounds.
+    /// Timers of faults and bounds.
     clocks: Clocks,
-    /// Of both programs.
+    /// Timers of both binaries.
     limits: Clocks,
     transport_mode: TransportMode,
 }

@@ -1,7 +1,8 @@
-//! The guides of `docs/`: their blocks, what their marks say, and the blocks that run put together as one script.
+//! The guides of `docs/`: their code blocks, the marks of the blocks, and the runnable blocks
+//! combined into one script.
 //!
-//! A block of commands begins ```` ```sh run ```` or ```` ```sh not run here: REASON ````; with the word `action` it is one of
-//! the things that a person has to do, which are counted.
+//! A block of commands begins ```` ```sh run ```` or ```` ```sh not run here: REASON ````. The word
+//! `action` marks a block as one of the manual actions, which are counted.
 
 use std::fs;
 use std::path::Path;
@@ -10,40 +11,40 @@ use anyhow::{Context, Result};
 
 use crate::manifests::repository;
 
-/// A fenced block.
+/// A fenced code block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
-    /// Line of the opening fence, from 1.
+    /// Line number of the opening fence, from 1.
     pub line: usize,
-    /// First word behind the fence.
+    /// First word after the fence.
     pub language: String,
-    /// The rest behind it.
+    /// Rest of the line after the language.
     pub mark: String,
-    /// What is inside, without the fence's indentation.
+    /// Text inside the block, without the fence's indentation.
     pub text: String,
 }
 
 impl Block {
-    /// Whether it holds commands for a shell.
+    /// Returns whether the block contains shell commands.
     #[must_use]
     pub fn is_commands(&self) -> bool {
         matches!(self.language.as_str(), "sh" | "bash" | "console" | "shell")
     }
 
-    /// Whether a test runs it.
+    /// Returns whether a test runs the block.
     #[must_use]
     pub fn is_run(&self) -> bool {
         self.mark.split_whitespace().next() == Some("run")
     }
 
-    /// Why no test runs it.
+    /// Returns the reason why no test runs the block.
     #[must_use]
     pub fn reason(&self) -> Option<&str> {
         let (_, reason) = self.mark.split_once("not run here:")?;
         Some(reason.trim()).filter(|reason| !reason.is_empty())
     }
 
-    /// Whether it is a thing to do that counts.
+    /// Returns whether the block is a counted manual action.
     #[must_use]
     pub fn is_action(&self) -> bool {
         let (words, _) = self.mark.split_once("not run").unwrap_or((&self.mark, ""));
@@ -51,18 +52,18 @@ impl Block {
     }
 }
 
-/// A page of the repository.
+/// Reads a page of the repository.
 ///
 /// # Errors
-/// It is not there.
+/// Returns an error if the page cannot be read.
 pub fn page(path: &str) -> Result<String> {
     fs::read_to_string(repository().join(path)).with_context(|| path.to_owned())
 }
 
-/// All pages: the README and what is below `docs/`, as paths in the repository.
+/// Returns all pages: the README and all below `docs/`, as paths in the repository.
 ///
 /// # Errors
-/// A folder cannot be read.
+/// Returns an error if a directory cannot be read.
 pub fn pages() -> Result<Vec<String>> {
     let mut pages = vec!["README.md".to_owned()];
     let mut folders = vec!["docs".to_owned()];
@@ -81,7 +82,7 @@ pub fn pages() -> Result<Vec<String>> {
     Ok(pages)
 }
 
-/// The fenced blocks of a page.
+/// Returns the fenced blocks of a page.
 #[must_use]
 pub fn blocks(page: &str) -> Vec<Block> {
     let mut found = Vec::new();
@@ -111,8 +112,8 @@ pub fn blocks(page: &str) -> Vec<Block> {
     found
 }
 
-/// The blocks that run, as one script of bash that says which line of the page it is at and ends at the first failure. What
-/// it started in the background ends with it.
+/// Combines the runnable blocks into one bash script. The script prints the current line of the
+/// page and ends at the first failure. Its background processes end with it.
 #[must_use]
 pub fn script(blocks: &[Block]) -> String {
     let mut script =
@@ -123,7 +124,7 @@ pub fn script(blocks: &[Block]) -> String {
     script
 }
 
-/// Where relative links of a page lead: the text of each link without its anchor.
+/// Returns the targets of a page's relative links, without anchors.
 #[must_use]
 pub fn links(page: &str) -> Vec<String> {
     let ends = page.split("](").skip(1);

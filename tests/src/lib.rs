@@ -1,6 +1,7 @@
-//! Culvert's test harness: stand-in targets, raw clients, real tools, namespaces and the processes under test.
+//! Culvert's test harness: fake targets, raw clients, real tools, namespaces and the processes
+//! under test.
 //!
-//! Scenarios live in `tests/scenarios` (one test binary), the guided tour in `src/bin/demo.rs`.
+//! Scenarios are in `tests/scenarios` (one test binary), the guided tour in `src/bin/demo.rs`.
 
 pub mod apiserver;
 pub mod ca;

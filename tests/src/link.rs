@@ -1,12 +1,15 @@
-//! A relay between agents and a server on loopback that spoils what passes: a bad network that replays from its seed.
+//! A relay between agents and a server on loopback that impairs traffic: a bad network that is
+//! reproducible from its seed.
 //!
-//! A [`Link`] listens on one port number for UDP and TCP, so that an agent whose server is [`Link::addr`] reaches the
-//! real server through it with either. It needs no privileges. Each way ([`TrafficClass`]) has an [`Impairment`], which is
-//! replaced at once by [`Link::set`] or at the times of a [`Script`].
+//! A [`Link`] listens on one port number for UDP and TCP, so that an agent whose server is
+//! [`Link::addr`] reaches the real server through it with either. The link needs no privileges.
+//! Each direction of each protocol ([`TrafficClass`]) has an [`Impairment`], which [`Link::set`]
+//! replaces at once, or a [`Script`] at its times.
 //!
-//! What happens to the n-th datagram of a direction follows from the seed, the direction, n and the impairments up to
-//! then, and from nothing else. With several agents n counts the datagrams of all. TCP is decided by segments of 1460
-//! bytes, in pieces as the relay happens to read them, so a replay there is only alike.
+//! The treatment of the n-th datagram of a direction depends only on the seed, the direction, n and
+//! the impairments up to that time. With several agents n counts the datagrams of all. TCP is
+//! decided by segments of 1460 bytes, in pieces as the relay happens to read them, so a TCP replay
+//! is only similar.
 //!
 //! ```no_run
 //! # use std::net::SocketAddr;
@@ -51,7 +54,8 @@ use decide::PacketDecider;
 use tcp::Tcp;
 use udp::Udp;
 
-/// One relay, from one local address to one server. Dropping it closes its ports and resets its connections.
+/// A relay from one local address to one server. Dropping it closes its ports and resets its
+/// connections.
 pub struct Link {
     addr: SocketAddr,
     halves: Arc<Halves>,
@@ -65,11 +69,11 @@ struct Halves {
 }
 
 impl Link {
-    /// A clean link to the server's UDP and TCP port, from a free port of the loopback address. Must be called inside
-    /// a tokio runtime.
+    /// Starts a clean link to the server's UDP and TCP port, from a free port of the loopback
+    /// address. Must be called inside a tokio runtime.
     ///
     /// # Errors
-    /// No port is free for both protocols, or the sockets are refused.
+    /// Returns an error if no port is free for both protocols, or if the sockets cannot be opened.
     pub fn start(upstream: SocketAddr, seed: u64) -> io::Result<Self> {
         let (loopback, any): (IpAddr, IpAddr) = match upstream {
             SocketAddr::V4(_) => (Ipv4Addr::LOCALHOST.into(), Ipv4Addr::UNSPECIFIED.into()),
@@ -94,48 +98,50 @@ impl Link {
         })
     }
 
-    /// Where agents reach the server, by UDP and by TCP.
+    /// Returns the address where agents reach the server over UDP and TCP.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Replaces the impairment of that way, from the next packet on. What is under way keeps its time, except that a
-    /// black hole also takes datagrams that are under way.
+    /// Replaces the impairment of the traffic class from the next packet on. Packets in flight keep
+    /// their due time, except that a black hole also drops datagrams in flight.
     pub fn set(&self, class: TrafficClass, impairment: Impairment) {
         self.halves.set(class, &impairment);
     }
 
-    /// All ways are clean again. Ports and addresses stay as they are.
+    /// Removes all impairments. Ports and addresses do not change.
     pub fn heal(&self) {
         self.halves.act(Action::Heal);
     }
 
-    /// Rebinds the NAT (UDP): the ports towards the server are closed, and with the next datagram of an agent it has a
-    /// new one. What the server sends to the old one is lost; what came in through it before still arrives.
+    /// Rebinds the NAT (UDP). The ports towards the server are closed, and the next datagram of an
+    /// agent opens a new one. Datagrams of the server to the old port are lost; those already
+    /// received on it still arrive.
     pub fn rebind(&self) {
         self.halves.act(Action::Rebind);
     }
 
-    /// Moves to another source address towards the server, of its family and local (`127.0.0.x`): UDP as in
-    /// [`Link::rebind`], TCP with the next connections. With an address that the machine does not have, datagrams
-    /// are dropped and connections reset.
+    /// Moves to another local source address towards the server, of the server's family
+    /// (`127.0.0.x`): UDP as in [`Link::rebind`], TCP with the next connections. With an address
+    /// that the machine does not have, datagrams are dropped and connections reset.
     pub fn move_to(&self, source: IpAddr) {
         self.halves.act(Action::MoveTo(source));
     }
 
-    /// Leads what comes new to another server of the same family, or nowhere; flows and connections that are there stay with
-    /// theirs, as behind a Service of a cluster.
+    /// Sends new flows and connections to another server of the same family, or drops them.
+    /// Existing flows and connections stay with their server, as behind a Service of a cluster.
     pub fn lead_to(&self, server: Option<SocketAddr>) {
         self.halves.udp.lead_to(server);
         self.halves.tcp.lead_to(server);
     }
 
-    /// Resets all TCP connections towards both sides, also frozen ones.
+    /// Resets all TCP connections towards both sides, including frozen ones.
     pub fn reset_tcp(&self) {
         self.halves.act(Action::ResetTcp);
     }
 
-    /// Plays a script in the background, from now on. Several play at the same time; all end with the link.
+    /// Starts a script in the background. Several scripts may run at the same time. All end with
+    /// the link.
     pub fn run(&self, script: Script) {
         let halves = self.halves.clone();
         let mut scripts = lock(&self.scripts);
@@ -143,12 +149,13 @@ impl Link {
         scripts.spawn(async move { halves.play(script).await });
     }
 
-    /// Plays a script from now on and returns at its end. Cancelled, the link stays as the script has left it.
+    /// Runs a script and returns at its end. If canceled, the link stays in the state that the
+    /// script has set.
     pub async fn play(&self, script: Script) {
         self.halves.play(script).await;
     }
 
-    /// What has happened so far. The counts of different ways are not taken at the same instant.
+    /// Returns the counters. The counts of different directions are not taken at the same instant.
     pub fn counters(&self) -> Counters {
         let Halves { udp, tcp } = &*self.halves;
         Counters {
@@ -217,7 +224,7 @@ impl Halves {
     }
 }
 
-/// The same free port for both protocols.
+/// Binds one free port for both protocols.
 fn bind(address: IpAddr) -> io::Result<(UdpSocket, TcpListener)> {
     let mut tries = 0;
     loop {
@@ -239,7 +246,7 @@ fn spawn(future: impl Future<Output = ()> + Send + 'static) -> AbortOnDropHandle
     AbortOnDropHandle::new(tokio::spawn(future))
 }
 
-/// A port that is free for UDP is seldom taken for TCP.
+/// Maximum number of tries. A port that is free for UDP is seldom taken for TCP.
 const BIND_TRIES: u32 = 64;
 
 #[cfg(test)]

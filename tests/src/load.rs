@@ -1,4 +1,5 @@
-//! Callers that never stop asking, and streams that must not be cut: what runs beside a change that nobody may notice.
+//! Continuous load: callers that send requests without a pause, and streams that must not be cut.
+//! Runs in parallel with a change that must not be noticeable.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +16,7 @@ use crate::eventually::scaled;
 /// A request that takes longer has failed.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Requests and streams under way until [`Load::end`].
+/// Requests and streams in progress until [`Load::end`].
 #[derive(Debug)]
 pub struct Load {
     stop: CancellationToken,
@@ -24,22 +25,23 @@ pub struct Load {
     answered: Arc<AtomicU64>,
 }
 
-/// What came of it.
+/// The result of the load.
 #[derive(Debug, Clone)]
 pub struct Outcome {
     /// Requests that were answered with 200.
     pub answered: u64,
-    /// What every other one came to.
+    /// Results of all other requests.
     pub failures: Vec<String>,
     /// Streams that were open from the beginning to the end.
     pub open_streams: usize,
 }
 
 impl Load {
-    /// `callers` that ask each of `hosts` (`NODE:PORT`) for `/metrics` in a row, and a stream to each host that is held.
+    /// Starts `callers` that request `/metrics` from each of `hosts` (`NODE:PORT`) in a row, and
+    /// opens one stream to each host.
     ///
     /// # Errors
-    /// A stream does not begin.
+    /// Returns an error if a stream does not begin.
     pub async fn start(endpoint: Endpoint, hosts: &[String], callers: usize) -> Result<Self> {
         let mut load = Self {
             stop: CancellationToken::new(),
@@ -56,7 +58,7 @@ impl Load {
         Ok(load)
     }
 
-    /// Requests that were answered so far.
+    /// Returns the number of requests answered so far.
     #[must_use]
     pub fn answered(&self) -> u64 {
         self.answered.load(Ordering::Relaxed)
@@ -102,10 +104,10 @@ impl Load {
         Ok(())
     }
 
-    /// Ends it.
+    /// Ends the load.
     ///
     /// # Errors
-    /// A stream was cut.
+    /// Returns an error if a stream was cut.
     pub async fn end(mut self) -> Result<Outcome> {
         self.stop.cancel();
         let mut failures = Vec::new();
@@ -126,10 +128,10 @@ impl Load {
 }
 
 impl Outcome {
-    /// All of it went well, and there was some of it.
+    /// Checks that all requests succeeded, and that there were some.
     ///
     /// # Errors
-    /// What did not.
+    /// Returns the first failure.
     pub fn check(&self) -> Result<()> {
         let (count, first) = (self.failures.len(), self.failures.first());
         ensure!(

@@ -1,4 +1,5 @@
-//! The manifests of `deploy/manifests`: rendered by kubectl, read, and what their containers would be run with.
+//! The manifests of `deploy/manifests`: rendered by kubectl and parsed, with the configuration of
+//! their containers.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,7 +15,7 @@ mod pod;
 
 pub use pod::pod_program;
 
-/// The overlays, each a folder of `deploy/manifests/overlays`.
+/// The overlays, each a directory of `deploy/manifests/overlays`.
 pub const OVERLAYS: [&str; 6] = [
     "plain",
     "openyurt",
@@ -23,41 +24,41 @@ pub const OVERLAYS: [&str; 6] = [
     "egress-selector-tcp",
     "require-certificate",
 ];
-/// The overlay that `install.yaml` is.
+/// The overlay that is rendered as `install.yaml`.
 pub const INSTALLED: &str = "plain";
 
-/// The top of the repository.
+/// Returns the root of the repository.
 #[must_use]
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The folder of the manifests.
+/// Returns the directory of the manifests.
 #[must_use]
 pub fn folder() -> PathBuf {
     repository().join("deploy/manifests")
 }
 
-/// The folder of an overlay.
+/// Returns the directory of an overlay.
 #[must_use]
 pub fn overlay(name: &str) -> PathBuf {
     folder().join("overlays").join(name)
 }
 
-/// The objects of `install.yaml`.
+/// Returns the objects of `install.yaml`.
 ///
 /// # Errors
-/// It cannot be read.
+/// Returns an error if the file cannot be read.
 pub fn installed() -> Result<Vec<Value>> {
     let file = folder().join("install.yaml");
     let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
     documents(&text)
 }
 
-/// The documents of a YAML file, in their order.
+/// Returns the documents of a YAML file in order.
 ///
 /// # Errors
-/// One is malformed.
+/// Returns an error if a document is malformed.
 pub fn documents(text: &str) -> Result<Vec<Value>> {
     let mut documents = Vec::new();
     let mut current = String::new();
@@ -77,10 +78,10 @@ pub fn documents(text: &str) -> Result<Vec<Value>> {
     Ok(documents)
 }
 
-/// What `kubectl kustomize` makes of a folder.
+/// Returns the output of `kubectl kustomize` for a directory.
 ///
 /// # Errors
-/// kubectl refuses it.
+/// Returns an error if kubectl refuses it.
 pub fn render(kubectl: &Path, folder: &Path) -> Result<Vec<Value>> {
     let output = Command::new(kubectl)
         .arg("kustomize")
@@ -97,10 +98,10 @@ pub fn render(kubectl: &Path, folder: &Path) -> Result<Vec<Value>> {
     documents(std::str::from_utf8(&output.stdout)?)
 }
 
-/// The object of a kind and name.
+/// Returns the object of a kind and name.
 ///
 /// # Errors
-/// There is none.
+/// Returns an error if there is no such object.
 pub fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> Result<&'a Value> {
     objects
         .iter()
@@ -108,17 +109,15 @@ pub fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> Result<&'a Valu
         .with_context(|| format!("no {kind} {name}"))
 }
 
-/// The items of a list, none where there is no list.
+/// Returns the items of a list, or none if there is no list.
 pub fn items(list: &Value) -> impl Iterator<Item = &Value> {
     list.as_array().into_iter().flatten()
 }
 
-/// What a node tells its pods.
+/// The facts that a node provides to its pods.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// `spec.nodeName`.
     pub node: String,
-    /// `status.hostIP`.
     pub address: String,
 }
 
@@ -127,11 +126,11 @@ pub struct Facts {
 pub struct Container {
     /// Arguments, without the program.
     pub args: Vec<String>,
-    /// Environment that the manifest sets.
+    /// Environment variables set by the manifest.
     pub env: BTreeMap<String, String>,
-    /// Where volumes are mounted, with the volume.
+    /// Mount paths with their volumes.
     pub mounts: Vec<(PathBuf, Value)>,
-    /// User of the process.
+    /// User ID of the process.
     pub uid: u64,
     /// The container as written.
     pub spec: Value,
@@ -140,10 +139,11 @@ pub struct Container {
 }
 
 impl Container {
-    /// That of a Deployment or a DaemonSet; ConfigMaps are looked up among `objects`.
+    /// Returns the container of a Deployment or a DaemonSet. ConfigMaps are looked up among
+    /// `objects`.
     ///
     /// # Errors
-    /// It has not one container, or refers to what is not there.
+    /// Returns an error unless there is exactly one container and all its references exist.
     pub fn of(workload: &Value, objects: &[Value], facts: &Facts) -> Result<Self> {
         let pod = &workload["spec"]["template"]["spec"];
         let [spec] = pod["containers"].as_array().map_or(&[][..], Vec::as_slice) else {
@@ -182,11 +182,12 @@ impl Container {
         })
     }
 
-    /// Lays the mounts out under `root`, with the content of ConfigMaps and Secrets, and with `token` in place of ServiceAccount tokens,
-    /// and returns the arguments with their paths led there. Host paths stay what they are.
+    /// Creates the mounts under `root`, with the content of ConfigMaps and Secrets, and with
+    /// `token` in place of ServiceAccount tokens. Returns the arguments with their paths changed
+    /// accordingly. Host paths do not change.
     ///
     /// # Errors
-    /// A file cannot be written.
+    /// Returns an error if a file cannot be written.
     pub fn laid_out(&self, root: &Path, objects: &[Value], token: &str) -> Result<Vec<String>> {
         let mut args = self.args.clone();
         for (path, volume) in &self.mounts {
@@ -204,7 +205,7 @@ impl Container {
     }
 }
 
-/// Writes what one source of a volume has.
+/// Writes the files of one volume source.
 fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result<()> {
     if let Some(path) = source["serviceAccountToken"]["path"].as_str() {
         mount(&folder.join(path), token)?;
@@ -239,7 +240,7 @@ fn fill(folder: &Path, source: &Value, objects: &[Value], token: &str) -> Result
     Ok(())
 }
 
-/// Writes a file as a kubelet does, whatever the umask is.
+/// Writes a file as a kubelet does, independent of the umask.
 fn mount(file: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     fs::write(file, content)?;
     fs::set_permissions(file, fs::Permissions::from_mode(0o644))?;

@@ -1,4 +1,5 @@
-//! Fuzzing on stable: a decoder meets a corpus that a seeded generator mutates, so that a failure can be run again.
+//! Fuzzing on a stable compiler: a decoder receives a corpus that a seeded generator mutates, so
+//! that a failure is reproducible.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -7,18 +8,19 @@ use rand::{RngExt, SeedableRng};
 
 /// Inputs in one run of the normal tests.
 pub const EXECUTIONS: u32 = 500_000;
-/// Set to run more or fewer, as in a soak.
+/// Environment variable that sets the number of inputs, for example for a soak test.
 pub const VARIABLE: &str = "CULVERT_FUZZ_EXECUTIONS";
 
-/// Changes of one input at most.
+/// Maximum number of changes to one input.
 const CHANGES_MOST: u32 = 6;
-/// Numbers that lengths and counts are often wrong at, and the pointer of a compressed name.
+/// Bytes at which lengths and counts are often wrong, and the pointer of a compressed name.
 const EDGES: [u8; 9] = [0, 1, 0x7f, 0x80, 0xff, 0xfe, 0xc0, b'\n', b'.'];
 
-/// Gives `target` the corpus as it is, and then `executions` mutations of it, each at most `longest` bytes.
+/// Runs `target` on the corpus, and then on `executions` mutations of it, each at most `longest`
+/// bytes.
 ///
 /// # Panics
-/// When `target` does; the input is printed as hexadecimal.
+/// Panics if `target` does. The input is printed as hexadecimal.
 #[expect(
     clippy::panic,
     reason = "a mistyped variable must not pass for a long run"
@@ -32,7 +34,7 @@ pub fn fuzz(
     for input in corpus {
         target(input);
     }
-    // More for all in proportion: some parts check signatures, and get fewer inputs.
+    // Scaled in proportion, since some decoders check signatures and get fewer inputs.
     let executions = match std::env::var(VARIABLE) {
         Ok(text) => {
             let wanted: u64 = text
@@ -57,7 +59,7 @@ pub fn fuzz(
     }
 }
 
-/// Another input: mostly one of the corpus with a few changes, sometimes noise.
+/// Creates the next input: mostly one of the corpus with a few changes, sometimes noise.
 fn next(random: &mut SmallRng, corpus: &[Vec<u8>], longest: usize, input: &mut Vec<u8>) {
     input.clear();
     if corpus.is_empty() || random.random_range(0..10) == 0 {

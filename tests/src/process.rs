@@ -1,4 +1,4 @@
-//! Programs run as processes: the two binaries under test, and the real tools around them.
+//! Programs run as processes: the two binaries under test, and real tools.
 
 mod culvert;
 mod fleet;

@@ -1,4 +1,5 @@
-//! The configuration reference, made from the command line definitions and the table of limits.
+//! The configuration reference, generated from the command line definitions and the table of
+//! limits.
 
 use std::fmt::Write as _;
 
@@ -7,14 +8,14 @@ use clap::{Arg, ArgAction, Command};
 /// One page of the reference.
 #[derive(Debug)]
 pub struct Page {
-    /// Where it stands in the repository.
+    /// Path of the page in the repository.
     pub path: &'static str,
     command: fn() -> Command,
     limits: &'static [(&'static str, &'static str, &'static str)],
     extra: &'static str,
 }
 
-/// All pages.
+/// The pages of the reference.
 pub const PAGES: &[Page] = &[
     Page {
         path: "docs/reference/tunnel-server.md",
@@ -30,7 +31,7 @@ pub const PAGES: &[Page] = &[
     },
 ];
 
-/// The page's text.
+/// Returns the text of the page.
 #[must_use]
 pub fn render(page: &Page) -> String {
     let command = (page.command)();

@@ -1,7 +1,8 @@
-//! SPDY/3.1 as client-go and the kubelet speak it: streams over one upgraded connection.
+//! SPDY/3.1 as used by client-go and the kubelet: streams over one upgraded connection.
 //!
-//! Upstream: `moby/spdystream` `connection.go`, `spdy/write.go`, `spdy/read.go`. Field blocks are zlib streams of stored blocks
-//! without the preset dictionary: Go's reader takes those, and both ends are ours here.
+//! Upstream: `moby/spdystream` `connection.go`, `spdy/write.go`, `spdy/read.go`. Field blocks are
+//! zlib streams of stored blocks without the preset dictionary. Go's reader accepts those, and both
+//! ends are under the harness's control here.
 
 use std::io;
 
@@ -11,53 +12,50 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 #[derive(Debug)]
 pub struct Spdy<S> {
     stream: S,
-    /// The id of the next stream that this end opens: odd for clients, even for servers.
+    /// ID of the next stream that this end opens: odd for clients, even for servers.
     next_id: u32,
     /// Whether the zlib header of each direction has passed.
     compressing: bool,
     decompressing: bool,
 }
 
-/// What the peer sent.
+/// A frame from the peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
     /// SYN_STREAM: a new stream with its fields, names in lower case.
     Open {
-        /// Its id.
         id: u32,
-        /// Its fields.
+        /// Fields of the stream.
         fields: Vec<(String, String)>,
-        /// The opener sends nothing on it.
+        /// Whether the opener sends nothing on the stream.
         fin: bool,
     },
-    /// SYN_REPLY: the peer took our stream.
+    /// SYN_REPLY: the peer accepted the stream.
     Reply(u32),
     /// Bytes of a stream, perhaps its last.
     Data {
-        /// The stream.
         id: u32,
-        /// The bytes.
         bytes: Vec<u8>,
-        /// Nothing follows.
+        /// Whether these are the last bytes.
         fin: bool,
     },
-    /// RST_STREAM.
+    /// RST_STREAM of the stream.
     Reset(u32),
-    /// PING; our own ones come back.
+    /// PING; the peer returns those of this end.
     Ping(u32),
-    /// GOAWAY.
+    /// GOAWAY of the peer.
     GoAway,
     /// Any other control frame, by its type.
     Other(u16),
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
-    /// The end that asked for the upgrade.
+    /// Creates the end that requested the upgrade.
     pub fn client(stream: S) -> Self {
         Self::new(stream, 1)
     }
 
-    /// The end that granted it.
+    /// Creates the end that granted the upgrade.
     pub fn server(stream: S) -> Self {
         Self::new(stream, 2)
     }
@@ -71,7 +69,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         }
     }
 
-    /// The connection below.
+    /// Returns the underlying connection.
     pub fn into_inner(self) -> S {
         self.stream
     }
@@ -79,7 +77,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     /// Opens a stream.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn open(&mut self, fields: &[(&str, &str)]) -> io::Result<u32> {
         let id = self.next_id;
         self.next_id += 2;
@@ -91,20 +89,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         Ok(id)
     }
 
-    /// Takes the peer's stream.
+    /// Accepts the peer's stream.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn reply(&mut self, id: u32) -> io::Result<()> {
         let mut payload = id.to_be_bytes().to_vec();
         payload.extend(self.compress(&block(&[])));
         self.control(SYN_REPLY, 0, &payload).await
     }
 
-    /// Sends bytes of a stream; `fin` ends our half of it.
+    /// Sends bytes of a stream; `fin` ends this end's half of it.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn data(&mut self, id: u32, bytes: &[u8], fin: bool) -> io::Result<()> {
         let mut frame = id.to_be_bytes().to_vec();
         frame.extend_from_slice(&flags_and_length(u8::from(fin), bytes.len())?);
@@ -116,23 +114,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     /// Sends a PING.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn ping(&mut self, id: u32) -> io::Result<()> {
         self.control(PING, 0, &id.to_be_bytes()).await
     }
 
-    /// Says that no further stream is wanted.
+    /// Sends GOAWAY: this end accepts no further streams.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn go_away(&mut self) -> io::Result<()> {
         self.control(GOAWAY, 0, &[0; 8]).await
     }
 
-    /// The next frame; `None` at the clean end between two frames.
+    /// Returns the next frame, or `None` at a clean end between two frames.
     ///
     /// # Errors
-    /// The connection is broken, or what came is not SPDY/3.
+    /// Returns an error if the connection is broken, or the peer's data is not SPDY/3.
     pub async fn next(&mut self) -> io::Result<Option<Frame>> {
         let mut head = [0; 8];
         if self.stream.read(&mut head[..1]).await? == 0 {
@@ -182,14 +180,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         self.stream.flush().await
     }
 
-    /// RFC 1950 and RFC 1951, section 3.2.4.
+    /// Encodes stored blocks (RFC 1950 and RFC 1951, section 3.2.4).
     fn compress(&mut self, bytes: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
         if !std::mem::replace(&mut self.compressing, true) {
             out.extend_from_slice(&ZLIB_HEADER);
         }
         for piece in bytes.chunks(usize::from(u16::MAX)) {
-            // Pieces are as long as 16 bits can say.
+            // The length of a piece has 16 bits.
             let length = u16::try_from(piece.len()).unwrap_or(u16::MAX);
             out.push(0);
             out.extend_from_slice(&length.to_le_bytes());
@@ -219,7 +217,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     }
 }
 
-/// Fields as SPDY/3 writes them.
+/// Encodes fields in the format of SPDY/3.
 fn block(fields: &[(&str, &str)]) -> Vec<u8> {
     let word = |n: usize| u32::try_from(n).unwrap_or(u32::MAX).to_be_bytes();
     let mut block = word(fields.len()).to_vec();

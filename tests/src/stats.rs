@@ -1,8 +1,9 @@
-//! Figures of measurements.
+//! Percentiles and formats of measured durations.
 
 use std::time::Duration;
 
-/// The duration below which `share` (0 to 1) of the sorted ones lie; zero of none.
+/// Returns the duration below which `share` (0 to 1) of the sorted durations lie; zero for an empty
+/// slice.
 #[must_use]
 pub fn percentile(sorted: &[Duration], share: f64) -> Duration {
     #[expect(
@@ -16,7 +17,7 @@ pub fn percentile(sorted: &[Duration], share: f64) -> Duration {
     sorted.get(index.min(last)).copied().unwrap_or_default()
 }
 
-/// Milliseconds with one digit behind the point.
+/// Formats milliseconds with one decimal.
 #[must_use]
 pub fn millis(duration: Duration) -> String {
     format!("{:.1}", duration.as_secs_f64() * 1e3)

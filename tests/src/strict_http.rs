@@ -1,33 +1,33 @@
-//! A parser of HTTP/1.1 requests that takes nothing but what RFC 9112 says: the judge of what reaches a target.
+//! A parser of HTTP/1.1 requests that accepts exactly the syntax of RFC 9112. Tests use it to
+//! verify the requests that reach a target.
 //!
-//! It shares no code with the tunnel or with hyper, so that a mistake there is not repeated here.
+//! The parser shares no code with the tunnel or with hyper, so that a mistake there is not repeated
+//! here.
 
-/// One request, whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StrictRequest {
-    /// The method.
     pub method: String,
-    /// The request target, in origin form.
+    /// Request target in origin form.
     pub target: String,
-    /// Fields in their order and spelling.
+    /// Fields in the received order and spelling.
     pub fields: Vec<(String, String)>,
-    /// The body without its framing.
+    /// Body without its framing.
     pub body: Vec<u8>,
-    /// Fields behind the last chunk.
+    /// Trailer fields after the last chunk.
     pub trailers: Vec<(String, String)>,
 }
 
-/// What the bytes so far are.
+/// The result of parsing the bytes so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Parsed {
-    /// A request, and how many bytes it took.
+    /// A complete request, and how many bytes it took.
     Whole(Box<StrictRequest>, usize),
-    /// The beginning of one.
+    /// The beginning of a request.
     Partial,
 }
 
 impl StrictRequest {
-    /// The value of a field that occurs once; compared without case.
+    /// Returns the value of a field that occurs once; names are compared case-insensitively.
     pub fn field(&self, name: &str) -> Option<&str> {
         let mut values = self
             .fields
@@ -37,16 +37,16 @@ impl StrictRequest {
         value.filter(|_| values.next().is_none())
     }
 
-    /// The body as text.
+    /// Returns the body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 }
 
-/// Reads the request that `bytes` begin with.
+/// Parses the request at the start of `bytes`.
 ///
 /// # Errors
-/// What is wrong with it, as soon as that is certain.
+/// Returns a description of the error as soon as it is certain.
 pub fn parse(bytes: &[u8]) -> Result<Parsed, String> {
     let mut input = Input { bytes, at: 0 };
     match request(&mut input) {
@@ -56,7 +56,7 @@ pub fn parse(bytes: &[u8]) -> Result<Parsed, String> {
     }
 }
 
-/// Why there is no request.
+/// The reason why there is no request.
 enum ParseError {
     Partial,
     Fault(String),
@@ -68,7 +68,7 @@ struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// A line that ends in CR LF; CR and LF occur nowhere else.
+    /// Reads a line that ends in CR LF. CR and LF may occur nowhere else.
     fn line(&mut self) -> Result<&'a [u8], ParseError> {
         let input = self.bytes.get(self.at..).unwrap_or_default();
         let Some(end) = input.iter().position(|byte| matches!(byte, b'\r' | b'\n')) else {
@@ -93,7 +93,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// RFC 9112, section 2.1.
+/// Parses a request (RFC 9112, section 2.1).
 fn request(input: &mut Input<'_>) -> Result<StrictRequest, ParseError> {
     let (method, target) = request_line(input.line()?)?;
     let fields = field_lines(input)?;
@@ -103,7 +103,7 @@ fn request(input: &mut Input<'_>) -> Result<StrictRequest, ParseError> {
             .filter(|(key, _)| key.eq_ignore_ascii_case(name));
         named.map(|(_, value)| value.as_str()).collect()
     };
-    // RFC 9112, section 3.2.
+    // One Host field is required (RFC 9112, section 3.2).
     if values("host").len() != 1 {
         return fault(format!("{} Host fields", values("host").len()));
     }
@@ -129,7 +129,7 @@ fn request(input: &mut Input<'_>) -> Result<StrictRequest, ParseError> {
     })
 }
 
-/// RFC 9112, section 3: single spaces, origin form (3.2.1), this version.
+/// Parses the request line (RFC 9112, section 3): single spaces, origin form (3.2.1), HTTP/1.1.
 fn request_line(line: &[u8]) -> Result<(String, String), ParseError> {
     let tokens: Vec<_> = line.split(|byte| *byte == b' ').collect();
     let [method, target, b"HTTP/1.1"] = tokens.as_slice() else {
@@ -144,7 +144,7 @@ fn request_line(line: &[u8]) -> Result<(String, String), ParseError> {
     Ok((text(method), text(target)))
 }
 
-/// RFC 9112, section 5, up to the empty line.
+/// Parses field lines up to the empty line (RFC 9112, section 5).
 fn field_lines(input: &mut Input<'_>) -> Result<Vec<(String, String)>, ParseError> {
     let mut fields = Vec::new();
     loop {
@@ -157,7 +157,8 @@ fn field_lines(input: &mut Input<'_>) -> Result<Vec<(String, String)>, ParseErro
         };
         let (name, value) = line.split_at(colon);
         let value = value.get(1..).unwrap_or_default().trim_ascii();
-        // A name that begins with a space would be a folded line, one that ends with it a smuggled one.
+        // A name with a leading space would be a folded line. A name with a trailing space would be
+        // a smuggled one.
         if !is_token(name) {
             return fault(format!("field name {:?}", text(name)));
         }
@@ -171,7 +172,7 @@ fn field_lines(input: &mut Input<'_>) -> Result<Vec<(String, String)>, ParseErro
     }
 }
 
-/// RFC 9110, section 8.6: digits, nothing else.
+/// Parses a Content-Length (RFC 9110, section 8.6): digits, nothing else.
 fn content_length(value: &str) -> Result<usize, ParseError> {
     let digits = !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit());
     match value.parse() {
@@ -182,7 +183,7 @@ fn content_length(value: &str) -> Result<usize, ParseError> {
 
 type Body = (Vec<u8>, Vec<(String, String)>);
 
-/// RFC 9112, section 7.1.
+/// Parses a chunked body (RFC 9112, section 7.1).
 fn chunked(input: &mut Input<'_>) -> Result<Body, ParseError> {
     let mut body = Vec::new();
     loop {
@@ -203,7 +204,7 @@ fn chunked(input: &mut Input<'_>) -> Result<Body, ParseError> {
     }
 }
 
-/// RFC 9110, section 5.6.2.
+/// Returns whether the bytes are a token (RFC 9110, section 5.6.2).
 fn is_token(bytes: &[u8]) -> bool {
     !bytes.is_empty()
         && bytes

@@ -1,7 +1,7 @@
-//! Stand-in servers that the tunnel's agent dials: exporters, a kubelet and raw TCP targets.
+//! Fake servers that the tunnel's agent dials: exporters, a kubelet and raw TCP targets.
 //!
-//! Each binds a free port of 127.0.0.1 unless told otherwise, counts its connections ([`Traffic`]) and stops when
-//! dropped.
+//! Each binds a free port of 127.0.0.1 by default, counts its connections ([`Traffic`]) and stops
+//! on drop.
 
 mod accept;
 mod answers;

@@ -1,4 +1,4 @@
-//! Finds the real programs that scenarios run against, and lets a test that lacks one end as skipped, visibly.
+//! Finds the real programs that scenarios use. A test without its programs is reported as skipped.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -7,49 +7,44 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A program that is not ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tool {
-    /// `systemd-analyze`.
     SystemdAnalyze,
     /// Debian's `promtool`, of `prometheus`.
     Promtool,
-    /// `bash`.
     Bash,
-    /// Debian's `prometheus`.
+    /// The program `prometheus` from Debian.
     Prometheus,
-    /// Debian's `prometheus-node-exporter`.
+    /// The program `prometheus-node-exporter` from Debian.
     NodeExporter,
-    /// `curl`.
     Curl,
-    /// `dig` of bind9-dnsutils.
+    /// The program `dig` of bind9-dnsutils.
     Dig,
-    /// `ip` of iproute2.
+    /// The program `ip` of iproute2.
     Ip,
-    /// `nft` of nftables.
+    /// The program `nft` of nftables.
     Nft,
-    /// `unshare` of util-linux.
+    /// The program `unshare` of util-linux.
     Unshare,
-    /// `nsenter` of util-linux.
+    /// The program `nsenter` of util-linux.
     Nsenter,
-    /// `prlimit` of util-linux.
+    /// The program `prlimit` of util-linux.
     Prlimit,
-    /// `kubectl`.
     Kubectl,
-    /// `ssh` of OpenSSH.
+    /// The program `ssh` of OpenSSH.
     Ssh,
-    /// `ssh-keygen` of OpenSSH.
+    /// The program `ssh-keygen` of OpenSSH.
     SshKeygen,
-    /// `sshd` of OpenSSH.
+    /// The program `sshd` of OpenSSH.
     Sshd,
-    /// `ansible` of ansible-core.
+    /// The program `ansible` of ansible-core.
     Ansible,
     /// A Python that has aioquic.
     Aioquic,
 }
 
 impl Tool {
-    /// The name of the program's file.
+    /// Returns the file name of the program.
     pub fn program(self) -> &'static str {
         match self {
             Self::SystemdAnalyze => "systemd-analyze",
@@ -73,13 +68,14 @@ impl Tool {
         }
     }
 
-    /// Where the program is: in the search path, in the folders of administrators' programs, or where `tests/tools.sh`
-    /// unpacked it.
+    /// Returns the path of the program: in the search path, in the directories of administrators'
+    /// programs, or where `tests/tools.sh` unpacked it.
     pub fn find(self) -> Option<PathBuf> {
         self.find_all().into_iter().next()
     }
 
-    /// All of that name, in the order of [`Tool::find`]; two names of one file count once.
+    /// Returns all programs of that name, in the order of [`Tool::find`]. Two names of one file
+    /// count once.
     pub fn find_all(self) -> Vec<PathBuf> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let unpacked = unpacked_root();
@@ -107,10 +103,10 @@ impl Tool {
         found
     }
 
-    /// A command that runs the program, with the libraries that were unpacked beside it.
+    /// Returns a command that runs the program, with the libraries that were unpacked next to it.
     ///
     /// # Errors
-    /// [`Skip`] when the program is not here.
+    /// Returns [`Skip`] if the program is not installed.
     pub fn command(self) -> Result<Command, Skip> {
         let file = self.find().ok_or_else(|| Skip::needs(&[self]))?;
         let mut command = Command::new(&file);
@@ -121,10 +117,10 @@ impl Tool {
     }
 }
 
-/// Checks that all `tools` are here.
+/// Checks that all `tools` are installed.
 ///
 /// # Errors
-/// [`Skip`] naming the missing ones.
+/// Returns [`Skip`] with the names of the missing ones.
 pub fn require(tools: &[Tool]) -> Result<(), Skip> {
     let missing: Vec<Tool> = tools
         .iter()
@@ -138,14 +134,14 @@ pub fn require(tools: &[Tool]) -> Result<(), Skip> {
     }
 }
 
-/// Why a test cannot run on this machine.
+/// The reason why a test cannot run on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Skip {
     reason: String,
 }
 
 impl Skip {
-    /// A skip for any other reason; `reason` continues "skipped: TEST: ".
+    /// Creates a skip for any other reason; `reason` continues "skipped: TEST: ".
     pub fn because(reason: impl Into<String>) -> Self {
         Self {
             reason: reason.into(),
@@ -166,14 +162,14 @@ impl fmt::Display for Skip {
 
 impl std::error::Error for Skip {}
 
-/// Hands on what a test needs, or records the test as skipped:
+/// Returns the value that a test needs, or records the test as skipped:
 /// `let Some(edges) = or_skip(Topology::new()) else { return };`
 ///
-/// The record is one line on stderr and one file under `target/test-skips`, which `make test` lists and counts at its
-/// end, since with nextest each test is a process of its own.
+/// The record is one line on stderr and one file under `target/test-skips`, which `make test` lists
+/// and counts at its end, since with nextest each test is a process of its own.
 ///
 /// # Panics
-/// When `CULVERT_NO_SKIPS` is set: for machines that have to have everything.
+/// Panics if `CULVERT_NO_SKIPS` is set, for machines that must have every program.
 #[expect(
     clippy::panic,
     reason = "where skips are forbidden, a skip is a failed test"
@@ -189,7 +185,7 @@ pub fn or_skip<T>(needed: Result<T, Skip>) -> Option<T> {
     let test = running_test();
     let line = format!("skipped: {test}: {skip}\n");
     let mut stderr = std::io::stderr().lock();
-    // A test that cannot even be recorded as skipped still says so in its own output.
+    // A test that cannot be recorded as skipped still reports it in its own output.
     let _ = stderr.write_all(line.as_bytes());
     if let Err(error) = record(&test, &line) {
         let _ = writeln!(stderr, "cannot record the skip: {error}");
@@ -197,14 +193,14 @@ pub fn or_skip<T>(needed: Result<T, Skip>) -> Option<T> {
     None
 }
 
-/// The folder with the binaries of the build that this program belongs to.
+/// Returns the directory with the binaries of the build that this program belongs to.
 pub fn bin_dir() -> Option<PathBuf> {
     if let Some(folder) = std::env::var_os("CULVERT_BIN_DIR") {
         return Some(folder.into());
     }
     let exe = std::env::current_exe().ok()?;
     let folder = exe.parent()?;
-    // Test programs lie in `deps` beside the binaries.
+    // Test programs are in `deps` next to the binaries.
     let folder = if folder.ends_with("deps") {
         folder.parent()?
     } else {
@@ -213,10 +209,11 @@ pub fn bin_dir() -> Option<PathBuf> {
     Some(folder.to_owned())
 }
 
-/// The build's `target` folder.
+/// Returns the build's `target` directory.
 pub fn target_dir() -> Option<PathBuf> {
     let exe = std::env::current_exe().ok()?;
-    // Cargo marks it; with `--target` there is one more folder between it and the profile's.
+    // Cargo marks the directory. With `--target` there is one more directory between it and the
+    // profile's.
     exe.ancestors()
         .find(|folder| folder.join("CACHEDIR.TAG").is_file())
         .map(Path::to_owned)
@@ -242,7 +239,7 @@ fn unpacked_root() -> Option<PathBuf> {
     Some(target_dir()?.join("tools/root")).filter(|root| root.is_dir())
 }
 
-/// The folders of libraries that came unpacked with `file`, when it was unpacked at all.
+/// Returns the directories of the libraries that were unpacked with `file`, if it was unpacked.
 fn libraries_of(file: &Path) -> Option<OsString> {
     let root = unpacked_root().filter(|root| file.starts_with(root))?;
     let folders = ["usr/lib", "lib"]
@@ -255,7 +252,7 @@ fn libraries_of(file: &Path) -> Option<OsString> {
     std::env::join_paths(folders).ok()
 }
 
-/// Often missing from the search path of those who are not root.
+/// Often missing from the search path of users other than root.
 const ADMIN_FOLDERS: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
 
 #[cfg(test)]

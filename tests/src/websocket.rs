@@ -1,4 +1,4 @@
-//! WebSocket frames (RFC 6455, section 5), as far as remote commands need them: whole messages, never fragmented.
+//! WebSocket frames (RFC 6455, section 5) for remote commands: whole messages, never fragmented.
 
 use std::io;
 
@@ -8,16 +8,15 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 #[derive(Debug)]
 pub struct WebSocket<S> {
     stream: S,
-    /// Clients mask what they send, servers must not.
+    /// Whether this end masks its frames: clients must, servers must not.
     masks: bool,
 }
 
-/// A message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
     /// Data; for remote commands the first byte names the channel.
     Binary(Vec<u8>),
-    /// Asks for a pong with the same bytes.
+    /// A ping, which requests a pong with the same bytes.
     Ping(Vec<u8>),
     /// The answer to a ping.
     Pong(Vec<u8>),
@@ -26,7 +25,7 @@ pub enum Message {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
-    /// The end that asked for the upgrade.
+    /// Creates the end that requested the upgrade.
     pub fn client(stream: S) -> Self {
         Self {
             stream,
@@ -34,7 +33,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
         }
     }
 
-    /// The end that granted it.
+    /// Creates the end that granted the upgrade.
     pub fn server(stream: S) -> Self {
         Self {
             stream,
@@ -42,7 +41,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
         }
     }
 
-    /// The connection below.
+    /// Returns the underlying connection.
     pub fn into_inner(self) -> S {
         self.stream
     }
@@ -50,7 +49,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
     /// Sends a message.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn send(&mut self, message: &Message) -> io::Result<()> {
         let (opcode, mut bytes) = match message {
             Message::Binary(bytes) => (BINARY, bytes.clone()),
@@ -84,10 +83,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
         self.stream.flush().await
     }
 
-    /// The next message; `None` at the clean end between two messages.
+    /// Returns the next message, or `None` at a clean end between two messages.
     ///
     /// # Errors
-    /// The connection is broken, or what came is not allowed from this peer.
+    /// Returns an error if the connection is broken, or the peer sent a frame that it must not send.
     pub async fn next(&mut self) -> io::Result<Option<Message>> {
         let mut head = [0; 2];
         if self.stream.read(&mut head[..1]).await? == 0 {
@@ -139,7 +138,7 @@ const CLOSE: u8 = 8;
 const PING: u8 = 9;
 const PONG: u8 = 10;
 
-/// Far above what remote commands send in one message.
+/// Far above the size of any message of remote commands.
 const MESSAGE_BYTES: usize = 1 << 24;
 
 #[cfg(test)]

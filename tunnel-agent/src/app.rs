@@ -1,4 +1,4 @@
-//! Builds the parts, binds the meta port, and runs them until the drain is over.
+//! Builds the agent's components, binds the meta port, and runs until the drain ends.
 
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -32,7 +32,7 @@ use crate::session::SessionContext;
 
 mod credential_tasks;
 
-/// A started agent. Any number may live in one process; dropped, it stops at once.
+/// A started agent. One process can run any number of agents. Dropping an `App` stops it at once.
 #[derive(Debug)]
 pub struct App {
     config: Config,
@@ -40,29 +40,32 @@ pub struct App {
     instance: InstanceId,
     metrics: Metrics,
     readiness: Readiness,
-    /// Held from the start, so that the agent is never ready without a session.
+    /// Blocks readiness from the start, so that the agent is never ready without a session.
     readiness_block: Option<ReadinessBlock>,
     shutdown: Shutdown,
     meta_addr: Option<SocketAddr>,
     _stop_on_drop: DropGuard,
 }
 
-/// Where the agent starts from.
+/// The source of the first credentials.
 #[derive(Debug)]
 enum InitialCredentials {
     Stored(Box<Credentials>, CredentialStore),
-    /// What the operator brings, as read, and its digest.
+    /// The operator's certificate and key as read, with the digest of their files.
     CredentialFiles(Box<Credentials>, [u8; 32]),
     Enroll(Box<Enrollment>),
-    /// The stored certificate has ended: it is renewed by its key, or, when that is refused, by a token.
+    /// Renewal of a stored certificate that has expired: first with its key, then, if the server
+    /// refuses that, with a token.
     Renew(Box<Enrollment>, Option<Box<Enrollment>>),
 }
 
 impl App {
-    /// Binds the meta port and reads the stored credentials or the token. Connects to nothing yet.
+    /// Binds the meta port and reads the stored credentials or the token. Does not connect to the
+    /// server.
     ///
     /// # Errors
-    /// When that is not possible; [`exit_code`] tells usage errors from others.
+    /// Returns an error if the port cannot be bound or the credentials cannot be read.
+    /// [`exit_code`] distinguishes usage errors from others.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let shutdown = Shutdown::new();
         let stop_on_drop = shutdown.stop().clone().drop_guard();
@@ -91,28 +94,30 @@ impl App {
         })
     }
 
-    /// The address of the meta port as bound, unless it is off.
+    /// Returns the bound address of the meta port, or `None` if it is off.
     #[must_use]
     pub fn meta_addr(&self) -> Option<SocketAddr> {
         self.meta_addr
     }
 
-    /// What stops the agent: cancel `drain` for an orderly end, `stop` for one at once.
+    /// Returns the shutdown handle: cancel `drain` for a graceful stop, `stop` for an immediate
+    /// one.
     #[must_use]
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
     }
 
-    /// Ready while a live session takes new streams.
+    /// Returns the readiness state. The agent is ready while a live session takes new streams.
     #[must_use]
     pub fn readiness(&self) -> &Readiness {
         &self.readiness
     }
 
-    /// Enrolls if need be, then holds a session until a drain is over or everything stops. Dropped early, all is cut.
+    /// Enrolls if necessary, then maintains a session until a drain ends or `stop` is canceled.
+    /// Dropping the future cuts all sessions.
     ///
     /// # Errors
-    /// When the agent cannot go on without a person.
+    /// Returns an error if the agent cannot continue without operator action.
     pub async fn run(mut self) -> anyhow::Result<()> {
         let graceful_shutdown = CancellationToken::new();
         let readiness_block = self.readiness_block.take();
@@ -142,7 +147,7 @@ impl App {
         outcome
     }
 
-    /// Waits for a drain and its end, then lets the session go.
+    /// Waits for a drain to begin and end, then closes the session.
     async fn drain(&self, graceful_shutdown: &CancellationToken, within: Duration) -> DrainOutcome {
         tokio::select! {
             () = self.shutdown.drain().cancelled() => {}
@@ -204,7 +209,7 @@ impl App {
 }
 
 impl App {
-    /// The credentials to begin with; enrolls if need be.
+    /// Returns the first credentials, after enrollment if necessary.
     async fn rotating_credentials(&self) -> anyhow::Result<Arc<RotatingCredentials>> {
         let (node, metrics) = (self.config.node_name.clone(), self.metrics.clone());
         let ca = self.config.ca.clone();
@@ -230,7 +235,7 @@ impl App {
                     Some(by_token) => renew_or_enroll(renewal, by_token).await?,
                     None => enroll(renewal).await?,
                 };
-                // It begins with what has ended, which stays until the new one has shown that it works.
+                // The expired credentials stay in use until the new ones have worked.
                 let ended: &Credentials = match &renewal.proof {
                     EnrollProof::ExpiredCertificate(ended) => ended,
                     EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => {
@@ -246,7 +251,8 @@ impl App {
         }
     }
 
-    /// Keeps the credentials alive beside the sessions: follows the operator's files, or renews what has ended.
+    /// Starts the task that maintains the credentials during sessions: reloads the operator's
+    /// files, or renews an expired certificate.
     fn spawn_credential_tasks(&self, rotating_credentials: &Arc<RotatingCredentials>) {
         if !matches!(
             self.initial_credentials,
@@ -290,8 +296,8 @@ impl App {
     }
 }
 
-/// The exit code for an error of loading, [`App::start`] or [`App::run`]: 64 when the configuration has to change,
-/// else 1.
+/// Returns the exit code for an error of loading, [`App::start`] or [`App::run`]: 64 if the
+/// configuration must change, else 1.
 #[must_use]
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let usage = error.chain().any(|cause| {
@@ -330,7 +336,7 @@ fn load_credentials(config: &Config) -> anyhow::Result<InitialCredentials> {
                 EnrollProof::ExpiredCertificate(ended),
                 &store,
             ));
-            // A token may be long gone with what held it.
+            // The token may have been deleted together with its file.
             let token = config
                 .token
                 .as_ref()
@@ -407,7 +413,8 @@ fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyho
     };
     let settings = SessionSettings {
         stream_window: limits.stream_window,
-        // The control stream and the one that tells the end; and what has ended at the server but not yet here.
+        // Twice the limit, since a stream may have ended at the server but not yet here. Two more
+        // for the control stream and the stream that reports the end.
         streams: limits.streams_per_agent.saturating_mul(2).saturating_add(2),
         keep_alive: Some(limits.keep_alive),
         idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
@@ -426,13 +433,14 @@ fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyho
     })
 }
 
-/// Exit code for usage and configuration.
+/// Exit code for usage and configuration errors.
 pub const EXIT_USAGE: u8 = 64;
-/// Exit code for failing to start or breaking.
+/// Exit code for a failure to start or a failure while running.
 pub const EXIT_FAILURE: u8 = 1;
-/// After a second signal: time to tell the server.
+/// Time to notify the server after a second signal.
 const STOP_TIMEOUT: Duration = Duration::from_millis(300);
-/// The transport's own idle timeout is only a backstop behind the session's clock.
+/// Extra time of the transport's own idle timeout, which is only a backstop behind the session's
+/// liveness limits.
 const IDLE_BEYOND_DEAD: Duration = Duration::from_secs(15);
 
 #[cfg(test)]

@@ -7,56 +7,60 @@ use clap_complete::Shell;
 
 use crate::config::Settings;
 
-/// Culvert's edge side: dials out to tunnel-server and reaches this node's own ports for it
+/// Edge side of Culvert: dials out to tunnel-server and connects its requests to this node's own
+/// ports
 ///
-/// The agent opens no listening port towards the network. It keeps one outgoing session to tunnel-server; requests for
-/// this node come back through it and are dialled here, within the dial policy that the flags of `run` set.
+/// The agent opens no listening port towards the network. It keeps one outgoing session to
+/// tunnel-server; requests for this node arrive on that session and are dialed here, within the
+/// dial policy that the flags of `run` set.
 #[derive(Debug, Parser)]
 #[command(name = "tunnel-agent", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
 pub struct Cli {
-    /// What to do.
+    /// The verb to run.
     #[command(subcommand)]
     pub subcommand: Command,
 }
 
-/// What the binary can do.
+/// The verbs of the binary.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Run the agent until SIGTERM or SIGINT; a second signal stops at once
     ///
-    /// Settings are taken from flags, then the environment, then the file of --config, then the defaults. Each flag is
-    /// a key of the file (same words, camelCase): --node-name is nodeName. The file alone also has a section `limits:`.
+    /// Settings are taken from flags, then the environment, then the file of --config, then the
+    /// defaults. Each flag is a key of the file (same words, camelCase): --node-name is nodeName.
+    /// The section `limits:` exists in the file only.
     Run(Box<ConfigArgs>),
     /// Load the configuration as `run` would, print all mistakes at once, and exit
     CheckConfig(Box<ConfigArgs>),
-    /// Ask a running agent on this host whether it is ready: exit code 0 when it holds a session, else 1
+    /// Ask a running agent on this host whether it is ready: exit code 0 when it has a session,
+    /// else 1
     ///
     /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-agent", "healthcheck"].
     Healthcheck(HealthcheckArgs),
-    /// Print the completion script of a shell
+    /// Print a shell completion script
     Completion {
-        /// The shell.
+        /// The shell to print the script for.
         shell: Shell,
     },
     /// Print the version
     Version,
 }
 
-/// Where settings come from.
+/// The sources of settings.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ConfigArgs {
     /// Configuration file (YAML)
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Flags and variables.
+    /// Settings from flags and environment variables.
     #[command(flatten)]
     pub settings: Settings,
 }
 
-/// Where a running agent's meta port is.
+/// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
 pub struct HealthcheckArgs {
-    /// Configuration file (YAML), for its metaListen
+    /// Configuration file (YAML); only metaListen is used
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Address of the agent's meta port [default: 127.0.0.1:10266]
@@ -64,13 +68,13 @@ pub struct HealthcheckArgs {
     pub meta_listen: Option<String>,
 }
 
-/// The command with all its flags, for completion and the generated reference.
+/// Returns the command with all its flags, for completion and the generated reference.
 #[must_use]
 pub fn command() -> clap::Command {
     Cli::command()
 }
 
-/// Every environment variable of ours that a flag reads.
+/// Returns every environment variable of the agent that a flag reads.
 #[must_use]
 pub fn known_variables() -> std::collections::BTreeSet<String> {
     command()

@@ -1,4 +1,4 @@
-//! Settings as people write them: flags, environment and YAML file, and how one overrides another.
+//! Settings as written in flags, environment and YAML file, and the precedence between them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -22,93 +22,104 @@ pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};
 pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
 
 tunnel_proto::layered! {
-    /// One layer of settings, as written; the texts of the fields are the help of `run`.
+    /// One layer of settings, as written. The doc comments of the fields are the help of `run`.
     #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
     pub struct Settings {
-        /// Where tunnel-server accepts agents; repeat it for several addresses [required]
+        /// Address where tunnel-server accepts agents; repeat it for several addresses [required]
         ///
-        /// Names are resolved again on each try, and all addresses are tried in turn. Sessions over QUIC need UDP;
-        /// enrollment and sessions over h2 need TCP on the same port (10262 unless the server is configured otherwise).
+        /// Names are resolved again on each try, and all addresses are tried in turn. Sessions over
+        /// QUIC need UDP; enrollment and sessions over h2 need TCP on the same port (10262 unless
+        /// the server is configured otherwise).
         #[arg(long, env = "TUNNEL_AGENT_SERVER", value_name = "HOST:PORT", value_delimiter = ',', help_heading = "Connection")]
         pub server: Vec<String>,
 
         /// Transport of sessions: auto, quic or h2 [default: auto]
         ///
-        /// QUIC runs over UDP and suits most networks best. h2 is HTTP/2 in TLS over TCP, for networks that drop UDP
-        /// or let TCP out through a proxy only. auto tries QUIC first and takes h2 where QUIC does not get through;
-        /// with --proxy it is h2.
+        /// QUIC runs over UDP and suits most networks best. h2 is HTTP/2 in TLS over TCP, for
+        /// networks that drop UDP or allow outgoing TCP only through a proxy. auto tries QUIC first
+        /// and falls back to h2 if QUIC does not get through; with --proxy, auto means h2.
         #[arg(long, env = "TUNNEL_AGENT_TRANSPORT", value_name = "NAME", help_heading = "Connection")]
         pub transport: Option<String>,
 
-        /// HTTP proxy on the way to the servers, as in http://user:password@proxy.example.com:3128, or off [default: as in HTTPS_PROXY]
+        /// HTTP proxy for connections to the servers, as in
+        /// http://user:password@proxy.example.com:3128, or off [default: as in HTTPS_PROXY]
         ///
-        /// It is asked to CONNECT to each --server and resolves their names; TLS stays between agent and server.
-        /// Only http:// proxies are supported; http:// can be left out, and the port is 80 unless it is given (curl's
-        /// is 1080). In user and password write @ : / % as %40 %3A %2F %25. A command line can be read by every user
-        /// of the host: prefer the variable or the file for a URL with a password.
+        /// The agent sends CONNECT for each --server, and the proxy resolves the name; TLS stays
+        /// between agent and server. Only http:// proxies are supported; http:// can be left out,
+        /// and the default port is 80 (curl's is 1080). In user and password write @ : / % as %40
+        /// %3A %2F %25. A command line can be read by every user of the host: prefer the variable
+        /// or the file for a URL with a password.
         ///
-        /// A proxy carries TCP only. One that is named here is meant for everything: sessions use h2, unless
-        /// --transport quic leaves only enrollment to the proxy. Without this flag the proxy of HTTPS_PROXY (or
-        /// https_proxy) serves enrollment and sessions over h2, QUIC is still tried directly, and the servers in
-        /// NO_PROXY (or no_proxy) are reached without it. NO_PROXY does not limit a proxy that is named here. off
-        /// means no proxy, whatever the variables say.
+        /// A proxy carries TCP only. A proxy set here is used for all connections: sessions use h2,
+        /// unless --transport quic leaves only enrollment to the proxy. Without this flag,
+        /// enrollment and sessions over h2 use the proxy of HTTPS_PROXY (or https_proxy), QUIC is
+        /// still tried directly, and the servers in NO_PROXY (or no_proxy) are reached without it.
+        /// NO_PROXY does not limit a proxy set here. off disables the proxy, whatever the variables
+        /// contain.
         #[arg(long, env = "TUNNEL_AGENT_PROXY", value_name = "URL|off", hide_env_values = true, help_heading = "Connection")]
         pub proxy: Option<Secret>,
 
         /// Congestion control of QUIC sessions: cubic or bbr [default: bbr]
         ///
-        /// For what this agent sends; the server has its own. bbr keeps its speed on paths that lose packets at
-        /// random, such as mobile networks. cubic backs off at each loss, as most TCP does. Sessions over h2 use the
-        /// system's.
+        /// This applies to data that this agent sends; the server has its own setting. bbr keeps
+        /// its speed on paths that lose packets at random, such as mobile networks. cubic backs off
+        /// at each loss, as most TCP does. Sessions over h2 use the system's congestion control.
         #[arg(long, env = "TUNNEL_AGENT_QUIC_CONGESTION", value_name = "NAME", help_heading = "Connection")]
         pub quic_congestion: Option<String>,
 
         /// Name of this node; must equal the name in its credential [default: the host name]
         ///
-        /// The variable NODE_NAME is read as well, as set by Kubernetes' downward API.
+        /// The variable NODE_NAME, as set by Kubernetes' downward API, is read as well.
         #[arg(long, env = "TUNNEL_AGENT_NODE_NAME", value_name = "NAME", help_heading = "Identity")]
         pub node_name: Option<String>,
 
-        /// Address of this node, where its own ports are dialed [default: address of the default route]
+        /// Address of this node, where its own ports are dialed [default: address of the default
+        /// route]
         ///
-        /// The variable NODE_IP is read as well. The address is never used for routing in the cloud, so any number
-        /// of sites may use the same one.
+        /// The variable NODE_IP is read as well. The address is never used for routing in the
+        /// cloud, so any number of sites may use the same address.
         #[arg(long, env = "TUNNEL_AGENT_NODE_IP", value_name = "IP", help_heading = "Identity")]
         pub node_ip: Option<String>,
 
         /// Join token, as printed by `tunnel-server token create`
         ///
-        /// Needed until the first certificate is in the data directory, then ignored. Prefer --token-file or the
-        /// variable: a command line can be read by every user of the host.
+        /// The token is needed until the first certificate is in the data directory, then ignored.
+        /// Prefer --token-file or the variable: a command line can be read by every user of the
+        /// host.
         #[arg(long, env = "TUNNEL_AGENT_TOKEN", value_name = "TOKEN", hide_env_values = true, help_heading = "Identity")]
         pub token: Option<Secret>,
 
-        /// File that holds the join token, or the ServiceAccount token of a projected volume
+        /// File that contains the join token, or the ServiceAccount token of a projected volume
         ///
-        /// A ServiceAccount token is for servers in a cluster: its audience is the server's --agent-token-audience, and it
-        /// needs --ca-file. The file is read each time that the token is needed, since the kubelet replaces it.
+        /// A ServiceAccount token is for servers in a cluster: its audience is the server's
+        /// --agent-token-audience, and it needs --ca-file. The file is read each time that the
+        /// token is needed, since the kubelet replaces it.
         #[arg(long, env = "TUNNEL_AGENT_TOKEN_FILE", value_name = "FILE", help_heading = "Identity")]
         pub token_file: Option<PathBuf>,
 
-        /// CA certificates (PEM) that the server must chain to [default: as pinned by the token, then stored in the data directory]
+        /// CA certificates (PEM) that the server must chain to [default: as pinned by the token,
+        /// then stored in the data directory]
         #[arg(long, env = "TUNNEL_AGENT_CA_FILE", value_name = "FILE", help_heading = "Identity")]
         pub ca_file: Option<PathBuf>,
 
         /// Certificate chain of this agent (PEM, leaf first), instead of enrollment
         ///
-        /// For certificates that the operator brings: with the SAN URI culvert://agent/NAME, of the CA in the server's
-        /// --agent-ca; or the kubelet's, kubelet-client-current.pem, for servers in a cluster. Needs --ca-file. All three files are read again every few seconds (limits.reloadEvery) and on
-        /// SIGHUP; links are followed, and a file that others may write is refused. New sessions use what is new, and
-        /// the old session ends with its last stream.
+        /// For certificates that the operator provides: either with the SAN URI
+        /// culvert://agent/NAME, issued by the CA in the server's --agent-ca; or, for servers in a
+        /// cluster, the kubelet's kubelet-client-current.pem. Needs --ca-file. All three files are
+        /// read again every few seconds (limits.reloadEvery) and on SIGHUP; links are followed, and
+        /// a file that others may write is refused. New sessions use the new files, and the old
+        /// session ends with its last stream.
         #[arg(long, env = "TUNNEL_AGENT_CERT_FILE", value_name = "FILE", help_heading = "Identity")]
         pub cert_file: Option<PathBuf>,
 
-        /// Its private key (PEM) [default: the file of --cert-file]
+        /// Private key (PEM) of the certificate [default: the file of --cert-file]
         #[arg(long, env = "TUNNEL_AGENT_KEY_FILE", value_name = "FILE", help_heading = "Identity")]
         pub key_file: Option<PathBuf>,
 
-        /// With --cert-file: the DNS name or address that the server's certificate must be for [default: none; it needs the role culvert://server]
+        /// With --cert-file: DNS name or address that the server's certificate must be valid for
+        /// [default: none; it needs the role culvert://server]
         #[arg(long, env = "TUNNEL_AGENT_SERVER_NAME", value_name = "NAME", help_heading = "Identity")]
         pub server_name: Option<String>,
 
@@ -116,21 +127,23 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_DATA_DIR", value_name = "DIR", help_heading = "Identity")]
         pub data_dir: Option<PathBuf>,
 
-        /// Ports of the host's loopback that the cloud may reach [default: 10250, 10255, 10266, 10267]
+        /// Loopback ports of this host that the cloud may reach [default: 10250, 10255, 10266,
+        /// 10267]
         ///
         /// The agent enforces this list on every request of the server.
         #[arg(long, env = "TUNNEL_AGENT_LOCALHOST_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
         pub localhost_ports: Option<String>,
 
-        /// Ports that are never dialed on any address [default: 2379-2381, 10248, 10249, 10257, 10259]
+        /// Ports that are never dialed on any address [default: 2379-2381, 10248, 10249, 10257,
+        /// 10259]
         #[arg(long, env = "TUNNEL_AGENT_DENY_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
         pub deny_ports: Option<String>,
 
         /// Other hosts that the cloud may reach through this agent [default: none]
         ///
-        /// A list of CIDR:PORT or CIDR:LOW-HIGH, such as "10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443". It is
-        /// checked against the address that a name resolved to. Link-local, metadata and loopback addresses are never
-        /// dialled.
+        /// A list of CIDR:PORT or CIDR:LOW-HIGH, such as "10.0.0.0/8:5432, 192.168.1.5:80-90,
+        /// [fd00::/8]:443". The agent checks each address that a name resolves to. Link-local,
+        /// metadata and loopback addresses are never dialed.
         #[arg(long, env = "TUNNEL_AGENT_ALLOW_TARGETS", value_name = "LIST", help_heading = "Dial policy")]
         pub allow_targets: Option<String>,
 
@@ -138,30 +151,30 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR|off", help_heading = "Process")]
         pub meta_listen: Option<String>,
 
-        /// How long open streams may go on after SIGTERM [default: 30s]
+        /// Time that open streams may continue after SIGTERM [default: 30s]
         #[arg(long, env = "TUNNEL_AGENT_DRAIN_TIMEOUT", value_name = "DURATION", help_heading = "Process")]
         pub drain_timeout: Option<String>,
 
-        /// Least severe log lines: error, warn, info, debug or trace [default: info]
+        /// Minimum level of log lines: error, warn, info, debug or trace [default: info]
         #[arg(long, env = "TUNNEL_AGENT_LOG_LEVEL", value_name = "LEVEL", help_heading = "Process")]
         pub log_level: Option<String>,
 
-        /// Form of log lines: text or json [default: text on a terminal, else json]
+        /// Format of log lines: text or json [default: text on a terminal, else json]
         #[arg(long, env = "TUNNEL_AGENT_LOG_FORMAT", value_name = "FORMAT", help_heading = "Process")]
         pub log_format: Option<String>,
 
-        /// Limits and timers, in the file only; see [`LIMITS`].
+        /// Limits and timers, set in the file only; see [`LIMITS`].
         #[arg(skip)]
         pub limits: Option<RawLimits>,
 
-        /// What HTTPS_PROXY and NO_PROXY say; below every layer.
+        /// Values of HTTPS_PROXY and NO_PROXY; they have the lowest precedence.
         #[arg(skip)]
         #[serde(skip)]
         pub environment_proxy: Option<EnvironmentProxy>,
     }
 }
 
-/// A text that is not shown in logs or errors, and wiped when it is dropped.
+/// A string that logs and errors do not show. Its memory is wiped on drop.
 #[derive(Clone, PartialEq, Eq, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(pub String);
@@ -184,44 +197,46 @@ impl From<&str> for Secret {
     }
 }
 
-/// Why there is no configuration. Every case is a usage error.
+/// A failure to load the configuration. Every variant is a usage error.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The file cannot be read.
     #[error("cannot read the configuration file {path}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Cause of the failure.
         #[source]
         source: std::io::Error,
     },
-    /// The file is not what it should be.
+    /// The file is not valid YAML or does not match the schema.
     #[error("configuration file {path}: {problem}")]
     Syntax {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the parser says, with the place.
+        /// The parser's message, with the position.
         problem: String,
     },
-    /// Settings are wrong.
+    /// At least one setting is invalid.
     #[error(transparent)]
     Invalid(#[from] ConfigError),
 }
 
 impl LoadError {
-    /// A mistake in the address of the meta port, where nothing else is looked at.
+    /// Returns the error for an invalid address of the meta port, for verbs that check no other
+    /// setting.
     #[must_use]
     pub fn meta_listen(problem: String) -> Self {
         Self::Invalid(ConfigError(vec![format!("--meta-listen: {problem}")]))
     }
 }
 
-/// Puts the layers together: defaults < `file` < environment < flags. `flags` holds flags and our own variables;
-/// `variable` looks up the others (NODE_NAME, NODE_IP, HTTPS_PROXY, NO_PROXY).
+/// Merges the layers: defaults < `file` < environment < flags. `flags` contains flags and the
+/// agent's own variables. `variable` looks up the others (NODE_NAME, NODE_IP, HTTPS_PROXY,
+/// NO_PROXY).
 ///
 /// # Errors
-/// [`LoadError`].
+/// Returns [`LoadError`] if the file cannot be read or parsed, or if a setting is invalid.
 pub fn load(
     flags: Settings,
     file: Option<&Path>,
@@ -233,10 +248,10 @@ pub fn load(
     Ok(config)
 }
 
-/// The layers of [`load`] without the check.
+/// Merges the layers of [`load`] without checking them.
 ///
 /// # Errors
-/// [`LoadError`], never [`LoadError::Invalid`].
+/// Returns [`LoadError`], but never [`LoadError::Invalid`].
 pub fn layers(
     flags: Settings,
     file: Option<&Path>,
@@ -245,7 +260,7 @@ pub fn layers(
     layered(flags, file, variable).map(|(settings, _)| settings)
 }
 
-/// The layers, with what to say of the file.
+/// Merges the layers and collects warnings about the file.
 fn layered(
     flags: Settings,
     file: Option<&Path>,
@@ -267,13 +282,13 @@ fn read_file(path: &Path) -> Result<(Settings, Option<String>), LoadError> {
         source,
     })?;
     let text = String::from_utf8_lossy(&content);
-    // A file of comments is a document without a value.
+    // A file that contains only comments is a document without a value.
     let parsed: Result<Option<Settings>, _> = serde_saphyr::from_str(&text);
     match parsed {
         Ok(settings) => Ok((settings.unwrap_or_default(), warning)),
         Err(error) => Err(LoadError::Syntax {
             path: path.to_owned(),
-            // The snippet of an error shows the lines around it, which may hold a token or a password.
+            // The snippet of an error shows nearby lines, which may contain a token or a password.
             problem: error.without_snippet().to_string(),
         }),
     }

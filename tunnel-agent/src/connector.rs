@@ -1,7 +1,9 @@
-//! Holds the session that takes new streams: dials, races transports, replaces what is silent, and climbs back to QUIC.
+//! Maintains the session that takes new streams: dials, runs happy eyeballs, replaces silent
+//! sessions, and upgrades to QUIC.
 //!
-//! One task per session ([`session_task`]) from the first packet to the last goodbye; this loop decides and never waits for any
-//! of them. At most one session is *current*; others are being dialled, or have retired and end with their last stream.
+//! Each session has one task ([`session_task`]) from the first packet to the close. The loop in
+//! this module decides and never waits for a session task. At most one session is *current*. Other
+//! sessions are being dialed, or have retired and end with their last stream.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -45,16 +47,16 @@ pub(crate) struct Connector {
     transport_policy: TransportPolicy,
     endpoints: EndpointCursor,
     report: ConnectionLog,
-    /// The tasks of all sessions, and how to let each of them go.
+    /// Tasks of all sessions, with their handles.
     tasks: JoinSet<SessionExit>,
     sessions: HashMap<Id, RunningSession>,
     event_sender: mpsc::Sender<(Id, SessionEvent)>,
     session_event: mpsc::Receiver<(Id, SessionEvent)>,
     current: Option<CurrentSession>,
     attempt: Option<Attempt>,
-    /// When the next attempt begins, or the next round of one that rests.
+    /// Start of the next attempt, or of the next round of an attempt that is between rounds.
     retry_at: Option<Instant>,
-    /// When a session with newer credentials is to be dialled beside the current one.
+    /// Time to dial a session with newer credentials while the current one serves.
     refresh_at: Option<Instant>,
     /// Set while no live session takes new streams.
     readiness_block: Option<ReadinessBlock>,
@@ -64,7 +66,8 @@ pub(crate) struct Connector {
 struct RunningSession {
     transport: SessionTransport,
     retire: CancellationToken,
-    /// Which credentials it was dialed with, see [`RotatingCredentials::generation`](crate::credentials::RotatingCredentials::generation).
+    /// Credentials of the dial, see
+    /// [`RotatingCredentials::generation`](crate::credentials::RotatingCredentials::generation).
     credentials: u64,
 }
 
@@ -73,9 +76,9 @@ struct CurrentSession {
     id: Id,
     transport: SessionTransport,
     since: Instant,
-    /// Another one is wanted, but this one may still recover.
+    /// A replacement is being dialed, but this session may still recover.
     suspect: bool,
-    /// Another one is wanted, since this one's server is stopping.
+    /// A replacement is wanted, since the server of this session is stopping.
     draining: bool,
 }
 
@@ -86,7 +89,7 @@ impl CurrentSession {
 }
 
 impl Connector {
-    /// A connector that holds `readiness_block` until a session is ready.
+    /// Creates a connector that holds `readiness_block` until a session is ready.
     pub(crate) fn new(
         dialers: Arc<Dialers>,
         transport: TransportChoice,
@@ -116,7 +119,8 @@ impl Connector {
         }
     }
 
-    /// Runs until a drain is over and every session has ended. Dropped early, all sessions are cut.
+    /// Runs until a drain is over and every session has ended. Dropping the future cuts all
+    /// sessions.
     pub(crate) async fn run(mut self) {
         let drain = self.context.shutdown.drain().clone();
         let mut updates = self.context.rotating_credentials.updates();
@@ -133,7 +137,7 @@ impl Connector {
                     self.retry_at = None;
                     self.abandon();
                 }
-                // Before the ends of tasks: what a task told comes before its end.
+                // Before joined tasks: the events of a task precede its end.
                 Some((id, session_event)) = self.session_event.recv() => self.handle_session_event(id, session_event),
                 Some(joined) = self.tasks.join_next_with_id() => self.ended(joined),
                 Ok(()) = updates.changed(), if !self.draining => self.refresh(Instant::now()),
@@ -142,7 +146,7 @@ impl Connector {
         }
     }
 
-    /// When something is to be begun.
+    /// Returns the time of the next action.
     fn next_timeout(&self) -> Option<Instant> {
         match (&self.attempt, &self.current) {
             (Some(attempt), _) if !attempt.happy_eyeballs.is_between_rounds() => {
@@ -189,9 +193,9 @@ impl Connector {
         }
     }
 
-    /// There are new credentials: the next session has them, and one is wanted now.
+    /// Dials a session with the new credentials now.
     fn refresh(&mut self, now: Instant) {
-        // What is being dialled may have begun with the old ones.
+        // A dial in progress may have started with the old credentials.
         if self.current.is_some() {
             self.refresh_at = Some(now);
         } else {
@@ -237,7 +241,7 @@ impl Connector {
             SessionEvent::Draining if is_current => self.handle_server_drain(now),
             SessionEvent::Suspect if is_current => self.suspect(now),
             SessionEvent::Live if is_current => self.live(),
-            // Of a retired session.
+            // An event of a retired session.
             SessionEvent::Live if transport == SessionTransport::Quic => {
                 self.transport_policy.probe_quic_now(now)
             }
@@ -252,7 +256,7 @@ impl Connector {
             .attempt
             .take_if(|attempt| attempt.task_ids.contains(&id));
         let Some(attempt) = attempt else {
-            // Abandoned meanwhile; it retires by itself.
+            // The attempt was abandoned in the meantime; the session retires by itself.
             return;
         };
         for other in attempt.task_ids.into_iter().filter(|other| *other != id) {
@@ -279,7 +283,7 @@ impl Connector {
         self.report.ready(change);
     }
 
-    /// The current session is silent: another one is wanted beside it.
+    /// Marks the silent current session as suspect and dials a replacement in parallel.
     fn suspect(&mut self, now: Instant) {
         let Some(current) = &mut self.current else {
             return;
@@ -295,12 +299,12 @@ impl Connector {
         if is_replaced {
             return;
         }
-        // What was dialled for another purpose.
+        // The dial in progress had another purpose.
         self.abandon();
         self.retry(event, now);
     }
 
-    /// It is heard again, before another one was ready.
+    /// Handles the recovery of the current session before a replacement was ready.
     fn live(&mut self) {
         self.readiness_block = None;
         self.transport_policy.record_recovery();
@@ -315,15 +319,16 @@ impl Connector {
         self.report.over();
     }
 
-    /// The server of the current session is stopping: another session is dialed until one is ready, and this one takes
-    /// new streams until then. It may lead to the same address, where another server answers by then.
+    /// Handles the drain of the current session's server. Another session is dialed until one is
+    /// ready, and the current one takes new streams until then. The dial may go to the same
+    /// address, where another server answers by then.
     fn handle_server_drain(&mut self, now: Instant) {
         let Some(current) = self.current.as_mut().filter(|current| !current.draining) else {
             return;
         };
         current.draining = true;
         if current.suspect {
-            // Another one is being dialed already.
+            // Another session is already being dialed.
             return;
         }
         let event = ReconnectEvent::Lost {
@@ -331,7 +336,7 @@ impl Connector {
             code: CloseCode::Draining,
         };
         self.abandon();
-        // Where there are several servers, not this one first.
+        // With several servers, do not start with this one.
         self.endpoints.failed();
         let spread = DRAIN_SPREAD.mul_f64(rand::random());
         let retry_in = self.backoff.next(event, now, rand::random());
@@ -380,7 +385,7 @@ impl Connector {
         }
     }
 
-    /// The current session has ended.
+    /// Handles the end of the current session.
     fn lost(
         &mut self,
         current: &CurrentSession,
@@ -397,7 +402,8 @@ impl Connector {
         });
         self.not_ready();
         self.transport_policy.missed(now);
-        // Another one is being dialled already, and that this end gave up says nothing new about the path.
+        // Another session is already being dialed, and a local close reveals nothing new about the
+        // path.
         let is_known_loss = current.suspect && summary.reason.by == ClosedBy::Local;
         if self.draining {
             return self.report.ended(current.transport, &summary);
@@ -415,12 +421,12 @@ impl Connector {
         let connecting = self
             .attempt
             .take_if(|attempt| attempt.purpose == DialPurpose::Connect);
-        // What is left was dialled for another purpose.
+        // The remaining attempt had another purpose.
         self.abandon();
         let retry_in = self.retry(event, now);
         self.attempt = connecting;
-        // A server that is back, which its word on the old session shows, is better asked afresh; so is the one that comes
-        // after a server that has stopped.
+        // A close code on the old session shows that the server is back, so a fresh dial is better.
+        // This also applies to the server that replaces a stopped one.
         if retry_in.is_zero() || current.draining {
             self.abandon();
         }
@@ -428,7 +434,7 @@ impl Connector {
         self.report.lost(current.transport, &summary, retry_in);
     }
 
-    /// Asks the plan when the next attempt begins.
+    /// Asks [`backoff`] for the start of the next attempt.
     fn retry(&mut self, event: ReconnectEvent, now: Instant) -> Duration {
         let retry_in = self.backoff.next(event, now, rand::random());
         if !self.draining {
@@ -452,12 +458,13 @@ impl Connector {
     }
 }
 
-/// The readiness block that a ready session lifts.
+/// Name of the readiness block that a ready session removes.
 pub(crate) const SESSION: &str = "session";
-/// All agents of a server that stops hear of it in the same moment: their dials are spread over this time. Requests wait for
-/// the slowest of them.
+/// Time over which the dials of all agents of a stopping server are spread, since they are notified
+/// in the same moment. Requests wait for the slowest of them.
 const DRAIN_SPREAD: Duration = Duration::from_millis(500);
-/// Events queued for the connector, which takes them at once; a session that finds the queue full waits.
+/// Events queued for the connector, which receives them at once. A session waits if the queue is
+/// full.
 const EVENT_QUEUE: usize = 64;
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! The agent's key and certificate in its data directory: `agent.key`, `agent.crt` (PEM, leaf first) and `ca.crt`.
+//! The agent's key and certificate in its data directory: `agent.key`, `agent.crt` (PEM, leaf
+//! first) and `ca.crt`.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -29,31 +30,32 @@ pub(crate) use error::CredentialError;
 use pem::pem_certificates;
 pub(crate) use rotation::RotatingCredentials;
 
-/// What the agent proves itself with, and what it trusts.
+/// The agent's identity and trust roots.
 #[derive(Debug, Clone)]
 pub(crate) struct Credentials {
-    /// Chain and key.
+    /// Certificate chain and key.
     pub(crate) own: Arc<CertifiedKey>,
-    /// What servers must chain to.
+    /// Roots that servers must chain to.
     pub(crate) roots: Arc<RootCertStore>,
-    /// What a server's certificate must be for, in place of the server role.
+    /// Name that a server's certificate must be valid for, instead of the server role.
     pub(crate) server_name: Option<ServerName<'static>>,
-    /// The key, where it is ours to ask for another certificate with.
+    /// Key for requesting the next certificate, if the agent renews its own.
     pub(crate) signer: Option<Arc<KeyPair>>,
-    /// When the certificate was issued.
+    /// Time at which the certificate was issued.
     pub(crate) issued: SystemTime,
-    /// When the certificate ends.
+    /// Expiry of the certificate.
     pub(crate) not_after: SystemTime,
 }
 
-/// A chain and the roots as a server issued them, DER.
+/// A chain and the roots as issued by a server, in DER.
 pub(crate) type Issued = (Vec<Vec<u8>>, Vec<Vec<u8>>);
 
 impl Credentials {
-    /// What a server issued to `signer`; `ca_roots` replaces the server's roots.
+    /// Creates credentials from a certificate that a server issued to `signer`. `ca_roots` replaces
+    /// the server's roots.
     ///
     /// # Errors
-    /// When it cannot be used, in a line for people.
+    /// Returns a message for the operator if the certificate is unusable.
     pub(crate) fn issued(
         signer: Arc<KeyPair>,
         chain: &[Vec<u8>],
@@ -76,13 +78,15 @@ impl Credentials {
         })
     }
 
-    /// Checks that what a server issued in place of these credentials can take their place: the new roots hold one that is
-    /// trusted already, so that no answer moves the agent to other servers, and the certificate chains to the new roots and
-    /// has not ended. One that begins later by this host's clock is judged at its beginning: the server that issued it will
-    /// judge it by its own clock.
+    /// Checks that credentials issued by a server may replace these.
+    ///
+    /// The new roots must contain one that is trusted already, so that no answer moves the agent to
+    /// other servers. The certificate must chain to the new roots and must not have expired. A
+    /// certificate that is not yet valid by this host's clock is verified at the beginning of its
+    /// validity, since the issuing server verifies it by its own clock.
     ///
     /// # Errors
-    /// Why not, in a line for people.
+    /// Returns a message for the operator.
     pub(crate) fn check_successor(
         &self,
         chain: &[Vec<u8>],
@@ -114,7 +118,7 @@ impl Credentials {
             .map_err(|error| format!("certificate does not chain to its roots: {error}"))
     }
 
-    /// How servers are judged.
+    /// Returns the trust policy for servers.
     pub(crate) fn trust(&self) -> Trust {
         match &self.server_name {
             Some(name) => Trust::Named(self.roots.clone(), name.clone()),
@@ -127,25 +131,25 @@ fn certificates(list: &[Vec<u8>]) -> Vec<CertificateDer<'static>> {
     list.iter().cloned().map(CertificateDer::from).collect()
 }
 
-/// What the data directory holds for a node.
+/// The stored credentials of a node.
 #[derive(Debug)]
 pub(crate) enum Stored {
     /// A certificate that may be used.
     Valid(Box<Credentials>),
-    /// One that ended at the given time, and what is left of it when its key is here.
+    /// A certificate that expired at the given time, and its credentials if the key is present.
     Expired(SystemTime, Option<Box<Credentials>>),
-    /// None.
+    /// The directory contains no certificate.
     Missing,
 }
 
-/// The data directory.
+/// The data directory of an agent.
 #[derive(Debug, Clone)]
 pub(crate) struct CredentialStore {
     dir: PathBuf,
 }
 
 impl CredentialStore {
-    /// Makes the directory unless it is there.
+    /// Opens the directory and creates it if it does not exist.
     pub(crate) fn open(dir: &Path) -> Result<Self, CredentialError> {
         let store = Self {
             dir: dir.to_owned(),
@@ -192,7 +196,8 @@ impl CredentialStore {
         }
     }
 
-    /// The certificate of `node` from before the stored one, as [`CredentialStore::save_previous`] stored it, if it is there and usable.
+    /// Returns the certificate of `node` before the stored one, as saved by
+    /// [`CredentialStore::save_previous`], if it exists and is usable.
     pub(crate) fn previous(
         &self,
         node: &NodeName,
@@ -206,18 +211,19 @@ impl CredentialStore {
         self.load_pair(PREVIOUS, &identity, chain, ca).ok()
     }
 
-    /// Copies the stored certificate and its roots, so that they outlive the next [`CredentialStore::save`].
+    /// Copies the stored certificate and its roots, so that they survive the next
+    /// [`CredentialStore::save`].
     pub(crate) fn save_previous(&self) -> Result<(), CredentialError> {
         self.copy(CURRENT, PREVIOUS)
     }
 
-    /// Stores again what was set aside.
+    /// Restores the saved previous certificate and roots.
     pub(crate) fn restore_previous(&self) -> Result<(), CredentialError> {
         self.copy(PREVIOUS, CURRENT)?;
         self.remove_previous()
     }
 
-    /// Removes what was set aside.
+    /// Removes the saved previous certificate and roots.
     pub(crate) fn remove_previous(&self) -> Result<(), CredentialError> {
         for name in [PREVIOUS.certificate, PREVIOUS.ca] {
             match std::fs::remove_file(self.dir.join(name)) {
@@ -230,7 +236,7 @@ impl CredentialStore {
         Ok(())
     }
 
-    /// Copies a pair that is there; the certificate last, as [`CredentialStore::save`] does.
+    /// Copies an existing pair. Writes the certificate last, as [`CredentialStore::save`] does.
     fn copy(&self, from: CertificateFiles, to: CertificateFiles) -> Result<(), CredentialError> {
         if let (Some(chain), Some(roots)) = (self.read(from.certificate)?, self.read(from.ca)?) {
             self.replace(to.ca, &roots)?;
@@ -239,7 +245,7 @@ impl CredentialStore {
         Ok(())
     }
 
-    /// The rest of what belongs to a stored certificate.
+    /// Loads the key and the roots of a stored certificate.
     fn load_pair(
         &self,
         pair: CertificateFiles,
@@ -275,8 +281,8 @@ impl CredentialStore {
         })
     }
 
-    /// The agent's key, made when there is none: stored before its first use, so that a lost answer can be asked for
-    /// again with the same key.
+    /// Returns the agent's key, generated if there is none. The key is stored before its first use,
+    /// so that the agent can repeat the request with the same key after a lost answer.
     pub(crate) fn key(&self) -> Result<KeyPair, CredentialError> {
         let generated = |error: rcgen::Error| self.storage(io::Error::other(error));
         match self.read_key()? {
@@ -289,7 +295,7 @@ impl CredentialStore {
         }
     }
 
-    /// Stores the key again when its file is gone, so that the next start finds it.
+    /// Stores the key again if its file is gone, so that the next start finds it.
     pub(crate) fn restore_key(&self, key: &KeyPair) -> Result<(), CredentialError> {
         if self.read_key()?.is_some() {
             return Ok(());
@@ -307,18 +313,20 @@ impl CredentialStore {
         files::read_secret(&self.dir.join(KEY)).map_err(|source| self.storage(source))
     }
 
-    /// Stores what was issued; the certificate last, since it is what says that all is there.
+    /// Stores an issued certificate and its roots. Writes the certificate last, since its presence
+    /// marks the pair as complete.
     pub(crate) fn save(&self, chain: &[Vec<u8>], roots: &[Vec<u8>]) -> Result<(), CredentialError> {
         self.replace(CA, pem_certificates(roots).as_bytes())?;
         self.replace(CERTIFICATE, pem_certificates(chain).as_bytes())
     }
 
-    /// Takes the lock under which one process enrolls; `None` while another one does.
+    /// Takes the lock under which one process enrolls. Returns `None` while another process holds
+    /// it.
     pub(crate) fn lock(&self) -> Result<Option<std::fs::File>, CredentialError> {
         files::try_lock(&self.dir.join("enrol.lock")).map_err(|source| self.storage(source))
     }
 
-    /// Where this is, for messages.
+    /// Returns the path of the directory, for messages.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
@@ -359,12 +367,11 @@ impl CredentialStore {
     }
 }
 
-/// What an agent enrolls with.
+/// A token for enrollment.
 #[derive(Debug, Clone)]
 pub(crate) enum Token {
-    /// A join token.
     Join(JoinToken),
-    /// A ServiceAccount token, in the file that the kubelet keeps fresh.
+    /// A ServiceAccount token, in a file that the kubelet refreshes.
     ServiceAccount(ServiceAccountTokenFile),
 }
 
@@ -373,7 +380,7 @@ pub(crate) enum Token {
 pub(crate) struct ServiceAccountTokenFile(PathBuf);
 
 impl ServiceAccountTokenFile {
-    /// The token of this moment. Blocks the thread.
+    /// Reads the current token. Blocks the thread.
     pub(crate) fn read(&self) -> Result<Zeroizing<String>, CredentialError> {
         let text = read_text(&self.0)?;
         if !is_service_account_token(&text) {
@@ -386,7 +393,8 @@ impl ServiceAccountTokenFile {
     }
 }
 
-/// The token, read from its file when that is where it is. A ServiceAccount token needs the CA of --ca-file.
+/// Reads the token, from its file if configured so. A ServiceAccount token needs the CA of
+/// --ca-file.
 pub(crate) fn read_token(source: &TokenSource, has_ca: bool) -> Result<Token, CredentialError> {
     let path = match source {
         TokenSource::Inline(token) => return Ok(Token::Join(token.clone())),
@@ -414,7 +422,7 @@ fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {
     Ok(String::from_utf8_lossy(&content).into_owned().into())
 }
 
-/// The files of a certificate and of the roots that came with it.
+/// Names of the files of a certificate and its roots.
 #[derive(Debug, Clone, Copy)]
 struct CertificateFiles {
     certificate: &'static str,
@@ -424,12 +432,12 @@ struct CertificateFiles {
 const KEY: &str = "agent.key";
 const CERTIFICATE: &str = "agent.crt";
 const CA: &str = "ca.crt";
-/// What is in use.
+/// Files of the pair in use.
 const CURRENT: CertificateFiles = CertificateFiles {
     certificate: CERTIFICATE,
     ca: CA,
 };
-/// What was in use before, until a session shows that the current pair works.
+/// Files of the previous pair, until a session shows that the current pair works.
 const PREVIOUS: CertificateFiles = CertificateFiles {
     certificate: "agent.crt.previous",
     ca: "ca.crt.previous",

@@ -1,4 +1,5 @@
-//! The tunnel feeding a local socket: one task per stream reads the header, asks the ceiling, dials, replies and relays.
+//! Connects streams of the tunnel to local sockets. One task per stream reads the header, checks
+//! the dial policy, dials, replies and relays.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -40,21 +41,22 @@ pub(crate) struct Egress {
     draining: CancellationToken,
 }
 
-/// What holds for the streams of one session.
+/// Parameters of one session's streams.
 #[derive(Debug, Clone)]
 pub(crate) struct SessionParams {
-    /// The session, for logs.
+    /// Session ID for logs.
     pub(crate) session: SessionId,
-    /// Where targets of class node are dialed.
+    /// Address where targets of class node are dialed.
     pub(crate) node_ip: Option<NodeIp>,
-    /// How long the server waits for a dial; zero when it did not say.
+    /// Time that the server waits for a dial; zero if the server did not send one.
     pub(crate) dial_timeout: Duration,
 }
 
-/// A server can open such streams faster than a disk takes lines, and each line says the same.
+/// A server can open such streams faster than a disk can write lines, and each line has the same
+/// content.
 static NO_HEADER_LOG_LIMIT: LogRateLimit = LogRateLimit::new("streams without a header");
 
-/// How a stream ended, for the access record.
+/// The end of a stream, for the access log.
 struct StreamOutcome {
     end: StreamEnd,
     dialed: String,
@@ -84,7 +86,7 @@ impl StreamOutcome {
 }
 
 impl Egress {
-    /// An egress that refuses new streams once `draining` is cancelled.
+    /// Creates an egress that refuses new streams once `draining` is canceled.
     pub(crate) fn new(
         node: NodeName,
         dial_policy: DialPolicy,
@@ -103,8 +105,8 @@ impl Egress {
         }
     }
 
-    /// Serves one stream to its end; without `has_room` in memory for another one, it is refused. Dropped early, both
-    /// sides see a cut.
+    /// Serves one stream to its end. Refuses the stream if memory has no space for another one
+    /// (`has_room`). Dropping the future cuts both sides.
     pub(crate) async fn serve(
         &self,
         incoming: IncomingStream,
@@ -244,7 +246,7 @@ async fn relay_stream(mut stream: Stream, mut socket: TargetSocket, dialed: &str
             socket.close();
             (StreamEnd::ReaderClosed, String::new())
         }
-        // The socket resets when it is dropped here, the stream below.
+        // The socket is dropped and resets here, the stream below.
         RelayEnd::Cut(RelaySide::Left, error) => (StreamEnd::CutByPeer, error.to_string()),
         RelayEnd::Cut(RelaySide::Right, error) => {
             stream.reset(ResetCode::PeerCut);
@@ -260,7 +262,7 @@ async fn relay_stream(mut stream: Stream, mut socket: TargetSocket, dialed: &str
     }
 }
 
-/// A field that is left out when there is nothing to say.
+/// Returns `None` for an empty field, so that the log omits it.
 fn non_empty(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
 }

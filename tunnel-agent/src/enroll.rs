@@ -1,5 +1,6 @@
-//! The first certificate: a token and a certificate request over TCP, to a server that proved to be the right one.
-//! In the same way a certificate that has ended is renewed, with a proof by its key in place of the token.
+//! Obtains the first certificate: sends a token and a certificate request over TCP to a verified
+//! server. An expired certificate is renewed by the same exchange, with a proof by its key instead
+//! of the token.
 
 use std::fs::File;
 use std::io;
@@ -44,35 +45,36 @@ use error::EnrollEndpoint;
 pub(crate) use error::EnrollError;
 pub(crate) use retry::{enroll, renew_or_enroll};
 
-/// What enrollment needs.
+/// The inputs of an enrollment.
 #[derive(Debug)]
 pub(crate) struct Enrollment {
     pub(crate) servers: Vec<ServerAddress>,
-    /// Which way to them.
+    /// Proxy for connections to the servers.
     pub(crate) proxy: ProxyChoice,
     pub(crate) node: NodeName,
-    /// What it is asked for with.
+    /// Proof that accompanies the request.
     pub(crate) proof: EnrollProof,
-    /// The CA certificates of --ca-file; without them the token's hash pins the CA.
+    /// CA certificates of --ca-file; without them the token's hash pins the CA.
     pub(crate) ca: Option<Vec<CertificateDer<'static>>>,
     pub(crate) store: CredentialStore,
-    /// Bound on each step.
+    /// Time limit for each step.
     pub(crate) within: Duration,
 }
 
-/// What a certificate is asked for with.
+/// The proof that accompanies a certificate request.
 #[derive(Debug, Clone)]
 pub(crate) enum EnrollProof {
-    /// A join token.
     Token(JoinToken),
-    /// A ServiceAccount token of this moment, in place of a certificate that ends so, if there is one.
+    /// A current ServiceAccount token, and the expiry of the certificate to replace, if there is
+    /// one.
     ServiceAccount(ServiceAccountTokenFile, Option<SystemTime>),
-    /// A certificate that has ended, and its key.
+    /// An expired certificate and its key.
     ExpiredCertificate(Box<Credentials>),
 }
 
 impl EnrollProof {
-    /// By a token; a ServiceAccount token may be used in place of a certificate that ends at `replaced`.
+    /// Creates the proof from a token. A ServiceAccount token may replace a certificate that ends
+    /// at `replaced`.
     pub(crate) fn from_token(token: Token, replaced: Option<SystemTime>) -> Self {
         match token {
             Token::Join(token) => Self::Token(token),
@@ -81,11 +83,11 @@ impl EnrollProof {
     }
 }
 
-/// A certificate as it came, and as it is used.
+/// An issued certificate, in raw and usable form.
 #[derive(Debug)]
 pub(crate) struct Enrolled {
     pub(crate) credentials: Credentials,
-    /// Chain and roots, where they are not kept yet.
+    /// Chain and roots, if they are not persisted yet.
     pub(crate) issued: Option<Issued>,
 }
 
@@ -98,7 +100,8 @@ impl Enrolled {
     }
 }
 
-/// Servers take turns, and so do the addresses of each: every attempt moves on, since one that succeeds is the last.
+/// Rotates through the servers and through the addresses of each. Every attempt advances, since a
+/// successful one is the last.
 #[derive(Debug, Default)]
 struct EndpointRotation {
     attempts: usize,
@@ -106,7 +109,7 @@ struct EndpointRotation {
 }
 
 impl EndpointRotation {
-    /// The place to try; a name that is for a proxy to resolve is not resolved here.
+    /// Returns the next endpoint. Names that a proxy resolves are not resolved here.
     async fn next(&mut self, enrollment: &Enrollment) -> Result<EnrollEndpoint, ResolveError> {
         let servers = &enrollment.servers;
         let index = self.attempts % servers.len().max(1);
@@ -168,7 +171,7 @@ async fn attempt(
     if let EnrollProof::ExpiredCertificate(_) | EnrollProof::ServiceAccount(_, Some(_)) =
         &enrollment.proof
     {
-        // Kept by whoever asked, who can go on without.
+        // The caller persists the certificate and can continue without it.
         return Ok(Enrolled {
             credentials,
             issued: Some((chain, roots)),
@@ -182,7 +185,7 @@ async fn attempt(
 
 fn refused(enrollment: &Enrollment, code: EnrollCode, detail: String) -> EnrollError {
     let has_account = matches!(enrollment.proof, EnrollProof::ServiceAccount(..));
-    // The kubelet writes the next one by itself.
+    // The kubelet writes the next token by itself.
     if has_account && matches!(code, EnrollCode::TokenExpired | EnrollCode::TokenUsed) {
         return EnrollError::Stale(detail);
     }
@@ -194,8 +197,8 @@ fn refused(enrollment: &Enrollment, code: EnrollCode, detail: String) -> EnrollE
     }
 }
 
-/// Keeps other processes from enrolling with the same directory. Whoever renews needs the directory for nothing else, so
-/// one that cannot be written does not stop it.
+/// Takes the lock that prevents other processes from enrolling with the same directory. A renewal
+/// needs the directory for nothing else, so an unwritable directory does not stop a renewal.
 fn lock(enrollment: &Enrollment) -> Result<Option<File>, EnrollError> {
     match (&enrollment.proof, enrollment.store.lock()) {
         (_, Ok(Some(lock_file))) => Ok(Some(lock_file)),
@@ -213,8 +216,9 @@ fn lock(enrollment: &Enrollment) -> Result<Option<File>, EnrollError> {
     }
 }
 
-/// What another process got while this one waited for its turn. In place of a certificate that has ended or is revoked only
-/// one that ends later will do: by a clock that is behind, the ended one itself is still valid.
+/// Returns credentials that another process obtained while this one waited for the lock. To replace
+/// a certificate that has expired or is revoked, they must expire later: by a slow clock the
+/// expired certificate itself is still valid.
 fn from_other_process(enrollment: &Enrollment) -> Result<Option<Box<Credentials>>, EnrollError> {
     let Enrollment {
         node, store, ca, ..
@@ -239,7 +243,8 @@ fn from_other_process(enrollment: &Enrollment) -> Result<Option<Box<Credentials>
     }
 }
 
-/// One request to one place. The token leaves only after the verifier accepted the server's chain and role.
+/// Sends one request to one endpoint. The token is sent only after the verifier accepted the
+/// server's chain and role.
 async fn request(
     enrollment: &Enrollment,
     key: &KeyPair,
@@ -303,7 +308,7 @@ async fn request(
     })
 }
 
-/// The certificate's key signs what only the two ends of this connection know.
+/// Signs, with the certificate's key, a value that only the two ends of this connection know.
 fn prove(
     ended: &Credentials,
     tls: &tokio_rustls::client::TlsStream<TcpStream>,
@@ -344,7 +349,7 @@ async fn exchange(
     tls.flush().await?;
     let reply = read_frame(&mut tls, ENROLL_MESSAGE_MAX).await?;
     let reply = EnrollReply::decode(&reply).map_err(io::Error::other)?;
-    // The answer is complete, so an unclean end costs nothing.
+    // The answer is complete, so an unclean close does no harm.
     let _best_effort = tls.shutdown().await;
     Ok(reply)
 }
@@ -355,7 +360,7 @@ async fn limited<T>(within: Duration, step: impl Future<Output = io::Result<T>>)
         .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
 }
 
-/// Whether what was issued is for our key and name, and from the pinned CA.
+/// Checks that the issued certificate is for the agent's key and name, and from the pinned CA.
 fn check(
     enrollment: &Enrollment,
     key: &KeyPair,
@@ -376,7 +381,7 @@ fn check(
     Ok(())
 }
 
-/// Whether a chain is for our key and name.
+/// Checks that a chain is for the agent's key and name.
 pub(crate) fn check_issued(
     node: &NodeName,
     key: &KeyPair,
@@ -395,7 +400,7 @@ pub(crate) fn check_issued(
     Ok(())
 }
 
-/// Sent as SNI; the chain and the role are what is verified, not this name.
+/// Sent as SNI. The client verifies the chain and the role, not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
 
 #[cfg(test)]

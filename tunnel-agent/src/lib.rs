@@ -1,20 +1,22 @@
-//! Culvert's edge side: dials out to tunnel-server and reaches the node's own ports for it.
+//! Library of the tunnel-agent: dials tunnel-server from the edge and connects its streams to the
+//! node's ports.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
 //! | [`cli`] | verbs, flags and their help |
-//! | [`config`] | settings by layers, the typed configuration, the limits |
-//! | [`app`] | builds the parts and runs them; the entry for tests and other programs |
+//! | [`config`] | layered settings, the typed configuration, the limits |
+//! | [`app`] | start-up and run loop; the entry point for tests and other programs |
 //! | `credentials` | key and certificate in the data directory |
 //! | `enroll` | the first certificate: token and certificate request |
-//! | `connector` | which session takes new streams: dials, races transports, replaces what is silent, climbs back to QUIC |
-//! | [`backoff`] | when a session is dialled again: pure, and public so that simulators dial as agents do |
+//! | `connector` | the session that takes new streams: dial, happy eyeballs, replacement, upgrade to QUIC |
+//! | [`backoff`] | time of the next dial: pure, and public so that simulators dial as agents do |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
-//! | `egress` | one stream: ceiling, dial, reply, relay |
-//! | [`policy`] | the ceiling: pure checks of resolved addresses |
-//! | `metrics` | what is counted |
+//! | `egress` | one stream: dial policy, dial, reply, relay |
+//! | [`policy`] | the dial policy: pure checks of resolved addresses |
+//! | `metrics` | metrics of the agent |
 //!
-//! `main` → `app` → `connector` → `session` → `egress`; `egress` and `policy` know no transport but `Stream`.
+//! Calls go `main` → `app` → `connector` → `session` → `egress`. `egress` and `policy` depend on no
+//! transport but `Stream`.
 
 pub mod app;
 pub mod cli;

@@ -1,4 +1,4 @@
-//! The tunnel-agent binary: verbs and exit codes; everything else is in the library.
+//! The tunnel-agent binary: verbs and exit codes. All other code is in the library.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -70,7 +70,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
         );
         Ok(())
     });
-    // A name lookup that hangs must not keep the process.
+    // A name lookup that hangs must not keep the process alive.
     runtime.shutdown_background();
     ended
 }
@@ -115,7 +115,7 @@ fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where a listener on `address` is reached from this host.
+/// Returns the address at which this host reaches a listener on `address`.
 fn reachable(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
@@ -131,7 +131,7 @@ fn print_line(line: &str) -> anyhow::Result<()> {
 
 fn print(text: &[u8]) -> anyhow::Result<()> {
     match std::io::stdout().write_all(text) {
-        // Whoever read it has read enough.
+        // The reader has closed the pipe, for example `head`.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         written => written.context("cannot write to standard output"),
     }

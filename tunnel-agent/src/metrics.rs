@@ -1,4 +1,4 @@
-//! What the agent counts; labels are enums, never text from a peer.
+//! Metrics of the agent. Labels are enums, never text from a peer.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,7 +12,7 @@ use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::code::RefusalCode;
 
-/// The agent's metrics; clones count together.
+/// The agent's metrics. Clones share their values.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Metrics {
     sessions: Family<TransportLabels, Gauge>,
@@ -32,7 +32,7 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// The metrics, and the registry that shows them.
+    /// Creates the metrics and the registry that exposes them.
     pub(crate) fn register() -> (Self, Registry) {
         let metrics = Self::default();
         let mut registry = Registry::with_prefix("tunnel_agent");
@@ -107,7 +107,7 @@ impl Metrics {
             metrics.limits.clone(),
         );
         for limit in Limit::ALL {
-            // Shown from the start, so that a first increase is seen.
+            // Exposed from the start, so that a first increase is visible.
             drop(metrics.limits.get_or_create(&LimitLabels { limit }));
         }
         registry.register_collector(Box::new(PanicCollector));
@@ -132,12 +132,12 @@ impl Metrics {
         GaugeGuard::new(&self.suspects)
     }
 
-    /// Counts that QUIC took over from h2.
+    /// Counts an upgrade from h2 to QUIC.
     pub(crate) fn promotion(&self) {
         self.promotions.inc();
     }
 
-    /// Counts that h2 took over from QUIC.
+    /// Counts a fallback from QUIC to h2.
     pub(crate) fn fallback(&self) {
         self.fallbacks.inc();
     }
@@ -152,7 +152,7 @@ impl Metrics {
         self.streams.get_or_create(&StreamLabels { result }).inc();
     }
 
-    /// The counter of a direction, to be advanced while bytes move.
+    /// Returns the counter of a direction, which the caller advances while bytes move.
     pub(crate) fn bytes(&self, direction: Direction) -> Counter {
         self.stream_bytes
             .get_or_create_owned(&DirectionLabels { direction })
@@ -163,7 +163,7 @@ impl Metrics {
         self.dials.get_or_create(&DialLabels { result }).inc();
     }
 
-    /// Counts a session that was dialled.
+    /// Counts a dialed session.
     pub(crate) fn connect_attempt(&self, transport: TransportKind, result: ConnectResult) {
         let transport = TransportLabel(transport);
         self.connect_attempts
@@ -171,7 +171,7 @@ impl Metrics {
             .inc();
     }
 
-    /// How many sessions were dialled with a result.
+    /// Returns the number of dialed sessions with a result.
     #[cfg(test)]
     pub(crate) fn connect_attempts(&self, transport: TransportKind, result: ConnectResult) -> u64 {
         let transport = TransportLabel(transport);
@@ -180,35 +180,35 @@ impl Metrics {
             .get()
     }
 
-    /// How often a limit was reached.
+    /// Returns how often a limit was reached.
     #[cfg(test)]
     pub(crate) fn reached(&self, limit: Limit) -> u64 {
         self.limits.get_or_create(&LimitLabels { limit }).get()
     }
 
-    /// How often h2 took over, and how often QUIC did.
+    /// Returns the number of fallbacks to h2 and of upgrades to QUIC.
     #[cfg(test)]
     pub(crate) fn transport_changes(&self) -> (u64, u64) {
         (self.fallbacks.get(), self.promotions.get())
     }
 
-    /// Counts a renewal: `issued`, or why there was none.
+    /// Counts a renewal: `issued`, or the reason of the failure.
     pub(crate) fn renewal(&self, result: &'static str) {
         let result = StaticLabel(result);
         self.renewals.get_or_create(&RenewalLabels { result }).inc();
     }
 
-    /// Notes whether the certificate in use is on disk.
+    /// Records whether the certificate in use is missing on disk.
     pub(crate) fn unsaved(&self, unsaved: bool) {
         self.certificate_unsaved.set(unsaved.into());
     }
 
-    /// Notes whether the operator's files can be used.
+    /// Records whether the operator's files are unusable.
     pub(crate) fn files_unusable(&self, unusable: bool) {
         self.certificate_files_unusable.set(unusable.into());
     }
 
-    /// Notes the end of the agent's certificate.
+    /// Records the expiry of the agent's certificate.
     pub(crate) fn certificate(&self, not_after: SystemTime) {
         let seconds = not_after
             .duration_since(UNIX_EPOCH)
@@ -218,7 +218,7 @@ impl Metrics {
     }
 }
 
-/// Holds a gauge one higher.
+/// Guard that increments a gauge and decrements it on drop.
 #[derive(Debug)]
 pub(crate) struct GaugeGuard(Gauge);
 
@@ -238,15 +238,15 @@ impl Drop for GaugeGuard {
 /// An entry of `limits:` that was reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Limit {
-    /// A server was not resolved, dialled or ready in time.
+    /// A server was not resolved, dialed or ready in time.
     HandshakeTimeout,
-    /// A target did not take a connection in time.
+    /// A target did not accept a connection in time.
     TargetDialTimeout,
-    /// The header of a stream did not come in time.
+    /// The header of a stream did not arrive in time.
     RequestHeadTimeout,
-    /// As many streams as may be were being served.
+    /// The maximum number of streams was being served.
     StreamsPerAgent,
-    /// Targets that do not read held as much as they may.
+    /// Targets that do not read filled the allowed buffer space.
     BufferPool,
     /// The server was silent while requests waited.
     SuspectAfterBusy,
@@ -254,12 +254,11 @@ pub(crate) enum Limit {
     SuspectAfterIdle,
     /// The server was silent for so long that the session was closed.
     DeadAfter,
-    /// One transport gave no answer for so long that the other one was tried beside it.
+    /// One transport gave no answer for so long that the other was tried in parallel.
     QuicHeadStart,
 }
 
 impl Limit {
-    /// All of them.
     pub(crate) const ALL: [Self; 9] = [
         Self::HandshakeTimeout,
         Self::TargetDialTimeout,
@@ -272,7 +271,7 @@ impl Limit {
         Self::QuicHeadStart,
     ];
 
-    /// As in `limits:`.
+    /// Returns the name as in `limits:`.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::HandshakeTimeout => "handshakeTimeout",
@@ -288,25 +287,25 @@ impl Limit {
     }
 }
 
-/// How a stream ended.
+/// The end of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum StreamEnd {
     /// Both sides ended cleanly.
     Ok,
-    /// One side stopped reading before it had everything.
+    /// One side stopped reading before all data was delivered.
     ReaderClosed,
     /// The tunnel's side was cut.
     CutByPeer,
     /// The target's side was cut.
     CutByTarget,
-    /// The header did not come, or broke the protocol.
+    /// The header did not arrive, or violated the protocol.
     NoHeader,
-    /// Refused with a reply.
+    /// The stream was refused with a reply.
     Refused(RefusalCode),
 }
 
 impl StreamEnd {
-    /// The word for logs and labels.
+    /// Returns the label for logs and metrics.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -319,7 +318,7 @@ impl StreamEnd {
     }
 }
 
-/// Where bytes went.
+/// The direction of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Direction {
     /// From the tunnel to a target.
@@ -337,14 +336,13 @@ impl Direction {
     }
 }
 
-/// What became of an attempt to connect to an address of a target.
+/// The result of an attempt to connect to an address of a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DialResult {
-    /// Connected.
     Connected,
-    /// Refused or unreachable.
+    /// The target refused or was unreachable.
     Refused,
-    /// No answer in time.
+    /// The target did not answer in time.
     Timeout,
     /// This host could not try.
     Failed,
@@ -361,18 +359,18 @@ impl DialResult {
     }
 }
 
-/// What became of a session that was dialled.
+/// The result of a dialed session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ConnectResult {
-    /// It became ready.
+    /// The session became ready.
     Ready,
-    /// Nothing came back in time.
+    /// No answer arrived in time.
     NoAnswer,
-    /// No connection, or no handshake.
+    /// There was no connection or no handshake.
     Failed,
-    /// The server said no.
+    /// The server refused the session.
     NotAdmitted,
-    /// Another one was ready first.
+    /// Another session was ready first.
     Abandoned,
 }
 
@@ -397,7 +395,7 @@ impl TransportLabel {
     }
 }
 
-/// Makes enums label values by their word.
+/// Implements label values for enums by their labels.
 macro_rules! label_values {
     ($($name:ty),+) => { $(
         impl EncodeLabelValue for $name {
@@ -418,7 +416,7 @@ label_values!(
     StaticLabel
 );
 
-/// A word of the program's own text.
+/// A label value from the program's own text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct StaticLabel(&'static str);
 

@@ -1,4 +1,5 @@
-//! What this agent dials at most, whatever the server asks: pure checks of resolved addresses.
+//! The dial policy of this agent, independent of the server's requests. Pure checks of resolved
+//! addresses.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -8,45 +9,45 @@ use tunnel_proto::process::networks::{Cidr, CidrError, effective_ip, forbidden_k
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::Port;
 
-/// How the server asked for a target; each class has its own rule.
+/// The form in which the server requested a target. Each class has its own rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TargetClass {
     /// The node's own address.
     Node,
     /// The loopback of the agent's host.
     Loopback,
-    /// Another host.
+    /// A host other than this one.
     Host,
 }
 
-/// The operator's limits of what the cloud may reach through this agent.
+/// The operator's limits on the targets that the cloud may reach through this agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DialPolicy {
-    /// Ports of class [`TargetClass::Loopback`].
+    /// Allowed ports of class [`TargetClass::Loopback`].
     pub localhost_ports: PortSet,
-    /// Ports that are dialled in no class.
+    /// Ports that are not dialed in any class.
     pub deny_ports: PortSet,
-    /// Targets of class [`TargetClass::Host`].
+    /// Allowed targets of class [`TargetClass::Host`].
     pub allow_targets: AllowTargets,
 }
 
-/// Why an address is not dialled.
+/// The reason why an address is not dialed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("agent's {flag} {reason}")]
 pub struct Denied {
-    /// The setting that decided; [`NEVER`] when no setting allows it.
+    /// The setting that denies the address, or [`NEVER`] if no setting allows it.
     pub flag: &'static str,
-    /// The rest of the sentence.
+    /// The rest of the error sentence.
     pub reason: String,
 }
 
-/// Stands in [`Denied::flag`] for rules that no flag changes.
+/// Value of [`Denied::flag`] for rules that no flag changes.
 pub const NEVER: &str = "built-in rule";
 
-/// Whether `address`, to which a target of `class` resolved, may be dialled.
+/// Checks whether `address`, to which a target of `class` resolved, may be dialed.
 ///
 /// # Errors
-/// [`Denied`], naming the flag.
+/// Returns [`Denied`] with the name of the flag.
 pub fn check(
     class: TargetClass,
     address: SocketAddr,
@@ -87,13 +88,13 @@ fn denied(flag: &'static str, reason: String) -> Result<(), Denied> {
     Err(Denied { flag, reason })
 }
 
-/// Whether no setting makes this agent dial `ip`.
+/// Returns whether no setting makes this agent dial `ip`.
 #[must_use]
 pub fn is_never_dialed(ip: IpAddr) -> bool {
     forbidden_kind(effective_ip(ip)).is_some()
 }
 
-/// Networks with ports, as in `10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443`.
+/// Networks with ports, such as `10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AllowTargets(Vec<AllowTarget>);
 
@@ -182,7 +183,7 @@ mod tests {
         }
     }
 
-    /// What decided: "" for allowed, else the flag.
+    /// Returns the deciding flag, or "" if the address is allowed.
     fn verdict(class: TargetClass, address: &str) -> &'static str {
         match check(class, address.parse().unwrap(), &dial_policy()) {
             Ok(()) => "",

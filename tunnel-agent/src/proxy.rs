@@ -23,13 +23,14 @@ mod url;
 
 pub use choice::{EnvironmentProxy, ProxyChoice};
 
-/// An HTTP proxy that is spoken to without TLS. `Display` is its place, without user and password.
+/// An HTTP proxy that is addressed without TLS. `Display` prints its host and port, without user
+/// and password.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpProxy {
-    /// A name or an address without brackets.
+    /// DNS name, or IP address without brackets.
     host: String,
     port: Port,
-    /// Value of `Proxy-Authorization`.
+    /// Value of the header `Proxy-Authorization`.
     authorization: Option<Secret>,
 }
 
@@ -50,13 +51,13 @@ impl Connect for HttpProxy {
         debug!(%proxy, target, "connecting through the proxy");
         self.tunnel(target).await.map_err(|problem| {
             let kind = problem.kind();
-            // One line, since most callers keep no more of an error than its text.
+            // One line, since most callers store only the text of an error.
             io::Error::new(kind, format!("proxy {self}: {problem}"))
         })
     }
 }
 
-/// Why the proxy gave no connection. Nothing of user and password is in here.
+/// The reason why the proxy gave no connection. Contains neither user nor password.
 #[derive(Debug, thiserror::Error)]
 enum ProxyError {
     #[error("cannot resolve the proxy name: {0}")]
@@ -93,7 +94,7 @@ impl ProxyError {
     }
 }
 
-/// What a person does about an answer.
+/// Returns advice for the operator after an answer.
 fn advice(code: u16, authorized: bool) -> &'static str {
     match code {
         407 if authorized => {
@@ -111,7 +112,6 @@ fn advice(code: u16, authorized: bool) -> &'static str {
     }
 }
 
-/// A status line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct StatusLine {
     code: u16,
@@ -142,7 +142,7 @@ impl HttpProxy {
             .await
             .map_err(ProxyError::Broken)?;
         let status_line = status_line(&mut socket).await?;
-        // What a head says of the length of a body has no meaning after 2xx: the tunnel begins behind the head.
+        // After 2xx the content length in a head has no meaning: the tunnel begins after the head.
         if !(200..300).contains(&status_line.code) {
             return Err(ProxyError::Refused {
                 target: target.to_owned(),
@@ -164,7 +164,8 @@ impl HttpProxy {
     }
 }
 
-/// The first attempt that succeeds. The next one begins when one failed, or beside those that are silent for a while.
+/// Returns the first attempt that succeeds. The next attempt begins when one fails, or in parallel
+/// after the stagger delay.
 async fn connect_any<T, F>(attempts: impl Iterator<Item = F>) -> io::Result<T>
 where
     T: Send + 'static,
@@ -189,13 +190,14 @@ where
     }
 }
 
-/// The final answer, read without a byte behind its head: those are the server's.
+/// Reads the final answer without a byte after its head, since those bytes are the server's.
 async fn status_line(socket: &mut TcpStream) -> Result<StatusLine, ProxyError> {
     let mut room = HEAD_MAX;
     loop {
         let head = head(socket, room).await?;
         let status_line = status(&head).ok_or(ProxyError::NotHttp)?;
-        // Interim answers may come unasked (RFC 9110, section 15.2). After 101 this would not be HTTP any more.
+        // Interim answers may arrive without a request (RFC 9110, section 15.2). After 101 the
+        // connection is no longer HTTP.
         if !(100..200).contains(&status_line.code) || status_line.code == 101 {
             return Ok(status_line);
         }
@@ -220,7 +222,8 @@ async fn head(socket: &mut TcpStream, room: usize) -> Result<Vec<u8>, ProxyError
             .read_exact(&mut buffer[..count_read])
             .await
             .map_err(ProxyError::Broken)?;
-        // At once, since something that is no proxy may wait for us as we would for the end of a head.
+        // Checked at once, since a peer that is not a proxy may wait for the agent while the agent
+        // waits for the end of a head.
         if !head.iter().zip(HTTP_1).all(|(is, should)| is == should) {
             return Err(ProxyError::NotHttp);
         }
@@ -233,7 +236,8 @@ async fn head(socket: &mut TcpStream, room: usize) -> Result<Vec<u8>, ProxyError
     }
 }
 
-/// Where the empty line ends; `..from` is known to hold no end. Lines may end without CR (RFC 9112, section 2.2).
+/// Returns the position of the empty line; `..from` is known to contain no end. Lines may end
+/// without CR (RFC 9112, section 2.2).
 fn end_of_head(head: &[u8], from: usize) -> Option<usize> {
     (from..head.len())
         .find(|index| {
@@ -261,13 +265,14 @@ fn status(head: &[u8]) -> Option<StatusLine> {
     })
 }
 
-/// Heads of answers are a few hundred bytes; some proxies add cookies and long explanations.
+/// Heads of answers have a few hundred bytes; some proxies add cookies and long explanations.
 const HEAD_MAX: usize = 16 << 10;
-/// Characters of a reason in an error: enough for any sentence, too little to flood a log.
+/// Maximum characters of a reason in an error: enough for any sentence, too few to flood a log.
 const REASON_MAX: usize = 120;
 const HTTP_1: &[u8] = b"HTTP/1.";
 const USER_AGENT: &str = concat!("tunnel-agent/", env!("CARGO_PKG_VERSION"));
-/// Between two attempts, as RFC 8305, section 5 recommends: an address that drops packets must not use up all the time.
+/// Delay between two attempts, as recommended by RFC 8305, section 5. An address that drops packets
+/// must not use up all the time.
 const STAGGER: Duration = Duration::from_millis(250);
 
 #[cfg(test)]

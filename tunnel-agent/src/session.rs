@@ -1,7 +1,7 @@
-//! One session with a server, from the control stream to the last goodbye.
+//! One session with a server, from the control stream to the close.
 //!
 //! ```text
-//! Admitting --Welcome--> Ready <--silent, heard again--> Suspect --silent for deadAfter--> closed
+//! Admitting --Welcome--> Ready <--silent, alive again--> Suspect --silent for deadAfter--> closed
 //!     |                    | |                             |
 //!     |                    | +---another session is ready--+--> Retired --last stream ended--+
 //!     |                    | (the server's Drain has another one dialed; until that is ready, this one is)
@@ -42,62 +42,65 @@ use admission::{Admitted, admit};
 use control_sender::ControlSender;
 use monitor::{SessionMonitor, Transition};
 
-/// What all sessions of an agent share.
+/// State shared by all sessions of an agent.
 #[derive(Debug)]
 pub(crate) struct SessionContext {
     pub(crate) node: NodeName,
-    /// The node's address when the operator gave it.
+    /// The node's address, if the operator configured it.
     pub(crate) node_ip: Option<IpAddr>,
     pub(crate) instance: InstanceId,
     pub(crate) limits: Limits,
     pub(crate) egress: Arc<Egress>,
     pub(crate) metrics: Metrics,
     pub(crate) shutdown: Shutdown,
-    /// The credentials, which sessions renew.
+    /// Credentials, which sessions renew.
     pub(crate) rotating_credentials: Arc<RotatingCredentials>,
-    /// Cancelled when the drain is over and sessions should end.
+    /// Canceled when the drain is over and sessions should end.
     pub(crate) graceful_shutdown: CancellationToken,
 }
 
-/// What ties the task of a session to the connector.
+/// The link between a session's task and the connector.
 #[derive(Debug, Clone)]
 pub(crate) struct SessionHandle {
-    /// Cancelled when another session takes the new streams, or nobody waits for this one any more.
+    /// Canceled when another session takes the new streams, or when the attempt is abandoned.
     pub(crate) retire: CancellationToken,
-    /// Where the connector hears of it.
+    /// Channel to the connector.
     pub(crate) session_event: mpsc::Sender<(Id, SessionEvent)>,
 }
 
-/// What the connector hears of a session, the first two in this order; its end is the end of the task.
+/// Events of a session for the connector. `Answered` and `Ready` arrive in this order. The end of
+/// the task reports the end of the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SessionEvent {
     /// The handshake is done.
     Answered,
-    /// Welcome came: the server may open streams.
+    /// Welcome arrived: the server may open streams.
     Ready,
-    /// The server is suspect: silent for too long, or it says that it does not hear this end.
+    /// The server is suspect: it was silent for too long, or reports that it receives nothing from
+    /// this end.
     Suspect,
-    /// The server is heard again.
+    /// Data arrives from the server again.
     Live,
-    /// The server is stopping; said once at most.
+    /// The server is stopping. Sent at most once.
     Draining,
 }
 
 impl SessionHandle {
-    /// Tells the connector. To be called in the session's task. Cancel-safe: dropped early, nothing is told.
+    /// Sends an event to the connector. Must be called in the session's task. Cancel-safe: no event
+    /// is sent if the future is dropped early.
     pub(crate) async fn send(&self, session_event: SessionEvent) {
         let _connector_may_be_gone = self.session_event.send((task::id(), session_event)).await;
     }
 }
 
-/// A ready session that ended.
+/// The outcome of a session that was ready.
 #[derive(Debug)]
 pub(crate) struct SessionSummary {
     pub(crate) ready_for: Duration,
     pub(crate) reason: CloseReason,
 }
 
-/// Runs a session that was dialled at `began`. Dropped early, the session is cut.
+/// Runs a session that was dialed at `began`. Dropping the future cuts the session.
 pub(crate) async fn run(
     session: Arc<dyn Session>,
     context: &SessionContext,
@@ -118,7 +121,8 @@ pub(crate) async fn run(
         welcome,
     } = admit(&session, context, node_ip).await?;
     session.set_max_concurrent_streams(
-        // The control stream, and those that have ended at the server but not yet here.
+        // One more for the control stream, and room for streams that have ended at the server but
+        // not yet here.
         welcome
             .streams_per_agent
             .min(STREAMS_MAX)
@@ -171,7 +175,7 @@ pub(crate) async fn run(
     })
 }
 
-/// A ready session.
+/// A session that serves streams.
 struct ActiveSession<'a> {
     session: Arc<dyn Session>,
     context: &'a SessionContext,
@@ -179,14 +183,14 @@ struct ActiveSession<'a> {
     params: Arc<SessionParams>,
     control_sender: ControlSender,
     monitor: SessionMonitor,
-    /// Counts it while it is suspect.
+    /// Counts the session in the gauge while it is suspect.
     suspect: Option<GaugeGuard>,
     log: SuspectLogThrottle,
-    /// A line about a message without meaning here was logged: the server may repeat such messages at will.
+    /// Whether an unexpected message was logged. The server may repeat such messages at will.
     is_unexpected_logged: bool,
-    /// The server issues certificates on this session.
+    /// Whether the server issues certificates on this session.
     can_renew: bool,
-    /// Certificates that were asked for here and have not been answered.
+    /// Certificate requests without an answer on this session.
     pending_renewals: u32,
 }
 
@@ -225,8 +229,8 @@ impl ActiveSession<'_> {
                         return self.after_bye().await;
                     }
                     Ok(Some(ControlMessage::Renewed(reply))) => {
-                        // Closed rather than ignored: a server that hands out what nobody asked for is broken or worse,
-                        // and should carry no requests either.
+                        // The session is closed: a server that sends a certificate without a
+                        // request is faulty or hostile, and should carry no requests either.
                         let Some(left) = self.pending_renewals.checked_sub(1) else {
                             context.metrics.renewal("unasked");
                             let why = "received a certificate that was not requested";
@@ -250,7 +254,7 @@ impl ActiveSession<'_> {
                     Err(error) => return self.control_failed(&error).await,
                 },
                 incoming = session.accept() => {
-                    // An error means that the session has ended, which the first branch tells.
+                    // An error means that the session has ended, which the first branch reports.
                     if let Ok(incoming) = incoming {
                         self.serve(incoming);
                     }
@@ -259,7 +263,8 @@ impl ActiveSession<'_> {
         }
     }
 
-    /// Whether the next certificate may be asked for here: not on a session that may be gone, or is about to.
+    /// Returns whether a certificate may be requested on this session. A session that may be gone,
+    /// or is about to end, does not qualify.
     fn may_renew(&self, withdrawn: bool) -> bool {
         self.can_renew && !withdrawn && !self.monitor.is_retired() && self.suspect.is_none()
     }
@@ -299,7 +304,7 @@ impl ActiveSession<'_> {
         }
     }
 
-    /// Looks at the session and does what follows, except for its end.
+    /// Checks the session's liveness and acts on any transition except the end.
     async fn check(&mut self) -> Transition {
         let now = Instant::now();
         let observation = self.monitor.check(self.session.health(), now);
@@ -342,7 +347,8 @@ impl ActiveSession<'_> {
         observation.transition
     }
 
-    /// Another session takes the new streams; this one ends with its last.
+    /// Retires the session: another session takes the new streams, and this one ends with its last
+    /// stream.
     fn retire(&mut self) {
         let streams = self.session.health().streams;
         debug!(agent = %self.context.node, session = %self.params.session, streams, "retiring session");
@@ -350,7 +356,8 @@ impl ActiveSession<'_> {
         self.monitor.retire(Instant::now());
     }
 
-    /// Says Bye, serves what the server opened before it knew (a draining egress refuses it), and closes.
+    /// Sends Bye, serves streams that the server opened before reading it (a draining egress
+    /// refuses them), and closes.
     async fn graceful_shutdown(mut self, why: &'static str) -> CloseReason {
         let stopping = self.context.graceful_shutdown.clone();
         let session = self.session.clone();
@@ -378,7 +385,7 @@ impl ActiveSession<'_> {
         self.end(CloseCode::Normal, why).await
     }
 
-    /// The server closes next; if not, this end does.
+    /// Waits for the server to close, and closes from this end after a timeout.
     async fn after_bye(self) -> CloseReason {
         match timeout(BYE_TIMEOUT, self.session.closed()).await {
             Ok(reason) => reason,
@@ -405,17 +412,19 @@ impl ActiveSession<'_> {
     }
 }
 
-/// What the agent says when it drains.
+/// Reason that a draining agent sends.
 const STOPPING: &str = "agent is stopping";
-/// What it says on a session that another one has replaced.
+/// Reason sent on a session that another one has replaced.
 const REPLACED: &str = "replaced by another session";
-/// Bound on what Welcome may allow; quinn keeps some 80 bytes for each allowed stream.
+/// Upper bound for the number of streams in Welcome. quinn uses some 80 bytes for each allowed
+/// stream.
 const STREAMS_MAX: u32 = 65536;
-/// How long the reason of a session's end may come after the failure of its streams.
+/// Time to wait for the reason of a session's end after its streams have failed.
 const CLOSE_REASON_TIMEOUT: Duration = Duration::from_millis(100);
-/// Bound on each step of saying goodbye.
+/// Time limit for each step of the close.
 const BYE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Beyond one round trip: how long streams may still arrive that were opened before the server read the last word.
+/// Time in addition to one round trip in which streams may arrive that the server opened before it
+/// read the last message.
 const LATE_STREAMS: Duration = Duration::from_millis(50);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What the tests of several modules share: a CA, scratch directories, and sessions in memory.
+//! Shared test support: a CA, scratch directories, and sessions in memory.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::session::SessionContext;
 pub(crate) mod net;
 pub(crate) mod server;
 
-/// A CA as a server has it.
+/// A CA as used by a server.
 pub(crate) struct Ca {
     issuer: Issuer<'static, KeyPair>,
     certificate: rcgen::Certificate,
@@ -49,12 +49,12 @@ impl Ca {
         self.certificate.der()
     }
 
-    /// A certificate with one role URI, for both sides of TLS.
+    /// Issues a certificate with one role URI, for both sides of TLS.
     pub(crate) fn issue(&self, key: &impl PublicKeyData, uri: &str) -> CertificateDer<'static> {
         self.issue_as(CertificateParams::default(), key, uri)
     }
 
-    /// As [`Ca::issue`], with one that ended long ago.
+    /// Like [`Ca::issue`], with a certificate that expired long ago.
     pub(crate) fn issue_ended(
         &self,
         key: &impl PublicKeyData,
@@ -80,7 +80,7 @@ impl Ca {
     }
 }
 
-/// A directory that goes with the value.
+/// A directory that is deleted with the value.
 pub(crate) struct TempDir(PathBuf);
 
 impl TempDir {
@@ -105,7 +105,7 @@ impl Drop for TempDir {
     }
 }
 
-/// A session in memory: the server's end and the agent's.
+/// Returns a session in memory: the server's end and the agent's.
 pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
     let identity = |role| PeerIdentity {
         domain: TrustDomain::Tunnel,
@@ -117,7 +117,7 @@ pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
     memory::pair(identity(Role::Server), identity(agent))
 }
 
-/// Credentials of worker-1 that are not renewed.
+/// Returns credentials of worker-1 that are not renewed.
 pub(crate) fn credentials(ca: &Ca) -> Credentials {
     let key = KeyPair::generate().unwrap();
     let leaf = ca.issue(&key, "culvert://agent/worker-1");
@@ -132,7 +132,7 @@ pub(crate) fn credentials(ca: &Ca) -> Credentials {
     }
 }
 
-/// What the sessions of an agent on this host share.
+/// Returns the shared state of an agent's sessions on this host.
 pub(crate) fn context(limits: Limits) -> SessionContext {
     let (shutdown, metrics) = (Shutdown::new(), Metrics::default());
     let node: NodeName = "worker-1".parse().unwrap();

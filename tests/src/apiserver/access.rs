@@ -1,4 +1,4 @@
-//! Who asks, and what the roles in the store allow them.
+//! The identity of a request, and authorization by the roles in the store.
 
 use serde_json::Value;
 
@@ -6,17 +6,17 @@ use super::kinds::{Address, Kind, VERSION};
 use super::status::Status;
 use super::store::Content;
 
-/// Who sent a request.
+/// The sender of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct User {
-    /// `system:serviceaccount:NAMESPACE:NAME` for a ServiceAccount.
+    /// User name; `system:serviceaccount:NAMESPACE:NAME` for a ServiceAccount.
     pub name: String,
-    /// All of them, `system:authenticated` included.
+    /// All groups, including `system:authenticated`.
     pub groups: Vec<String>,
 }
 
 impl User {
-    /// Who may do everything.
+    /// Returns a user with all permissions.
     pub fn admin() -> Self {
         Self {
             name: "kubernetes-admin".into(),
@@ -24,7 +24,7 @@ impl User {
         }
     }
 
-    /// A ServiceAccount.
+    /// Returns the user of a ServiceAccount.
     pub fn service_account(namespace: &str, name: &str) -> Self {
         let groups = [
             "system:serviceaccounts".into(),
@@ -51,19 +51,20 @@ impl User {
     }
 }
 
-/// What somebody wants to do.
+/// The action that a request asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Action {
     pub(super) verb: String,
     pub(super) group: String,
-    /// With its subresource: `nodes/status`.
+    /// Resource with its subresource: `nodes/status`.
     pub(super) resource: String,
     pub(super) namespace: Option<String>,
     pub(super) name: Option<String>,
 }
 
 impl Action {
-    /// `name`: that of the object, or the only one that a field selector leaves.
+    /// Creates the action; `name` is that of the object, or the only one that a field selector
+    /// leaves.
     pub(super) fn new(verb: &str, address: &Address, name: Option<&str>) -> Self {
         let resource = match &address.subresource {
             Some(sub) => format!("{}/{sub}", address.kind.plural),
@@ -120,10 +121,10 @@ impl Action {
     }
 }
 
-/// Lets `user` do it if a role bound to them says so.
+/// Checks that a role bound to `user` allows the action.
 ///
 /// # Errors
-/// 403 in the words of the real one.
+/// Returns 403 with the message of the real API server.
 pub(super) fn check(content: &Content, user: &User, action: &Action) -> Result<(), Status> {
     if user.groups.iter().any(|group| group == MASTERS) || is_for_everybody(action) {
         return Ok(());
@@ -167,7 +168,8 @@ pub(super) fn check(content: &Content, user: &User, action: &Action) -> Result<(
     Err(action.forbidden(user))
 }
 
-/// Asking about oneself is bound to `system:authenticated` in every cluster.
+/// Returns whether everyone may do this: self-reviews are bound to `system:authenticated` in every
+/// cluster.
 fn is_for_everybody(action: &Action) -> bool {
     action.verb == "create" && action.resource == "selfsubjectaccessreviews"
 }

@@ -1,4 +1,4 @@
-//! What the API makes of an object before it keeps it: defaults, checks, cluster addresses.
+//! Processing of an object before storage: defaults, validation, cluster addresses.
 
 use std::net::IpAddr;
 use std::time::SystemTime;
@@ -10,7 +10,7 @@ use super::kinds::{Address, Kind};
 use super::status::Status;
 use super::store::{Content, Key};
 
-/// The key of an object.
+/// Returns the key of an object.
 pub(super) fn key(kind: &Kind, namespace: Option<&str>, name: &str) -> Key {
     Key {
         storage: kind.storage(),
@@ -19,12 +19,12 @@ pub(super) fn key(kind: &Kind, namespace: Option<&str>, name: &str) -> Key {
     }
 }
 
-/// Seconds are all that objects tell.
+/// Returns the current time. Objects contain whole seconds only.
 pub(super) fn now() -> String {
     humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
 }
 
-/// Checks the frame of an object that was sent to `address`: kind, version, namespace.
+/// Checks kind, version and namespace of an object that was sent to `address`.
 pub(super) fn check_frame(address: &Address, object: &mut Value) -> Result<(), Status> {
     if !object.is_object() {
         return Err(Status::bad_request("the body of the request is no object"));
@@ -66,7 +66,7 @@ pub(super) fn check_frame(address: &Address, object: &mut Value) -> Result<(), S
     Ok(())
 }
 
-/// The name of an object to be created; a generated one is written into it.
+/// Returns the name of an object to be created. A generated name is written into the object.
 pub(super) fn name_of(kind: &Kind, object: &mut Value) -> Result<String, Status> {
     let metadata = &mut object["metadata"];
     let name = match (metadata["name"].as_str(), metadata["generateName"].as_str()) {
@@ -108,7 +108,7 @@ fn is_subdomain(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label)
 }
 
-/// What only the API writes, for an object that is new.
+/// Sets the server-managed fields of a new object.
 pub(super) fn born(kind: &Kind, object: &mut Value) {
     let metadata = &mut object["metadata"];
     for own in [
@@ -126,7 +126,7 @@ pub(super) fn born(kind: &Kind, object: &mut Value) {
     if kind.has_generation {
         metadata["generation"] = 1.into();
     }
-    // A kubelet creates its Node with a status; all others begin without.
+    // A kubelet creates its Node with a status. All other objects begin without one.
     if kind.has_status && kind.kind != "Node" {
         object["status"] = match kind.kind {
             "Service" => json!({ "loadBalancer": {} }),
@@ -137,7 +137,7 @@ pub(super) fn born(kind: &Kind, object: &mut Value) {
     }
 }
 
-/// What only the API writes, for an object that changes.
+/// Restores the server-managed fields of a changed object.
 pub(super) fn preserve_server_fields(
     kind: &Kind,
     old: &Value,
@@ -187,7 +187,7 @@ pub(super) fn preserve_server_fields(
     }
 }
 
-/// Fills in what the kind has for absent fields, and refuses what it does not allow.
+/// Fills in the defaults of the kind and refuses invalid values.
 pub(super) fn complete(
     kind: &Kind,
     object: &mut Value,
@@ -213,7 +213,7 @@ pub(super) fn complete(
 }
 
 fn node(node: &mut Value) -> Result<(), String> {
-    // Set by the kubelet's admission on real nodes.
+    // On real nodes the kubelet's admission sets these.
     if node["metadata"]["labels"].is_null() {
         node["metadata"]["labels"] = json!({});
     }
@@ -278,8 +278,8 @@ fn secret(secret: &mut Value) -> Result<(), String> {
     Ok(())
 }
 
-/// As `SetDefaults_Endpoints` has it. kubectl sees a change in each apply of a file without the protocol, since subsets are
-/// replaced as a whole.
+/// Sets the defaults of `SetDefaults_Endpoints`. kubectl reports a change in each apply of a file
+/// without the protocol, since subsets are replaced as a whole.
 fn endpoints(endpoints: &mut Value) -> Result<(), String> {
     for subset in endpoints["subsets"].as_array_mut().into_iter().flatten() {
         for port in subset["ports"].as_array_mut().into_iter().flatten() {
@@ -362,7 +362,7 @@ fn service(
     addresses(spec, &own, content, families)
 }
 
-/// Gives a Service its addresses: one, or one of each family that the cluster has.
+/// Assigns addresses to a Service: one, or one of each family of the cluster.
 fn addresses(
     spec: &mut Value,
     own: &(Value, Value),
@@ -529,7 +529,7 @@ fn uid() -> String {
     format!("{a}-{b}-{c}-{d}-{e}")
 }
 
-/// As in the real one: `MaxSecretSize` and its like for ConfigMaps.
+/// Limit of the real API server: `MaxSecretSize` and its equivalent for ConfigMaps.
 const LARGEST_MAP: usize = 1024 * 1024;
 
 #[cfg(test)]

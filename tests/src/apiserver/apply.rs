@@ -1,18 +1,18 @@
-//! Server-side apply, and who manages which field after any write.
+//! Server-side apply, and the field managers after any write.
 
 use serde_json::{Map, Value, json};
 
 use super::fields::{FieldSet, List, Path, is_item, item_key, list_kind, lookup, remove};
 use super::status::Status;
 
-/// Who writes, and how.
+/// The writer of a change, and its mode.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Writer {
-    /// The field manager.
+    /// Name of the field manager.
     pub(super) name: String,
-    /// Server-side apply.
+    /// Whether the write is a server-side apply.
     pub(super) applies: bool,
-    /// Takes fields of other managers.
+    /// Whether the write takes over fields of other managers.
     pub(super) force: bool,
 }
 
@@ -23,10 +23,11 @@ struct Manager {
     fields: FieldSet,
 }
 
-/// What applying `wanted` makes of `live` (`None`: there is no object yet), without `managedFields`.
+/// Returns the result of applying `wanted` to `live` without `managedFields`; `live` is `None` if
+/// there is no object yet.
 ///
 /// # Errors
-/// 409 when another manager set a field to something else and `writer` does not force.
+/// Returns 409 if another manager set a field to a different value and `writer` does not force.
 pub(super) fn apply(
     live: Option<&Value>,
     wanted: &Value,
@@ -65,7 +66,8 @@ pub(super) fn apply(
     let mut merged = live.clone();
     merge(&mut merged, wanted, &mut Vec::new());
     let before = managers.iter().find(|manager| manager.is(writer));
-    // What this manager applied before and does not want any more goes, unless others want it.
+    // Fields that this manager applied before and does not apply again are removed, unless other
+    // managers own them.
     for path in before.iter().flat_map(|manager| &manager.fields.0) {
         let wanted = fields.0.iter().any(|kept| kept.starts_with(path));
         let shared = others
@@ -78,7 +80,8 @@ pub(super) fn apply(
     Ok(merged)
 }
 
-/// Notes in `new` who manages what after `writer` made it of `old`; `wanted` is what was applied, if it was.
+/// Records the field managers in `new` after `writer` changed `old` to it. `wanted` is the applied
+/// object, if there is one.
 pub(super) fn note(
     old: Option<&Value>,
     new: &mut Value,

@@ -1,4 +1,4 @@
-//! The port of the API server: open, closed but kept, and the connections on it.
+//! The port of the API server, open or reserved, and its connections.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -21,11 +21,12 @@ use crate::targets::TargetTls;
 
 type Users = Arc<HashMap<CertificateDer<'static>, User>>;
 
-/// A port of loopback that stays this one's while nobody listens on it.
+/// A loopback port that stays reserved while no server listens on it.
 #[derive(Debug)]
 pub(super) struct Listening {
     addr: SocketAddr,
-    /// Bound and never listening: keeps the port from others while connections to it are refused.
+    /// Bound socket that never listens. The socket reserves the port while connections to it are
+    /// refused.
     _kept: Socket,
     tls: TargetTls,
     users: Users,
@@ -54,7 +55,7 @@ impl Listening {
         self.addr
     }
 
-    /// Takes connections; nothing changes when it does already.
+    /// Accepts connections. Does nothing if the port is open already.
     pub(super) fn open(&mut self, service: Arc<Service>) -> Result<()> {
         if self.accepting.is_some() {
             return Ok(());
@@ -74,7 +75,7 @@ impl Listening {
         Ok(())
     }
 
-    /// Refuses connections and drops those that are open.
+    /// Refuses new connections and drops open ones.
     pub(super) async fn close(&mut self) {
         if let Some(mut accepting) = self.accepting.take() {
             accepting.shutdown().await;
@@ -108,7 +109,7 @@ async fn accept(listener: TcpListener, tls: TlsAcceptor, users: Users, service: 
     }
 }
 
-/// How a connection ended is its client's business.
+/// Serves one connection. How a connection ends matters only to its client.
 async fn serve(tcp: TcpStream, tls: TlsAcceptor, users: Users, service: Arc<Service>) {
     if tcp.set_nodelay(true).is_err() {
         return;

@@ -1,21 +1,21 @@
-//! What clients ask about the API itself.
+//! Discovery documents of the API.
 
 use serde_json::{Value, json};
 
 use super::kinds::{KINDS, VERSION, groups};
 
-/// `/api`
+/// Returns the document of `/api`.
 pub(super) fn versions() -> Value {
     json!({ "kind": "APIVersions", "versions": [VERSION], "serverAddressByClientCIDRs": [] })
 }
 
-/// `/apis`
+/// Returns the document of `/apis`.
 pub(super) fn group_list() -> Value {
     let groups: Vec<Value> = groups().into_iter().map(described).collect();
     json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": groups })
 }
 
-/// `/apis/apps`
+/// Returns the document of a group, such as `/apis/apps`.
 pub(super) fn group(group: &str) -> Value {
     let mut group = described(group);
     group["kind"] = "APIGroup".into();
@@ -28,7 +28,7 @@ fn described(group: &str) -> Value {
     json!({ "name": group, "versions": [version], "preferredVersion": version })
 }
 
-/// `/api/v1`, `/apis/apps/v1`
+/// Returns the resources of a group version, such as `/api/v1` or `/apis/apps/v1`.
 pub(super) fn resources(group: &str) -> Value {
     let mut resources = Vec::new();
     for kind in KINDS.iter().filter(|kind| kind.group == group) {
@@ -65,7 +65,7 @@ pub(super) fn resources(group: &str) -> Value {
     json!({ "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources })
 }
 
-/// `/version`: that of the types the server is built with.
+/// Returns `/version`: the Kubernetes version of the types that the server is built with.
 pub(super) fn version() -> Value {
     json!({
         "major": "1", "minor": "33", "gitVersion": "v1.33.0", "gitCommit": "0000000000000000000000000000000000000000",
@@ -74,8 +74,9 @@ pub(super) fn version() -> Value {
     })
 }
 
-/// `/openapi/v2`: a document without definitions, in the protobuf form that kubectl asks for (field 1, `swagger`) or as
-/// JSON. kubectl does not check objects of kinds without a definition.
+/// Returns `/openapi/v2`: a document without definitions, in the protobuf form that kubectl
+/// requests (field 1, `swagger`) or as JSON. kubectl does not validate objects of kinds without a
+/// definition.
 pub(super) fn openapi(protobuf: bool) -> (&'static str, Vec<u8>) {
     if protobuf {
         (

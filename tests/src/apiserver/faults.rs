@@ -1,4 +1,4 @@
-//! What goes wrong on demand.
+//! Faults that a test injects into requests.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,27 +8,27 @@ use tokio::sync::watch;
 use super::record::RecordedRequest;
 use super::status::Status;
 
-/// Whether the API server can be reached.
+/// The reachability of the API server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Presence {
-    /// As it should be.
+    /// The server is reachable.
     Here,
-    /// Connections are refused, those that were open are reset.
+    /// New connections are refused, open ones are reset.
     Refusing,
-    /// Connections stay open or are taken, and nothing is answered.
+    /// Connections stay open or are accepted, but no request is answered.
     Silent,
 }
 
-/// How watches are ended.
+/// The way in which watches end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
-    /// In the middle of the body: the connection breaks.
+    /// The connection breaks in the middle of the body.
     Broken,
-    /// The body ends, as after the watch's time.
+    /// The body ends, as after the watch's timeout.
     Ended,
 }
 
-/// Something that befalls requests.
+/// A fault that affects requests.
 #[derive(Debug, Clone)]
 pub struct Fault {
     verbs: Vec<&'static str>,
@@ -45,7 +45,7 @@ enum Effect {
 }
 
 impl Fault {
-    /// The request is answered with this instead.
+    /// Answers the request with this status instead.
     pub fn answer(status: Status) -> Self {
         Self {
             verbs: Vec::new(),
@@ -56,14 +56,15 @@ impl Fault {
         }
     }
 
-    /// A write of an object is answered as if somebody had changed it meanwhile.
+    /// Answers a write of an object with a conflict, as if another writer had changed the object in
+    /// the meantime.
     pub fn conflict() -> Self {
         let message = "Operation cannot be fulfilled: the object has been modified; please apply your changes to the latest \
                        version and try again";
         Self::answer(Status::new(409, "Conflict", message)).verbs(&["update", "patch"])
     }
 
-    /// The request is answered after this time.
+    /// Delays the answer by this time.
     pub fn delay(time: Duration) -> Self {
         Self {
             verbs: Vec::new(),
@@ -74,28 +75,29 @@ impl Fault {
         }
     }
 
-    /// Only requests with these verbs of the API (`get`, `list`, `watch`, `create`, `update`, `patch`, `delete`).
+    /// Limits the fault to requests with these API verbs (`get`, `list`, `watch`, `create`,
+    /// `update`, `patch`, `delete`).
     #[must_use]
     pub fn verbs(mut self, verbs: &[&'static str]) -> Self {
         self.verbs = verbs.to_vec();
         self
     }
 
-    /// Only requests for objects of this plural name.
+    /// Limits the fault to objects of this plural name.
     #[must_use]
     pub fn of(mut self, plural: &'static str) -> Self {
         self.plural = Some(plural);
         self
     }
 
-    /// Only requests of this user.
+    /// Limits the fault to requests of this user.
     #[must_use]
     pub fn by(mut self, user: &str) -> Self {
         self.user = Some(user.to_owned());
         self
     }
 
-    /// Only so many requests.
+    /// Limits the fault to so many requests.
     #[must_use]
     pub fn times(mut self, count: u32) -> Self {
         self.left = Some(count);
@@ -110,7 +112,7 @@ impl Fault {
     }
 }
 
-/// The faults in force. Clones share them.
+/// The active faults. Clones share them.
 #[derive(Debug, Clone)]
 pub(super) struct Faults {
     rules: Arc<Mutex<Vec<Fault>>>,
@@ -118,7 +120,7 @@ pub(super) struct Faults {
     cuts: watch::Sender<(u64, Cut)>,
 }
 
-/// What a request has to suffer.
+/// The combined faults of one request.
 pub(super) struct InjectedFault {
     pub(super) delay: Duration,
     pub(super) answer: Option<Status>,
@@ -164,7 +166,7 @@ impl Faults {
         self.cuts.subscribe()
     }
 
-    /// Counts the request against the rules that it fits.
+    /// Returns the faults of a request and counts the request against their limits.
     pub(super) fn inject(&self, recorded: &RecordedRequest) -> InjectedFault {
         let mut injected = InjectedFault {
             delay: Duration::ZERO,

@@ -1,20 +1,21 @@
-//! Who set which field: the field sets of `managedFields`, for server-side apply.
+//! Field ownership for server-side apply: the field sets of `managedFields`.
 //!
-//! A path is a list of words as FieldsV1 writes them: `f:spec`, `k:{"port":80,"protocol":"TCP"}`, `v:"item"`.
+//! A path is a list of elements in the form of FieldsV1: `f:spec`,
+//! `k:{"port":80,"protocol":"TCP"}`, `v:"item"`.
 
 use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
-/// From the root of an object to one field or item.
+/// A path from the root of an object to one field or item.
 pub(super) type Path = Vec<String>;
 
-/// Fields and items that one manager set.
+/// The fields and items that one manager set.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct FieldSet(pub(super) BTreeSet<Path>);
 
 impl FieldSet {
-    /// All leaves and items of an object, without what the API itself keeps.
+    /// Returns all leaves and items of an object, without server-managed fields.
     pub(super) fn of(object: &Value) -> Self {
         let mut set = Self::default();
         collect(object, &mut Vec::new(), &mut set.0);
@@ -22,7 +23,7 @@ impl FieldSet {
         set
     }
 
-    /// What differs between two objects: set or changed in `new`.
+    /// Returns the fields that were set or changed in `new`.
     pub(super) fn changed(old: &Value, new: &Value) -> Self {
         let paths = Self::of(new).0;
         Self(
@@ -36,7 +37,7 @@ impl FieldSet {
         )
     }
 
-    /// As FieldsV1.
+    /// Converts to FieldsV1.
     pub(super) fn to_value(&self) -> Value {
         fn insert(map: &mut Map<String, Value>, path: &[String], item: bool) {
             let Some((word, rest)) = path.split_first() else {
@@ -60,7 +61,7 @@ impl FieldSet {
         Value::Object(root)
     }
 
-    /// From FieldsV1.
+    /// Converts from FieldsV1.
     pub(super) fn from_value(fields: &Value) -> Self {
         fn walk(fields: &Value, path: &mut Path, set: &mut BTreeSet<Path>) {
             let Value::Object(map) = fields else { return };
@@ -84,12 +85,12 @@ impl FieldSet {
     }
 }
 
-/// Whether the path names an item of a list.
+/// Returns whether the path names an item of a list.
 pub(super) fn is_item(path: &Path) -> bool {
     path.last().is_some_and(|last| !last.starts_with("f:"))
 }
 
-/// Fields that nobody manages.
+/// Returns whether the field has no manager.
 fn is_own(path: &Path) -> bool {
     let words: Vec<&str> = path.iter().take(2).map(String::as_str).collect();
     matches!(words.as_slice(), ["f:apiVersion" | "f:kind", ..])
@@ -114,7 +115,7 @@ fn collect(value: &Value, path: &mut Path, set: &mut BTreeSet<Path>) {
         Value::Object(map) if !map.is_empty() => {
             for (key, below) in map {
                 path.push(format!("f:{key}"));
-                // Its own entries say who set what; they are no content.
+                // The entries of `managedFields` describe ownership; they are no content.
                 if !(path.len() == 2 && key == "managedFields") {
                     collect(below, path, set);
                 }
@@ -142,18 +143,18 @@ fn collect(value: &Value, path: &mut Path, set: &mut BTreeSet<Path>) {
     }
 }
 
-/// How the items of a list are told apart.
+/// The key of a list's items.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum List {
     /// The list is one value.
     Atomic,
-    /// By these fields, with what stands for an absent one.
+    /// Items are identified by these fields, with the default of an absent one.
     Keyed(&'static [(&'static str, Option<&'static str>)]),
-    /// By their own values.
+    /// Items are identified by their values.
     Set,
 }
 
-/// For the kinds that are served; as their schemas say.
+/// Returns the list type from the schemas of the served kinds.
 pub(super) fn list_kind(path: &Path) -> List {
     let words: Vec<&str> = path.iter().map(String::as_str).collect();
     match words.as_slice() {
@@ -173,7 +174,7 @@ pub(super) fn list_kind(path: &Path) -> List {
     }
 }
 
-/// The word of an item in paths.
+/// Returns the path element of an item.
 pub(super) fn item_key(kind: &List, item: &Value) -> String {
     match kind {
         List::Keyed(keys) => {
@@ -191,7 +192,7 @@ pub(super) fn item_key(kind: &List, item: &Value) -> String {
     }
 }
 
-/// What is at `path`.
+/// Returns the value at `path`.
 pub(super) fn lookup<'a>(object: &'a Value, path: &Path) -> Option<&'a Value> {
     let mut here = object;
     let mut walked = Vec::new();
@@ -209,7 +210,7 @@ pub(super) fn lookup<'a>(object: &'a Value, path: &Path) -> Option<&'a Value> {
     Some(here)
 }
 
-/// Removes what is at `path`, if it is there.
+/// Removes the value at `path`, if it exists.
 pub(super) fn remove(object: &mut Value, path: &Path) {
     let Some((last, above)) = path.split_last() else {
         return;

@@ -1,4 +1,4 @@
-//! Connections of clients: TLS, who they are, HTTP, and what each request is answered with.
+//! Connections of clients: TLS, authentication, HTTP, and the answers to requests.
 
 use std::collections::HashMap;
 use std::io;
@@ -28,7 +28,7 @@ use super::table::table;
 use super::tokens::{Signer, TokenClaims};
 use super::watching::{Signals, Watch};
 
-/// Everything that connections share.
+/// State shared by all connections.
 #[derive(Debug)]
 pub(super) struct Service {
     pub(super) store: Store,
@@ -36,14 +36,14 @@ pub(super) struct Service {
     pub(super) record: RequestLog,
     pub(super) tokens: HashMap<String, User>,
     pub(super) signer: Signer,
-    /// The first addresses of the ranges of Services, the main one first.
+    /// First addresses of the Service ranges, the primary family first.
     pub(super) families: Vec<IpAddr>,
 }
 
 pub(super) type Body = UnsyncBoxBody<Bytes, io::Error>;
 
 impl Service {
-    /// Answers one request of a client whose certificate says `certified`.
+    /// Answers one request. `certified` is the user of the client's certificate.
     pub(super) async fn answer(
         self: Arc<Self>,
         request: http::Request<Incoming>,
@@ -170,7 +170,8 @@ impl Service {
                     .map(|object| shown(kind, object))
                     .collect::<Vec<_>>();
                 for item in &mut items {
-                    // As in the real one, items of a list do not repeat what they are.
+                    // As in the real API server, items of a list do not repeat their kind and
+                    // version.
                     if let Some(item) = item.as_object_mut() {
                         item.remove("kind");
                         item.remove("apiVersion");
@@ -182,7 +183,7 @@ impl Service {
         }
     }
 
-    /// A TokenRequest, as a kubelet makes it for a projected volume.
+    /// Answers a TokenRequest, as a kubelet sends it for a projected volume.
     fn issue(&self, request: &Request) -> Result<Response<Body>, Status> {
         if request.verb != "create" {
             return Err(Status::method_not_allowed());
@@ -233,7 +234,7 @@ impl Service {
     }
 }
 
-/// An object as the path's group shows it.
+/// Returns an object in the form of the path's group.
 pub(super) fn shown(kind: &Kind, object: &Value) -> Value {
     let mut object = object.clone();
     object["kind"] = kind.kind.into();
@@ -318,5 +319,5 @@ fn respond(code: u16, kind: &'static str, body: Vec<u8>) -> Response<Body> {
 
 const JSON: http::HeaderValue = http::HeaderValue::from_static("application/json");
 
-/// As the real one.
+/// Limit of the real API server.
 const LARGEST_BODY: usize = 3 * 1024 * 1024;

@@ -1,4 +1,4 @@
-//! The kinds of objects that are served, and what a path means.
+//! The served kinds of objects, and the routing of paths.
 
 /// One kind of object.
 #[derive(Debug, PartialEq, Eq)]
@@ -8,15 +8,15 @@ pub(super) struct Kind {
     pub(super) kind: &'static str,
     pub(super) short: &'static [&'static str],
     pub(super) namespaced: bool,
-    /// Status is written through a path of its own.
+    /// Whether status has a path of its own.
     pub(super) has_status: bool,
-    /// PUT may create it.
+    /// Whether PUT may create the object.
     pub(super) created_by_update: bool,
-    /// `metadata.generation` counts changes of its spec.
+    /// Whether `metadata.generation` counts changes of the spec.
     pub(super) has_generation: bool,
 }
 
-/// All kinds are served in this version.
+/// Version of all served kinds.
 pub(super) const VERSION: &str = "v1";
 
 const PLAIN: Kind = Kind {
@@ -50,7 +50,7 @@ const fn of(group: &'static str, plural: &'static str, kind: &'static str) -> Ki
 
 const RBAC: &str = "rbac.authorization.k8s.io";
 
-/// What is served; the order is that of discovery.
+/// The served kinds, in the order of discovery.
 pub(super) static KINDS: [Kind; 26] = [
     Kind {
         namespaced: false,
@@ -178,14 +178,14 @@ pub(super) static KINDS: [Kind; 26] = [
 ];
 
 impl Kind {
-    /// The kind with this plural name in this group.
+    /// Returns the kind with this plural name in this group.
     pub(super) fn find(group: &str, plural: &str) -> Option<&'static Self> {
         KINDS
             .iter()
             .find(|kind| kind.group == group && kind.plural == plural)
     }
 
-    /// As in objects: `v1`, `apps/v1`.
+    /// Returns the `apiVersion`: `v1`, `apps/v1`.
     pub(super) fn api_version(&self) -> String {
         if self.group.is_empty() {
             VERSION.to_owned()
@@ -194,7 +194,7 @@ impl Kind {
         }
     }
 
-    /// As in messages: `nodes`, `leases.coordination.k8s.io`.
+    /// Returns the name as in messages: `nodes`, `leases.coordination.k8s.io`.
     pub(super) fn qualified(&self) -> String {
         if self.group.is_empty() {
             self.plural.to_owned()
@@ -203,23 +203,23 @@ impl Kind {
         }
     }
 
-    /// Questions that are answered and not kept.
+    /// Returns whether objects of this kind are answered and not stored.
     pub(super) fn is_review(&self) -> bool {
         self.kind.ends_with("Review")
     }
 
-    /// Status is also written through `approval`, its conditions alone.
+    /// Returns whether `approval` is another path for the status, for its conditions only.
     pub(super) fn is_approved(&self) -> bool {
         self.kind == "CertificateSigningRequest"
     }
 
-    /// Where its objects are kept: events of both groups are the same objects.
+    /// Returns the storage name: events of both groups are one set of objects.
     pub(super) fn storage(&self) -> &'static str {
         self.plural
     }
 }
 
-/// The groups beside the core one, each once.
+/// Returns the groups other than the core group, each once.
 pub(super) fn groups() -> Vec<&'static str> {
     let mut groups = Vec::new();
     for kind in &KINDS {
@@ -230,26 +230,26 @@ pub(super) fn groups() -> Vec<&'static str> {
     groups
 }
 
-/// What a request's path means.
+/// The meaning of a request's path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ApiRoute {
-    /// `/api`
+    /// `/api`: the core versions.
     Versions,
-    /// `/apis`
+    /// `/apis`: the list of groups.
     Groups,
-    /// `/apis/apps`
+    /// `/apis/apps`: one group.
     Group(&'static str),
-    /// `/api/v1`, `/apis/apps/v1`
+    /// `/api/v1`, `/apis/apps/v1`: the resources of a group version.
     Resources(&'static str),
     /// A collection or an object.
     Objects(Address),
-    /// `/version`
+    /// `/version`: the Kubernetes version.
     Version,
-    /// `/livez` and its relatives
+    /// `/livez` and the other health paths.
     Health,
-    /// `/openapi/v2`
+    /// `/openapi/v2`: the OpenAPI document.
     OpenApi,
-    /// Nothing that is served.
+    /// A path that is not served.
     Unknown,
 }
 
@@ -263,7 +263,7 @@ pub(super) struct Address {
 }
 
 impl ApiRoute {
-    /// Reads a path without its query.
+    /// Parses a path without its query.
     pub(super) fn of(path: &str) -> Self {
         let segments: Vec<&str> = path
             .split('/')
@@ -306,7 +306,7 @@ impl ApiRoute {
         let Some(kind) = Kind::find(group, plural) else {
             return Self::Unknown;
         };
-        // One object of a namespaced kind is found only inside its namespace.
+        // A single object of a namespaced kind exists only inside its namespace.
         if kind.namespaced && namespace.is_none() && name.is_some() {
             return Self::Unknown;
         }

@@ -1,4 +1,4 @@
-//! Changes of objects by patches: merge (RFC 7386) and strategic merge.
+//! Patches of objects: merge (RFC 7386) and strategic merge.
 
 use serde_json::{Map, Value};
 
@@ -109,7 +109,8 @@ fn without_directives(patch: &Map<String, Value>) -> Value {
     )
 }
 
-/// By which field the items of a list are told apart, for the kinds that are served; `None`: the list is one value.
+/// Returns the field that identifies the items of a list, for the served kinds; `None` if the list
+/// is one value.
 fn merge_key(list: &str, items: &Value) -> Option<&'static str> {
     let has = |key: &str| {
         items
@@ -166,7 +167,7 @@ fn merge_list(target: &mut Value, patch: &[Value], key: &str) {
     }
 }
 
-/// Named items in the given order; others keep their place behind them.
+/// Sorts named items into the given order. Other items follow in their current order.
 fn sort(list: Option<&mut Value>, order: &[Value]) {
     let Some(Value::Array(list)) = list else {
         return;

@@ -1,4 +1,4 @@
-//! Certificates of the API server and of those who come with one.
+//! Certificates of the API server and of its clients.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ use rustls_pki_types::CertificateDer;
 use super::access::User;
 use crate::targets::TargetTls;
 
-/// A CA, the server's certificate, and whose each client certificate is.
+/// A CA, the server's certificate, and the users of the client certificates.
 #[derive(Debug)]
 pub(super) struct Pki {
     ca: CertifiedIssuer<'static, KeyPair>,
@@ -50,7 +50,7 @@ impl Pki {
         })
     }
 
-    /// Makes a client certificate; `NAME.crt` and `NAME.key` are written into `folder`.
+    /// Creates a client certificate and writes `NAME.crt` and `NAME.key` into `folder`.
     pub(super) fn user(&mut self, name: &str, user: User, folder: &Path) -> Result<()> {
         let mut params = CertificateParams::new(Vec::new())?;
         params
@@ -88,7 +88,7 @@ impl Pki {
         &self.serving
     }
 
-    /// Only certificates that were made here are anybody's.
+    /// Returns the users by certificate. Only certificates created here belong to a user.
     pub(super) fn users(&self) -> Arc<HashMap<CertificateDer<'static>, User>> {
         Arc::new(self.users.clone())
     }

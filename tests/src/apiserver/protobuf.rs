@@ -1,18 +1,20 @@
-//! Bodies in protobuf, which typed clients send from Kubernetes 1.32 on: those of `kubectl create`, read into JSON. The
-//! messages are those of Kubernetes' `generated.proto`, as far as the tables here have them.
+//! Decodes protobuf bodies, which typed clients send from Kubernetes 1.32 on, into JSON: those of
+//! `kubectl create`. The messages are those of Kubernetes' `generated.proto`, as far as the tables
+//! here contain them.
 
 use serde_json::{Map, Value};
 use tunnel_proto::process::base64;
 
 use super::status::Status;
 
-/// Media type of such a body.
+/// Media type of a protobuf body.
 pub(super) const MEDIA_TYPE: &str = "application/vnd.kubernetes.protobuf";
 
-/// Reads an object.
+/// Decodes an object.
 ///
 /// # Errors
-/// 400 for what is malformed, 415 for kinds and fields that the tables do not have: nothing that a client sends is lost.
+/// Returns 400 for malformed bodies, and 415 for kinds and fields outside the tables, so that no
+/// sent data is lost silently.
 pub(super) fn read(body: &[u8]) -> Result<Value, Status> {
     let wrapped = body.strip_prefix(MAGIC).ok_or_else(malformed)?;
     let (mut kind, mut raw) = (Map::new(), &[][..]);
@@ -29,7 +31,7 @@ pub(super) fn read(body: &[u8]) -> Result<Value, Status> {
     Ok(Value::Object(kind))
 }
 
-/// The content of a field as it is on the wire.
+/// The content of a field on the wire.
 #[derive(Debug, Clone, Copy)]
 enum Content<'a> {
     Number(u64),
@@ -37,13 +39,13 @@ enum Content<'a> {
 }
 
 impl Content<'_> {
-    /// Whether Go's zero value, which is written for each field that is no pointer.
+    /// Returns whether this is Go's zero value, which is written for each field that is no pointer.
     fn is_zero(self) -> bool {
         matches!(self, Self::Number(0) | Self::Bytes([]))
     }
 }
 
-/// What a field is in JSON.
+/// The JSON form of a field.
 #[derive(Debug, Clone, Copy)]
 enum Form {
     Text,
@@ -53,11 +55,11 @@ enum Form {
     BytesMap,
     One(Message),
     Many(Message),
-    /// Only the API writes it.
+    /// The status, which only the API writes.
     Status,
 }
 
-/// Fields with their numbers and names.
+/// The fields of a message with their numbers and names.
 type Message = &'static [(u64, &'static str, Form)];
 
 fn decode(message: Message, bytes: &[u8]) -> Result<Map<String, Value>, Status> {
@@ -111,7 +113,7 @@ fn push(list: &mut Value, item: Value) {
     }
 }
 
-/// Key and value of an entry of a map.
+/// Decodes the key and the value of a map entry.
 fn pair_of(bytes: &[u8]) -> Result<(String, &[u8]), Status> {
     let (mut key, mut value) = (String::new(), &[][..]);
     for (number, content) in fields(bytes).ok_or_else(malformed)? {
@@ -296,7 +298,7 @@ mod tests {
             .collect()
     }
 
-    /// As kubectl 1.32 sends them.
+    /// The bodies are those that kubectl 1.32 sends.
     #[test]
     fn bodies_of_kubectl_create_are_read() {
         let namespaced = |name: &str| json!({ "name": name, "namespace": "kube-system" });
@@ -353,7 +355,7 @@ mod tests {
             let refused = read(&whole[..length]).unwrap_err();
             assert!([400, 415].contains(&refused.code), "{length}: {refused:?}");
         }
-        // Immutable, which the table does not have.
+        // Field `immutable`, which the table does not contain.
         let mut body = b"k8s\0\x0a\x0f\x0a\x02v1\x12\x09ConfigMap\x12\x02".to_vec();
         body.extend(b"\x20\x01");
         assert_eq!(read(&body).unwrap_err().code, 415);

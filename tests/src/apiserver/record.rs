@@ -1,37 +1,32 @@
-//! The requests that came in.
+//! The log of received requests.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// One request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedRequest {
-    /// When its head had been read.
+    /// Time at which its head had been read.
     pub at: Instant,
-    /// Who sent it.
+    /// Name of the user.
     pub user: String,
-    /// The API's verb: `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`, `deletecollection`.
+    /// API verb: `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`, `deletecollection`.
     pub verb: String,
-    /// The HTTP method.
     pub method: String,
-    /// The plural name of the kind, empty for questions about the API itself.
+    /// Plural name of the kind, empty for discovery requests.
     pub resource: String,
-    /// The namespace, empty outside any.
+    /// Namespace, empty for cluster-scoped requests.
     pub namespace: String,
-    /// The object's name, empty for collections.
+    /// Name of the object, empty for collections.
     pub name: String,
-    /// Path and query.
     pub path: String,
-    /// Its `User-Agent`.
     pub user_agent: String,
-    /// Its `Content-Type`.
     pub content_type: String,
-    /// The status of the answer; 0 while there is none.
+    /// Status of the answer; 0 while there is none.
     pub status: u16,
 }
 
 impl RecordedRequest {
-    /// Whether it was to change an object.
+    /// Returns whether the request changes an object.
     pub fn is_write(&self) -> bool {
         ["create", "update", "patch", "delete", "deletecollection"].contains(&self.verb.as_str())
     }
@@ -46,7 +41,7 @@ impl RequestLog {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a request and returns its number.
+    /// Records a request and returns its number.
     pub(super) fn push(&self, recorded: RecordedRequest) -> usize {
         let mut all = self.lock();
         all.push(recorded);

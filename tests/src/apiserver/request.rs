@@ -1,4 +1,4 @@
-//! A request for objects: its parameters, and what each verb does.
+//! A request for objects: its parameters, and the action of each verb.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -71,7 +71,7 @@ impl Query {
         matches!(self.get(name), Some("true" | "1"))
     }
 
-    /// A revision; absent and 0 are `None`.
+    /// Returns a revision; absent and 0 are `None`.
     pub(super) fn revision(&self) -> Result<Option<u64>, Status> {
         match self.get("resourceVersion") {
             None | Some("0") => Ok(None),
@@ -85,17 +85,16 @@ impl Query {
     }
 }
 
-/// What a request is answered with.
+/// The answer to a request.
 #[derive(Debug)]
 pub(super) enum Answer {
-    /// One object.
     Object(u16, Arc<Value>),
-    /// A list, as its objects and the metadata of the list.
+    /// A list: its objects and its metadata.
     List(Vec<Arc<Value>>, Value),
 }
 
 impl Request {
-    /// The selectors of its parameters.
+    /// Returns the selectors of the parameters.
     pub(super) fn selector(&self) -> Result<Selector, Status> {
         Selector::parse(
             self.address.kind,
@@ -104,10 +103,10 @@ impl Request {
         )
     }
 
-    /// Whether its user may do it.
+    /// Checks that the user is authorized.
     ///
     /// # Errors
-    /// 403.
+    /// Returns 403 if not.
     pub(super) fn authorize(&self, store: &Store) -> Result<(), Status> {
         let selector = self.selector()?;
         let name = self
@@ -119,7 +118,7 @@ impl Request {
         store.read(|content| access::check(content, &self.user, &action))
     }
 
-    /// Does what the verb says; watches are not answered here.
+    /// Executes the verb. Watches are not handled here.
     pub(super) fn serve(&self, store: &Store, families: &[IpAddr]) -> Result<Answer, Status> {
         let known_part = self
             .address
@@ -246,7 +245,7 @@ impl Request {
         })
     }
 
-    /// The object in the body.
+    /// Returns the object in the body.
     pub(super) fn sent(&self) -> Result<Value, Status> {
         if self.content_type.starts_with(protobuf::MEDIA_TYPE) {
             return protobuf::read(&self.body);
@@ -323,7 +322,7 @@ impl Request {
         self.keep(content, &name, object)
     }
 
-    /// Keeps it, unless the request only wants to know what would be.
+    /// Stores the object, unless the request is a dry run.
     fn keep(&self, content: &mut Content, name: &str, object: Value) -> Result<Arc<Value>, Status> {
         if self.query.get("dryRun").is_some() {
             return Ok(Arc::new(object));
@@ -486,7 +485,7 @@ impl Request {
         Ok(Answer::Object(200, Arc::new(done)))
     }
 
-    /// Removes an object; a Service takes the Endpoints of its name with it, as in the real one
+    /// Removes an object. A Service's Endpoints are removed with it, as in the real API server
     /// (`pkg/registry/core/service/storage`, `afterDelete`).
     fn remove(&self, content: &mut Content, key: &Key) {
         content.remove(key);
@@ -522,7 +521,8 @@ impl Request {
     }
 }
 
-/// Nothing changed but who manages what since when: the real one keeps the old revision too.
+/// Returns whether only the managers or their times differ. The real API server also keeps the old
+/// revision in this case.
 fn same(old: &Value, new: &Value) -> bool {
     let strip = |object: &Value| {
         let mut object = object.clone();
@@ -539,5 +539,5 @@ fn same(old: &Value, new: &Value) -> bool {
     strip(old) == strip(new)
 }
 
-/// The content type of server-side apply.
+/// Content type of server-side apply.
 const APPLY: &str = "application/apply-patch+yaml";

@@ -1,11 +1,11 @@
-//! Which objects of a collection a request is about: label and field selectors.
+//! Label and field selectors of a collection.
 
 use serde_json::Value;
 
 use super::kinds::Kind;
 use super::status::Status;
 
-/// All of its parts have to fit.
+/// A selector whose requirements must all match.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct Selector {
     labels: Vec<Requirement>,
@@ -21,7 +21,7 @@ enum Requirement {
 }
 
 impl Selector {
-    /// Reads the two parameters of a request.
+    /// Parses the two parameters of a request.
     pub(super) fn parse(
         kind: &Kind,
         labels: Option<&str>,
@@ -43,7 +43,7 @@ impl Selector {
         self.labels.is_empty() && self.fields.is_empty()
     }
 
-    /// The one name it leaves, as authorisation sees it.
+    /// Returns the only name that the selector matches, for authorization.
     pub(super) fn only_name(&self) -> Option<&str> {
         let named =
             |(field, equal, _): &&(String, bool, String)| field == "metadata.name" && *equal;
@@ -109,7 +109,7 @@ impl Requirement {
     }
 }
 
-/// At commas outside parentheses.
+/// Splits at commas outside parentheses.
 fn split(text: &str) -> Vec<String> {
     let (mut parts, mut depth) = (vec![String::new()], 0_u32);
     for letter in text.chars() {
@@ -138,7 +138,8 @@ fn set(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// The real one knows a few fields of each kind and refuses the others.
+/// Parses a field selector. The real API server supports a few fields of each kind and refuses the
+/// others.
 fn field(kind: &Kind, text: &str) -> Result<(String, bool, String), Status> {
     let (field, equal, value) = if let Some((field, value)) = text.split_once("!=") {
         (field, false, value)

@@ -1,4 +1,5 @@
-//! What kube-controller-manager does for the signer `kubernetes.io/kube-apiserver-client`, when a test says so.
+//! The part of kube-controller-manager for the signer `kubernetes.io/kube-apiserver-client`, on
+//! request of a test.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,16 +12,18 @@ use super::FakeApiServer;
 use super::admission::key;
 use super::kinds::Kind;
 
-/// The signer that there is.
+/// The only supported signer.
 const SIGNER: &str = "kubernetes.io/kube-apiserver-client";
-/// How long its certificates last.
+/// Lifetime of its certificates.
 const LIFE: Duration = Duration::from_secs(365 * 86400);
 
 impl FakeApiServer {
-    /// Signs an approved CertificateSigningRequest with the cluster's CA, and tells the certificate.
+    /// Signs an approved CertificateSigningRequest with the cluster's CA and returns the
+    /// certificate.
     ///
     /// # Errors
-    /// There is none of this name, it is not approved, or it is for another signer or other usages.
+    /// Returns an error if there is no such request, or if it is not approved or is for another
+    /// signer or other usages.
     pub fn sign_request(&self, name: &str) -> Result<CertificateDer<'static>> {
         let mut object = self
             .get("certificatesigningrequests", None, name)
@@ -56,7 +59,7 @@ impl FakeApiServer {
         Ok(signed.der().clone())
     }
 
-    /// The root of clients' certificates.
+    /// Returns the root of the client certificates.
     #[must_use]
     pub fn client_ca(&self) -> CertificateDer<'static> {
         self.pki.ca().der().clone()

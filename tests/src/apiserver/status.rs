@@ -1,25 +1,23 @@
-//! Answers that are no object: the Status of the API, with the reasons and codes of the real one.
+//! The Status answers of the API, with the reasons and codes of the real API server.
 
 use serde_json::{Value, json};
 
 use super::kinds::Kind;
 
-/// Why a request failed.
+/// The reason why a request failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Status {
-    /// The HTTP status.
     pub code: u16,
-    /// The word that clients look at.
+    /// Reason that clients evaluate.
     pub reason: &'static str,
-    /// For people.
     pub message: String,
-    /// Seconds for `Retry-After`.
+    /// Value of `Retry-After` in seconds.
     pub retry_after: Option<u64>,
     details: Value,
 }
 
 impl Status {
-    /// A failure without details.
+    /// Creates a failure without details.
     pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
         Self {
             code,
@@ -86,7 +84,7 @@ impl Status {
         Self::new(401, "Unauthorized", "Unauthorized")
     }
 
-    /// The revision that was asked for is no longer kept.
+    /// Returns the failure for a compacted revision.
     pub(super) fn expired(asked: u64, oldest: u64) -> Self {
         Self::new(
             410,
@@ -95,7 +93,7 @@ impl Status {
         )
     }
 
-    /// A list's next part is of a revision that is no longer kept.
+    /// Returns the failure for a continue token of a compacted revision.
     pub(super) fn continue_expired() -> Self {
         Self::new(
             410,
@@ -105,7 +103,8 @@ impl Status {
         )
     }
 
-    /// Asks the client to come back later, as the API's fairness does.
+    /// Returns the failure that asks the client to retry later, as the API's priority and fairness
+    /// does.
     pub fn too_many_requests(seconds: u64) -> Self {
         let message = "too many requests, please try again later";
         let mut status = Self::new(429, "TooManyRequests", message);
@@ -113,7 +112,7 @@ impl Status {
         status
     }
 
-    /// As the API answers it.
+    /// Returns the Status object of the API.
     pub fn object(&self) -> Value {
         let mut object = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",

@@ -1,4 +1,4 @@
-//! Objects in memory with a history, as etcd keeps them: revisions, snapshots of the past, compaction.
+//! Objects in memory with a history, like in etcd: revisions, snapshots of the past, compaction.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde_json::Value;
 use tokio::sync::watch;
 
-/// Where an object is: kind, namespace (empty outside any), name. Collections list in this order.
+/// The key of an object: kind, namespace (empty for cluster-scoped objects), name. Collections list
+/// in this order.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Key {
     pub(super) storage: &'static str,
@@ -19,9 +20,9 @@ pub(super) struct Key {
 pub(super) struct Change {
     pub(super) revision: u64,
     pub(super) key: Key,
-    /// `None`: deleted.
+    /// State after the change; `None` for a deletion.
     pub(super) after: Option<Arc<Value>>,
-    /// `None`: created.
+    /// State before the change; `None` for a creation.
     pub(super) before: Option<Arc<Value>>,
 }
 
@@ -32,11 +33,11 @@ pub(super) struct Store {
     changed: watch::Sender<u64>,
 }
 
-/// What the store holds, for as long as it is locked.
+/// The content of the store while it is locked.
 #[derive(Debug)]
 pub(super) struct Content {
     revision: u64,
-    /// Changes up to this one are forgotten.
+    /// Changes up to this revision are compacted.
     compacted: u64,
     objects: BTreeMap<Key, Arc<Value>>,
     history: VecDeque<Change>,
@@ -64,7 +65,7 @@ impl Store {
         look(&self.lock())
     }
 
-    /// Nothing else reads or writes meanwhile.
+    /// Changes the content under an exclusive lock.
     pub(super) fn write<T>(&self, change: impl FnOnce(&mut Content) -> T) -> T {
         let mut content = self.lock();
         let result = change(&mut content);
@@ -72,12 +73,12 @@ impl Store {
         result
     }
 
-    /// Tells the newest revision after each change.
+    /// Returns a watch of the newest revision.
     pub(super) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// Forgets the past: watches and lists from before are answered with 410.
+    /// Compacts the history: watches and lists from before are answered with 410.
     pub(super) fn compact(&self) {
         let mut content = self.lock();
         content.compacted = content.revision;
@@ -90,7 +91,7 @@ impl Content {
         self.revision
     }
 
-    /// The oldest revision from which changes are known.
+    /// Returns the oldest revision from which changes are known.
     pub(super) fn compacted(&self) -> u64 {
         self.compacted
     }
@@ -99,7 +100,7 @@ impl Content {
         self.objects.get(key)
     }
 
-    /// Keeps `object` with a new revision, and returns it as kept.
+    /// Stores `object` with a new revision, and returns it as stored.
     pub(super) fn put(&mut self, key: Key, mut object: Value) -> Arc<Value> {
         self.revision += 1;
         object["metadata"]["resourceVersion"] = self.revision.to_string().into();
@@ -115,7 +116,7 @@ impl Content {
         object
     }
 
-    /// Forgets the object and returns its last state.
+    /// Removes the object and returns its last state.
     pub(super) fn remove(&mut self, key: &Key) -> Option<Value> {
         let before = self.objects.remove(key)?;
         self.revision += 1;
@@ -129,7 +130,7 @@ impl Content {
         Some(last)
     }
 
-    /// Objects of one kind, of one namespace or of all.
+    /// Returns the objects of one kind, in one namespace or in all.
     pub(super) fn collection(
         &self,
         storage: &'static str,
@@ -152,7 +153,7 @@ impl Content {
             .take_while(move |(key, _)| inside(key))
     }
 
-    /// The same as it was at `revision`, which must not be compacted.
+    /// Returns the collection at `revision`, which must not be compacted.
     pub(super) fn collection_at(
         &self,
         storage: &'static str,
@@ -182,7 +183,7 @@ impl Content {
         objects
     }
 
-    /// Changes after `revision`, or `None` when some of them are compacted.
+    /// Returns the changes after `revision`, or `None` if some of them are compacted.
     pub(super) fn changes_after(&self, revision: u64) -> Option<impl Iterator<Item = &Change>> {
         if revision < self.compacted {
             return None;

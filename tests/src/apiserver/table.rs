@@ -1,4 +1,4 @@
-//! The tables that `kubectl get` asks for.
+//! The tables that `kubectl get` requests.
 
 use std::time::SystemTime;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::kinds::Kind;
 
-/// Objects as the rows of a Table, `metadata` being that of their list.
+/// Returns objects as the rows of a Table; `metadata` is that of their list.
 pub(super) fn table<'a>(
     kind: &Kind,
     objects: impl Iterator<Item = &'a Value>,

@@ -1,4 +1,4 @@
-//! ServiceAccount tokens as the API server signs them, and its answers when it is asked about one.
+//! Signing of ServiceAccount tokens, and answers to TokenReviews.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -12,23 +12,23 @@ use super::admission::key;
 use super::kinds::Kind;
 use super::store::Content;
 
-/// What a token says.
+/// The claims of a token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenClaims {
     /// Namespace and name of the ServiceAccount.
     pub account: (String, String),
-    /// Whom it is for; empty for a token of a Secret, as clusters made them before 1.24.
+    /// Audiences; empty for a token of a Secret, as created by clusters before 1.24.
     pub audiences: Vec<String>,
-    /// Name and uid of the Pod that it is bound to.
+    /// Name and UID of the bound Pod.
     pub pod: Option<(String, String)>,
-    /// When it was issued.
+    /// Time at which the token was issued.
     pub issued: SystemTime,
-    /// When it ends; a token of a Secret never does.
+    /// Expiry; `None` for a token of a Secret, which never expires.
     pub ends: Option<SystemTime>,
 }
 
 impl TokenClaims {
-    /// What a TokenRequest for `account` asks for.
+    /// Returns the claims that a TokenRequest for `account` asks for.
     pub(super) fn requested(account: (String, String), request: &Value) -> Self {
         let spec = &request["spec"];
         let text = |value: &Value| value.as_str().map(str::to_owned);
@@ -53,20 +53,20 @@ impl TokenClaims {
     }
 }
 
-/// How tokens are reviewed.
+/// The behavior of TokenReviews.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reviewing {
-    /// As from 1.30 on: the Pod must be there, and its node is told.
+    /// From 1.30 on: the Pod must exist, and the answer contains its node.
     WithNodes,
-    /// As before: the Pod must be there.
+    /// Before 1.30: the Pod must exist.
     WithPods,
-    /// As if the answer came from a cache: the Pod is not looked at.
+    /// Like an answer from a cache: the Pod is not checked.
     Cached,
-    /// As before 1.12 or by an authenticator of its own: nobody looks at audiences, and none are returned.
+    /// Before 1.12, or with a custom authenticator: audiences are not checked and not returned.
     WithoutAudiences,
 }
 
-/// Signs and reviews.
+/// Signs and reviews tokens.
 #[derive(Debug)]
 pub(super) struct Signer {
     key: hmac::Key,
@@ -89,7 +89,7 @@ impl Signer {
             .unwrap_or_else(PoisonError::into_inner) = reviewing;
     }
 
-    /// A signed token.
+    /// Returns a signed token.
     pub(super) fn sign(&self, claims: &TokenClaims) -> String {
         let (namespace, account) = &claims.account;
         let mut kubernetes =
@@ -116,7 +116,7 @@ impl Signer {
         format!("{signed}.{}", url(signature.as_ref()))
     }
 
-    /// The status of a review of `token` for `asked` audiences.
+    /// Returns the status of a review of `token` for `asked` audiences.
     pub(super) fn review(&self, content: &Content, token: &str, asked: &[&str]) -> Value {
         match self.verify(content, token, asked) {
             Ok(status) => status,
@@ -200,7 +200,7 @@ fn encode_segment(value: &Value) -> String {
     url(value.to_string().as_bytes())
 }
 
-/// base64url without padding (RFC 7515, section 2).
+/// Encodes base64url without padding (RFC 7515, section 2).
 fn url(bytes: &[u8]) -> String {
     let text = base64::encode(bytes);
     let text = text.trim_end_matches('=');

@@ -1,4 +1,4 @@
-//! A watch: initial events, changes as they come, bookmarks, 410, and the end of its time.
+//! A watch: initial events, changes, bookmarks, 410, and the timeout.
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,7 +24,7 @@ pub(super) struct Watch {
     store: Store,
     address: Address,
     selector: Selector,
-    /// Changes up to this revision have been told.
+    /// Changes up to this revision have been sent.
     sent_revision: u64,
     ready: VecDeque<Value>,
     bookmarks: bool,
@@ -36,7 +36,7 @@ pub(super) struct Watch {
     presence: watch::Receiver<Presence>,
 }
 
-/// What watches listen to beside the store.
+/// Signals that a watch receives in addition to changes of the store.
 #[derive(Debug)]
 pub(super) struct Signals {
     pub(super) cuts: watch::Receiver<(u64, Cut)>,
@@ -114,7 +114,7 @@ impl Watch {
         json!({ "type": "BOOKMARK", "object": object })
     }
 
-    /// The next piece of the body, `None` at its end, an error where it breaks.
+    /// Returns the next piece of the body, `None` at its end, or an error where it breaks.
     pub(super) async fn next(mut self) -> Option<(Result<Frame<Bytes>, io::Error>, Self)> {
         loop {
             if *self.presence.borrow_and_update() == Presence::Silent {
@@ -154,7 +154,7 @@ impl Watch {
         }
     }
 
-    /// Takes over the changes since the last look.
+    /// Queues the changes since the last call.
     fn catch_up(&mut self) {
         let store = self.store.clone();
         store.read(|content| {
@@ -173,7 +173,7 @@ impl Watch {
         });
     }
 
-    /// How a change looks through the watch's selector.
+    /// Returns the event of a change, as seen through the watch's selector.
     fn event_for(&self, change: &Change) -> Option<Value> {
         let inside = change.key.storage == self.address.kind.storage()
             && self
@@ -203,8 +203,8 @@ impl Watch {
     }
 }
 
-/// Half an hour, the least that the real one grants by default.
+/// Half an hour, the minimum that the real API server grants by default.
 const LONGEST: u64 = 1800;
 
-/// As often as the real one.
+/// Bookmark interval of the real API server.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);

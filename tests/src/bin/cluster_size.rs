@@ -1,6 +1,9 @@
-//! What many Nodes cost a server: `cargo run --release -p tunnel-tests --bin cluster_size [NODES...]` (after the server was
-//! built with --release). Prints a table: time from the server's start to the complete records, writes of them, their
-//! size, and the server's resident memory beside that of one that follows an empty cluster.
+//! Measures what many Nodes cost a server: `cargo run --release -p tunnel-tests --bin cluster_size
+//! [NODES...]` (after the server was built with --release).
+//!
+//! Prints a table: time from the server's start to the complete DNS records, writes of the records,
+//! their size, and the server's resident memory next to that of a server that watches an empty
+//! cluster.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -10,10 +13,10 @@ use tunnel_tests::cluster::{Cluster, Kind, edge};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{ScratchDir, Server, ServerSetup};
 
-/// Numbers of Nodes when none are given.
+/// Numbers of Nodes without arguments.
 const SIZES: [usize; 2] = [5000, 20_000];
 
-/// For the records of all nodes; far more than it takes.
+/// Time limit for the records of all nodes; far more than needed.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[tokio::main]
@@ -50,14 +53,14 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-/// One server after it has written the records of a cluster.
+/// Statistics of one server after it has written the records of a cluster.
 struct ClusterSizeStats {
     after: Duration,
     writes: usize,
     bytes: usize,
-    /// MiB.
+    /// Resident memory in MiB.
     memory: f64,
-    /// MiB.
+    /// Peak memory in MiB.
     peak: f64,
 }
 
@@ -90,7 +93,7 @@ async fn measure(nodes: usize) -> Result<ClusterSizeStats> {
     })
     .await;
     let after = started.elapsed();
-    // What was heard is kept on disk a little later, which takes memory once more.
+    // The server persists the cluster state a little later, which takes memory once more.
     eventually("what is kept", WAIT_TIMEOUT, async || {
         scratch
             .path()
@@ -115,7 +118,7 @@ async fn measure(nodes: usize) -> Result<ClusterSizeStats> {
     })
 }
 
-/// With the parts of a real Node that make it large: images, conditions, node info.
+/// Adds the fields that make a real Node large: images, conditions, node info.
 fn with_status(node: &serde_json::Value) -> serde_json::Value {
     let mut node = node.clone();
     let image = |number: usize| serde_json::json!({ "names": [format!("registry.example.org/team/component-{number}@sha256:{number:064}"), format!("registry.example.org/team/component-{number}:v1.{number}")], "sizeBytes": 123_456_789 });
@@ -128,7 +131,7 @@ fn with_status(node: &serde_json::Value) -> serde_json::Value {
     node
 }
 
-/// MiB of a line of `/proc/PID/status`.
+/// Returns the MiB of a line of `/proc/PID/status`.
 fn memory(server: &mut Server, line: &str) -> Result<f64> {
     let id = server.process().id().context("the server has ended")?;
     let status = std::fs::read_to_string(format!("/proc/{id}/status"))?;

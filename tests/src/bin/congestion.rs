@@ -1,5 +1,6 @@
-//! Measures QUIC's congestion controls through the whole product over a long path: `cargo run --release -p tunnel-tests
-//! --bin congestion`. The stats decide the default of `--quic-congestion`.
+//! Measures QUIC's congestion controls through the whole product over a long path: `cargo run
+//! --release -p tunnel-tests --bin congestion`. The results determine the default of
+//! `--quic-congestion`.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -13,12 +14,12 @@ use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::stats::{millis, percentile};
 use tunnel_tests::targets::Exporter;
 
-/// One way; 50 ms there and back.
+/// One-way delay; the round trip is 50 ms.
 const DELAY: Duration = Duration::from_millis(25);
 /// 200 Mbit/s, with a buffer of two bandwidth-delay products.
 const RATE: u64 = 25_000_000;
 const QUEUE: usize = 2_500_000;
-/// How long a bulk stream runs for one figure.
+/// Duration of a bulk stream for one measurement.
 const MEASURED: Duration = Duration::from_secs(8);
 const ROUNDS: u64 = 3;
 
@@ -70,14 +71,14 @@ struct Run {
     sessions_lost: bool,
 }
 
-/// One bulk answer from the edge for some seconds, with small requests beside it.
+/// Measures one bulk answer from the edge for some seconds, in parallel with small requests.
 async fn measure(control: CongestionControl, loss: f64, seed: u64) -> Result<Run> {
     let env = TestEnv::start_with(|settings| {
         settings.quic_congestion = Some(format!("{control:?}").to_lowercase());
     })
     .await?;
     let link = Link::start(env.bound().agents, seed)?;
-    // Before the session: BBR keeps the shortest round trip that it has seen for 10 s.
+    // Set before the session: BBR uses the shortest round trip of the last 10 s.
     let path = Impairment::delayed(DELAY)
         .with_loss(loss)
         .with_rate(RATE)

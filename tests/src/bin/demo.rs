@@ -9,7 +9,7 @@ async fn main() -> ExitCode {
     match tunnel_tests::demo::run(&arguments).await {
         Ok(code) => code,
         Err(error) => {
-            // Without a standard error there is nobody to tell.
+            // Errors are lost if standard error is closed.
             let _ = writeln!(std::io::stderr(), "demo: {error:#}");
             ExitCode::FAILURE
         }

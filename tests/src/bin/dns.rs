@@ -1,5 +1,6 @@
-//! Measures the embedded DNS under load: `cargo run --release -p tunnel-tests --bin dns [SECONDS]`, with a release build of
-//! the server beside it. 20,000 records, 5,000 queries a second, 30 seconds unless told otherwise.
+//! Measures the embedded DNS under load: `cargo run --release -p tunnel-tests --bin dns [SECONDS]`,
+//! with a release build of the server in the same directory. The load is 20,000 records and 5,000
+//! queries per second, for 30 seconds by default.
 
 use std::io::Write;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! `make faults`: the fault matrix with the clocks of the contract.
+//! `make faults`: runs the fault matrix with the timers of the contract.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -11,7 +11,7 @@ async fn main() -> ExitCode {
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(told) => {
-            // Without a terminal there is nobody to tell.
+            // Errors are lost if the terminal is closed.
             let _ = told.print();
             return if told.use_stderr() {
                 ExitCode::from(64)

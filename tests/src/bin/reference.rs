@@ -1,4 +1,5 @@
-//! Writes the configuration reference (`docs/reference/*.md`) from the code, or with `--check` says what differs.
+//! Writes the configuration reference (`docs/reference/*.md`) from the code, or with `--check`
+//! prints the differences.
 
 use std::path::Path;
 use std::process::ExitCode;

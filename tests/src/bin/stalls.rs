@@ -1,6 +1,6 @@
-//! 64 readers that never read, beside scrapes and exec-like upgrades of the same node: `cargo run --release -p
-//! tunnel-tests --bin stalls` (after the two binaries were built with --release). Prints a table and fails when a
-//! request beside the readers fails.
+//! Measures scrapes and exec-like upgrades of a node while 64 readers of the same node never read:
+//! `cargo run --release -p tunnel-tests --bin stalls` (after the two binaries were built with
+//! --release). Prints a table and fails if a request fails.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -96,7 +96,7 @@ struct Stack {
     _scratch: ScratchDir,
 }
 
-/// How long the requests of one measurement took.
+/// Durations of the requests of one measurement.
 struct Work {
     scrapes: Vec<Duration>,
     upgrades: Vec<Duration>,
@@ -151,7 +151,8 @@ impl Stack {
         format!("{NODE}:{}", self.kubelet.addr().port())
     }
 
-    /// Readers that ask for an endless answer and read none of it; returns when all targets are blocked.
+    /// Starts readers that request an endless answer and read none of it. Returns when all targets
+    /// are blocked.
     async fn stall(&self, through: Through) -> Result<Vec<ByteStream>> {
         let mut readers = Vec::new();
         for _ in 0..READERS {
@@ -172,12 +173,12 @@ impl Stack {
             (target.followers() == READERS).then_some(())
         })
         .await;
-        // More than the windows and the sockets hold.
+        // More than the windows and the sockets can buffer.
         let line = "x".repeat(512 * 1024);
         for _ in 0..24 {
             target.emit(&line);
         }
-        // Blocked: nothing more arrives for half a second.
+        // Blocked: no data arrives for half a second.
         let last = std::sync::atomic::AtomicU64::new(0);
         eventually(
             "the readers' answers to be blocked",
@@ -195,7 +196,7 @@ impl Stack {
         Ok(readers)
     }
 
-    /// The scrapes and the upgrades, at the same time.
+    /// Runs the scrapes and the upgrades in parallel.
     async fn work(&self) -> Work {
         let (scrapes, upgrades) = tokio::join!(self.scrape(), self.upgrade());
         let mut work = Work {

@@ -1,4 +1,4 @@
-//! Bare byte streams: of a byte door, or behind a 101.
+//! Raw byte streams: of a TCP listener, or after a 101.
 
 use std::io;
 use std::pin::Pin;
@@ -11,27 +11,26 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use super::{BodyEnd, Endpoint};
 use crate::targets::{Wire, sha256_hex};
 
-/// A connection whose bytes mean nothing to the client. Both directions end separately; a TLS end without close_notify
-/// is a read error of kind `UnexpectedEof`.
+/// A connection with uninterpreted bytes. Both directions end separately. A TLS end without
+/// close_notify is a read error of kind `UnexpectedEof`.
 #[derive(Debug)]
 pub struct ByteStream {
     wire: Wire,
 }
 
-/// Everything that came up to the end of a direction.
+/// All data up to the end of a direction.
 #[derive(Debug, Clone)]
 pub struct Reading {
-    /// The bytes.
     pub bytes: Vec<u8>,
-    /// `CleanClose` or `Reset`.
+    /// How the stream ended: `CleanClose` or `Reset`.
     pub ended: BodyEnd,
 }
 
 impl ByteStream {
-    /// Connects.
+    /// Connects to the endpoint.
     ///
     /// # Errors
-    /// No connection or no TLS session.
+    /// Returns an error if there is no connection or no TLS session.
     pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
         Ok(Self::new(endpoint.into().connect().await?))
     }
@@ -43,16 +42,16 @@ impl ByteStream {
     /// Writes all of `data` and flushes.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn send(&mut self, data: &[u8]) -> Result<()> {
         self.wire.write_all(data).await.context("send")?;
         self.wire.flush().await.context("flush")
     }
 
-    /// Ends our direction: FIN, over TLS close_notify.
+    /// Ends the sending direction: FIN, over TLS close_notify.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn finish(&mut self) -> Result<()> {
         self.wire.finish().await.context("end our direction")
     }
@@ -60,7 +59,7 @@ impl ByteStream {
     /// Reads exactly `n` bytes.
     ///
     /// # Errors
-    /// The stream ended before them.
+    /// Returns an error if the stream ended before them.
     pub async fn receive(&mut self, n: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; n];
         self.wire
@@ -70,7 +69,7 @@ impl ByteStream {
         Ok(bytes)
     }
 
-    /// Reads up to the peer's end.
+    /// Reads until the peer ends its direction.
     pub async fn read_to_end(&mut self) -> Reading {
         let mut bytes = Vec::new();
         let ended = match self.wire.read_to_end(&mut bytes).await {
@@ -80,10 +79,11 @@ impl ByteStream {
         Reading { bytes, ended }
     }
 
-    /// Sends `data` and ends our direction while reading up to the peer's end, so that neither waits for the other.
+    /// Sends `data` and ends the sending direction while it reads to the peer's end, so that
+    /// neither waits for the other.
     ///
     /// # Errors
-    /// The connection is broken for writing.
+    /// Returns an error if the connection is broken for writing.
     pub async fn talk(self, data: &[u8]) -> Result<Reading> {
         let (mut reader, mut writer) = tokio::io::split(self);
         let mut bytes = Vec::new();
@@ -100,22 +100,23 @@ impl ByteStream {
         Ok(Reading { bytes, ended })
     }
 
-    /// Cuts the connection with a TCP reset. Dropping ends it with FIN, or with a reset when bytes are unread.
+    /// Cuts the connection with a TCP reset. Dropping ends the connection with FIN, or with a reset
+    /// if bytes are unread.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn reset(self) -> Result<()> {
         self.wire.reset().await.context("reset")
     }
 
-    /// The certificate the peer presented, over TLS.
+    /// Returns the certificate that the peer presented over TLS.
     pub fn peer_certificate(&self) -> Option<&CertificateDer<'static>> {
         self.wire.peer_certificate()
     }
 }
 
 impl Reading {
-    /// SHA-256 of the bytes in lower-case hexadecimal.
+    /// Returns the SHA-256 of the bytes in lower-case hexadecimal.
     pub fn sha256(&self) -> String {
         sha256_hex(&self.bytes)
     }

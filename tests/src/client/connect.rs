@@ -1,6 +1,6 @@
-//! A dialer through a CONNECT door, as kube-apiserver's egress selector is one: HTTPConnect over a Unix socket or over TCP,
-//! where it is told nothing but the status line, and takes no byte behind the head before it has spoken
-//! (`egressselector.tunnelHTTPConnect`).
+//! A dialer through a CONNECT listener that behaves like kube-apiserver's egress selector:
+//! HTTPConnect over a Unix socket or over TCP. This dialer reads nothing but the status line, and
+//! accepts no byte after the head before it has sent data (`egressselector.tunnelHTTPConnect`).
 
 use std::fmt;
 use std::io;
@@ -13,7 +13,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::{ClientTls, Endpoint};
 
-/// Bytes both ways.
+/// A bidirectional byte stream.
 pub trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
@@ -21,7 +21,7 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
 /// A connection to a target.
 pub type Tunnel = Box<dyn Bytes>;
 
-/// Dials targets through a CONNECT door, a connection for each.
+/// Dials targets through a CONNECT listener, with one connection per target.
 #[derive(Clone)]
 pub struct EgressDialer(Transport);
 
@@ -41,13 +41,13 @@ impl fmt::Debug for EgressDialer {
 }
 
 impl EgressDialer {
-    /// `transport: { uds: { udsName } }`.
+    /// Creates the dialer of `transport: { uds: { udsName } }`.
     #[must_use]
     pub fn uds(path: &Path) -> Self {
         Self(Transport::Unix(path.to_owned()))
     }
 
-    /// `transport: { tcp: { url, tlsConfig } }`.
+    /// Creates the dialer of `transport: { tcp: { url, tlsConfig } }`.
     pub fn tcp(endpoint: impl Into<Endpoint>) -> Self {
         Self(Transport::Tcp(endpoint.into()))
     }
@@ -55,7 +55,7 @@ impl EgressDialer {
     /// Connects to `HOST:PORT`.
     ///
     /// # Errors
-    /// In the words of kube-apiserver.
+    /// Returns an error with the message of kube-apiserver.
     pub async fn dial(&self, target: &str) -> Result<Tunnel> {
         let mut tunnel: Tunnel = match &self.0 {
             Transport::Unix(path) => Box::new(
@@ -68,7 +68,7 @@ impl EgressDialer {
         let request = format!("CONNECT {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
         tunnel.write_all(request.as_bytes()).await?;
         tunnel.flush().await?;
-        // As bufio.NewReader: whatever is there in one read.
+        // Like bufio.NewReader: one read returns all available bytes.
         let (mut read, mut piece) = (Vec::new(), [0; 4096]);
         let head_end = loop {
             if let Some(at) = read.windows(4).position(|four| four == b"\r\n\r\n") {
@@ -97,18 +97,18 @@ impl EgressDialer {
     }
 }
 
-/// TLS with the target, inside the tunnel.
+/// Starts TLS with the target inside the tunnel.
 ///
 /// # Errors
-/// The handshake fails.
+/// Returns an error if the handshake fails.
 pub async fn over_tls(tunnel: Tunnel, tls: &ClientTls) -> io::Result<TlsStream<Tunnel>> {
     tls.connector().connect(tls.server_name(), tunnel).await
 }
 
-/// Sends a request and reads up to the end of the connection.
+/// Sends a request and reads to the end of the connection.
 ///
 /// # Errors
-/// The connection breaks.
+/// Returns an error if the connection breaks.
 pub async fn ask_through(mut tunnel: impl Bytes, request: &str) -> io::Result<String> {
     tunnel.write_all(request.as_bytes()).await?;
     tunnel.flush().await?;

@@ -1,4 +1,4 @@
-//! Where a client connects, and whether it speaks TLS there.
+//! The address that a client connects to, and its TLS configuration.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -18,7 +18,7 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Plain TCP to `addr`; a [`SocketAddr`] converts to the same.
+    /// Returns a plain TCP endpoint. A [`SocketAddr`] converts to the same endpoint.
     pub fn plain(addr: SocketAddr) -> Self {
         Self {
             addr,
@@ -27,7 +27,7 @@ impl Endpoint {
         }
     }
 
-    /// TLS to `addr`.
+    /// Returns a TLS endpoint.
     pub fn tls(addr: SocketAddr, tls: ClientTls) -> Self {
         Self {
             addr,
@@ -36,7 +36,8 @@ impl Endpoint {
         }
     }
 
-    /// The same for connections from `source`, which has to be of the family of the address.
+    /// Returns the endpoint for connections from `source`, which must be of the family of the
+    /// address.
     #[must_use]
     pub fn from_source(self, source: impl Into<IpAddr>) -> Self {
         Self {

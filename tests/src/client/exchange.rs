@@ -1,4 +1,4 @@
-//! One request and its answer, whole or as it comes, on a connection of its own or one that is kept.
+//! One request and its answer, complete or in pieces, on a new connection or a reused one.
 
 use std::io;
 
@@ -11,8 +11,9 @@ use crate::targets::{BodyReader, Framing, Head, Wire, first_value, sha256_hex};
 /// Sends `request` on a new connection and reads the answer to its end.
 ///
 /// # Errors
-/// No connection, or no answer: then an [`io::Error`] is the cause, `UnexpectedEof` when the connection ended cleanly
-/// before a head. How a body ended is no error but [`HttpReply::ended`].
+/// Returns an error if there is no connection or no answer. In the latter case an [`io::Error`] is
+/// the cause, `UnexpectedEof` if the connection ended cleanly before a head. The end of a body is
+/// not an error but [`HttpReply::ended`].
 pub async fn request(endpoint: impl Into<Endpoint>, request: &RawRequest) -> Result<HttpReply> {
     Ok(Exchange::start(endpoint, request).await?.into_reply().await)
 }
@@ -20,38 +21,37 @@ pub async fn request(endpoint: impl Into<Endpoint>, request: &RawRequest) -> Res
 /// An answer that was read to its end.
 #[derive(Debug, Clone)]
 pub struct HttpReply {
-    /// Status code.
     pub status: u16,
-    /// Headers in the order and spelling they came.
+    /// Headers in the received order and spelling.
     pub headers: Vec<(String, String)>,
-    /// What came of the body, without chunk framing.
+    /// Received body without chunk framing.
     pub body: Vec<u8>,
-    /// Fields behind the last chunk.
+    /// Trailer fields after the last chunk.
     pub trailers: Vec<(String, String)>,
-    /// Status codes of the 1xx answers before this one.
+    /// Status codes of the preceding 1xx answers.
     pub interim: Vec<u16>,
     /// How the body ended.
     pub ended: BodyEnd,
 }
 
 impl HttpReply {
-    /// The first value of header `name`, compared without case.
+    /// Returns the first value of header `name`, compared case-insensitively.
     pub fn header(&self, name: &str) -> Option<&str> {
         first_value(&self.headers, name)
     }
 
-    /// The body as text.
+    /// Returns the body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
-    /// SHA-256 of the body in lower-case hexadecimal.
+    /// Returns the SHA-256 of the body in lower-case hexadecimal.
     pub fn sha256(&self) -> String {
         sha256_hex(&self.body)
     }
 }
 
-/// An answer whose head was read and whose body comes piece by piece.
+/// An answer whose head was read and whose body arrives in pieces.
 #[derive(Debug)]
 pub struct Exchange {
     status: u16,
@@ -67,7 +67,7 @@ impl Exchange {
     /// Sends `request` on a new connection and reads the head of the answer.
     ///
     /// # Errors
-    /// As [`request`].
+    /// Returns the errors of [`request`].
     pub async fn start(endpoint: impl Into<Endpoint>, request: &RawRequest) -> Result<Self> {
         Self::on(endpoint.into().connect().await?, request).await
     }
@@ -89,22 +89,23 @@ impl Exchange {
         })
     }
 
-    /// Status code.
+    /// Returns the status code.
     pub fn status(&self) -> u16 {
         self.status
     }
 
-    /// Headers in the order and spelling they came.
+    /// Returns the headers in the received order and spelling.
     pub fn headers(&self) -> &[(String, String)] {
         &self.head.headers
     }
 
-    /// The first value of header `name`, compared without case.
+    /// Returns the first value of header `name`, compared case-insensitively.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.head.first(name)
     }
 
-    /// The next bytes of the body as they come; `None` once it has ended, see [`Self::ended`]. Cancel-safe.
+    /// Returns the next bytes of the body, or `None` once the body has ended, see [`Self::ended`].
+    /// Cancel-safe.
     pub async fn data(&mut self) -> Option<Bytes> {
         if self.partial.is_empty() {
             self.body.data(&mut self.wire).await
@@ -113,7 +114,8 @@ impl Exchange {
         }
     }
 
-    /// The next whole line of the body, without its end; `None` once the body has ended. Cancel-safe.
+    /// Returns the next whole line of the body without its end, or `None` once the body has ended.
+    /// Cancel-safe.
     pub async fn line(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.partial.iter().position(|byte| *byte == b'\n') {
@@ -125,7 +127,7 @@ impl Exchange {
         }
     }
 
-    /// How the body ended, once it has.
+    /// Returns how the body ended, once it has.
     pub fn ended(&self) -> Option<&BodyEnd> {
         self.body.ended()
     }
@@ -135,18 +137,19 @@ impl Exchange {
         self.complete().await.0
     }
 
-    /// Ends our direction (FIN, over TLS close_notify) while the answer goes on.
+    /// Ends the sending direction (FIN, over TLS close_notify) while the answer continues.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn finish(&mut self) -> Result<()> {
         self.wire.finish().await.context("end our direction")
     }
 
-    /// Cuts the connection with a TCP reset. Dropping ends it with FIN, or with a reset when bytes are unread.
+    /// Cuts the connection with a TCP reset. Dropping ends the connection with FIN, or with a reset
+    /// if bytes are unread.
     ///
     /// # Errors
-    /// The connection is broken.
+    /// Returns an error if the connection is broken.
     pub async fn reset(self) -> Result<()> {
         self.wire.reset().await.context("reset")
     }
@@ -187,18 +190,18 @@ impl Exchange {
     }
 }
 
-/// Several requests, one after the other, on one connection.
+/// A client that sends several requests sequentially on one connection.
 #[derive(Debug)]
 pub struct KeepAliveClient {
-    /// Absent after an exchange that broke.
+    /// `None` after an exchange that failed.
     wire: Option<Wire>,
 }
 
 impl KeepAliveClient {
-    /// Connects.
+    /// Connects to the endpoint.
     ///
     /// # Errors
-    /// No connection or no TLS session.
+    /// Returns an error if there is no connection or no TLS session.
     pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
         Ok(Self {
             wire: Some(endpoint.into().connect().await?),
@@ -208,7 +211,8 @@ impl KeepAliveClient {
     /// Sends `request` and reads the answer to its end.
     ///
     /// # Errors
-    /// As [`request`]; also when an earlier answer left the connection unusable.
+    /// Returns the errors of [`request`], and an error if an earlier answer left the connection
+    /// unusable.
     pub async fn request(&mut self, request: &RawRequest) -> Result<HttpReply> {
         let wire = self
             .wire
@@ -233,14 +237,14 @@ impl KeepAliveClient {
     }
 }
 
-/// Sends `request` and reads heads up to that of the final answer, or of a 101.
+/// Sends `request` and reads heads until that of the final answer or of a 101.
 async fn send(wire: &mut Wire, request: &RawRequest, interim: &mut Vec<u16>) -> io::Result<Head> {
     let mut bytes = request.head_bytes();
     let mut waits = request.waits_for_continue();
     if !waits {
         bytes.extend_from_slice(request.body_bytes());
     }
-    // A write fails when the peer answered early and closed; the answer is what counts then.
+    // A write fails if the peer answered early and closed. The answer counts in that case.
     let mut written = wire.write_unless(&bytes, is_final_head).await;
     loop {
         let head = match (wire.read_head().await, written) {
@@ -267,7 +271,7 @@ async fn send(wire: &mut Wire, request: &RawRequest, interim: &mut Vec<u16>) -> 
     }
 }
 
-/// Whether `bytes` begin with the whole head of a final answer.
+/// Returns whether `bytes` begin with the complete head of a final answer.
 fn is_final_head(bytes: &[u8]) -> bool {
     bytes.starts_with(b"HTTP/1.")
         && bytes.get(9).is_some_and(|digit| *digit != b'1')

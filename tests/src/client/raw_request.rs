@@ -1,6 +1,6 @@
 //! Requests written by hand, byte for byte.
 
-/// A request exactly as it goes out. Nothing is added, not even Host or Content-Length.
+/// A request exactly as sent. Nothing is added, not even Host or Content-Length.
 #[derive(Debug, Clone)]
 pub struct RawRequest {
     head: Vec<u8>,
@@ -10,17 +10,17 @@ pub struct RawRequest {
 }
 
 impl RawRequest {
-    /// `GET path` for `host` with `Connection: close`.
+    /// Creates `GET path` for `host` with `Connection: close`.
     pub fn get(host: &str, path: &str) -> Self {
         Self::new("GET", path, host).header("Connection", "close")
     }
 
-    /// `METHOD target HTTP/1.1` with Host and nothing else.
+    /// Creates `METHOD target HTTP/1.1` with Host and nothing else.
     pub fn new(method: &str, target: &str, host: &str) -> Self {
         Self::without_host(method, target).header("Host", host)
     }
 
-    /// `METHOD target HTTP/1.1` and nothing else.
+    /// Creates `METHOD target HTTP/1.1` and nothing else.
     pub fn without_host(method: &str, target: &str) -> Self {
         Self {
             end_of_head: b"\r\n",
@@ -28,7 +28,7 @@ impl RawRequest {
         }
     }
 
-    /// These bytes, whatever they are; the builder methods do not go with it.
+    /// Creates a request of arbitrary bytes. The builder methods do not apply to it.
     pub fn raw(bytes: impl Into<Vec<u8>>) -> Self {
         Self {
             head: bytes.into(),
@@ -52,14 +52,14 @@ impl RawRequest {
         self.header("Content-Length", &length).followed_by(body)
     }
 
-    /// Sends `bytes` behind the head in the same write, without a Content-Length.
+    /// Sends `bytes` after the head in the same write, without a Content-Length.
     pub fn followed_by(mut self, bytes: impl Into<Vec<u8>>) -> Self {
         self.body = bytes.into();
         self
     }
 
-    /// Adds `Expect: 100-continue` and sends the body only after a 100; a final answer before that one stands without
-    /// the body having been sent.
+    /// Adds `Expect: 100-continue` and sends the body only after a 100. After an earlier final
+    /// answer the body is not sent.
     pub fn expecting_continue(self) -> Self {
         Self {
             wait_for_continue: true,
@@ -67,18 +67,18 @@ impl RawRequest {
         }
     }
 
-    /// All its bytes.
+    /// Returns all bytes of the request.
     pub fn bytes(&self) -> Vec<u8> {
         [self.head_bytes().as_slice(), &self.body].concat()
     }
 
-    /// The bytes up to the end of the head.
+    /// Returns the bytes up to the end of the head.
     #[must_use]
     pub fn head_bytes(&self) -> Vec<u8> {
         [&self.head, self.end_of_head].concat()
     }
 
-    /// The bytes behind the head.
+    /// Returns the bytes after the head.
     pub(crate) fn body_bytes(&self) -> &[u8] {
         &self.body
     }

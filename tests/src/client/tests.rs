@@ -1,4 +1,4 @@
-//! The client against peers that behave worse than any of the stand-in targets.
+//! Tests of the client against peers that behave worse than any of the fake targets.
 
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;

@@ -9,7 +9,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, Error, RootCertStore, Signatur
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::TlsConnector;
 
-/// A client configuration and the name to ask for (SNI) and to verify.
+/// A client configuration, and the name to send (SNI) and to verify.
 #[derive(Debug, Clone)]
 pub struct ClientTls {
     config: Arc<ClientConfig>,
@@ -23,7 +23,8 @@ impl ClientTls {
     /// Accepts any server certificate.
     ///
     /// # Errors
-    /// `server_name` is neither a DNS name nor an IP address, or the certificate and key do not belong together.
+    /// Returns an error if `server_name` is neither a DNS name nor an IP address, or if the
+    /// certificate and key do not belong together.
     pub fn insecure(server_name: &str, certificate: Option<ClientCertificate>) -> Result<Self> {
         let provider = Arc::new(aws_lc_rs::default_provider());
         Self::build(server_name, Arc::new(AnyServer(provider)), certificate)
@@ -32,7 +33,7 @@ impl ClientTls {
     /// Verifies the server's chain against `roots` and its name.
     ///
     /// # Errors
-    /// As [`Self::insecure`]; also when there are no roots.
+    /// Returns the errors of [`Self::insecure`], and an error if there are no roots.
     pub fn verifying(
         server_name: &str,
         roots: RootCertStore,
@@ -46,10 +47,10 @@ impl ClientTls {
         Self::build(server_name, verifier, certificate)
     }
 
-    /// Any other configuration.
+    /// Uses any other configuration.
     ///
     /// # Errors
-    /// `server_name` is neither a DNS name nor an IP address.
+    /// Returns an error if `server_name` is neither a DNS name nor an IP address.
     pub fn from_config(server_name: &str, config: Arc<ClientConfig>) -> Result<Self> {
         let server_name = ServerName::try_from(server_name.to_owned());
         Ok(Self {
@@ -81,10 +82,10 @@ impl ClientTls {
         Self::from_config(server_name, Arc::new(config))
     }
 
-    /// The first message of a handshake, as it goes over the wire.
+    /// Returns the first message of a handshake as sent on the wire.
     ///
     /// # Errors
-    /// The configuration does not allow a handshake.
+    /// Returns an error if the configuration does not allow a handshake.
     pub fn hello(&self) -> Result<Vec<u8>> {
         let mut client =
             rustls::ClientConnection::new(Arc::clone(&self.config), self.server_name())?;
@@ -104,7 +105,7 @@ impl ClientTls {
     }
 }
 
-/// Accepts each certificate, as long as the server has its key.
+/// Accepts every certificate, as long as the server has its key.
 #[derive(Debug)]
 struct AnyServer(Arc<CryptoProvider>);
 

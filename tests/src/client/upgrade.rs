@@ -1,4 +1,4 @@
-//! Upgrades as kubectl asks for them: SPDY and WebSocket.
+//! Upgrades as requested by kubectl: SPDY and WebSocket.
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -18,14 +18,14 @@ enum Protocol {
     WebSocket,
 }
 
-/// What became of an upgrade.
+/// The result of an upgrade.
 #[derive(Debug)]
 pub enum Upgraded {
-    /// 101 for the protocol that was asked for.
+    /// The peer answered 101 for the requested protocol.
     Switched {
         /// Headers of the 101.
         headers: Vec<(String, String)>,
-        /// The stream behind it, beginning with its first byte.
+        /// The stream after the 101, starting with its first byte.
         stream: ByteStream,
     },
     /// Any other answer, read to its end.
@@ -33,7 +33,7 @@ pub enum Upgraded {
 }
 
 impl UpgradeClient {
-    /// `POST path` with `Upgrade: SPDY/3.1`, as `kubectl exec` of old.
+    /// Creates `POST path` with `Upgrade: SPDY/3.1`, as older versions of `kubectl exec` send.
     pub fn spdy(host: &str, path: &str) -> Self {
         let request = RawRequest::new("POST", path, host)
             .header("Connection", "Upgrade")
@@ -46,7 +46,7 @@ impl UpgradeClient {
         }
     }
 
-    /// `GET path` with `Upgrade: websocket`, as `kubectl exec`.
+    /// Creates `GET path` with `Upgrade: websocket`, as `kubectl exec` sends.
     pub fn websocket(host: &str, path: &str) -> Self {
         let request = RawRequest::new("GET", path, host)
             .header("Upgrade", "websocket")
@@ -60,7 +60,7 @@ impl UpgradeClient {
         }
     }
 
-    /// A request written by hand that asks for SPDY/3.1.
+    /// Wraps a handwritten request for SPDY/3.1.
     pub fn asking_for_spdy(request: RawRequest) -> Self {
         Self {
             request,
@@ -68,7 +68,7 @@ impl UpgradeClient {
         }
     }
 
-    /// A request written by hand that asks for a WebSocket, with [`WEBSOCKET_KEY`].
+    /// Wraps a handwritten request for a WebSocket, with [`WEBSOCKET_KEY`].
     pub fn asking_for_websocket(request: RawRequest) -> Self {
         Self {
             request,
@@ -84,7 +84,7 @@ impl UpgradeClient {
         }
     }
 
-    /// Sends `bytes` together with the head, before any answer; they belong to the stream.
+    /// Sends `bytes` together with the head, before any answer. They belong to the stream.
     pub fn followed_by(self, bytes: impl Into<Vec<u8>>) -> Self {
         Self {
             request: self.request.followed_by(bytes),
@@ -92,10 +92,11 @@ impl UpgradeClient {
         }
     }
 
-    /// Connects, asks and reads the head of the answer.
+    /// Connects, sends the request and reads the head of the answer.
     ///
     /// # Errors
-    /// No connection, no answer, or a 101 that does not answer the question.
+    /// Returns an error if there is no connection or no answer, or if a 101 does not match the
+    /// request.
     pub async fn connect(&self, endpoint: impl Into<Endpoint>) -> Result<Upgraded> {
         let exchange = Exchange::start(endpoint, &self.request).await?;
         if exchange.status() != 101 {
@@ -136,10 +137,10 @@ impl UpgradeClient {
 }
 
 impl Upgraded {
-    /// The stream.
+    /// Returns the stream.
     ///
     /// # Errors
-    /// The upgrade was refused.
+    /// Returns an error if the upgrade was refused.
     pub fn switched(self) -> Result<ByteStream> {
         match self {
             Self::Switched { stream, .. } => Ok(stream),
@@ -149,10 +150,10 @@ impl Upgraded {
         }
     }
 
-    /// The refusal.
+    /// Returns the refusal.
     ///
     /// # Errors
-    /// The upgrade was granted.
+    /// Returns an error if the upgrade was granted.
     pub fn refused(self) -> Result<HttpReply> {
         match self {
             Self::Switched { headers, .. } => bail!("upgrade granted with {headers:?}"),
@@ -161,5 +162,5 @@ impl Upgraded {
     }
 }
 
-/// That of RFC 6455, section 1.3; a client that does not care for caches may use the same one always.
+/// The key of RFC 6455, section 1.3. A client without concern for caches may always use one key.
 pub const WEBSOCKET_KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";

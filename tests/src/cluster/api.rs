@@ -8,7 +8,7 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use serde_json::Value;
 
-/// A client that thinks in paths such as `/api/v1/nodes/worker-1`.
+/// A client that uses paths such as `/api/v1/nodes/worker-1`.
 #[derive(Clone)]
 pub struct Api {
     client: Client,
@@ -24,10 +24,11 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// The cluster and user of a kubeconfig; `agent` is told to the API server.
+    /// Connects with the cluster and user of a kubeconfig. `agent` is the User-Agent of the
+    /// requests.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// Returns an error if the kubeconfig cannot be read.
     pub async fn new(kubeconfig: &Path, agent: &str) -> Result<Self> {
         let kubeconfig = Kubeconfig::read_from(kubeconfig).context("read the kubeconfig")?;
         let config =
@@ -38,10 +39,10 @@ impl Api {
         })
     }
 
-    /// The object or list at a path; `None` when there is none.
+    /// Returns the object or list at a path, or `None` if there is none.
     ///
     /// # Errors
-    /// Any other answer than 200 and 404.
+    /// Returns an error for any answer other than 200 and 404.
     pub async fn get(&self, path: &str) -> Result<Option<Value>> {
         match self.request("GET", path, "application/json", None).await {
             Ok(object) => Ok(Some(object)),
@@ -50,20 +51,20 @@ impl Api {
         }
     }
 
-    /// The text at a path.
+    /// Returns the text at a path.
     ///
     /// # Errors
-    /// Any other answer than 200.
+    /// Returns an error for any answer other than 200.
     pub async fn text(&self, path: &str) -> Result<String> {
         let request = http::Request::get(path).header(USER_AGENT, self.agent.as_str());
         let answer = self.client.request_text(request.body(Vec::new())?).await;
         answer.with_context(|| format!("GET {path}"))
     }
 
-    /// The items of the list at a path.
+    /// Returns the items of the list at a path.
     ///
     /// # Errors
-    /// There is no list.
+    /// Returns an error if there is no list.
     pub async fn list(&self, path: &str) -> Result<Vec<Value>> {
         let mut list = self.request("GET", path, "application/json", None).await?;
         match list["items"].take() {
@@ -75,7 +76,7 @@ impl Api {
     /// Creates an object in the collection at a path.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn create(&self, path: &str, object: &Value) -> Result<Value> {
         self.request("POST", path, "application/json", Some(object))
             .await
@@ -84,7 +85,7 @@ impl Api {
     /// Replaces the object at a path.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn replace(&self, path: &str, object: &Value) -> Result<Value> {
         self.request("PUT", path, "application/json", Some(object))
             .await
@@ -93,16 +94,16 @@ impl Api {
     /// Changes the object at a path by a merge patch.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn merge(&self, path: &str, patch: &Value) -> Result<Value> {
         self.request("PATCH", path, "application/merge-patch+json", Some(patch))
             .await
     }
 
-    /// Applies an object on the server's side; `query` begins with `fieldManager=`.
+    /// Applies an object by server-side apply; `query` begins with `fieldManager=`.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn apply(&self, path: &str, query: &str, object: &Value) -> Result<Value> {
         let path = format!("{path}?{query}");
         self.request("PATCH", &path, "application/apply-patch+yaml", Some(object))
@@ -112,7 +113,7 @@ impl Api {
     /// Deletes the object at a path.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn delete(&self, path: &str) -> Result<()> {
         self.request("DELETE", path, "application/json", None)
             .await
@@ -138,7 +139,7 @@ impl Api {
     }
 }
 
-/// Whether an error is the API's answer with this HTTP status.
+/// Returns whether an error is the API's answer with this HTTP status.
 pub fn is_status(error: &anyhow::Error, code: u16) -> bool {
     matches!(error.downcast_ref::<kube::Error>(), Some(kube::Error::Api(status)) if status.code == code)
 }

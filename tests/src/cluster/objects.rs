@@ -1,4 +1,4 @@
-//! The objects that a tunnel has to do with: Nodes, the Service of the doors, ConfigMaps, roles.
+//! The objects that a tunnel uses: Nodes, the Service of the listeners, ConfigMaps, roles.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub const SERVICE_ACCOUNT: (&str, &str) = ("kube-system", "tunnel-server");
 #[derive(Debug, Clone)]
 pub struct Node(Value);
 
-/// A Node behind the tunnel, with an address that only its site knows.
+/// Returns a Node behind the tunnel, with an address that only its site can reach.
 #[must_use]
 pub fn edge(name: &str) -> Node {
     Node::new(name)
@@ -27,7 +27,7 @@ pub fn edge(name: &str) -> Node {
         .addressed("InternalIP", "192.168.33.221")
 }
 
-/// A Node that is reached at `address`.
+/// Returns a Node that is reached at `address`.
 #[must_use]
 pub fn cloud(name: &str, address: &str) -> Node {
     Node::new(name)
@@ -36,7 +36,7 @@ pub fn cloud(name: &str, address: &str) -> Node {
 }
 
 impl Node {
-    /// A Node without labels and addresses.
+    /// Returns a Node without labels and addresses.
     #[must_use]
     pub fn new(name: &str) -> Self {
         Self(json!({
@@ -45,14 +45,14 @@ impl Node {
         }))
     }
 
-    /// With a label.
+    /// Adds a label.
     #[must_use]
     pub fn labelled(mut self, label: &str, value: &str) -> Self {
         self.0["metadata"]["labels"][label] = value.into();
         self
     }
 
-    /// With one more address.
+    /// Adds an address.
     #[must_use]
     pub fn addressed(mut self, kind: &str, address: &str) -> Self {
         if let Some(addresses) = self.0["status"]["addresses"].as_array_mut() {
@@ -61,40 +61,40 @@ impl Node {
         self
     }
 
-    /// With another port of its kubelet.
+    /// Sets another port of the Node's kubelet.
     #[must_use]
     pub fn with_kubelet_port(mut self, port: u16) -> Self {
         self.0["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = port.into();
         self
     }
 
-    /// With this range for its Pods.
+    /// Sets the range of the Node's Pods.
     #[must_use]
     pub fn with_pods(mut self, network: &str) -> Self {
         self.0["spec"] = json!({ "podCIDR": network, "podCIDRs": [network] });
         self
     }
 
-    /// As the API has it.
+    /// Returns the object in the form of the API.
     #[must_use]
     pub fn object(&self) -> &Value {
         &self.0
     }
 }
 
-/// Short words for what scenarios do with a cluster.
+/// Shorthand for operations of scenarios on a cluster.
 #[derive(Debug, Clone, Copy)]
 pub struct Objects<'a>(&'a Cluster);
 
 impl Cluster {
-    /// Short words for objects.
+    /// Returns the shorthand for objects.
     pub fn objects(&self) -> Objects<'_> {
         Objects(self)
     }
 }
 
 impl Objects<'_> {
-    /// The path of an object of the core group in the server's namespace.
+    /// Returns the path of a core-group object in the server's namespace.
     #[must_use]
     pub fn path(plural: &str, name: &str) -> String {
         format!("/api/v1/namespaces/{}/{plural}/{name}", SERVICE_ACCOUNT.0)
@@ -104,10 +104,10 @@ impl Objects<'_> {
         format!("/api/v1/namespaces/{}/{plural}", SERVICE_ACCOUNT.0)
     }
 
-    /// Creates the objects that the server fills as manifests ship them: empty.
+    /// Creates the objects that the server fills, empty as in the manifests.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn create_shipped(self) -> Result<()> {
         for (collection, object) in shipped() {
             self.0.admin().create(&collection, &object).await?;
@@ -115,10 +115,11 @@ impl Objects<'_> {
         Ok(())
     }
 
-    /// Deletes those of a kind, as a cluster is before the manifests are applied.
+    /// Deletes the shipped objects of a kind, which gives the cluster's state before the manifests
+    /// are applied.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn delete_shipped(self, kind: &str) -> Result<()> {
         for (collection, object) in shipped() {
             if object["kind"] == kind {
@@ -132,10 +133,10 @@ impl Objects<'_> {
         Ok(())
     }
 
-    /// What the server wrote into each of those that are there: the data, or who holds a Lease.
+    /// Returns what the server wrote into each existing object: the data, or the holder of a Lease.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn filled(self) -> Result<BTreeMap<String, Value>> {
         let mut filled = BTreeMap::new();
         for (collection, object) in shipped() {
@@ -149,10 +150,11 @@ impl Objects<'_> {
         Ok(filled)
     }
 
-    /// The data of the Secret of the CA or of the shared state, decoded; only text is in them.
+    /// Returns the decoded data of the Secret of the CA or of the shared state; all values are
+    /// text.
     ///
     /// # Errors
-    /// There is no such Secret, or its data is no text.
+    /// Returns an error if there is no such Secret, or its data is no text.
     pub async fn secret(self, name: &str) -> Result<BTreeMap<String, String>> {
         let path = Self::path("secrets", name);
         let secret = self.0.admin().get(&path).await?.context("no Secret")?;
@@ -167,7 +169,7 @@ impl Objects<'_> {
     /// Replaces keys of a Secret, as an operator does.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn set_secret(self, name: &str, values: &[(&str, &str)]) -> Result<()> {
         let data: serde_json::Map<_, _> = values
             .iter()
@@ -181,16 +183,16 @@ impl Objects<'_> {
         self.0.admin().merge(&path, &patch).await.map(drop)
     }
 
-    /// The path of the ConfigMap with the CA's certificates.
+    /// Returns the path of the ConfigMap with the CA's certificates.
     #[must_use]
     pub fn bundle_path() -> String {
         Self::path("configmaps", &ObjectNames::default().ca_config_map)
     }
 
-    /// The CA's certificates for agents.
+    /// Returns the CA's certificates for agents.
     ///
     /// # Errors
-    /// There are none.
+    /// Returns an error if there are no certificates.
     pub async fn bundle(self) -> Result<String> {
         let map = self.0.admin().get(&Self::bundle_path()).await?;
         let map = map.context("no ConfigMap of the CA")?;
@@ -201,7 +203,7 @@ impl Objects<'_> {
     /// Creates a Node.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn add(self, node: &Node) -> Result<()> {
         self.0
             .admin()
@@ -213,7 +215,7 @@ impl Objects<'_> {
     /// Deletes a Node.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn remove(self, node: &str) -> Result<()> {
         self.0
             .admin()
@@ -224,7 +226,7 @@ impl Objects<'_> {
     /// Sets the edge label of a Node.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn set_edge(self, node: &str, edge: bool) -> Result<()> {
         let patch = json!({ "metadata": { "labels": { EDGE_LABEL: edge.to_string() } } });
         self.0
@@ -237,7 +239,7 @@ impl Objects<'_> {
     /// Sets the addresses of a Node, as a kubelet does.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn set_addresses(self, node: &str, addresses: Value) -> Result<()> {
         let patch = json!({ "status": { "addresses": addresses } });
         self.0
@@ -247,10 +249,10 @@ impl Objects<'_> {
             .map(drop)
     }
 
-    /// Creates the Service of the doors with the ports of the guide.
+    /// Creates the Service of the listeners with the ports of the guide.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn create_service(self, change: impl FnOnce(&mut Value)) -> Result<Value> {
         let mut service = internal_service();
         change(&mut service);
@@ -260,10 +262,10 @@ impl Objects<'_> {
             .await
     }
 
-    /// The Service of the doors.
+    /// Returns the Service of the listeners.
     ///
     /// # Errors
-    /// There is none.
+    /// Returns an error if there is no such Service.
     pub async fn service(self) -> Result<Value> {
         let path = Self::path("services", &ObjectNames::default().internal_service);
         self.0
@@ -273,10 +275,10 @@ impl Objects<'_> {
             .context("no Service of the listeners")
     }
 
-    /// Writes the ConfigMap of the ports; each key with its text.
+    /// Writes the ConfigMap of the ports, with a text per key.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn set_ports(self, lists: &[(&str, &str)]) -> Result<()> {
         let name = ObjectNames::default().ports_config_map;
         let data: serde_json::Map<_, _> = lists
@@ -299,7 +301,7 @@ impl Objects<'_> {
     /// Deletes the ConfigMap of the ports.
     ///
     /// # Errors
-    /// The API refuses.
+    /// Returns an error if the API refuses.
     pub async fn remove_ports(self) -> Result<()> {
         self.0
             .admin()
@@ -310,16 +312,16 @@ impl Objects<'_> {
             .await
     }
 
-    /// The path of the ConfigMap of the records.
+    /// Returns the path of the ConfigMap of the DNS records.
     #[must_use]
     pub fn records_path() -> String {
         Self::path("configmaps", &ObjectNames::default().nodes_config_map)
     }
 
-    /// The ConfigMap of the records.
+    /// Returns the ConfigMap of the DNS records.
     ///
     /// # Errors
-    /// There is none.
+    /// Returns an error if there is no such ConfigMap.
     pub async fn records_map(self) -> Result<Value> {
         self.0
             .admin()
@@ -328,10 +330,10 @@ impl Objects<'_> {
             .context("no ConfigMap of the records")
     }
 
-    /// The text of the records.
+    /// Returns the text of the DNS records.
     ///
     /// # Errors
-    /// There is none.
+    /// Returns an error if there are no records.
     pub async fn records(self) -> Result<String> {
         let map = self.records_map().await?;
         let text = map["data"][RECORDS_KEY].as_str().map(str::to_owned);
@@ -339,7 +341,7 @@ impl Objects<'_> {
     }
 }
 
-/// The Secrets as manifests ship them.
+/// Returns the Secrets as the manifests contain them.
 #[must_use]
 pub fn empty_secrets() -> [Value; 2] {
     let names = ObjectNames::default();
@@ -351,7 +353,8 @@ pub fn empty_secrets() -> [Value; 2] {
     })
 }
 
-/// All objects that the server fills, each with the collection that it belongs to, as manifests ship them.
+/// Returns all objects that the server fills, with their collections, as the manifests contain
+/// them.
 #[must_use]
 pub fn shipped() -> Vec<(String, Value)> {
     let names = ObjectNames::default();
@@ -374,7 +377,7 @@ pub fn shipped() -> Vec<(String, Value)> {
     secrets.into_iter().chain(maps).chain(leases).collect()
 }
 
-/// The Service of the doors with the ports of the guide.
+/// Returns the Service of the listeners with the ports of the guide.
 #[must_use]
 pub fn internal_service() -> Value {
     json!({
@@ -390,7 +393,7 @@ pub fn internal_service() -> Value {
     })
 }
 
-/// What an endpoints controller would make of the Service for one server at `address`.
+/// Returns the Endpoints that an endpoints controller would create for one server at `address`.
 #[must_use]
 pub fn endpoints(service: &Value, address: &str) -> Value {
     let ports = service["spec"]["ports"].as_array().into_iter().flatten();
@@ -402,13 +405,13 @@ pub fn endpoints(service: &Value, address: &str) -> Value {
     })
 }
 
-/// The roles that the server's table of rights comes to: one of the cluster, one of the namespace.
+/// Returns the roles of the server's table of rights: one ClusterRole and one Role.
 #[must_use]
 pub fn server_roles() -> [Value; 2] {
     server_roles_of(|_| true)
 }
 
-/// The same with only the rights that are `needed`.
+/// Returns these roles with only the rights that are `needed`.
 #[must_use]
 pub fn server_roles_of(needed: impl Fn(&Right) -> bool) -> [Value; 2] {
     let (cluster, inside): (Vec<&Right>, Vec<&Right>) = RIGHTS
@@ -429,7 +432,7 @@ fn rule(right: &Right) -> Value {
         json!({ "apiGroups": [right.group], "resources": [right.resource], "verbs": right.verbs });
     match right.scope {
         Scope::Named(flag) => rule["resourceNames"] = json!([named_by(flag)]),
-        // Of the namespace of all roles here, as is that of agents by default.
+        // All roles here belong to this namespace, as those of agents do by default.
         Scope::Exactly(_, name) => rule["resourceNames"] = json!([name]),
         Scope::Numbered(flag) => {
             let name = named_by(flag);
@@ -441,7 +444,7 @@ fn rule(right: &Right) -> Value {
     rule
 }
 
-/// The name that a flag has by default; a flag that nobody knows leads to no object.
+/// Returns the default name of a flag. An unknown flag gives the name of no object.
 fn named_by(flag: &str) -> String {
     let names = ObjectNames::default();
     match flag {

@@ -1,4 +1,4 @@
-//! A real kube-apiserver with its etcd, from binaries as `setup-envtest` brings them.
+//! A real kube-apiserver with its etcd, from binaries as `setup-envtest` installs them.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::{Families, SERVICE_ACCOUNT};
 use crate::process::{Log, Process, Program, ScratchDir, Signal};
 use crate::tools::Skip;
 
-/// A running kube-apiserver; nothing else of a control plane.
+/// A running kube-apiserver, without the rest of a control plane.
 #[derive(Debug)]
 pub struct Real {
     scratch: ScratchDir,
@@ -21,10 +21,10 @@ pub struct Real {
 }
 
 impl Real {
-    /// The folder with both binaries.
+    /// Returns the directory with both binaries.
     ///
     /// # Errors
-    /// [`Skip`] when `KUBEBUILDER_ASSETS` names none.
+    /// Returns [`Skip`] if `KUBEBUILDER_ASSETS` is not set to such a directory.
     pub fn binaries() -> Result<PathBuf, Skip> {
         let folder = std::env::var_os(VARIABLE).map(PathBuf::from);
         let complete = |folder: &PathBuf| {
@@ -42,15 +42,16 @@ impl Real {
     /// Starts both, with a token for an administrator and one for the server's ServiceAccount.
     ///
     /// # Errors
-    /// One of them cannot be run, or kube-apiserver does not serve; with the end of its log.
+    /// Returns an error if one of them cannot be run or kube-apiserver does not serve, with the end
+    /// of its log.
     pub async fn start(binaries: &Path, families: Families) -> Result<Self> {
         Self::start_with(binaries, families, &[]).await
     }
 
-    /// The same with further flags of kube-apiserver.
+    /// Like [`Real::start`], with further flags of kube-apiserver.
     ///
     /// # Errors
-    /// As [`Real::start`].
+    /// Returns the errors of [`Real::start`].
     pub async fn start_with(binaries: &Path, families: Families, flags: &[String]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let [clients, peers, api] = free_ports()?;
@@ -77,7 +78,8 @@ impl Real {
             "{ADMIN_TOKEN},admin,1,\"system:masters\"\n{SERVER_TOKEN},system:serviceaccount:{namespace}:{name},2,\"system:serviceaccounts,system:serviceaccounts:{namespace}\"\n"
         );
         let tokens = scratch.file("tokens.csv", tokens)?;
-        // Tokens are signed with the one and checked with the other: kube-apiserver takes no private key for the latter.
+        // Tokens are signed with the private key and verified with the public key: kube-apiserver
+        // accepts no private key for the latter.
         let accounts = rcgen::KeyPair::generate()?;
         let private = scratch.file("accounts.key", accounts.serialize_pem())?;
         let public = scratch.file("accounts.pub", accounts.public_key_pem())?;
@@ -115,9 +117,9 @@ impl Real {
             program,
             apiserver,
         };
-        // Self-signed for the address that it advertises, and written before it serves.
+        // Self-signed for the address that kube-apiserver advertises, and written before it serves.
         let ca = certificates.join("apiserver.crt");
-        // The same namespaces as in the stand-in's.
+        // The namespaces match those of the fake API server.
         for (file, token, namespace) in [
             (ADMIN_FILE, ADMIN_TOKEN, "default"),
             (SERVER_FILE, SERVER_TOKEN, SERVICE_ACCOUNT.0),
@@ -130,7 +132,7 @@ impl Real {
         Ok(real)
     }
 
-    /// Kills kube-apiserver and starts it again, until its port is open; etcd goes on.
+    /// Kills kube-apiserver and starts it again, until its port is open. etcd continues to run.
     pub(super) async fn restart(&mut self) -> Result<()> {
         self.apiserver.signal(Signal::Kill)?;
         self.apiserver.end(START).await?;
@@ -157,7 +159,7 @@ impl Real {
             .map(drop)
     }
 
-    /// The log of kube-apiserver.
+    /// Returns the log of kube-apiserver.
     pub(super) fn log(&self) -> &Log {
         self.apiserver.log()
     }
@@ -178,7 +180,8 @@ async fn serving(program: &Program) -> Result<Process> {
     Ok(apiserver)
 }
 
-/// Ports that were free a moment ago: neither program can be told to choose its own and say which.
+/// Returns ports that were free a moment ago. Neither program can choose its own port and report
+/// it.
 fn free_ports<const N: usize>() -> Result<[SocketAddr; N]> {
     let listeners: Vec<_> = (0..N)
         .map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))
@@ -190,10 +193,11 @@ fn free_ports<const N: usize>() -> Result<[SocketAddr; N]> {
     ports.try_into().ok().context("free ports")
 }
 
-/// A cold start of both.
+/// Time limit for a cold start of both.
 pub(super) const START: Duration = Duration::from_secs(30);
 
-/// What kube-apiserver logs when its port is open (`k8s.io/apiserver/pkg/server/secure_serving.go`).
+/// Log line of kube-apiserver when its port is open
+/// (`k8s.io/apiserver/pkg/server/secure_serving.go`).
 const SERVING: &str = "Serving securely";
 
 const VARIABLE: &str = "KUBEBUILDER_ASSETS";
@@ -208,7 +212,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder with programs of these names that are shell scripts.
+    /// Creates a directory with shell scripts of these names.
     fn scripts(programs: &[(&str, &str)]) -> ScratchDir {
         let folder = ScratchDir::new().unwrap();
         for (name, script) in programs {

@@ -1,4 +1,4 @@
-//! What the tour shows itself on: the server, two agents and their targets, running.
+//! The environment of the tour: the server, two agents and their targets.
 
 use std::fs;
 use std::iter;
@@ -16,25 +16,26 @@ use crate::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Namespace, Topology};
 use crate::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use crate::tools::{bin_dir, target_dir};
 
-/// Everything that runs during the tour.
+/// All processes of the tour.
 #[derive(Debug)]
 pub(super) struct DemoEnv {
     agents: Vec<Process>,
     sites: Vec<Process>,
     server: Server,
     dns: SocketAddr,
-    /// A caller whose `resolv.conf` names the server; it has to live as long as its script is used.
+    /// A caller whose `resolv.conf` names the server. The namespace must live as long as its script
+    /// is used.
     resolver: Option<Namespace>,
     network: Network,
     folder: Folder,
 }
 
-/// What the parts stand on.
+/// The network of the tour.
 #[derive(Debug)]
 enum Network {
-    /// Each part in a namespace of its own, both edges with the same address.
+    /// A namespace for each process, with equal addresses for both edges.
     Namespaces(Box<Topology>),
-    /// Each edge with a loopback address of its own.
+    /// A loopback address for each edge.
     Loopback(LoopbackPorts),
 }
 
@@ -46,7 +47,7 @@ struct LoopbackPorts {
 }
 
 impl DemoEnv {
-    /// Starts all parts and waits until both agents are connected; tells what it does.
+    /// Starts all processes and waits until both agents are connected. Prints its progress.
     pub(super) async fn start(terminal: &Terminal) -> Result<Self> {
         let folder = Folder::new()?;
         let network = match Topology::new() {
@@ -145,7 +146,7 @@ impl DemoEnv {
         Ok(())
     }
 
-    /// Ends all parts, the agents first, as an operator would.
+    /// Stops all processes, the agents first, as an operator would.
     pub(super) async fn stop(self) -> Result<()> {
         let server = self.server.into_process();
         for process in self.agents.into_iter().chain([server]).chain(self.sites) {
@@ -154,17 +155,17 @@ impl DemoEnv {
         Ok(())
     }
 
-    /// Whether both edges have the same address.
+    /// Returns whether both edges have equal addresses.
     pub(super) fn has_equal_addresses(&self) -> bool {
         matches!(self.network, Network::Namespaces(_))
     }
 
-    /// The shell line that runs `line` where the server's callers are.
+    /// Returns the shell line that runs `line` in the network of the server's callers.
     pub(super) fn in_cloud(&self, line: &str) -> String {
         self.network.in_cloud(&self.folder, line)
     }
 
-    /// The shell line for a verb of the server.
+    /// Returns the shell line for a verb of the server.
     pub(super) fn server_verb(&self, args: &[&str]) -> String {
         let data = self.folder.path("server").display().to_string();
         let args = args
@@ -175,18 +176,18 @@ impl DemoEnv {
         self.folder.program("tunnel-server", args)
     }
 
-    /// The shell line for one of our own errands.
+    /// Returns the shell line for one of the probe programs.
     pub(super) fn net_probe(&self, args: &[&str]) -> String {
         self.folder
             .program("demo", args.iter().map(|arg| (*arg).to_owned()))
     }
 
-    /// Where a file of that name is to be written.
+    /// Returns the path for a file of that name.
     pub(super) fn file(&self, name: &str) -> String {
         self.folder.path(name).display().to_string()
     }
 
-    /// Where the server's callers reach a door.
+    /// Returns the address at which the server's callers reach a listener.
     pub(super) fn listener_addr(&self, listener: Listener) -> SocketAddr {
         let mut address = self.server.address(listener);
         if address.ip().is_unspecified() {
@@ -195,18 +196,19 @@ impl DemoEnv {
         address
     }
 
-    /// Where the server answers DNS.
+    /// Returns the address where the server answers DNS.
     pub(super) fn dns(&self) -> SocketAddr {
         self.dns
     }
 
-    /// The shell line that runs `line` where a `resolv.conf` names the server, unless that needs namespaces that are not.
+    /// Returns the shell line that runs `line` with a `resolv.conf` that names the server, or
+    /// `None` without namespaces.
     pub(super) fn by_resolver(&self, line: &str) -> Option<String> {
         let script = self.resolver.as_ref()?.name();
         Some(self.network.inside(&self.folder, script, line))
     }
 
-    /// The port of the exporters.
+    /// Returns the port of the exporters.
     pub(super) fn exporter_port(&self) -> u16 {
         match &self.network {
             Network::Namespaces(_) => EXPORTER_PORT,
@@ -214,7 +216,7 @@ impl DemoEnv {
         }
     }
 
-    /// The port of the kubelets.
+    /// Returns the port of the kubelets.
     pub(super) fn kubelet_port(&self) -> u16 {
         match &self.network {
             Network::Namespaces(_) => KUBELET_PORT,
@@ -236,7 +238,8 @@ impl DemoEnv {
 impl Network {
     fn server(&self, data: &Path) -> ServerSetup {
         match self {
-            // The extra port is bound on all addresses, since in the cloud the nodes' names resolve to the server's.
+            // The extra port is bound on all addresses, since in the cloud the nodes' names resolve
+            // to the server's.
             Self::Namespaces(sites) => ServerSetup::new(data, Some(sites.cloud()))
                 .args(&["--advertise", &format!("{CLOUD_ADDRESS}:10262")])
                 .args(&["--http-proxy-ports", &EXPORTER_PORT.to_string()])
@@ -250,7 +253,7 @@ impl Network {
         }
     }
 
-    /// The cloud as a caller sees it that resolves names by the server alone.
+    /// Creates the namespace of a caller in the cloud that resolves names only through the server.
     fn resolver(&self, folder: &Folder) -> Result<Option<Namespace>> {
         let Self::Namespaces(sites) = self else {
             return Ok(None);
@@ -275,7 +278,7 @@ impl Network {
 }
 
 impl LoopbackPorts {
-    /// Ports that the server and both edges can bind.
+    /// Chooses ports that the server and both edges can bind.
     async fn choose() -> Result<Self> {
         Ok(Self {
             exporter: free_port().await?,
@@ -284,8 +287,8 @@ impl LoopbackPorts {
     }
 }
 
-/// A port that is free on all three loopback addresses in use. Another program may take it before we do; then the tour
-/// says so and ends.
+/// Returns a port that is free on all three loopback addresses in use. If another program takes the
+/// port first, the tour reports it and ends.
 async fn free_port() -> Result<u16> {
     for _ in 0..PORT_TRIES {
         let first = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
@@ -305,7 +308,8 @@ fn loopback_of(edge: usize) -> IpAddr {
     Ipv4Addr::new(127, 0, 0, if edge == 0 { 2 } else { 3 }).into()
 }
 
-/// Where the parts keep their files, under a name that is short enough to read and to type.
+/// The directory for the files of all processes, with a name that is short enough to read and to
+/// type.
 #[derive(Debug)]
 struct Folder {
     scratch: ScratchDir,
@@ -318,7 +322,7 @@ impl Folder {
         let link = target_dir()
             .map(|target| target.join("demo"))
             .filter(|link| {
-                // A link of an earlier run; anything else stays, and the longer name is used.
+                // Only a link of an earlier run is replaced; otherwise the longer name is used.
                 if link.is_symlink() {
                     let _ = fs::remove_file(link);
                 }
@@ -327,13 +331,13 @@ impl Folder {
         Ok(Self { scratch, link })
     }
 
-    /// The name of a file in it, from where the tour was started.
+    /// Returns the name of a file in the directory, relative to where the tour was started.
     fn path(&self, name: &str) -> PathBuf {
         let folder = self.link.as_deref().unwrap_or_else(|| self.scratch.path());
         shorten(folder).join(name)
     }
 
-    /// The shell line that runs one of the binaries.
+    /// Returns the shell line that runs one of the binaries.
     fn program(&self, name: &str, args: impl IntoIterator<Item = String>) -> String {
         let program =
             bin_dir().map_or_else(|| PathBuf::from(name), |folder| shorten(&folder).join(name));
@@ -363,20 +367,20 @@ impl Folder {
 impl Drop for Folder {
     fn drop(&mut self) {
         let Some(link) = &self.link else { return };
-        // Another tour may have put its own link there.
+        // Another tour may have created its own link there.
         if fs::read_link(link).is_ok_and(|to| to == self.scratch.path()) {
             let _ = fs::remove_file(link);
         }
     }
 }
 
-/// `path` as seen from the current folder, when it lies in it.
+/// Returns `path` relative to the current directory if it lies in it.
 fn shorten(path: &Path) -> PathBuf {
     let here = std::env::current_dir().unwrap_or_default();
     path.strip_prefix(&here).unwrap_or(path).to_owned()
 }
 
-/// `arg` for a shell.
+/// Quotes `arg` for a shell.
 pub(super) fn quote(arg: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+…[]".contains(c);
     if !arg.is_empty() && arg.chars().all(plain) {
@@ -386,16 +390,16 @@ pub(super) fn quote(arg: &str) -> String {
     }
 }
 
-/// For the first line of a server that is up.
+/// Time limit for the first log line of a running server.
 const START: Duration = Duration::from_secs(5);
 
-/// For the end of the tour: nothing is under way then.
+/// Time limit for the end of the tour, when no request is in progress.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 const EXPORTER_PORT: u16 = 9100;
 const KUBELET_PORT: u16 = 10250;
 
-/// A port that is free on one address is nearly always free on the others.
+/// Number of tries; a port that is free on one address is nearly always free on the others.
 const PORT_TRIES: usize = 20;
 
 #[cfg(test)]

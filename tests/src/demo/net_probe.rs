@@ -1,4 +1,4 @@
-//! Small programs that run where the harness itself cannot be: inside a namespace.
+//! Small programs that run inside a namespace, where the harness itself cannot run.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -22,10 +22,11 @@ use crate::netns::Namespace;
 use crate::process::{Process, Program};
 use crate::targets::{Exporter, FakeKubelet};
 
-/// Starts stand-in targets of `node` inside `namespace`: an exporter on the first address, a kubelet on the second.
+/// Starts fake targets of `node` inside `namespace`: an exporter on the first address, a kubelet on
+/// the second.
 ///
 /// # Errors
-/// They cannot be started; with what they printed.
+/// Returns an error with their output if they cannot be started.
 pub async fn site(
     node: &str,
     exporter: Option<SocketAddr>,
@@ -46,10 +47,11 @@ pub async fn site(
     Ok(site)
 }
 
-/// Inside `namespace`, asks `address` for `path` with `Host: host`; returns head and body of the answer.
+/// Requests `path` from `address` inside `namespace` with `Host: host`. Returns head and body of
+/// the answer.
 ///
 /// # Errors
-/// There is no answer, or it is cut.
+/// Returns an error if there is no answer, or if it is cut.
 pub async fn get(
     namespace: Option<&Namespace>,
     address: SocketAddr,
@@ -62,13 +64,14 @@ pub async fn get(
     Ok((head.to_owned(), body.to_owned()))
 }
 
-/// How many answers there were of each kind, by status and first line of the body: `200 # node worker-1`.
+/// Number of answers of each kind, by status and first line of the body: `200 # node worker-1`.
 pub type Tally = BTreeMap<String, u64>;
 
-/// Inside `namespace`, sends `count` requests for `path` with `Host: host` to `address`, on a few kept connections.
+/// Sends `count` requests for `path` with `Host: host` to `address` inside `namespace`, on a few
+/// keep-alive connections.
 ///
 /// # Errors
-/// The program cannot be run or fails.
+/// Returns an error if the program cannot be run or fails.
 pub async fn tally(
     namespace: Option<&Namespace>,
     address: SocketAddr,
@@ -83,10 +86,11 @@ pub async fn tally(
     serde_json::from_str(&printed).with_context(|| format!("tally printed {printed}"))
 }
 
-/// Whether `address` takes a TCP connection from inside `namespace`, within a second; if not, why.
+/// Tries a TCP connection to `address` from inside `namespace` for a second. Returns the reason of
+/// a failure.
 ///
 /// # Errors
-/// The program cannot be run.
+/// Returns an error if the program cannot be run.
 pub async fn dial(
     namespace: Option<&Namespace>,
     address: SocketAddr,
@@ -100,10 +104,11 @@ pub async fn dial(
     })
 }
 
-/// Starts a resolver on `address` inside `namespace` that tells `asked NAME` for each query: `answers` it, or is `silent`.
+/// Starts a resolver on `address` inside `namespace` that prints `asked NAME` for each query. The
+/// resolver `answers`, or is `silent`.
 ///
 /// # Errors
-/// It cannot be started; with what it printed.
+/// Returns an error with its output if it cannot be started.
 pub async fn resolver(
     namespace: Option<&Namespace>,
     address: SocketAddr,
@@ -119,21 +124,21 @@ pub async fn resolver(
     Ok(resolver)
 }
 
-/// A stand-in API server inside a namespace, on its loopback.
+/// A fake API server inside a namespace, on its loopback.
 #[derive(Debug)]
 pub struct ApiServer {
-    /// Ends it when it is dropped.
+    /// The process, which ends on drop.
     pub process: Process,
-    /// Allows everything.
+    /// Kubeconfig with all permissions.
     pub admin: PathBuf,
-    /// Those of the ServiceAccounts, in the order they were asked for.
+    /// Kubeconfigs of the ServiceAccounts in the requested order.
     pub accounts: Vec<PathBuf>,
 }
 
-/// Starts a stand-in API server inside `namespace`, with ServiceAccounts written `NAMESPACE/NAME`.
+/// Starts a fake API server inside `namespace`, with ServiceAccounts written `NAMESPACE/NAME`.
 ///
 /// # Errors
-/// It cannot be started; with what it printed.
+/// Returns an error with its output if it cannot be started.
 pub async fn api_server(namespace: Option<&Namespace>, accounts: &[&str]) -> Result<ApiServer> {
     let program = Program::ours(PROGRAM)?
         .arg("apiserver")
@@ -156,7 +161,7 @@ pub async fn api_server(namespace: Option<&Namespace>, accounts: &[&str]) -> Res
     })
 }
 
-/// Does the errand of that name.
+/// Runs the probe program of that name.
 pub(super) async fn run(name: &str, args: &[&str]) -> Result<ExitCode> {
     let args = Arguments::sort(args)?;
     match (name, args.plain.as_slice()) {
@@ -199,7 +204,7 @@ pub(super) async fn run(name: &str, args: &[&str]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Arguments, sorted into flags with their values and the rest.
+/// Arguments, split into flags with their values and positional ones.
 struct Arguments<'a> {
     plain: Vec<&'a str>,
     flags: BTreeMap<&'a str, &'a str>,
@@ -229,7 +234,7 @@ impl<'a> Arguments<'a> {
             .with_context(|| format!("{flag} wants an address with a port"))
     }
 
-    /// TLS when there is a CA to verify the server with; its name is the one in `host`.
+    /// Uses TLS if there is a CA to verify the server with, for the name in `host`.
     fn endpoint(&self, address: SocketAddr, host: &str) -> Result<Endpoint> {
         let Some(file) = self.flags.get("--ca") else {
             return Ok(Endpoint::plain(address));
@@ -413,23 +418,23 @@ fn write_out(bytes: &[u8]) -> Result<()> {
         .context("print")
 }
 
-/// The program that does the errands.
+/// Name of the binary that contains the probe programs.
 const PROGRAM: &str = "demo";
 
 const READY: &str = "ready";
 
-/// As the kubeconfig that allows everything is told.
+/// Output name of the kubeconfig with all permissions.
 const ADMIN: &str = "admin";
 
 const SITE_START: Duration = Duration::from_secs(5);
 
-/// Long enough for any answer within one machine; a firewall that drops gives none.
+/// Long enough for any answer within one machine. A firewall that drops gives none.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Slow enough to read, fast enough not to wait for.
 const LOG_PACE: Duration = Duration::from_millis(200);
 
-/// How soon a query of the stand-in resolver is told.
+/// Interval at which queries of the fake resolver are printed.
 const LOOK_PACE: Duration = Duration::from_millis(20);
 
 const CONNECTIONS: u64 = 8;

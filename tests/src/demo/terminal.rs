@@ -1,14 +1,13 @@
-//! What the tour looks like.
+//! Output of the tour.
 
 use std::io::{self, IsTerminal, Write};
 
-/// Prints to standard output, in colour when a person reads it.
+/// Prints to standard output, with colors on a terminal.
 #[derive(Debug)]
 pub(super) struct Terminal {
     colour: bool,
 }
 
-/// How a piece of text stands out.
 #[derive(Debug, Clone, Copy)]
 enum Style {
     Bold,
@@ -37,12 +36,12 @@ impl Terminal {
         self.message(&format!("\n{}", self.paint(Style::Bold, text)));
     }
 
-    /// A command that the reader can copy.
+    /// Prints a command that the reader can copy.
     pub(super) fn command(&self, line: &str) {
         self.message(&format!("  {} {line}", self.paint(Style::Dim, "$")));
     }
 
-    /// What a command printed.
+    /// Prints the output of a command.
     pub(super) fn output(&self, text: &str) {
         let lines: Vec<&str> = text.lines().collect();
         for line in lines.iter().take(SHOWN_LINES) {
@@ -63,7 +62,7 @@ impl Terminal {
 
     pub(super) fn message(&self, text: &str) {
         let mut out = io::stdout().lock();
-        // Whoever closed the other end does not want to read on.
+        // A closed pipe is not an error.
         let _ = writeln!(out, "{text}").and_then(|()| out.flush());
     }
 
@@ -81,5 +80,5 @@ impl Terminal {
     }
 }
 
-/// Enough for every answer of the tour that says something in each line.
+/// Enough for every answer of the tour whose lines all matter.
 const SHOWN_LINES: usize = 14;

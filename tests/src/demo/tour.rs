@@ -1,4 +1,4 @@
-//! The steps of the tour: a command, and what its answer has to be.
+//! The steps of the tour: commands and their expected answers.
 
 use std::process::{Output, Stdio};
 use std::time::Duration;
@@ -15,17 +15,17 @@ use crate::tools::Tool;
 
 /// One command, shown and run.
 struct DemoCommand {
-    /// What is shown with it; steps in a row with the same heading stand below one.
+    /// Heading of the command. Consecutive steps with equal headings share it.
     heading: &'static str,
     /// The shell line, exactly as run.
     line: String,
-    /// What the answer must contain.
+    /// Texts that the answer must contain.
     expected: Vec<String>,
-    /// Whether the command has to fail.
+    /// Whether the command must fail.
     fails: bool,
 }
 
-/// Shows all steps and returns how many went wrong.
+/// Shows all steps and returns the number of failures.
 pub(super) async fn show(terminal: &Terminal, demo_env: &DemoEnv) -> Result<usize> {
     let mut heading = "";
     let (mut failures, mut shown) = (0, 0);
@@ -50,7 +50,7 @@ pub(super) async fn show(terminal: &Terminal, demo_env: &DemoEnv) -> Result<usiz
 }
 
 impl Terminal {
-    /// Tells what can be done while everything stays up.
+    /// Prints what the reader can try while everything stays up.
     pub(super) fn invite(&self, demo_env: &DemoEnv) {
         self.heading("Everything stays up until Ctrl-C. In another terminal, from this folder, try for example");
         let caller = Caller::new(demo_env);
@@ -139,13 +139,13 @@ fn commands(demo_env: &DemoEnv) -> Vec<DemoCommand> {
     commands
 }
 
-/// The server answers the nodes' names itself.
+/// Returns the steps in which the server resolves the nodes' names itself.
 fn by_name(demo_env: &DemoEnv, caller: &Caller) -> Vec<DemoCommand> {
     const HEADING: &str = "By the embedded DNS: no hosts file, no CoreDNS";
     let [first, second] = NODES;
     let dns = demo_env.dns();
     let answer = dns.ip().to_string();
-    // One that was only unpacked needs more than its name to run.
+    // A dig that was only unpacked needs more than its name to run.
     let has_dig = Tool::Dig
         .command()
         .is_ok_and(|dig| dig.get_envs().next().is_none());
@@ -243,7 +243,7 @@ impl DemoCommand {
     }
 }
 
-/// How requests are made: with curl where there is one, else with our own client.
+/// The client of requests: curl if installed, else the built-in client.
 struct Caller {
     curl: bool,
     ca: String,
@@ -306,7 +306,7 @@ impl Caller {
         let url = format!("http://{node}:{port}{path}");
         match (&self.loopback, self.curl) {
             (None, true) => Request::curl(&[&url]),
-            // Nobody resolves the node's name to the server here.
+            // No resolver maps the node's name to the server here.
             (Some(ip), true) => Request::curl(&["--resolve", &format!("{node}:{port}:{ip}"), &url]),
             (ip, false) => {
                 let ip = ip.as_deref().unwrap_or("127.0.0.1");
@@ -344,7 +344,7 @@ impl Request {
         self
     }
 
-    /// Its answer does not end: it is printed as it comes, and closing the pipe is no mistake.
+    /// Allows an endless answer: it is printed as it arrives, and closing the pipe is not an error.
     fn without_end(mut self) -> Self {
         if self.curl
             && let Some(flags) = self.args.get_mut(1)
@@ -406,5 +406,5 @@ fn printed(output: &Output) -> String {
     both.concat().replace('\r', "")
 }
 
-/// Each step takes well under a second; the tunnel itself gives up on a target sooner than this.
+/// Each step takes well under a second. The tunnel itself gives up on a target sooner than this.
 const STEP_TIMEOUT: Duration = Duration::from_secs(20);

@@ -1,4 +1,4 @@
-//! A client that sends bytes and tells what came back.
+//! A DNS client that sends bytes and returns the answer.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use crate::eventually::scaled;
 
-/// Asks one server.
+/// A client of one server.
 #[derive(Debug, Clone, Copy)]
 pub struct DnsClient {
     server: SocketAddr,
@@ -20,32 +20,32 @@ pub struct DnsClient {
 }
 
 impl DnsClient {
-    /// For the server at `server`.
+    /// Creates a client of `server`.
     #[must_use]
     pub fn new(server: SocketAddr) -> Self {
         let source = None;
         Self { server, source }
     }
 
-    /// The same client, but its datagrams come from `source`.
+    /// Sets `source` as the source address of datagrams.
     #[must_use]
     pub fn from_source(self, source: IpAddr) -> Self {
         let source = Some(source);
         Self { source, ..self }
     }
 
-    /// Asks over UDP.
+    /// Sends a query over UDP.
     ///
     /// # Errors
-    /// There is no answer, or none to this question.
+    /// Returns an error if there is no answer, or none to this question.
     pub async fn ask(&self, name: &str, kind: RecordType) -> Result<Message> {
         self.send(&query(name, kind)?).await
     }
 
-    /// Sends a query over UDP.
+    /// Sends a query message over UDP.
     ///
     /// # Errors
-    /// As [`Self::ask`].
+    /// Returns the errors of [`Self::ask`].
     pub async fn send(&self, query: &Message) -> Result<Message> {
         let answer = self.exchange(&query.to_vec()?).await?;
         let answer = Message::from_vec(&answer.context("no answer")?)?;
@@ -57,10 +57,10 @@ impl DnsClient {
         Ok(answer)
     }
 
-    /// The addresses of a name, of both families.
+    /// Returns the addresses of a name, of both families.
     ///
     /// # Errors
-    /// As [`Self::ask`].
+    /// Returns the errors of [`Self::ask`].
     pub async fn addresses(&self, name: &str) -> Result<Vec<IpAddr>> {
         let (v4, v6) = tokio::try_join!(
             self.ask(name, RecordType::A),
@@ -69,17 +69,18 @@ impl DnsClient {
         Ok([addresses(&v4), addresses(&v6)].concat())
     }
 
-    /// Sends bytes in a datagram; `None` when nothing comes back.
+    /// Sends bytes in a datagram. Returns `None` if there is no answer.
     ///
     /// # Errors
-    /// The socket fails.
+    /// Returns an error if the socket fails.
     pub async fn exchange(&self, bytes: &[u8]) -> Result<Option<Vec<u8>>> {
         let source = self.source.unwrap_or_else(|| match self.server {
             SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
             SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
         });
         let socket = UdpSocket::bind((source, 0)).await?;
-        // Connected: an answer from another address than the one asked is not taken, as with every stub resolver.
+        // Connected: like every stub resolver, the client accepts answers only from the queried
+        // address.
         socket.connect(self.server).await?;
         socket.send(bytes).await?;
         let mut answer = vec![0; 65_535];
@@ -95,7 +96,7 @@ impl DnsClient {
     /// Sends queries over one TCP connection and returns their answers.
     ///
     /// # Errors
-    /// An answer is missing.
+    /// Returns an error if an answer is missing.
     pub async fn over_tcp(&self, queries: &[Message]) -> Result<Vec<Message>> {
         let mut stream = TcpStream::connect(self.server).await?;
         let mut answers = Vec::new();
@@ -119,10 +120,10 @@ impl DnsClient {
     }
 }
 
-/// A query that wants recursion.
+/// Returns a query that requests recursion.
 ///
 /// # Errors
-/// The name is none.
+/// Returns an error if the name is invalid.
 pub fn query(name: &str, kind: RecordType) -> Result<Message> {
     let mut name = Name::from_ascii(name)?;
     name.set_fqdn(true);
@@ -132,7 +133,7 @@ pub fn query(name: &str, kind: RecordType) -> Result<Message> {
     Ok(message)
 }
 
-/// The addresses in an answer.
+/// Returns the addresses in an answer.
 #[must_use]
 pub fn addresses(answer: &Message) -> Vec<IpAddr> {
     let found = answer
@@ -146,5 +147,5 @@ pub fn addresses(answer: &Message) -> Vec<IpAddr> {
     found.collect()
 }
 
-/// Longer than any budget of the server.
+/// Longer than any timeout of the server.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(3);

@@ -1,4 +1,4 @@
-//! Load on the embedded DNS: many records, a steady rate of queries, and how long each answer took.
+//! Load on the embedded DNS: many records, a steady rate of queries, and the time of each answer.
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -19,19 +19,19 @@ use crate::process::{Listener, ScratchDir, Server, ServerSetup};
 /// A server process with many records.
 #[derive(Debug)]
 pub struct LoadedServer {
-    /// Where its DNS is.
+    /// Address of the server's DNS.
     pub address: SocketAddr,
     _process: Server,
 }
 
 impl LoadedServer {
-    /// Starts one with `names` names of its configuration, `n0`, `n1` and on.
+    /// Starts a server with `names` names in its configuration: `n0`, `n1` and so on.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the server does not start.
     ///
     /// # Panics
-    /// When its log does not tell where DNS is.
+    /// Panics if the log does not contain the DNS address.
     pub async fn start(scratch: &ScratchDir, names: u32) -> Result<Self> {
         let mut file = "dnsRecords:\n".to_owned();
         for number in 0..names {
@@ -61,37 +61,37 @@ impl LoadedServer {
     }
 }
 
-/// What to ask.
+/// The parameters of the load.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
-    /// Whom.
+    /// Address of the server.
     pub server: SocketAddr,
-    /// How many names there are.
     pub names: u32,
-    /// Queries per second, of all clients together.
+    /// Queries per second of all clients together.
     pub per_second: u32,
-    /// For how long.
+    /// Duration of the load.
     pub duration: Duration,
 }
 
-/// What came back.
+/// The result of the load.
 #[derive(Debug, Default)]
 pub struct LoadReport {
-    /// Queries sent.
+    /// Number of queries sent.
     pub asked: usize,
-    /// Without an answer in a second.
+    /// Queries without an answer within a second.
     pub lost: usize,
-    /// With another answer than the right one.
+    /// Queries with a wrong answer.
     pub wrong: usize,
-    /// Times of the right ones, sorted.
+    /// Response times of the correct answers, sorted.
     pub delays: Vec<Duration>,
 }
 
 impl Load {
-    /// Asks from a few sockets, each with its share of the rate: every name in turn, one in ten that does not exist.
+    /// Sends queries from a few sockets, each with its share of the rate. Every name is queried in
+    /// turn, and one query in ten is for a name that does not exist.
     ///
     /// # Errors
-    /// A socket fails.
+    /// Returns an error if a socket fails.
     pub async fn run(self) -> Result<LoadReport> {
         let mut clients = JoinSet::new();
         for client in 0..CLIENTS {
@@ -117,7 +117,7 @@ impl Load {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
         let began = Instant::now();
         let mut found = LoadReport::default();
-        // By id; the rate is so low that an id comes back long after its answer.
+        // Indexed by ID. At this rate an ID repeats long after its answer.
         let mut under_way: Vec<Option<(Instant, u32)>> = vec![None; 1 << 16];
         let (mut owed, mut next) = (0.0, client);
         let mut buffer = [0; 2048];
@@ -181,6 +181,6 @@ fn address_of(number: u32) -> Ipv4Addr {
 
 const CLIENTS: u32 = 8;
 const TICK: Duration = Duration::from_millis(2);
-/// For the last answers.
+/// Time to wait for the last answers.
 const LAST: Duration = Duration::from_secs(1);
 const START: Duration = Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! A resolver that does what it is told and remembers what it was asked.
+//! A scripted resolver that records its queries.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,20 +14,20 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-/// What a [`FakeResolver`] does with queries.
+/// The response of a [`FakeResolver`] to queries.
 #[derive(Debug, Clone, Copy)]
 pub enum Behavior {
     /// Answers every name with this many addresses, `10.1.0.0` and on.
     Answers(u8),
-    /// Says this, without records.
+    /// Answers with this code, without records.
     Says(ResponseCode),
-    /// Says nothing: a black hole.
+    /// Does not answer.
     Silent,
-    /// Asks this address and passes the answer on, as a cache would.
+    /// Forwards to this address and returns its answer, as a cache would.
     Asks(SocketAddr),
 }
 
-/// A resolver on UDP and TCP; ends when it is dropped.
+/// A resolver on UDP and TCP that ends on drop.
 #[derive(Debug)]
 pub struct FakeResolver {
     address: SocketAddr,
@@ -37,10 +37,10 @@ pub struct FakeResolver {
 }
 
 impl FakeResolver {
-    /// A resolver on a free loopback port.
+    /// Starts a resolver on a free loopback port.
     ///
     /// # Errors
-    /// No port can be bound.
+    /// Returns an error if no port can be bound.
     pub async fn start(behavior: Behavior) -> Result<Self> {
         for _ in 0..PORT_TRIES {
             let started = Self::start_on((Ipv4Addr::LOCALHOST, 0).into(), behavior).await;
@@ -51,10 +51,10 @@ impl FakeResolver {
         anyhow::bail!("no port is free for UDP and TCP")
     }
 
-    /// A resolver on `bind`.
+    /// Starts a resolver on `bind`.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, behavior: Behavior) -> Result<Self> {
         let udp = UdpSocket::bind(bind).await.context("bind UDP")?;
         let address = udp.local_addr()?;
@@ -77,18 +77,18 @@ impl FakeResolver {
         })
     }
 
-    /// Where it listens.
+    /// Returns the listen address.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// What it does from here on.
+    /// Sets the behavior for later queries.
     pub fn behave(&self, behavior: Behavior) {
         *self.behavior.lock().unwrap_or_else(PoisonError::into_inner) = behavior;
     }
 
-    /// All names that it was asked for, in lower case without a trailing dot, in their order.
+    /// Returns all queried names in order, in lower case without a trailing dot.
     #[must_use]
     pub fn asked(&self) -> Vec<String> {
         self.asked
@@ -116,7 +116,7 @@ impl Serving {
             let (server, socket) = (self.clone(), socket.clone());
             answers.spawn(async move {
                 if let Some(answer) = server.answer(&query, DATAGRAM_MAX).await {
-                    // Whoever has gone needs no answer.
+                    // A client that has gone needs no answer.
                     let _ = socket.send_to(&answer, client).await;
                 }
             });
@@ -132,7 +132,7 @@ impl Serving {
             };
             let server = self.clone();
             connections.spawn(async move {
-                // The client sees a connection that failed.
+                // The client observes a failed connection.
                 let _ = server.converse(stream).await;
             });
             while connections.try_join_next().is_some() {}
@@ -193,7 +193,7 @@ async fn relay(query: &[u8], other: SocketAddr) -> Option<Vec<u8>> {
     Some(answer)
 }
 
-/// What every client takes with EDNS.
+/// Datagram size that every client accepts with EDNS.
 const DATAGRAM_MAX: usize = 1232;
 const RELAY: Duration = Duration::from_secs(2);
 const PORT_TRIES: u32 = 16;

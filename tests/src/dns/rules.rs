@@ -1,5 +1,5 @@
-//! What holds for the answer to any bytes, and bytes worth beginning with: for the fuzz target and the test that does the
-//! same on a stable compiler.
+//! Rules for the answer to any bytes, and a corpus of initial bytes. Used by the fuzz target and by
+//! its equivalent test on a stable compiler.
 
 use std::net::SocketAddr;
 use std::sync::LazyLock;
@@ -13,10 +13,10 @@ use tunnel_server::dns::{
 
 use super::query;
 
-/// Lets the server's pure part decide on `message` and checks the rules of what it says.
+/// Runs the server's pure decision on `message` and checks the rules of the answer.
 ///
 /// # Errors
-/// A rule is broken.
+/// Returns an error if the answer breaks a rule.
 pub fn keeps_the_rules(message: &[u8]) -> Result<()> {
     let (records, names) = &*WORLD;
     for transport in [Transport::Udp, Transport::Tcp] {
@@ -38,7 +38,7 @@ pub fn keeps_the_rules(message: &[u8]) -> Result<()> {
                     read.queries == [client_query.query.clone()],
                     "another question is forwarded"
                 );
-                // The other resolver may be hostile, too.
+                // The other resolver may also be hostile.
                 if let Ok(answer) = Message::from_vec(message) {
                     answer_is_sound(message, &client_query.relayed(answer), transport)?;
                 }
@@ -64,10 +64,10 @@ fn answer_is_sound(query: &[u8], reply: &[u8], transport: Transport) -> Result<(
     Ok(())
 }
 
-/// Queries of every kind that is treated apart, and damaged ones.
+/// Returns queries of every kind that is handled separately, and damaged ones.
 ///
 /// # Errors
-/// Never, as long as the names below are names.
+/// Never fails, as long as the names below are valid.
 pub fn corpus() -> Result<Vec<Vec<u8>>> {
     let mut corpus = Vec::new();
     for name in [
@@ -115,7 +115,7 @@ pub fn corpus() -> Result<Vec<Vec<u8>>> {
         header(one),
         header([0xff; 8]),
         header([0, 0, 0, 0, 0, 0, 0, 0]),
-        // Names that point at themselves, at each other, and behind the end.
+        // Names with pointers to themselves, to each other, and beyond the end.
         [&header(one)[..], &[0xc0, 12, 0, 1, 0, 1]].concat(),
         [&header(one)[..], &[0xc0, 14, 0xc0, 12, 0, 1, 0, 1]].concat(),
         [&header(one)[..], &[0xc3, 0xff, 0, 1, 0, 1]].concat(),

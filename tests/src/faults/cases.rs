@@ -10,7 +10,8 @@ use super::{Case, Cost, TransportMode};
 use super::{fallback, flapping, loss, partition, path, size, stopped};
 use crate::link::TrafficClass;
 
-/// One case a line: row, transport, what it needs of the machine, seconds with full clocks, what is done, and who does it.
+/// Declares one case per line: row, transport, required machine resources, seconds with full
+/// timers, description, and function.
 macro_rules! cases {
     ($($id:ident $transport_mode:ident $cost:ident $seconds:literal
        $what:literal => $module:ident::$function:ident($($argument:expr),*);)+) => {

@@ -1,18 +1,18 @@
-//! The clocks of a run: those of the contract, or ten times shorter ones with bounds to match.
+//! The timers of a run: those of the contract, or ten times shorter ones with matching bounds.
 
 use std::time::Duration;
 
-/// How fast the clocks of a run go.
+/// The speed of a run's timers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clocks {
-    /// The defaults of both programs: what the contract says.
+    /// The defaults of both binaries, as in the contract.
     Full,
-    /// Configured ten times shorter where that is possible; faults and bounds are, too.
+    /// Ten times shorter where configurable. Faults and bounds are shorter too.
     Short,
 }
 
 impl Clocks {
-    /// A time of the fault matrix (an outage, a pause) in this run.
+    /// Converts a time of the fault matrix (an outage, a pause) to this run.
     #[must_use]
     pub fn time(self, contract: Duration) -> Duration {
         match self {
@@ -21,7 +21,7 @@ impl Clocks {
         }
     }
 
-    /// A bound that clocks of a session decide.
+    /// Converts a bound that depends on the timers of a session.
     #[must_use]
     pub fn bound(self, contract: Duration) -> Duration {
         match self {
@@ -30,7 +30,7 @@ impl Clocks {
         }
     }
 
-    /// A bound within which a session has to be made.
+    /// Converts a bound that includes opening a session.
     #[must_use]
     pub fn connect_bound(self, contract: Duration) -> Duration {
         match self {
@@ -39,7 +39,7 @@ impl Clocks {
         }
     }
 
-    /// One of two figures: amounts and rates that keep short runs short.
+    /// Returns one of two values, for amounts and rates that keep short runs short.
     #[must_use]
     pub fn pick<T>(self, full: T, short: T) -> T {
         match self {
@@ -48,19 +48,19 @@ impl Clocks {
         }
     }
 
-    /// The server's `limits:`, YAML.
+    /// Returns the server's `limits:` as YAML.
     #[must_use]
     pub fn server_limits(self) -> &'static str {
         self.pick("{}", SERVER_LIMITS)
     }
 
-    /// The agent's `limits:`, YAML.
+    /// Returns the agent's `limits:` as YAML.
     #[must_use]
     pub fn agent_limits(self) -> &'static str {
         self.pick("{}", AGENT_LIMITS)
     }
 
-    /// What a short run adds to its bounds, for people.
+    /// Describes what a short run adds to its bounds.
     #[must_use]
     pub fn describe(self) -> String {
         match self {
@@ -76,10 +76,11 @@ impl Clocks {
 
 const DIVISOR: u32 = 10;
 
-/// Retransmission, the intervals at which clocks are looked at, and the scheduler do not get faster.
+/// Retransmission, timer check intervals and the scheduler do not get faster.
 const SLACK: Duration = Duration::from_millis(500);
 
-/// The agent's backoff of up to 2 s is no setting, nor is QUIC's first retransmission, after 1 s on a path not known yet.
+/// Neither the agent's backoff of up to 2 s nor QUIC's first retransmission, after 1 s on an
+/// unknown path, is configurable.
 const CONNECT: Duration = Duration::from_secs(3);
 
 const SERVER_LIMITS: &str = "\
@@ -90,7 +91,7 @@ deadAfter: 6s
 openTimeout: 1s
 ";
 
-/// A handshake takes a busy machine longer than a tenth of the default.
+/// On a busy machine a handshake takes longer than a tenth of the default.
 const AGENT_LIMITS: &str = "\
 keepAlive: 500ms
 suspectAfterBusy: 500ms

@@ -1,4 +1,4 @@
-//! The program `faults`: arguments, progress while it runs, the table at its end.
+//! The program `faults`: arguments, progress output, and the final table.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,56 +20,59 @@ use super::table::{Table, verdict_label};
 use super::{CASES, Case, Clocks, Cost, spawn};
 use crate::eventually::calibration;
 
-/// Puts the tunnel on bad networks and measures what it does, against the bounds of the contract.
+/// Puts the tunnel on bad networks and measures its behavior against the bounds of the contract.
 ///
-/// Each case makes a server, an agent, targets and callers, does something bad to the network between server and agent
-/// (or stops one of the two), and measures: how long a stream stalls, when new requests are served again, over which
-/// transport, whether every byte that arrives is the byte that was sent. Each case is run with several seeds, which
-/// decide the bytes and the fate of each packet.
+/// Each case creates a server, an agent, targets and callers, impairs the network between server
+/// and agent (or stops one of the two), and measures: how long a stream stalls, when new requests
+/// are served again, over which transport, whether every byte that arrives is the byte that was
+/// sent. Each case runs with several seeds, which determine the bytes and the treatment of each
+/// packet.
 ///
-/// Progress goes to standard error, the table to standard output. A time may be its bound times a factor that is measured
-/// at the start and printed: 1 on an idle machine, more on a slow or busy one. Ctrl-C ends it with the table of what was
-/// done.
+/// Progress goes to standard error, the table to standard output. The bound of a time is multiplied
+/// by a factor that is measured at the start and printed: 1 on an idle machine, more on a slow or
+/// busy one. Ctrl-C ends the program with the table of the completed runs.
 ///
-/// Exit code: 0 when every figure is within its bound, 1 when one is not or a run could not be measured, 130 after Ctrl-C,
-/// 64 for wrong arguments.
+/// Exit code: 0 if every value is within its bound, 1 if one is not or a run could not be measured,
+/// 130 after Ctrl-C, 64 for wrong arguments.
 #[derive(Debug, Parser)]
 #[command(name = "faults", after_help = EXAMPLES)]
 pub struct Arguments {
-    /// Only these rows of the matrix, as in F06 or F13,F14
+    /// Run only these rows of the matrix, as in F06 or F13,F14
     #[arg(long, value_name = "ROWS", value_delimiter = ',')]
     only: Vec<String>,
 
-    /// Only cases over this transport: quic, h2 or auto (whatever gets through)
+    /// Run only cases over this transport: quic, h2 or auto (any that gets through)
     #[arg(long, value_name = "NAME")]
     over: Option<String>,
 
-    /// Runs of each case, with the seeds 1 to N
+    /// Number of runs of each case, with the seeds 1 to N
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
 
-    /// Runs each case with this seed alone, to see a miss again
+    /// Run each case with this seed alone, to reproduce a miss
     #[arg(long, value_name = "SEED", conflicts_with = "seeds")]
     seed: Option<u64>,
 
-    /// Runs at once. Most of them wait; those that move as much as goes are at most two, and F32 runs beside all others
+    /// Number of parallel runs. Most of them wait; at most two of them measure throughput, and F32
+    /// runs in parallel with all others
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: u16,
 
-    /// Short clocks: about ten times faster, with limits of both programs set to match. For a look; the contract is about
-    /// the full ones
+    /// Use short timers: about ten times faster, with limits of both binaries set to match. For a
+    /// quick check; the contract applies to the full timers
     #[arg(long)]
     quick: bool,
 
-    /// Writes the table to this file as well, as Markdown
+    /// Also write the table to this file, as Markdown
     #[arg(long, value_name = "FILE")]
     markdown: Option<PathBuf>,
 
-    /// Lists the cases and ends
+    /// List the cases and exit
     #[arg(long)]
     list: bool,
 
-    /// Log of the server and agent in this process, to standard error: error, warn, info, debug or trace
+    /// Log the server and agent of this process to standard error: error, warn, info, debug or
+    /// trace
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
 }
@@ -92,10 +95,10 @@ Examples:
   make faults ONLY=F14 ARGS='--seed 2 --log debug'
                                            one run of it again, with the log of both ends";
 
-/// What the program does with its arguments.
+/// Runs the program with its arguments.
 ///
 /// # Errors
-/// It cannot listen for signals, or the Markdown file cannot be written.
+/// Returns an error if signals cannot be handled or the Markdown file cannot be written.
 pub async fn main(arguments: Arguments) -> Result<ExitCode> {
     let cases = match chosen(&arguments) {
         Ok(cases) => cases,
@@ -229,7 +232,7 @@ fn introduction(plan: &Plan) -> String {
     text
 }
 
-/// Runs the plan; tells what was done, and whether Ctrl-C ended it.
+/// Runs the plan. Returns the completed runs, and whether Ctrl-C ended it.
 async fn with_progress(plan: &Plan, began: Instant) -> Result<(Vec<FinishedRun>, bool)> {
     let stop = CancellationToken::new();
     let mut interrupt = signal(SignalKind::interrupt()).context("listen for Ctrl-C")?;
@@ -357,16 +360,16 @@ fn lock(progress: &std::sync::Mutex<Progress>) -> std::sync::MutexGuard<'_, Prog
 
 fn say(text: &str) {
     let mut out = io::stdout().lock();
-    // Whoever closed the other end does not want to read on.
+    // A closed pipe is not an error.
     let _ = writeln!(out, "{text}").and_then(|()| out.flush());
 }
 
 fn note(text: &str) {
-    // Without a standard error there is nobody to tell.
+    // Errors are lost if standard error is closed.
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Between two lines of what is running.
+/// Time between two lines with the current runs.
 const BEAT: Duration = Duration::from_secs(30);
 const USAGE: u8 = 64;
 const INTERRUPTED: u8 = 130;

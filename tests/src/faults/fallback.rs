@@ -1,4 +1,4 @@
-//! F10, F11, F12: UDP does not pass, from the start or later, and comes back.
+//! F10, F11, F12: UDP does not pass, from the start or later, and returns.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,12 +19,12 @@ use super::{Run, spawn};
 use crate::eventually::scaled;
 use crate::link::{Impairment, TrafficClass};
 
-/// F10: UDP vanishes from the start, or nobody listens there.
+/// Runs F10: UDP vanishes from the start, or is refused.
 pub(super) async fn blocked_from_start(run: Run, refused: bool) -> Result<Findings> {
     let mut findings = Findings::default();
     let mut site = Site::prepare(run).await?;
     let tcp_only = if refused {
-        // Where no socket is bound for UDP, the system answers with ICMP "port unreachable".
+        // Without a bound UDP socket the system answers with ICMP "port unreachable".
         Some(TcpOnly::start(site.link.addr()).await?)
     } else {
         site.link.set(TrafficClass::UDP, Impairment::black_hole());
@@ -49,7 +49,7 @@ pub(super) async fn blocked_from_start(run: Run, refused: bool) -> Result<Findin
     Ok(findings)
 }
 
-/// F11: UDP vanishes under a session, with a stream open or without, and comes back.
+/// Runs F11: UDP vanishes during a session, with or without an open stream, and returns.
 pub(super) async fn blocked_later(run: Run, busy: bool) -> Result<Findings> {
     let clocks = run.clocks;
     let mut findings = Findings::default();
@@ -75,7 +75,7 @@ pub(super) async fn blocked_later(run: Run, busy: bool) -> Result<Findings> {
         findings.within("served over h2 after the block", bound, served);
         outcomes(&waiting.outcomes().await?, &mut findings);
     } else {
-        // A request would make the session a busy one.
+        // A request would make the session busy.
         let moved = site
             .moved_to(TransportKind::H2, began, scaled(GIVE_UP))
             .await;
@@ -120,7 +120,7 @@ pub(super) async fn blocked_later(run: Run, busy: bool) -> Result<Findings> {
     Ok(findings)
 }
 
-/// F12: nothing passes for a while, then only UDP does; begins over h2, or over QUIC.
+/// Runs F12: nothing passes for a while, then only UDP does. The run begins over h2 or over QUIC.
 pub(super) async fn only_udp_heals(run: Run, begins_over_h2: bool) -> Result<Findings> {
     let mut findings = Findings::default();
     let mut site = Site::prepare(run).await?;
@@ -163,7 +163,8 @@ fn is_over(transport: TransportKind, site: &Site, findings: &mut Findings) {
     );
 }
 
-/// Requests that waited while nothing passed were answered or refused; none was forgotten.
+/// Checks that requests that waited during the blackout were answered or refused, and that none was
+/// forgotten.
 fn outcomes(asked: &[TimedOutcome], findings: &mut Findings) {
     let slowest = asked.iter().map(|asked| asked.took).max();
     findings.observed(
@@ -183,7 +184,7 @@ fn outcomes(asked: &[TimedOutcome], findings: &mut Findings) {
     });
 }
 
-/// A port that takes TCP connections for another one, and has no UDP socket.
+/// A port that forwards TCP connections to another port and has no UDP socket.
 struct TcpOnly {
     addr: SocketAddr,
     _accepting: AbortOnDropHandle<()>,
@@ -209,17 +210,17 @@ async fn forward(listener: TcpListener, upstream: SocketAddr) {
     }
 }
 
-/// When what is measured has missed any bound by far.
+/// Far beyond any bound of the measured values.
 const GIVE_UP: Duration = Duration::from_secs(45);
-/// The same, where the bound is longer.
+/// Like `GIVE_UP`, for longer bounds.
 const GIVE_UP_UPGRADE: Duration = Duration::from_secs(120);
-/// Longer than any time limit of the server: what has not been told by then is not told.
+/// Longer than any time limit of the server. An outcome not reported by then is never reported.
 const OUTCOME_LIMIT: Duration = Duration::from_secs(30);
-/// How long UDP stays away after h2 has taken over.
+/// Time without UDP after h2 has taken over.
 const STAY: Duration = Duration::from_secs(5);
-/// For what the climb might still do to a stream of the session that retires.
+/// Time in which the upgrade might still affect a stream of the retiring session.
 const AFTER_UPGRADE: Duration = Duration::from_secs(5);
-/// Longer than it takes to suspect a session, and to give up several dials.
+/// Longer than it takes to suspect a session and to give up several dials.
 const BOTH_BLOCKED: Duration = Duration::from_secs(25);
-/// For what is left of a stream, which may still wait for a retransmission.
+/// Time limit for the rest of a stream, which may still wait for a retransmission.
 const FINISH: Duration = Duration::from_secs(40);

@@ -1,4 +1,4 @@
-//! What a run found: measures, each against its bound.
+//! The findings of a run: measures, each with its bound.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,77 +6,75 @@ use std::time::Duration;
 use super::flow::FlowEnd;
 use crate::eventually::scaled;
 
-/// Everything that one run measured.
+/// All measures of one run.
 #[derive(Debug, Clone, Default)]
 pub struct Findings {
-    /// In the order of the story.
+    /// Measures in chronological order.
     pub measures: Vec<Measure>,
     /// Bytes that were hashed at both ends.
     pub hashed: u64,
 }
 
-/// One figure and what it may be.
+/// One value and its bound.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measure {
-    /// What was measured.
+    /// Description of the measured value.
     pub what: String,
-    /// What it may be.
+    /// Bound of the value.
     pub bound: Bound,
-    /// What it was.
     pub value: Value,
 }
 
-/// What a figure may be. Times are for the reference machine.
+/// The bound of a value. Times are for the reference machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bound {
-    /// Not longer than that, times the machine's factor.
+    /// At most this duration, times the machine's factor.
     Within(Duration),
-    /// Not less than that share.
+    /// At least this share.
     AtLeast(f64),
-    /// Not more than that.
+    /// At most this count.
     AtMost(u64),
-    /// The last not more than that many times the first.
+    /// The last count is at most this many times the first.
     Growth(f64),
-    /// It has to be so.
+    /// The condition must hold.
     Holds,
     /// Reported for information only.
     Nothing,
 }
 
-/// A figure.
+/// A value that a run measured.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// It took that long.
+    /// The event took this long.
     Took(Duration),
-    /// It had not happened after that long.
+    /// The event had not happened after this time.
     NotAfter(Duration),
-    /// One figure as a share of another.
+    /// One value as a share of another.
     Share(f64),
-    /// A number of things.
+    /// A number of events or items.
     Count(u64),
-    /// A number of things at the beginning and at the end.
+    /// A count at the beginning and at the end.
     Change(u64, u64),
-    /// It is so.
     Yes,
-    /// It is not so; why.
+    /// The condition does not hold, with the reason.
     No(String),
 }
 
-/// What a figure means.
+/// The verdict on a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
-    /// There was no bound.
+    /// There is no bound.
     Info,
-    /// Within the bound.
+    /// The value is within the bound.
     Pass,
-    /// Within the bound as it is on this machine, and not within that of the reference machine.
+    /// The value is within the bound of this machine, but not within that of the reference machine.
     Stretched,
-    /// Not.
+    /// The value misses the bound.
     Miss,
 }
 
 impl Findings {
-    /// Adds what took until something happened, or for how long it was waited for in vain.
+    /// Adds the time until an event, or the time that was waited in vain.
     pub(super) fn within(
         &mut self,
         what: impl Into<String>,
@@ -86,7 +84,7 @@ impl Findings {
         self.push(what, Bound::Within(bound), took(measured));
     }
 
-    /// Adds a time that has no bound.
+    /// Adds a time without a bound.
     pub(super) fn observed(
         &mut self,
         what: impl Into<String>,
@@ -95,28 +93,28 @@ impl Findings {
         self.push(what, Bound::Nothing, took(measured));
     }
 
-    /// Adds a share that may not be less than `least`.
+    /// Adds a share with the lower bound `least`.
     pub(super) fn at_least(&mut self, what: impl Into<String>, least: f64, share: f64) {
         self.push(what, Bound::AtLeast(least), Value::Share(share));
     }
 
-    /// Adds a number that may not be more than `most`.
+    /// Adds a count with the upper bound `most`.
     pub(super) fn at_most(&mut self, what: impl Into<String>, most: u64, count: u64) {
         self.push(what, Bound::AtMost(most), Value::Count(count));
     }
 
-    /// Adds a number that has no bound.
+    /// Adds a count without a bound.
     pub(super) fn observed_count(&mut self, what: impl Into<String>, count: u64) {
         self.push(what, Bound::Nothing, Value::Count(count));
     }
 
-    /// Adds a number at the beginning and at the end, which may be `factor` times as much.
+    /// Adds a count at the beginning and at the end, which may grow by `factor`.
     pub(super) fn growth(&mut self, what: impl Into<String>, factor: f64, change: (u64, u64)) {
         let value = Value::Change(change.0, change.1);
         self.push(what, Bound::Growth(factor), value);
     }
 
-    /// Adds something that has to be so; `or` says what it was otherwise.
+    /// Adds a condition that must hold; `or` describes the failure.
     pub(super) fn holds(
         &mut self,
         what: impl Into<String>,
@@ -127,7 +125,7 @@ impl Findings {
         self.push(what, Bound::Holds, value);
     }
 
-    /// Adds streams that have to have arrived whole and equal.
+    /// Adds streams that must have arrived complete and equal.
     pub(super) fn equal<'a>(
         &mut self,
         what: impl Into<String>,
@@ -136,7 +134,8 @@ impl Findings {
         self.streams(what, ends, FlowEnd::unequal);
     }
 
-    /// Adds streams that have to have arrived whole and equal, or to have been cut for both ends to see.
+    /// Adds streams that must have arrived complete and equal, or have been cut visibly for both
+    /// ends.
     pub(super) fn equal_or_reset<'a>(
         &mut self,
         what: impl Into<String>,
@@ -166,7 +165,7 @@ impl Findings {
 }
 
 impl Measure {
-    /// Whether the figure is within its bound, on this machine.
+    /// Returns whether the value is within its bound on this machine.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
         let is_good = match (self.bound, &self.value) {
@@ -199,7 +198,7 @@ impl Measure {
 }
 
 impl Bound {
-    /// The bound as it is on this machine; empty where the machine does not matter.
+    /// Returns the bound on this machine; empty if it does not depend on the machine.
     #[must_use]
     pub fn scaled_text(&self) -> String {
         match self {

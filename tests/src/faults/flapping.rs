@@ -1,5 +1,5 @@
-//! F32: a link that is up for 3 s and down for 3 s, for 10 minutes. With the two binaries as processes, so that what each
-//! holds can be counted.
+//! F32: a link that is up for 3 s and down for 3 s, for 10 minutes. The two binaries run as
+//! processes, so that their resource usage can be counted.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,13 +18,13 @@ use super::{Run, spawn};
 use crate::eventually::scaled;
 use crate::link::{Script, TrafficClass};
 
-/// Up and down, with requests while it is up and a stream through it all.
+/// Runs the flapping link, with requests while it is up and a stream throughout.
 pub(super) async fn flapping(run: Run) -> Result<Findings> {
     let clocks = run.clocks;
     let mut findings = Findings::default();
     let mut stack = Stack::up(run).await?;
     let half = clocks.time(HALF);
-    // Not divided by ten: a tenth of the times would show little of what grows.
+    // Not divided by ten: a tenth of the times would show little of any growth.
     let length = clocks.pick(LENGTH, LENGTH_SHORT);
     let pipe = stack.node_client.talk().await?;
     let rewrites = Rewrites::watch(stack.known_nodes());
@@ -76,12 +76,12 @@ struct Ups {
     slowest: Duration,
     inside: u64,
     failed: Vec<String>,
-    /// Requests that were not done when the link went down.
+    /// Requests that were not finished when the link went down.
     overtaken: u64,
 }
 
 impl Ups {
-    /// Waits until the node serves; from then on every request has to be.
+    /// Waits until the node serves. From then on every request must be served.
     async fn spend(&mut self, requester: &Requester, up: Instant, down: Instant) {
         self.all += 1;
         let last = down - (down - up) / 5;
@@ -126,7 +126,7 @@ impl Ups {
     }
 }
 
-/// What both processes hold at one moment at which nobody asks for anything.
+/// The usage of both processes at a moment without requests.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     sessions: u64,
@@ -148,8 +148,9 @@ impl Sample {
     }
 }
 
-/// Compares the most of the first half with the least of the end: what leaks goes on to grow, while sessions that are being
-/// dialled or retired come and go with the link, and an allocator takes a minute or two to have its arenas.
+/// Compares the maximum of the first half with the minimum of the end. A leak continues to grow,
+/// while sessions that are being dialed or retired come and go with the link, and an allocator
+/// needs a minute or two to fill its arenas.
 fn grown(samples: &[(Duration, Sample)], length: Duration, findings: &mut Findings) {
     let mut compare = |what: &str, factor: f64, of: fn(&Sample) -> u64| {
         let values = |within: fn(Duration, Duration) -> bool| {
@@ -180,7 +181,7 @@ fn grown(samples: &[(Duration, Sample)], length: Duration, findings: &mut Findin
     });
 }
 
-/// How often a file was replaced.
+/// Counts how often a file was replaced.
 struct Rewrites {
     byte_count: Arc<AtomicU64>,
     _watching: AbortOnDropHandle<()>,
@@ -216,7 +217,7 @@ fn changed(file: &Path) -> Option<SystemTime> {
     fs::metadata(file).ok()?.modified().ok()
 }
 
-/// Lines of the server's log without access records, and of the agent's.
+/// Returns the number of lines in the server's log, without the access log, and in the agent's.
 fn lines(stack: &mut Stack) -> [u64; 2] {
     let count = |lines: Vec<String>| {
         let lines = lines.iter();
@@ -227,7 +228,7 @@ fn lines(stack: &mut Stack) -> [u64; 2] {
     [count(server), count(stack.agent.log().lines())]
 }
 
-/// A counter as metrics show it.
+/// Returns a counter from the metrics.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -240,14 +241,14 @@ fn whole(count: f64) -> u64 {
 const HALF: Duration = Duration::from_secs(3);
 const LENGTH: Duration = Duration::from_secs(600);
 const LENGTH_SHORT: Duration = Duration::from_secs(20);
-/// The last tenth counts as the end: a minute, with full clocks.
+/// The last tenth counts as the end: a minute, with full timers.
 const CHUNKS: u32 = 10;
 const PART_LEAST: Duration = Duration::from_secs(5);
-/// What an allocator keeps varies.
+/// The memory that an allocator retains varies.
 const MEMORY_NOISE: f64 = 1.1;
 const ASK_EVERY: Duration = Duration::from_millis(50);
-/// Longer than a file system's grain of time.
+/// Longer than the timestamp granularity of a file system.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 const SHOWN: usize = 5;
-/// For what is left of a stream after the last time the link was down.
+/// Time limit for the rest of a stream after the last time the link was down.
 const FINISH: Duration = Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! Bytes of a seed in one direction: written at one end, watched and hashed at the other.
+//! Pseudo-random bytes in one direction: written at one end, observed and hashed at the other.
 
 use std::fmt;
 use std::io;
@@ -16,38 +16,38 @@ use tokio_util::task::AbortOnDropHandle;
 use super::spawn;
 use crate::targets::Sha256;
 
-/// What a direction carries until it is told to end.
+/// The load of a direction until it is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Load {
-    /// Nothing.
+    /// The direction carries no bytes.
     Quiet,
-    /// 1 KiB every 20 ms, as somebody who types, or a log.
+    /// 1 KiB every 20 ms, as for typing or a log.
     Paced,
-    /// As much as goes.
+    /// The direction carries data at maximum throughput.
     Bulk,
-    /// That many bytes, as fast as they go; ends by itself.
+    /// This many bytes at maximum throughput; ends by itself.
     Exactly(u64),
 }
 
-/// One direction that is under way.
+/// One direction in progress.
 pub(super) struct Flow {
     seed: u64,
     progress: Arc<Mutex<Progress>>,
-    /// What was handed to the writing end.
+    /// Bytes given to the writing end.
     written: Arc<AtomicU64>,
     stop: CancellationToken,
     writing: AbortOnDropHandle<io::Result<Digest>>,
     reading: AbortOnDropHandle<Read>,
 }
 
-/// What the reader has seen so far.
+/// The progress of the reader.
 #[derive(Debug)]
 struct Progress {
     began: Instant,
     bytes: u64,
     last: Instant,
     longest_gap: Duration,
-    /// Since when bytes beyond these are waited for.
+    /// Time and byte count of the last [`Flow::mark`].
     mark: Option<(Instant, u64)>,
     after_mark: Option<Duration>,
     ended: bool,
@@ -62,25 +62,25 @@ struct Digest {
 #[derive(Debug)]
 struct Read {
     digest: Digest,
-    /// Absent after a clean end.
+    /// Error kind of a cut; `None` after a clean end.
     cut: Option<io::ErrorKind>,
 }
 
-/// How a direction ended.
+/// The end of a direction.
 #[derive(Debug)]
 pub(super) struct FlowEnd {
     name: String,
     seed: u64,
     sent: Result<Digest, WriteEnd>,
-    /// Absent when nothing ended it in time.
+    /// Result of the reader; `None` if nothing ended the direction in time.
     read: Option<Read>,
     received: u64,
-    /// From the first byte written to the last one read.
+    /// Time from the first byte written to the last one read.
     pub(super) took: Duration,
 }
 
 impl Flow {
-    /// Writes a load of bytes that follow from `seed` into one end, and reads them from the other.
+    /// Writes a load of bytes derived from `seed` into one end, and reads them from the other.
     pub(super) fn start(
         writer: impl AsyncWrite + Send + Unpin + 'static,
         reader: impl AsyncRead + Send + Unpin + 'static,
@@ -114,19 +114,20 @@ impl Flow {
         }
     }
 
-    /// Bytes that have arrived.
+    /// Returns the number of received bytes.
     pub(super) fn received(&self) -> u64 {
         self.lock().bytes
     }
 
-    /// Waits anew for the longest pause.
+    /// Restarts the measurement of the longest pause.
     pub(super) fn forget_stalls(&self) {
         let mut progress = self.lock();
         progress.longest_gap = Duration::ZERO;
         progress.last = Instant::now();
     }
 
-    /// The longest time without a byte since the start or [`Flow::forget_stalls`], up to now.
+    /// Returns the longest time without a byte since the start or [`Flow::forget_stalls`], up to
+    /// this moment.
     pub(super) fn stall(&self) -> Duration {
         let progress = self.lock();
         let gap = if progress.ended {
@@ -137,35 +138,36 @@ impl Flow {
         progress.longest_gap.max(gap)
     }
 
-    /// From now on [`Flow::resumed`] waits for a byte that is not written yet: buffers on the way may let older ones
-    /// trickle.
+    /// Makes [`Flow::resumed`] wait for a byte that is not written yet, since buffers on the path
+    /// may let older bytes trickle.
     pub(super) fn mark(&self) {
         let mut progress = self.lock();
         progress.mark = Some((Instant::now(), self.written.load(Ordering::Relaxed)));
         progress.after_mark = None;
     }
 
-    /// How long after [`Flow::mark`] a byte came that was written after it, once one has.
+    /// Returns the time from [`Flow::mark`] to the first byte written after it, once one has
+    /// arrived.
     pub(super) fn resumed(&self) -> Option<Duration> {
         self.lock().after_mark
     }
 
-    /// Whether the reader has seen an end or a cut.
+    /// Returns whether the reader has observed an end or a cut.
     pub(super) fn has_ended(&self) -> bool {
         self.lock().ended
     }
 
-    /// Lets the writer end its direction after what it has begun.
+    /// Lets the writer end its direction after the current piece.
     pub(super) fn stop(&self) {
         self.stop.cancel();
     }
 
-    /// Stops, and waits for both ends as long as `limit`.
+    /// Stops, and waits for both ends at most for `limit`.
     pub(super) async fn finish(mut self, name: &str, limit: Duration) -> FlowEnd {
         self.stop();
         let deadline = Instant::now() + limit;
         let read = timeout(limit, &mut self.reading).await;
-        // A writer that is still blocked when its reader is gone has nobody to write to.
+        // A writer that is still blocked when its reader is gone has no peer.
         let left = deadline
             .saturating_duration_since(Instant::now())
             .max(WRITER_LEFT);
@@ -191,7 +193,7 @@ impl Flow {
     }
 }
 
-/// Why not everything was written.
+/// The reason why not everything was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WriteEnd {
     Cut(io::ErrorKind),
@@ -201,8 +203,8 @@ enum WriteEnd {
 }
 
 impl FlowEnd {
-    /// The two directions of one connection at each end. A reset is told once for a socket: when a write has learned of it,
-    /// the next read finds the end.
+    /// Combines the two directions of one connection at each end. A socket reports a reset only
+    /// once: if a write has received it, the next read finds the end.
     pub(super) fn of_sockets(mut one: Self, mut other: Self) -> [Self; 2] {
         let [first, second] = [one.writer_saw(), other.writer_saw()];
         one.cut_by(second);
@@ -229,12 +231,12 @@ impl FlowEnd {
         }
     }
 
-    /// Bytes whose hash was compared with that of what was sent.
+    /// Returns the number of bytes whose hash was compared with that of the sent bytes.
     pub(super) fn hashed(&self) -> u64 {
         self.read.as_ref().map_or(0, |read| read.digest.bytes)
     }
 
-    /// What is wrong, when anything less than all bytes has arrived.
+    /// Returns a description of the failure unless all bytes have arrived.
     pub(super) fn unequal(&self) -> Option<String> {
         match (&self.read, &self.sent) {
             (Some(Read { digest, cut: None }), Ok(sent)) if digest == sent => None,
@@ -242,7 +244,8 @@ impl FlowEnd {
         }
     }
 
-    /// What is wrong, when bytes are missing or false and nothing said so: a cut with the right bytes before it is told.
+    /// Returns a description of the failure if bytes are missing or wrong without an error. A cut
+    /// after correct bytes counts as reported.
     pub(super) fn unreported_loss(&self) -> Option<String> {
         match &self.read {
             Some(Read {
@@ -301,7 +304,7 @@ impl Digest {
     }
 }
 
-/// What the writing end does.
+/// The writing end of a flow.
 struct Source {
     seed: u64,
     load: Load,
@@ -323,7 +326,7 @@ impl Source {
         let mut piece = vec![0; piece_bytes];
         let mut ticks = interval(PACE);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // An amount is written whole, whoever waits for its end.
+        // An exact amount is written completely, even if another task waits for its end.
         while sha256.bytes() < most && !(stop.is_cancelled() && most == u64::MAX) {
             random.fill_bytes(&mut piece);
             let left = usize::try_from(most - sha256.bytes()).unwrap_or(usize::MAX);
@@ -378,12 +381,12 @@ async fn read(mut reader: impl AsyncRead + Unpin, progress: Arc<Mutex<Progress>>
     }
 }
 
-/// Small enough that a pause of 20 ms shows, a multiple of the generator's word.
+/// Small enough to make a pause of 20 ms visible, and a multiple of the generator's word.
 const PACED_PIECE: usize = 1024;
 const PACE: Duration = Duration::from_millis(20);
 const BULK_PIECE: usize = 16 * 1024;
 const READ_BYTES: usize = 64 * 1024;
-/// For a writer whose reader has ended: it is woken at once.
+/// Time limit for a writer whose reader has ended: the writer is woken at once.
 const WRITER_LEFT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -426,7 +429,7 @@ mod tests {
         assert_eq!(end.unreported_loss(), None);
     }
 
-    /// Ends in a reset in place of a clean end.
+    /// Ends in a reset instead of a clean end.
     struct Cut<R>(R);
 
     impl<R: AsyncRead + Unpin> AsyncRead for Cut<R> {

@@ -1,4 +1,4 @@
-//! F14: packets are lost, overtaken, doubled or spoilt.
+//! F14: packets are lost, reordered, duplicated or corrupted.
 
 use std::time::Duration;
 
@@ -13,22 +13,22 @@ use super::{Run, TransportMode};
 use crate::eventually::scaled;
 use crate::link::{Impairment, TrafficClass};
 
-/// What the path does to packets.
+/// The effect of the path on packets.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Spoil {
-    /// Loses that share, each way.
+    /// Loses this share in each direction.
     Lose(f64),
-    /// The same, under a session that was made on a clean path.
+    /// Loses this share, starting during a session that began on a clean path.
     LoseSuddenly(f64),
-    /// Holds a quarter of them back.
+    /// Delays a quarter of the packets.
     Reorder,
-    /// Sends a tenth of them twice.
+    /// Sends a tenth of the packets twice.
     Duplicate,
-    /// Flips a bit in a hundredth of them.
+    /// Flips a bit in a hundredth of the packets.
     Corrupt,
 }
 
-/// A transfer of the same size in both directions at once.
+/// Runs transfers of equal size in both directions at once.
 pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
     let mut findings = Findings::default();
     let amount = run.clocks.pick(AMOUNT_FULL, AMOUNT_SHORT);
@@ -92,14 +92,15 @@ impl Spoil {
 
 /// The loss at which the contract compares with plain quinn.
 pub(super) const COMPARED: f64 = 0.05;
-/// The share of plain quinn's goodput that has to be there.
+/// Minimum share of plain quinn's goodput.
 const LEAST: f64 = 0.6;
-/// Slow enough that the machine is no part of the figure.
+/// Slow enough that the machine does not affect the result.
 const RATE: u64 = 4_000_000;
 const DELAY: Duration = Duration::from_millis(10);
-/// Longer than the gap between packets of a busy sender, shorter than the timeout of its loss detection.
+/// Longer than the gap between packets of a busy sender, shorter than the timeout of its loss
+/// detection.
 const OVERTAKEN_BY: Duration = Duration::from_millis(10);
 const AMOUNT_FULL: u64 = 16 << 20;
 const AMOUNT_SHORT: u64 = 2 << 20;
-/// At a hundredth of the rate.
+/// Enough for a hundredth of the rate.
 const FINISH: Duration = Duration::from_secs(120);

@@ -1,4 +1,5 @@
-//! What callers do with a node that is reached through the tunnel: requests at the plain door, streams at a TCP service.
+//! Callers of a node that is reached through the tunnel: requests at the HTTP listener, streams at
+//! a TCP service.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,10 +23,10 @@ use crate::targets::Exporter;
 /// The node's name in every run.
 pub(super) const NODE: &str = "worker-1";
 
-/// The node's targets, before any door is known.
+/// The node's targets, before any listener is known.
 pub(super) struct Targets {
     pub(super) exporter: Exporter,
-    /// The port behind the TCP service.
+    /// Target of the TCP service.
     pub(super) raw: TcpListener,
 }
 
@@ -38,7 +39,7 @@ impl Targets {
     }
 }
 
-/// The node as callers see it.
+/// The node as seen by callers.
 pub(super) struct NodeClient {
     pub(super) requester: Requester,
     service: SocketAddr,
@@ -70,27 +71,27 @@ impl NodeClient {
         }
     }
 
-    /// A stream to the node.
+    /// Opens a stream to the node.
     ///
     /// # Errors
-    /// It does not come through.
+    /// Returns an error if the stream does not reach the node.
     pub(super) async fn pipe(&self, loads: Loads) -> Result<Pipe> {
         let number = self.pipes.fetch_add(1, Ordering::Relaxed);
         let seed = self.seed.wrapping_mul(1000).wrapping_add(number);
         Pipe::open(self.service, &self.targets.raw, seed, loads).await
     }
 
-    /// A stream that runs in both directions.
+    /// Opens a stream with traffic in both directions.
     ///
     /// # Errors
-    /// It does not come through.
+    /// Returns an error if the stream does not reach the node.
     pub(super) async fn talk(&self) -> Result<Pipe> {
         let pipe = self.pipe(Loads::TALK).await?;
         pipe.settled().await?;
         Ok(pipe)
     }
 
-    /// Adds what the requests of this run were answered.
+    /// Adds the answers to the requests of this run.
     pub(super) fn report(&self, findings: &mut Findings) {
         let tally = &self.requester.tally;
         findings.hashed += tally.hashed.load(Ordering::Relaxed);
@@ -101,7 +102,7 @@ impl NodeClient {
     }
 }
 
-/// Asks the node for bytes of a seed and compares their hash.
+/// Requests pseudo-random bytes from the node and compares their hash.
 #[derive(Clone)]
 pub(super) struct Requester {
     endpoint: Endpoint,
@@ -117,22 +118,22 @@ struct Tally {
     unequal: AtomicU64,
 }
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RequestOutcome {
-    /// All bytes came, and they are the right ones.
+    /// All bytes arrived and are correct.
     Served,
-    /// The server's own answer: status and code.
+    /// The server refused: status and code.
     Refused(u16, String),
     /// The connection was cut, or closed without an answer.
     Cut(String),
-    /// Nothing came in time.
+    /// No answer arrived in time.
     Silence,
-    /// A clean answer with missing or false bytes.
+    /// A clean answer with missing or wrong bytes.
     Unequal(String),
 }
 
-/// A request and how long it took.
+/// A request and its duration.
 #[derive(Debug, Clone)]
 pub(super) struct TimedOutcome {
     pub(super) outcome: RequestOutcome,
@@ -140,7 +141,7 @@ pub(super) struct TimedOutcome {
 }
 
 impl Requester {
-    /// One request on a connection of its own; nobody waits for it any longer than `limit`.
+    /// Sends one request on a connection of its own, and waits at most for `limit`.
     pub(super) async fn ask(&self, limit: Duration) -> TimedOutcome {
         let began = Instant::now();
         let number = self.number.fetch_add(1, Ordering::Relaxed);
@@ -176,8 +177,8 @@ impl Requester {
         }
     }
 
-    /// Sends a request every 100 ms, whatever became of those before, until one is served. How long after `since` that
-    /// was; `Err` when none was up to `give_up`.
+    /// Sends a request every 100 ms, independent of the previous ones, until one is served. Returns
+    /// its time after `since`, or `Err` if none was served within `give_up`.
     pub(super) async fn serving(
         &self,
         since: Instant,
@@ -186,7 +187,8 @@ impl Requester {
         self.serves(since, give_up, Duration::ZERO).await
     }
 
-    /// As [`Requester::serving`], but for good: all that were sent in the second after the first one are served too.
+    /// Like [`Requester::serving`], but permanently: all requests sent in the second after the
+    /// first served one are served too.
     pub(super) async fn serving_on(
         &self,
         since: Instant,
@@ -195,7 +197,8 @@ impl Requester {
         self.serves(since, give_up, FOR_GOOD).await
     }
 
-    /// Sends requests until all that were sent within some time are served. When the first of them was, after `since`.
+    /// Sends requests until all that were sent within some time are served. Returns the time of the
+    /// first of them after `since`.
     async fn serves(
         &self,
         since: Instant,
@@ -205,7 +208,8 @@ impl Requester {
         let deadline = since + give_up;
         let mut asking = JoinSet::new();
         let mut ticks = interval(ASK_EVERY);
-        // When the last request was sent that was not served, and those after it that were: sent, and answered.
+        // The time of the last request that was not served, and the later requests that were: sent,
+        // and answered.
         let mut last_failed = None;
         let mut served: BTreeMap<Instant, Instant> = BTreeMap::new();
         loop {
@@ -234,10 +238,10 @@ impl Requester {
         }
     }
 
-    /// Waits until the node serves, with one request after the other.
+    /// Waits until the node serves, with sequential requests.
     ///
     /// # Errors
-    /// It does not.
+    /// Returns an error if the node does not serve in time.
     pub(super) async fn ready(&self) -> Result<()> {
         let serves = async || self.ask(ASK_LIMIT).await.outcome == RequestOutcome::Served;
         let ready = until(Instant::now(), scaled(READY), serves).await;
@@ -246,7 +250,8 @@ impl Requester {
             .map_err(|waited| anyhow::anyhow!("the node does not serve after {waited:?}"))
     }
 
-    /// Asks a node that is suspect now and then up to `end`, when it recovers: each request is to be refused at once.
+    /// Sends requests to a suspect node until `end`, when the node recovers. Each request must be
+    /// refused at once.
     pub(super) async fn refused(&self, end: Instant, every: Duration, findings: &mut Findings) {
         let mut slowest = Duration::ZERO;
         let (mut asked, mut others) = (0_u64, Vec::new());
@@ -270,10 +275,10 @@ impl Requester {
         });
     }
 
-    /// A request that has to be served.
+    /// Sends a request that must be served.
     ///
     /// # Errors
-    /// It is not.
+    /// Returns an error if the request is not served.
     pub(super) async fn served(&self) -> Result<()> {
         let asked = self.ask(scaled(ASK_LIMIT)).await;
         match asked.outcome {
@@ -295,13 +300,14 @@ impl fmt::Display for RequestOutcome {
     }
 }
 
-/// Requests that are sent one after the other for as long as something lasts; each is waited for.
+/// Requests sent at an interval during some event. All of them are awaited.
 pub(super) struct PendingRequests {
     asking: JoinSet<TimedOutcome>,
 }
 
 impl PendingRequests {
-    /// Sends a request every so often until `end` is over, and then waits no longer than `limit` for any of them.
+    /// Sends requests at an interval until `end` completes, and then waits at most `limit` for each
+    /// of them.
     pub(super) async fn during(
         requester: &Requester,
         every: Duration,
@@ -323,10 +329,10 @@ impl PendingRequests {
         }
     }
 
-    /// What became of them.
+    /// Returns the outcomes.
     ///
     /// # Errors
-    /// One of them panicked.
+    /// Returns an error if a request panicked.
     pub(super) async fn outcomes(mut self) -> Result<Vec<TimedOutcome>> {
         let mut outcomes = Vec::new();
         while let Some(asked) = self.asking.join_next().await {
@@ -336,14 +342,14 @@ impl PendingRequests {
     }
 }
 
-/// A scrape.
+/// The size of a scrape.
 const ANSWER_BYTES: usize = 4096;
 const ASK_EVERY: Duration = Duration::from_millis(100);
-/// A service that is back stays.
+/// A service that has recovered stays up for at least this time.
 const FOR_GOOD: Duration = Duration::from_secs(1);
-/// A refusal waits for nothing.
+/// A refusal does not wait.
 const AT_ONCE: Duration = Duration::from_secs(1);
-/// The patience of a caller that will try again.
+/// The timeout of a caller that will try again.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
-/// For the start of a tunnel on a clean path, with enrolment.
+/// Time limit for the start of a tunnel on a clean path, with enrollment.
 const READY: Duration = Duration::from_secs(20);

@@ -1,4 +1,5 @@
-//! F05, F06, F08, F09: nothing passes, for a second, for half a minute, one way only, or until the end.
+//! F05, F06, F08, F09: nothing passes, for a second, for half a minute, in one direction only, or
+//! until the end.
 
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use super::{Run, TransportMode};
 use crate::eventually::scaled;
 use crate::link::{Impairment, TrafficClass};
 
-/// F05: everything is lost for a second, under a stream.
+/// Runs F05: everything is lost for a second during a stream.
 pub(super) async fn brief(run: Run) -> Result<Findings> {
     let mut findings = Findings::default();
     let site = Site::up(run).await?;
@@ -24,7 +25,7 @@ pub(super) async fn brief(run: Run) -> Result<Findings> {
     site.link.heal();
     pipe.mark();
     let _resumed = pipe.resumed(scaled(GIVE_UP)).await;
-    // A second one would be dialled within that time, if at all.
+    // A second session would be dialed within that time, if at all.
     sleep(run.clocks.time(BRIEF)).await;
     let bound = run.clocks.bound(Duration::from_millis(1500));
     findings.within("stall of a stream", bound, Ok(pipe.stall()));
@@ -38,7 +39,7 @@ pub(super) async fn brief(run: Run) -> Result<Findings> {
     Ok(findings)
 }
 
-/// F06: everything is lost for 30 s, with a stream open or without.
+/// Runs F06: everything is lost for 30 s, with or without an open stream.
 pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
     let clocks = run.clocks;
     let mut findings = Findings::default();
@@ -87,12 +88,12 @@ pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
     Ok(findings)
 }
 
-/// F08: everything is lost one way, without streams.
+/// Runs F08: everything is lost in one direction, without streams.
 pub(super) async fn one_way(run: Run, class: TrafficClass) -> Result<Findings> {
     silence(run, class, false).await
 }
 
-/// F09: a connection whose packets no longer arrive, with a stream open or without.
+/// Runs F09: packets of a connection no longer arrive, with or without an open stream.
 pub(super) async fn half_open(run: Run, busy: bool) -> Result<Findings> {
     let class = match run.transport_mode {
         TransportMode::Quic => TrafficClass::UDP,
@@ -102,7 +103,7 @@ pub(super) async fn half_open(run: Run, busy: bool) -> Result<Findings> {
     silence(run, class, busy).await
 }
 
-/// Both ends come to think that the other is suspect, then dead.
+/// Checks that both ends mark each other suspect, then dead.
 async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<Findings> {
     let clocks = run.clocks;
     let mut findings = Findings::default();
@@ -153,7 +154,7 @@ const SUSPECT_BUSY: Duration = Duration::from_secs(5);
 const SUSPECT_IDLE: Duration = Duration::from_secs(15);
 const DEAD: Duration = Duration::from_secs(60);
 const ASK_EVERY: Duration = Duration::from_secs(2);
-/// When what is measured has missed any bound by far.
+/// Far beyond any bound of the measured values.
 const GIVE_UP: Duration = Duration::from_secs(45);
-/// For what is left of a stream, which may still wait for a retransmission.
+/// Time limit for the rest of a stream, which may still wait for a retransmission.
 const FINISH: Duration = Duration::from_secs(40);

@@ -1,4 +1,4 @@
-//! F15, F16: the agent comes from another port, or from another address.
+//! F15, F16: the agent changes its port or its address.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -15,16 +15,16 @@ use super::watch::{node_status, until};
 use super::{Run, TransportMode};
 use crate::eventually::scaled;
 
-/// What happens to the path.
+/// The change of the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shift {
-    /// F15: a NAT forgets the agent's port.
+    /// F15: a NAT drops the mapping of the agent's port.
     Port,
-    /// F16: the agent has another address.
+    /// F16: the agent gets another address.
     Address,
 }
 
-/// F15 and F16 on either transport.
+/// Runs F15 and F16 on either transport.
 pub(super) async fn shifted(run: Run, shift: Shift) -> Result<Findings> {
     let site = Site::up(run).await?;
     match run.transport_mode {
@@ -33,7 +33,7 @@ pub(super) async fn shifted(run: Run, shift: Shift) -> Result<Findings> {
     }
 }
 
-/// The session goes on.
+/// Checks that the session continues.
 async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     let mut findings = Findings::default();
     let pipe = site.node_client.talk().await?;
@@ -81,7 +81,7 @@ async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     Ok(findings)
 }
 
-/// The connection is lost, and another one made.
+/// Checks that the connection is lost and a new one is made.
 async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     let mut findings = Findings::default();
     let pipe = site.node_client.talk().await?;
@@ -89,7 +89,8 @@ async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     let address = shift.happen(site, run.seed, 0);
     let began = Instant::now();
     site.link.reset_tcp();
-    // The server may not have seen the reset when the first request comes: a new session is what is waited for.
+    // The server may not have noticed the reset when the first request arrives, so the run waits
+    // for a new session.
     let renewed = async || site.ids().iter().any(|id| !before.contains(id));
     let served = match until(began, scaled(GIVE_UP), renewed).await {
         Ok(_) => {
@@ -117,7 +118,7 @@ async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
 }
 
 impl Shift {
-    /// The new address, if it is another one.
+    /// Changes the path and returns the new address, if it differs.
     fn happen(self, site: &Site, seed: u64, round: u8) -> Option<IpAddr> {
         match self {
             Self::Port => {
@@ -134,7 +135,7 @@ impl Shift {
     }
 }
 
-/// `/nodes` tells the new address, of the same node.
+/// Checks that `/nodes` contains the new address of the node.
 async fn shown(site: &Site, address: IpAddr, findings: &mut Findings) {
     let meta = site.env.bound().meta;
     let observed = async || match node_status(meta, NODE).await {
@@ -154,7 +155,7 @@ async fn shown(site: &Site, address: IpAddr, findings: &mut Findings) {
     );
 }
 
-/// Waits as long as it takes for what was lost to be sent again.
+/// Waits until lost data has been sent again.
 async fn settle(pipe: &Pipe) {
     pipe.mark();
     let _resumed = pipe.resumed(scaled(GIVE_UP)).await;
@@ -174,9 +175,9 @@ const ROUNDS: u8 = 3;
 const STALL: Duration = Duration::from_secs(1);
 /// Longer than a stall that is within its bound.
 const BETWEEN: Duration = Duration::from_millis(1500);
-/// For `/nodes`, which reads the session as it is.
+/// Time limit for `/nodes`, which reads the current state of the session.
 const SHOWN: Duration = Duration::from_secs(2);
-/// When what is measured has missed any bound by far.
+/// Far beyond any bound of the measured values.
 const GIVE_UP: Duration = Duration::from_secs(30);
-/// For what is left of a stream that runs.
+/// Time limit for the rest of an active stream.
 const FINISH: Duration = Duration::from_secs(15);

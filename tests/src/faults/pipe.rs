@@ -1,4 +1,5 @@
-//! A stream through the tunnel whose two ends the run holds: a caller at a TCP service, and the target behind the agent.
+//! A stream through the tunnel whose two ends belong to the run: a caller at a TCP service, and the
+//! target behind the agent.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -13,17 +14,17 @@ use super::flow::{Flow, FlowEnd, Load};
 use super::watch::until;
 use crate::eventually::scaled;
 
-/// What runs in the two directions of a stream.
+/// The loads of the two directions of a stream.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Loads {
     /// From the caller through server and agent to the target.
     pub(super) to_edge: Load,
-    /// Back.
+    /// From the target to the caller.
     pub(super) to_cloud: Load,
 }
 
 impl Loads {
-    /// As `kubectl exec`: a little both ways, all the time.
+    /// A little traffic in both directions all the time, as with `kubectl exec`.
     pub(super) const TALK: Self = Self::both(Load::Paced);
 
     pub(super) const fn both(load: Load) -> Self {
@@ -34,17 +35,17 @@ impl Loads {
     }
 }
 
-/// A stream that is under way.
+/// A stream in progress.
 pub(super) struct Pipe {
     pub(super) to_edge: Flow,
     pub(super) to_cloud: Flow,
 }
 
 impl Pipe {
-    /// Opens a stream through the service at `endpoint` to the target that listens.
+    /// Opens a stream through the service at `endpoint` to the target.
     ///
     /// # Errors
-    /// It does not come through.
+    /// Returns an error if the stream does not reach the target.
     pub(super) async fn open(
         endpoint: SocketAddr,
         target: &TcpListener,
@@ -61,10 +62,10 @@ impl Pipe {
         })
     }
 
-    /// Waits until bytes run in both directions.
+    /// Waits until bytes flow in both directions.
     ///
     /// # Errors
-    /// They do not.
+    /// Returns an error if no bytes flow in one of the directions.
     pub(super) async fn settled(&self) -> Result<()> {
         let goal = self.received().map(|bytes| bytes + SETTLED_BYTES);
         let runs = async || {
@@ -86,7 +87,7 @@ impl Pipe {
         self.to_cloud.forget_stalls();
     }
 
-    /// The longer stall of the two directions.
+    /// Returns the longer stall of the two directions.
     pub(super) fn stall(&self) -> Duration {
         self.to_edge.stall().max(self.to_cloud.stall())
     }
@@ -96,8 +97,8 @@ impl Pipe {
         self.to_cloud.mark();
     }
 
-    /// How long after [`Pipe::mark`] bytes ran again in both directions; `Err` when they did not within `give_up`, or the
-    /// stream was cut.
+    /// Returns the time from [`Pipe::mark`] until bytes flow again in both directions. Returns
+    /// `Err` if they do not within `give_up`, or if the stream was cut.
     pub(super) async fn resumed(&self, give_up: Duration) -> Result<Duration, Duration> {
         let marked = Instant::now();
         let both = || Some(self.to_edge.resumed()?.max(self.to_cloud.resumed()?));
@@ -108,7 +109,7 @@ impl Pipe {
         both().ok_or_else(|| marked.elapsed())
     }
 
-    /// Whether either reader has seen an end or a cut.
+    /// Returns whether either reader has observed an end or a cut.
     pub(super) fn has_ended(&self) -> bool {
         self.to_edge.has_ended() || self.to_cloud.has_ended()
     }
@@ -132,7 +133,7 @@ async fn connect(
 ) -> Result<(TcpStream, TcpStream)> {
     let mut caller = TcpStream::connect(endpoint).await.context("connect")?;
     prepare(&caller)?;
-    // The target may still hold connections of streams that nobody waits for any more.
+    // The target may still accept connections of abandoned streams.
     let mine = (seed ^ u64::from(caller.local_addr()?.port()).rotate_left(32)).to_be_bytes();
     caller.write_all(&mine).await.context("first bytes")?;
     loop {
@@ -158,13 +159,13 @@ async fn connect(
 
 fn prepare(stream: &TcpStream) -> Result<()> {
     stream.set_nodelay(true)?;
-    // What is stopped should be through soon.
+    // Small buffers let a stopped flow drain soon.
     SockRef::from(stream).set_send_buffer_size(SEND_BUFFER)?;
     Ok(())
 }
 
-/// To be opened on a tunnel that serves.
+/// Time limit for opening a stream on a working tunnel.
 const OPEN: Duration = Duration::from_secs(15);
-/// A few pieces.
+/// Size of a few pieces of the flow.
 const SETTLED_BYTES: u64 = 8 * 1024;
 const SEND_BUFFER: usize = 64 * 1024;

@@ -1,4 +1,4 @@
-//! Plain quinn on the same bad path: what the tunnel's goodput is compared with.
+//! Plain quinn on an equally bad path, for comparison with the tunnel's goodput.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use tunnel_proto::transport::CongestionControl;
 use super::flow::{Flow, FlowEnd, Load};
 use crate::link::{Impairment, Link, TrafficClass};
 
-/// Moves the amount in both directions at once over one stream, as the tunnel does: the end that accepts connections
-/// opens it. A link of its own, with the same seed.
+/// Transfers the amount in both directions at once over one stream, as the tunnel does: the end
+/// that accepts connections opens the stream. Uses its own link with an equal seed.
 ///
 /// # Errors
-/// There is no connection.
+/// Returns an error if there is no connection.
 pub(super) async fn transfer(
     path: Impairment,
     seed: u64,
@@ -65,7 +65,8 @@ pub(super) async fn transfer(
     Ok([to_edge, to_cloud])
 }
 
-/// As the tunnel's: `streamWindow`, eight of it for the connection, and its default of congestion control.
+/// Returns the tunnel's transport parameters: `streamWindow`, eight times that for the connection,
+/// and the default congestion control.
 fn transport() -> TransportConfig {
     let mut config = TransportConfig::default();
     config
@@ -105,5 +106,5 @@ fn endpoint(server: Option<ServerConfig>) -> Result<Endpoint> {
 const NAME: &str = "plain";
 /// The default of `streamWindow`.
 const STREAM_WINDOW: u32 = 2 << 20;
-/// As the tunnel's sockets.
+/// Buffer size of the tunnel's sockets.
 const UDP_BUFFER: usize = 4 << 20;

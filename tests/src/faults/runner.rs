@@ -1,4 +1,4 @@
-//! Runs cases with several seeds, many at once: most of them wait.
+//! Runs cases with several seeds, many at once, since most of them wait.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,33 +13,32 @@ use super::findings::{Findings, Measure, Verdict};
 use super::{Case, Clocks, Cost, Run};
 use crate::eventually::scaled;
 
-/// What is to be run.
+/// The runs to execute.
 #[derive(Debug)]
 pub struct Plan {
-    /// The cases.
     pub cases: Vec<&'static Case>,
-    /// Each case is run once with each of these.
+    /// Seeds; each case runs once with each of them.
     pub seeds: Vec<u64>,
-    /// The clocks of all runs.
+    /// Timers of all runs.
     pub clocks: Clocks,
-    /// Runs at once, besides those that idle.
+    /// Number of parallel runs, in addition to idle ones.
     pub jobs: usize,
 }
 
 /// A run that has ended.
 #[derive(Debug)]
 pub struct FinishedRun {
-    /// What was run.
+    /// Case of the run.
     pub case: &'static Case,
-    /// With which seed.
+    /// Seed of the run.
     pub seed: u64,
-    /// How long it took.
+    /// Duration of the run.
     pub took: Duration,
-    /// What it found, or why it could not be measured.
+    /// Findings, or the reason why the run could not be measured.
     pub findings: Result<Findings, String>,
 }
 
-/// What happens during [`run`].
+/// An event during [`run`].
 #[derive(Debug)]
 pub enum RunEvent<'a> {
     /// A run has begun.
@@ -49,13 +48,13 @@ pub enum RunEvent<'a> {
 }
 
 impl Plan {
-    /// Number of runs.
+    /// Returns the number of runs.
     #[must_use]
     pub fn runs(&self) -> usize {
         self.cases.len() * self.seeds.len()
     }
 
-    /// All runs, those first that take longest.
+    /// Returns all runs, longest first.
     fn order(&self) -> Vec<(&'static Case, u64)> {
         let seeds = self.seeds.iter();
         let mut runs: Vec<_> = seeds
@@ -67,7 +66,7 @@ impl Plan {
 }
 
 impl FinishedRun {
-    /// The worst of its measures; a run without is a miss.
+    /// Returns the worst verdict of the measures. A run without measures is a miss.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
         let Ok(findings) = &self.findings else {
@@ -78,7 +77,8 @@ impl FinishedRun {
     }
 }
 
-/// Runs all of it and returns what was done; when `stop` is cancelled, what was done up to then.
+/// Executes the plan and returns the completed runs. If `stop` is canceled, returns those completed
+/// up to then.
 pub async fn run(
     plan: &Plan,
     stop: &CancellationToken,
@@ -94,7 +94,7 @@ pub async fn run(
         let (permits, begin, clocks) = (permits.clone(), begin.clone(), plan.clocks);
         runs.spawn(async move {
             let _permits = permits.acquire_for(case.cost).await;
-            // The receiver is gone only when nobody listens any more.
+            // The send fails only if the receiver is gone.
             let _nobody_listens = begin.send((case, seed)).await;
             one(case, seed, clocks).await
         });
@@ -115,7 +115,7 @@ pub async fn run(
                     on_event(RunEvent::Ended(&one));
                     done.push(one);
                 }
-                // `one` catches what its run does; this is the runner's own panic.
+                // `one` catches panics of its run; this is the runner's own panic.
                 Some(Err(_)) => {}
             },
         }
@@ -131,7 +131,7 @@ async fn one(case: &'static Case, seed: u64, clocks: Clocks) -> FinishedRun {
         clocks,
         limits: match case.cost {
             Cost::Timed | Cost::Idle => clocks,
-            // What matters to these is QUIC's own recovery, which has no shorter clocks.
+            // These depend on QUIC's own recovery, whose timers cannot be shortened.
             Cost::Throughput | Cost::SlowThroughput => Clocks::Full,
         },
         transport_mode: case.transport_mode,
@@ -143,7 +143,8 @@ async fn one(case: &'static Case, seed: u64, clocks: Clocks) -> FinishedRun {
         Ok(None) => Err("did not run".to_owned()),
         Err(_elapsed) => Err(format!("not done after {limit:?}")),
     };
-    // Dropping the set ends the run's tasks at their next step, which is not yet the end of its processes.
+    // Dropping the set ends the run's tasks at their next await point, which does not wait for
+    // their processes.
     running.shutdown().await;
     FinishedRun {
         case,
@@ -168,14 +169,14 @@ fn panic_text(panicked: tokio::task::JoinError) -> String {
     }
 }
 
-/// What runs share.
+/// The permits that runs share.
 struct RunPermits {
     all: Semaphore,
     works: Semaphore,
 }
 
 impl RunPermits {
-    /// Both are fair, so that runs begin in their order.
+    /// Acquires the permits of a run. Both semaphores are fair, so that runs begin in order.
     async fn acquire_for(&self, cost: Cost) -> Vec<tokio::sync::SemaphorePermit<'_>> {
         let wanted = match cost {
             Cost::Idle => &[][..],
@@ -184,16 +185,16 @@ impl RunPermits {
         };
         let mut permits = Vec::new();
         for semaphore in wanted {
-            // They are never closed.
+            // The semaphores are never closed.
             permits.extend(semaphore.acquire().await.ok());
         }
         permits
     }
 }
 
-/// Transfers that measure how fast they are leave the machine to each other.
+/// Throughput measurements must not compete for the machine.
 const WORKERS: usize = 2;
-/// With short clocks they move less.
+/// With short timers the transfers are smaller.
 const WORKERS_SHORT: usize = 8;
-/// A run is not given up sooner.
+/// Minimum time limit of a run.
 const LIMIT_LEAST: Duration = Duration::from_secs(120);

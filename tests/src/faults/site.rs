@@ -18,21 +18,21 @@ use crate::env::{Agent, TestEnv};
 use crate::eventually::scaled;
 use crate::link::{Impairment, Link, TrafficClass};
 
-/// A tunnel with a bad network in its middle.
+/// A tunnel with a bad network in the middle.
 pub(super) struct Site {
     pub(super) link: Link,
     pub(super) node_client: NodeClient,
-    /// Before the world in the order of drops: it ends before the server does.
+    /// Declared before the environment for the drop order: the agent ends before the server.
     agent: Option<Agent>,
     pub(super) env: TestEnv,
     run: Run,
 }
 
 impl Site {
-    /// All parts but the agent.
+    /// Creates everything except the agent.
     ///
     /// # Errors
-    /// A part does not start.
+    /// Returns an error if a component does not start.
     pub(super) async fn prepare(run: Run) -> Result<Self> {
         let targets = Targets::start().await?;
         let port = targets.raw.local_addr()?.port();
@@ -59,18 +59,19 @@ impl Site {
         })
     }
 
-    /// All parts, and requests are served.
+    /// Starts everything and waits until requests are served.
     ///
     /// # Errors
-    /// They are not.
+    /// Returns an error if requests are not served.
     pub(super) async fn up(run: Run) -> Result<Self> {
         Self::up_over(run, Impairment::default()).await
     }
 
-    /// As [`Site::up`], over such a path from the start: BBR keeps the shortest round trip that it has seen for 10 s.
+    /// Like [`Site::up`], over the given path from the start, since BBR uses the shortest round
+    /// trip of the last 10 s.
     ///
     /// # Errors
-    /// They are not.
+    /// Returns an error if requests are not served.
     pub(super) async fn up_over(run: Run, path: Impairment) -> Result<Self> {
         let mut site = Self::prepare(run).await?;
         site.link.set(TrafficClass::ALL, path);
@@ -79,10 +80,10 @@ impl Site {
         Ok(site)
     }
 
-    /// Waits until requests are served, and those that showed it are over at both ends.
+    /// Waits until requests are served, and until those that proved it have ended at both ends.
     ///
     /// # Errors
-    /// That does not come.
+    /// Returns an error if this does not happen in time.
     pub(super) async fn ready(&self) -> Result<()> {
         self.node_client.requester.ready().await?;
         let is_idle = async || {
@@ -99,15 +100,15 @@ impl Site {
     /// Starts the agent, which dials the link.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the agent does not start.
     pub(super) async fn start_agent(&mut self) -> Result<()> {
         self.start_agent_towards(self.link.addr()).await
     }
 
-    /// Starts the agent with another way to the server.
+    /// Starts the agent with another address of the server.
     ///
     /// # Errors
-    /// It does not start.
+    /// Returns an error if the agent does not start.
     pub(super) async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
         let Run {
             limits,
@@ -124,7 +125,7 @@ impl Site {
         Ok(())
     }
 
-    /// The server's sessions with the agent, newest first.
+    /// Returns the server's sessions with the agent, newest first.
     pub(super) fn sessions(&self) -> Vec<Arc<AgentSession>> {
         NODE.parse()
             .map(|node| self.env.registry().of_node(&node))
@@ -135,14 +136,14 @@ impl Site {
         self.sessions().iter().map(|session| session.id).collect()
     }
 
-    /// The transport of the session that new streams take.
+    /// Returns the transport of the session that new streams use.
     pub(super) fn transport(&self) -> Option<TransportKind> {
         let sessions = self.sessions();
         let active = sessions.iter().find(|session| session.is_routable())?;
         Some(active.session.transport())
     }
 
-    /// Waits until new streams take that transport.
+    /// Waits until new streams use that transport.
     pub(super) async fn moved_to(
         &self,
         transport: TransportKind,
@@ -162,7 +163,7 @@ impl Site {
         until(since, give_up, suspects).await
     }
 
-    /// Waits until the server has let go of a session.
+    /// Waits until the server has closed a session.
     pub(super) async fn server_lost(
         &self,
         id: SessionId,
@@ -172,7 +173,7 @@ impl Site {
         until(since, give_up, async || !self.ids().contains(&id)).await
     }
 
-    /// Waits until the agent says that it suspects its server, or has no session.
+    /// Waits until the agent reports that it suspects its server or has no session.
     pub(super) async fn agent_suspects(
         &self,
         since: Instant,
@@ -199,8 +200,10 @@ impl Site {
         connected.is_ok_and(|count| count == 0.0)
     }
 
+    /// Returns a metric of the agent.
+    ///
     /// # Errors
-    /// The agent's meta port does not answer.
+    /// Returns an error if the agent's meta port does not answer.
     pub(super) async fn agent_metric(&self, name: &str) -> Result<f64> {
         let meta = self.agent.as_ref().and_then(Agent::meta);
         metric(meta.context("no agent")?, name).await
@@ -208,7 +211,7 @@ impl Site {
 }
 
 impl TransportMode {
-    /// The word of `--transport`.
+    /// Returns the value of `--transport`.
     pub(super) fn setting(self) -> &'static str {
         match self {
             Self::Quic => "quic",
@@ -218,5 +221,5 @@ impl TransportMode {
     }
 }
 
-/// For the last goodbyes of a request.
+/// Time limit for the close of a request's connections.
 const IDLE: Duration = Duration::from_secs(5);

@@ -13,24 +13,24 @@ use super::site::Site;
 use crate::eventually::scaled;
 use crate::link::{Impairment, TrafficClass};
 
-/// Where a transfer goes.
+/// The direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Towards {
     Edge,
     Cloud,
-    /// Both ways at once: each direction's acknowledgements wait behind the other's data.
+    /// Both directions at once: each direction's acknowledgements wait behind the other's data.
     Both,
 }
 
-/// Since when larger datagrams vanish.
+/// The time from which larger datagrams vanish.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Since {
     Start,
-    /// The middle of the transfer.
+    /// From the middle of the transfer.
     Middle,
 }
 
-/// A transfer over a path with a largest payload, which takes so many bytes a second each way.
+/// Runs a transfer over a path with a maximum payload and a rate limit per direction.
 pub(super) async fn capped(
     run: Run,
     cap: usize,
@@ -70,7 +70,7 @@ pub(super) async fn capped(
         curve.slow_up_to(clean * LEAST),
     );
     findings.observed("longest stall", Ok(curve.stall));
-    // The rate has been measured; what the buffers hold need not wait for it.
+    // The rate has been measured; buffered data need not wait for it.
     site.link.set(TrafficClass::ALL, Impairment::capped(cap));
     let ends = pipe.finish(scaled(FINISH)).await;
     findings.equal("transfer completes, bytes equal", &ends);
@@ -82,7 +82,7 @@ pub(super) async fn capped(
     Ok(findings)
 }
 
-/// The goodput of the same transfer without a cap, on a tunnel of its own.
+/// Measures the goodput of an equal transfer without a cap, on a separate tunnel.
 async fn clean(run: Run, path: Impairment, towards: Towards) -> Result<(f64, [FlowEnd; 2])> {
     let site = Site::up_over(run, path).await?;
     let pipe = site.node_client.pipe(towards.loads()).await?;
@@ -91,13 +91,13 @@ async fn clean(run: Run, path: Impairment, towards: Towards) -> Result<(f64, [Fl
     Ok((goodput, pipe.finish(scaled(FINISH)).await))
 }
 
-/// What a transfer did from one moment on.
+/// The goodput of a transfer over time, from one moment on.
 struct GoodputCurve {
-    /// Up to the time at which it has to have recovered.
+    /// Time by which the goodput must have recovered.
     length: Duration,
-    /// Bytes a second in each half second up to then.
+    /// Bytes per second in each half second up to then.
     samples: Vec<(Duration, f64)>,
-    /// Bytes a second after that.
+    /// Bytes per second after that.
     after: f64,
     stall: Duration,
 }
@@ -123,7 +123,8 @@ impl GoodputCurve {
         }
     }
 
-    /// The end of the last half second with less than that; `Err` when that was the very last.
+    /// Returns the end of the last half second below `least`, or `Err` if that was the very last
+    /// one.
     fn slow_up_to(&self, least: f64) -> Result<Duration, Duration> {
         let slow = self
             .samples
@@ -146,7 +147,7 @@ fn path(run: Run) -> Result<Impairment> {
 }
 
 impl Towards {
-    /// What runs in that direction, and nothing in the other.
+    /// Returns loads in this direction only.
     fn loads(self) -> Loads {
         let (to_edge, to_cloud) = match self {
             Self::Edge => (Load::Bulk, Load::Quiet),
@@ -162,13 +163,13 @@ impl Towards {
         to_edge.into_iter().chain(to_cloud)
     }
 
-    /// Bytes a second that arrive once it has got going.
+    /// Returns the received bytes per second after the start phase.
     async fn clean_goodput(self, pipe: &Pipe, run: Run) -> f64 {
         sleep(run.clocks.pick(GETTING_GOING, GETTING_GOING / 2)).await;
         self.goodput(pipe, WINDOW).await
     }
 
-    /// Bytes a second that arrive.
+    /// Returns the received bytes per second.
     async fn goodput(self, pipe: &Pipe, window: Duration) -> f64 {
         let received = || self.flows(pipe).map(Flow::received).sum::<u64>();
         let (before, began) = (received(), Instant::now());
@@ -179,21 +180,22 @@ impl Towards {
     }
 }
 
-/// The share of the clean goodput that has to be there.
+/// Minimum share of the clean goodput.
 const LEAST: f64 = 0.5;
-/// Slow enough that the machine is no part of the figure.
+/// Slow enough that the machine does not affect the result.
 const RATE_FULL: u64 = 2_000_000;
 const RATE_SHORT: u64 = 500_000;
 const DELAY: Duration = Duration::from_millis(10);
-/// What waits before the slow link: an eighth of a second.
+/// Queue before the slow link: an eighth of a second.
 const QUEUED: u64 = 8;
-/// When the goodput has to be back.
+/// Time by which the goodput must have recovered.
 const RECOVERED: Duration = Duration::from_secs(10);
-/// QUIC finds out by losses, which no setting makes faster.
+/// QUIC detects the cap by losses, which no setting makes faster.
 const RECOVERED_SHORT: Duration = Duration::from_secs(6);
 const GETTING_GOING: Duration = Duration::from_secs(2);
-/// Some of BBR's pauses long: it asks for the shortest round trip every 10 s by sending next to nothing for a while.
+/// Several of BBR's pauses long: every 10 s BBR sends next to nothing for a while to measure the
+/// shortest round trip.
 const WINDOW: Duration = Duration::from_secs(4);
 const SIZE_INCREMENT: Duration = Duration::from_millis(500);
-/// For what the buffers on the way hold, and a stall that is not over.
+/// Time limit for the buffered data on the path and an unfinished stall.
 const FINISH: Duration = Duration::from_secs(120);

@@ -26,7 +26,7 @@ pub(super) struct Stack {
     scratch: ScratchDir,
 }
 
-/// What a process holds.
+/// The resource usage of a process.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ProcessUsage {
     pub(super) descriptors: u64,
@@ -36,10 +36,10 @@ pub(super) struct ProcessUsage {
 }
 
 impl Stack {
-    /// Both processes, and requests are served.
+    /// Starts both processes and waits until requests are served.
     ///
     /// # Errors
-    /// They are not.
+    /// Returns an error if requests are not served.
     pub(super) async fn up(run: Run) -> Result<Self> {
         let Run {
             seed,
@@ -90,46 +90,51 @@ impl Stack {
         })
     }
 
-    /// The word for the node's state in `/nodes`; `absent` without a session.
+    /// Returns the node's state in `/nodes`; `absent` without a session.
     ///
     /// # Errors
-    /// The server does not answer.
+    /// Returns an error if the server does not answer.
     pub(super) async fn state(&self) -> Result<String> {
         let node = self.node().await?;
         Ok(node["state"].as_str().unwrap_or("absent").to_owned())
     }
 
-    /// The node's entry in `/nodes`.
+    /// Returns the node's entry in `/nodes`.
     ///
     /// # Errors
-    /// The server does not answer.
+    /// Returns an error if the server does not answer.
     pub(super) async fn node(&self) -> Result<Value> {
         node_status(self.server.address(Listener::Meta), NODE).await
     }
 
+    /// Returns a metric of the server.
+    ///
     /// # Errors
-    /// The server does not answer.
+    /// Returns an error if the server does not answer.
     pub(super) async fn server_metric(&self, name: &str) -> Result<f64> {
         metric(self.server.address(Listener::Meta), name).await
     }
 
+    /// Returns a metric of the agent.
+    ///
     /// # Errors
-    /// The agent does not answer.
+    /// Returns an error if the agent does not answer.
     pub(super) async fn agent_metric(&self, name: &str) -> Result<f64> {
         metric(self.agent_meta, name).await
     }
 
-    /// The file of the known nodes.
+    /// Returns the file of the known nodes.
     pub(super) fn known_nodes(&self) -> PathBuf {
         self.scratch.path().join("server/nodes.json")
     }
 }
 
 impl ProcessUsage {
-    /// The least of several looks, since what a request leaves behind takes a moment to go.
+    /// Returns the minimum of several samples, since the resources of a request are released a
+    /// moment later.
     ///
     /// # Errors
-    /// The process has ended, or this system has no `/proc`.
+    /// Returns an error if the process has ended or this system has no `/proc`.
     pub(super) async fn sample_min(process: u32) -> Result<Self> {
         let mut least = Self::now(process)?;
         for _ in 0..LOOKS {
@@ -173,7 +178,7 @@ fn server_yaml(clocks: Clocks, target: u16) -> String {
     yaml
 }
 
-/// As the section of a file.
+/// Formats the limits as the section of a file.
 fn limits(yaml: &str) -> String {
     let indented: String = yaml.lines().map(|line| format!("  {line}\n")).collect();
     format!("limits:\n{indented}")
@@ -186,8 +191,8 @@ fn opened_service(line: &str) -> Option<SocketAddr> {
     fields["address"].as_str().filter(|_| is_it)?.parse().ok()
 }
 
-/// A server makes its keys at its first start.
+/// Time limit for a start. A server generates its keys at its first start.
 const START: Duration = Duration::from_secs(15);
-/// Together shorter than the shortest time for which a link is up.
+/// All samples together take less than the shortest time for which a link is up.
 const LOOKS: u32 = 5;
 const LOOK_EVERY: Duration = Duration::from_millis(10);

@@ -1,4 +1,4 @@
-//! F35: one of the two processes stands still for 20 s, as a machine that hangs.
+//! F35: one of the two processes is suspended for 20 s, like a hanging machine.
 
 use std::time::Duration;
 
@@ -12,14 +12,14 @@ use super::watch::until;
 use crate::eventually::scaled;
 use crate::process::Signal;
 
-/// Who stands still.
+/// The process that is suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Who {
     Agent,
     Server,
 }
 
-/// SIGSTOP under a stream, and SIGCONT.
+/// Sends SIGSTOP during a stream, and SIGCONT.
 pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
     let clocks = run.clocks;
     let mut findings = Findings::default();
@@ -57,7 +57,7 @@ pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
     );
     let bound = clocks.bound(Duration::from_secs(35));
     findings.within("streams go on after it does", bound, resumed);
-    // More bytes than were sent, or others, would be a delivery that happened twice.
+    // Additional or different bytes would mean that data was delivered twice.
     let ends = pipe.finish(scaled(FINISH)).await;
     findings.equal("stream's bytes equal, none twice", &ends);
     stack.node_client.requester.served().await?;
@@ -95,7 +95,7 @@ async fn agent_suspects(
 
 const STOPPED: Duration = Duration::from_secs(20);
 const ASK_EVERY: Duration = Duration::from_secs(2);
-/// When what is measured has missed any bound by far.
+/// Far beyond any bound of the measured values.
 const GIVE_UP: Duration = Duration::from_secs(45);
-/// For what is left of a stream, which may still wait for a retransmission.
+/// Time limit for the rest of a stream, which may still wait for a retransmission.
 const FINISH: Duration = Duration::from_secs(40);

@@ -1,4 +1,4 @@
-//! The result as one table: a line for each thing that a case measures, with a column for each seed.
+//! The result as one table: a row for each measure of a case, with a column for each seed.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use super::findings::{Measure, Verdict};
 use super::runner::{FinishedRun, Plan};
 use super::{CASES, Case};
 
-/// All measures of all runs that were done, in the order of the matrix.
+/// All measures of the completed runs, in the order of the matrix.
 #[derive(Debug)]
 pub struct Table {
     head: Vec<String>,
@@ -25,7 +25,7 @@ struct Row {
 }
 
 impl Table {
-    /// The table of what was done of a plan.
+    /// Creates the table of the completed runs of a plan.
     #[must_use]
     pub fn new(plan: &Plan, done: &[FinishedRun]) -> Self {
         let head = ["id", "over", "fault", "measured", "bound", "here"];
@@ -175,7 +175,7 @@ impl Table {
         });
     }
 
-    /// For a terminal.
+    /// Formats the table for a terminal.
     #[must_use]
     pub fn text(&self) -> String {
         let width = |column: usize| {
@@ -204,7 +204,7 @@ impl Table {
         text
     }
 
-    /// For a page.
+    /// Formats the table as Markdown.
     #[must_use]
     pub fn markdown(&self) -> String {
         let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
@@ -216,13 +216,13 @@ impl Table {
         text
     }
 
-    /// Each miss in a line, with what there is to say of it.
+    /// Returns one line for each miss, with its details.
     #[must_use]
     pub fn misses(&self) -> &[String] {
         &self.misses
     }
 
-    /// The sums.
+    /// Returns the totals.
     #[must_use]
     pub fn summary(&self) -> String {
         let Self {
@@ -260,7 +260,7 @@ fn title(case: &Case) -> String {
     format!("{} {} ({})", case.id, case.transport_mode, case.what)
 }
 
-/// The word for a verdict.
+/// Returns the label of a verdict.
 pub(super) fn verdict_label(verdict: Verdict) -> &'static str {
     match verdict {
         Verdict::Info => "-",

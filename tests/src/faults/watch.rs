@@ -1,4 +1,4 @@
-//! Waiting for something that is measured, and reading what the programs tell of themselves.
+//! Waits for measured events, and reads metrics and status of the binaries.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -9,7 +9,8 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::client::{RawRequest, request};
 
-/// How long after `since` the check was first true; `Err` with the time waited when it was not up to `give_up`.
+/// Returns the time after `since` at which the check was first true, or `Err` with the waited time
+/// if it was not true within `give_up`.
 pub(super) async fn until<Fut: Future<Output = bool>>(
     since: Instant,
     give_up: Duration,
@@ -26,10 +27,10 @@ pub(super) async fn until<Fut: Future<Output = bool>>(
     }
 }
 
-/// The sum of a metric over all its labels, as the meta port shows it; 0 when it is not there.
+/// Returns the sum of a metric over all its labels from the meta port; 0 if the metric is absent.
 ///
 /// # Errors
-/// The port does not answer.
+/// Returns an error if the port does not answer.
 pub(super) async fn metric(meta: SocketAddr, name: &str) -> Result<f64> {
     let text = meta_page(meta, "/metrics").await?;
     Ok(text
@@ -42,10 +43,10 @@ pub(super) async fn metric(meta: SocketAddr, name: &str) -> Result<f64> {
         .sum())
 }
 
-/// What `/nodes` of the server's meta port tells of a node.
+/// Returns a node's entry in `/nodes` of the server's meta port.
 ///
 /// # Errors
-/// The port does not answer, or does not know the node.
+/// Returns an error if the port does not answer, or does not know the node.
 pub(super) async fn node_status(meta: SocketAddr, node: &str) -> Result<Value> {
     let list = meta_page(meta, "/nodes").await?;
     let list: Vec<Value> = serde_json::from_str(&list).context("/nodes")?;
@@ -62,8 +63,8 @@ async fn meta_page(meta: SocketAddr, path: &str) -> Result<String> {
     Ok(reply.text())
 }
 
-/// What is measured in seconds is seen to a hundredth.
+/// Times in seconds are measured to a hundredth.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// For a process that runs.
+/// Time limit for a running process.
 const META_LIMIT: Duration = Duration::from_secs(5);

@@ -1,11 +1,11 @@
-//! What a link has seen and done.
+//! Counters of a link.
 
-/// What a link has seen and done since its start, and what it holds at this moment.
+/// The traffic of a link since its start, and its current state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Datagrams.
+    /// Counts of UDP datagrams.
     pub udp: DirectionCounts,
-    /// Pieces of TCP connections, as the link read them.
+    /// Pieces of TCP connections, as read by the link.
     pub tcp: DirectionCounts,
     /// Agents' UDP addresses that have a port towards the server.
     pub udp_flows: usize,
@@ -24,35 +24,35 @@ pub struct DirectionCounts {
     pub down: Count,
 }
 
-/// One direction of one protocol. `received` and the duplicates are `forwarded`, `dropped` or still held.
+/// One direction of one protocol. Each received packet and each duplicate is `forwarded`, `dropped`
+/// or still queued.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Count {
-    /// What came.
     pub received: Tally,
-    /// What was sent on, with duplicates.
+    /// Forwarded packets, including duplicates.
     pub forwarded: Tally,
-    /// What vanished for whatever reason.
+    /// Packets dropped for any reason.
     pub dropped: Tally,
-    /// Taken by `loss` or `burst`: datagrams are in `dropped` too, pieces of TCP connections were only held back.
+    /// Packets lost by `loss` or `burst`. Datagrams are in `dropped` too; pieces of TCP connections
+    /// were only delayed.
     pub lost: u64,
-    /// Above the size cap; in `dropped` too.
+    /// Packets above the size cap; in `dropped` too.
     pub too_big: u64,
-    /// Came to a full queue; in `dropped` too.
+    /// Packets that arrived at a full queue; in `dropped` too.
     pub overflowed: u64,
-    /// Sent twice.
     pub duplicated: u64,
-    /// Sent with a flipped bit.
+    /// Packets sent with a flipped bit.
     pub corrupted: u64,
-    /// Held back for later ones to overtake.
+    /// Packets delayed so that later ones overtake them.
     pub reordered: u64,
 }
 
-/// A number of packets and the bytes in them.
+/// A number of packets and their bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Datagrams, or pieces of TCP connections.
     pub packets: u64,
-    /// Their payload.
+    /// Number of payload bytes.
     pub bytes: u64,
 }
 

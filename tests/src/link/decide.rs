@@ -1,4 +1,4 @@
-//! Decides what happens to each packet of one way: pure, and the same for the same seed.
+//! Decides what happens to each packet of one direction: pure and deterministic for a seed.
 
 use std::time::Duration;
 
@@ -9,49 +9,49 @@ use tokio::time::Instant;
 use super::counters::Count;
 use super::impairment::Impairment;
 
-/// One direction of one protocol: its impairment, what it did so far, and where its random numbers stand.
+/// One direction of one protocol: its impairment, counters and random state.
 #[derive(Debug)]
 pub(super) struct PacketDecider {
     seed: u64,
-    /// Datagrams and TCP segments that were decided on; the next one's number.
+    /// Number of decided datagrams and TCP segments, which is the next one's number.
     decided: u64,
     impairment: Impairment,
     clean: bool,
-    /// In a burst of losses.
+    /// Whether a burst of losses is in progress.
     bad: bool,
-    /// When the last byte that was let in leaves the rate limit.
+    /// Time at which the last admitted byte leaves the rate limit.
     free_at: Option<Instant>,
-    /// When the last packet that keeps the order arrives.
+    /// Arrival of the last packet that is not reordered.
     last_due: Option<Instant>,
     pub(super) count: Count,
 }
 
-/// What happens to a datagram that is not dropped.
+/// The delivery of a datagram that is not dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Delivery {
-    /// When it leaves the link.
+    /// Time at which the datagram leaves the link.
     pub(super) due: Instant,
-    /// When its duplicate does.
+    /// Time at which its duplicate leaves the link.
     pub(super) again: Option<Instant>,
-    /// The bit to flip.
+    /// Index of the bit to flip.
     pub(super) flip: Option<usize>,
 }
 
-/// How a TCP connection is carried at this moment.
+/// The current treatment of TCP connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TcpParams {
-    /// Nothing passes.
+    /// Whether the black hole stops all data.
     pub(super) frozen: bool,
-    /// How long an end or a reset is under way.
+    /// Delay of an end or a reset.
     pub(super) delay: Duration,
-    /// Bytes held before no more are taken.
+    /// Maximum number of queued bytes.
     pub(super) hold: usize,
-    /// Bytes taken at a time.
+    /// Maximum number of bytes per read.
     pub(super) piece: usize,
 }
 
-/// The random numbers of one packet. All are drawn for each, so that changing one impairment does not change what
-/// another one does to the packets.
+/// The random numbers of one packet. All are drawn for each packet, so that a change to one
+/// impairment does not change the effect of another.
 struct Dice {
     loss: f64,
     burst: f64,
@@ -63,7 +63,7 @@ struct Dice {
 }
 
 impl PacketDecider {
-    /// `direction` tells the courses of one link apart.
+    /// Creates a decider; `direction` distinguishes the deciders of one link.
     pub(super) fn new(seed: u64, direction: u64) -> Self {
         Self {
             seed: SmallRng::seed_from_u64(seed ^ direction.wrapping_mul(DIRECTION_STEP)).next_u64(),
@@ -77,7 +77,8 @@ impl PacketDecider {
         }
     }
 
-    /// From the next packet on. Packets under the new terms may overtake those under way.
+    /// Sets the impairment from the next packet on. Packets under the new impairment may overtake
+    /// packets in flight.
     pub(super) fn set(&mut self, impairment: Impairment) {
         self.clean = impairment.is_clean();
         self.impairment = impairment;
@@ -90,7 +91,7 @@ impl PacketDecider {
         &self.impairment
     }
 
-    /// `None` when it vanishes.
+    /// Decides on a datagram. Returns `None` if it is dropped.
     pub(super) fn datagram(&mut self, now: Instant, len: usize) -> Option<Delivery> {
         let number = self.next_number();
         self.count.received.add(len);
@@ -140,7 +141,8 @@ impl PacketDecider {
         Some(Delivery { due, again, flip })
     }
 
-    /// When a piece of a TCP connection may be passed on; those before it in its connection go first.
+    /// Returns when a piece of a TCP connection may be forwarded. Earlier pieces of its connection
+    /// go first.
     pub(super) fn piece(&mut self, now: Instant, len: usize) -> Instant {
         self.count.received.add(len);
         let first = self.decided;
@@ -163,7 +165,7 @@ impl PacketDecider {
         sent + self.impairment.delay + self.impairment.jitter.mul_f64(jitter) + repair
     }
 
-    /// How TCP connections are carried.
+    /// Returns the treatment of TCP connections.
     pub(super) fn tcp_params(&self) -> TcpParams {
         let Impairment { rate, delay, .. } = self.impairment;
         let (under_way, piece) = match rate {
@@ -201,7 +203,7 @@ impl PacketDecider {
         self.bad || dice.loss < self.impairment.loss
     }
 
-    /// When the rate limit lets the last byte go, or nothing when the queue before it is full.
+    /// Returns when the rate limit releases the last byte, or `None` if the queue is full.
     fn transmit_or_overflow(&mut self, now: Instant, len: usize) -> Option<Instant> {
         if let (Some(rate), Some(free_at)) = (self.impairment.rate, self.free_at) {
             let waiting = free_at.saturating_duration_since(now);
@@ -244,7 +246,8 @@ impl PacketDecider {
 }
 
 impl Dice {
-    /// Each packet has a generator of its own, so what happens to it does not depend on what happened before.
+    /// Draws the numbers of one packet from a generator of its own, so that they do not depend on
+    /// earlier packets.
     fn roll(seed: u64, number: u64) -> Self {
         let mut random =
             SmallRng::seed_from_u64(seed.wrapping_add(number.wrapping_mul(NUMBER_STEP)));
@@ -260,7 +263,7 @@ impl Dice {
     }
 }
 
-/// No rate at all is treated as one byte per second.
+/// Returns the transmission time. A rate of zero is treated as one byte per second.
 fn time_for(bytes: usize, rate: u64) -> Duration {
     let nanos = bytes as u128 * 1_000_000_000 / u128::from(rate.max(1));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
@@ -268,15 +271,16 @@ fn time_for(bytes: usize, rate: u64) -> Duration {
 
 /// Payload of a full TCP segment on Ethernet.
 const SEGMENT_BYTES: usize = 1460;
-/// Enough that a read and a write cost little for each byte.
+/// Large enough that a read and a write cost little per byte.
 const LARGEST_PIECE: usize = 64 * 1024;
-/// With a rate, pieces are small enough to go out evenly: one in 20 ms.
+/// With a rate limit, pieces are small enough for an even flow: one in 20 ms.
 const PIECES_PER_SECOND: usize = 50;
-/// A home router's buffer.
+/// Buffer of a home router.
 const LIMITED_QUEUE: usize = 256 * 1024;
 /// 40 MB/s over a delay of 100 ms.
 const UNLIMITED_QUEUE: usize = 4 * 1024 * 1024;
-/// Odd, and not the step by which the generator itself stretches a seed: neighbours would share numbers.
+/// Odd, and different from the step by which the generator itself expands a seed, since neighbors
+/// would otherwise share numbers.
 const NUMBER_STEP: u64 = 0xd134_2543_de82_ef95;
-/// Any odd number with both halves filled.
+/// Any odd number with set bits in both halves.
 const DIRECTION_STEP: u64 = 0xa24b_aed4_963e_e407;

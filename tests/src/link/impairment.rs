@@ -1,8 +1,8 @@
-//! What a link does to the traffic that passes it, as plain values.
+//! The impairments of a link, as plain values.
 
 use std::time::Duration;
 
-/// A part of a link: which protocol, and which direction of it.
+/// A part of a link: a protocol and a direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrafficClass {
     /// UDP, TCP or both.
@@ -14,11 +14,8 @@ pub struct TrafficClass {
 /// The protocols that a link carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Protocol {
-    /// Datagrams.
     Udp,
-    /// Connections.
     Tcp,
-    /// Datagrams and connections.
     Both,
 }
 
@@ -29,12 +26,11 @@ pub enum Direction {
     Up,
     /// From the server to agents.
     Down,
-    /// Up and down.
     Both,
 }
 
 impl TrafficClass {
-    /// The whole link.
+    /// All traffic of the link.
     pub const ALL: Self = Self::of(Protocol::Both);
     /// UDP in both directions.
     pub const UDP: Self = Self::of(Protocol::Udp);
@@ -48,7 +44,7 @@ impl TrafficClass {
         }
     }
 
-    /// The same protocol, only towards the server.
+    /// Returns this protocol in the direction of the server only.
     #[must_use]
     pub const fn up(self) -> Self {
         Self {
@@ -57,7 +53,7 @@ impl TrafficClass {
         }
     }
 
-    /// The same protocol, only towards the agents.
+    /// Returns this protocol in the direction of the agents only.
     #[must_use]
     pub const fn down(self) -> Self {
         Self {
@@ -66,7 +62,7 @@ impl TrafficClass {
         }
     }
 
-    /// Whether this part of the link includes that one.
+    /// Returns whether this class includes the given protocol and direction.
     #[must_use]
     pub fn covers(self, protocol: Protocol, direction: Direction) -> bool {
         (self.protocol == Protocol::Both || self.protocol == protocol)
@@ -74,53 +70,60 @@ impl TrafficClass {
     }
 }
 
-/// The state of one way of a link. The default is a clean way: all passes at once, in order.
+/// The impairment of one direction of a link. The default is clean: all packets pass at once, in
+/// order.
 ///
-/// Shares are from 0 (never) to 1 (always). What happens to a packet is decided when it reaches the link, in the order
-/// of the fields here: a black hole comes before a cap, a cap before loss, loss before the rate.
+/// Shares are from 0 (never) to 1 (always). The link decides on a packet when the packet arrives,
+/// in the order of the fields here: a black hole comes before a cap, a cap before loss, loss before
+/// the rate.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Impairment {
-    /// Nothing passes. Datagrams vanish, also those that are under way. A TCP connection freezes: both of its sockets
-    /// stay open, but no byte, end or reset passes this way. New TCP connections are accepted and hang while either
-    /// direction is frozen; what was frozen passes after it. Some bytes of a frozen connection are taken by the
-    /// kernel's buffers, so its sender sees a peer with a closed window, not one that acknowledges nothing.
+    /// Nothing passes. Datagrams vanish, including those in flight. A TCP connection freezes: both
+    /// of its sockets stay open, but no byte, end or reset passes in this direction. New TCP
+    /// connections are accepted and hang while either direction is frozen. Frozen data passes after
+    /// the freeze. The kernel's buffers accept some bytes of a frozen connection, so its sender
+    /// observes a peer with a closed window, not one that acknowledges nothing.
     pub black_hole: bool,
-    /// New TCP connections are reset at once when either direction refuses; others live on. Datagrams vanish.
+    /// New TCP connections are reset at once if either direction refuses; existing ones continue.
+    /// Datagrams vanish.
     pub refuse: bool,
     /// Datagrams with a larger payload vanish. UDP only.
     pub size_cap: Option<usize>,
-    /// Share of packets that are lost. A lost datagram vanishes. TCP repairs losses, so what a loss costs there is
-    /// time: whatever was read with a lost segment (1460 bytes) waits for [`Impairment::RETRANSMISSION`] more, and all
-    /// that follows in its connection waits behind it.
+    /// Share of packets that are lost. A lost datagram vanishes. TCP repairs losses, so a loss
+    /// there costs time: data read with a lost segment (1460 bytes) waits for
+    /// [`Impairment::RETRANSMISSION`] more, and all later data of its connection waits for it.
     pub loss: f64,
-    /// Losses in bursts, besides `loss`.
+    /// Losses in bursts, in addition to `loss`.
     pub burst: Option<Burst>,
     /// Share of datagrams in which one random bit is flipped. UDP only.
     pub corrupt: f64,
     /// Share of datagrams that arrive twice. UDP only.
     pub duplicate: f64,
-    /// Bytes per second that pass this way, all connections and datagrams of the protocol together.
+    /// Bytes per second in this direction, for all connections and datagrams of the protocol
+    /// together.
     pub rate: Option<u64>,
-    /// How many bytes wait. With a `rate`, datagrams that find more than that before them vanish, and a TCP connection
-    /// holds `rate * delay + queue` before it takes no more; without one, a TCP connection holds `queue`. `None` is
-    /// 256 KiB with a rate, and without one 4 MiB.
+    /// Maximum number of queued bytes. With a `rate`, datagrams that find a longer queue vanish,
+    /// and a TCP connection queues `rate * delay + queue` before it accepts no more; without a
+    /// rate, a TCP connection queues `queue`. `None` is 256 KiB with a rate, and 4 MiB without one.
     pub queue: Option<usize>,
-    /// How long everything is under way, except TCP's handshake, which the relay answers by itself.
+    /// Delay of all data except TCP's handshake, which the relay answers itself.
     pub delay: Duration,
-    /// A random part of this is added to the delay. It never changes the order.
+    /// Upper bound of a random addition to the delay. Jitter never changes the order.
     pub jitter: Duration,
-    /// Share of datagrams that are held back by `reorder_by`, so that later ones overtake them. UDP only.
+    /// Share of datagrams that are delayed by `reorder_by`, so that later ones overtake them. UDP
+    /// only.
     pub reorder: f64,
-    /// By how much; 10 ms unless set.
+    /// Delay of reordered datagrams; 10 ms by default.
     pub reorder_by: Duration,
 }
 
-/// Losses in bursts (the model of Gilbert and Elliott): in its bad state a way loses everything.
+/// Losses in bursts (the model of Gilbert and Elliott). In the bad state all packets are lost.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Burst {
-    /// Chance, at each packet, that a burst begins with it.
+    /// Probability, at each packet, that a burst begins with it.
     pub enter: f64,
-    /// Chance, after each packet of a burst, that it was the last: bursts have `1 / leave` packets on average.
+    /// Probability, after each packet of a burst, that the burst ends: bursts have `1 / leave`
+    /// packets on average.
     pub leave: f64,
 }
 
@@ -145,10 +148,10 @@ impl Default for Impairment {
 }
 
 impl Impairment {
-    /// What a lost TCP segment costs: Linux' shortest retransmission timeout.
+    /// Cost of a lost TCP segment: the shortest retransmission timeout of Linux.
     pub const RETRANSMISSION: Duration = Duration::from_millis(200);
 
-    /// Nothing passes.
+    /// Returns an impairment in which nothing passes.
     #[must_use]
     pub fn black_hole() -> Self {
         Self {
@@ -157,7 +160,7 @@ impl Impairment {
         }
     }
 
-    /// New TCP connections are reset, datagrams vanish.
+    /// Returns an impairment in which new TCP connections are reset and datagrams vanish.
     #[must_use]
     pub fn refusing() -> Self {
         Self {
@@ -166,94 +169,94 @@ impl Impairment {
         }
     }
 
-    /// This share of the packets is lost.
+    /// Returns an impairment that loses this share of the packets.
     #[must_use]
     pub fn lossy(share: f64) -> Self {
         Self::default().with_loss(share)
     }
 
-    /// Everything is under way for that long.
+    /// Returns an impairment that delays all packets.
     #[must_use]
     pub fn delayed(delay: Duration) -> Self {
         Self::default().with_delay(delay)
     }
 
-    /// Larger datagrams vanish.
+    /// Returns an impairment in which larger datagrams vanish.
     #[must_use]
     pub fn capped(payload_bytes: usize) -> Self {
         Self::default().with_size_cap(payload_bytes)
     }
 
-    /// No more than that passes.
+    /// Returns an impairment with this rate limit.
     #[must_use]
     pub fn limited(bytes_per_second: u64) -> Self {
         Self::default().with_rate(bytes_per_second)
     }
 
-    /// Changes [`Impairment::size_cap`].
+    /// Sets [`Impairment::size_cap`].
     #[must_use]
     pub fn with_size_cap(mut self, payload_bytes: usize) -> Self {
         self.size_cap = Some(payload_bytes);
         self
     }
 
-    /// Changes [`Impairment::loss`].
+    /// Sets [`Impairment::loss`].
     #[must_use]
     pub fn with_loss(mut self, share: f64) -> Self {
         self.loss = share;
         self
     }
 
-    /// Changes [`Impairment::burst`].
+    /// Sets [`Impairment::burst`].
     #[must_use]
     pub fn with_burst(mut self, enter: f64, leave: f64) -> Self {
         self.burst = Some(Burst { enter, leave });
         self
     }
 
-    /// Changes [`Impairment::corrupt`].
+    /// Sets [`Impairment::corrupt`].
     #[must_use]
     pub fn with_corrupt(mut self, share: f64) -> Self {
         self.corrupt = share;
         self
     }
 
-    /// Changes [`Impairment::duplicate`].
+    /// Sets [`Impairment::duplicate`].
     #[must_use]
     pub fn with_duplicate(mut self, share: f64) -> Self {
         self.duplicate = share;
         self
     }
 
-    /// Changes [`Impairment::rate`].
+    /// Sets [`Impairment::rate`].
     #[must_use]
     pub fn with_rate(mut self, bytes_per_second: u64) -> Self {
         self.rate = Some(bytes_per_second);
         self
     }
 
-    /// Changes [`Impairment::queue`].
+    /// Sets [`Impairment::queue`].
     #[must_use]
     pub fn with_queue(mut self, bytes: usize) -> Self {
         self.queue = Some(bytes);
         self
     }
 
-    /// Changes [`Impairment::delay`].
+    /// Sets [`Impairment::delay`].
     #[must_use]
     pub fn with_delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
         self
     }
 
-    /// Changes [`Impairment::jitter`].
+    /// Sets [`Impairment::jitter`].
     #[must_use]
     pub fn with_jitter(mut self, jitter: Duration) -> Self {
         self.jitter = jitter;
         self
     }
 
-    /// Changes [`Impairment::reorder`] and [`Impairment::reorder_by`].
+    /// Sets [`Impairment::reorder`] and [`Impairment::reorder_by`].
     #[must_use]
     pub fn with_reorder(mut self, share: f64, by: Duration) -> Self {
         self.reorder = share;
@@ -261,7 +264,7 @@ impl Impairment {
         self
     }
 
-    /// Whether everything passes at once and unchanged.
+    /// Returns whether everything passes at once and unchanged.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         *self
@@ -273,5 +276,6 @@ impl Impairment {
     }
 }
 
-/// Longer than the gap between packets of a busy sender, shorter than the timeout of its loss detection.
+/// Longer than the gap between packets of a busy sender, shorter than the timeout of its loss
+/// detection.
 const REORDER_BY: Duration = Duration::from_millis(10);

@@ -1,4 +1,4 @@
-//! One direction of one TCP connection: bytes, their end and a reset, each when it is due.
+//! One direction of one TCP connection: forwards bytes, the end and a reset, each when it is due.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
@@ -17,7 +17,7 @@ use super::decide::{PacketDecider, TcpParams};
 use super::impairment::Impairment;
 use super::lock;
 
-/// One direction, which all connections share.
+/// One direction, shared by all connections.
 #[derive(Debug)]
 pub(super) struct TcpDirection {
     decider: Mutex<PacketDecider>,
@@ -27,17 +27,17 @@ pub(super) struct TcpDirection {
 /// One of the two sockets of a connection.
 pub(super) struct End {
     stream: TcpStream,
-    /// A write has failed, which may have been the only place where the reset was told.
+    /// A write has failed. That failure may have been the only report of the reset.
     gone: AtomicBool,
     gone_notify: Notify,
 }
 
-/// How a direction ended.
+/// The end of a direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ended {
-    /// The end has been passed on.
+    /// The end has been forwarded.
     Fin,
-    /// A reset is to be passed on.
+    /// A reset is to be forwarded.
     Reset,
 }
 
@@ -62,7 +62,7 @@ impl TcpDirection {
         lock(&self.decider).impairment().refuse
     }
 
-    /// Returns as soon as the lane is not frozen.
+    /// Waits until the direction is not frozen.
     pub(super) async fn thawed(&self) {
         let mut changes = self.changes.subscribe();
         while self.tcp_params().frozen {
@@ -78,7 +78,8 @@ impl TcpDirection {
 }
 
 impl End {
-    /// Dropped, it resets its connection, so that a cut is never taken for an end.
+    /// Takes the socket. Dropping the value resets the connection, so that the peer never takes a
+    /// cut for a clean end.
     pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_zero_linger()?;
@@ -89,7 +90,7 @@ impl End {
         })
     }
 
-    /// Lets the kernel deliver what was written, and close.
+    /// Lets the kernel deliver the written data and close.
     pub(super) fn close(self) -> io::Result<()> {
         SockRef::from(&self.stream).set_linger(None)
     }
@@ -103,7 +104,7 @@ impl End {
         self.gone_notify.notify_one();
     }
 
-    /// Returns when this end has reset its connection, also when nothing is read from it.
+    /// Waits until this end has reset its connection, even if nothing is read from it.
     async fn reset(&self) {
         loop {
             if self.is_gone() {
@@ -121,7 +122,7 @@ impl End {
     }
 }
 
-/// Carries both directions until both have ended or one was reset.
+/// Forwards both directions until both have ended or one was reset.
 pub(super) async fn carry(
     agent: &End,
     server: &End,
@@ -137,7 +138,7 @@ pub(super) async fn carry(
     if first == Ended::Reset {
         return Ended::Reset;
     }
-    // Who has ended its direction can still reset the other one.
+    // An end that has closed its direction can still reset the other one.
     let quiet_resets = async {
         quiet.reset().await;
         direction.thawed().await;
@@ -170,7 +171,8 @@ async fn pump(from: &End, to: &End, direction: &TcpDirection) -> Ended {
                     Ok(None) => {}
                     Ok(Some(ended)) => return ended,
                     Err(_) => {
-                        // Its peer reads no more. That is told by the other direction, when that lets it pass.
+                        // The peer reads no more. The other direction reports the reset when its
+                        // state lets the reset pass.
                         to.mark_gone();
                         return std::future::pending().await;
                     }
@@ -196,7 +198,7 @@ async fn pump(from: &End, to: &End, direction: &TcpDirection) -> Ended {
     }
 }
 
-/// What was read and not yet passed on, in order.
+/// Data that was read and not yet forwarded, in order.
 struct Queue<'a> {
     direction: &'a TcpDirection,
     items: VecDeque<(Instant, Item)>,
@@ -204,7 +206,7 @@ struct Queue<'a> {
 }
 
 enum Item {
-    /// A piece, and how much of it has been passed on.
+    /// A piece, and how much of it has been forwarded.
     Bytes(Box<[u8]>, usize),
     Fin,
     Reset,
@@ -233,7 +235,8 @@ impl<'a> Queue<'a> {
         self.items.push_back((due, item));
     }
 
-    /// Writes what is due and fits; tells when the direction has ended with that.
+    /// Writes the data that is due and fits. Returns the end of the direction once that is
+    /// forwarded.
     fn pass_on(&mut self, to: &TcpStream, now: Instant) -> io::Result<Option<Ended>> {
         while let Some((due, item)) = self.items.front_mut() {
             if *due > now {
@@ -276,5 +279,5 @@ impl Drop for Queue<'_> {
     }
 }
 
-/// No smaller than the largest piece that a course asks for.
+/// No smaller than the largest piece of a `PacketDecider`.
 const LARGEST_READ: usize = 64 * 1024;

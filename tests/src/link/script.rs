@@ -1,26 +1,26 @@
-//! A timetable of what happens to a link.
+//! A timetable of actions on a link.
 
 use std::net::IpAddr;
 use std::time::Duration;
 
 use super::impairment::{Impairment, TrafficClass};
 
-/// What can be done to a link, as a value.
+/// An action on a link, as a value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// [`Link::set`](super::Link::set).
+    /// Calls [`Link::set`](super::Link::set).
     Set(TrafficClass, Impairment),
-    /// [`Link::heal`](super::Link::heal).
+    /// Calls [`Link::heal`](super::Link::heal).
     Heal,
-    /// [`Link::rebind`](super::Link::rebind).
+    /// Calls [`Link::rebind`](super::Link::rebind).
     Rebind,
-    /// [`Link::move_to`](super::Link::move_to).
+    /// Calls [`Link::move_to`](super::Link::move_to).
     MoveTo(IpAddr),
-    /// [`Link::reset_tcp`](super::Link::reset_tcp).
+    /// Calls [`Link::reset_tcp`](super::Link::reset_tcp).
     ResetTcp,
 }
 
-/// Actions, each with its time after the script's start.
+/// Actions with their times after the script's start.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Script {
     actions: Vec<(Duration, Action)>,
@@ -28,13 +28,14 @@ pub struct Script {
 }
 
 impl Script {
-    /// A script in which nothing happens.
+    /// Creates an empty script.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A link that works for `up_for` and loses everything for `down_for`, so many times; it ends working.
+    /// Creates a link that works for `up_for` and loses everything for `down_for`, so many times.
+    /// The script ends with a working link.
     #[must_use]
     pub fn flapping(class: TrafficClass, up_for: Duration, down_for: Duration, times: u32) -> Self {
         (0..times).fold(Self::new(), |script, _| {
@@ -46,8 +47,8 @@ impl Script {
         })
     }
 
-    /// Adds an action at that time after the start. Actions of the same time happen in the order in which they were
-    /// added.
+    /// Adds an action at that time after the start. Actions with equal times run in the order in
+    /// which they were added.
     #[must_use]
     pub fn at(mut self, after: Duration, action: Action) -> Self {
         let index = self.actions.partition_point(|(time, _)| *time <= after);
@@ -56,27 +57,27 @@ impl Script {
         self
     }
 
-    /// Adds an action at the script's present end.
+    /// Adds an action at the current end of the script.
     #[must_use]
     pub fn then(self, action: Action) -> Self {
         let end = self.length;
         self.at(end, action)
     }
 
-    /// Moves the script's end.
+    /// Extends the script's end.
     #[must_use]
     pub fn wait(mut self, time: Duration) -> Self {
         self.length += time;
         self
     }
 
-    /// How long it plays.
+    /// Returns the duration of the script.
     #[must_use]
     pub fn length(&self) -> Duration {
         self.length
     }
 
-    /// The actions in the order of their times.
+    /// Returns the actions in the order of their times.
     #[must_use]
     pub fn actions(&self) -> &[(Duration, Action)] {
         &self.actions

@@ -1,4 +1,4 @@
-//! Connections: accepts them from agents, and opens one to the server for each.
+//! The TCP part of a link: accepts connections from agents, and opens one to the server for each.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -15,7 +15,7 @@ use super::decide::PacketDecider;
 use super::lock;
 use super::pump::{End, Ended, TcpDirection, carry};
 
-/// The connection half of a link.
+/// The TCP part of a link.
 pub(super) struct Tcp {
     pub(super) up: TcpDirection,
     pub(super) down: TcpDirection,
@@ -48,12 +48,12 @@ impl Tcp {
         tcp
     }
 
-    /// For connections to come.
+    /// Sets the source address of future connections.
     pub(super) fn move_to(&self, source: IpAddr) {
         *lock(&self.source) = source;
     }
 
-    /// Leads new connections to another server, or resets them.
+    /// Sends new connections to another server, or resets them.
     pub(super) fn lead_to(&self, server: Option<SocketAddr>) {
         *lock(&self.server) = server;
     }
@@ -70,7 +70,7 @@ impl Tcp {
         self.total.load(Ordering::SeqCst)
     }
 
-    /// Carries one connection until its end.
+    /// Relays one connection until its end.
     async fn serve(&self, agent: TcpStream) -> io::Result<()> {
         let agent = End::new(agent)?;
         if self.up.refuses() || self.down.refuses() {
@@ -83,7 +83,7 @@ impl Tcp {
         }
     }
 
-    /// Opens the connection to the server. What comes of it passes when neither direction is frozen.
+    /// Opens the connection to the server. The outcome passes when neither direction is frozen.
     async fn dial(&self) -> io::Result<End> {
         self.up.thawed().await;
         self.down.thawed().await;
@@ -103,7 +103,7 @@ impl Tcp {
     }
 }
 
-/// A listener whose connections hold few bytes out of the relay's sight.
+/// Creates a listener whose connections buffer few bytes in the kernel.
 pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = socket(address.ip())?;
     socket.bind(address)?;
@@ -137,14 +137,14 @@ async fn accept(listener: TcpListener, tcp: Arc<Tcp>) {
 }
 
 async fn connection(agent: TcpStream, live: Live, mut resets: watch::Receiver<()>) {
-    // Whatever fails here is a reset for the agent.
+    // Every failure here resets the agent's connection.
     tokio::select! {
         _ = live.0.serve(agent) => {}
         _ = resets.changed() => {}
     }
 }
 
-/// A connection that is counted as long as this exists.
+/// Counts a connection as long as this value exists.
 struct Live(Arc<Tcp>);
 
 impl Live {
@@ -161,9 +161,9 @@ impl Drop for Live {
     }
 }
 
-/// Many agents that come at once.
+/// Room for many agents that connect at once.
 const BACKLOG: u32 = 1024;
-/// Left to itself the kernel takes megabytes, and a sender notices a slow link only after those.
+/// By default the kernel buffers megabytes, and a sender notices a slow link only after those.
 const BUFFER_BYTES: u32 = 256 * 1024;
 /// Without free descriptors, accepting fails until a connection ends.
 const AFTER_ERROR: Duration = Duration::from_millis(10);

@@ -9,12 +9,12 @@ mod tcp;
 mod udp;
 
 const SEED: u64 = 7;
-/// For things that take milliseconds on an idle machine.
+/// Time limit for operations that take milliseconds on an idle machine.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A glance at a socket from which nothing is expected.
+/// Time to watch a socket on which nothing is expected.
 const GLANCE: Duration = Duration::from_millis(60);
 
-/// What comes within the patience for this machine.
+/// Awaits `future` within the time limit of this machine.
 async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     let Ok(found) = tokio::time::timeout(scaled(WAIT_TIMEOUT), future).await else {
         panic!("{what}: not in time");
@@ -22,7 +22,7 @@ async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     found
 }
 
-/// Whether it is still pending after a short time.
+/// Returns whether `future` is still pending after a short time.
 async fn hangs<T>(future: impl Future<Output = T>) -> bool {
     tokio::time::timeout(GLANCE, future).await.is_err()
 }

@@ -1,4 +1,5 @@
-//! Datagrams: one socket for all agents, and like a NAT one socket towards the server for each of them.
+//! The UDP part of a link: one socket for all agents and, like a NAT, one socket towards the server
+//! for each of them.
 
 use std::collections::{BinaryHeap, HashMap};
 use std::io;
@@ -18,17 +19,17 @@ use super::decide::PacketDecider;
 use super::impairment::Impairment;
 use super::{lock, spawn};
 
-/// The datagram half of a link.
+/// The UDP part of a link.
 pub(super) struct Udp {
     pub(super) up: Arc<UdpDirection>,
     pub(super) down: Arc<UdpDirection>,
     flows: Arc<Flows>,
 }
 
-/// One direction: its course, and the datagrams that are under way.
+/// One direction: its decider, and the datagrams in flight.
 pub(super) struct UdpDirection {
     state: Mutex<State>,
-    /// A datagram came that is due before all others.
+    /// Notified when a datagram arrives that is due before all others.
     earlier: Notify,
     exit: Exit,
 }
@@ -40,7 +41,7 @@ struct State {
     serial: u64,
 }
 
-/// A datagram under way, from or to this agent.
+/// A datagram in flight, from or to this agent.
 struct QueuedDatagram {
     due: Instant,
     serial: u64,
@@ -60,7 +61,7 @@ struct Flows {
 }
 
 struct Table {
-    /// Where new flows lead, if anywhere.
+    /// Server of new flows; `None` drops them.
     server: Option<SocketAddr>,
     source: IpAddr,
     flows: HashMap<SocketAddr, Flow>,
@@ -99,7 +100,7 @@ impl Udp {
         Self { up, down, flows }
     }
 
-    /// Forgets the ports, and with them what the server still sends to them.
+    /// Removes the ports. Datagrams that the server still sends to them are lost.
     pub(super) fn rebind(&self) {
         lock(&self.flows.table).flows.clear();
     }
@@ -110,7 +111,7 @@ impl Udp {
         table.flows.clear();
     }
 
-    /// Leads new flows to another server, or drops them.
+    /// Sends new flows to another server, or drops them.
     pub(super) fn lead_to(&self, server: Option<SocketAddr>) {
         lock(&self.flows.table).server = server;
     }
@@ -148,7 +149,8 @@ impl UdpDirection {
         }
     }
 
-    /// Decides, holds what is due later, and tells how many times to send at once.
+    /// Decides on a datagram and queues copies that are due later. Returns how many copies to send
+    /// at once.
     fn admit(&self, agent: SocketAddr, payload: &mut [u8]) -> usize {
         let now = Instant::now();
         let mut state = lock(&self.state);
@@ -185,7 +187,7 @@ impl UdpDirection {
 }
 
 impl State {
-    /// Whether this one is due first.
+    /// Queues a datagram and returns whether it is due first.
     fn hold(&mut self, due: Instant, agent: SocketAddr, payload: &[u8]) -> bool {
         if self.queued_bytes + payload.len() > QUEUED_BYTES_MAX {
             self.decider.count.dropped.add(payload.len());
@@ -204,7 +206,7 @@ impl State {
         first
     }
 
-    /// The next datagram that is due, or when to ask again.
+    /// Returns the next datagram that is due, or when to ask again.
     fn next(&mut self, now: Instant) -> Result<QueuedDatagram, Option<Instant>> {
         loop {
             match self.queued.peek() {
@@ -257,7 +259,7 @@ impl Flows {
     }
 }
 
-/// Whose datagrams a socket receives.
+/// The sender of the datagrams that a socket receives.
 enum Origin {
     Agents,
     Server {
@@ -282,7 +284,7 @@ async fn receive(socket: Arc<UdpSocket>, direction: Arc<UdpDirection>, origin: O
     }
 }
 
-/// Sends what was held when it is due.
+/// Sends queued datagrams when they are due.
 async fn deliver(direction: Arc<UdpDirection>) {
     loop {
         let next = lock(&direction.state).next(Instant::now());
@@ -299,7 +301,7 @@ async fn deliver(direction: Arc<UdpDirection>) {
     }
 }
 
-/// A socket that loses nothing by itself as long as the relay keeps up.
+/// Binds a socket that loses nothing by itself as long as the relay keeps up.
 pub(super) fn bind(address: SocketAddr) -> io::Result<UdpSocket> {
     let socket = Socket::new(
         Domain::for_address(address),
@@ -314,7 +316,7 @@ pub(super) fn bind(address: SocketAddr) -> io::Result<UdpSocket> {
 }
 
 impl Ord for QueuedDatagram {
-    /// The first one due is the greatest, as a heap wants it.
+    /// Orders the datagram that is due first as the greatest, as `BinaryHeap` requires.
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (other.due, other.serial).cmp(&(self.due, self.serial))
     }
@@ -334,9 +336,9 @@ impl PartialEq for QueuedDatagram {
 
 impl Eq for QueuedDatagram {}
 
-/// The most that an IP packet holds.
+/// Maximum payload of an IP packet.
 const LARGEST_DATAGRAM: usize = 65535;
-/// A burst of 3000 full packets; more than that is not given without privileges.
+/// A burst of 3000 full packets. More is not available without privileges.
 const BUFFER_BYTES: usize = 4 * 1024 * 1024;
 /// A second at 500 Mbit/s.
 const QUEUED_BYTES_MAX: usize = 64 * 1024 * 1024;

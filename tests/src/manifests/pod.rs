@@ -1,5 +1,5 @@
-//! Runs one of our binaries as a kubelet would run its container: arguments, environment, mounts, user, no capability, and a
-//! root that is read-only.
+//! Runs one of the binaries as a kubelet would run its container: arguments, environment, mounts,
+//! user, no capability, and a read-only root.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
@@ -13,11 +13,13 @@ use crate::netns::Namespace;
 use crate::process::Program;
 use crate::tools::{Skip, Tool, bin_dir};
 
-/// The program of `container` inside `namespace`, on a root made in `folder`. `objects` has the ConfigMaps and Secrets of its volumes,
-/// `token` stands for the ServiceAccount token of each.
+/// Returns the program of `container` inside `namespace`, with a root created in `folder`.
+/// `objects` contains the ConfigMaps and Secrets of its volumes, and `token` replaces each
+/// ServiceAccount token.
 ///
 /// # Errors
-/// [`Skip`] inside where this needs rights that we do not have; else a file cannot be written.
+/// Returns an error that contains [`Skip`] if this process lacks the required privileges, or
+/// another error if a file cannot be written.
 pub fn pod_program(
     container: &Container,
     (folder, namespace): (&Path, &Namespace),
@@ -51,7 +53,7 @@ pub fn pod_program(
             fs::set_permissions(&inside, fs::Permissions::from_mode(0o2777))?;
             writable.push(inside.display().to_string());
         } else if volume["hostPath"]["type"] == "DirectoryOrCreate" {
-            // As the kubelet makes it on the host.
+            // As the kubelet creates the directory on the host.
             chown(&inside, Some(0), Some(0))?;
             fs::set_permissions(&inside, fs::Permissions::from_mode(0o755))?;
             writable.push(inside.display().to_string());
@@ -80,7 +82,7 @@ pub fn pod_program(
     Ok(Ok(program.inside(Some(namespace))))
 }
 
-/// Files of a volume, as `fsGroup` and `defaultMode` 0440 make them.
+/// Sets the owner and mode of a volume's files as `fsGroup` and `defaultMode` 0440 do.
 fn own(folder: &Path, group: u32) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
@@ -90,7 +92,8 @@ fn own(folder: &Path, group: u32) -> Result<()> {
     Ok(())
 }
 
-/// Words: root, binary, its name, user, group, arguments. WRITABLE stands for the folders that stay so.
+/// Arguments: root, binary, its name, user, group, arguments. WRITABLE is replaced by the
+/// directories that stay writable.
 const SCRIPT: &str = r#"
 root=$1 binary=$2 name=$3 user=$4 group=$5; shift 5
 mount --bind "$root" "$root"

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use crate::tools::{Skip, Tool};
 
-/// A network namespace with a mount namespace of its own, so that its `/etc/hosts` is its own too.
+/// A network namespace with a mount namespace of its own, so that it also has its own `/etc/hosts`.
 ///
-/// It has no name on the machine: a process holds it, which ends with the last clone of this value, or with this program
-/// however that ends. With it go the namespace, its interfaces and its firewall. Without root, the namespaces lie in a
-/// user namespace.
+/// The namespace has no name on the machine. A process holds it and ends with the last clone of
+/// this value, or with this program however that ends. The namespace, its interfaces and its
+/// firewall end with that process. Without root, the namespaces are in a user namespace.
 #[derive(Debug, Clone)]
 pub struct Namespace {
     name: String,
@@ -25,10 +25,12 @@ pub struct Namespace {
 struct Holder(Child);
 
 impl Namespace {
-    /// A new namespace whose `/etc/hosts` shows `hosts`; only its loopback interface is up. `name` is for messages.
+    /// Creates a namespace whose `/etc/hosts` shows `hosts`. Only its loopback interface is up.
+    /// `name` is for messages.
     ///
     /// # Errors
-    /// [`Skip`] when a tool is missing or the machine does not allow it, neither as root nor in a user namespace.
+    /// Returns [`Skip`] if a tool is missing or the machine does not allow namespaces, neither as
+    /// root nor in a user namespace.
     pub fn new(name: &str, hosts: &Path) -> Result<Self, Skip> {
         crate::tools::require(&[Tool::Unshare, Tool::Nsenter, Tool::Ip])?;
         let mut as_root = Tool::Unshare.command()?;
@@ -43,20 +45,21 @@ impl Namespace {
         }
     }
 
-    /// Another namespace beside this one: a link can connect the two.
+    /// Creates another namespace that a link can connect with this one.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Returns the errors of [`Self::new`].
     pub fn neighbour(&self, name: &str, hosts: &Path) -> Result<Self, Skip> {
         let mut unshare = self.command(Tool::Unshare.program());
         hold(&mut unshare, name, hosts, self.in_user_namespace)
     }
 
-    /// The same network with files of its own, written to `folder`: an empty `/etc/hosts`, this `/etc/resolv.conf`, and an
-    /// `/etc/nsswitch.conf` that makes programs use both and nothing else.
+    /// Returns the same network with its own files, written to `folder`: an empty `/etc/hosts`,
+    /// this `/etc/resolv.conf`, and an `/etc/nsswitch.conf` that makes programs use both and
+    /// nothing else.
     ///
     /// # Errors
-    /// [`Skip`] when the files cannot be written or mounted.
+    /// Returns [`Skip`] if the files cannot be written or mounted.
     pub fn with_resolver(
         &self,
         name: &str,
@@ -81,17 +84,18 @@ impl Namespace {
         start_holder(spawned, name, self.in_user_namespace)
     }
 
-    /// What [`Self::new`] was given.
+    /// Returns the name that [`Self::new`] was given.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The process that holds the namespace.
+    /// Returns the ID of the process that holds the namespace.
     pub fn holder(&self) -> u32 {
         self.holder.0.id()
     }
 
-    /// The words to put before a command so that it runs in here, in the same folder, with the same id of process.
+    /// Returns the command prefix that runs a command in the namespace, in the same directory and
+    /// with the same process ID.
     pub fn enter(&self) -> Vec<OsString> {
         let nsenter = Tool::Nsenter
             .find()
@@ -105,7 +109,7 @@ impl Namespace {
         argv
     }
 
-    /// A command that runs `program` in here.
+    /// Returns a command that runs `program` in the namespace.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut argv = self.enter().into_iter();
         let nsenter = argv
@@ -116,10 +120,12 @@ impl Namespace {
         command
     }
 
-    /// Runs a shell script in here, ending at its first failure; `$IP` and `$NFT` are the tools. Returns its output.
+    /// Runs a shell script in the namespace until its first failure. `$IP` and `$NFT` are the
+    /// tools. Returns its output.
     ///
     /// # Errors
-    /// [`Skip`] with the script's message: namespaces as such work here, what the script needs does not.
+    /// Returns [`Skip`] with the script's message: namespaces work on this machine, but the
+    /// script's requirement does not.
     pub fn script(&self, script: &str) -> Result<String, Skip> {
         let mut command = self.command("sh");
         command.arg("-ec").arg(script);
@@ -154,7 +160,7 @@ impl Drop for Holder {
     }
 }
 
-/// Starts the process that holds a new namespace and waits until it is set up.
+/// Starts the process that holds a new namespace and waits until the namespace is set up.
 fn hold(
     unshare: &mut Command,
     name: &str,
@@ -177,7 +183,7 @@ fn hold(
     start_holder(holder, name, in_user_namespace)
 }
 
-/// Starts a holder that tells when it is ready and ends with its standard input.
+/// Starts a holder that reports when it is ready and ends with its standard input.
 fn start_holder(
     holder: &mut Command,
     name: &str,
@@ -218,5 +224,5 @@ fn start_holder(
     }
 }
 
-/// Ends with its standard input, that is with the program that started it.
+/// The script ends with its standard input, that is with the program that started it.
 const HOLD: &str = r#"mount --bind "$1" /etc/hosts; "$2" link set lo up; echo ready; exec cat >&2"#;

@@ -18,13 +18,13 @@ use crate::tools::{Skip, Tool, require};
 ///                                  router-2  masquerades        edge of worker-2
 /// ```
 ///
-/// The routers drop what the edge did not ask for, so that edges can only dial out. In the cloud the names of the nodes
-/// resolve to the cloud's own address, as an operator's DNS would have it.
+/// The routers drop unsolicited traffic, so that edges can only dial out. In the cloud the names of
+/// the nodes resolve to the cloud's own address, as with an operator's DNS.
 #[derive(Debug)]
 pub struct Topology {
     edges: [Edge; 2],
     cloud: Namespace,
-    /// Holds what is mounted over `/etc/hosts`.
+    /// Directory of the files that are mounted over `/etc/hosts`.
     _scratch: ScratchDir,
 }
 
@@ -37,10 +37,10 @@ pub struct Edge {
 }
 
 impl Topology {
-    /// Builds all of it, in some 100 ms.
+    /// Creates the topology, in some 100 ms.
     ///
     /// # Errors
-    /// [`Skip`] when a tool or a right is missing.
+    /// Returns [`Skip`] if a tool or a privilege is missing.
     pub fn new() -> Result<Self, Skip> {
         require(&[Tool::Unshare, Tool::Nsenter, Tool::Ip, Tool::Nft])?;
         let failed = |error: std::io::Error| Skip::because(format!("cannot write hosts: {error}"));
@@ -74,35 +74,35 @@ impl Topology {
         })
     }
 
-    /// Where the server runs.
+    /// Returns the namespace of the server.
     pub fn cloud(&self) -> &Namespace {
         &self.cloud
     }
 
-    /// Where the agents run, in the order of [`NODES`].
+    /// Returns the edges with the agents, in the order of [`NODES`].
     pub fn edges(&self) -> &[Edge; 2] {
         &self.edges
     }
 }
 
 impl Edge {
-    /// The node's name, one of [`NODES`].
+    /// Returns the node's name, one of [`NODES`].
     pub fn node_name(&self) -> &'static str {
         self.node_name
     }
 
-    /// Where the agent and its targets run.
+    /// Returns the namespace of the agent and its targets.
     pub fn node(&self) -> &Namespace {
         &self.node
     }
 
-    /// What stands between the node and the cloud; it can dial the node.
+    /// Returns the router between the node and the cloud. The router can dial the node.
     pub fn router(&self) -> &Namespace {
         &self.router
     }
 }
 
-/// Links the three and gives them addresses, routes and a firewall.
+/// Links the three namespaces and sets up addresses, routes and a firewall.
 fn connect(
     cloud: &Namespace,
     router: &Namespace,
@@ -142,7 +142,7 @@ pub const NODES: [&str; 2] = ["worker-1", "worker-2"];
 /// The address of both nodes.
 pub const EDGE_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 168, 33, 221);
 
-/// The server's address, as seen from everywhere.
+/// The server's address, as seen from all namespaces.
 pub const CLOUD_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 
 const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 168, 33, 1);

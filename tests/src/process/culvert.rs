@@ -12,7 +12,8 @@ use super::{Log, Process, Program};
 use crate::eventually::eventually;
 use crate::netns::Namespace;
 
-/// How a server is to be run; can be started again with the same data, as after a crash.
+/// The command line of a server. The server can be started again with the same data, as after a
+/// crash.
 #[derive(Debug, Clone)]
 pub struct ServerSetup {
     namespace: Option<Namespace>,
@@ -23,12 +24,12 @@ pub struct ServerSetup {
 }
 
 impl ServerSetup {
-    /// A server with its defaults, outside any cluster, inside `namespace` if given.
+    /// Creates a server with default settings, outside any cluster, inside `namespace` if given.
     pub fn new(data_dir: &Path, namespace: Option<&Namespace>) -> Self {
         Self::plain(data_dir, namespace).args(&["--kubernetes", "off"])
     }
 
-    /// A server on free loopback ports that follows the cluster of a kubeconfig.
+    /// Creates a server on free loopback ports that watches the cluster of a kubeconfig.
     pub fn in_cluster(data_dir: &Path, kubeconfig: &Path) -> Self {
         let kubeconfig = kubeconfig.to_string_lossy();
         let cluster = ["--kubernetes", "on", "--kubeconfig", &kubeconfig];
@@ -47,7 +48,7 @@ impl ServerSetup {
         .args(&["--data-dir", &data_dir])
     }
 
-    /// A server on free loopback ports.
+    /// Creates a server on free loopback ports.
     pub fn on_loopback(data_dir: &Path) -> Self {
         Self::new(data_dir, None).on_free_ports()
     }
@@ -63,7 +64,7 @@ impl ServerSetup {
             .fold(self, |setup, flag| setup.args(&[flag, "127.0.0.1:0"]))
     }
 
-    /// The arguments of `run`.
+    /// Returns the arguments of `run`.
     pub fn arguments(&self) -> &[String] {
         &self.arguments
     }
@@ -76,27 +77,28 @@ impl ServerSetup {
         self
     }
 
-    /// See [`Program::through`]; it has to become the server, as `exec` of a shell does.
+    /// Runs the server by another program, see [`Program::through`]. That program must become the
+    /// server, as `exec` of a shell does.
     #[must_use]
     pub fn through(mut self, args_text: &[&str]) -> Self {
         self.through = args_text.iter().map(|word| (*word).to_owned()).collect();
         self
     }
 
-    /// See [`Program::in_own_group`].
+    /// Sets [`Program::in_own_group`].
     #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self
     }
 
-    /// Starts it and waits until all its doors are open.
+    /// Starts the server and waits until all its listeners are open.
     ///
     /// # Errors
-    /// It ends instead, or the doors stay closed; with its log.
+    /// Returns an error with the server's log if the server ends or a listener does not open.
     ///
     /// # Panics
-    /// When its admin socket does not appear.
+    /// Panics if the admin socket does not appear.
     pub async fn start(&self) -> Result<Server> {
         let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
         let run = run.args(&self.arguments).through(&self.through);
@@ -125,7 +127,7 @@ impl ServerSetup {
         })
     }
 
-    /// A verb of the server's binary, for the same data; not yet in the namespace.
+    /// Returns a verb of the server's binary for the same data, not yet in the namespace.
     fn verb(&self, args_text: &[&str]) -> Result<Program> {
         Ok(Program::ours("tunnel-server")?
             .args(args_text)
@@ -134,7 +136,6 @@ impl ServerSetup {
     }
 }
 
-/// A running server.
 #[derive(Debug)]
 pub struct Server {
     setup: ServerSetup,
@@ -143,16 +144,16 @@ pub struct Server {
 }
 
 impl Server {
-    /// Where one of its [`Listener::LISTENERS`] is.
+    /// Returns the address of one of the [`Listener::DOORS`].
     ///
     /// # Panics
-    /// For a listener that is none of them.
+    /// Panics for any other listener.
     #[expect(clippy::expect_used, reason = "`start` has waited for each of them")]
     pub fn address(&self, listener: Listener) -> SocketAddr {
         *self.addresses.get(&listener).expect("one of the listeners")
     }
 
-    /// How to start it again, with its doors on the ports they have.
+    /// Returns the setup for a restart with the listeners on their current ports.
     pub fn setup_for_restart(&self) -> ServerSetup {
         let mut setup = self.setup.clone();
         for listener in Listener::LISTENERS {
@@ -167,30 +168,30 @@ impl Server {
         setup
     }
 
-    /// Its `--data-dir`.
+    /// Returns the `--data-dir`.
     pub fn data_dir(&self) -> &str {
         &self.setup.data_dir
     }
 
-    /// What it has written.
+    /// Returns the log of the process.
     pub fn log(&self) -> &Log {
         self.process.log()
     }
 
-    /// The process itself.
+    /// Returns the process.
     pub fn process(&mut self) -> &mut Process {
         &mut self.process
     }
 
-    /// Gives the process away, to be stopped or killed.
+    /// Returns the process by value, to be stopped or killed.
     pub fn into_process(self) -> Process {
         self.process
     }
 
-    /// A verb for this server, to be run as its operator would.
+    /// Returns a verb for this server, as its operator would run it.
     ///
     /// # Errors
-    /// The binary has not been built.
+    /// Returns an error if the binary has not been built.
     pub fn verb(&self, args_text: &[&str]) -> Result<Program> {
         Ok(self
             .setup
@@ -201,7 +202,7 @@ impl Server {
     /// Creates a join token for `node`, whose address is `ip`.
     ///
     /// # Errors
-    /// The verb fails.
+    /// Returns an error if the verb fails.
     pub async fn token(&self, node: &str, ip: Option<IpAddr>) -> Result<String> {
         let mut create = self.verb(&["token", "create", "--node", node])?;
         if let Some(ip) = ip {
@@ -210,19 +211,19 @@ impl Server {
         Ok(create.run().await?.ok()?.trim().to_owned())
     }
 
-    /// What `nodes -o json` tells.
+    /// Returns the output of `nodes -o json`.
     ///
     /// # Errors
-    /// The verb fails, or prints something else.
+    /// Returns an error if the verb fails, or its output is no valid JSON.
     pub async fn nodes(&self) -> Result<Vec<Value>> {
         let printed = self.verb(&["nodes", "-o", "json"])?.run().await?.ok()?;
         serde_json::from_str(&printed).with_context(|| format!("nodes printed {printed}"))
     }
 
-    /// Waits until exactly those of `nodes` are connected that are named.
+    /// Waits until exactly the named `nodes` are connected.
     ///
     /// # Panics
-    /// When they are not in time.
+    /// Panics if they are not connected in time.
     pub async fn wait_until_connected(&self, nodes: &[&str]) {
         let what = format!("{nodes:?} to be connected");
         eventually(&what, CONNECT, async || {
@@ -239,7 +240,7 @@ impl Server {
     }
 }
 
-/// How an agent is to be run; can be started again with the same data.
+/// The command line of an agent. The agent can be started again with the same data.
 #[derive(Debug, Clone)]
 pub struct AgentSetup {
     namespace: Option<Namespace>,
@@ -248,7 +249,7 @@ pub struct AgentSetup {
 }
 
 impl AgentSetup {
-    /// An agent of `node` for the server at `server`, inside `namespace` if given.
+    /// Creates an agent of `node` for the server at `server`, inside `namespace` if given.
     pub fn new(
         node: &str,
         server: SocketAddr,
@@ -272,13 +273,13 @@ impl AgentSetup {
         ])
     }
 
-    /// An agent on free loopback ports, whose targets of class `node` are on loopback.
+    /// Creates an agent on free loopback ports, whose targets of class `node` are on loopback.
     pub fn on_loopback(node: &str, server: SocketAddr, data_dir: &Path) -> Self {
         let loopback = ["--node-ip", "127.0.0.1", "--meta-listen", "127.0.0.1:0"];
         Self::new(node, server, data_dir, None).args(&loopback)
     }
 
-    /// The arguments of `run`.
+    /// Returns the arguments of `run`.
     pub fn arguments(&self) -> &[String] {
         &self.arguments
     }
@@ -291,17 +292,17 @@ impl AgentSetup {
         self
     }
 
-    /// See [`Program::in_own_group`].
+    /// Sets [`Program::in_own_group`].
     #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self
     }
 
-    /// Starts it; whether it gets a session is told by the server.
+    /// Starts the agent. The server reports whether the agent gets a session.
     ///
     /// # Errors
-    /// It cannot be run.
+    /// Returns an error if the agent cannot be run.
     pub fn start(&self) -> Result<Process> {
         let run = Program::ours("tunnel-agent")?.args(["run", "--log-format", "json"]);
         let program = run.args(&self.arguments).inside(self.namespace.as_ref());
@@ -313,25 +314,23 @@ impl AgentSetup {
     }
 }
 
-/// What a server listens on, by the word in its log.
+/// The listeners of a server, by the word in its log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Listener {
-    /// Agents, UDP and TCP.
+    /// Agents, over UDP and TCP.
     Agents,
-    /// The terminated TLS door.
     Https,
-    /// The plain HTTP door.
     Http,
-    /// Health and metrics.
+    /// The meta port, with health and metrics.
     Meta,
-    /// The embedded DNS, UDP and TCP.
+    /// The embedded DNS, over UDP and TCP.
     Dns,
     /// The extra proxy port of a target's port.
     Proxy(u16),
 }
 
 impl Listener {
-    /// Those that every server has.
+    /// The listeners that every server has.
     pub const LISTENERS: [Self; 4] = [Self::Agents, Self::Https, Self::Http, Self::Meta];
 
     fn name(self) -> &'static str {
@@ -356,7 +355,7 @@ impl Listener {
         }
     }
 
-    /// The address in `line`, when it tells that this listener is open.
+    /// Returns the address in `line` if the line reports that this listener is open.
     pub fn opened(self, line: &str) -> Option<SocketAddr> {
         let line: Value = serde_json::from_str(line).ok()?;
         let fields = line.get("fields").unwrap_or(&line);
@@ -371,10 +370,10 @@ impl Listener {
     }
 }
 
-/// A server makes its keys at its first start.
+/// Time limit for a start. A server generates its keys at its first start.
 const START: Duration = Duration::from_secs(15);
 
-/// For a process with nothing under way.
+/// Time limit for stopping a process without requests in progress.
 pub(super) const STOP: Duration = Duration::from_secs(5);
 
 /// Longer than the longest pause of an agent between two tries at the beginning of an outage.

@@ -8,8 +8,8 @@ use super::culvert::STOP;
 use super::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use crate::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Topology};
 
-/// A server in the cloud and an agent at each edge, all connected, each with what its join token says as its only
-/// address.
+/// A server in the cloud and an agent at each edge, all connected. The only address of each node is
+/// the one in its join token.
 #[derive(Debug)]
 pub struct Fleet {
     agents: Vec<Option<Process>>,
@@ -18,13 +18,14 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts all of it; `server_arguments` are further arguments of the server's `run`.
+    /// Starts the server and the agents; `server_arguments` are further arguments of the server's
+    /// `run`.
     ///
     /// # Errors
-    /// A part does not start; with its log.
+    /// Returns an error with the log of a process that does not start.
     ///
     /// # Panics
-    /// When the agents do not connect in time.
+    /// Panics if the agents do not connect in time.
     pub async fn start(sites: &Topology, server_arguments: &[&str]) -> Result<Self> {
         let scratch = ScratchDir::new().context("folder for the parts")?;
         let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
@@ -51,18 +52,19 @@ impl Fleet {
         })
     }
 
-    /// The server.
+    /// Returns the server.
     pub fn server(&self) -> &Server {
         &self.server
     }
 
-    /// Ends the agent of one edge, by its place in [`NODES`], and waits until the server has seen it.
+    /// Stops the agent of one edge, given by its index in [`NODES`], and waits until the server has
+    /// noticed.
     ///
     /// # Errors
-    /// It cannot be ended, or had been.
+    /// Returns an error if the agent cannot be stopped or was stopped before.
     ///
     /// # Panics
-    /// When the server still thinks it connected after a while.
+    /// Panics if the server still reports the agent as connected after a while.
     pub async fn stop_agent(&mut self, edge: usize) -> Result<()> {
         let agent = self
             .agents

@@ -1,4 +1,4 @@
-//! What a process has printed so far.
+//! The output of a process so far.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::sync::watch;
 
-/// The lines that a process has written to its standard output and error, in the order they were read.
+/// The lines that a process has written to its standard output and error, in the order they were
+/// read.
 ///
-/// Clones are handles to the same log.
+/// Clones are handles to one log.
 #[derive(Debug, Clone)]
 pub struct Log {
     lines: Arc<Mutex<LogLines>>,
@@ -30,17 +31,18 @@ impl Log {
         }
     }
 
-    /// The lines kept so far; of a long log only the last ones.
+    /// Returns the buffered lines; of a long log only the last ones.
     pub fn lines(&self) -> Vec<String> {
         self.lock().buffered.iter().cloned().collect()
     }
 
-    /// Whether a line contains `text`.
+    /// Returns whether a line contains `text`.
     pub fn contains(&self, text: &str) -> bool {
         self.lock().buffered.iter().any(|line| line.contains(text))
     }
 
-    /// Waits for a line in which `look` finds something, from the first line on. Cancel-safe.
+    /// Waits for a line for which `look` returns a value, starting with the first line.
+    /// Cancel-safe.
     pub async fn find<T>(&self, mut look: impl FnMut(&str) -> Option<T>) -> T {
         let mut written = self.written.subscribe();
         let mut scanned = 0;
@@ -50,7 +52,7 @@ impl Log {
                 return found;
             }
             if written.changed().await.is_err() {
-                // Cannot happen while `self` holds the sender.
+                // Unreachable while `self` holds the sender.
                 std::future::pending::<()>().await;
             }
         }
@@ -102,7 +104,7 @@ impl Log {
 }
 
 impl fmt::Display for Log {
-    /// The last lines, indented, for the message of a failed test.
+    /// Formats the last lines, indented, for the message of a failed test.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = self.lock();
         let shown = lines.buffered.len().min(SHOWN_LINES);
@@ -113,7 +115,7 @@ impl fmt::Display for Log {
     }
 }
 
-/// A demo may run for days.
+/// Limit of the buffer, since a demo may run for days.
 const BUFFERED_LINES: usize = 20_000;
 
 const SHOWN_LINES: usize = 40;

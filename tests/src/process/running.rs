@@ -1,4 +1,4 @@
-//! Starting, watching and ending one process.
+//! Starts, observes and ends one process.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -17,7 +17,7 @@ use crate::eventually::scaled;
 use crate::netns::Namespace;
 use crate::tools::{Skip, Tool, bin_dir};
 
-/// A program with its arguments, and where it is to run.
+/// A program with its arguments and environment.
 #[derive(Debug, Clone)]
 pub struct Program {
     label: String,
@@ -27,10 +27,10 @@ pub struct Program {
 }
 
 impl Program {
-    /// A binary of this workspace, from the build that the running program belongs to.
+    /// Returns a binary of this workspace, from the build that the running program belongs to.
     ///
     /// # Errors
-    /// It has not been built.
+    /// Returns an error if the binary has not been built.
     pub fn ours(name: &str) -> Result<Self> {
         let file = bin_dir().context("folder of the binaries")?.join(name);
         if !file.is_file() {
@@ -42,10 +42,10 @@ impl Program {
         Ok(Self::new(name, file))
     }
 
-    /// A program that is not ours.
+    /// Returns an external program.
     ///
     /// # Errors
-    /// [`Skip`] when it is not here.
+    /// Returns [`Skip`] if the program is not installed.
     pub fn tool(tool: Tool) -> Result<Self, Skip> {
         let command = tool.command()?;
         let mut program = Self::new(tool.program(), command.get_program());
@@ -57,7 +57,7 @@ impl Program {
         Ok(program)
     }
 
-    /// A program by its file.
+    /// Returns a program by its file.
     pub fn at(file: &Path) -> Self {
         let name = file.file_name().unwrap_or(file.as_os_str());
         Self::new(&name.to_string_lossy(), file)
@@ -86,14 +86,14 @@ impl Program {
         self
     }
 
-    /// Sets a variable of its environment.
+    /// Sets an environment variable.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
         self
     }
 
-    /// Runs it inside `namespace`; without one, where this program is.
+    /// Runs the program inside `namespace`, or in the current namespace without one.
     #[must_use]
     pub fn inside(mut self, namespace: Option<&Namespace>) -> Self {
         if let Some(namespace) = namespace {
@@ -103,32 +103,34 @@ impl Program {
         self
     }
 
-    /// Runs it by another program, to which its own words are given as the last arguments.
+    /// Runs the program by another program, which receives the program and its arguments as its
+    /// last arguments.
     #[must_use]
     pub fn through<W: Into<OsString>>(mut self, argv: impl IntoIterator<Item = W>) -> Self {
         self.argv.splice(0..0, argv.into_iter().map(Into::into));
         self
     }
 
-    /// Keeps it from signals that a terminal sends to the whole group of this program.
+    /// Protects the program from signals that a terminal sends to the whole process group.
     #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self
     }
 
-    /// Starts it, with nothing on its standard input.
+    /// Starts the program with an empty standard input.
     ///
     /// # Errors
-    /// It cannot be run.
+    /// Returns an error if the program cannot be run.
     pub fn start(self) -> Result<Process> {
         self.start_logging_to(Stdio::piped())
     }
 
-    /// The same with its standard error where the test says; unless that is [`Stdio::piped`], its log stays empty.
+    /// Starts the program with the given standard error. Unless that is [`Stdio::piped`], the log
+    /// stays empty.
     ///
     /// # Errors
-    /// As [`Program::start`].
+    /// Returns the errors of [`Program::start`].
     pub fn start_logging_to(self, stderr: Stdio) -> Result<Process> {
         let mut command = self.command()?;
         command
@@ -155,18 +157,18 @@ impl Program {
         })
     }
 
-    /// Runs it to its end.
+    /// Runs the program to its end.
     ///
     /// # Errors
-    /// It cannot be run, or is not done after a minute.
+    /// Returns an error if the program cannot be run, or does not end within a minute.
     pub async fn run(self) -> Result<Finished> {
         self.run_with(b"").await
     }
 
-    /// The same with this on its standard input.
+    /// Runs the program to its end with `input` on its standard input.
     ///
     /// # Errors
-    /// As [`Program::run`].
+    /// Returns the errors of [`Program::run`].
     pub async fn run_with(self, input: &[u8]) -> Result<Finished> {
         let mut command = self.command()?;
         command
@@ -180,7 +182,7 @@ impl Program {
         let stdin = child.stdin.take();
         let feed = async {
             if let Some(mut stdin) = stdin {
-                // A program that does not care for its input may have ended.
+                // A program that does not read its input may have ended.
                 let _ended = stdin.write_all(input).await;
             }
         };
@@ -209,28 +211,25 @@ impl Program {
     }
 }
 
-/// How a program that ran to its end went.
+/// The result of a program that ran to its end.
 #[derive(Debug, Clone)]
 pub struct Finished {
     label: String,
-    /// How it ended.
     pub status: ExitStatus,
-    /// What it wrote to its standard output.
     pub out: String,
-    /// What it wrote to its standard error.
     pub err: String,
 }
 
 impl Finished {
-    /// The exit code, unless a signal ended it.
+    /// Returns the exit code, unless a signal ended the program.
     pub fn code(&self) -> Option<i32> {
         self.status.code()
     }
 
-    /// Its standard output, if it exited with 0.
+    /// Returns the standard output if the program exited with 0.
     ///
     /// # Errors
-    /// It did not; with what it printed.
+    /// Returns an error with the output for any other exit status.
     pub fn ok(self) -> Result<String> {
         if self.status.success() {
             return Ok(self.out);
@@ -251,7 +250,7 @@ impl fmt::Display for Finished {
     }
 }
 
-/// A running process; dropping it kills it.
+/// A running process. Dropping it kills the process.
 #[derive(Debug)]
 pub struct Process {
     label: String,
@@ -261,20 +260,21 @@ pub struct Process {
 }
 
 impl Process {
-    /// Its id; `None` when it has ended and that was seen.
+    /// Returns the process ID, or `None` once the end of the process was observed.
     pub fn id(&self) -> Option<u32> {
         self.child.id()
     }
 
-    /// What it has printed.
+    /// Returns the log of the process.
     pub fn log(&self) -> &Log {
         &self.log
     }
 
-    /// Waits for a line in which `look` finds something.
+    /// Waits for a line for which `look` returns a value.
     ///
     /// # Errors
-    /// The process ends, or the scaled `patience` is over; with the end of the log. `what` is for that message.
+    /// Returns an error with the end of the log if the process ends or the scaled `patience` is
+    /// over. `what` is for that message.
     pub async fn wait_for_line<T>(
         &mut self,
         what: &str,
@@ -296,7 +296,7 @@ impl Process {
     /// Sends a signal.
     ///
     /// # Errors
-    /// The process has ended.
+    /// Returns an error if the process has ended.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         let id = self
             .child
@@ -318,10 +318,11 @@ impl Process {
         Ok(())
     }
 
-    /// Waits for its end and for the last line of its log.
+    /// Waits for the end of the process and the last line of its log.
     ///
     /// # Errors
-    /// It is still running after the scaled `patience`; with the end of the log.
+    /// Returns an error with the end of the log if the process is still running after the scaled
+    /// `patience`.
     pub async fn end(&mut self, patience: Duration) -> Result<ExitStatus> {
         match timeout(scaled(patience), self.ended()).await {
             Ok(status) => status,
@@ -335,10 +336,10 @@ impl Process {
         }
     }
 
-    /// Ends it with TERM, or with KILL when it has not ended after the scaled `patience`.
+    /// Stops the process with TERM, or with KILL if it has not ended after the scaled `patience`.
     ///
     /// # Errors
-    /// It cannot be waited for.
+    /// Returns an error if the process cannot be waited for.
     pub async fn stop(mut self, patience: Duration) -> Result<ExitStatus> {
         if self.child.id().is_some() {
             self.signal(Signal::Term)?;
@@ -349,10 +350,10 @@ impl Process {
         self.kill().await
     }
 
-    /// Ends it with KILL, as a power cut would.
+    /// Kills the process with KILL, which acts like a power failure.
     ///
     /// # Errors
-    /// It cannot be waited for.
+    /// Returns an error if the process cannot be waited for.
     pub async fn kill(mut self) -> Result<ExitStatus> {
         // Fails only for a process that has ended.
         let _ = self.child.start_kill();
@@ -365,7 +366,7 @@ impl Process {
             .wait()
             .await
             .with_context(|| format!("wait for {}", self.label))?;
-        // A child of its own may hold the pipes open: what it prints does not matter here.
+        // A child of the process may hold the pipes open. Its output does not matter here.
         let _ = timeout(LOG_END, async {
             while self.readers.join_next().await.is_some() {}
         })
@@ -375,7 +376,8 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// Kills it and sees its end, so that it does not write into a folder that is being removed.
+    /// Kills the process and waits for its end, so that it does not write into a directory that is
+    /// being removed.
     fn drop(&mut self) {
         // Fails only for a process that has ended.
         let _ = self.child.start_kill();
@@ -397,17 +399,17 @@ impl fmt::Display for Process {
 /// The signals that tests send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Signal {
-    /// Drain and end.
+    /// Drains the process and ends it.
     Term,
-    /// What Ctrl-C sends.
+    /// The signal of Ctrl-C.
     Int,
-    /// End at once.
+    /// Ends the process at once.
     Kill,
-    /// Stand still, as a machine that hangs.
+    /// Suspend the process, which acts like a hanging machine.
     Stop,
-    /// Go on after [`Self::Stop`].
+    /// Continue after [`Self::Stop`].
     Cont,
-    /// Read files again.
+    /// Read the files again.
     Hangup,
 }
 
@@ -424,14 +426,14 @@ impl Signal {
     }
 }
 
-/// For verbs and tools, which are done in well under a second.
+/// Time limit for verbs and tools, which take well under a second.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A killed process is gone within a few milliseconds, on a busy machine within a second.
 const REAP_TRIES: u32 = 1000;
 const REAP_PAUSE: Duration = Duration::from_millis(1);
 
-/// For the last lines of a process that has ended.
+/// Time limit for the last lines of a process that has ended.
 const LOG_END: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What belongs to one test alone: a folder for its files, and an address.
+//! Resources of a single test: a directory for its files, and an address.
 
 use std::fs::Permissions;
 use std::io;
@@ -8,27 +8,27 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A loopback address of this process, in 127.64.0.0/10. A server that is to come back to its port listens here: whoever
-/// connects from 127.0.0.1 meanwhile does not take the port.
+/// Returns a loopback address of this process, in 127.64.0.0/10. A server that must return to its
+/// port listens here, so that connections from 127.0.0.1 in the meantime do not take the port.
 #[must_use]
 pub fn own_loopback() -> Ipv4Addr {
     let [_, high, middle, low] = std::process::id().to_be_bytes();
     Ipv4Addr::new(127, 64 | (high & 63), middle, low)
 }
 
-/// A new folder of its own, removed with all its content when dropped.
+/// A new directory that is removed with all its content on drop.
 ///
-/// Its path is short, so that it has room for Unix sockets.
+/// The path is short, so that Unix sockets fit.
 #[derive(Debug)]
 pub struct ScratchDir {
     path: PathBuf,
 }
 
 impl ScratchDir {
-    /// Creates the folder, for this user alone.
+    /// Creates the directory with access for this user only.
     ///
     /// # Errors
-    /// The temporary folder cannot be written.
+    /// Returns an error if the temporary directory cannot be written.
     pub fn new() -> io::Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -47,19 +47,19 @@ impl ScratchDir {
         Ok(Self { path })
     }
 
-    /// Where it is.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes a file into it and returns where that is.
+    /// Writes a file into the directory and returns its path.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn file(&self, name: &str, content: impl AsRef<[u8]>) -> io::Result<PathBuf> {
         let file = self.path.join(name);
         std::fs::write(&file, content)?;
-        // Whatever the umask is: our programs refuse files that others may write.
+        // Independent of the umask: the binaries refuse files that others may write.
         std::fs::set_permissions(&file, Permissions::from_mode(0o644))?;
         Ok(file)
     }
@@ -67,7 +67,7 @@ impl ScratchDir {
 
 impl Drop for ScratchDir {
     fn drop(&mut self) {
-        // What cannot be removed stays in the machine's temporary folder.
+        // A directory that cannot be removed stays in the machine's temporary directory.
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }

@@ -1,4 +1,4 @@
-//! The accept loop that all targets share, and what it counts.
+//! The accept loop that all targets share, and its counters.
 
 use std::future::Future;
 use std::io;
@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::tls::TargetTls;
 use super::wire::Wire;
 
-/// What a target has seen of its connections so far.
+/// Counters of a target's connections.
 #[derive(Debug, Default)]
 pub struct Traffic {
     accepted: AtomicU64,
@@ -26,32 +26,34 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Connections accepted.
+    /// Returns the number of accepted connections.
     pub fn accepted(&self) -> u64 {
         self.accepted.load(SeqCst)
     }
 
-    /// Connections open at this moment.
+    /// Returns the number of open connections.
     pub fn open(&self) -> u64 {
         self.open.load(SeqCst)
     }
 
-    /// Request heads read (HTTP targets only).
+    /// Returns the number of request heads read (HTTP targets only).
     pub fn requests(&self) -> u64 {
         self.requests.load(SeqCst)
     }
 
-    /// Connections whose peer ended its direction cleanly: FIN, over TLS close_notify.
+    /// Returns the number of connections whose peer ended its direction cleanly: FIN, over TLS
+    /// close_notify.
     pub fn fins(&self) -> u64 {
         self.fins.load(SeqCst)
     }
 
-    /// Connections whose peer cut them: TCP reset, or a TLS end without close_notify.
+    /// Returns the number of connections that the peer cut: TCP reset, or a TLS end without
+    /// close_notify.
     pub fn cuts(&self) -> u64 {
         self.cuts.load(SeqCst)
     }
 
-    /// Bytes received (raw targets; hostile ones while they hold).
+    /// Returns the number of received bytes (raw targets; hostile ones during `Hold`).
     pub fn bytes_in(&self) -> u64 {
         self.bytes_in.load(SeqCst)
     }
@@ -73,7 +75,7 @@ impl Traffic {
     }
 }
 
-/// A bound listener and the task that accepts on it; both end when this is dropped.
+/// A bound listener and its accept task. Both end on drop.
 #[derive(Debug)]
 pub(crate) struct Listening {
     addr: SocketAddr,
@@ -83,7 +85,7 @@ pub(crate) struct Listening {
 }
 
 impl Listening {
-    /// Binds `bind` and hands each connection, after its TLS handshake if there is `tls`, to `serve`.
+    /// Binds `bind` and passes each connection to `serve`, after its TLS handshake if `tls` is set.
     pub(crate) async fn start<S, Fut>(
         bind: SocketAddr,
         tls: Option<TargetTls>,
@@ -107,7 +109,8 @@ impl Listening {
             move |tcp, traffic| {
                 let (serve, tls) = (serve.clone(), tls.clone());
                 async move {
-                    // As every HTTP server does; else small writes wait for the peer's delayed ACKs.
+                    // Set as in every HTTP server; otherwise small writes wait for the peer's
+                    // delayed ACKs.
                     tcp.set_nodelay(true)?;
                     let wire = match tls {
                         Some(tls) => Wire::tls(tls.acceptor().accept(tcp).await?),
@@ -159,7 +162,8 @@ async fn accept<S, Fut>(
                     let open = Open::count(&traffic);
                     let serving = serve(tcp, Arc::clone(&traffic));
                     connections.spawn(async move {
-                        // How a connection broke is the test's business and visible in the counts.
+                        // How a connection ended is visible in the counters; the test decides
+                        // whether that is a failure.
                         let _end = serving.await;
                         drop(open);
                     });
@@ -167,7 +171,7 @@ async fn accept<S, Fut>(
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(_) => break,
             },
-            // A panic has been printed by the panic hook; the test fails for want of an answer.
+            // The panic hook has printed the panic. The test fails because there is no answer.
             Some(_end) = connections.join_next() => {}
         }
     }
@@ -175,7 +179,7 @@ async fn accept<S, Fut>(
     connections.shutdown().await;
 }
 
-/// Counts a connection as open for as long as it lives.
+/// Counts a connection as open while the value lives.
 #[derive(Debug)]
 struct Open(Arc<Traffic>);
 
@@ -193,22 +197,22 @@ impl Drop for Open {
     }
 }
 
-/// Gives a target with a field `listening` the methods that all targets have.
+/// Implements the common methods of all targets for a target with a field `listening`.
 macro_rules! target_methods {
     ($target:ty) => {
         impl $target {
-            /// Where this target listens.
+            /// Returns the listen address.
             pub fn addr(&self) -> std::net::SocketAddr {
                 self.listening.addr()
             }
 
-            /// What this target has seen of its connections so far.
+            /// Returns the counters of this target's connections.
             pub fn traffic(&self) -> &crate::targets::Traffic {
                 self.listening.traffic()
             }
 
-            /// Closes the listener and all connections, and returns when that is done. Dropping does the same without
-            /// waiting.
+            /// Closes the listener and all connections, and returns when that is done. Dropping the
+            /// target does this without waiting.
             pub async fn stop(self) {
                 self.listening.stop().await;
             }

@@ -1,4 +1,4 @@
-//! Requests as the HTTP targets see them, and the ways to answer.
+//! Requests as received by the HTTP targets, and the ways to answer.
 
 use std::io;
 
@@ -11,18 +11,18 @@ use super::data::ByteSource;
 use super::head::Head;
 use super::wire::Wire;
 
-/// What becomes of the connection when an answer is done.
+/// The treatment of the connection after an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum After {
-    /// Next request, unless this one asked for the end.
+    /// Waits for the next request, unless this one asked for a close.
     KeepAlive,
-    /// FIN, over TLS close_notify.
+    /// Sends FIN, over TLS close_notify.
     Close,
-    /// TCP reset.
+    /// Sends a TCP reset.
     Reset,
 }
 
-/// A request whose body is still on the wire.
+/// A request whose body has not been read yet.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) received: Head,
@@ -33,7 +33,7 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// The next request; `None` at the clean end of the connection.
+    /// Reads the next request, or returns `None` at the clean end of the connection.
     pub(crate) async fn read(wire: &mut Wire, traffic: &Traffic) -> io::Result<Option<Self>> {
         let Some(raw) = wire.read_head().await? else {
             return Ok(None);
@@ -55,7 +55,7 @@ impl Request {
         }))
     }
 
-    /// Does what `after` says, and returns the wire when another request may follow.
+    /// Applies `after`, and returns the wire if another request may follow.
     pub(crate) async fn settle(mut self, mut wire: Wire, after: After) -> io::Result<Option<Wire>> {
         match after {
             After::Reset => wire.reset().await.map(|()| None),
@@ -80,7 +80,7 @@ impl Request {
         &self.path
     }
 
-    /// The value of `key` in the query, as it stands there.
+    /// Returns the raw value of `key` in the query.
     pub(crate) fn query(&self, key: &str) -> Option<&str> {
         let mut pairs = self
             .query
@@ -93,14 +93,15 @@ impl Request {
         self.received.lists("expect", "100-continue")
     }
 
-    /// A body that waits for a "100 Continue" which nobody sent leaves the connection unusable.
+    /// Returns whether the connection must end. A body that waits for a "100 Continue" that was
+    /// never sent leaves the connection unusable.
     fn ends_connection(&self) -> bool {
         self.received.lists("connection", "close")
             || self.received.start_line.ends_with("HTTP/1.0")
             || (self.expects_continue() && self.body.ended().is_none())
     }
 
-    /// An HTTP/1.1 head with `fields`.
+    /// Returns an HTTP/1.1 head with `fields`.
     pub(crate) fn head(&self, status: u16, fields: &[(&str, &str)]) -> Vec<u8> {
         let reason = StatusCode::from_u16(status)
             .ok()
@@ -116,7 +117,7 @@ impl Request {
         head.into_bytes()
     }
 
-    /// A whole answer with Content-Length.
+    /// Sends a complete answer with Content-Length.
     pub(crate) async fn answer(
         &self,
         wire: &mut Wire,
@@ -139,14 +140,15 @@ impl Request {
     }
 }
 
-/// The parts of a path between its slashes.
+/// Returns the segments of a path.
 pub(crate) fn segments(path: &str) -> Vec<&str> {
     path.split('/')
         .filter(|segment| !segment.is_empty())
         .collect()
 }
 
-/// Sends `head` and behind it the first `n` bytes of sequence `seed`, the beginning of both in one write.
+/// Sends `head` followed by the first `n` bytes of sequence `seed`. The beginning of both is one
+/// write.
 pub(crate) async fn send_bytes(
     wire: &mut Wire,
     head: Vec<u8>,
@@ -159,7 +161,7 @@ pub(crate) async fn send_bytes(
     .await
 }
 
-/// As [`send_bytes`], each piece of 16 KiB as a chunk; the last chunk is not sent.
+/// Like [`send_bytes`], with each piece of 16 KiB as a chunk. The last chunk is not sent.
 pub(crate) async fn send_chunks(
     wire: &mut Wire,
     head: Vec<u8>,
@@ -192,7 +194,7 @@ async fn send_pieces(
     wire.flush().await
 }
 
-/// `data` as one chunk (RFC 9112, section 7.1).
+/// Encodes `data` as one chunk (RFC 9112, section 7.1).
 pub(crate) fn chunk(data: &[u8]) -> Vec<u8> {
     let mut chunk = format!("{:x}\r\n", data.len()).into_bytes();
     chunk.extend_from_slice(data);
@@ -200,10 +202,10 @@ pub(crate) fn chunk(data: &[u8]) -> Vec<u8> {
     chunk
 }
 
-/// The end of a chunked body without trailers.
+/// Returns the end of a chunked body without trailers.
 pub(crate) fn last_chunk() -> &'static [u8] {
     b"0\r\n\r\n"
 }
 
-/// Enough for throughput, and many pieces in the sizes that tests use.
+/// Large enough for throughput, and small enough that test bodies have many pieces.
 const PIECE_BYTES: usize = 16 * 1024;

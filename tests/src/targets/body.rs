@@ -7,16 +7,17 @@ use bytes::{Bytes, BytesMut};
 use super::head::Head;
 use super::wire::Wire;
 
-/// How a body or a byte stream ended.
+/// The end of a body or a byte stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BodyEnd {
-    /// All of its Content-Length came, or it may have no body.
+    /// All of the Content-Length arrived, or the message may have no body.
     CleanLength,
-    /// Its last chunk came.
+    /// The last chunk arrived.
     CleanChunked,
-    /// It had no length and ended with FIN, over TLS with close_notify.
+    /// The body had no length and ended with FIN, over TLS with close_notify.
     CleanClose,
-    /// The connection was cut: `ConnectionReset`, or `UnexpectedEof` for a TLS end without close_notify.
+    /// The connection was cut: `ConnectionReset`, or `UnexpectedEof` for a TLS end without
+    /// close_notify.
     Reset(io::ErrorKind),
     /// The connection ended cleanly before the length or the last chunk.
     Truncated,
@@ -25,7 +26,7 @@ pub enum BodyEnd {
 }
 
 impl BodyEnd {
-    /// Whether the reader may take the body for complete.
+    /// Returns whether the reader may treat the body as complete.
     pub fn is_clean(&self) -> bool {
         match self {
             Self::CleanLength | Self::CleanChunked | Self::CleanClose => true,
@@ -34,7 +35,7 @@ impl BodyEnd {
     }
 }
 
-/// How the end of a body is recognised.
+/// The framing of a body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Framing {
     Length(u64),
@@ -87,7 +88,7 @@ enum State {
     Ended(BodyEnd),
 }
 
-/// What the bytes at hand allow.
+/// The progress that the buffered bytes allow.
 enum Progress {
     Data(Bytes),
     Again,
@@ -108,7 +109,7 @@ impl BodyReader {
         }
     }
 
-    /// How the body ended, once it has.
+    /// Returns how the body ended, once it has.
     pub(crate) fn ended(&self) -> Option<&BodyEnd> {
         if let State::Ended(end) = &self.state {
             Some(end)
@@ -117,12 +118,12 @@ impl BodyReader {
         }
     }
 
-    /// The fields behind the last chunk.
+    /// Returns the trailer fields.
     pub(crate) fn trailers(&self) -> &[(String, String)] {
         &self.trailers
     }
 
-    /// The next bytes as they come, or `None` once the body has ended. Cancel-safe.
+    /// Returns the next bytes, or `None` once the body has ended. Cancel-safe.
     pub(crate) async fn data(&mut self, wire: &mut Wire) -> Option<Bytes> {
         while self.ended().is_none() {
             match self.advance(wire.ahead()) {

@@ -5,21 +5,23 @@ use std::fmt::Write;
 use aws_lc_rs::digest::{Context, Digest, SHA1_FOR_LEGACY_USE_ONLY, SHA256, digest};
 use tunnel_proto::process::base64;
 
-/// The first `n` pseudo-random bytes of the sequence named by `seed`; shorter answers are prefixes of longer ones.
+/// Returns the first `n` pseudo-random bytes of the sequence with this seed. Shorter results are
+/// prefixes of longer ones.
 ///
-/// The targets send sequence 0 wherever nothing else is said.
+/// The targets send sequence 0 by default.
 pub fn deterministic_bytes(seed: u64, n: usize) -> Vec<u8> {
     let mut bytes = vec![0; n];
     ByteSource::new(seed).fill(&mut bytes);
     bytes
 }
 
-/// 64 KiB that a large answer repeats: cheap to make, and wrong or missing bytes are still seen.
+/// Returns 64 KiB that a large answer repeats. The block is cheap to create, and wrong or missing
+/// bytes are still detected.
 pub fn repeated_block() -> Vec<u8> {
     deterministic_bytes(0, 64 << 10)
 }
 
-/// SHA-256 of `data` in lower-case hexadecimal.
+/// Returns the SHA-256 of `data` in lower-case hexadecimal.
 pub fn sha256_hex(data: &[u8]) -> String {
     hex(&digest(&SHA256, data))
 }
@@ -32,7 +34,7 @@ pub struct Sha256 {
 }
 
 impl Sha256 {
-    /// The digest of nothing yet.
+    /// Creates the digest of no data.
     pub fn new() -> Self {
         Self {
             context: Context::new(&SHA256),
@@ -40,18 +42,18 @@ impl Sha256 {
         }
     }
 
-    /// Takes the next piece.
+    /// Adds the next piece.
     pub fn update(&mut self, piece: &[u8]) {
         self.context.update(piece);
         self.bytes += piece.len() as u64;
     }
 
-    /// Number of bytes taken so far.
+    /// Returns the number of bytes added so far.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The digest in lower-case hexadecimal.
+    /// Returns the digest in lower-case hexadecimal.
     pub fn finish(self) -> String {
         hex(&self.context.finish())
     }
@@ -75,9 +77,9 @@ impl std::fmt::Debug for Sha256 {
 #[derive(Debug)]
 pub(crate) struct ByteSource {
     seed: u64,
-    /// Words handed out so far.
+    /// Words generated so far.
     blocks: u64,
-    /// The rest of the last word, to be used from its lowest byte on.
+    /// The rest of the last word, used from its lowest byte on.
     tail: u64,
     rest_bytes: u32,
 }
@@ -92,7 +94,7 @@ impl ByteSource {
         }
     }
 
-    /// Fills all of `bytes` with what follows.
+    /// Fills all of `bytes` with the next bytes of the sequence.
     pub(crate) fn fill(&mut self, bytes: &mut [u8]) {
         let mut bytes = bytes.iter_mut();
         while self.rest_bytes > 0 {
@@ -119,7 +121,7 @@ impl ByteSource {
         byte
     }
 
-    /// SplitMix64 over a counter.
+    /// Returns the next word by SplitMix64 over a counter.
     fn next_word(&mut self) -> u64 {
         self.blocks += 1;
         let mut word = self
@@ -131,7 +133,7 @@ impl ByteSource {
     }
 }
 
-/// The `Sec-WebSocket-Accept` that belongs to a `Sec-WebSocket-Key` (RFC 6455, section 4.2.2).
+/// Returns the `Sec-WebSocket-Accept` of a `Sec-WebSocket-Key` (RFC 6455, section 4.2.2).
 pub(crate) fn websocket_accept(key: &str) -> String {
     let salted = format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11");
     base64::encode(digest(&SHA1_FOR_LEGACY_USE_ONLY, salted.as_bytes()).as_ref())

@@ -1,4 +1,4 @@
-//! A stand-in for a metrics exporter, with an answer for every way an HTTP/1.1 body can go.
+//! A fake metrics exporter, with an answer for every form of an HTTP/1.1 body.
 
 use std::io;
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ use super::wire::Wire;
 /// | `/`, `/metrics` | text that names the node |
 /// | `/size/N`, `/chunked/N`, `/close-delimited/N` | N bytes of sequence 0 (`?seed=S`: of S), digest in `X-Sha256` |
 /// | `/repeated/N` | N bytes: [`super::repeated_block`] over and over |
-/// | `/echo` | the request's body in chunks, each as it comes |
+/// | `/echo` | the request's body in chunks, each as it arrives |
 /// | `/follow` | endless chunked lines, from [`Self::emit`], with `?interval_ms=M` also from a timer |
 /// | `/headers` | the request head exactly as received |
 /// | `/upload` | `COUNT SHA256` of the request's body; sends 100 Continue where expected |
@@ -44,18 +44,18 @@ pub struct Exporter {
 target_methods!(Exporter);
 
 impl Exporter {
-    /// An exporter of `node` on a free loopback port.
+    /// Starts an exporter of `node` on a free loopback port.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start(node: &str) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, node, None).await
     }
 
-    /// An exporter of `node` on `bind`, over TLS when there is `tls`.
+    /// Starts an exporter of `node` on `bind`, over TLS if `tls` is set.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, node: &str, tls: Option<TargetTls>) -> Result<Self> {
         let site = Arc::new(Site::new(node));
         let served = Arc::clone(&site);
@@ -68,7 +68,7 @@ impl Exporter {
         })
     }
 
-    /// Hands `line` (without line end) to all followers and returns their number.
+    /// Sends `line` (without line end) to all followers and returns their number.
     pub fn emit(&self, line: &str) -> usize {
         self.site.line_stream.emit(line)
     }
@@ -78,17 +78,17 @@ impl Exporter {
         self.site.line_stream.end()
     }
 
-    /// Requests for `/follow` that are being answered.
+    /// Returns the number of `/follow` requests in progress.
     pub fn followers(&self) -> usize {
         self.site.line_stream.followers()
     }
 
-    /// Answers the requests for `/slow-head` that wait at this moment.
+    /// Answers the `/slow-head` requests that currently wait.
     pub fn release(&self) {
         self.site.gate.send_modify(|released| *released += 1);
     }
 
-    /// Requests for `/slow-head` that wait.
+    /// Returns the number of waiting `/slow-head` requests.
     pub fn waiting(&self) -> usize {
         self.site.gate.receiver_count()
     }
@@ -105,7 +105,7 @@ async fn serve(site: Arc<Site>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Re
     wire.close().await
 }
 
-/// The content behind an HTTP target.
+/// The content of an HTTP target.
 #[derive(Debug)]
 pub(crate) struct Site {
     pub(crate) node: String,
@@ -361,7 +361,8 @@ fn digest_of_sequence(seed: u64, n: u64) -> String {
     digest.finish()
 }
 
-/// Small enough to fit into the buffers of a loopback connection, so that most of it arrives before the reset.
+/// Small enough for the buffers of a loopback connection, so that most of it arrives before the
+/// reset.
 const CUT_AFTER_BYTES: u64 = 64 * 1024;
 
 #[cfg(test)]

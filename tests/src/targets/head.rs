@@ -1,11 +1,11 @@
-//! Heads of HTTP/1.1 messages: a start line and the headers in the order they came.
+//! Heads of HTTP/1.1 messages: a start line and the headers in the received order.
 
 use std::io;
 
-/// A message head, read leniently: the harness looks at it, the tunnel is what has to be strict.
+/// A message head, parsed leniently: the harness only inspects it, and the tunnel must be strict.
 #[derive(Debug, Clone)]
 pub(crate) struct Head {
-    /// Exactly as received, with the empty line.
+    /// The bytes exactly as received, with the empty line.
     pub(crate) raw: Vec<u8>,
     pub(crate) start_line: String,
     pub(crate) headers: Vec<(String, String)>,
@@ -31,14 +31,14 @@ impl Head {
         first_value(&self.headers, name)
     }
 
-    /// Whether the comma-separated list in header `name` holds `token`.
+    /// Returns whether the comma-separated list in header `name` contains `token`.
     pub(crate) fn lists(&self, name: &str, token: &str) -> bool {
         all_values(&self.headers, name)
             .flat_map(|list| list.split(','))
             .any(|listed| listed.trim().eq_ignore_ascii_case(token))
     }
 
-    /// The status of a reply head.
+    /// Returns the status of a reply head.
     pub(crate) fn status(&self) -> io::Result<u16> {
         let mut words = self.start_line.split(' ');
         let version = words.next().unwrap_or_default();
@@ -50,12 +50,12 @@ impl Head {
     }
 }
 
-/// The first value of header `name`, compared without case.
+/// Returns the first value of header `name`, compared case-insensitively.
 pub(crate) fn first_value<'a>(headers: &'a [(String, String)], name: &str) -> Option<&'a str> {
     all_values(headers, name).next()
 }
 
-/// All values of header `name` in their order, compared without case.
+/// Returns all values of header `name` in order, compared case-insensitively.
 fn all_values<'a>(headers: &'a [(String, String)], name: &str) -> impl Iterator<Item = &'a str> {
     headers
         .iter()

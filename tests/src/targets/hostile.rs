@@ -1,4 +1,4 @@
-//! A target that does to its peer whatever a test says, step by step.
+//! A target that executes the steps of a test against its peer.
 
 use std::io;
 use std::sync::Arc;
@@ -10,26 +10,27 @@ use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::tls::TargetTls;
 use super::wire::Wire;
 
-/// Takes the same steps on each of its connections. Behind the last one it ends with FIN, over TLS with close_notify.
+/// Executes its steps on each of its connections. After the last step it ends with FIN, over TLS
+/// with close_notify.
 #[derive(Debug)]
 pub struct HostileTarget {
     listening: Listening,
 }
 
-/// One thing that a [`HostileTarget`] does.
+/// One step of a [`HostileTarget`].
 #[derive(Debug, Clone)]
 pub enum HostileAction {
     /// Reads a request's head.
     ReadHead,
     /// Sends bytes.
     Send(Vec<u8>),
-    /// Sends bytes one by one, each in a write of its own.
+    /// Sends bytes one by one, each in a separate write.
     Drip(Vec<u8>),
-    /// Sends bytes over and over, for as long as the peer takes them.
+    /// Sends bytes repeatedly, for as long as the peer accepts them.
     Flood(Vec<u8>),
-    /// Says nothing more and waits for the peer's end; what comes until then counts as bytes received.
+    /// Sends nothing more and waits for the peer's end. Data until then counts as bytes received.
     Hold,
-    /// Begins again with the first step.
+    /// Starts again with the first step.
     Again,
     /// Cuts the connection with a TCP reset.
     Reset,
@@ -40,18 +41,18 @@ pub enum HostileAction {
 target_methods!(HostileTarget);
 
 impl HostileTarget {
-    /// A target that takes `actions`, on a free loopback port.
+    /// Starts a target with `actions` on a free loopback port.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start(actions: Vec<HostileAction>) -> Result<Self> {
         Self::start_on(None, actions).await
     }
 
-    /// As [`Self::start`], inside TLS with a self-signed certificate.
+    /// Like [`Self::start`], inside TLS with a self-signed certificate.
     ///
     /// # Errors
-    /// The certificate cannot be made or the port not be bound.
+    /// Returns an error if the certificate cannot be created or the port cannot be bound.
     pub async fn start_tls(actions: Vec<HostileAction>) -> Result<Self> {
         Self::start_on(Some(TargetTls::self_signed(&["localhost"])?), actions).await
     }

@@ -1,5 +1,4 @@
-//! A target that is not what it should be: it takes whatever is sent to it, over TLS with the certificate it was given, and
-//! keeps what it caught.
+//! A hostile target that accepts all data over TLS with a given certificate, and captures it.
 
 use std::io;
 use std::pin::Pin;
@@ -15,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use super::accept::{ANY_LOOPBACK_PORT, Listening, target_methods};
 use super::tls::{Presented, TargetTls};
 
-/// Answers each request with 200 and `captured`.
+/// A target that answers each request with 200 and `captured`.
 #[derive(Debug)]
 pub struct ImpostorTarget {
     listening: Listening,
@@ -23,27 +22,27 @@ pub struct ImpostorTarget {
     presented: Presented,
 }
 
-/// What a [`ImpostorTarget`] came by.
+/// The data captured by an [`ImpostorTarget`].
 #[derive(Debug, Default, Clone)]
 pub struct Captured {
-    /// Handshakes that failed.
+    /// Number of failed handshakes.
     pub failed: u64,
-    /// Client certificates.
     pub certificates: Vec<CertificateDer<'static>>,
-    /// Bytes as they came over the wire.
+    /// Bytes as received on the wire.
     pub wire: Vec<u8>,
-    /// What was inside TLS.
+    /// Bytes received inside TLS.
     pub requests: Vec<u8>,
 }
 
 target_methods!(ImpostorTarget);
 
 impl ImpostorTarget {
-    /// A rogue with this certificate, which asks clients for theirs. With `old`, it speaks TLS 1.2 alone, where certificates
-    /// are not encrypted; otherwise TLS 1.3 alone.
+    /// Starts an impostor with this certificate that requests client certificates. With `old` the
+    /// impostor supports only TLS 1.2, where certificates are not encrypted; otherwise only TLS
+    /// 1.3.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start(own: &Arc<CertifiedKey>, old: bool) -> Result<Self> {
         let presented = Presented::default();
         let versions = if old { [&TLS12] } else { [&TLS13] };
@@ -64,7 +63,7 @@ impl ImpostorTarget {
         })
     }
 
-    /// All of it so far.
+    /// Returns all captured data so far.
     #[must_use]
     pub fn captured(&self) -> Captured {
         let presented = self.presented.lock();
@@ -76,7 +75,7 @@ impl ImpostorTarget {
 }
 
 impl Captured {
-    /// Whether these bytes are in what came, inside TLS or outside of it.
+    /// Returns whether these bytes occur in the captured data, encrypted or decrypted.
     #[must_use]
     pub fn holds(&self, bytes: &[u8]) -> bool {
         [&self.wire, &self.requests]
@@ -116,7 +115,7 @@ fn lock(captured: &Mutex<Captured>) -> MutexGuard<'_, Captured> {
     captured.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A connection whose incoming bytes are kept.
+/// A connection whose incoming bytes are captured.
 struct CapturingIo<S> {
     wire: S,
     captured: Arc<Mutex<Captured>>,

@@ -1,4 +1,4 @@
-//! A stand-in for a kubelet: metrics, logs that follow, and the upgrades of exec and attach.
+//! A fake kubelet: metrics, logs that follow, and the upgrades of exec and attach.
 
 use std::io;
 use std::net::SocketAddr;
@@ -22,30 +22,33 @@ use streams::Streams;
 mod access;
 mod streams;
 
-/// A server with the paths of a kubelet, and for all others those of an [`Exporter`](super::Exporter).
+/// A server with the paths of a kubelet, and for all others those of an
+/// [`Exporter`](super::Exporter).
 ///
 /// | path | answer |
 /// |---|---|
 /// | `/healthz` | `ok` |
 /// | `/containerLogs/NS/POD/C` | one line that names the node (`?tailLines=N`: N lines); with `?follow=true` further ones from [`Self::emit`] |
-/// | `/exec/…`, `/attach/…`, `/portForward/…` | 101 with the protocol asked for, then remote commands or a script |
+/// | `/exec/…`, `/attach/…`, `/portForward/…` | 101 with the requested protocol, then remote commands or a script |
 /// | `/metrics/cadvisor`, `/stats/summary`, `/pods`, `POST /checkpoint/NS/POD/C` | short ones that name the node |
 /// | `/client-certificate` | SHA-256 of the certificate the client presented, or `none` |
 ///
-/// An upgrade that asks for streams as kube-apiserver does (`input=1`, `output=1` ..., or the protocol
-/// `portforward.k8s.io`) is served in SPDY/3.1 or in WebSocket `v5.channel.k8s.io`: a command that sends its stdin back on
-/// stdout, tells each resize on stdout, counts on stderr, and succeeds at the end of stdin; ports that echo.
+/// An upgrade that requests streams as kube-apiserver does (`input=1`, `output=1` ..., or the
+/// protocol `portforward.k8s.io`) is served in SPDY/3.1 or in WebSocket `v5.channel.k8s.io`. The
+/// command sends its stdin back on stdout, prints each resize on stdout, counts on stderr, and
+/// succeeds at the end of stdin. Forwarded ports echo.
 ///
 /// Query of the other upgrades:
-/// - `script=echo` (the default): sends back what comes, until FIN, then FIN;
-/// - `script=sink-then-send&bytes=N`: reads to FIN, then sends the SHA-256 of what came as a line, N bytes of sequence 0
-///   and FIN;
-/// - `script=send-then-sink&bytes=N`: sends N bytes of sequence 0 (their beginning together with the 101) and FIN, then
-///   reads to FIN;
+/// - `script=echo` (the default): sends back received data until FIN, then FIN;
+/// - `script=sink-then-send&bytes=N`: reads to FIN, then sends the SHA-256 of the received data as
+///   a line, N bytes of sequence 0 and FIN;
+/// - `script=send-then-sink&bytes=N`: sends N bytes of sequence 0 (their beginning together with
+///   the 101) and FIN, then reads to FIN;
 /// - `script=reset`: after the first byte sends 64 KiB, then a TCP reset;
 /// - `script=silent`: reads to FIN; `script=deaf`: does not even read;
-/// - `refuse=STATUS`: no upgrade, but an answer with that status and a body, with `&id=N` that of [`refusal`];
-/// - `mismatch=true`: a 101 for another protocol than the one asked for.
+/// - `refuse=STATUS`: no upgrade, but an answer with that status and a body, with `&id=N` that of
+///   [`refusal`];
+/// - `mismatch=true`: a 101 for a protocol other than the requested one.
 #[derive(Debug)]
 pub struct FakeKubelet {
     listening: Listening,
@@ -57,35 +60,35 @@ pub struct FakeKubelet {
 target_methods!(FakeKubelet);
 
 impl FakeKubelet {
-    /// A kubelet of `node` with a self-signed certificate, on a free loopback port.
+    /// Starts a kubelet of `node` with a self-signed certificate, on a free loopback port.
     ///
     /// # Errors
-    /// The certificate cannot be made or the port not be bound.
+    /// Returns an error if the certificate cannot be created or the port cannot be bound.
     pub async fn start(node: &str) -> Result<Self> {
         let tls = TargetTls::self_signed(&[node, "localhost", "127.0.0.1"])?;
         Self::start_on(ANY_LOOPBACK_PORT, node, Some(tls)).await
     }
 
-    /// A kubelet of `node` without TLS, on a free loopback port.
+    /// Starts a kubelet of `node` without TLS, on a free loopback port.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn plain(node: &str) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, node, None).await
     }
 
-    /// A kubelet of `node` on `bind`, over TLS when there is `tls`.
+    /// Starts a kubelet of `node` on `bind`, over TLS if `tls` is set.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, node: &str, tls: Option<TargetTls>) -> Result<Self> {
         Self::listen(bind, node, tls, None).await
     }
 
-    /// A kubelet of `node` that asks who its clients are, on a free loopback port.
+    /// Starts a kubelet of `node` that authenticates its clients, on a free loopback port.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn guarded(node: &str, tls: TargetTls, access: Access) -> Result<Self> {
         Self::listen(ANY_LOOPBACK_PORT, node, Some(tls), Some(access)).await
     }
@@ -113,12 +116,12 @@ impl FakeKubelet {
         })
     }
 
-    /// Certificate and key, when it serves TLS.
+    /// Returns certificate and key, if the kubelet serves TLS.
     pub fn tls(&self) -> Option<&TargetTls> {
         self.tls.as_ref()
     }
 
-    /// Hands `line` (without line end) to all that follow logs and returns their number.
+    /// Sends `line` (without line end) to all followers of logs and returns their number.
     pub fn emit(&self, line: &str) -> usize {
         self.site.line_stream.emit(line)
     }
@@ -128,18 +131,18 @@ impl FakeKubelet {
         self.site.line_stream.end()
     }
 
-    /// Requests for logs that are being followed.
+    /// Returns the number of followed log requests.
     pub fn followers(&self) -> usize {
         self.site.line_stream.followers()
     }
 
-    /// What the upgraded connections received that ended cleanly.
+    /// Returns the data received by upgraded connections that ended cleanly.
     pub fn received(&self) -> Vec<Received> {
         self.log.all()
     }
 }
 
-/// What connections share.
+/// State shared by connections.
 struct Served {
     site: Arc<Site>,
     log: Arc<ReceivedLog>,
@@ -270,13 +273,14 @@ async fn upgrade(
     script.act(wire, head, traffic, log).await
 }
 
-/// What the refusal of the upgrade with this id says: lines with the id and its SHA-256, more of them for some ids.
+/// Returns the text of the refusal with this ID: lines with the ID and its SHA-256, more of them
+/// for some IDs.
 pub fn refusal(id: u64) -> String {
     let lines = usize::try_from(id % 97).unwrap_or_default() + 1;
     format!("{id} {}\n", sha256_hex(&id.to_be_bytes())).repeat(lines)
 }
 
-/// The fields of the 101 that answers `request`, if that asks for an upgrade.
+/// Returns the fields of the 101 that answers `request`, if it asks for an upgrade.
 fn switching_fields(request: &Head) -> Option<Vec<(&'static str, String)>> {
     let protocol = request
         .first("upgrade")
@@ -299,7 +303,7 @@ fn switching_fields(request: &Head) -> Option<Vec<(&'static str, String)>> {
     Some(fields)
 }
 
-/// The newest remote command protocol if offered, else the first offer.
+/// Returns the newest remote command protocol if offered, else the first offer.
 fn chosen_protocol(request: &Head, field: &str) -> Option<String> {
     if request.lists(field, NEWEST_PROTOCOL) {
         return Some(NEWEST_PROTOCOL.to_owned());
@@ -316,7 +320,7 @@ fn switching_head(fields: &[(&str, String)]) -> Vec<u8> {
     format!("HTTP/1.1 101 Switching Protocols\r\n{fields}\r\n").into_bytes()
 }
 
-/// The one that kubectl speaks over WebSocket.
+/// The protocol that kubectl uses over WebSocket.
 const NEWEST_PROTOCOL: &str = "v5.channel.k8s.io";
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Endless answers, whose lines a test or a timer hands out one at a time.
+//! Endless answers whose lines a test or a timer emits one at a time.
 
 use std::io;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 use super::answers::{After, Request, chunk, last_chunk};
 use super::wire::Wire;
 
-/// Hands lines to all followers of a target.
+/// Sends lines to all followers of a target.
 #[derive(Debug)]
 pub(crate) struct LineStream {
     events: broadcast::Sender<Event>,
@@ -22,14 +22,14 @@ enum Event {
     End,
 }
 
-/// How one answer that follows a [`LineStream`] differs from others.
+/// Options of one answer that follows a [`LineStream`].
 #[derive(Debug, Default)]
 pub(crate) struct FollowOptions {
-    /// Sent at once.
+    /// Line sent at once.
     pub(crate) first_line: Option<String>,
-    /// Sends numbered lines besides those of the feed.
+    /// Interval of numbered lines, sent in addition to those of the stream.
     pub(crate) every: Option<Duration>,
-    /// What the numbered lines name.
+    /// Node name in the numbered lines.
     pub(crate) node: String,
 }
 
@@ -40,12 +40,12 @@ impl LineStream {
         }
     }
 
-    /// Hands `line` (without line end) to all followers and returns their number.
+    /// Sends `line` (without line end) to all followers and returns their number.
     pub(crate) fn emit(&self, line: &str) -> usize {
         self.events.send(Event::Line(line.to_owned())).unwrap_or(0)
     }
 
-    /// Ends all answers cleanly.
+    /// Ends all answers cleanly and returns their number.
     pub(crate) fn end(&self) -> usize {
         self.events.send(Event::End).unwrap_or(0)
     }
@@ -54,15 +54,16 @@ impl LineStream {
         self.events.receiver_count()
     }
 
-    /// Answers `request` with the lines to come, until the feed ends, the peer is gone, or the peer is so slow that lines
-    /// were lost (then the connection is cut).
+    /// Answers `request` with future lines until the stream ends, the peer is gone, or the peer is
+    /// so slow that lines were lost. In the last case the connection is cut.
     pub(crate) async fn follow(
         &self,
         wire: &mut Wire,
         request: &Request,
         following: FollowOptions,
     ) -> io::Result<After> {
-        // Before the head, so that whoever has seen the head misses no line.
+        // Subscribed before the head is sent, so that a client that has received the head misses no
+        // line.
         let mut events = self.events.subscribe();
         let mut start = request.head(
             200,
@@ -113,5 +114,5 @@ async fn tick(ticks: &mut Option<Interval>) {
     }
 }
 
-/// Lines that a follower may be behind.
+/// Number of lines that a follower may be behind.
 const BACKLOG: usize = 4096;

@@ -1,4 +1,4 @@
-//! Targets of bare TCP: echo, reset, half-close and silence.
+//! Plain TCP targets: echo, reset, half-close and silence.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,27 +11,27 @@ use super::answers::After;
 use super::script::{Received, ReceivedLog, Script};
 use super::wire::Wire;
 
-/// Sends back what comes, until FIN, then FIN.
+/// A target that sends back received data until FIN, then FIN.
 #[derive(Debug)]
 pub struct EchoTarget {
     listening: Listening,
     log: Arc<ReceivedLog>,
 }
 
-/// Sends some bytes, then cuts with a TCP reset.
+/// A target that sends some bytes, then cuts with a TCP reset.
 #[derive(Debug)]
 pub struct ResetTarget {
     listening: Listening,
 }
 
-/// Reads to FIN, then sends some bytes and FIN; or the other way round.
+/// A target that reads to FIN, then sends some bytes and FIN; or in the opposite order.
 #[derive(Debug)]
 pub struct HalfCloseTarget {
     listening: Listening,
     log: Arc<ReceivedLog>,
 }
 
-/// Accepts, never sends a byte, and closes when its peer has.
+/// A target that accepts, never sends a byte, and closes when its peer has.
 #[derive(Debug)]
 pub struct SilentTarget {
     listening: Listening,
@@ -43,50 +43,50 @@ target_methods!(HalfCloseTarget);
 target_methods!(SilentTarget);
 
 impl EchoTarget {
-    /// An echo on a free loopback port.
+    /// Starts an echo target on a free loopback port.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start() -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT).await
     }
 
-    /// An echo on `bind`.
+    /// Starts an echo target on `bind`.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr) -> Result<Self> {
         let (listening, log) = start(bind, Script::Echo).await?;
         Ok(Self { listening, log })
     }
 
-    /// What the connections received that ended cleanly.
+    /// Returns the data received by connections that ended cleanly.
     pub fn received(&self) -> Vec<Received> {
         self.log.all()
     }
 }
 
 impl ResetTarget {
-    /// Resets behind the first `bytes` of sequence 0, sent at once.
+    /// Starts a target that resets after the first `bytes` of sequence 0, sent at once.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start(bytes: u64) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, false, bytes).await
     }
 
-    /// As [`Self::start`], but only after the peer's first byte.
+    /// Like [`Self::start`], but only after the peer's first byte.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start_waiting(bytes: u64) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, true, bytes).await
     }
 
-    /// As the others, on `bind`.
+    /// Starts a target on `bind`, which waits for the peer's first byte if `waits` is set.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, waits: bool, bytes: u64) -> Result<Self> {
         let (listening, _log) = start(bind, Script::Reset { waits, bytes }).await?;
         Ok(Self { listening })
@@ -94,18 +94,18 @@ impl ResetTarget {
 }
 
 impl HalfCloseTarget {
-    /// Reads to FIN, then sends the first `bytes` of sequence 0 and FIN.
+    /// Starts a target that reads to FIN, then sends the first `bytes` of sequence 0 and FIN.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start(bytes: u64) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, bytes).await
     }
 
-    /// As [`Self::start`], on `bind`.
+    /// Like [`Self::start`], on `bind`.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, bytes: u64) -> Result<Self> {
         let (listening, log) = start(
             bind,
@@ -118,43 +118,43 @@ impl HalfCloseTarget {
         Ok(Self { listening, log })
     }
 
-    /// Sends the first `bytes` of sequence 0 and FIN, then reads to FIN.
+    /// Starts a target that sends the first `bytes` of sequence 0 and FIN, then reads to FIN.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start_sending(bytes: u64) -> Result<Self> {
         let (listening, log) = start(ANY_LOOPBACK_PORT, Script::SendThenSink { bytes }).await?;
         Ok(Self { listening, log })
     }
 
-    /// What the connections received that ended cleanly.
+    /// Returns the data received by connections that ended cleanly.
     pub fn received(&self) -> Vec<Received> {
         self.log.all()
     }
 }
 
 impl SilentTarget {
-    /// Reads all that comes, so that it notices its peer's end.
+    /// Starts a target that reads all data, so that it notices its peer's end.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start() -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT).await
     }
 
-    /// As [`Self::start`], on `bind`.
+    /// Like [`Self::start`], on `bind`.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr) -> Result<Self> {
         let (listening, _log) = start(bind, Script::Silent).await?;
         Ok(Self { listening })
     }
 
-    /// Reads nothing, so that its peer's writes stall, and notices no end.
+    /// Starts a target that reads nothing, so that its peer's writes stall, and notices no end.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start_deaf() -> Result<Self> {
         let (listening, _log) = start(ANY_LOOPBACK_PORT, Script::Deaf).await?;
         Ok(Self { listening })

@@ -1,4 +1,4 @@
-//! A target that keeps every request exactly as it came, judged by the strict parser.
+//! A target that records every request exactly as received, verified by the strict parser.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,40 +12,40 @@ use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::wire::Wire;
 use crate::strict_http::{Parsed, StrictRequest, parse};
 
-/// Answers each whole request with 200 and `METHOD TARGET by NAME`, keeps connections open unless told to close, and records
-/// all it got.
+/// A target that answers each complete request with 200 and `METHOD TARGET by NAME`. Connections
+/// stay open unless a request asks for a close. All input is recorded.
 #[derive(Debug)]
 pub struct RecordingTarget {
     listening: Listening,
     recorded: Arc<Mutex<Vec<RecordedInput>>>,
 }
 
-/// One thing that reached a [`RecordingTarget`].
+/// One input that reached a [`RecordingTarget`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RecordedInput {
     /// A request, and the number of its connection, from 0.
     Request(u64, Box<StrictRequest>),
     /// Bytes that are no request, and why.
     Fault(String),
-    /// The peer ended, or cut the connection, within a request.
+    /// Bytes of an incomplete request: the peer ended or cut the connection.
     Unfinished(Vec<u8>),
 }
 
 target_methods!(RecordingTarget);
 
 impl RecordingTarget {
-    /// A recorder on a free loopback port.
+    /// Starts a recorder on a free loopback port.
     ///
     /// # Errors
-    /// The port cannot be bound.
+    /// Returns an error if the port cannot be bound.
     pub async fn start(name: &str) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, name).await
     }
 
-    /// A recorder on `bind`.
+    /// Starts a recorder on `bind`.
     ///
     /// # Errors
-    /// The address cannot be bound.
+    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, name: &str) -> Result<Self> {
         let recorded = Arc::new(Mutex::new(Vec::new()));
         let (log, name) = (Arc::clone(&recorded), name.to_owned());
@@ -64,7 +64,7 @@ impl RecordingTarget {
         })
     }
 
-    /// All that came so far, in its order.
+    /// Returns all input so far, in order.
     pub fn recorded(&self) -> Vec<RecordedInput> {
         self.recorded
             .lock()
@@ -72,7 +72,7 @@ impl RecordingTarget {
             .clone()
     }
 
-    /// The requests that came so far.
+    /// Returns the requests so far.
     pub fn requests(&self) -> Vec<StrictRequest> {
         let requests = self
             .recorded()

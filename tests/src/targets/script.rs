@@ -1,4 +1,4 @@
-//! What a target does with a byte stream: the scripts behind an upgrade and behind the raw targets.
+//! Scripted behavior on a byte stream, for upgrades and for the raw targets.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -10,12 +10,13 @@ use super::answers::{After, Request, send_bytes};
 use super::data::Sha256;
 use super::wire::Wire;
 
-/// One course of a byte stream.
+/// One script for a byte stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Script {
-    /// Sends back what comes, until FIN, then FIN.
+    /// Sends back received data until FIN, then FIN.
     Echo,
-    /// Reads to FIN, then sends (with `digest` first the line of its SHA-256) `bytes` of sequence 0 and FIN.
+    /// Reads to FIN, then sends `bytes` of sequence 0 and FIN. With `digest` a line with the
+    /// SHA-256 of the received data precedes them.
     SinkThenSend { bytes: u64, digest: bool },
     /// Sends `bytes` of sequence 0 and FIN, then reads to FIN.
     SendThenSink { bytes: u64 },
@@ -28,7 +29,8 @@ pub(crate) enum Script {
 }
 
 impl Script {
-    /// The script that `request` asks for by `script` and `bytes` in its query; [`Script::Echo`] when it does not say.
+    /// Returns the script that `request` selects by `script` and `bytes` in its query;
+    /// [`Script::Echo`] by default.
     pub(crate) fn asked_for(request: &Request) -> Option<Self> {
         let bytes = match request.query("bytes") {
             Some(bytes) => bytes.parse().ok()?,
@@ -51,7 +53,7 @@ impl Script {
         }
     }
 
-    /// Sends `head` and acts. What was read to its end goes to `log`.
+    /// Sends `head` and runs the script. Data that was read to its end is recorded in `log`.
     pub(crate) async fn act(
         self,
         wire: &mut Wire,
@@ -99,16 +101,15 @@ impl Script {
     }
 }
 
-/// What a target received up to its peer's clean end.
+/// The data that a target received up to its peer's clean end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Received {
-    /// Number of bytes.
     pub bytes: u64,
     /// SHA-256 in lower-case hexadecimal.
     pub sha256: String,
 }
 
-/// What the connections of a target received, in the order they ended.
+/// The data that the connections of a target received, in the order in which they ended.
 #[derive(Debug, Default)]
 pub(crate) struct ReceivedLog(Mutex<Vec<Received>>);
 

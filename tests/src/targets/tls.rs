@@ -1,4 +1,4 @@
-//! TLS of the stand-in targets.
+//! TLS of the fake targets.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,7 +15,8 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
 use tokio_rustls::TlsAcceptor;
 
-/// A serving certificate with its key. Clients are asked for a certificate and may present any or none.
+/// A serving certificate with its key. The target requests a client certificate, and clients may
+/// present any or none.
 #[derive(Debug, Clone)]
 pub struct TargetTls {
     config: Arc<ServerConfig>,
@@ -23,10 +24,10 @@ pub struct TargetTls {
 }
 
 impl TargetTls {
-    /// A new self-signed certificate for `names` (DNS names or IP addresses).
+    /// Creates a self-signed certificate for `names` (DNS names or IP addresses).
     ///
     /// # Errors
-    /// A name is neither.
+    /// Returns an error if a name is neither a DNS name nor an IP address.
     pub fn self_signed(names: &[&str]) -> Result<Self> {
         let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
         let made = rcgen::generate_simple_self_signed(names).context("self-signed certificate")?;
@@ -34,20 +35,20 @@ impl TargetTls {
         Self::new(vec![made.cert.into()], key.into())
     }
 
-    /// A given chain and key in PEM.
+    /// Uses the given chain and key in PEM.
     ///
     /// # Errors
-    /// One of them cannot be read, or they do not belong together.
+    /// Returns an error if the chain or the key cannot be read, or the key does not match.
     pub fn from_pem(chain: &str, key: &str) -> Result<Self> {
         let chain = CertificateDer::pem_slice_iter(chain.as_bytes()).collect::<Result<Vec<_>, _>>();
         let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).context("key of the target")?;
         Self::new(chain.context("certificate of the target")?, key)
     }
 
-    /// A given chain, leaf first, and key.
+    /// Uses the given chain, leaf first, and key.
     ///
     /// # Errors
-    /// The chain is empty or the key is not that of the leaf.
+    /// Returns an error if the chain is empty or the key is not that of the leaf.
     #[expect(
         clippy::disallowed_methods,
         reason = "a target is not the tunnel and needs settings the tunnel must not have"
@@ -75,10 +76,11 @@ impl TargetTls {
         })
     }
 
-    /// As [`Self::new`], with only the given versions of TLS, and noting each certificate that a client presents.
+    /// Like [`Self::new`], with only the given versions of TLS. Records each certificate that a
+    /// client presents.
     ///
     /// # Errors
-    /// There is no certificate.
+    /// Returns an error if there is no certificate.
     #[expect(
         clippy::disallowed_methods,
         reason = "a target is not the tunnel and needs settings the tunnel must not have"
@@ -103,7 +105,7 @@ impl TargetTls {
         Ok(Self::from_config(Arc::new(config), certificate))
     }
 
-    /// Any other configuration; `certificate` is what [`Self::certificate`] returns.
+    /// Uses any other configuration; `certificate` is the return value of [`Self::certificate`].
     pub fn from_config(config: Arc<ServerConfig>, certificate: CertificateDer<'static>) -> Self {
         Self {
             config,
@@ -111,7 +113,7 @@ impl TargetTls {
         }
     }
 
-    /// The leaf; when self-signed also the root to trust.
+    /// Returns the leaf; if self-signed, this is also the root to trust.
     pub fn certificate(&self) -> &CertificateDer<'static> {
         &self.certificate
     }
@@ -121,14 +123,14 @@ impl TargetTls {
     }
 }
 
-/// Asks for a certificate and accepts each, as long as the client has its key.
+/// Requests a certificate and accepts any, as long as the client has its key.
 #[derive(Debug)]
 struct AnyClient {
     provider: Arc<CryptoProvider>,
     presented: Presented,
 }
 
-/// The certificates that clients presented, in their order.
+/// The certificates that clients presented, in order.
 pub(crate) type Presented = Arc<Mutex<Vec<CertificateDer<'static>>>>;
 
 impl ClientCertVerifier for AnyClient {

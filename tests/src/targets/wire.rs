@@ -1,4 +1,4 @@
-//! One connection, plain or TLS, together with the bytes read ahead of their use.
+//! One connection, plain or TLS, with a read-ahead buffer.
 
 use std::io;
 use std::pin::Pin;
@@ -17,8 +17,9 @@ use super::Traffic;
 
 /// A connection of a target or of a test client.
 ///
-/// Both directions end separately: shutting down the write half sends FIN (over TLS close_notify and FIN) and leaves the
-/// read half open. The end of a TLS stream without close_notify is an error of kind `UnexpectedEof`.
+/// Both directions end separately: shutting down the write half sends FIN (over TLS close_notify
+/// and FIN) and leaves the read half open. The end of a TLS stream without close_notify is an error
+/// of kind `UnexpectedEof`.
 #[derive(Debug)]
 pub(crate) struct Wire {
     stream: Stream,
@@ -33,7 +34,7 @@ enum Stream {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// Tells a target's [`Traffic`] once how its peer ended.
+/// Reports once to a target's [`Traffic`] how its peer ended.
 #[derive(Debug)]
 struct Observer {
     traffic: Arc<Traffic>,
@@ -66,7 +67,7 @@ impl Wire {
         }
     }
 
-    /// The certificate the peer presented, if any.
+    /// Returns the certificate that the peer presented, if any.
     pub(crate) fn peer_certificate(&self) -> Option<&CertificateDer<'static>> {
         match &self.stream {
             Stream::Plain(_) => None,
@@ -74,7 +75,7 @@ impl Wire {
         }
     }
 
-    /// What was read and not used yet.
+    /// Returns the data that was read and not used yet.
     pub(crate) fn ahead(&mut self) -> &mut BytesMut {
         &mut self.ahead
     }
@@ -84,8 +85,8 @@ impl Wire {
         std::future::poll_fn(|cx| self.poll_fill(cx)).await
     }
 
-    /// Takes everything up to and including the next empty line; `None` at a clean end before its first byte.
-    /// Cancel-safe.
+    /// Takes everything up to and including the next empty line, or returns `None` at a clean end
+    /// before its first byte. Cancel-safe.
     pub(crate) async fn read_head(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = head_end(&self.ahead) {
@@ -111,8 +112,8 @@ impl Wire {
         }
     }
 
-    /// Resolves when the peer has ended its direction (`Ok`) or cut the connection. Cancel-safe; what arrives meanwhile
-    /// is kept.
+    /// Waits until the peer has ended its direction (`Ok`) or cut the connection. Cancel-safe; data
+    /// that arrives in the meantime is buffered.
     pub(crate) async fn peer_gone(&mut self) -> io::Result<()> {
         while self.ahead.len() < HEAD_BYTES {
             if self.fill().await? == 0 {
@@ -122,8 +123,8 @@ impl Wire {
         std::future::pending().await
     }
 
-    /// Writes `data`, reading ahead while the peer does not take it, and stops early when `answered` says that what was
-    /// read makes the rest pointless, or the peer ended.
+    /// Writes `data`, and reads ahead while the peer does not accept it. Stops early if `answered`
+    /// reports that the read data makes the rest pointless, or if the peer ended.
     pub(crate) async fn write_unless(
         &mut self,
         mut data: &[u8],
@@ -147,8 +148,8 @@ impl Wire {
         self.stream.shutdown().await
     }
 
-    /// Ends this direction and waits a while for the peer to end its own, so that unread bytes do not turn the end into
-    /// a reset.
+    /// Ends this direction and waits a while for the peer to end its own, so that unread bytes do
+    /// not turn the end into a reset.
     pub(crate) async fn close(mut self) -> io::Result<()> {
         self.finish().await?;
         let to_the_end = async {
@@ -162,7 +163,7 @@ impl Wire {
 
     /// Cuts the connection with a TCP reset, over TLS without close_notify.
     ///
-    /// As with any reset, bytes that the peer's kernel has not taken yet are lost.
+    /// As with any reset, bytes that the peer's kernel has not accepted yet are lost.
     pub(crate) async fn reset(mut self) -> io::Result<()> {
         self.stream.flush().await?;
         self.tcp().set_zero_linger()
@@ -300,10 +301,10 @@ fn head_end(bytes: &[u8]) -> Option<usize> {
         .map(|start| start + 4)
 }
 
-/// One TLS record; also what one read takes from a plain connection.
+/// One TLS record; also the size of one read from a plain connection.
 const READ_BYTES: usize = 16 * 1024;
 
-/// Above the largest head that the tunnel lets through (64 KiB), so that the harness is not what limits it.
+/// Above the largest head that the tunnel allows (64 KiB), so that the harness is not the limit.
 const HEAD_BYTES: usize = 256 * 1024;
 
 /// A peer that does not close by then is left to the kernel.

@@ -1,6 +1,8 @@
-//! What keeps the credentials of a running agent alive beside its sessions: the operator's files are followed, and a
-//! certificate that ended while no session could renew it is renewed by its key. A ServiceAccount token buys another one when
-//! the key does not, and in place of one that was revoked.
+//! Tasks that maintain the credentials of a running agent.
+//!
+//! One task reloads the operator's files. Another renews a certificate that expired while no
+//! session could renew it, with its key. If the key is refused or the certificate was revoked, a
+//! ServiceAccount token enrolls the agent again.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -22,18 +24,20 @@ use crate::credentials::{
 use crate::enroll::{EnrollProof, enroll, renew_or_enroll};
 use crate::metrics::Metrics;
 
-/// The wall clock may be set, so the end of a certificate is looked at this often.
+/// Interval for checking the expiry of a certificate, since the wall clock may be changed.
 const CHECK_INTERVAL: Duration = Duration::from_secs(30);
-/// Pause after a renewal that a person has to help.
+/// Pause after a failed renewal that needs operator action.
 const REFUSED_PAUSE: Duration = Duration::from_secs(60);
-/// A server that refuses the time of a certificate and issues one that it refuses again must not be asked in a loop.
+/// Least time between two renewals. A server that reports its own new certificates as expired must
+/// not be asked in a tight loop.
 const REISSUE_INTERVAL: Duration = Duration::from_secs(5);
-/// Certificates of the operator are warned of when less than this is left, or a quarter of their life.
+/// The agent warns about the operator's certificates when less than this, or a quarter of their
+/// lifetime, is left.
 const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86400);
-/// How often that is said.
+/// Interval between two expiry warnings.
 const WARN_INTERVAL: Duration = Duration::from_secs(6 * 3600);
 
-/// Renews what has ended, or what a server takes for that.
+/// Renews a certificate that has expired, or that a server reports as expired.
 pub(super) fn renew(
     rotating_credentials: Arc<RotatingCredentials>,
     store: CredentialStore,
@@ -63,7 +67,7 @@ pub(super) fn renew(
                 let proof = EnrollProof::from_token(token, Some(current.not_after));
                 enrollment(&config, proof, &store)
             });
-            // Nothing but a token helps against a revocation, and a join token is for people to give.
+            // Only a token helps against a revocation, and a join token comes from an operator.
             if is_revoked && by_token.is_none() {
                 continue;
             }
@@ -72,7 +76,7 @@ pub(super) fn renew(
             schedule.mark_unchanged();
             let enrolled = tokio::select! {
                 () = drain.cancelled() => return,
-                // A session was faster.
+                // A session has renewed the certificate first.
                 _ = schedule.changed() => continue,
                 enrolled = async {
                     match &by_token {
@@ -97,7 +101,7 @@ pub(super) fn renew(
     });
 }
 
-/// The ServiceAccount token, where the agent has one.
+/// Returns the ServiceAccount token, if the agent has one.
 fn service_account_token(config: &Config) -> Option<Token> {
     let token = read_token(config.token.as_ref()?, config.ca.is_some());
     token
@@ -105,16 +109,17 @@ fn service_account_token(config: &Config) -> Option<Token> {
         .filter(|token| matches!(token, Token::ServiceAccount(_)))
 }
 
-/// How long to wait before the end of a certificate is looked at again.
+/// Returns the wait until the next expiry check.
 fn until_expiry(not_after: SystemTime) -> Duration {
     let left = not_after
         .duration_since(SystemTime::now())
         .unwrap_or_default();
-    // Whole seconds in the certificate, and a moment beyond.
+    // Certificates have whole seconds; check shortly after that second.
     (left + Duration::from_millis(100)).min(CHECK_INTERVAL)
 }
 
-/// Follows --ca-file beside certificates that the server issues: it may be a mounted ConfigMap that is replaced with the CA.
+/// Reloads --ca-file while the server issues certificates. The file may be in a mounted ConfigMap
+/// that is replaced with the CA.
 pub(super) fn watch_ca_file(
     rotating_credentials: Arc<RotatingCredentials>,
     config: &Config,
@@ -151,7 +156,7 @@ fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
     sha256(&bytes)
 }
 
-/// Follows the operator's files, and warns when what they hold is about to end.
+/// Reloads the operator's files, and warns when their certificate is about to expire.
 pub(super) fn watch_credential_files(
     rotating_credentials: Arc<RotatingCredentials>,
     credential_files: CredentialFiles,
@@ -171,7 +176,7 @@ pub(super) fn watch_credential_files(
         let node = node.clone();
         move || credential_files.load(&node)
     };
-    // A full queue holds what is newer than what is in use, and the next look comes.
+    // A full queue contains newer credentials than those in use, and the next check follows.
     let apply = move |credentials| {
         let busy = |_| CredentialError::Busy;
         sender.try_send(credentials).map_err(busy)

@@ -42,7 +42,7 @@ async fn enroll(server: &Server, dir: &Path) {
         .unwrap();
 }
 
-/// The server's side of a session as far as Welcome.
+/// Runs the server's end of a session up to Welcome.
 async fn welcome(server: &Server) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
     handshake(timeout(LONG, server.session()).await.unwrap()).await
 }
@@ -157,7 +157,7 @@ async fn stored_certificate_is_used_again_and_lost_sessions_come_back() {
     enroll(&server, scratch.path()).await;
     let (session, _reader, _writer) = welcome(&server).await;
     session.close(CloseCode::Draining, "restarting").await;
-    // The first retry is at once.
+    // The first retry is immediate.
     let (_session, _reader, _writer) = timeout(Duration::from_secs(2), welcome(&server))
         .await
         .unwrap();
@@ -170,13 +170,13 @@ async fn stored_certificate_is_used_again_and_lost_sessions_come_back() {
         .unwrap();
 
     let mut again = settings(&server, scratch.path());
-    // Gone with the secret that held it; nobody needs it.
+    // The token was deleted with its secret and is not needed again.
     again.token = None;
     again.token_file = Some("/nonexistent/token".into());
     let app = start(again).await.unwrap();
     running.spawn(app.run());
     let (session, _reader, _writer) = welcome(&server).await;
-    // Aborted, an agent leaves nothing behind.
+    // An aborted agent leaves no tasks behind.
     running.shutdown().await;
     timeout(LONG, session.closed()).await.unwrap();
 }

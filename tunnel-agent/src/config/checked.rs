@@ -1,4 +1,5 @@
-//! The typed configuration, checked as a whole so that all mistakes are shown at once.
+//! The typed configuration. All settings are checked together, so that all mistakes are reported at
+//! once.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -22,69 +23,67 @@ use crate::credentials::CredentialFiles;
 use crate::policy::{self, DialPolicy};
 use crate::proxy::ProxyChoice;
 
-/// The agent's configuration, checked.
+/// The agent's checked configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// What an operator should look at; said once at start.
+    /// Warnings for the operator, logged once at start.
     pub warnings: Vec<String>,
-    /// Where servers are, in order; at least one.
+    /// Server addresses in configured order; at least one.
     pub servers: Vec<ServerAddress>,
-    /// The transport of sessions, with what --proxy means for it.
+    /// Transport of sessions, after taking --proxy into account.
     pub transport: TransportChoice,
-    /// Which way TCP connections to servers take.
+    /// Proxy for TCP connections to servers.
     pub proxy: ProxyChoice,
     /// Congestion control of QUIC sessions.
     pub quic_congestion: CongestionControl,
-    /// This node.
+    /// Name of this node.
     pub node_name: NodeName,
-    /// The node's address; `None` follows the route towards the server.
+    /// Address of this node; `None` uses the route towards the server.
     pub node_ip: Option<IpAddr>,
-    /// What to enroll with.
     pub token: Option<TokenSource>,
-    /// `--ca-file`.
     pub ca_file: Option<PathBuf>,
-    /// The CA certificates of `--ca-file`, as they were at start.
+    /// CA certificates of `--ca-file`, as read at start.
     pub ca: Option<Vec<CertificateDer<'static>>>,
-    /// What the operator brings in place of enrollment.
+    /// Certificate files that the operator provides instead of enrollment.
     pub credential_files: Option<CredentialFiles>,
-    /// Where key and certificate are kept.
+    /// Directory of the key and the certificate.
     pub data_dir: PathBuf,
-    /// What may be dialled at most.
+    /// Upper bound for dialed targets.
     pub dial_policy: DialPolicy,
-    /// The meta port, unless it is off.
+    /// Address of the meta port, or `None` if it is off.
     pub meta_listen: Option<SocketAddr>,
-    /// How long open streams may go on when the agent stops.
+    /// Time that open streams may continue when the agent stops.
     pub drain_timeout: Duration,
-    /// Least severe log lines.
+    /// Minimum level of log lines.
     pub log_level: LevelFilter,
-    /// Form of log lines.
+    /// Format of log lines.
     pub log_format: LogFormat,
-    /// Limits and timers.
     pub limits: Limits,
 }
 
-/// Where the join token comes from.
+/// The source of the join token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenSource {
-    /// The token itself.
     Inline(JoinToken),
-    /// To be read when it is needed: it may be gone once a certificate is stored.
+    /// A file that is read when the token is needed. The file may be gone once a certificate is
+    /// stored.
     File(PathBuf),
 }
 
-/// Which transports sessions may use.
+/// The transports that sessions may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// QUIC where it gets through, else h2.
+    /// QUIC if it gets through, else h2.
     Auto,
-    /// QUIC and nothing else; no proxy can carry it.
+    /// QUIC only; no proxy can carry QUIC.
     Quic,
-    /// HTTP/2 over TCP and nothing else.
+    /// HTTP/2 over TCP only.
     H2,
 }
 
 impl TransportChoice {
-    /// What is left of the choice by `proxy`: one that was named on purpose is meant to carry sessions.
+    /// Returns the transport choice after applying `proxy`: an explicit proxy is meant to carry
+    /// sessions, so `Auto` becomes `H2`.
     fn through(self, proxy: &ProxyChoice) -> Self {
         match self {
             Self::Auto if proxy.is_explicit() => Self::H2,
@@ -93,12 +92,12 @@ impl TransportChoice {
     }
 }
 
-/// A server by name or address, with its port.
+/// A server's name or IP address, with its port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerAddress {
-    /// A name or an address without brackets.
+    /// DNS name, or IP address without brackets.
     pub host: String,
-    /// The port.
+    /// Port of the server.
     pub port: u16,
 }
 
@@ -106,7 +105,7 @@ impl Config {
     /// Checks every setting and fills in the defaults.
     ///
     /// # Errors
-    /// [`ConfigError`] with all mistakes.
+    /// Returns [`ConfigError`] with all mistakes.
     pub fn check(settings: Settings) -> Result<Self, ConfigError> {
         let mut mistakes = ConfigErrors::default();
         let note = &mut mistakes;
@@ -203,10 +202,10 @@ impl Config {
     }
 }
 
-/// The address of the meta port in a setting, `None` for off.
+/// Parses the address of the meta port, or returns `None` for `off`.
 ///
 /// # Errors
-/// A line for people.
+/// Returns a message for the operator.
 pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String> {
     match setting.unwrap_or(DEFAULT_META_LISTEN) {
         "off" => Ok(None),
@@ -279,7 +278,7 @@ fn node_ip(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<IpAdd
     }
 }
 
-/// The three files go together; one may hold both the chain and the key.
+/// Requires the three files together. One file may contain both the chain and the key.
 fn credential_files(
     certificate: &Option<PathBuf>,
     key: &Option<PathBuf>,
@@ -354,10 +353,10 @@ fn token(
     }
 }
 
-/// A join token, or what is wrong with it.
+/// Parses a join token.
 ///
 /// # Errors
-/// A line for people that never repeats the token.
+/// Returns a message for the operator that never contains the token.
 pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
     if is_service_account_token(text) {
         return Err(
@@ -403,10 +402,10 @@ fn level(text: &str) -> Result<LevelFilter, String> {
     }
 }
 
-/// A duration as people write it.
+/// Parses a human-readable duration.
 ///
 /// # Errors
-/// A line for people.
+/// Returns a message for the operator.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text.trim())
         .map_err(|error| format!("{text:?} is not a duration such as 30s or 5m: {error}"))
@@ -468,10 +467,10 @@ impl FromStr for TransportChoice {
 const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
-/// What is wrong with a ServiceAccount token when no CA is given.
+/// Error text for a ServiceAccount token without a CA.
 pub(crate) const NO_CA: &str = "is a ServiceAccount token, which pins no CA, so the CA must be given: --ca-file with the output of \
                                 'tunnel-server ca'";
-/// What is wrong with a token that pins no CA when no CA is given.
+/// Error text for a token that pins no CA, without a CA.
 pub(crate) const NO_PIN: &str = "pins no CA (it has no third part), so the CA must be given: --ca-file with the output of \
                                  'tunnel-server ca'";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";

@@ -6,19 +6,20 @@ use serde::Deserialize;
 use tunnel_proto::process::settings::{ConfigErrors, format_size, parse_size, positive};
 use tunnel_proto::transport::liveness::LivenessLimits;
 
-/// Declares the limits once: the typed structure, the section of the file, and the table for the reference.
+/// Declares the limits once: the typed structure, the section of the file, and the table for the
+/// reference.
 macro_rules! limits {
     ($($(#[doc = $doc:literal])+ $field:ident ($name:literal): $type:ty = $default:literal via $parse:path,)+) => {
         /// Limits and timers, with the defaults of [`LIMITS`].
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub struct Limits { $($(#[doc = $doc])+ pub $field: $type,)+ }
 
-        /// The `limits:` section as written; absent entries keep their defaults.
+        /// The `limits:` section as written; absent entries use their defaults.
         #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
         #[serde(default, deny_unknown_fields)]
         pub struct RawLimits { $($(#[doc = $doc])+ #[serde(rename = $name)] pub $field: Option<String>,)+ }
 
-        /// Name, default and meaning of every limit, for the configuration reference.
+        /// Name, default and description of every limit, for the configuration reference.
         pub const LIMITS: &[(&str, &str, &str)] = &[$(($name, $default, concat!($($doc),+)),)+];
 
         impl Limits {
@@ -31,7 +32,7 @@ macro_rules! limits {
                         mistakes.unwrap_or_record(concat!("limits.", $name), parsed, Default::default())
                     },)+
                 };
-                // What could not be read is no ground to judge the others by.
+                // Limits are compared with each other only if all of them could be parsed.
                 if readable {
                     limits.check_together(mistakes);
                 }
@@ -48,40 +49,45 @@ macro_rules! limits {
 }
 
 limits! {
-    /// Time limit for resolving a server, for dialing it until the session is ready, and for each step of enrollment.
+    /// Time limit for resolving a server, for dialing it until the session is ready, and for each
+    /// step of enrollment.
     handshake_timeout ("handshakeTimeout"): Duration = "5s" via duration,
-    /// Time to connect to a target, over all its addresses. The server may ask for less.
+    /// Time limit for connecting to a target, over all its addresses. The server may request less.
     target_dial_timeout ("targetDialTimeout"): Duration = "5s" via duration,
-    /// Time for the header of a stream to arrive.
+    /// Time limit for the header of a stream to arrive.
     request_head_timeout ("requestHeadTimeout"): Duration = "10s" via duration,
-    /// Bytes of one stream that may be on their way unread, from 64KiB to 64MiB.
+    /// Bytes of one stream that may be in flight and unread, from 64KiB to 64MiB.
     stream_window ("streamWindow"): u32 = "2MiB" via window,
-    /// Streams served at once, from 1 to 65536; more are refused. Twice the server's limit by default, since a stream
-    /// ends at the server first.
+    /// Streams served at once, from 1 to 65536; more are refused. The default is twice the server's
+    /// limit, since a stream ends at the server first.
     streams_per_agent ("streamsPerAgent"): u32 = "512" via streams,
-    /// Size of the buffer pool for data that targets have not read, at least 4 x streamWindow. When it is full, or one
-    /// session holds a quarter of it, new streams are refused; open ones are not cut.
+    /// Size of the buffer pool for data that targets have not read, at least 4 x streamWindow. When
+    /// it is full, or one session holds a quarter of it, new streams are refused; open ones are not
+    /// cut.
     buffer_pool ("bufferPool"): u64 = "128MiB" via parse_size,
     /// Interval between keep-alives of an idle session (+- 20 %).
     keep_alive ("keepAlive"): Duration = "5s" via duration,
-    /// A session that is silent for this long while requests wait is suspect: another session is dialed in parallel.
+    /// A session that is silent for this long while requests wait is suspect: another session is
+    /// dialed in parallel.
     suspect_after_busy ("suspectAfterBusy"): Duration = "5s" via duration,
-    /// As suspectAfterBusy, without requests.
+    /// Like suspectAfterBusy, but for a session without requests.
     suspect_after_idle ("suspectAfterIdle"): Duration = "15s" via duration,
     /// A session that is silent for this long is dead: it is closed and its streams are cut.
     dead_after ("deadAfter"): Duration = "60s" via duration,
-    /// How often the files of --cert-file, --key-file and --ca-file are read again.
+    /// Interval for reading the files of --cert-file, --key-file and --ca-file again.
     reload_every ("reloadEvery"): Duration = "10s" via duration,
-    /// With --transport auto: for how long one transport may give no answer before the other one is tried in parallel.
+    /// With --transport auto: time that one transport may give no answer before the other is tried
+    /// in parallel.
     quic_head_start ("quicHeadStart"): Duration = "3s" via duration,
-    /// While h2 carries the session, QUIC is tried this often.
+    /// Interval for trying QUIC while h2 carries the session.
     quic_probe_every ("quicProbeEvery"): Duration = "45s" via duration,
-    /// When QUIC is lost sooner than this after it took over from h2, it is tried again only after 2, 4, ... 30 minutes.
+    /// If QUIC is lost sooner than this after it took over from h2, it is tried again only after 2,
+    /// 4, ... 30 minutes.
     quic_steady_after ("quicSteadyAfter"): Duration = "60s" via duration,
 }
 
 impl Limits {
-    /// The clocks of sessions; the transport's keep-alive does the asking on idle ones.
+    /// Returns the liveness limits of sessions. The transport's keep-alive probes idle sessions.
     pub(crate) fn liveness(&self) -> LivenessLimits {
         LivenessLimits {
             keep_alive: self.keep_alive,
@@ -140,9 +146,10 @@ impl Limits {
     }
 }
 
-/// A single target that does not read must not use up a session's share of the pool, which is a quarter.
+/// A single target that does not read must not use up a session's share of the pool, which is a
+/// quarter.
 const POOL_WINDOWS_LEAST: u64 = 4;
-/// Signs of life come this much later than asked for, at most.
+/// Largest factor by which keep-alives are later than configured.
 const KEEP_ALIVE_SPREAD: f64 = 1.2;
 
 fn duration(text: &str) -> Result<Duration, String> {

@@ -1,4 +1,4 @@
-//! Sessions that are being dialled: from the first packet of an attempt to its end.
+//! Attempts to open a session, from the first packet to success or failure.
 
 use std::time::Duration;
 
@@ -16,32 +16,32 @@ use super::transport_policy::SessionTransport;
 use super::{Connector, RunningSession};
 use crate::session::SessionHandle;
 
-/// Sessions that are being dialled; the first that is ready wins.
+/// Sessions that are being dialed. The first that is ready wins.
 pub(super) struct Attempt {
     pub(super) purpose: DialPurpose,
     pub(super) happy_eyeballs: HappyEyeballs,
-    /// Where to look in this round, and in the next.
+    /// Next endpoint of this round, and start of the next round.
     pub(super) cursor: EndpointCursor,
     pub(super) next_cursor: Option<EndpointCursor>,
-    /// The tasks that are at it.
+    /// Session tasks of this attempt.
     pub(super) task_ids: Vec<Id>,
-    /// The last failure of each transport.
+    /// Last failure of each transport.
     pub(super) failures: Vec<(SessionTransport, ConnectError)>,
 }
 
-/// Why sessions are dialled.
+/// The purpose of a dial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DialPurpose {
-    /// No live session is there, or its server is stopping.
+    /// There is no live session, or its server is stopping.
     Connect,
-    /// A session over h2 is, and QUIC would be better.
+    /// The session uses h2, and QUIC would be better.
     Upgrade,
-    /// A session with older credentials is.
+    /// The session uses older credentials.
     Refresh,
 }
 
 impl Connector {
-    /// Begins an attempt with the first of `order`.
+    /// Starts an attempt with the first transport of `order`.
     pub(super) fn start_attempt(
         &mut self,
         purpose: DialPurpose,
@@ -60,7 +60,7 @@ impl Connector {
         self.dial(order.0, now);
     }
 
-    /// Starts the task of a session for the attempt.
+    /// Starts the session task of the attempt for one transport.
     pub(super) fn dial(&mut self, transport: SessionTransport, now: Instant) {
         let Some(attempt) = &mut self.attempt else {
             return;
@@ -91,7 +91,7 @@ impl Connector {
         self.sessions.insert(id, running);
     }
 
-    /// Lets go of what is being dialled. A session that the server may have admitted retires after its Welcome.
+    /// Abandons the attempt. A session that the server may have admitted retires after its Welcome.
     pub(super) fn abandon(&mut self) {
         for id in self
             .attempt
@@ -103,7 +103,7 @@ impl Connector {
         }
     }
 
-    /// One transport of an attempt has failed.
+    /// Handles the failure of one transport of an attempt.
     pub(super) fn failed(
         &mut self,
         transport: SessionTransport,
@@ -122,7 +122,7 @@ impl Connector {
         };
         if attempt.next_cursor.is_none() || transport == attempt.happy_eyeballs.first() {
             let mut cursor = cursor;
-            // The place is the next server's already when a name was not resolved.
+            // After a failed name lookup the cursor already points to the next server.
             if !matches!(error, ConnectError::Resolve(_)) {
                 cursor.failed();
             }
@@ -142,7 +142,7 @@ impl Connector {
         }
     }
 
-    /// No transport of the attempt gave a ready session so far.
+    /// Handles a round in which no transport gave a ready session.
     pub(super) fn handle_round_failure(&mut self, now: Instant) {
         let Some(attempt) = &mut self.attempt else {
             return;
@@ -160,7 +160,8 @@ impl Connector {
                 }
                 let decisive = failures.iter().max_by_key(|(_, error)| error.failure());
                 let code = decisive.and_then(|(_, error)| error.code());
-                // That one server is stopping says nothing about the next one, which may be there by now.
+                // A stopping server reveals nothing about the next one, which may be running by
+                // now.
                 let is_leaving = self
                     .current
                     .as_ref()
@@ -178,5 +179,5 @@ impl Connector {
     }
 }
 
-/// When a session with new credentials did not come about, while the old one still serves.
+/// Wait after a failed dial with new credentials, while the old session still serves.
 const REFRESH_RETRY: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! When to try again: a pure state machine over what happened, the time and a random number.
+//! When to try again: a pure state machine over events, the time and a random number.
 //!
 //! ```text
 //! start --failed--> outage: at once, then 0..its age (0.1 to 2 s) for 2 minutes, then 0..4 s, 0..8 s, ... 0..30 s
@@ -6,24 +6,25 @@
 //!                     +--ready for 10 s--> start
 //! ```
 //!
-//! So agents wait between two dials at most as long as the outage has lasted, or 0.1 s, and a wave of them is spread over as
-//! long as it has been waiting. A refusal's cap is 2 s from the first: that server is there, and needs time.
+//! The wait between two dials is at most the age of the outage, or 0.1 s. A wave of agents is
+//! therefore spread over the time that it has been waiting. The cap after a refusal is 2 s from the
+//! start: that server is running, and needs time.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 use tunnel_proto::wire::code::CloseCode;
 
-/// How an attempt to hold a session ended.
+/// The outcome of an attempt to keep a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReconnectEvent {
-    /// It never became Ready; the code when the server said one.
+    /// The session never became Ready. Contains the close code if the server sent one.
     Failed(Option<CloseCode>),
-    /// It was Ready for this long, and has ended or is silent.
+    /// The session was Ready, and has ended or is silent.
     Lost {
         /// Time from Ready to the end or to the suspicion.
         ready_for: Duration,
-        /// What it ended with; [`CloseCode::Dead`] for silence.
+        /// Close code of the session; [`CloseCode::Dead`] for silence.
         code: CloseCode,
     },
 }
@@ -37,7 +38,7 @@ impl ReconnectEvent {
     }
 }
 
-/// The history that decides about the next attempt.
+/// The history that determines the next attempt.
 #[derive(Debug)]
 pub struct Backoff {
     outage_since: Option<Instant>,
@@ -47,7 +48,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// No attempt so far.
+    /// Creates a backoff without any attempts.
     pub fn new() -> Self {
         Self {
             outage_since: None,
@@ -57,7 +58,7 @@ impl Backoff {
         }
     }
 
-    /// How long to wait after `event`; `random` is from 0 to 1.
+    /// Returns the wait after `event`. `random` is from 0 to 1.
     pub fn next(&mut self, event: ReconnectEvent, now: Instant, random: f64) -> Duration {
         let lost = match event {
             ReconnectEvent::Lost { ready_for, .. } => {
@@ -84,7 +85,7 @@ impl Backoff {
             }
             Some(_) | None => {}
         }
-        // A server that admits and closes at once must not be dialled in a tight loop.
+        // A server that admits and closes at once must not be dialed in a tight loop.
         let may_retry_now = self
             .last_immediate
             .is_none_or(|last| now.duration_since(last) >= IMMEDIATE_RETRY_INTERVAL);
@@ -101,7 +102,7 @@ impl Backoff {
             ReconnectEvent::Failed(None) | ReconnectEvent::Lost { .. } => {
                 age.clamp(EARLY_CAP_MIN, EARLY_CAP_MAX)
             }
-            // A server that refuses is there; what it needs is time.
+            // A server that refuses is running and needs time.
             ReconnectEvent::Failed(Some(_)) => EARLY_CAP_MAX,
         };
         cap.mul_f64(random)
@@ -116,24 +117,26 @@ impl Default for Backoff {
 
 /// A session that was Ready for this long ends the outage.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
-/// Least time between two retries at once. Less than the shortest keep-alive that makes sense (1 s, less 20 %): a server
-/// that was restarted twice is noticed no sooner.
+/// Minimum time between two immediate retries. The value is less than the shortest sensible
+/// keep-alive (1 s, less 20 %), since an agent notices a server that restarted twice no sooner.
 const IMMEDIATE_RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// Full jitter up to this at the very beginning of an outage: a server that is only started again takes some 50 ms.
+/// Cap of the full jitter at the beginning of an outage. A server restart takes some 50 ms.
 const EARLY_CAP_MIN: Duration = Duration::from_millis(100);
-/// Full jitter up to this for the rest of "early": a server that restarts is found soon, and 10,000 agents are spread.
+/// Cap of the full jitter for the rest of the early phase. A restarted server is found soon, and
+/// 10,000 agents are spread.
 const EARLY_CAP_MAX: Duration = Duration::from_secs(2);
-/// How long "early" lasts.
+/// Duration of the early phase.
 const EARLY_FOR: Duration = Duration::from_secs(120);
-/// The jitter's cap doubles up to this later on.
+/// Upper limit of the doubling jitter cap after the early phase.
 const LATE_CAP: Duration = Duration::from_secs(30);
 /// First wait after "name in use" or "too many sessions".
 const NAME_IN_USE_MIN: Duration = Duration::from_secs(60);
 /// Longest wait after "name in use" or "too many sessions".
 const NAME_IN_USE_MAX: Duration = Duration::from_secs(600);
-/// Wait after a refusal that a person must resolve.
+/// Wait after a refusal that an operator must resolve.
 const PERMANENT_REFUSAL_WAIT: Duration = Duration::from_secs(30);
-/// The two fixed waits are stretched by up to this share, so that a site's agents do not come in step.
+/// Largest fraction by which the two fixed waits are extended, so that a site's agents do not
+/// synchronize.
 const JITTER: f64 = 0.1;
 
 #[cfg(test)]
@@ -174,7 +177,7 @@ mod tests {
         assert_eq!(backoff.next(FAILED, start + seconds(119), 1.0), seconds(2));
     }
 
-    /// However the dice fall, callers wait at most twice as long as the server was away, or 0.1 s longer.
+    /// For any random values, callers wait at most twice as long as the outage, or 0.1 s longer.
     #[test]
     fn server_that_is_back_is_found_soon_by_few_dials() {
         const AGENTS: u32 = 1000;

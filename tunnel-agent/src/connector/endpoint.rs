@@ -1,4 +1,4 @@
-//! Which address of which server is next; names are resolved again on each try.
+//! Selects the next server and address. Names are resolved again on each try.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -9,7 +9,8 @@ use tunnel_proto::tcp::ServerAddr;
 
 use crate::config::ServerAddress;
 
-/// A place in the list of servers and their addresses. It stays where it worked and moves on after a failure.
+/// A position in the list of servers and their addresses. The position stays after a success and
+/// advances after a failure.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EndpointCursor {
     server: usize,
@@ -17,10 +18,11 @@ pub(crate) struct EndpointCursor {
 }
 
 impl EndpointCursor {
-    /// The server and the address to try; without an address where `by_name` leaves it to a proxy.
+    /// Returns the server and the address to try. The address is `None` if `by_name` leaves
+    /// resolution to a proxy.
     ///
     /// # Errors
-    /// The server's name and why it has no address; the next call tries the next server.
+    /// Returns the server's name and why it has no address. The next call tries the next server.
     pub(crate) async fn next(
         &mut self,
         servers: &[ServerAddress],
@@ -29,7 +31,7 @@ impl EndpointCursor {
     ) -> Result<ServerAddr, ResolveError> {
         loop {
             let server = self.server(servers)?;
-            // A name that a proxy resolves is one address.
+            // A name that a proxy resolves counts as one address.
             let addresses = if by_name(server) {
                 vec![None]
             } else {
@@ -48,23 +50,23 @@ impl EndpointCursor {
                         address: *address,
                     });
                 }
-                // All of this server were tried; the next one has at least one.
+                // All addresses of this server were tried. The next server has at least one.
                 None => self.next_server(),
             }
         }
     }
 
-    /// The server of the place.
+    /// Returns the server at the current position.
     ///
     /// # Errors
-    /// When there is no server.
+    /// Returns an error if there is no server.
     fn server<'a>(&self, servers: &'a [ServerAddress]) -> Result<&'a ServerAddress, ResolveError> {
         servers
             .get(self.server % servers.len().max(1))
             .ok_or(ResolveError::NoServer)
     }
 
-    /// The last address did not do.
+    /// Advances after a failure of the last address.
     pub(crate) fn failed(&mut self) {
         self.address += 1;
     }
@@ -75,19 +77,19 @@ impl EndpointCursor {
     }
 }
 
-/// Why a server has no address.
+/// The reason why a server has no address.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ResolveError {
-    /// The configuration names none.
+    /// The configuration contains no server.
     #[error("no server is configured")]
     NoServer,
     /// The resolver did not answer.
     #[error("{server}: name resolution timed out")]
     Timeout { server: ServerAddress },
-    /// The name exists without an address.
+    /// The name exists but has no address.
     #[error("{server}: name has no address")]
     Empty { server: ServerAddress },
-    /// The resolver said no.
+    /// The resolver returned an error.
     #[error("{server}: cannot resolve the name")]
     Lookup {
         server: ServerAddress,
@@ -96,7 +98,7 @@ pub(crate) enum ResolveError {
     },
 }
 
-/// At least one address.
+/// Resolves `server` to at least one address.
 async fn resolve(
     server: &ServerAddress,
     within: Duration,

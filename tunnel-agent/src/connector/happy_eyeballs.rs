@@ -1,4 +1,4 @@
-//! One race of two transports for a session: which to dial when; a pure state machine.
+//! Happy eyeballs (RFC 8305) over two transports: which to dial when. A pure state machine.
 //!
 //! ```text
 //! first:  |--5 s--|..|--5 s--|....      a fresh dial asks at once, while an old one's next try may be seconds away
@@ -11,42 +11,45 @@ use tokio::time::Instant;
 
 use super::transport_policy::SessionTransport;
 
-/// Why a dial or its admission did not give a ready session, as far as the race is concerned.
+/// The reason why a dial or its admission did not give a ready session, as far as happy eyeballs
+/// needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum DialFailure {
-    /// There is no way: refused, unreachable, no address, lost on the way.
+    /// No connection: refused, unreachable, no address, or lost on the path.
     Unreachable,
-    /// Nothing came back until the time was over.
+    /// No answer arrived in time.
     Timeout,
-    /// Somebody answered, and TLS or the transport failed: an alert, a wrong certificate, a middlebox.
+    /// A peer answered, and TLS or the transport failed: an alert, a wrong certificate, a
+    /// middlebox.
     HandshakeFailed,
-    /// The server, proved to be it, said no.
+    /// The authenticated server refused.
     RefusedByServer,
 }
 
-/// What to do in a race.
+/// The next action of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DialAction {
-    /// Dial this transport.
     Dial(SessionTransport),
-    /// Something is still running.
+    /// Wait for a dial in progress.
     Wait,
-    /// The round is over: [`HappyEyeballs::next_round`] after a while. What is still dialling may go on.
+    /// The round is over: call [`HappyEyeballs::next_round`] after a pause. Dials in progress may
+    /// continue.
     RoundFailed,
-    /// Nothing is left to be tried in this race.
+    /// No transport is left to try.
     Exhausted,
 }
 
-/// At most two transports that are dialled for one session, the second with a delay; in rounds while both are silent.
+/// At most two transports that are dialed for one session. The second starts with a delay. Rounds
+/// repeat while both are silent.
 #[derive(Debug)]
 pub(crate) struct HappyEyeballs {
     first: Candidate,
     second: Option<Candidate>,
     head_start: Duration,
     head_start_ends: Instant,
-    /// Between two rounds.
+    /// Whether the pause between two rounds is in progress.
     between_rounds: bool,
-    /// The second still runs since the round before.
+    /// Whether the second still runs since the previous round.
     second_carried_over: bool,
 }
 
@@ -60,13 +63,13 @@ struct Candidate {
 enum CandidateState {
     Waiting,
     Dialing,
-    /// The server answered; what is awaited is Welcome.
+    /// The server answered, and the dial waits for Welcome.
     Answered,
     Ended,
 }
 
 impl HappyEyeballs {
-    /// A race that begins by dialling the first.
+    /// Creates a state machine whose first action is to dial the first transport.
     pub(crate) fn new(
         (first, second): (SessionTransport, Option<SessionTransport>),
         now: Instant,
@@ -83,17 +86,17 @@ impl HappyEyeballs {
         }
     }
 
-    /// The transport that begins.
+    /// Returns the first transport.
     pub(crate) fn first(&self) -> SessionTransport {
         self.first.transport
     }
 
-    /// Whether the next round is to be begun.
+    /// Returns whether the next round has yet to begin.
     pub(crate) fn is_between_rounds(&self) -> bool {
         self.between_rounds
     }
 
-    /// Begins the next round by dialling the first.
+    /// Begins the next round by dialing the first transport.
     pub(crate) fn next_round(&mut self, now: Instant) -> SessionTransport {
         self.between_rounds = false;
         self.first.state = CandidateState::Dialing;
@@ -107,13 +110,13 @@ impl HappyEyeballs {
         self.first.transport
     }
 
-    /// When the head start ends, as long as the first one has no answer.
+    /// Returns the end of the head start while the first transport has no answer.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
         let waits = self.second?.state == CandidateState::Waiting;
         (waits && self.first.state == CandidateState::Dialing).then_some(self.head_start_ends)
     }
 
-    /// The head start is over: the transport to dial beside the first.
+    /// Ends the head start and returns the transport to dial in parallel.
     pub(crate) fn start_second(&mut self) -> Option<SessionTransport> {
         let second = self.second.as_mut()?;
         if second.state != CandidateState::Waiting {
@@ -123,7 +126,7 @@ impl HappyEyeballs {
         Some(second.transport)
     }
 
-    /// A handshake is done.
+    /// Records a completed handshake.
     pub(crate) fn answered(&mut self, transport: SessionTransport) {
         match &mut self.second {
             Some(second) if second.transport == transport => {
@@ -133,7 +136,7 @@ impl HappyEyeballs {
         }
     }
 
-    /// A transport has failed.
+    /// Records a failure of a transport.
     pub(crate) fn failed(
         &mut self,
         transport: SessionTransport,
@@ -141,7 +144,8 @@ impl HappyEyeballs {
     ) -> DialAction {
         let decides = match failure {
             DialFailure::RefusedByServer => true,
-            // QUIC has no middleboxes that answer in the server's place. TCP has, and they say nothing about UDP.
+            // With QUIC no middlebox answers in place of the server. With TCP one may, and its
+            // answer reveals nothing about UDP.
             DialFailure::HandshakeFailed => transport == SessionTransport::Quic,
             DialFailure::Timeout | DialFailure::Unreachable => false,
         };
@@ -149,7 +153,7 @@ impl HappyEyeballs {
             return DialAction::Exhausted;
         };
         if transport == second.transport {
-            // One of the round before has its turn in this one still to come.
+            // A dial of the previous round has its turn in this round still to come.
             let once_more = std::mem::take(&mut self.second_carried_over) && !self.between_rounds;
             second.state = if once_more {
                 CandidateState::Waiting

@@ -1,4 +1,4 @@
-//! What the connector tells people: one line for each change, and for what repeats itself one every 30 s.
+//! Log lines of the connector: one line per change, and one every 30 s for repeated events.
 
 use std::error::Error;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::session_task::ConnectError;
 use super::transport_policy::{SessionTransport, TransportChange};
 use crate::session::SessionSummary;
 
-/// Writes the lines; knows which failures of an outage were told.
+/// Writes the log lines. Remembers which failures of an outage were logged.
 #[derive(Debug)]
 pub(super) struct ConnectionLog {
     agent: NodeName,
@@ -27,7 +27,8 @@ impl ConnectionLog {
         }
     }
 
-    /// The session that took new streams has ended; without `retry_in` another one is being dialled already.
+    /// Logs the end of the session that took new streams. Without `retry_in` another session is
+    /// already being dialed.
     pub(super) fn lost(
         &self,
         transport: SessionTransport,
@@ -55,7 +56,7 @@ impl ConnectionLog {
         );
     }
 
-    /// A session has ended as it should: it had retired, or the agent stops.
+    /// Logs the regular end of a session: the session had retired, or the agent stops.
     pub(super) fn ended(&self, transport: SessionTransport, summary: &SessionSummary) {
         info!(
             agent = %self.agent,
@@ -67,7 +68,7 @@ impl ConnectionLog {
         );
     }
 
-    /// An attempt gave no ready session.
+    /// Logs an attempt that gave no ready session.
     pub(super) fn failed(
         &mut self,
         failures: &[(SessionTransport, ConnectError)],
@@ -96,7 +97,7 @@ impl ConnectionLog {
         }
     }
 
-    /// QUIC gave no answer while a session over h2 is there.
+    /// Logs a QUIC probe without an answer while a session over h2 serves.
     pub(super) fn probe_failed(&self, failures: &[(SessionTransport, ConnectError)]) {
         for (transport, error) in failures {
             let (transport, error) = (transport.transport(), causes(error));
@@ -104,7 +105,7 @@ impl ConnectionLog {
         }
     }
 
-    /// A session takes new streams, and what that changes.
+    /// Logs that a session takes new streams, and the change of transport.
     pub(super) fn ready(&mut self, change: TransportChange) {
         self.over();
         let agent = &self.agent;
@@ -117,18 +118,18 @@ impl ConnectionLog {
         }
     }
 
-    /// There is a session that takes new streams.
+    /// Resets the throttle, since a session takes new streams.
     pub(super) fn over(&mut self) {
         self.throttle = LogThrottle::default();
     }
 
-    /// The task of a session panicked.
+    /// Logs the panic of a session task.
     pub(super) fn broken(&self, transport: SessionTransport, panic: &dyn Error) {
         error!(agent = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }
 }
 
-/// An error with its causes in one line.
+/// Returns an error and its causes in one line.
 pub(crate) fn causes(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -140,7 +141,7 @@ pub(crate) fn causes(error: &dyn Error) -> String {
     text
 }
 
-/// Which failures of one outage are worth a line: the first with each code, and one every 30 s.
+/// Selects the failures of one outage to log: the first with each code, and one every 30 s.
 #[derive(Debug, Default)]
 struct LogThrottle {
     logged_codes: Vec<Option<CloseCode>>,
@@ -149,7 +150,8 @@ struct LogThrottle {
 }
 
 impl LogThrottle {
-    /// How many were left out since the last line, or `None` to leave this one out.
+    /// Returns how many failures were suppressed since the last line, or `None` to suppress this
+    /// one.
     fn failed(&mut self, code: Option<CloseCode>, now: Instant) -> Option<u32> {
         let is_new =
             !self.logged_codes.contains(&code) && self.logged_codes.len() < LOGGED_CODES_MAX;
@@ -168,9 +170,10 @@ impl LogThrottle {
     }
 }
 
-/// Time between two lines that say the same.
+/// Time between two lines with the same content.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
-/// Codes that get a line of their own in one outage; a peer may invent them.
+/// Maximum number of codes that get a line of their own in one outage, since a peer may invent
+/// codes.
 const LOGGED_CODES_MAX: usize = 16;
 
 #[cfg(test)]

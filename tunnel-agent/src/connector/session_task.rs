@@ -1,4 +1,5 @@
-//! One session's task, from the first packet to the last: resolves, dials, is admitted, serves; or fails and says why.
+//! The task of one session: resolves, dials, is admitted and serves, or fails and returns the
+//! reason.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +19,7 @@ use crate::session::{
     self, AdmitError, SessionContext, SessionEvent, SessionHandle, SessionSummary,
 };
 
-/// Where the servers are, and how each transport is dialled.
+/// The servers, and a dialer for each transport.
 pub(crate) struct Dialers {
     pub(crate) servers: Vec<ServerAddress>,
     pub(crate) proxy: ProxyChoice,
@@ -34,59 +35,59 @@ impl Dialers {
         }
     }
 
-    /// Waits until all that was closed has told its peer, at most 1 s.
+    /// Waits until all closed connections have notified their peers, at most 1 s.
     pub(crate) async fn wait_idle(&self) {
         tokio::join!(self.quic.wait_idle(), self.h2.wait_idle());
     }
 }
 
-/// What the task of a session needs.
+/// The inputs of a session's task.
 pub(super) struct SessionTask {
     pub(super) transport: SessionTransport,
-    /// Where to begin to look.
+    /// First endpoint to try.
     pub(super) cursor: EndpointCursor,
     pub(super) dialers: Arc<Dialers>,
     pub(super) context: Arc<SessionContext>,
     pub(super) handle: SessionHandle,
 }
 
-/// How a lane ended.
+/// The outcome of a session task.
 pub(super) struct SessionExit {
-    /// The place that was tried.
+    /// The endpoint that was tried.
     pub(super) cursor: EndpointCursor,
     pub(super) outcome: Result<SessionSummary, ConnectError>,
 }
 
-/// Why there is no ready session.
+/// The reason why there is no ready session.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectError {
-    /// No address.
+    /// The server has no address.
     #[error(transparent)]
     Resolve(#[from] ResolveError),
-    /// No connection.
+    /// The connection failed.
     #[error("{remote}")]
     Dial {
         remote: ServerAddr,
         #[source]
         source: HandshakeError,
     },
-    /// No Welcome.
+    /// The server sent no Welcome.
     #[error("{remote}")]
     Admit {
         remote: ServerAddr,
         #[source]
         source: AdmitError,
     },
-    /// Nobody needs it any more.
+    /// The attempt was abandoned.
     #[error("another session is ready")]
     Abandoned,
-    /// A bug; the panic is in the log.
+    /// The task panicked; the panic is in the log.
     #[error("session task panicked")]
     Broken,
 }
 
 impl ConnectError {
-    /// What the server, or this end, gave as the reason.
+    /// Returns the close code that the server or this end gave.
     pub(super) fn code(&self) -> Option<CloseCode> {
         match self {
             Self::Admit { source, .. } => source.code(),
@@ -95,7 +96,7 @@ impl ConnectError {
         }
     }
 
-    /// What it means for the race.
+    /// Classifies the error for happy eyeballs.
     pub(super) fn failure(&self) -> DialFailure {
         match self {
             Self::Resolve(_) | Self::Abandoned | Self::Broken => DialFailure::Unreachable,
@@ -119,20 +120,20 @@ impl ConnectError {
                     (ClosedBy::Local, _) | (ClosedBy::Network, CloseCode::Dead) => {
                         DialFailure::Unreachable
                     }
-                    // In TLS 1.3 this is how a client learns that its certificate was not taken.
+                    // In TLS 1.3 a client learns in this form that its certificate was refused.
                     (ClosedBy::Network, _) => DialFailure::HandshakeFailed,
                 },
             },
         }
     }
 
-    /// Whether it failed over a certificate, this end's or the server's, as far as this end can know: over TCP a middlebox
-    /// that answers in the server's place looks the same.
+    /// Returns whether a certificate, local or the server's, probably caused the failure. Over TCP
+    /// a middlebox that answers in place of the server looks the same.
     pub(super) fn is_certificate_failure(&self) -> bool {
         self.failure() == DialFailure::HandshakeFailed
     }
 
-    /// The word for metrics.
+    /// Returns the label value for metrics.
     pub(super) fn result(&self) -> ConnectResult {
         match self {
             Self::Abandoned => ConnectResult::Abandoned,
@@ -153,7 +154,7 @@ impl ConnectError {
 }
 
 impl SessionTask {
-    /// Runs to the end of the session. Dropped early, everything is cut.
+    /// Runs until the end of the session. Dropping the future cuts everything.
     pub(super) async fn run(mut self) -> SessionExit {
         let began = Instant::now();
         let retire = self.handle.retire.clone();

@@ -19,7 +19,7 @@ mod changes;
 
 const AUTO: TransportChoice = TransportChoice::Auto;
 
-/// A connector between scripted transports; the test is the server.
+/// A connector between scripted transports. The test acts as the server.
 struct TestEnv {
     net: FakeNetwork,
     context: Arc<SessionContext>,
@@ -33,7 +33,7 @@ impl TestEnv {
         Self::with(choice, &["192.0.2.1:10262"], ProxyChoice::default())
     }
 
-    /// UDP is blocked from the start.
+    /// Starts with UDP blocked.
     fn behind_a_firewall() -> Self {
         let env = Self::start(AUTO);
         env.net.quic.set(Path::Silent);
@@ -95,7 +95,7 @@ impl TestEnv {
         peer
     }
 
-    /// Seconds since the start or the last call.
+    /// Returns the seconds since the start or the last call.
     fn lap(&mut self) -> f64 {
         let now = Instant::now();
         let lap = now - std::mem::replace(&mut self.start, now);
@@ -140,7 +140,7 @@ impl Busy {
         Self { stream, socket }
     }
 
-    /// The target ends its answer, which arrives whole.
+    /// Ends the target's answer, which arrives complete.
     async fn finish(mut self) {
         self.socket.write_all(&[7; 100_000]).await.unwrap();
         self.socket.shutdown().await.unwrap();
@@ -151,7 +151,7 @@ impl Busy {
     }
 }
 
-/// The session was retired and has nothing left to do.
+/// Expects that the session retires and has no streams left.
 async fn expect_retirement(peer: &mut Peer) {
     assert_eq!(peer.recv_control().await, Some(ControlMessage::Withdraw));
     expect_bye(peer).await;
@@ -254,7 +254,7 @@ async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
     assert!(env.lap() < 0.1);
 }
 
-/// The certificate that is stored has never carried a session, and the one from before is there, too.
+/// The stored certificate has never carried a session, and the previous certificate is available.
 #[tokio::test(start_paused = true)]
 async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before() {
     let (scratch, ca) = (TempDir::new(), Ca::new());
@@ -385,7 +385,7 @@ async fn servers_and_their_addresses_are_tried_in_rotation() {
             arrival.reject(CloseCode::Overloaded).await;
         }
     }
-    // It stays where it worked.
+    // The cursor stays at the address that worked.
     for _ in 0..2 {
         let arrival = env.net.arrival().await;
         assert_eq!(arrival.name, servers[0]);

@@ -1,8 +1,8 @@
-//! Which transport is dialled first, and when to look for a way back to QUIC: a pure state machine.
+//! Decides which transport to dial first and when to probe QUIC again. A pure state machine.
 //!
 //! ```text
-//! QUIC --no answer, h2 Ready--> h2 --dialled every quicProbeEvery, Ready--> QUIC
-//!                               ^-- lost within quicSteadyAfter: dialled again only after 2, 4, ... 30 min --+
+//! QUIC --no answer, h2 Ready--> h2 --dialed every quicProbeEvery, Ready--> QUIC
+//!                               ^-- lost within quicSteadyAfter: dialed again only after 2, 4, ... 30 min --+
 //! ```
 
 use std::time::Duration;
@@ -12,17 +12,16 @@ use tunnel_proto::transport::TransportKind;
 
 use crate::config::{Limits, TransportChoice};
 
-/// A transport that sessions can be dialled over.
+/// A transport that sessions can be dialed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum SessionTransport {
-    /// QUIC over UDP: the upper one.
+    /// QUIC over UDP, the preferred transport.
     Quic,
-    /// h2 over TCP.
     H2,
 }
 
 impl SessionTransport {
-    /// The transport, as in logs and labels.
+    /// Returns the transport for logs and labels.
     pub(crate) fn transport(self) -> TransportKind {
         match self {
             Self::Quic => TransportKind::Quic,
@@ -31,10 +30,10 @@ impl SessionTransport {
     }
 }
 
-/// What a ready session changes.
+/// The change of transport that a ready session brings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TransportChange {
-    /// The transport is the one from before.
+    /// The transport is the same as before.
     None,
     /// h2 carries sessions because QUIC gave no answer.
     Fallback,
@@ -42,28 +41,28 @@ pub(crate) enum TransportChange {
     Upgrade,
 }
 
-/// What worked, and when to look for better.
+/// The last working transport, and the time of the next probe.
 #[derive(Debug)]
 pub(crate) struct TransportPolicy {
     choice: TransportChoice,
     probe_every: Duration,
     steady_after: Duration,
-    /// What last became ready.
+    /// Transport that was last ready.
     last_ready: SessionTransport,
-    /// Earliest probe by the last dial of QUIC.
+    /// Earliest probe according to the last dial of QUIC.
     probe_at: Option<Instant>,
-    /// No probe before, since QUIC did not hold.
+    /// No probe before this time, since QUIC was not stable.
     backoff_until: Option<Instant>,
-    /// Since when QUIC carries sessions after h2 did.
+    /// Time since which QUIC carries sessions after h2 did.
     upgraded_at: Option<Instant>,
-    /// Since when the session over QUIC is silent or gone.
+    /// Time since which the session over QUIC is silent or gone.
     missed: Option<Instant>,
-    /// Promotions in a row that did not hold.
+    /// Number of consecutive upgrades that were not stable.
     failed_upgrades: u32,
 }
 
 impl TransportPolicy {
-    /// Nothing was tried so far.
+    /// Creates a policy without any dials.
     pub(crate) fn new(choice: TransportChoice, limits: &Limits) -> Self {
         Self {
             choice,
@@ -81,7 +80,8 @@ impl TransportPolicy {
         }
     }
 
-    /// What to dial at once, and what beside it when that gives no answer.
+    /// Returns the transport to dial at once, and the one to dial in parallel if the first gives no
+    /// answer.
     pub(crate) fn dial_order(&self) -> (SessionTransport, Option<SessionTransport>) {
         let second = match (self.choice, self.last_ready) {
             (TransportChoice::Quic | TransportChoice::H2, _) => None,
@@ -91,7 +91,7 @@ impl TransportPolicy {
         (self.last_ready, second)
     }
 
-    /// A dial has begun; `random` is from 0 to 1.
+    /// Records the start of a dial; `random` is from 0 to 1.
     pub(crate) fn record_dial(&mut self, transport: SessionTransport, now: Instant, random: f64) {
         match transport {
             SessionTransport::Quic => {
@@ -102,7 +102,7 @@ impl TransportPolicy {
         }
     }
 
-    /// A session is ready and carries new streams from now on; `random` is from 0 to 1.
+    /// Records that a session is ready and takes new streams; `random` is from 0 to 1.
     pub(crate) fn ready(
         &mut self,
         transport: SessionTransport,
@@ -138,22 +138,23 @@ impl TransportPolicy {
         }
     }
 
-    /// The session that carries new streams is silent or gone.
+    /// Records that the session that takes new streams is silent or gone.
     pub(crate) fn missed(&mut self, now: Instant) {
         self.missed.get_or_insert(now);
     }
 
-    /// It is heard again.
+    /// Records that the session has recovered.
     pub(crate) fn record_recovery(&mut self) {
         self.missed = None;
     }
 
-    /// A retired session over QUIC is heard again: there is a way for a new one.
+    /// Schedules an immediate probe, since a retired session over QUIC has recovered and the path
+    /// works.
     pub(crate) fn probe_quic_now(&mut self, now: Instant) {
         self.probe_at = self.probe_at.min(Some(now));
     }
 
-    /// When to dial QUIC beside a session over h2.
+    /// Returns when to dial QUIC in addition to a session over h2.
     pub(crate) fn probe_at(&self) -> Option<Instant> {
         match (self.choice, self.last_ready) {
             (TransportChoice::Auto, SessionTransport::H2) => self.probe_at.max(self.backoff_until),
@@ -162,7 +163,7 @@ impl TransportPolicy {
     }
 }
 
-/// How long QUIC is left alone after so many setbacks.
+/// Returns the wait before the next dial of QUIC after so many failed upgrades.
 fn upgrade_backoff(failed_upgrades: u32) -> Option<Duration> {
     let doublings = failed_upgrades.checked_sub(1)?;
     let factor = 2_u32.checked_pow(doublings).unwrap_or(u32::MAX);
@@ -173,13 +174,14 @@ fn upgrade_backoff(failed_upgrades: u32) -> Option<Duration> {
     )
 }
 
-/// Probes come earlier by up to this share: agents that lost UDP together must not come back in step.
+/// Largest fraction by which probes come earlier, so that agents that lost UDP together do not
+/// synchronize.
 const PROBE_JITTER: f64 = 0.2;
-/// First wait after QUIC did not hold. Doubles.
+/// First wait after an unstable upgrade to QUIC. The wait doubles.
 const UPGRADE_BACKOFF_MIN: Duration = Duration::from_secs(120);
-/// Longest wait.
+/// Longest wait after an unstable upgrade to QUIC.
 const UPGRADE_BACKOFF_MAX: Duration = Duration::from_secs(1800);
-/// These waits are stretched by up to this share.
+/// Largest fraction by which these waits are extended.
 const UPGRADE_BACKOFF_JITTER: f64 = 0.1;
 
 #[cfg(test)]

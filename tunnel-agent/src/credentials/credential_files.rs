@@ -1,4 +1,5 @@
-//! Certificates that the operator brings: --cert-file, --key-file and --ca-file, followed while the agent runs.
+//! Certificate files that the operator provides: --cert-file, --key-file and --ca-file, reloaded
+//! while the agent runs.
 
 use std::path::PathBuf;
 
@@ -11,19 +12,20 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{CredentialError, Credentials};
 
-/// Where they are.
+/// Paths of the operator's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CredentialFiles {
-    /// Chain and key.
+    /// Files of the certificate chain and the key.
     pub pair: KeyPairFiles,
-    /// What servers must chain to.
+    /// File of the roots that servers must chain to.
     pub ca: PathBuf,
-    /// The name that a server's certificate must be for; without one, the server role.
+    /// Name that a server's certificate must be valid for; without one, the server role is
+    /// required.
     pub server_name: Option<ServerName<'static>>,
 }
 
 impl CredentialFiles {
-    /// Reads all of them for `node`. Blocks the thread.
+    /// Reads all files for `node`. Blocks the thread.
     pub(crate) fn load(&self, node: &NodeName) -> Result<Loaded<Credentials>, CredentialError> {
         let own = self.pair.load()?;
         let roots = load_roots(&self.ca)?;
@@ -38,7 +40,7 @@ impl CredentialFiles {
             .cert
             .first()
             .ok_or_else(|| unusable(rustls::Error::NoCertificatesPresented))?;
-        // A certificate without a name that is understood here is the server's to judge.
+        // A certificate without a recognized name is left to the server to verify.
         if let Ok(identity) = PeerIdentity::from_agent_certificate(leaf)
             && let Some(named) = identity.node()
             && named != node

@@ -1,4 +1,4 @@
-//! Why there are no usable credentials, and whether the configuration is at fault.
+//! Errors of loading credentials, and whether the configuration is at fault.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use tunnel_proto::tls::files::FileError;
 use tunnel_proto::wire::name::NodeName;
 
-/// Why there are no usable credentials.
+/// The reason why there are no usable credentials.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CredentialError {
     /// The directory or a file in it cannot be used.
@@ -18,7 +18,7 @@ pub(crate) enum CredentialError {
         #[source]
         source: io::Error,
     },
-    /// A file is there and makes no sense.
+    /// A file exists but cannot be parsed.
     #[error("{path} {problem}; remove the file and enroll again with a new join token")]
     Damaged { path: PathBuf, problem: String },
     /// The certificate is for another node.
@@ -31,7 +31,7 @@ pub(crate) enum CredentialError {
         stored: NodeName,
         dir: PathBuf,
     },
-    /// The certificate is over, cannot be renewed since its key is not here, and there is no token.
+    /// The certificate has expired, its key is missing for renewal, and there is no token.
     #[error(
         "certificate in {dir} ended at {ended} and agent.key is missing or does not match; enroll again with --token and a new join token \
          (tunnel-server token create --node {node})"
@@ -41,7 +41,7 @@ pub(crate) enum CredentialError {
         ended: String,
         node: NodeName,
     },
-    /// Nothing to begin with.
+    /// There is no certificate and no token.
     #[error(
         "no certificate in {dir} and no --token; create one where the server runs: tunnel-server token create --node {node}"
     )]
@@ -53,7 +53,7 @@ pub(crate) enum CredentialError {
         #[source]
         source: io::Error,
     },
-    /// What --cert-file, --key-file or --ca-file name cannot be used.
+    /// The files of --cert-file, --key-file or --ca-file cannot be used.
     #[error(transparent)]
     Files(#[from] FileError),
     /// The certificate of --cert-file is for another node.
@@ -65,16 +65,16 @@ pub(crate) enum CredentialError {
         named: NodeName,
         path: PathBuf,
     },
-    /// Newer files came before the last ones were in use.
+    /// Newer files arrived before the previous ones were in use.
     #[error("previous credentials are not in use yet")]
     Busy,
-    /// The token is none.
+    /// The file does not contain a token.
     #[error("--token-file {path}: {problem}")]
     BadToken { path: PathBuf, problem: String },
 }
 
 impl CredentialError {
-    /// Whether the configuration has to change (exit code 64).
+    /// Returns whether the configuration must change (exit code 64).
     pub(crate) fn is_usage(&self) -> bool {
         match self {
             Self::StoredNodeMismatch { .. }

@@ -1,8 +1,9 @@
-//! The credentials of a running agent: handshakes take them from here, sessions renew them, the store keeps them.
+//! The credentials of a running agent. Handshakes use them, sessions renew them, and the store
+//! persists them.
 //!
-//! Where the disk fails, the agent goes on with what it has in memory and says so. What a server issued is on trial until a
-//! session is ready with it: the credentials from before stay, in memory and on disk, and take over again when
-//! handshakes fail.
+//! If the disk fails, the agent continues with the credentials in memory and logs it. Newly issued
+//! credentials are on trial until a session is ready with them. The previous credentials stay in
+//! memory and on disk, and take over again if handshakes fail.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,36 +23,36 @@ use super::{CredentialStore, Credentials, Issued};
 use crate::enroll::check_issued;
 use crate::metrics::Metrics;
 
-/// Holds the credentials.
+/// The current credentials and their renewal state.
 #[derive(Debug)]
 pub(crate) struct RotatingCredentials {
     node: NodeName,
     identity: Arc<ReloadableIdentity>,
-    /// Where they are kept; none when the operator brings them.
+    /// Store of the credentials; `None` if the operator provides the files.
     store: Option<CredentialStore>,
-    /// The roots of --ca-file, which stand in for the server's.
+    /// Roots of --ca-file, which replace the server's.
     ca: Mutex<Option<Vec<CertificateDer<'static>>>>,
     current: Mutex<Credentials>,
     /// The other credentials, while the current ones are on trial. Locked before the current ones.
     alternate: Mutex<Option<AlternateCredentials>>,
-    /// Counts replacements of the current ones.
+    /// Number of replacements of the current credentials.
     generation: AtomicU64,
-    /// What was issued and is not on disk yet.
+    /// Issued credentials that are not on disk yet.
     unsaved: Mutex<Option<Issued>>,
-    /// Held while writing, so that an older certificate never replaces a newer one.
+    /// Locked while writing, so that an older certificate never replaces a newer one.
     saving: tokio::sync::Mutex<()>,
-    /// When the next certificate is to be asked for.
+    /// Time of the next certificate request.
     next: watch::Sender<Option<Instant>>,
-    /// Counts credentials that new sessions are to be dialled with at once.
+    /// Number of replacements that new sessions must be dialed with at once.
     updates: watch::Sender<u64>,
-    /// The server says that the certificate has ended.
+    /// Notified when the server reports that the certificate has expired.
     rejected: Notify,
-    /// The server says that the certificate is revoked.
+    /// Notified when the server reports that the certificate is revoked.
     revoked: Notify,
     metrics: Metrics,
 }
 
-/// What the current credentials have replaced, or what they have replaced again.
+/// The credentials that the current ones have replaced, in either direction.
 ///
 /// ```text
 /// issued --> on trial --ready session--> alone
@@ -63,13 +64,13 @@ pub(crate) struct RotatingCredentials {
 #[derive(Debug)]
 struct AlternateCredentials {
     credentials: Credentials,
-    /// As [`RotatingCredentials::unsaved`], of these.
+    /// Like [`RotatingCredentials::unsaved`], for these credentials.
     unsaved: Option<Issued>,
-    /// Handshakes in a row that failed over a certificate with the current ones.
+    /// Consecutive handshakes with the current credentials that failed over a certificate.
     refused: u32,
-    /// These are the newer ones: the current ones are those from before.
+    /// Whether these are the newer credentials and the current ones are the previous ones.
     is_newer: bool,
-    /// The older of the two are on disk as the previous ones.
+    /// Whether the older of the two are on disk as the previous ones.
     is_stored: bool,
 }
 
@@ -86,7 +87,7 @@ impl AlternateCredentials {
 }
 
 impl RotatingCredentials {
-    /// Begins with credentials. Only those with a signer are renewed.
+    /// Creates the rotation with its first credentials. Only credentials with a signer are renewed.
     pub(crate) fn new(
         node: NodeName,
         credentials: Credentials,
@@ -118,7 +119,7 @@ impl RotatingCredentials {
         })
     }
 
-    /// The roots of --ca-file at this moment.
+    /// Returns the current roots of --ca-file.
     pub(crate) fn ca(&self) -> Option<Vec<CertificateDer<'static>>> {
         self.ca
             .lock()
@@ -126,10 +127,10 @@ impl RotatingCredentials {
             .clone()
     }
 
-    /// Takes other roots of --ca-file from the next handshake on.
+    /// Replaces the roots of --ca-file from the next handshake on.
     ///
     /// # Errors
-    /// When they cannot be used; the old ones stay.
+    /// Returns an error if the roots are unusable. The old roots stay.
     pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
         let store = tls::roots(roots.iter().cloned())?;
         *self.ca.lock().unwrap_or_else(PoisonError::into_inner) = Some(roots);
@@ -142,52 +143,53 @@ impl RotatingCredentials {
         Ok(())
     }
 
-    /// What handshakes take.
+    /// Returns the identity that handshakes use.
     pub(crate) fn identity(&self) -> &Arc<ReloadableIdentity> {
         &self.identity
     }
 
-    /// The credentials of this moment.
+    /// Returns the current credentials.
     pub(crate) fn current(&self) -> Credentials {
         self.lock().clone()
     }
 
-    /// When the certificate ends.
+    /// Returns the expiry of the certificate.
     pub(crate) fn not_after(&self) -> SystemTime {
         self.lock().not_after
     }
 
-    /// Changes when a new session is wanted for new credentials.
+    /// Returns a watch that changes when new credentials need a new session.
     pub(crate) fn updates(&self) -> watch::Receiver<u64> {
         self.updates.subscribe()
     }
 
-    /// Changes with everything that is asked for or comes.
+    /// Returns a watch that changes with every request and every answer.
     pub(crate) fn schedule(&self) -> watch::Receiver<Option<Instant>> {
         self.next.subscribe()
     }
 
-    /// The server says that the certificate is revoked.
+    /// Records that the server reported the certificate as revoked.
     pub(crate) fn revoke(&self) {
         self.revoked.notify_one();
     }
 
-    /// Waits until the server says that the certificate is revoked. Cancel-safe.
+    /// Waits until the server reports the certificate as revoked. Cancel-safe.
     pub(crate) async fn revoked(&self) {
         self.revoked.notified().await;
     }
 
-    /// The server refused the certificate for its time.
+    /// Records that the server refused the certificate because of its validity period.
     pub(crate) fn reject(&self) {
         self.rejected.notify_one();
     }
 
-    /// Waits until the server refuses the certificate for its time. Cancel-safe.
+    /// Waits until the server refuses the certificate because of its validity period. Cancel-safe.
     pub(crate) async fn rejected(&self) {
         self.rejected.notified().await;
     }
 
-    /// Waits until another certificate is due, and gives the request for it: to one caller, who sends it. Cancel-safe.
+    /// Waits until a renewal is due and returns the request. Only one caller receives the request
+    /// and sends it. Cancel-safe.
     pub(crate) async fn due(&self) -> Vec<u8> {
         let mut next = self.next.subscribe();
         loop {
@@ -203,7 +205,8 @@ impl RotatingCredentials {
         }
     }
 
-    /// The request, unless another session has just taken it; asked again when no answer comes.
+    /// Returns the request, unless another session has just taken it. The request is due again if
+    /// no answer arrives.
     fn take_request(&self) -> Option<Vec<u8>> {
         let now = Instant::now();
         let again = now + self.retry();
@@ -224,7 +227,7 @@ impl RotatingCredentials {
         }
     }
 
-    /// Takes the server's answer. Not cancel-safe: it may not be kept.
+    /// Handles the server's answer. Not cancel-safe: the certificate may not be persisted.
     pub(crate) async fn handle_reply(&self, reply: EnrollReply) {
         let (chain, roots) = match reply {
             EnrollReply::Issued { chain, roots } => (chain, roots),
@@ -257,8 +260,8 @@ impl RotatingCredentials {
         }
     }
 
-    /// Takes other credentials into use, and keeps what was issued. With `at_once` a new session is dialled with them.
-    /// Not cancel-safe: they may not be kept.
+    /// Takes new credentials into use and persists issued ones. With `at_once` a new session is
+    /// dialed with them. Not cancel-safe: they may not be persisted.
     pub(crate) async fn adopt(
         &self,
         credentials: Credentials,
@@ -271,7 +274,8 @@ impl RotatingCredentials {
         let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
         info!(agent = %self.node, %not_after, "using a new certificate");
         self.log_clock_skew(&credentials);
-        // Counted from its arrival: a clock that is wrong must not ask again at once.
+        // Counted from the arrival of the certificate: with a wrong clock the agent must not ask
+        // again at once.
         let next = first_renewal(&credentials, credentials.issued, rand::random());
         let older = std::mem::replace(&mut *self.lock(), credentials);
         self.generation.fetch_add(1, Ordering::Relaxed);
@@ -289,8 +293,8 @@ impl RotatingCredentials {
         self.save().await;
     }
 
-    /// Keeps what a server's answer has replaced. Credentials that carried a session stay for as long as they are valid,
-    /// whatever came since.
+    /// Saves the credentials that a server's answer has replaced. Credentials that carried a
+    /// session are kept while they are valid, whatever the server issued since.
     fn save_previous(&self, older: Credentials) {
         if self.store.is_none() {
             return;
@@ -307,13 +311,15 @@ impl RotatingCredentials {
         *alternate = Some(AlternateCredentials::older(older, is_stored));
     }
 
-    /// Which credentials a handshake that begins now will have: the current ones, or newer ones.
+    /// Returns the generation of the current credentials. A handshake that begins after the call
+    /// uses this generation or a newer one.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Relaxed)
     }
 
-    /// A handshake failed over a certificate: the server refused the agent's, or the agent the server's. After three in a
-    /// row with credentials that are on trial the others are current. On disk nothing changes before a session is ready.
+    /// Records a handshake that failed over a certificate: the server refused the agent's, or the
+    /// agent the server's. After three consecutive failures with credentials on trial, the other
+    /// credentials become current. The disk does not change before a session is ready.
     pub(crate) fn refused(&self, generation: u64) {
         let mut alternate = self.alternate();
         let Some(trial) = alternate
@@ -348,7 +354,8 @@ impl RotatingCredentials {
             .send_replace(next.map(|wait| Instant::now() + wait));
     }
 
-    /// A session is ready: of the two only the credentials that it was dialed with stay. Not cancel-safe: the disk may be behind.
+    /// Records that a session is ready: only the credentials that it was dialed with remain. Not
+    /// cancel-safe: the disk may be behind.
     pub(crate) async fn confirm(&self, generation: u64) {
         let taken = self
             .alternate()
@@ -376,7 +383,7 @@ impl RotatingCredentials {
         }
     }
 
-    /// Writes to disk what could not be written before. Not cancel-safe: it may be written all the same.
+    /// Writes unsaved credentials to disk. Not cancel-safe: they may be written all the same.
     pub(crate) async fn save(&self) {
         let _one_at_a_time = self.saving.lock().await;
         let wanted = self.unsaved().clone();
@@ -401,7 +408,7 @@ impl RotatingCredentials {
             (is_older_stored, saved)
         });
         let saved = saved.await.map(|(is_older_stored, saved)| {
-            // Also where the rest failed: half of a new pair may be on disk.
+            // Also if the rest failed: half of a new pair may be on disk.
             if let Some(alternate) = self.alternate().as_mut().filter(|_| is_older_stored) {
                 alternate.is_stored = true;
             }
@@ -428,7 +435,7 @@ impl RotatingCredentials {
         }
     }
 
-    /// A certificate that was issued right now tells the server's time.
+    /// Logs the clock skew, since a newly issued certificate shows the server's time.
     fn log_clock_skew(&self, credentials: &Credentials) {
         let now = SystemTime::now();
         let ahead = now.duration_since(credentials.issued).unwrap_or_default();
@@ -447,7 +454,7 @@ impl RotatingCredentials {
         }
     }
 
-    /// A renewal that failed is worth a warning, and an error when the end is near.
+    /// Logs a failed renewal as a warning, or as an error when the expiry is near.
     fn log_failure(&self, problem: &str) {
         let (issued, not_after) = {
             let current = self.lock();
@@ -465,7 +472,7 @@ impl RotatingCredentials {
         }
     }
 
-    /// How long to wait before asking again.
+    /// Returns the wait before the next request.
     fn retry(&self) -> Duration {
         let current = self.lock();
         let life = current.not_after.duration_since(current.issued);
@@ -487,8 +494,9 @@ impl RotatingCredentials {
     }
 }
 
-/// How long until the next certificate is asked for: at 50 % of the life of this one, give or take 10 %; `random` is from
-/// 0 to 1. `None` when it is not ours to renew.
+/// Returns the time until the next certificate request: 50 % of this certificate's lifetime, plus
+/// or minus 10 %. `random` is from 0 to 1. Returns `None` if the agent does not renew the
+/// certificate.
 fn first_renewal(credentials: &Credentials, now: SystemTime, random: f64) -> Option<Duration> {
     credentials.signer.as_ref()?;
     let life = credentials
@@ -499,16 +507,17 @@ fn first_renewal(credentials: &Credentials, now: SystemTime, random: f64) -> Opt
     Some(life.mul_f64(0.4 + 0.2 * random).saturating_sub(age))
 }
 
-/// A twentieth of the life, from half of it to one and a half; at most an hour or so.
+/// Returns a twentieth of the lifetime, times 0.5 to 1.5; at most an hour or so.
 fn retry_after(life: Duration, random: f64) -> Duration {
     (life / 20)
         .clamp(RETRY_MIN, RETRY_MAX)
         .mul_f64(0.5 + random)
 }
 
-/// Handshakes in a row that a pair may lose before the other one has its turn: one may be an accident.
+/// Consecutive handshakes that may fail with one pair before the other is used. One failure may be
+/// an accident.
 const REFUSED_MOST: u32 = 3;
-/// The server answers no faster.
+/// Minimum wait before another request, since the server answers no faster.
 const RETRY_MIN: Duration = Duration::from_secs(3);
 const RETRY_MAX: Duration = Duration::from_secs(3600);
 

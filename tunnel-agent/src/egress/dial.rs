@@ -1,4 +1,4 @@
-//! From a target to a connected socket: candidate addresses, the ceiling on each, and the dial itself.
+//! Dials a target: finds candidate addresses, checks the dial policy for each, and connects.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -14,7 +14,7 @@ use super::node_ip::NodeIp;
 use crate::metrics::{DialResult, Metrics};
 use crate::policy::{self, DialPolicy, TargetClass};
 
-/// What a dial needs to know besides the target.
+/// Context of a dial apart from the target.
 #[derive(Debug)]
 pub(crate) struct DialContext<'a> {
     pub(crate) node_ip: Option<NodeIp>,
@@ -23,7 +23,7 @@ pub(crate) struct DialContext<'a> {
     pub(crate) metrics: &'a Metrics,
 }
 
-/// Connects to a target, or says why not in the words of a refusal. Cancel-safe.
+/// Connects to a target, or returns the refusal to send. Cancel-safe.
 pub(crate) async fn dial(
     target: &Target,
     context: &DialContext<'_>,
@@ -43,7 +43,7 @@ pub(crate) async fn dial(
     for (index, address) in allowed.iter().enumerate() {
         let now = Instant::now();
         let left = deadline.saturating_duration_since(now);
-        // A silent address must leave time for those behind it.
+        // A silent address must leave time for those after it.
         let share = left / u32::try_from(allowed.len() - index).unwrap_or(u32::MAX);
         let error = match timeout_at(now + share, TcpStream::connect(address)).await {
             Ok(Ok(socket)) => {
@@ -82,7 +82,8 @@ async fn candidates(
                 let problem = "address of the node is unknown; set --node-ip on the agent";
                 refusal(RefusalCode::TargetRefused, problem)
             })?;
-            // A host without a network has only loopback, and what listens there is not meant for the network.
+            // A host without a network has only loopback, and listeners on loopback are not meant
+            // for the network.
             let class = if ip.is_loopback() && !is_configured {
                 TargetClass::Loopback
             } else {
@@ -137,7 +138,7 @@ fn refusal(code: RefusalCode, problem: &str) -> Refusal {
     }
 }
 
-/// Whose fault a failed connect is, in words without the system's numbers.
+/// Classifies a failed connect and describes it without the system's error numbers.
 fn explain(error: &io::Error, limit: Duration) -> (DialResult, String) {
     use io::ErrorKind::{
         AddrNotAvailable, ConnectionAborted, ConnectionRefused, ConnectionReset, HostUnreachable,
@@ -153,9 +154,9 @@ fn explain(error: &io::Error, limit: Duration) -> (DialResult, String) {
     }
 }
 
-/// kubelet's ports: some kubelets listen on loopback only.
+/// Ports of the kubelet. Some kubelets listen on loopback only.
 const KUBELET_PORTS: [u16; 2] = [10250, 10255];
-/// Most addresses of one name that are tried.
+/// Maximum number of addresses tried for one name.
 const ADDRESSES_MAX: usize = 8;
 
 #[cfg(test)]

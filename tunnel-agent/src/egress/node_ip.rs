@@ -1,10 +1,10 @@
-//! The node's own address, given or found by the route.
+//! The node's own address, configured or derived from the route.
 
 use std::net::{IpAddr, SocketAddr};
 
 use tunnel_proto::process::host::{primary_address, source_address};
 
-/// The node's address, and whether the operator gave it.
+/// The node's address, and whether the operator configured it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NodeIp {
     pub(crate) ip: IpAddr,
@@ -12,7 +12,8 @@ pub(crate) struct NodeIp {
 }
 
 impl NodeIp {
-    /// The address from which this host reaches `remote`; when that is loopback, the one of the default route.
+    /// Returns the address from which this host reaches `remote`. If that is loopback, returns the
+    /// address of the default route.
     pub(crate) fn for_route_to(remote: SocketAddr) -> Option<Self> {
         let towards_server = source_address(remote);
         towards_server

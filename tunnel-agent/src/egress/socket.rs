@@ -1,4 +1,5 @@
-//! The socket to a target: counts its bytes, and tells the target a cut unless it ended well.
+//! The socket to a target. Counts its bytes, and resets the connection unless the relay ended
+//! cleanly.
 
 use std::io;
 use std::pin::Pin;
@@ -10,8 +11,9 @@ use tokio::net::TcpStream;
 
 use crate::metrics::{Direction, Metrics};
 
-/// A connection to a target. Dropped before [`TargetSocket::close`], it is reset, so that a cut of the tunnel, or
-/// of this process, is not a clean end for the target.
+/// A connection to a target. The connection is reset if the value is dropped before
+/// [`TargetSocket::close`], so that the target does not take a cut of the tunnel or of this process
+/// for a clean end.
 #[derive(Debug)]
 pub(crate) struct TargetSocket {
     tcp: TcpStream,
@@ -21,7 +23,7 @@ pub(crate) struct TargetSocket {
 }
 
 impl TargetSocket {
-    /// Takes over a fresh connection.
+    /// Takes a new connection.
     pub(crate) fn new(tcp: TcpStream, metrics: &Metrics) -> Self {
         let _best_effort = tunnel_proto::tcp::configure(&tcp);
         Self {
@@ -32,7 +34,7 @@ impl TargetSocket {
         }
     }
 
-    /// Closes the connection in the ordinary way.
+    /// Closes the connection without a reset.
     pub(crate) fn close(mut self) {
         self.reset_on_drop = false;
     }

@@ -33,7 +33,7 @@ impl Agent {
         Self::with(DialPolicy::default(), Some(LOCALHOST), 8)
     }
 
-    /// The node's address counts as given by the operator.
+    /// Creates an agent whose node address counts as configured by the operator.
     fn with(dial_policy: DialPolicy, node_ip: Option<IpAddr>, streams: u32) -> Self {
         let (server, agent) = sessions();
         let limits = Limits {
@@ -86,7 +86,7 @@ impl Agent {
         self.server.open(&header, LONG).await.unwrap()
     }
 
-    /// What the opener of a stream reads instead of an answer.
+    /// Returns the refusal that the opener of a stream reads.
     async fn refusal(&self, target: Target) -> Refusal {
         refusal(self.open(target).await).await
     }
@@ -265,7 +265,7 @@ async fn silent_target_is_a_timeout() {
     socket.bind((LOCALHOST, 0).into()).unwrap();
     let listener = socket.listen(0).unwrap();
     let address = listener.local_addr().unwrap();
-    // Once nobody accepts and the queue is full, Linux leaves further attempts without an answer.
+    // If no task accepts and the queue is full, Linux does not answer further attempts.
     let mut queued = Vec::new();
     while let Ok(connected) = timeout(Duration::from_millis(200), TcpStream::connect(address)).await
     {
@@ -293,7 +293,7 @@ async fn host_is_dialed_at_the_address_that_was_checked() {
     assert_eq!(stream.accepted().await.unwrap(), format!("{own}:{port}"));
 }
 
-/// An address of this host that is not loopback, when it has one.
+/// Returns an address of this host that is not loopback, if there is one.
 fn own_address() -> Option<IpAddr> {
     let socket = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("192.0.2.1:9").ok()?;
@@ -376,7 +376,8 @@ async fn draining_agent_refuses_new_streams_and_keeps_old_ones() {
 
 #[tokio::test]
 async fn loopback_is_tried_on_both_families() {
-    // The port is taken on the other family, too, so that no other test listens there; a socket that does not, refuses.
+    // The port is taken on the other family too, so that no other test listens there. A bound
+    // socket that does not listen refuses.
     let (_listener, address, _refuses) = loop {
         let Ok(listener) = TcpListener::bind("[::1]:0").await else {
             return;
@@ -397,10 +398,10 @@ async fn loopback_is_tried_on_both_families() {
     assert_eq!(stream.accepted().await.unwrap(), address.to_string());
 }
 
-/// A stream of a server that does as a test says.
+/// A stream whose server is scripted by the test.
 struct ScriptedStream {
     first: Vec<u8>,
-    /// What reading does after the first bytes: panic, as a bug would, or stay silent.
+    /// Behavior of reads after the first bytes: panic, as a bug would, or stay silent.
     panics: bool,
 }
 
@@ -448,7 +449,7 @@ fn scripted_stream(first: Vec<u8>, panics: bool) -> IncomingStream {
     IncomingStream::new(raw, Arc::default(), Arc::default())
 }
 
-/// An egress, what its streams need, and where they run.
+/// Returns an egress, the parameters of its streams, and their metrics and shutdown.
 fn served(streams: u32) -> (Arc<Egress>, Arc<SessionParams>, Metrics, Shutdown) {
     let limits = Limits {
         streams_per_agent: streams,
@@ -473,7 +474,8 @@ fn served(streams: u32) -> (Arc<Egress>, Arc<SessionParams>, Metrics, Shutdown) 
     (Arc::new(egress), Arc::new(params), metrics, shutdown)
 }
 
-/// F36: panics in streams that were being served, and in others before their header, give everything back.
+/// F36: panics in streams that are being served, and in streams before their header, release all
+/// resources.
 #[tokio::test]
 async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     tunnel_proto::process::panics::install_hook();
@@ -487,7 +489,7 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     let mut header = bytes::BytesMut::new();
     let kind = StreamKind::Target(Target::Node(port));
     StreamHeader::new(kind).encode(&mut header).unwrap();
-    // One after the other, more than there are places.
+    // Sequential, and more than there are permits.
     for _ in 0..3 {
         serve(scripted_stream(header.to_vec(), true));
         let mut socket = accept(&listener).await;
@@ -510,7 +512,7 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     drop(metrics);
 }
 
-/// S22: streams of which only one byte comes are given up at `requestHeadTimeout`, all of them, and counted.
+/// S22: all streams that send only one byte end at `requestHeadTimeout` and are counted.
 #[tokio::test(start_paused = true)]
 async fn s22_streams_of_one_byte_are_given_up_at_the_head_timeout() {
     const STREAMS: usize = 256 * 100;

@@ -1,4 +1,4 @@
-//! Why there is no certificate, where it was tried, and what a person does about it.
+//! Errors of enrollment, with their endpoint and advice for the operator.
 
 use std::fmt;
 use std::io;
@@ -13,20 +13,20 @@ use crate::connector::endpoint::ResolveError;
 use crate::credentials::CredentialError;
 use crate::proxy::HttpProxy;
 
-/// Why there is no certificate.
+/// The reason why there is no certificate.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EnrollError {
-    /// No address.
+    /// The server has no address.
     #[error(transparent)]
     Resolve(#[from] ResolveError),
-    /// No connection.
+    /// The connection failed.
     #[error("{endpoint}: cannot connect (enrollment needs TCP)")]
     Connect {
         endpoint: EnrollEndpoint,
         #[source]
         source: io::Error,
     },
-    /// The server did not prove to be the token's.
+    /// The server did not prove to be the one that the token pins.
     #[error(
         "{endpoint}: TLS failed, and nothing secret was sent; is this the right server{}?{}",
         endpoint.proxy_hint(),
@@ -37,7 +37,7 @@ pub(crate) enum EnrollError {
         #[source]
         source: io::Error,
     },
-    /// Request or answer did not get through.
+    /// The request or the answer did not get through.
     #[error("{endpoint}: no answer to the request")]
     Exchange {
         endpoint: EnrollEndpoint,
@@ -50,13 +50,13 @@ pub(crate) enum EnrollError {
         endpoint: EnrollEndpoint,
         problem: &'static str,
     },
-    /// What was issued cannot be used.
+    /// The issued certificate cannot be used.
     #[error("{endpoint}: certificate is not usable: {problem}")]
     Unusable {
         endpoint: EnrollEndpoint,
         problem: String,
     },
-    /// The server said no.
+    /// The server refused.
     #[error(
         "server refuses to enroll {node} ({code}): {detail}{}",
         if *.has_account { account_advice(*.code).to_owned() } else { advice(*.code, .node) }
@@ -65,24 +65,25 @@ pub(crate) enum EnrollError {
         node: NodeName,
         code: EnrollCode,
         detail: String,
-        /// Asked with a ServiceAccount token.
+        /// Whether the request used a ServiceAccount token.
         has_account: bool,
     },
-    /// The ServiceAccount token is over or another key has used it, and the kubelet has not replaced it yet.
+    /// The ServiceAccount token has expired or another key has used it, and the kubelet has not
+    /// replaced it yet.
     #[error("{0}; trying again with what the kubelet writes to --token-file")]
     Stale(String),
-    /// Another process is at it.
+    /// Another process is enrolling.
     #[error("another tunnel-agent is enrolling with the same data directory")]
     Busy,
-    /// The data directory.
+    /// The data directory cannot be used.
     #[error(transparent)]
     Credentials(#[from] CredentialError),
-    /// This build cannot make a request or a TLS configuration.
+    /// This build cannot create a request or a TLS configuration.
     #[error("cannot prepare the request: {0}")]
     Prepare(String),
 }
 
-/// Where it was tried.
+/// The server and address of an attempt.
 #[derive(Debug, Clone)]
 pub(crate) struct EnrollEndpoint {
     pub(super) remote: ServerAddr,
@@ -99,7 +100,7 @@ impl fmt::Display for EnrollEndpoint {
 }
 
 impl EnrollEndpoint {
-    /// What else may be wrong with TLS.
+    /// Returns a hint about other causes of a TLS failure.
     fn proxy_hint(&self) -> &'static str {
         match self.proxy {
             Some(_) => ", and does the proxy pass TLS on unopened",
@@ -109,7 +110,7 @@ impl EnrollEndpoint {
 }
 
 impl EnrollError {
-    /// Whether the same may work later without a person.
+    /// Returns whether a later attempt may succeed without operator action.
     pub(crate) fn is_retryable(&self) -> bool {
         match self {
             Self::Resolve(_)
@@ -126,7 +127,7 @@ impl EnrollError {
     }
 }
 
-/// What a person does about the refusal of a ServiceAccount token.
+/// Returns advice for the operator after a refused ServiceAccount token.
 fn account_advice(code: EnrollCode) -> &'static str {
     match code {
         EnrollCode::BadToken => {
@@ -149,7 +150,7 @@ fn account_advice(code: EnrollCode) -> &'static str {
     }
 }
 
-/// What a person does about a refusal.
+/// Returns advice for the operator after a refusal.
 fn advice(code: EnrollCode, node: &NodeName) -> String {
     match code {
         EnrollCode::BadToken | EnrollCode::TokenExpired | EnrollCode::TokenUsed => {

@@ -1,4 +1,5 @@
-//! Trying until there is a certificate: server after server with growing pauses, and by turns where there are two ways.
+//! Retries enrollment over all servers with growing pauses, and alternates between renewal and
+//! token if both are possible.
 
 use std::time::Duration;
 
@@ -11,19 +12,21 @@ use super::{EndpointRotation, EnrollError, EnrollProof, Enrolled, Enrollment, at
 use crate::connector::backoff::{Backoff, ReconnectEvent};
 use crate::connector::causes;
 
-/// Enrolls, trying again while that may help. Cancel-safe: the key is kept and the request may be repeated.
+/// Enrolls, with retries while they may help. Cancel-safe: the key is persisted and the request may
+/// be repeated.
 ///
 /// # Errors
-/// When a person has to act.
+/// Returns an error if the operator must act.
 pub(crate) async fn enroll(enrollment: &Enrollment) -> Result<Enrolled, EnrollError> {
     RetryLoop::new(enrollment).run().await
 }
 
-/// Renews a certificate that has ended, or enrolls with a token: each gets a round over all servers by turns, since a
-/// failure that may pass may also never do so, as when the server has another CA now. Cancel-safe as [`enroll`].
+/// Renews an expired certificate, or enrolls with a token. The two alternate, each with a round
+/// over all servers, since a temporary-looking failure may be permanent, for example if the server
+/// has another CA. Cancel-safe as [`enroll`].
 ///
 /// # Errors
-/// When a person has to act.
+/// Returns an error if the operator must act.
 pub(crate) async fn renew_or_enroll(
     renewal: &Enrollment,
     by_token: &Enrollment,
@@ -53,7 +56,7 @@ pub(crate) async fn renew_or_enroll(
     }
 }
 
-/// Attempts of one enrollment, and the pauses between them.
+/// The attempts of one enrollment, and the pauses between them.
 struct RetryLoop<'a> {
     enrollment: &'a Enrollment,
     backoff: Backoff,
@@ -69,7 +72,7 @@ impl<'a> RetryLoop<'a> {
         }
     }
 
-    /// Says what is about to be tried.
+    /// Logs the start of the enrollment.
     fn log_start(&self) {
         let node = &self.enrollment.node;
         match &self.enrollment.proof {
@@ -84,7 +87,7 @@ impl<'a> RetryLoop<'a> {
         }
     }
 
-    /// Until it works or a person has to act.
+    /// Retries until an attempt succeeds or the operator must act.
     async fn run(&mut self) -> Result<Enrolled, EnrollError> {
         loop {
             match self.round().await {
@@ -94,8 +97,8 @@ impl<'a> RetryLoop<'a> {
         }
     }
 
-    /// One attempt per server, each with a pause after a failure. The last failure, or the first that no repetition
-    /// helps against.
+    /// Makes one attempt per server, with a pause after each failure. Returns the last failure, or
+    /// the first one that is not retryable.
     async fn round(&mut self) -> Result<Enrolled, EnrollError> {
         if self.rotation.attempts == 0 {
             self.log_start();
@@ -127,5 +130,5 @@ impl<'a> RetryLoop<'a> {
     }
 }
 
-/// Added to the wait after "rate limited": failures are counted over a minute.
+/// Added to the wait after "rate limited". The server counts failures over a minute.
 const RATE_LIMIT_WAIT: Duration = Duration::from_secs(15);

@@ -22,7 +22,7 @@ fn enrollment(server: &Server, token: JoinToken, scratch: &TempDir) -> Enrollmen
     }
 }
 
-/// The first attempt's result, and whether the server got a request.
+/// Returns the first attempt's result, and whether the server received a request.
 async fn once(
     enrollment: &Enrollment,
     server: &Server,
@@ -79,7 +79,7 @@ async fn configured_ca_replaces_the_pin() {
     enrolled.unwrap();
 }
 
-/// An enrollment whose server has a name that only the proxy knows.
+/// Returns an enrollment whose server has a name that only the proxy can resolve.
 fn behind(fake_proxy: &FakeProxy, server: &Server, scratch: &TempDir) -> Enrollment {
     let servers = vec!["cloud.invalid:10262".parse().unwrap()];
     let url = Secret(format!("http://me:hunter2@{}", fake_proxy.address()));
@@ -235,7 +235,8 @@ async fn lost_answer_is_asked_for_again_with_the_same_key() {
     serving.join_next().await.unwrap().unwrap();
 }
 
-/// What the server issued to the agent before, with the key that is in the directory.
+/// Returns the certificate that the server issued to the agent before, for the key in the
+/// directory.
 fn ended(server: &Server, scratch: &TempDir) -> (Credentials, Issued) {
     let key = CredentialStore::open(scratch.path())
         .unwrap()
@@ -256,7 +257,7 @@ fn late(server: &Server, ended: Credentials, scratch: &TempDir) -> Enrollment {
     }
 }
 
-/// By the clock of this host the stored certificate is valid; the server says that it has ended.
+/// The stored certificate is valid by the clock of this host, but the server reports it as expired.
 #[tokio::test]
 async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later() {
     let (server, scratch) = (Server::start().await, TempDir::new());
@@ -310,7 +311,7 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
     }
 }
 
-/// A server that was built anew has another CA, which only the token knows.
+/// A rebuilt server has another CA, which only the token pins.
 #[tokio::test]
 async fn token_is_tried_when_the_server_has_another_ca() {
     let (server, old, scratch) = (Server::start().await, Server::start().await, TempDir::new());

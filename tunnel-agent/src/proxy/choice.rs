@@ -1,4 +1,4 @@
-//! Which servers are reached through a proxy: what --proxy, HTTPS_PROXY and NO_PROXY say together.
+//! Selects the servers that are reached through a proxy, from --proxy, HTTPS_PROXY and NO_PROXY.
 
 use std::fmt;
 use std::io;
@@ -12,9 +12,10 @@ use super::HttpProxy;
 use super::no_proxy::NoProxy;
 use crate::config::{Secret, ServerAddress};
 
-/// Which way TCP connections to servers take. As a [`Connect`] it decides by the name of the remote.
+/// The route of TCP connections to servers. The [`Connect`] implementation decides by the name of
+/// the remote.
 ///
-/// Names of servers behind a proxy are for the proxy to resolve: their [`ServerAddr`] needs no address.
+/// The proxy resolves the names of servers behind it, so their [`ServerAddr`] needs no address.
 #[derive(Debug, Clone, Default)]
 pub struct ProxyChoice(ProxyRoute);
 
@@ -22,9 +23,9 @@ pub struct ProxyChoice(ProxyRoute);
 enum ProxyRoute {
     #[default]
     Direct,
-    /// --proxy: every server.
+    /// --proxy: a proxy for every server.
     Explicit(Arc<HttpProxy>),
-    /// HTTPS_PROXY: all but those of NO_PROXY.
+    /// HTTPS_PROXY: a proxy for all servers except those of NO_PROXY.
     Environment {
         proxy: Arc<HttpProxy>,
         variable: &'static str,
@@ -32,19 +33,19 @@ enum ProxyRoute {
     },
 }
 
-/// The variables that many programs share, as found.
+/// The environment variables that many programs share, as read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EnvironmentProxy {
-    /// Which variable named the proxy, for messages.
+    /// Name of the variable that set the proxy, for messages.
     pub variable: &'static str,
-    /// Its value.
+    /// Value of that variable.
     pub url: Secret,
-    /// The value of NO_PROXY.
     pub no_proxy: String,
 }
 
 impl EnvironmentProxy {
-    /// Asks `variable` for HTTPS_PROXY and NO_PROXY and, when they are absent or empty, for their names in lower case.
+    /// Looks up HTTPS_PROXY and NO_PROXY with `variable` and, if they are absent or empty, their
+    /// lower-case names.
     #[must_use]
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let first = |names: [&'static str; 2]| {
@@ -64,10 +65,12 @@ impl EnvironmentProxy {
 }
 
 impl ProxyChoice {
-    /// Decides for `servers`: `explicit`, the value of --proxy, goes before the environment; off and nothing mean none.
+    /// Decides for `servers`. `explicit`, the value of --proxy, takes precedence over the
+    /// environment. Neither `off` nor an absent value sets a proxy.
     ///
     /// # Errors
-    /// The setting and a line for people. A proxy of the environment is looked at only when a server would need it.
+    /// Returns the setting and a message for the operator. A proxy of the environment is parsed
+    /// only if a server would need it.
     pub(crate) fn decide(
         explicit: Option<&Secret>,
         environment: Option<&EnvironmentProxy>,
@@ -100,7 +103,8 @@ impl ProxyChoice {
         }
     }
 
-    /// Whether --proxy names a proxy; one of the environment is not asked for by this agent's operator.
+    /// Returns whether --proxy names a proxy. The agent's operator did not necessarily choose a
+    /// proxy of the environment.
     #[must_use]
     pub fn is_explicit(&self) -> bool {
         match self.0 {
@@ -109,7 +113,7 @@ impl ProxyChoice {
         }
     }
 
-    /// The proxy on the way to `server`, if there is one.
+    /// Returns the proxy for connections to `server`, if there is one.
     #[must_use]
     pub fn proxy_for(&self, server: &ServerAddress) -> Option<&Arc<HttpProxy>> {
         match &self.0 {
@@ -121,7 +125,8 @@ impl ProxyChoice {
         }
     }
 
-    /// Whether TCP connections to `server` go through a proxy, so that its name need not be resolved here.
+    /// Returns whether TCP connections to `server` go through a proxy, so that its name need not be
+    /// resolved here.
     #[must_use]
     pub fn is_proxied(&self, server: &ServerAddress) -> bool {
         self.proxy_for(server).is_some()
@@ -140,7 +145,7 @@ impl fmt::Display for ProxyChoice {
     }
 }
 
-// By hand what `#[async_trait]` writes, as for HttpProxy.
+// Written by hand in the form that `#[async_trait]` generates, as for HttpProxy.
 #[async_trait]
 impl Connect for ProxyChoice {
     async fn connect(&self, remote: &ServerAddr) -> io::Result<TcpStream> {
@@ -155,7 +160,7 @@ impl Connect for ProxyChoice {
     }
 }
 
-/// Stands for no proxy in --proxy.
+/// Value of --proxy that disables the proxy.
 const OFF: &str = "off";
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! NO_PROXY: which servers the environment's proxy is not for. Pure; names are compared, never resolved.
+//! NO_PROXY: the servers that bypass the environment's proxy. Pure; names are compared, never
+//! resolved.
 
 use std::net::IpAddr;
 
@@ -6,38 +7,38 @@ use tunnel_proto::wire::name::Port;
 
 use crate::config::ServerAddress;
 
-/// A list as Go and curl understand it, separated by commas or blanks. What matches nothing is no error: the variable
-/// is shared with other programs.
+/// A list in the syntax of Go and curl, separated by commas or blanks. Unknown entries are not an
+/// error, since other programs share the variable.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct NoProxy(Vec<NoProxyEntry>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct NoProxyEntry {
     pattern: HostPattern,
-    /// Absent: any.
+    /// Port of the entry; `None` matches any port.
     port: Option<Port>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum HostPattern {
-    /// `*`
+    /// `*` matches every server.
     All,
     /// `10.0.0.0/8`; an address is a network of one.
     Network(IpAddr, u32),
-    /// `example.com`: itself and what is below it.
+    /// `example.com`: the domain and its subdomains.
     Domain(String),
-    /// `.example.com` or `*.example.com`: what is below it, with the dot.
+    /// `.example.com` or `*.example.com`: the subdomains only, stored with the dot.
     Subdomains(String),
 }
 
 impl NoProxy {
-    /// Reads a list; entries that cannot be understood are left out.
+    /// Parses a list and skips entries that cannot be parsed.
     pub(crate) fn new(list: &str) -> Self {
         let items = list.split(|character: char| character == ',' || character.is_whitespace());
         Self(items.filter_map(entry).collect())
     }
 
-    /// Whether `server` is to be dialled directly. This host always is.
+    /// Returns whether `server` is dialed directly. This host always is.
     pub(crate) fn covers(&self, server: &ServerAddress) -> bool {
         let host = normalize(&server.host);
         let ip = address(&host);
@@ -82,7 +83,7 @@ fn entry(item: &str) -> Option<NoProxyEntry> {
             }
         }
         None => match item.split_once(':') {
-            // More colons are those of an IPv6 address.
+            // More than one colon belongs to an IPv6 address.
             Some((pattern, port)) if !port.contains(':') => (pattern, Some(port)),
             _ => (item, None),
         },
@@ -125,7 +126,7 @@ fn address(text: &str) -> Option<IpAddr> {
     Some(ip.to_canonical())
 }
 
-/// In lower case, without the dot of the root.
+/// Returns the name in lower case, without the dot of the root.
 fn normalize(name: &str) -> String {
     let name = name.strip_suffix('.').unwrap_or(name);
     name.to_ascii_lowercase()
@@ -205,7 +206,7 @@ mod tests {
             ("example.com:x", "example.com:1", false),
             (".", "example.com:1", false),
             ("*com", "example.com:1", false),
-            // This host, whatever the list says.
+            // This host is covered by every list.
             ("", "localhost:10262", true),
             ("", "LOCALHOST.:10262", true),
             ("", "127.0.0.1:10262", true),

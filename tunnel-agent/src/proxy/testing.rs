@@ -1,4 +1,4 @@
-//! A proxy for tests: it does what the test says, one connection at a time.
+//! A scripted proxy for tests that serves one connection at a time.
 
 use std::net::SocketAddr;
 
@@ -16,7 +16,7 @@ impl FakeProxy {
         self.0.local_addr().unwrap()
     }
 
-    /// The head of a request, and the connection right behind it.
+    /// Returns the head of a request, and the connection positioned after it.
     pub(crate) async fn request(&self) -> (String, TcpStream) {
         let (mut socket, _) = self.0.accept().await.unwrap();
         let mut head = Vec::new();
@@ -26,18 +26,19 @@ impl FakeProxy {
         (String::from_utf8(head).unwrap(), socket)
     }
 
-    /// Gives one client `answer` to its request, whatever that is.
+    /// Answers one client's request with `answer`.
     pub(crate) async fn answer(&self, answer: &[u8]) -> (String, TcpStream) {
         let (request, mut socket) = self.request().await;
         socket.write_all(answer).await.unwrap();
         (request, socket)
     }
 
-    /// Connects one client with `server`, whatever it asked for, until both ends have ended; says what it asked for.
+    /// Relays between one client and `server`, whatever the client requested, until both ends have
+    /// ended. Returns the request.
     pub(crate) async fn relay(&self, server: SocketAddr) -> String {
         let (request, mut client) = self.answer(b"HTTP/1.1 200 OK\r\n\r\n").await;
         let mut server = TcpStream::connect(server).await.unwrap();
-        // An abort of either end is for the test to notice at the other.
+        // The test observes an abort of either end at the other end.
         let _ended = copy_bidirectional(&mut client, &mut server).await;
         request
     }

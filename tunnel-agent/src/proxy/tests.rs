@@ -26,7 +26,7 @@ fn proxy(fake_proxy: &FakeProxy, user: &str) -> HttpProxy {
     url.parse().unwrap()
 }
 
-/// What the client gets out of `answer`, and what it asked for.
+/// Returns the client's result after `answer`, and its request.
 async fn answered(
     proxy: &HttpProxy,
     by: &FakeProxy,
@@ -162,7 +162,7 @@ async fn invalid_response_is_reported_at_once() {
     let proxy = proxy(&fake_proxy, "me:hunter2@");
     let long = format!("HTTP/1.1 200 OK\r\nA: {}", "a".repeat(HEAD_MAX));
     let interim = "HTTP/1.1 100 Continue\r\n\r\n".repeat(HEAD_MAX / 25 + 1);
-    // The stand-in keeps its connection open meanwhile.
+    // The fake proxy keeps its connection open in the meantime.
     for (answer, words) in [
         ("SSH-2.0-OpenSSH_9.6\r\n", "HTTP proxy?"),
         ("\u{15}\u{3}", "HTTP proxy?"),

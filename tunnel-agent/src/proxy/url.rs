@@ -1,4 +1,5 @@
-//! The URL of a proxy. Errors repeat nothing of it: a slip of the pen turns any part into a part of the password.
+//! The URL of a proxy. Errors repeat no part of it, since a typing error can turn any part into a
+//! part of the password.
 
 use std::str::FromStr;
 
@@ -25,7 +26,7 @@ impl FromStr for HttpProxy {
                 "has more than a host and a port; {SHAPE}, where user and password write / ? # as %2F %3F %23"
             ));
         }
-        // The last one, as browsers do: an @ in a password is often forgotten to be encoded.
+        // The last one, as in browsers: users often forget to encode an @ in a password.
         let (user, authority) = match rest.rsplit_once('@') {
             Some((user, authority)) => (Some(user), authority),
             None => (None, rest),
@@ -48,7 +49,7 @@ fn unsupported(scheme: &str) -> String {
     }
 }
 
-/// Host without brackets, and port.
+/// Parses the host without brackets, and the port.
 fn parse_authority(authority: &str) -> Result<(String, Port), String> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
@@ -90,7 +91,7 @@ fn parse_authority(authority: &str) -> Result<(String, Port), String> {
     Ok((host.to_owned(), port))
 }
 
-/// Basic credentials (RFC 7617) from the part of the URL before the @.
+/// Returns Basic credentials (RFC 7617) from the part of the URL before the @.
 fn basic_credentials(user: &str) -> Result<Secret, String> {
     let (user, password) = user.split_once(':').unwrap_or((user, ""));
     let mut credentials = Zeroizing::new(percent_decode(user)?);
@@ -102,7 +103,7 @@ fn basic_credentials(user: &str) -> Result<Secret, String> {
     Ok(Secret(format!("Basic {}", base64::encode(&credentials))))
 }
 
-/// Percent-encoding undone (RFC 3986, section 2.1).
+/// Decodes percent-encoding (RFC 3986, section 2.1).
 fn percent_decode(text: &str) -> Result<Vec<u8>, String> {
     let digit = |byte: Option<u8>| char::from(byte?).to_digit(16);
     let mut bytes = text.bytes();
@@ -122,9 +123,9 @@ fn percent_decode(text: &str) -> Result<Vec<u8>, String> {
 }
 
 const SHAPE: &str = "write http://[USER:PASSWORD@]HOST[:PORT]";
-/// The scheme's own, as Go and browsers take it; curl has 1080.
+/// The scheme's default, as in Go and browsers; curl uses 1080.
 const DEFAULT_PORT: &str = "80";
-/// What a message may repeat.
+/// Schemes that a message may repeat.
 const KNOWN_SCHEMES: &[&str] = &[
     "https", "socks", "socks4", "socks4a", "socks5", "socks5h", "quic", "ftp",
 ];

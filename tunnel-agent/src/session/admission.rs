@@ -1,4 +1,4 @@
-//! From the control stream's header to Welcome.
+//! Admission of a session, from the header of the control stream to Welcome.
 
 use std::io;
 use std::sync::Arc;
@@ -14,24 +14,24 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use super::{CLOSE_REASON_TIMEOUT, STOPPING, SessionContext};
 use crate::egress::NodeIp;
 
-/// Why a connection did not become a ready session.
+/// The reason why a connection did not become a ready session.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdmitError {
-    /// The server said so.
+    /// The server refused the session.
     #[error("server did not admit this agent ({code}): {detail}")]
     NotAdmitted { code: CloseCode, detail: String },
-    /// The session ended meanwhile.
+    /// The session ended during admission.
     #[error(transparent)]
     Closed(#[from] CloseReason),
-    /// Welcome did not come.
+    /// Welcome did not arrive in time.
     #[error("no Welcome from the server in time")]
     Timeout,
-    /// No version in common.
+    /// The peers have no protocol version in common.
     #[error(
         "server speaks protocol versions {0} to {1}, this agent {VERSION_MIN} to {VERSION_MAX}; update the older one"
     )]
     Version(u32, u32),
-    /// The server said something that has no place here.
+    /// The server sent a message that is not allowed during admission.
     #[error("server broke the protocol: {0}")]
     Protocol(&'static str),
     /// The control stream failed.
@@ -40,7 +40,7 @@ pub(crate) enum AdmitError {
 }
 
 impl AdmitError {
-    /// What the server, or this end, gave as the reason.
+    /// Returns the close code that the server or this end gave.
     pub(crate) fn code(&self) -> Option<CloseCode> {
         match self {
             Self::NotAdmitted { code, .. } => Some(*code),
@@ -52,14 +52,15 @@ impl AdmitError {
     }
 }
 
-/// What an admitted session begins with.
+/// The initial state of an admitted session.
 pub(super) struct Admitted {
     pub(super) reader: ControlReader,
     pub(super) writer: ControlWriter,
     pub(super) welcome: Welcome,
 }
 
-/// Waits for Welcome, within the limit and unless a drain begins; otherwise the session is closed.
+/// Waits for Welcome until the time limit or the start of a drain, and closes the session on
+/// failure.
 pub(super) async fn admit(
     session: &Arc<dyn Session>,
     context: &SessionContext,
@@ -148,13 +149,13 @@ async fn handshake(
     };
     let outcome = tokio::select! {
         biased;
-        // First, since what the server said before it closed is more than the code of the close.
+        // First, since the server's messages before the close contain more than the close code.
         outcome = handshake => outcome,
         reason = session.closed() => Err(reason.into()),
     };
     match outcome {
         Err(error @ (AdmitError::Control(_) | AdmitError::Protocol(_))) => {
-            // The reason of a closed session says more than the failure of its streams.
+            // The reason of a closed session is more specific than the failure of its streams.
             match timeout(CLOSE_REASON_TIMEOUT, session.closed()).await {
                 Ok(reason) => Err(reason.into()),
                 Err(_still_open) => Err(error),

@@ -1,4 +1,5 @@
-//! What the agent says on the control stream of a ready session, in a task of its own: on a dead path a send may hang.
+//! Sends the agent's control messages on a ready session. A task of its own sends them, since a
+//! send may hang on a dead path.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,25 +11,26 @@ use tracing::{Instrument, debug};
 use tunnel_proto::transport::control::ControlWriter;
 use tunnel_proto::wire::control::ControlMessage;
 
-/// Says what is to be said as soon as the stream takes it; what was taken back meanwhile is not said at all.
+/// Sends control messages as soon as the stream accepts them. Messages that were withdrawn in the
+/// meantime are not sent.
 #[derive(Debug)]
 pub(super) struct ControlSender {
     pending: watch::Sender<PendingMessages>,
     send_task: AbortOnDropHandle<()>,
 }
 
-/// All that a session says after Hello.
+/// All messages of a session after Hello.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct PendingMessages {
     withdraw: bool,
     doubt: bool,
-    /// The last request for a certificate, and how many there were.
+    /// The number of certificate requests, and the last request.
     renew: (u64, Arc<[u8]>),
     bye: Option<&'static str>,
 }
 
 impl ControlSender {
-    /// Takes over the sending half. Must be called inside a tokio runtime.
+    /// Takes the sending half and starts the task. Must be called inside a tokio runtime.
     pub(super) fn new(writer: ControlWriter) -> Self {
         let (pending, wanted) = watch::channel(PendingMessages::default());
         let send_task = TaskTracker::new().spawn(send_pending(writer, wanted).in_current_span());
@@ -38,22 +40,22 @@ impl ControlSender {
         }
     }
 
-    /// No more streams, please.
+    /// Asks the server to open no more streams.
     pub(super) fn withdraw(&self) {
         self.change(|pending| pending.withdraw = true);
     }
 
-    /// Whether this end has stopped hearing from the server.
+    /// Reports whether this end receives nothing from the server.
     pub(super) fn doubt(&self, doubt: bool) {
         self.change(|pending| pending.doubt = doubt);
     }
 
-    /// Another certificate, please.
+    /// Requests another certificate.
     pub(super) fn renew(&self, request: Vec<u8>) {
         self.change(|pending| pending.renew = (pending.renew.0 + 1, request.into()));
     }
 
-    /// The last words; returns when the server has them, or after `within`.
+    /// Sends Bye and returns when the server has it, or after `within`.
     pub(super) async fn bye(&mut self, reason: &'static str, within: Duration) {
         self.change(|pending| pending.bye = Some(reason));
         let _peer_may_be_gone = timeout(within, &mut self.send_task).await;
@@ -92,7 +94,7 @@ async fn send_pending(mut writer: ControlWriter, mut wanted: watch::Receiver<Pen
 }
 
 impl PendingMessages {
-    /// The next message on the way from what was said to what is wanted.
+    /// Returns the next message that leads from the sent state to the wanted state.
     fn next(&mut self, wanted: &Self) -> Option<ControlMessage> {
         if wanted.withdraw && !self.withdraw {
             self.withdraw = true;

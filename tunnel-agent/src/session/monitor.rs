@@ -1,4 +1,4 @@
-//! What is thought of the server, when to look again, and when a retired session has nothing left to do; pure.
+//! Liveness of the server, time of the next check, and the end of a retired session. Pure.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use tokio::time::Instant;
 use tunnel_proto::transport::liveness::{Liveness, LivenessLimits, LivenessState};
 use tunnel_proto::transport::{Health, TransportKind};
 
-/// Watches one ready session.
+/// Monitors one ready session.
 #[derive(Debug)]
 pub(super) struct SessionMonitor {
     liveness: Liveness,
     state: LivenessState,
-    /// Whether requests were open at the last look.
+    /// Whether requests were open at the last check.
     busy: bool,
     next: Instant,
     retired: Retired,
@@ -21,42 +21,42 @@ pub(super) struct SessionMonitor {
 #[derive(Debug, Clone, Copy)]
 enum Retired {
     No,
-    /// Streams are open, or the path is not known to carry anything.
+    /// Streams are open, or the path may be dead.
     Busy,
-    /// It leaves then, unless a late stream comes.
+    /// The session closes at this time, unless a late stream arrives.
     Idle(Instant),
 }
 
-/// What a look gave.
+/// The result of a check.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Observation {
-    /// What became of the session.
+    /// Transition of the session.
     pub(super) transition: Transition,
     /// Whether to send a probe.
     pub(super) probe: bool,
-    /// Whether this end, without the server's word, has stopped hearing from it.
+    /// Whether this end, by its own observation, receives nothing from the server.
     pub(super) is_suspect_locally: bool,
-    /// For how long nothing was heard.
+    /// Time since the last data from the server.
     pub(super) silence: Duration,
 }
 
-/// What became of the session since the last look.
+/// The transition of the session since the last check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Transition {
-    /// Nothing.
+    /// The state of the server has not changed.
     Unchanged,
     /// The server is suspect.
     Suspect,
     /// The server is live again.
     Live,
-    /// It was silent for too long: to be closed.
+    /// The server was silent for too long. The session must be closed.
     Dead,
-    /// It has retired and its last stream has ended: to be closed.
+    /// The session has retired and its last stream has ended. The session must be closed.
     Finished,
 }
 
 impl SessionMonitor {
-    /// Of a session that is live and was read at `now`.
+    /// Creates the monitor of a session that was live at `now`.
     pub(super) fn new(
         limits: LivenessLimits,
         transport: TransportKind,
@@ -72,36 +72,36 @@ impl SessionMonitor {
         }
     }
 
-    /// When to look.
+    /// Returns the time of the next check.
     pub(super) fn next(&self) -> Instant {
         self.next
     }
 
-    /// A stream was accepted: when it is the first, its time of waiting begins.
+    /// Records an accepted stream. The first one starts the busy timer.
     pub(super) fn stream(&mut self, now: Instant) {
         if !self.busy {
             self.next = now;
         }
     }
 
-    /// What the server says of this end.
+    /// Records whether the server suspects this end.
     pub(super) fn peer_suspects(&mut self, doubts: bool, now: Instant) {
         self.liveness.peer_suspects(doubts);
         self.next = now;
     }
 
-    /// Another session takes the new streams.
+    /// Records that another session takes the new streams.
     pub(super) fn retire(&mut self, now: Instant) {
         self.retired = Retired::Busy;
         self.next = now;
     }
 
-    /// Whether [`SessionMonitor::retire`] was called.
+    /// Returns whether [`SessionMonitor::retire`] was called.
     pub(super) fn is_retired(&self) -> bool {
         !matches!(self.retired, Retired::No)
     }
 
-    /// Takes a reading.
+    /// Checks the session.
     pub(super) fn check(&mut self, health: Health, now: Instant) -> Observation {
         let check = self.liveness.check(health.into(), now);
         self.busy = health.streams > 0;
@@ -120,7 +120,7 @@ impl SessionMonitor {
             (LivenessState::Live, LivenessState::Live) => Transition::Unchanged,
         };
         if transition == Transition::Suspect {
-            // What the server opened meanwhile may still come through.
+            // Streams that the server opened in the meantime may still arrive.
             self.reset_idle();
         }
         Observation {
@@ -131,7 +131,7 @@ impl SessionMonitor {
         }
     }
 
-    /// Of a live session.
+    /// Returns whether a live session has retired and may close.
     fn can_close(&mut self, health: Health, now: Instant) -> bool {
         match self.retired {
             Retired::No => return false,
@@ -153,8 +153,9 @@ impl SessionMonitor {
     }
 }
 
-/// Beyond one round trip: how long a retired session without streams waits for those that the server opened before it
-/// read Withdraw. Nobody waits for its end, so a server that is short of time is given some.
+/// Time in addition to one round trip that a retired session without streams waits for streams that
+/// the server opened before it read Withdraw. No task waits for this end, so a slow server gets
+/// some extra time.
 const LINGER: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -191,7 +192,8 @@ mod tests {
             }
         }
 
-        /// Looks as told until something happens, for at most a minute, and says when that was.
+        /// Checks at the requested times until a transition, for at most a minute, and returns the
+        /// transition and its time.
         fn run(&mut self, hears: bool) -> (Transition, Duration) {
             let end = self.now + Duration::from_secs(70);
             while self.now < end {

@@ -20,7 +20,7 @@ use crate::testing::net::FakeSession;
 use crate::testing::{Ca, context, credentials, sessions};
 
 const LONG: Duration = Duration::from_secs(10);
-/// Longer than any session of these tests is silent.
+/// Longer than any silence of a session in these tests.
 const AGES: Duration = Duration::from_secs(100);
 const CURRENT: StreamKind = StreamKind::Control {
     version_min: VERSION_MIN,
@@ -79,7 +79,7 @@ impl TestEnv {
         control::split(self.open(CURRENT).await)
     }
 
-    /// A session as far as Welcome.
+    /// Takes the session up to Welcome.
     async fn ready(&mut self) -> (ControlReader, ControlWriter) {
         let (mut reader, mut writer) = self.control().await;
         let hello = reader.receive().await.unwrap();
@@ -89,7 +89,7 @@ impl TestEnv {
         (reader, writer)
     }
 
-    /// As [`TestEnv::ready`], with a certificate that is due to be renewed.
+    /// Like [`TestEnv::ready`], with a certificate that is due for renewal.
     async fn ready_to_renew() -> (Self, ControlReader, ControlWriter) {
         let mut context = context(Limits::default());
         let mut due = credentials(&Ca::new());
@@ -107,7 +107,7 @@ impl TestEnv {
         (env, reader, writer)
     }
 
-    /// What the server hears next.
+    /// Returns the next message that the server receives.
     async fn recv_control(&self, reader: &mut ControlReader) -> Option<ControlMessage> {
         timeout(AGES, reader.receive()).await.unwrap().unwrap()
     }
@@ -117,7 +117,7 @@ impl TestEnv {
         session_event.unwrap().unwrap().1
     }
 
-    /// A stream that is being served, and the target's end of it.
+    /// Opens a stream that the agent serves, and returns it with the target's end.
     async fn busy(&self, target: &TcpListener) -> (Stream, TcpStream) {
         let port = Port::new(target.local_addr().unwrap().port()).unwrap();
         let stream = self.open(StreamKind::Target(Target::Node(port))).await;
@@ -356,7 +356,7 @@ async fn silent_session_is_dead_at_its_limit_though_its_messages_are_not_read() 
     let mut header = BytesMut::new();
     StreamHeader::new(CURRENT).encode(&mut header).unwrap();
     server.write_all(&header).await.unwrap();
-    // Reply and Hello, as far as the node's name.
+    // Reads the reply and Hello, up to the node's name.
     while !hello.ends_with(b"127.0.0.1") {
         hello.push(server.read_u8().await.unwrap());
     }
@@ -369,7 +369,7 @@ async fn silent_session_is_dead_at_its_limit_though_its_messages_are_not_read() 
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
     let summary = env.outcome().await.unwrap();
     assert_eq!(summary.reason.code, CloseCode::Dead);
-    // Decided up to 250 ms early.
+    // The decision is up to 250 ms early.
     assert_eq!(ready.elapsed().as_secs_f64().round(), 60.0);
 }
 
@@ -378,7 +378,7 @@ async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_sess
     let mut env = TestEnv::start();
     let _control = env.ready().await;
     env.fake_session.cut(true);
-    // Between two looks at an idle session.
+    // A time between two checks of an idle session.
     tokio::time::sleep(Duration::from_millis(7300)).await;
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(target.local_addr().unwrap().port()).unwrap();
@@ -400,7 +400,7 @@ async fn retired_session_serves_what_was_opened_before_and_ends_with_its_last_st
         env.recv_control(&mut reader).await,
         Some(ControlMessage::Withdraw)
     );
-    // The server opened it before it read Withdraw.
+    // The server opened the stream before it read Withdraw.
     let (mut late, mut late_socket) = env.busy(&target).await;
     for (stream, socket) in [
         (&mut first, &mut first_socket),
@@ -473,7 +473,7 @@ async fn request_for_a_certificate_has_one_answer() {
     let asked = env.recv_control(&mut reader).await;
     assert!(matches!(asked, Some(ControlMessage::Renew(_))), "{asked:?}");
     writer.send(&renewed()).await.unwrap();
-    // Read before the second answer is sent.
+    // The agent reads this before the second answer is sent.
     writer.send(&ControlMessage::Suspect(true)).await.unwrap();
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
     assert!(env.agent.try_join_next().is_none());

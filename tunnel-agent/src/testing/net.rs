@@ -1,4 +1,5 @@
-//! Scripted transports to a scripted server, in memory: with a paused clock, hours of outage take milliseconds.
+//! Scripted in-memory transports to a scripted server. With a paused clock, hours of outage take
+//! milliseconds.
 
 use std::io;
 use std::pin::Pin;
@@ -25,25 +26,26 @@ use tunnel_proto::wire::name::{Port, SessionId};
 
 use super::sessions;
 
-/// Longer than anything that a test waits for, in the clock's own time.
+/// Longer than any wait in a test, on the paused clock.
 pub(crate) const AGES: Duration = Duration::from_secs(3600 * 24);
 
-/// What dials of a transport meet.
+/// The outcome of dials over a transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Path {
-    /// The server.
+    /// The server answers at once.
     Open,
-    /// The server, after this time.
+    /// The server answers after this time.
     Slow(Duration),
-    /// Nothing comes back. Packets are repeated after 1, 3 and 7 s at the latest, so a path that opens is found.
+    /// No answer arrives. Packets are repeated after 1, 3 and 7 s at the latest, so a path that
+    /// opens is found.
     Silent,
-    /// "Connection refused".
+    /// The peer answers "Connection refused".
     Refused,
-    /// A TLS alert.
+    /// The peer answers with a TLS alert.
     Alert,
 }
 
-/// A transport whose dials meet what the test says.
+/// A transport whose dials end as the test specifies.
 pub(crate) struct FakeDialer {
     kind: TransportKind,
     path: watch::Sender<Path>,
@@ -65,7 +67,7 @@ impl FakeDialer {
         self.path.send_replace(path);
     }
 
-    /// When it was dialled, and forgets it.
+    /// Returns and clears the times of the dials.
     pub(crate) fn dials(&self) -> Vec<Instant> {
         std::mem::take(&mut *self.dials.lock().unwrap())
     }
@@ -113,7 +115,7 @@ impl Dialer for FakeDialer {
     async fn wait_idle(&self) {}
 }
 
-/// A server and the two ways to it.
+/// A server and the two transports to it.
 pub(crate) struct FakeNetwork {
     pub(crate) quic: Arc<FakeDialer>,
     pub(crate) h2: Arc<FakeDialer>,
@@ -130,17 +132,17 @@ impl FakeNetwork {
         }
     }
 
-    /// The next connection of the agent, as its handshake is done.
+    /// Returns the agent's next connection after its handshake.
     pub(crate) async fn arrival(&mut self) -> Arrival {
         timeout(AGES, self.arrivals.recv()).await.unwrap().unwrap()
     }
 
-    /// The next connection, admitted.
+    /// Returns the agent's next connection after its admission.
     pub(crate) async fn peer(&mut self) -> Peer {
         self.arrival().await.welcome().await
     }
 
-    /// Whether nobody has come who was not looked at.
+    /// Returns whether no connection arrived that the test has not received.
     pub(crate) fn is_quiet(&mut self) -> bool {
         self.arrivals.try_recv().is_err()
     }
@@ -149,14 +151,14 @@ impl FakeNetwork {
 /// The server's end of a connection.
 pub(crate) struct Arrival {
     pub(crate) transport: TransportKind,
-    /// Whom the agent dialled.
+    /// Name that the agent dialed.
     pub(crate) name: String,
     pub(crate) session: Arc<dyn Session>,
     pub(crate) fake_session: Arc<FakeSession>,
 }
 
 impl Arrival {
-    /// Opens the control stream and takes the Hello.
+    /// Opens the control stream and reads the Hello.
     pub(crate) async fn hello(&self) -> (ControlReader, ControlWriter) {
         let kind = StreamKind::Control {
             version_min: 1,
@@ -213,18 +215,18 @@ impl Peer {
         opened.unwrap()
     }
 
-    /// What the agent says next; `None` when it has said all.
+    /// Returns the agent's next message, or `None` after the last one.
     pub(crate) async fn recv_control(&mut self) -> Option<ControlMessage> {
         timeout(AGES, self.reader.receive()).await.unwrap().unwrap()
     }
 
-    /// The server says that it does not hear the agent.
+    /// Sends that the server receives nothing from the agent.
     pub(crate) async fn doubts(&mut self) {
         let message = ControlMessage::Suspect(true);
         self.writer.send(&message).await.unwrap();
     }
 
-    /// The server says that it is stopping.
+    /// Sends that the server is stopping.
     pub(crate) async fn send_drain(&mut self) {
         let message = ControlMessage::Drain(Duration::from_secs(30));
         self.writer.send(&message).await.unwrap();
@@ -235,7 +237,7 @@ impl Peer {
     }
 }
 
-/// The agent's end of a session, whose path can be cut: it then looks as if nothing came from the server.
+/// The agent's end of a session whose path can be cut. A cut looks as if the server sent nothing.
 #[derive(Debug)]
 pub(crate) struct FakeSession {
     kind: TransportKind,
@@ -256,7 +258,7 @@ impl FakeSession {
         })
     }
 
-    /// The next stream that the agent accepts.
+    /// Sets the next stream that the agent accepts.
     pub(crate) fn offer(&self, stream: DuplexStream) {
         *self.offered.lock().unwrap() = Some(stream);
     }
@@ -331,7 +333,7 @@ impl Session for FakeSession {
     }
 }
 
-/// A stream without a transport; only a test that fills it needs one.
+/// A stream without a transport. Only a test that fills the stream needs one.
 struct DuplexRawStream(DuplexStream);
 
 impl RawStream for DuplexRawStream {

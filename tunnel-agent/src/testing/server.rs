@@ -1,4 +1,5 @@
-//! A scripted server: enrollment over TCP and sessions over both transports on one port, with a CA of its own.
+//! A scripted server with its own CA: enrollment over TCP, and sessions over both transports on one
+//! port.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -74,13 +75,14 @@ impl Server {
         self.tcp.local_addr().unwrap()
     }
 
-    /// A token that pins this server's CA.
+    /// Returns a token that pins this server's CA.
     pub(crate) fn token(&self) -> JoinToken {
         let hash = spki_sha256(self.ca.der()).unwrap();
         JoinToken::new("abcdef012345", &[0xa5; TOKEN_SECRET_BYTES], Some(hash)).unwrap()
     }
 
-    /// Takes one connection for enrollment; an error when the client gave up in the handshake.
+    /// Handles one connection for enrollment. Returns an error if the client gave up in the
+    /// handshake.
     pub(crate) async fn enrollment(
         &self,
         answer: impl FnOnce(EnrollRequest) -> Option<EnrollReply>,
@@ -98,7 +100,8 @@ impl Server {
         Ok(())
     }
 
-    /// What a server issues to the key in `data_dir`, which is where agents keep it before they ask.
+    /// Issues a certificate to the key in `data_dir`, where agents store their key before a
+    /// request.
     pub(crate) fn issue(&self, data_dir: &Path, uri: &str) -> EnrollReply {
         let pem = std::fs::read_to_string(data_dir.join("agent.key")).unwrap();
         let key = KeyPair::from_pem(&pem).unwrap();
@@ -113,14 +116,14 @@ impl Server {
         }
     }
 
-    /// The next session of an agent over TCP.
+    /// Returns the next session of an agent over TCP.
     pub(crate) async fn session_over_tcp(&self) -> Arc<dyn Session> {
         let (socket, _) = self.tcp.accept().await.unwrap();
         let stream = self.sessions_tcp.accept(socket).await.unwrap();
         h2::accept(stream, &self.settings).await.unwrap()
     }
 
-    /// The next session of an agent over QUIC.
+    /// Returns the next session of an agent over QUIC.
     pub(crate) async fn session(&self) -> Arc<dyn Session> {
         let (_, handshake) = self.quic.accept().await.unwrap();
         handshake.await.unwrap()

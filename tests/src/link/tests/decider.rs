@@ -1,4 +1,4 @@
-//! Decisions, without sockets.
+//! Tests of decisions, without sockets.
 
 use super::super::decide::{Delivery, PacketDecider};
 use super::*;
@@ -176,7 +176,7 @@ fn traffic_classes_cover_what_their_names_say() {
     );
 }
 
-/// What happens to a row of packets, one in a millisecond.
+/// Returns the decisions on a sequence of packets, one per millisecond.
 fn fates(seed: u64, direction: u64, impairment: Impairment) -> Vec<Option<Delivery>> {
     // Instants of one process are comparable only to each other.
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();

@@ -1,4 +1,4 @@
-//! Timetables.
+//! Tests of the timetable of a link.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Connections through a link.
+//! Tests of TCP connections through a link.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -162,7 +162,7 @@ async fn frozen_link_hides_ends_and_resets() {
     }
     drop(ended.server);
     abort(reset.server);
-    // What it sends finds the reset, but only the frozen direction could tell.
+    // A write fails because of the reset, but only the frozen direction could report it.
     reset.agent.write_all(b"into the void").await.unwrap();
     let mut byte = [0];
     assert!(hangs(ended.agent.read(&mut byte)).await);
@@ -255,7 +255,7 @@ async fn rate_bounds_what_passes_and_what_is_queued() {
         for _ in 0..30 {
             agent.write_all(&[7; 10_000]).await?;
             let up = watched.counters().tcp.up;
-            // The queue, and the one piece of 20 ms that was taken when there was still room.
+            // The queue, and the one piece of 20 ms that was accepted while there was still room.
             assert!(up.received.bytes - up.forwarded.bytes <= 40_000);
         }
         agent.shutdown().await
@@ -300,7 +300,7 @@ impl Path {
         }
     }
 
-    /// Another connection.
+    /// Opens another connection.
     async fn connect(&self) -> (TcpStream, TcpStream) {
         connect(&self.link, &self.listener).await
     }

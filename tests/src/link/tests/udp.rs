@@ -1,4 +1,4 @@
-//! Datagrams through a link.
+//! Tests of datagrams through a link.
 
 use super::*;
 use crate::eventually::eventually;
@@ -281,7 +281,7 @@ impl Path {
         }
     }
 
-    /// Where the server sees the agent.
+    /// Returns the address at which the server receives the agent's datagrams.
     async fn port(&self) -> SocketAddr {
         self.agent.send(b"who am I").await.unwrap();
         loop {
@@ -327,7 +327,7 @@ async fn recv(socket: &UdpSocket) -> (Vec<u8>, SocketAddr) {
     (buffer[..len].to_vec(), from)
 }
 
-/// Which of 200 datagrams pass a link that loses 30 %.
+/// Returns which of 200 datagrams pass a link that loses 30 %.
 async fn survivors(seed: u64) -> Vec<u8> {
     let path = Path::seeded(seed).await;
     path.link.set(TrafficClass::UDP, Impairment::lossy(0.3));

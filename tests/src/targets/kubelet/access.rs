@@ -1,5 +1,6 @@
-//! Who may do what at a stand-in kubelet: certificates of the cluster's client CA, tokens, and nobody else, as a kubelet with
-//! `authentication.anonymous.enabled: false` and webhook authorization has it.
+//! Authentication and authorization of a fake kubelet: certificates of the cluster's client CA and
+//! tokens only, as a kubelet with `authentication.anonymous.enabled: false` and webhook
+//! authorization.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,24 +15,25 @@ use tunnel_proto::tls;
 use crate::targets::answers::Request;
 use crate::targets::wire::Wire;
 
-/// Rights by certificate and by token.
+/// Permissions by certificate and by token.
 #[derive(Debug)]
 pub struct Access {
     clients: Arc<dyn ClientCertVerifier>,
-    /// Common names that may do everything.
+    /// Common names with all permissions.
     masters: Vec<String>,
     /// Tokens that may read metrics, with their users.
     scrapers: BTreeMap<String, String>,
 }
 
-/// Why a request is not served: status and text.
+/// A refusal: status and text.
 pub(super) type Denied = (u16, String);
 
 impl Access {
-    /// Certificates of `client_ca` for these common names may do everything; all others nothing.
+    /// Grants all permissions to certificates of `client_ca` with these common names, and none to
+    /// others.
     ///
     /// # Errors
-    /// The CA cannot be used.
+    /// Returns an error if the CA cannot be used.
     pub fn new(client_ca: &CertificateDer<'static>, masters: &[&str]) -> Result<Self> {
         let roots = tls::roots([client_ca.clone()])?;
         let clients = WebPkiClientVerifier::builder_with_provider(roots, tls::provider());
@@ -42,7 +44,7 @@ impl Access {
         })
     }
 
-    /// This token may read `/metrics` and what is below it.
+    /// Allows this token to read `/metrics` and all paths below it.
     #[must_use]
     pub fn with_scraper(mut self, token: &str, user: &str) -> Self {
         self.scrapers.insert(token.to_owned(), user.to_owned());

@@ -1,7 +1,8 @@
-//! The kubelet's end of exec, attach and port-forward, in the protocols that kube-apiserver speaks with it.
+//! The kubelet's end of exec, attach and port-forward, in the protocols of kube-apiserver.
 //!
-//! Upstream: `kubernetes/kubernetes` `staging/src/k8s.io/kubelet/pkg/cri/streaming/remotecommand/httpstream.go` and
-//! `websocket.go`, `.../portforward/httpstream.go`.
+//! Upstream: `kubernetes/kubernetes`
+//! `staging/src/k8s.io/kubelet/pkg/cri/streaming/remotecommand/httpstream.go` and `websocket.go`,
+//! `.../portforward/httpstream.go`.
 
 use std::io;
 
@@ -11,19 +12,19 @@ use crate::spdy::{Frame, Spdy};
 use crate::targets::answers::Request;
 use crate::websocket::{Message, WebSocket};
 
-/// What runs over an upgraded connection.
+/// The service on an upgraded connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Streams {
     /// A command that sends its stdin back on stdout, over SPDY/3.1.
     CommandOverSpdy,
-    /// The same over WebSocket, `v5.channel.k8s.io`.
+    /// A command that sends its stdin back on stdout, over WebSocket `v5.channel.k8s.io`.
     CommandOverWebSocket,
-    /// Ports whose other side sends back what comes.
+    /// Ports whose other side sends back all data.
     PortForward,
 }
 
 impl Streams {
-    /// What `request` asks for, unless it is one of the scripts.
+    /// Returns the service that `request` asks for, unless it asks for a script.
     pub(super) fn asked_for(request: &Request) -> Option<Self> {
         let head = &request.received;
         let command = request.query("output").is_some() || request.query("input").is_some();
@@ -52,7 +53,8 @@ impl Streams {
     }
 }
 
-/// Takes the streams that the query announces (as `httpstream.go` `waitForStreams`), then runs the command.
+/// Accepts the streams that the query announces (like `httpstream.go` `waitForStreams`), then runs
+/// the command.
 async fn command_over_spdy(
     mut spdy: Spdy<impl AsyncRead + AsyncWrite + Unpin>,
     request: &Request,
@@ -159,7 +161,7 @@ async fn command_over_websocket(
     Ok(())
 }
 
-/// Each connection is an error stream and a data stream with one request id.
+/// Serves port-forward. Each connection has an error stream and a data stream with one request ID.
 async fn port_forward(mut spdy: Spdy<impl AsyncRead + AsyncWrite + Unpin>) -> io::Result<()> {
     let mut pairs: Vec<(String, Option<u32>, Option<u32>)> = Vec::new();
     while let Some(frame) = spdy.next().await? {
@@ -205,7 +207,7 @@ fn channel(channel: u8, data: &[u8]) -> Message {
     Message::Binary([&[channel], data].concat())
 }
 
-/// How `v4` and `v5` tell that the command's exit code is 0.
+/// Report of `v4` and `v5` for exit code 0.
 const SUCCESS: &str = "{\"metadata\":{},\"status\":\"Success\"}";
 
 const STDIN: u8 = 0;

@@ -4,7 +4,7 @@ fn seconds(count: u64) -> Duration {
     Duration::from_secs(count)
 }
 
-/// A race of QUIC, then h2.
+/// Returns happy eyeballs over QUIC, then h2.
 fn happy_eyeballs() -> (HappyEyeballs, Instant) {
     let start = Instant::now();
     let order = (SessionTransport::Quic, Some(SessionTransport::H2));

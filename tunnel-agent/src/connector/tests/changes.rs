@@ -1,4 +1,4 @@
-//! One session takes over from another.
+//! Tests of a session that takes over from another.
 
 use super::*;
 
@@ -15,7 +15,7 @@ async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
     assert!(waited <= 45.1, "{waited}");
 
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
-    // The server opened it before it read Withdraw.
+    // The server opened the stream before it read Withdraw.
     let late = Busy::on(&old).await;
     assert_eq!(env.context.metrics.transport_changes(), (1, 1));
     env.advance(600).await;
@@ -267,7 +267,7 @@ async fn dropped_connector_cuts_its_sessions() {
     let mut env = TestEnv::start(AUTO);
     let peer = env.peer(TransportKind::Quic).await;
     env.agent.shutdown().await;
-    // The agent's end is gone, whose last handle is the test's.
+    // The agent's end is gone; the test holds the last handle.
     assert_eq!(Arc::strong_count(&peer.fake_session), 1);
 }
 

@@ -8,7 +8,7 @@ fn policy(choice: TransportChoice) -> TransportPolicy {
     TransportPolicy::new(choice, &Limits::default())
 }
 
-/// When the next probe is, in seconds from `start`.
+/// Returns the time of the next probe in seconds from `start`.
 fn probe(policy: &TransportPolicy, start: Instant) -> Option<u64> {
     policy
         .probe_at()
@@ -72,7 +72,7 @@ fn quic_is_probed_every_45_s_while_h2_carries_the_session() {
     assert_eq!(policy.probe_at(), None);
     policy.ready(SessionTransport::H2, start + seconds(3), 0.0);
     assert_eq!(probe(&policy, start), Some(45));
-    // A session over h2 that is replaced by another one does not put the probe off.
+    // Replacing a session over h2 does not postpone the probe.
     policy.missed(start + seconds(30));
     policy.record_dial(SessionTransport::H2, start + seconds(31), 0.0);
     policy.ready(SessionTransport::H2, start + seconds(32), 0.0);
@@ -93,7 +93,7 @@ fn quic_lost_soon_after_promotion_is_left_alone_2_4_to_30_minutes() {
         policy.record_dial(SessionTransport::Quic, now, 0.0);
         policy.ready(SessionTransport::Quic, now, 0.0);
         policy.missed(now + seconds(59));
-        // That h2 takes some time to be ready does not make QUIC hold longer.
+        // The time that h2 needs to be ready does not extend the lifetime of QUIC.
         now += seconds(65);
         assert_eq!(
             policy.ready(SessionTransport::H2, now, 0.0),

@@ -18,7 +18,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// With a certificate of this age and 30 days of life.
+    /// Creates a fixture with a certificate of this age and 30 days of lifetime.
     fn aged(age: Duration) -> Self {
         let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = CredentialStore::open(scratch.path()).unwrap();
@@ -46,7 +46,7 @@ impl Fixture {
         }
     }
 
-    /// What a server answers that another CA stands behind; `roots` are those that come with it.
+    /// Returns a server's answer that is issued by another CA; `roots` are the roots in it.
     fn issued_by(&self, ca: &Ca, roots: &[&Ca]) -> EnrollReply {
         EnrollReply::Issued {
             chain: vec![ca.issue(&*self.signer, WORKER_1).to_vec()],
@@ -54,7 +54,7 @@ impl Fixture {
         }
     }
 
-    /// Three handshakes fail over certificates.
+    /// Makes three handshakes fail over certificates.
     fn refuse(&self) {
         for _ in 0..REFUSED_MOST {
             self.rotating_credentials
@@ -62,12 +62,12 @@ impl Fixture {
         }
     }
 
-    /// The leaf of what handshakes take.
+    /// Returns the leaf that handshakes use.
     fn in_use(&self) -> CertificateDer<'static> {
         self.rotating_credentials.identity().own().cert[0].clone()
     }
 
-    /// The leaf that the next start finds.
+    /// Returns the leaf that the next start finds.
     fn stored(&self) -> CertificateDer<'static> {
         let store = CredentialStore::open(self.scratch.path()).unwrap();
         let node = "worker-1".parse().unwrap();
@@ -106,7 +106,8 @@ fn renewal_is_at_half_life_give_or_take_a_tenth() {
         let later = first_renewal(&held, now + LONG / 4, random).unwrap();
         assert_eq!(later, LONG.mul_f64(share) - LONG / 4);
     }
-    // A host whose clock is far ahead: the next wait is that of a certificate that has just come.
+    // On a host whose clock is far ahead, the next wait is that of a certificate that has just
+    // arrived.
     assert!(first_renewal(&held, held.issued, 0.0).unwrap() > LONG / 3);
     let overdue = first_renewal(&held, now + LONG, 0.5);
     assert_eq!(overdue, Some(Duration::ZERO));
@@ -176,7 +177,7 @@ async fn valid_answer_is_installed_and_stored_and_invalid_ones_change_nothing() 
     assert!(matches!(stored, super::super::Stored::Valid(_)));
 }
 
-/// F17: a clock that is days ahead is told, and does not make the agent ask again and again.
+/// F17: the agent logs a clock that is days ahead, and does not ask again and again.
 #[tokio::test(start_paused = true)]
 async fn f17_renewal_on_a_host_whose_clock_is_ahead_waits_for_half_its_life() {
     let fixture = Fixture::aged(LONG / 2);
@@ -197,7 +198,7 @@ async fn f17_renewal_on_a_host_whose_clock_is_ahead_waits_for_half_its_life() {
     );
 }
 
-/// F24, the part without a small disk: the directory is gone, and then back.
+/// F24 without a small disk: the directory disappears and returns.
 #[tokio::test]
 async fn f24_lost_directory_is_survived_in_memory_and_reported() {
     let fixture = Fixture::aged(LONG / 2);
@@ -244,7 +245,7 @@ async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
     );
 }
 
-/// What a compromised server could answer: it moves no agent to other servers, and locks none out.
+/// A compromised server's answers move no agent to other servers and lock none out.
 #[tokio::test]
 async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
     let fixture = Fixture::aged(LONG / 2);
@@ -265,7 +266,7 @@ async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
     }
     assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 4"));
     assert!(!fixture.scratch.path().join("agent.crt").exists());
-    // As while the CA is replaced.
+    // Like during the replacement of the CA.
     let both = fixture.issued_by(&stranger, &[ours, &stranger]);
     fixture.rotating_credentials.handle_reply(both).await;
     assert_ne!(fixture.in_use(), before);
@@ -292,7 +293,7 @@ async fn three_refused_handshakes_bring_the_previous_certificate_back() {
     let generation = fixture.rotating_credentials.generation();
     fixture.rotating_credentials.refused(generation);
     fixture.rotating_credentials.refused(generation);
-    // Begun with what was there before.
+    // The handshake began with the previous credentials.
     fixture.rotating_credentials.refused(generation - 1);
     assert_eq!(fixture.in_use(), second);
     fixture.rotating_credentials.refused(generation);
@@ -312,7 +313,8 @@ async fn three_refused_handshakes_bring_the_previous_certificate_back() {
     assert_eq!(fixture.in_use(), first, "there is no other");
 }
 
-/// Where neither is accepted, as behind a middlebox that answers for the server, they take turns.
+/// If neither pair is accepted, for example behind a middlebox that answers for the server, the
+/// pairs alternate.
 #[tokio::test]
 async fn refused_certificates_alternate_until_one_works() {
     let fixture = Fixture::aged(LONG / 2);
