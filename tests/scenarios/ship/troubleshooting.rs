@@ -34,7 +34,7 @@ fn every_code_has_a_row_and_every_row_a_code() -> Result<()> {
         .filter(|outcome| **outcome != Outcome::Ok);
     let answers = answers.map(|outcome| outcome.label().to_owned()).collect();
     for (heading, codes) in [
-        ("Answers of the doors", answers),
+        ("Responses of the listeners", answers),
         (
             "Streams that an agent refuses",
             labels(|number| RefusalCode::from_number(number).label()),
@@ -48,7 +48,7 @@ fn every_code_has_a_row_and_every_row_a_code() -> Result<()> {
             labels(|number| CloseCode::from_number(number).label()),
         ),
         (
-            "Enrolments and renewals that are refused",
+            "Refused enrollments and renewals",
             labels(|number| EnrollCode::from_number(number).label()),
         ),
     ] {
