@@ -162,7 +162,7 @@ impl App {
             quic,
             meta: meta_listener,
             listeners,
-                dns: dns_sockets,
+            dns: dns_sockets,
             connect: connect_sockets,
             bound,
         } = sockets;

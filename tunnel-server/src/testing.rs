@@ -4,13 +4,14 @@
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::BytesMut;
+use parking_lot::Mutex;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
 use tokio::time::{Instant, sleep, timeout};
@@ -123,7 +124,7 @@ impl Session for FakeSession {
         reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
         assert!(!self.panicking.load(Ordering::Relaxed), "as a bug would");
-        let control = self.control.lock().unwrap().take();
+        let control = self.control.lock().take();
         let Some(mut pipe) = control else {
             return self.inner.open(header, reply_timeout).await;
         };
@@ -309,7 +310,7 @@ impl Bench {
     pub(crate) async fn hello(&self, instance: u8, control_bytes: usize) -> Agent {
         let (near, far) = session();
         let (server_end, agent_end) = tokio::io::duplex(control_bytes);
-        *near.control.lock().unwrap() = Some(server_end);
+        *near.control.lock() = Some(server_end);
         let (sessions, serving) = (self.sessions.clone(), near.clone());
         let serve = async move { sessions.serve(serving).await };
         self.sessions.shutdown.spawn_service(serve);

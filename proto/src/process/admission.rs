@@ -13,10 +13,11 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -101,7 +102,7 @@ impl ConnLimiter {
     }
 
     fn lock(&self) -> MutexGuard<'_, SourceTable> {
-        self.admitted.lock().unwrap_or_else(PoisonError::into_inner)
+        self.admitted.lock()
     }
 }
 

@@ -126,7 +126,8 @@ async fn load_once<T: Send + 'static, E: Display + Send + 'static>(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+
+    use parking_lot::Mutex;
 
     use super::*;
 
@@ -143,7 +144,7 @@ mod tests {
         };
         let source = content.clone();
         let load = move || {
-            let value = source.lock().unwrap().clone()?;
+            let value = source.lock().clone()?;
             Ok(Loaded {
                 digest: [value; 32],
                 value,
@@ -166,7 +167,7 @@ mod tests {
                 (Ok(3), &["use 3", "Changed"]),
             ];
             for (next, expected) in steps {
-                *content.lock().unwrap() = next;
+                *content.lock() = next;
                 ask.send_modify(|count| *count += 1);
                 for word in expected {
                     assert_eq!(received.recv().await.unwrap(), *word);

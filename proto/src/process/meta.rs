@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,6 +15,7 @@ use http_body_util::{BodyExt, Empty, Full, Limited};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tracing::debug;
@@ -266,7 +267,7 @@ impl Readiness {
     /// Returns the components that still block readiness, and those that are ready.
     #[must_use]
     pub fn read(&self) -> (Vec<&'static str>, Vec<&'static str>) {
-        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.0.lock();
         (
             state.pending.iter().copied().collect(),
             state.done.iter().copied().collect(),
@@ -288,7 +289,7 @@ impl Readiness {
     /// Returns all conditions with their components, one entry for each line.
     #[must_use]
     pub fn conditions(&self) -> Vec<(&'static str, String)> {
-        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.0.lock();
         let conditions = state.conditions.iter();
         conditions
             .flat_map(|(component, lines)| lines.iter().map(|line| (*component, line.clone())))
@@ -296,7 +297,7 @@ impl Readiness {
     }
 
     fn change(&self, change: impl FnOnce(&mut ReadinessState)) {
-        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.0.lock());
     }
 }
 

@@ -28,8 +28,8 @@ pub fn forbid_core_dumps() -> io::Result<()> {
 mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
-    use std::sync::{Mutex, PoisonError};
 
+    use parking_lot::Mutex;
     use rustix::process::{DumpableBehavior, dumpable_behavior, set_dumpable_behavior};
 
     use super::*;
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn t21_token_is_wiped_when_it_is_dropped() {
-        let _guard = DUMPABLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = DUMPABLE_LOCK.lock();
         let secret = [0xa5; TOKEN_SECRET_BYTES];
         let token = JoinToken::new("abcdef012345", &secret, None).unwrap();
         let at = location(token.secret());
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn t21_files_with_secrets_are_wiped_when_they_are_dropped() {
-        let _guard = DUMPABLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = DUMPABLE_LOCK.lock();
         let name = format!("culvert-secret-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let text = b"-----BEGIN PRIVATE KEY----- and what follows it";
@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn t21_process_is_not_dumped() {
-        let _guard = DUMPABLE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = DUMPABLE_LOCK.lock();
         assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::Dumpable);
         forbid_core_dumps().unwrap();
         assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::NotDumpable);

@@ -3,11 +3,12 @@
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use parking_lot::{Mutex, MutexGuard};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{Endpoint, EndpointConfig, TransportConfig, VarInt, congestion};
 use socket2::{Domain, Protocol, Socket, Type};
@@ -262,9 +263,7 @@ impl QuicDialer {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Endpoint>> {
-        self.endpoints
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.endpoints.lock()
     }
 }
 

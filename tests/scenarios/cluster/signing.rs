@@ -159,7 +159,7 @@ async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart
     .args(&["--token", &token])
     .start()?;
     server.wait_until_connected(&["worker-1"]).await;
-    let condition = "[!] kubelet certificate: no client certificate to lend";
+    let condition = "[!] kubelet certificate: no client certificate for delegation";
     let shown = fetch_text(&server, "/readyz?verbose").await?;
     ensure!(
         shown.contains(condition) && shown.contains("tls.crt"),

@@ -195,7 +195,7 @@ async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
         let reply = ask(&format!("aladdin:guess-{guess}")).await?;
         ensure!(reply.status == 407, "{}", reply.status);
         ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
-        waited |= reply.text().contains("too many wrong");
+        waited |= reply.text().contains("too many failed");
         // A right one in between is no help to the guesser, and none is needed for others.
         let other = ask("prometheus:0123456789abcdef").await?;
         ensure!(other.status == 200, "{}: {}", other.status, other.text());

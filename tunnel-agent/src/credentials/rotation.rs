@@ -5,10 +5,11 @@
 //! credentials are on trial until a session is ready with them. The previous credentials stay in
 //! memory and on disk, and take over again if handshakes fail.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use rcgen::CertificateParams;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Notify, watch};
@@ -121,10 +122,7 @@ impl RotatingCredentials {
 
     /// Returns the current roots of --ca-file.
     pub(crate) fn ca(&self) -> Option<Vec<CertificateDer<'static>>> {
-        self.ca
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.ca.lock().clone()
     }
 
     /// Replaces the roots of --ca-file from the next handshake on.
@@ -133,7 +131,7 @@ impl RotatingCredentials {
     /// Returns an error if the roots are unusable. The old roots stay.
     pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
         let store = tls::roots(roots.iter().cloned())?;
-        *self.ca.lock().unwrap_or_else(PoisonError::into_inner) = Some(roots);
+        *self.ca.lock() = Some(roots);
         if let Some(alternate) = &mut *self.alternate() {
             alternate.credentials.roots = store.clone();
         }
@@ -480,17 +478,15 @@ impl RotatingCredentials {
     }
 
     fn alternate(&self) -> MutexGuard<'_, Option<AlternateCredentials>> {
-        self.alternate
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.alternate.lock()
     }
 
     fn unsaved(&self) -> MutexGuard<'_, Option<Issued>> {
-        self.unsaved.lock().unwrap_or_else(PoisonError::into_inner)
+        self.unsaved.lock()
     }
 
     fn lock(&self) -> MutexGuard<'_, Credentials> {
-        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+        self.current.lock()
     }
 }
 

@@ -3,12 +3,13 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -69,7 +70,7 @@ impl FakeDialer {
 
     /// Returns and clears the times of the dials.
     pub(crate) fn dials(&self) -> Vec<Instant> {
-        std::mem::take(&mut *self.dials.lock().unwrap())
+        std::mem::take(&mut *self.dials.lock())
     }
 }
 
@@ -77,7 +78,7 @@ impl FakeDialer {
 impl Dialer for FakeDialer {
     async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
         let began = Instant::now();
-        self.dials.lock().unwrap().push(began);
+        self.dials.lock().push(began);
         for repeat in [0, 1, 3, 7, 15, 31, 63] {
             sleep_until(began + Duration::from_secs(repeat)).await;
             let path = *self.path.borrow();
@@ -260,7 +261,7 @@ impl FakeSession {
 
     /// Sets the next stream that the agent accepts.
     pub(crate) fn offer(&self, stream: DuplexStream) {
-        *self.offered.lock().unwrap() = Some(stream);
+        *self.offered.lock() = Some(stream);
     }
 
     pub(crate) fn cut(&self, cut: bool) {
@@ -276,7 +277,7 @@ impl Session for FakeSession {
     }
 
     async fn accept(&self) -> Result<IncomingStream, SessionError> {
-        let offered = self.offered.lock().unwrap().take();
+        let offered = self.offered.lock().take();
         if let Some(stream) = offered {
             let raw = Box::new(DuplexRawStream(stream));
             return Ok(IncomingStream::new(raw, Arc::default(), Arc::default()));
@@ -290,7 +291,7 @@ impl Session for FakeSession {
 
     fn health(&self) -> Health {
         let now = self.session.health();
-        let mut last = self.last.lock().unwrap();
+        let mut last = self.last.lock();
         let received = if self.cut.load(Ordering::Relaxed) {
             *last
         } else {

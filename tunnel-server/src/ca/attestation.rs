@@ -3,9 +3,10 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tunnel_proto::identity::sha256;
 use tunnel_proto::wire::code::EnrollCode;
@@ -184,14 +185,14 @@ impl Attestor {
     }
 
     fn is_exhausted(&self, id: &[u8; 32], now: SystemTime) -> bool {
-        let failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let failures = self.failures.lock();
         failures
             .get(id)
             .is_some_and(|window| window.is_full(now, FAILURES_PER_MINUTE))
     }
 
     fn count(&self, id: [u8; 32], now: SystemTime) {
-        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failures = self.failures.lock();
         if failures.len() >= TRACKED_TOKENS_MAX {
             failures.retain(|_, window| window.is_current(now));
         }

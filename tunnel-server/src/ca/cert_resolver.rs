@@ -3,9 +3,10 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use rcgen::SanType;
 use rcgen::string::Ia5String;
 use rustls::server::{ClientHello, ResolvesServerCert};
@@ -36,7 +37,7 @@ impl ServerCertResolver {
     }
 
     pub(super) fn credential(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
-        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cached = self.cached.lock();
         if !cached
             .as_ref()
             .is_some_and(|cached| cached.is_fresh(&self.ca, 0, now))
@@ -110,11 +111,11 @@ impl ServingCertResolver {
 
     #[cfg(test)]
     pub(super) fn cached_nodes(&self) -> usize {
-        self.cache.lock().unwrap().nodes.len()
+        self.cache.lock().nodes.len()
     }
 
     fn of_node(&self, node: NodeName, now: SystemTime) -> Option<Arc<CertifiedKey>> {
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = self.cache.lock();
         let cached = cache.nodes.get(&node);
         if let Some(cached) = cached.filter(|cached| cached.is_fresh(&self.ca, 0, now)) {
             return Some(cached.credential.clone());
@@ -141,7 +142,7 @@ impl ServingCertResolver {
     }
 
     fn default(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = self.cache.lock();
         let own = self.own.load();
         if !cache
             .default

@@ -2,8 +2,10 @@
 //! a token later cannot use it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
+
+use parking_lot::Mutex;
 
 /// Maximum number of bindings, of about 100 bytes each. Only tokens that the cluster attested are
 /// bound.
@@ -41,7 +43,7 @@ impl KeyBindings {
         ends: SystemTime,
         now: SystemTime,
     ) -> KeyBinding {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         if all.len() >= TOKENS_MAX {
             all.retain(|_, bound| bound.ends > now);
         }

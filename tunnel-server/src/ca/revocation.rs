@@ -3,9 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -97,7 +98,7 @@ impl Revocations {
     /// Returns an error if the revocation cannot be persisted. The revocation is then in force
     /// until the process ends.
     pub fn revoke(&self, node: &NodeName, now: SystemTime) -> io::Result<()> {
-        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _writing = self.writing.lock();
         self.lock().revoke(node, now, &self.doc);
         self.version.send_modify(|version| *version += 1);
         self.write()
@@ -108,7 +109,7 @@ impl Revocations {
         if !self.lock().has_unwritten {
             return Ok(());
         }
-        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _writing = self.writing.lock();
         self.write()
     }
 
@@ -216,7 +217,7 @@ impl Revocations {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -5,10 +5,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::IpAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 use tunnel_proto::identity::sha256;
@@ -239,7 +239,7 @@ impl TokenStore {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Loads changes that a command wrote in the meantime and drops old tokens.
@@ -262,7 +262,7 @@ impl TokenStore {
     }
 
     fn save(&self, generation: u64, now: SystemTime) -> io::Result<()> {
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut written = self.written.lock();
         if *written >= generation {
             return Ok(());
         }

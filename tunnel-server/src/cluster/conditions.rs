@@ -2,8 +2,9 @@
 //! `/readyz?verbose` and a metric for as long as it lasts.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tracing::{info, warn};
 use tunnel_proto::process::meta::Readiness;
 
@@ -38,10 +39,7 @@ impl Conditions {
             lines.push(format!("and {} more", count - LINES_MAX));
         }
         {
-            let mut by_condition = self
-                .by_condition
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut by_condition = self.by_condition.lock();
             let before = by_condition.get(name).map_or(&[][..], Vec::as_slice);
             if before == lines {
                 return;
@@ -62,10 +60,7 @@ impl Conditions {
 
     /// Returns the lines of a condition.
     pub(super) fn of(&self, condition: Condition) -> Vec<String> {
-        let by_condition = self
-            .by_condition
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let by_condition = self.by_condition.lock();
         by_condition
             .get(condition.label())
             .cloned()

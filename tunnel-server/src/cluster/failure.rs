@@ -1,9 +1,10 @@
 //! Classification of failed calls to the API server, and the backoff after them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kube::runtime::watcher;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::metrics::Object;
@@ -177,13 +178,13 @@ impl Throttle {
             return;
         };
         let until = Instant::now() + Duration::from_secs(seconds).min(RETRY_AFTER_MAX);
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.0.lock();
         *kept = Some(kept.map_or(until, |kept| kept.max(until)));
     }
 
     /// Returns the remaining time to wait.
     pub(super) fn remaining(&self, now: Instant) -> Duration {
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.0.lock();
         kept.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))
     }
 }

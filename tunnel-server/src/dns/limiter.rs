@@ -4,12 +4,13 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
+use parking_lot::Mutex;
 
 /// Clients that share a limit: an IPv4 address, or an IPv6 /64 network because one host has all of
 /// its addresses.
@@ -94,7 +95,7 @@ impl Limiter {
     fn sweep(&self) {
         let now = Instant::now();
         {
-            let mut swept = self.swept.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut swept = self.swept.lock();
             if now.duration_since(*swept) < SWEEP_PAUSE {
                 return;
             }
@@ -119,7 +120,7 @@ impl ClientKey {
 
 impl SourceCounts {
     fn acquire(&self, source: ClientKey, limit: usize) -> Option<SourcePermit> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.0.lock();
         let count = all.get(&source).copied().unwrap_or_default();
         if count >= limit {
             return None;
@@ -134,7 +135,7 @@ impl SourceCounts {
 
 impl Drop for SourcePermit {
     fn drop(&mut self) {
-        let mut all = self.counts.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.counts.0.lock();
         if let Some(count) = all.get_mut(&self.source) {
             *count -= 1;
             if *count == 0 {
@@ -185,7 +186,7 @@ mod tests {
         assert_eq!(counts.len(), CONNECTIONS_PER_SOURCE);
         drop(counts);
         assert!(limiter.admit_connection(address).is_some());
-        assert!(limiter.connections.0.lock().unwrap().is_empty());
+        assert!(limiter.connections.0.lock().is_empty());
     }
 
     #[test]
@@ -205,7 +206,7 @@ mod tests {
         assert_eq!(fill("192.0.2.2"), 128);
         assert_eq!(fill("192.0.2.3"), 64);
         drop(counts);
-        assert!(limiter.forwards.0.lock().unwrap().is_empty());
+        assert!(limiter.forwards.0.lock().is_empty());
     }
 
     #[test]

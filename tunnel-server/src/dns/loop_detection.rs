@@ -3,11 +3,11 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hickory_proto::op::{Edns, Message, Query};
 use hickory_proto::rr::{Name, RecordType};
+use parking_lot::{Mutex, MutexGuard};
 use tracing::{error, info};
 use tunnel_proto::wire::name::NodeName;
 
@@ -108,7 +108,7 @@ impl LoopDetector {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

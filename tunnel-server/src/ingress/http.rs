@@ -10,8 +10,8 @@ pub(crate) mod upstream;
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -23,6 +23,7 @@ use hyper::server::conn::http1::{Builder, Parts};
 use hyper::service::service_fn;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -379,7 +380,7 @@ impl Caller {
     }
 
     fn upgrade_slot(&self) -> MutexGuard<'_, Option<oneshot::Sender<UpgradedCaller>>> {
-        self.upgrade.lock().unwrap_or_else(PoisonError::into_inner)
+        self.upgrade.lock()
     }
 
     /// Records that hyper has read a head, and returns the error in the head, if any.

@@ -3,9 +3,10 @@
 //! run time. Each connection uses the values that are current when the connection begins.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, Error, RootCertStore};
 use rustls_pki_types::{InvalidDnsNameError, ServerName};
@@ -100,7 +101,7 @@ impl TargetTls {
     }
 
     fn replace(&self, change: impl FnOnce(&mut TlsInputs)) -> Result<(), Error> {
-        let mut inputs = self.inputs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inputs = self.inputs.lock();
         let mut next = inputs.clone();
         change(&mut next);
         next.generation += 1;

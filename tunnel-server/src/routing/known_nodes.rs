@@ -4,9 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, watch};
 use tracing::warn;
@@ -207,7 +208,7 @@ impl KnownNodes {
     /// # Errors
     /// Returns an error with the path if the file cannot be read or replaced.
     pub fn save(&self) -> io::Result<()> {
-        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _writing = self.writing.lock();
         if !self.lock().is_dirty {
             return Ok(());
         }
@@ -237,7 +238,7 @@ impl KnownNodes {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn change(&self, change: impl FnOnce(&mut State) -> NodeChange) {

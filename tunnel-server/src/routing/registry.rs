@@ -2,10 +2,11 @@
 //! over them.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::debug;
@@ -368,7 +369,7 @@ impl Registry {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, NodeSessions>> {
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.nodes.lock()
     }
 }
 

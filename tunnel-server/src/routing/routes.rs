@@ -7,9 +7,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 /// An immutable table of known names and addresses.
@@ -221,14 +222,12 @@ impl Routes {
     #[must_use]
     pub fn of(&self, source: RouteSource) -> Arc<[RouteNode]> {
         let sources = self.0.sources.lock();
-        let sources = sources.unwrap_or_else(PoisonError::into_inner);
         sources.get(&source).cloned().unwrap_or_default()
     }
 
     /// Replaces all nodes of a source and installs the merged table.
     pub fn set(&self, source: RouteSource, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
-        let sources = self.0.sources.lock();
-        let mut sources = sources.unwrap_or_else(PoisonError::into_inner);
+        let mut sources = self.0.sources.lock();
         sources.insert(source, nodes.into());
         let table = Arc::new(RouteTable::merge(
             sources.values().flat_map(|nodes| nodes.iter()),

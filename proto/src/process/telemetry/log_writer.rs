@@ -6,9 +6,11 @@
 //! full, lines are dropped and counted, access log lines first.
 
 use std::io::{self, Write};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
 
 use super::dropped::{DropCounters, DroppedCounts};
 
@@ -129,7 +131,7 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
     /// Queues a complete line, or drops and counts it. Only a panic waits, for a limited time,
     /// until its line is written.
     pub(super) fn push(&self, line: &[u8], kind: LineKind) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         if queue.finished {
             drop(queue);
             return self.write_unqueued(line, kind);
@@ -148,10 +150,9 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
         }
         if kind == LineKind::Panic && !queue.stalled {
             let last = queue.queued;
-            let (mut queue, waited) = self
-                .progress
-                .wait_timeout_while(queue, PANIC_WAIT, |queue| queue.done < last)
-                .unwrap_or_else(PoisonError::into_inner);
+            let waited =
+                self.progress
+                    .wait_while_for(&mut queue, |queue| queue.done < last, PANIC_WAIT);
             queue.stalled |= waited.timed_out();
         }
     }
@@ -159,10 +160,8 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
     /// Writes a line after the writer thread has ended. Drops the line if another thread holds the
     /// output.
     fn write_unqueued(&self, line: &[u8], kind: LineKind) {
-        let mut out = match self.out.try_lock() {
-            Ok(out) => out,
-            Err(TryLockError::Poisoned(out)) => out.into_inner(),
-            Err(TryLockError::WouldBlock) => return self.count_dropped(kind),
+        let Some(mut out) = self.out.try_lock() else {
+            return self.count_dropped(kind);
         };
         let mut batch = Batch::default();
         batch.push(line, kind);
@@ -181,39 +180,38 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
     /// Waits until there is something to write, or, with `is_due`, at most [`RETRY_INTERVAL`].
     /// Returns false when the queue is closed.
     fn wait(&self, is_due: bool) -> bool {
-        let queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         let is_idle = |queue: &mut Queue| queue.lines.bytes.is_empty() && !queue.closed;
-        let queue = if is_due {
-            let waited = self
-                .changed
-                .wait_timeout_while(queue, RETRY_INTERVAL, is_idle);
-            waited.unwrap_or_else(PoisonError::into_inner).0
+        if is_due {
+            self.changed
+                .wait_while_for(&mut queue, is_idle, RETRY_INTERVAL);
         } else {
-            let waited = self.changed.wait_while(queue, is_idle);
-            waited.unwrap_or_else(PoisonError::into_inner)
-        };
+            self.changed.wait_while(&mut queue, is_idle);
+        }
         let is_batching = |queue: &mut Queue| {
             let waiting = queue.lines.bytes.len();
             (1..BATCH_BYTES).contains(&waiting) && !queue.urgent && !queue.closed
         };
-        let waited = self
-            .changed
-            .wait_timeout_while(queue, BATCH_DELAY, is_batching);
-        !waited.unwrap_or_else(PoisonError::into_inner).0.closed
+        self.changed
+            .wait_while_for(&mut queue, is_batching, BATCH_DELAY);
+        !queue.closed
     }
 
     /// Writes all queued lines. `batch` is a reusable buffer.
     fn flush(&self, batch: &mut Batch) -> WriteOutcome {
         {
-            let mut queue = lock(&self.queue);
+            let mut queue = self.queue.lock();
             std::mem::swap(&mut queue.lines, batch);
             queue.urgent = false;
         }
         if batch.lines.is_empty() {
             return WriteOutcome::default();
         }
-        let written = lock(&self.out).write(batch, |kind| self.count_dropped(kind));
-        let mut queue = lock(&self.queue);
+        let written = self
+            .out
+            .lock()
+            .write(batch, |kind| self.count_dropped(kind));
+        let mut queue = self.queue.lock();
         queue.done += batch.lines.len() as u64;
         queue.stalled &= !written.some;
         drop(queue);
@@ -306,7 +304,7 @@ struct FinishGuard<'a, W>(&'a BatchWriter<W>);
 
 impl<W> Drop for FinishGuard<'_, W> {
     fn drop(&mut self) {
-        lock(&self.0.queue).finished = true;
+        self.0.queue.lock().finished = true;
         self.0.progress.notify_all();
     }
 }
@@ -333,7 +331,7 @@ fn run<W: Write + Send + 'static>(writer: &BatchWriter<W>, mut reporter: impl Lo
             reported = snapshot;
         }
         is_due |= writer.dropped.snapshot() != reported;
-        let mut queue = lock(&writer.queue);
+        let mut queue = writer.queue.lock();
         if !is_open && queue.lines.bytes.is_empty() {
             queue.finished = true;
             return;
@@ -343,14 +341,12 @@ fn run<W: Write + Send + 'static>(writer: &BatchWriter<W>, mut reporter: impl Lo
 
 impl<W: Write + Send + 'static> Drop for Flusher<W> {
     fn drop(&mut self) {
-        let mut queue = lock(&self.writer.queue);
+        let mut queue = self.writer.queue.lock();
         queue.closed = true;
         self.writer.changed.notify_one();
-        let (queue, _timeout) = self
-            .writer
+        self.writer
             .progress
-            .wait_timeout_while(queue, FLUSH_TIMEOUT, |queue| !queue.finished)
-            .unwrap_or_else(PoisonError::into_inner);
+            .wait_while_for(&mut queue, |queue| !queue.finished, FLUSH_TIMEOUT);
         let finished = queue.finished;
         drop(queue);
         if let Some(thread) = self.thread.take().filter(|_| finished) {
@@ -374,10 +370,6 @@ fn write_all(out: &mut impl Write, data: &[u8]) -> Result<(), usize> {
         }
     }
     Ok(())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -428,7 +420,7 @@ mod tests {
         let writer = BatchWriter::new(PanickingWriter(sender, false), counters());
         let flusher = Flusher::start(writer.clone(), TestReporter(writer.clone())).unwrap();
         writer.push(b"lost\n", LineKind::Panic);
-        while !lock(&writer.queue).finished {
+        while !writer.queue.lock().finished {
             std::thread::yield_now();
         }
         writer.push(b"later\n", LineKind::Other);
@@ -493,9 +485,9 @@ mod tests {
         drop(permit);
         writer.push(b"a\n", LineKind::Access);
         writer.push(b"b\n", LineKind::Access);
-        assert!(!lock(&writer.queue).urgent);
+        assert!(!writer.queue.lock().urgent);
         writer.push(b"c\n", LineKind::Other);
-        assert!(lock(&writer.queue).urgent);
+        assert!(writer.queue.lock().urgent);
         drop(start(&writer));
         assert_eq!(written.try_iter().collect::<String>(), "a\nb\nc\n");
     }
@@ -578,11 +570,11 @@ mod tests {
         let (writer, written, permit) = writer();
         let flusher = start(&writer);
         writer.push(b"a\n", LineKind::Panic);
-        assert!(lock(&writer.queue).stalled);
+        assert!(writer.queue.lock().stalled);
         writer.push(b"b\n", LineKind::Panic);
         drop(permit);
         drop(flusher);
-        assert!(!lock(&writer.queue).stalled);
+        assert!(!writer.queue.lock().stalled);
         assert_eq!(written.try_iter().collect::<String>(), "a\nb\n");
     }
 

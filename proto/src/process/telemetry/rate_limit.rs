@@ -1,9 +1,9 @@
 //! Rate limits for log lines that others can cause at will: a few lines a minute are written, and
 //! one line reports how many more there were.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use tracing::warn;
 
 use super::dropped::DROPPED;
@@ -124,7 +124,7 @@ pub(super) fn report(is_last: bool) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 #[cfg(test)]
@@ -133,10 +133,7 @@ mod tests {
 
     #[test]
     fn ten_lines_a_minute_are_admitted_and_the_rest_is_counted() {
-        let (mut window, start) = (
-            LogRateLimit::new("x").window.into_inner().unwrap(),
-            Instant::now(),
-        );
+        let (mut window, start) = (LogRateLimit::new("x").window.into_inner(), Instant::now());
         let at = |second| start + Duration::from_secs(second);
         let admitted = (0..1000).filter(|_| window.admit(at(0)));
         assert_eq!(admitted.count(), 10);

@@ -3,12 +3,13 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::{Reason, RecvStream, SendStream};
+use parking_lot::Mutex;
 
 use super::stream::{Output, StreamShared, StreamState};
 use crate::transport::StreamCut;
@@ -26,28 +27,19 @@ pub(super) struct Queued(Mutex<Vec<Arc<StreamShared>>>);
 
 impl Queued {
     fn push(&self, stream: Arc<StreamShared>) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(stream);
+        self.0.lock().push(stream);
     }
 
     pub(super) fn take(&self) -> Vec<Arc<StreamShared>> {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.0.lock())
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .is_empty()
+        self.0.lock().is_empty()
     }
 
     pub(super) fn put_back(&self, streams: Vec<Arc<StreamShared>>) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extend(streams);
+        self.0.lock().extend(streams);
     }
 }
 

@@ -1,8 +1,8 @@
 //! A session over one h2 connection, as its users see it. The driver does the work.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use h2::client::SendRequest;
 use http::Request;
+use parking_lot::{Mutex, MutexGuard};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -74,7 +75,7 @@ impl SessionShared {
     }
 
     fn lock(&self) -> MutexGuard<'_, Commands> {
-        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
+        self.commands.lock()
     }
 
     /// Adds a command for the driver and wakes the driver.
@@ -134,7 +135,7 @@ impl SessionShared {
     /// Returns the error if no more streams can be opened: the peer sent GOAWAY, or the stream ids
     /// are used up.
     pub(super) fn refused(&self, cx: &mut Context<'_>) -> Option<h2::Error> {
-        let mut opener = self.opener.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut opener = self.opener.lock();
         match opener.as_mut()?.poll_ready(cx) {
             Poll::Ready(Err(error)) => Some(error),
             Poll::Ready(Ok(())) | Poll::Pending => None,
@@ -142,19 +143,12 @@ impl SessionShared {
     }
 
     pub(super) fn take_opener(&self) {
-        let opener = self
-            .opener
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let opener = self.opener.lock().take();
         drop(opener);
     }
 
     fn opener(&self) -> Option<SendRequest<Bytes>> {
-        self.opener
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.opener.lock().clone()
     }
 
     /// Opens an h2 stream on `path` and sends `first` as its first bytes.

@@ -15,8 +15,9 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Waker};
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// Maximum cost of a waiting datagram, in bytes: 1472 bytes, which the datagram alone may keep
 /// allocated, and quinn's event.
@@ -84,7 +85,7 @@ impl EndpointEvents {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Waker>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 }
 
@@ -263,7 +264,7 @@ impl Backlog {
     }
 
     fn lock(&self) -> MutexGuard<'_, PeerTable> {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.peers.lock()
     }
 }
 

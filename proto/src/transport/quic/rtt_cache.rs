@@ -1,8 +1,10 @@
 //! The round-trip time that a dialer remembers from its last session.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// The round-trip time of the last session that has ended, for its server only. The next
 /// handshake's retransmissions start from this value (RFC 9002, section 6.2.2): a lost first packet
@@ -30,7 +32,7 @@ impl RttCache {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<(IpAddr, Duration)>> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+        self.last.lock()
     }
 }
 

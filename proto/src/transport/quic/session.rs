@@ -1,12 +1,13 @@
 //! A session over one QUIC connection.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
 use quinn::{Connection, ConnectionError, ConnectionStats};
 use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
@@ -111,10 +112,7 @@ impl QuicSession {
             received: stats.udp_rx.bytes,
             stream_bytes,
         };
-        let mut flood_detector = self
-            .flood_detector
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut flood_detector = self.flood_detector.lock();
         if flood_detector.check(counts, Instant::now()) {
             self.is_flooded.store(true, Ordering::Relaxed);
             self.connection

@@ -1,7 +1,8 @@
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ConfigMap;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use tunnel_proto::process::meta::Readiness;
@@ -49,7 +50,7 @@ fn followed_with(readiness: Readiness) -> (ApiServer, Versions, Shutdown) {
                 || "-".to_owned(),
                 |map| map.metadata.resource_version.clone().unwrap_or_default(),
             );
-            recorder.lock().unwrap().push(version);
+            recorder.lock().push(version);
         })
         .await;
     });
@@ -57,7 +58,7 @@ fn followed_with(readiness: Readiness) -> (ApiServer, Versions, Shutdown) {
 }
 
 async fn until_versions(versions: &Versions, expected: &[&str]) {
-    crate::testing::eventually("these versions", || *versions.lock().unwrap() == expected).await;
+    crate::testing::eventually("these versions", || *versions.lock() == expected).await;
 }
 
 fn is_list(what: &str) -> bool {
@@ -77,10 +78,7 @@ async fn pages_make_one_state_and_only_the_named_object_counts() {
     first.answer(&list(&[map("b", "1")], "more"));
     let second = server.call().await;
     assert!(second.what.contains("continue=more"), "{}", second.what);
-    assert!(
-        versions.lock().unwrap().is_empty(),
-        "half a list says nothing"
-    );
+    assert!(versions.lock().is_empty(), "half a list says nothing");
     second.answer(&list(&[map("a", "2")], ""));
     let watch = server.call().await;
     assert!(watch.what.contains("resourceVersion=10") && watch.what.contains("timeoutSeconds=60"));
@@ -141,7 +139,7 @@ async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
         }
     }
     assert!((8..=13).contains(&lists), "{lists} lists in 300 s");
-    assert!(!versions.lock().unwrap().is_empty());
+    assert!(!versions.lock().is_empty());
 }
 
 /// F22: the condition lasts as long as the failure, and clears even if the watch has no events.

@@ -4,13 +4,14 @@
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use http::HeaderMap;
 use http::header::PROXY_AUTHORIZATION;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tunnel_proto::identity::sha256;
 use tunnel_proto::process::base64;
@@ -204,7 +205,7 @@ impl BasicAuth {
     ) -> Result<Arc<str>, BasicAuthError> {
         let credentials = Credentials::of(headers).ok_or(BasicAuthError::Missing)?;
         let passwords = self.passwords.load();
-        let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shown = shown.lock();
         if *shown == Some(credentials)
             && let Some(user) = passwords.user(&credentials)
         {
@@ -213,7 +214,7 @@ impl BasicAuth {
         let mut user = None;
         // Checked under the lock, so that many concurrent connections allow no more guesses than
         // one.
-        let mut throttle = self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut throttle = self.throttle.lock();
         let result = throttle.check(source, credentials.name, Instant::now(), || {
             user = passwords.user(&credentials);
             user.is_some()

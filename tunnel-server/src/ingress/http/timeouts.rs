@@ -4,12 +4,13 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
@@ -257,9 +258,7 @@ impl ConnTimeouts {
     }
 
     fn lock_blocked_write(&self) -> MutexGuard<'_, Option<BlockedWrite>> {
-        self.blocked_write
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.blocked_write.lock()
     }
 
     /// Waits until a timeout expires. Cancel-safe.
@@ -296,7 +295,7 @@ impl ConnTimeouts {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

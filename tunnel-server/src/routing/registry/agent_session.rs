@@ -2,9 +2,10 @@
 //! streams.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -98,30 +99,21 @@ impl AgentSession {
     /// Records that a certificate with this chain, leaf first, was issued over this session. The
     /// certificate ends at `not_after`.
     pub fn renewed(&self, not_after: SystemTime, chain: Vec<CertificateDer<'static>>) {
-        *self.issued.lock().unwrap_or_else(PoisonError::into_inner) = chain;
-        let mut valid_until = self
-            .valid_until
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        *self.issued.lock() = chain;
+        let mut valid_until = self.valid_until.lock();
         *valid_until = to_instant(not_after).max(*valid_until);
     }
 
     /// Returns the chain that was last issued over this session. Empty if none was issued.
     #[must_use]
     pub fn issued(&self) -> Vec<CertificateDer<'static>> {
-        self.issued
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.issued.lock().clone()
     }
 
     /// Returns the end of the agent's last certificate.
     #[must_use]
     pub fn valid_until(&self) -> Instant {
-        *self
-            .valid_until
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        *self.valid_until.lock()
     }
 
     /// Returns whether the server is closing the session.
@@ -218,9 +210,7 @@ impl AgentSession {
     }
 
     fn lock_suspect_reason(&self) -> MutexGuard<'_, Option<SuspectReason>> {
-        self.suspect_reason
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.suspect_reason.lock()
     }
 }
 

@@ -4,7 +4,9 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// The identity by which the streams of a caller are counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -129,7 +131,7 @@ impl StreamLimiter {
     }
 
     fn lock(&self) -> MutexGuard<'_, OpenStreams> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock()
     }
 }
 

@@ -175,7 +175,10 @@ async fn node_with_suspect_sessions_alone_is_refused_at_once() {
     let error = open(&registry).await.unwrap_err();
     assert_eq!(began, Instant::now(), "it waited");
     assert!(matches!(error, OpenError::Suspect(doubt) if doubt == silent));
-    assert!(error.to_string().contains("nothing received for 7 s"), "{error}");
+    assert!(
+        error.to_string().contains("nothing received for 7 s"),
+        "{error}"
+    );
     member.session().withdraw();
     assert!(matches!(open(&registry).await, Err(OpenError::Draining)));
 }

@@ -1,6 +1,6 @@
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use tokio::net::TcpListener;
 
 use crate::routing::dial_policy::LiveClusterNetworks;
@@ -25,7 +25,7 @@ impl Resolve for Flipping {
         _permit: OwnedSemaphorePermit,
     ) -> ResolveFuture<'a> {
         let number = self.asked.fetch_add(1, Ordering::Relaxed);
-        self.names.lock().unwrap().push(name.to_owned());
+        self.names.lock().push(name.to_owned());
         let answer = self.answers[number % self.answers.len()].clone();
         Box::pin(async move { Ok(answer) })
     }

@@ -1,10 +1,10 @@
 //! Pool of one idle connection to a target, which a caller's connection keeps for its next request.
 
 use std::convert::Infallible;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use http::HeaderValue;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::TaskTracker;
@@ -121,6 +121,6 @@ impl UpstreamPool {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<IdleConnection>> {
-        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+        self.slot.lock()
     }
 }

@@ -278,9 +278,15 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
         (Err(PodLookupError::Forbidden), "the right 'pods get'"),
         (Err(PodLookupError::Timeout), "within 10 s"),
         (Err(PodLookupError::Unavailable("away".into())), "away"),
-        (Ok(node("edge-9")), "it runs on edge-9, which is not a known node"),
+        (
+            Ok(node("edge-9")),
+            "it runs on edge-9, which is not a known node",
+        ),
         // The host name of another node.
-        (Ok(node("host-1")), "it runs on host-1, which is not a known node"),
+        (
+            Ok(node("host-1")),
+            "it runs on host-1, which is not a known node",
+        ),
     ] {
         let failure = decide_by_pod(&request, (&pod, found), &routes, &policy).unwrap_err();
         assert_eq!(failure.outcome, Outcome::UnknownNode);
