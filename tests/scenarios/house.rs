@@ -109,7 +109,7 @@ const EMPTY_NAMES: &[&str] = &[
 #[test]
 fn names_are_those_of_the_glossary() {
     let mut findings = Vec::new();
-    for file in sources() {
+    for file in sources().unwrap() {
         for name in defined_names(&code_of(&std::fs::read_to_string(&file).unwrap())) {
             let words = words_of(&name);
             let row = GLOSSARY.iter().find(|(_, banned)| {
@@ -137,7 +137,7 @@ fn glossary_is_checked_in_names_and_not_in_comments_or_texts() {
 }
 
 /// The Rust files of all crates.
-fn sources() -> Vec<PathBuf> {
+fn sources() -> std::io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders: Vec<_> = [
         "proto/src",
@@ -148,8 +148,8 @@ fn sources() -> Vec<PathBuf> {
     .map(|folder| root().join(folder))
     .into();
     while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
+        for entry in std::fs::read_dir(folder)? {
+            let path = entry?.path();
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
@@ -158,7 +158,7 @@ fn sources() -> Vec<PathBuf> {
         }
     }
     files.sort();
-    files
+    Ok(files)
 }
 
 /// The source without its comments and the contents of its string literals.
@@ -266,8 +266,10 @@ fn words_of(name: &str) -> Vec<String> {
         if begins {
             words.push(String::new());
         }
-        if letter != '_' {
-            words.last_mut().unwrap().extend(letter.to_lowercase());
+        if letter != '_'
+            && let Some(word) = words.last_mut()
+        {
+            word.extend(letter.to_lowercase());
         }
     }
     words.retain(|word| !word.is_empty());
@@ -277,7 +279,7 @@ fn words_of(name: &str) -> Vec<String> {
 /// Only one folder of the server speaks to Kubernetes.
 #[test]
 fn only_the_cluster_folder_names_kube() {
-    for file in sources() {
+    for file in sources().unwrap() {
         let path = file.display().to_string();
         let is_server = path.contains("tunnel-server/src/");
         if !is_server || path.contains("/src/cluster") {

@@ -144,7 +144,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Returns the address of one of the [`Listener::DOORS`].
+    /// Returns the address of one of the [`Listener::LISTENERS`].
     ///
     /// # Panics
     /// Panics for any other listener.

@@ -70,7 +70,7 @@ impl AuthorityContext<'_> {
         registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Authority> {
         if let Some(settings) = &self.config.kubernetes {
-            return self.from_cluster(settings, meta, registry).await;
+            return self.shared_authority(settings, meta, registry).await;
         }
         let ca = LocalCa::load_or_create(self.data)?;
         Ok(Authority {
@@ -83,7 +83,7 @@ impl AuthorityContext<'_> {
         })
     }
 
-    async fn from_cluster(
+    async fn shared_authority(
         self,
         settings: &KubernetesSettings,
         meta: &TcpListener,
