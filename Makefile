@@ -64,7 +64,7 @@ static: ## the two binaries without shared libraries, small: what images and pac
 images: ## container images of both, with docker, buildah or podman; PREFIX=registry.example.com/ TAG=0.1.0 BINARIES=DIR
 	@deploy/images.sh
 
-images-test: static ## builds the images and runs them with podman: hardened, healthy, an enrolment and a request
+images-test: static ## builds the images and runs them with podman: hardened, healthy, an enrollment and a request
 	@tests/images.sh "$$(deploy/static.sh 2>/dev/null)" || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
 
 manifests: tools ## renders deploy/manifests/install.yaml

@@ -43,7 +43,7 @@ pub(crate) fn agent_key(env: &TestEnv, node: &str) -> Result<Arc<CertifiedKey>> 
     Ok(tls::certified_key(issued.chain, key)?)
 }
 
-/// An address as dialled.
+/// An address as dialed.
 pub(crate) fn remote(address: SocketAddr) -> ServerAddr {
     ServerAddr {
         name: address.to_string(),

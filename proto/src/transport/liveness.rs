@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::TransportKind;
 
-/// The time limits. [`LivenessLimits::default`] returns the values of the contract.
+/// The time limits. [`LivenessLimits::default`] returns the documented values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LivenessLimits {
     /// Interval of probes on an idle session, by the end that has `probes_idle`. Default 5 s.

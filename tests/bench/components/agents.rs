@@ -28,7 +28,7 @@ use tunnel_server::store::data_dir::DataDir;
 use super::listening;
 use super::raw::Kind;
 
-/// First dials at once, since a site's agents are not started in one moment. A server that went away is dialled again by
+/// First dials at once, since a site's agents are not started in one moment. A server that went away is dialed again by
 /// all of them, when their plans say so.
 const FIRST_DIALS: usize = 128;
 /// As the handshake timeout of agents.

@@ -193,7 +193,7 @@ fn t05_no_setting_opens_these_addresses_at_the_agent() -> Result<()> {
         let ip: IpAddr = text.parse().with_context(|| text.to_owned())?;
         for port in [1, 80, 443, 2379, 10250, 65535] {
             let decision = check(TargetClass::Host, SocketAddr::new(ip, port), &dial_policy);
-            ensure!(decision.is_err(), "{text} port {port} would be dialled");
+            ensure!(decision.is_err(), "{text} port {port} would be dialed");
         }
     }
     let public: SocketAddr = "203.0.113.9:80".parse()?;
@@ -215,7 +215,7 @@ async fn t05_spellings_are_checked_by_what_they_resolve_to() -> Result<()> {
             let decision = check(TargetClass::Host, address, &dial_policy);
             ensure!(
                 decision.is_err(),
-                "{name} is {address}, and would be dialled"
+                "{name} is {address}, and would be dialed"
             );
         }
     }
@@ -300,7 +300,7 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
             continue;
         };
         let reading = timeout(scaled(WAIT_TIMEOUT), caller.read_to_end()).await;
-        let reading = reading.with_context(|| format!("{name}: it was dialled"))?;
+        let reading = reading.with_context(|| format!("{name}: it was dialed"))?;
         ensure!(
             reading.bytes.is_empty() && !reading.ended.is_clean(),
             "{name}: {:?}",
@@ -333,7 +333,7 @@ async fn s08_each_stream_is_authorized_by_itself_at_both_ends() -> Result<()> {
         ensure!(allowed.status == 200, "{}", allowed.text());
         // A canary that was reached says nothing.
         let refused = timeout(scaled(WAIT_TIMEOUT), caller.request(&get(port))).await;
-        let refused = refused.with_context(|| format!("{who}: it was dialled"))??;
+        let refused = refused.with_context(|| format!("{who}: it was dialed"))??;
         ensure!(refused.status == 403, "{who}: {}", refused.text());
         ensure!(refused.header("X-Tunnel-Error") == Some("refused_by_policy"));
         ensure!(

@@ -123,7 +123,7 @@ async fn initials(env: &TestEnv, count: usize) -> Result<Vec<Vec<u8>>> {
         };
         tokio::select! {
             replies = replies => replies?,
-            dialled = dialling => ensure!(dialled.is_err(), "nobody answered"),
+            dialed = dialling => ensure!(dialed.is_err(), "nobody answered"),
         }
         // What comes again of an earlier one is another copy of it, which does no harm.
         taken.push(datagram);

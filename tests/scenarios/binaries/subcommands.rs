@@ -177,6 +177,22 @@ async fn variable_of_the_environment_loses_against_the_flag() -> Result<()> {
         .env("TUNNEL_SERVER_PORT", "tcp://10.0.0.1:80");
     let ignored = foreign.run().await?;
     ensure!(ignored.code() == Some(0), "{ignored}");
+    let renamed = Program::ours(SERVER)?
+        .arg("check-config")
+        .env("TUNNEL_SERVER_BORROW_ALLOWED_CALLERS", "a");
+    let renamed = renamed.run().await?;
+    ensure!(
+        renamed.code() == Some(USAGE) && renamed.err.contains("DELEGATION_ALLOWED_CALLERS"),
+        "{renamed}"
+    );
+    let old_flag = Program::ours(SERVER)?.args(["check-config", "--borrow-allowed-callers", "a"]);
+    let old_flag = old_flag.run().await?;
+    ensure!(
+        old_flag
+            .err
+            .contains("--delegation-allowed-callers: has no effect"),
+        "{old_flag}"
+    );
     Ok(())
 }
 

@@ -344,7 +344,7 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
     );
     ensure!(
         denied.traffic().accepted() == 0,
-        "the agent dialled what it denies"
+        "the agent dialed what it denies"
     );
 
     cluster_env.objects().remove_ports().await?;

@@ -94,7 +94,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
         "169.254.169.254:80".to_owned(),
     ]);
     for target in &refused {
-        let error_text = dialer.dial(target).await.err().context("was dialled")?;
+        let error_text = dialer.dial(target).await.err().context("was dialed")?;
         ensure!(
             error_text.to_string().contains("code 403"),
             "{target}: {error_text}"
@@ -102,20 +102,20 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     }
     // An edge node is reached by its agent or not at all.
     let error_text = dialer.dial("worker-1:10250").await.err();
-    let error_text = error_text.context("was dialled")?.to_string();
+    let error_text = error_text.context("was dialed")?.to_string();
     ensure!(!error_text.contains("code 200"), "{error_text}");
 
     // A node that moves to the edge takes its address and its Pods with it.
     objects.set_edge("master-1", true).await?;
     eventually("the node to be an edge node", WAIT_TIMEOUT, async || {
         let error_text = dialer.dial(CLOUD_POD).await.err();
-        let error_text = error_text.context("still dialled")?.to_string();
+        let error_text = error_text.context("still dialed")?.to_string();
         ensure!(error_text.contains("code 403"), "{error_text}");
         anyhow::Ok(())
     })
     .await;
     let error_text = dialer.dial(&node.to_string()).await.err();
-    error_text.context("an edge node was dialled")?;
+    error_text.context("an edge node was dialed")?;
     is_dialed(&dialer, SERVICE).await?;
 
     // An address that two Nodes claim is dialed for neither, and the operator sees who claims what.
@@ -146,7 +146,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
         let taken = listener.accept().err().map(|error| error.kind());
         ensure!(
             taken == Some(ErrorKind::WouldBlock),
-            "{listener:?} was dialled"
+            "{listener:?} was dialed"
         );
     }
     Ok(())

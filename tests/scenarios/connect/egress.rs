@@ -120,7 +120,7 @@ async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> 
         ("worker-1:22", "code 403"),
         ("127.0.0.1:1", "code 502"),
     ] {
-        let error_text = dialer.dial(target).await.err().context("was dialled")?;
+        let error_text = dialer.dial(target).await.err().context("was dialed")?;
         ensure!(
             error_text.to_string().contains(code),
             "{target}: {error_text}"

@@ -265,7 +265,7 @@ fn node_ip(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<IpAdd
             mistakes.add(
                 "--node-ip",
                 format_args!(
-                    "{ip} is never dialled: unspecified, link-local, multicast or metadata"
+                    "{ip} is never dialed: unspecified, link-local, multicast or metadata"
                 ),
             );
             None

@@ -181,8 +181,8 @@ impl SessionTask {
     async fn connect(&mut self) -> Result<(ServerAddr, Arc<dyn Session>), ConnectError> {
         let within = self.context.limits.handshake_timeout;
         let remote = self.remote(within).await?;
-        let dialled = timeout(within, self.dialers.dialer(self.transport).dial(&remote)).await;
-        match dialled.unwrap_or(Err(HandshakeError::Timeout)) {
+        let dialed = timeout(within, self.dialers.dialer(self.transport).dial(&remote)).await;
+        match dialed.unwrap_or(Err(HandshakeError::Timeout)) {
             Ok(session) => Ok((remote, session)),
             Err(source) => Err(ConnectError::Dial { remote, source }),
         }

@@ -149,8 +149,8 @@ async fn opener_learns_which_address_was_dialed() {
     let agent = Agent::start();
     let (listener, port) = target().await;
     let mut stream = agent.open(Target::Node(port)).await;
-    let dialled = stream.accepted().await.unwrap();
-    assert_eq!(dialled, listener.local_addr().unwrap().to_string());
+    let dialed = stream.accepted().await.unwrap();
+    assert_eq!(dialed, listener.local_addr().unwrap().to_string());
 }
 
 #[tokio::test]

@@ -90,6 +90,7 @@ pub(super) async fn follow<K>(
                     None
                 };
             }
+            errors.is_listing |= batch.iter().any(|event| matches!(event, Event::Init));
             let is_listed = batch.iter().any(|event| matches!(event, Event::InitDone));
             if !batch.is_empty() {
                 apply(batch);
@@ -119,6 +120,8 @@ struct WatchErrors {
     last_retry_at: Instant,
     /// The version of the last list expired as well, so the next list does not prove recovery.
     is_expiring: bool,
+    /// A list is not complete. Its silence says nothing: the API server may not answer at all.
+    is_listing: bool,
 }
 
 impl WatchErrors {
@@ -129,13 +132,14 @@ impl WatchErrors {
             since: None,
             last_retry_at: Instant::now(),
             is_expiring: false,
+            is_listing: true,
         }
     }
 
     /// Returns the time at which a watch without further failures counts as recovered, whether it
     /// has events or not.
     fn recovery_deadline(&self) -> Instant {
-        let time = if self.since.is_some() {
+        let time = if self.since.is_some() && !self.is_listing {
             RECOVERED_AFTER
         } else {
             FOREVER
@@ -145,6 +149,7 @@ impl WatchErrors {
 
     /// Handles a complete list, which proves that the API server answers again.
     fn listed(&mut self) {
+        self.is_listing = false;
         if self.since.is_some() && !self.is_expiring {
             self.clear();
         }

@@ -1,4 +1,4 @@
-//! Terminated mode: hyper serves the caller's connection, the server routes each request, and hyper
+//! HTTP reverse proxy: hyper serves the caller's connection, the server routes each request, and hyper
 //! sends the request through a stream to the target.
 
 pub mod body;

@@ -150,10 +150,9 @@ impl<W: Write + Send + 'static> BatchWriter<W> {
         }
         if kind == LineKind::Panic && !queue.stalled {
             let last = queue.queued;
-            let waited =
-                self.progress
-                    .wait_while_for(&mut queue, |queue| queue.done < last, PANIC_WAIT);
-            queue.stalled |= waited.timed_out();
+            self.progress
+                .wait_while_for(&mut queue, |queue| queue.done < last, PANIC_WAIT);
+            queue.stalled |= queue.done < last;
         }
     }
 
@@ -300,11 +299,18 @@ impl<W: Write + Send + 'static> Flusher<W> {
 
 /// A guard that marks the writer thread as ended when dropped, also after a panic. From then on,
 /// the threads that log lines write them.
-struct FinishGuard<'a, W>(&'a BatchWriter<W>);
+struct FinishGuard<'a, W: Write + Send + 'static>(&'a BatchWriter<W>);
 
-impl<W> Drop for FinishGuard<'_, W> {
+impl<W: Write + Send + 'static> Drop for FinishGuard<'_, W> {
     fn drop(&mut self) {
-        self.0.queue.lock().finished = true;
+        let lines = {
+            let mut queue = self.0.queue.lock();
+            queue.finished = true;
+            std::mem::take(&mut queue.lines)
+        };
+        for (_, kind) in lines.lines {
+            self.0.count_dropped(kind);
+        }
         self.0.progress.notify_all();
     }
 }

@@ -34,6 +34,13 @@ pub(super) struct LastRun {
     is_waiting: bool,
 }
 
+impl LastRun {
+    /// Returns whether the task waits for the endpoint.
+    pub(super) fn is_waiting(self) -> bool {
+        self.is_waiting
+    }
+}
+
 /// The queue of reports from connections to their endpoint.
 #[derive(Debug, Default)]
 pub(super) struct EndpointEvents {

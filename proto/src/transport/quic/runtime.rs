@@ -29,7 +29,7 @@ const UNBATCHED_DATAGRAMS: u32 = 16;
 const DATAGRAMS_PER_RUN: usize = 128;
 /// Target for the duration of a run, because a run blocks other tasks on its runtime thread.
 /// Datagrams that are expensive to process take up to some milliseconds each.
-const RUN_TIME_TARGET: Duration = Duration::from_millis(4);
+const RUN_TIME_TARGET: Duration = Duration::from_millis(20);
 
 tokio::task_local! {
     /// The quinn task that currently runs.
@@ -80,8 +80,17 @@ impl Driver {
             return true;
         }
         let mut last = self.last_run.get();
+        let had_waited = last.is_waiting();
         let admitted = self.endpoint_events.try_admit(&mut last, cx);
         self.last_run.set(last);
+        if !admitted {
+            // Datagrams that arrive in the meantime count.
+            self.runs();
+        } else if had_waited {
+            // tokio may run a woken task with what the endpoint has left of its budget. The next run has all of it.
+            cx.waker().wake_by_ref();
+            return false;
+        }
         admitted
     }
 
@@ -127,15 +136,16 @@ impl Driver {
         };
         let queue = self.backlog.ran(self.peer.get(), self.queue.get(), run);
         self.queue.set(queue);
-        self.datagrams.set(next_run_size(datagrams, elapsed));
+        self.datagrams.set(next_run_size(run, datagrams, elapsed));
     }
 }
 
-/// Returns how many datagrams a run may process after a run of `datagrams` that took `elapsed`.
-fn next_run_size(datagrams: usize, elapsed: Duration) -> usize {
+/// Returns how many datagrams a run may process after a run that took `elapsed`. Only a run that
+/// processed as many as it might shows that more are cheap.
+fn next_run_size(run: RunOutcome, datagrams: usize, elapsed: Duration) -> usize {
     if elapsed > RUN_TIME_TARGET {
         (datagrams / 2).max(1)
-    } else if elapsed < RUN_TIME_TARGET / 4 {
+    } else if run != RunOutcome::Emptied && elapsed < RUN_TIME_TARGET / 4 {
         (datagrams * 2).min(DATAGRAMS_PER_RUN)
     } else {
         datagrams
@@ -303,10 +313,13 @@ mod tests {
 
     #[test]
     fn runs_that_are_long_become_shorter_and_grow_again() {
-        let run = |datagrams, millis| next_run_size(datagrams, Duration::from_millis(millis));
-        assert_eq!(run(DATAGRAMS_PER_RUN, 5), DATAGRAMS_PER_RUN / 2);
+        let run = |datagrams, millis| {
+            let run = RunOutcome::Processed(datagrams);
+            next_run_size(run, datagrams, Duration::from_millis(millis))
+        };
+        assert_eq!(run(DATAGRAMS_PER_RUN, 25), DATAGRAMS_PER_RUN / 2);
         assert_eq!(run(1, 100), 1);
-        assert_eq!(run(16, 2), 16);
+        assert_eq!(run(16, 10), 16);
         assert_eq!(run(16, 0), 32);
         assert_eq!(run(DATAGRAMS_PER_RUN, 0), DATAGRAMS_PER_RUN);
     }

@@ -172,6 +172,19 @@ async fn lost_right_is_a_condition_until_the_watch_runs_again() {
     assert_eq!(readiness.conditions(), []);
 }
 
+/// F21: silence during a list is no recovery.
+#[tokio::test(start_paused = true)]
+async fn list_that_hangs_and_fails_is_a_condition() {
+    let readiness = Readiness::default();
+    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
+    server.call().await.refuse(500, "InternalError");
+    let slow = server.call().await;
+    tokio::time::sleep(RECOVERED_AFTER * 2).await;
+    slow.refuse(500, "InternalError");
+    let _next = server.call().await;
+    assert_eq!(readiness.conditions().len(), 1);
+}
+
 /// F21: after a restart of the API server the first watch ends with 410, which is normal.
 #[tokio::test(start_paused = true)]
 async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_condition() {

@@ -12,7 +12,7 @@ fn check(dial_policy: &DialPolicy, address: &str) -> &'static str {
 
 fn check_with(dial_policy: &DialPolicy, address: &str, claims: &AddressClaims<'_>) -> &'static str {
     match dial_policy.check(address.parse().unwrap(), claims) {
-        Ok(_) => "dialled",
+        Ok(_) => "dialed",
         Err(DialRefusal::Never(..)) => "never",
         Err(DialRefusal::NotListed(_)) => "not listed",
         Err(DialRefusal::Agent(..)) => "agent",
@@ -70,17 +70,17 @@ fn t05_table_of_addresses_that_are_never_dialed_directly() {
         assert_eq!(check(&all, &format!("{ip}:10265")), "not listed", "{ip}");
     }
     for ip in ["10.0.0.5", "8.8.8.8", "[2001:db8::1]", "[::ffff:10.0.0.5]"] {
-        assert_eq!(check(&all, &format!("{ip}:443")), "dialled", "{ip}");
+        assert_eq!(check(&all, &format!("{ip}:443")), "dialed", "{ip}");
     }
     assert_eq!(check(&all, "10.0.0.5:0"), "not listed");
     let narrow = listed(&["10.96.0.0/12:443", "[fd00::/8]:443-444", "127.0.0.0/8:8443"]);
     for (address, expected) in [
-        ("10.96.0.10:443", "dialled"),
+        ("10.96.0.10:443", "dialed"),
         ("10.96.0.10:80", "not listed"),
         ("10.112.0.1:443", "not listed"),
-        ("[fd00::1]:444", "dialled"),
+        ("[fd00::1]:444", "dialed"),
         ("[fd00::1]:445", "not listed"),
-        ("127.0.0.1:8443", "dialled"),
+        ("127.0.0.1:8443", "dialed"),
         ("127.0.0.1:8444", "not listed"),
     ] {
         assert_eq!(check(&narrow, address), expected, "{address}");
@@ -113,10 +113,10 @@ fn nothing_is_allowed_before_the_cluster_networks_are_known() {
     let routes = RouteTable::new([(&cloud, &own[..])]);
     let claims = AddressClaims::none(&routes);
     for (address, expected) in [
-        ("10.96.0.1:443", "dialled"),
-        ("10.244.1.7:8443", "dialled"),
+        ("10.96.0.1:443", "dialed"),
+        ("10.244.1.7:8443", "dialed"),
         ("10.244.2.7:8443", "not listed"),
-        ("10.0.0.9:10250", "dialled"),
+        ("10.0.0.9:10250", "dialed"),
         ("10.0.0.9:2379", "not listed"),
         ("10.0.0.10:10250", "not listed"),
     ] {
@@ -152,11 +152,11 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
     for (address, expected) in [
         ("10.244.1.5:8443", "own"),
         ("[::ffff:10.244.1.5]:8443", "own"),
-        ("10.244.1.6:8443", "dialled"),
+        ("10.244.1.6:8443", "dialed"),
         ("10.96.0.7:10250", "own"),
-        ("10.96.0.8:10250", "dialled"),
+        ("10.96.0.8:10250", "dialed"),
         // The server shares the address of its host.
-        ("10.0.0.9:10250", "dialled"),
+        ("10.0.0.9:10250", "dialed"),
         ("10.0.0.9:10264", "own"),
     ] {
         assert_eq!(
@@ -167,5 +167,5 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
     }
     let listed = ["10.0.0.0/8".parse().unwrap()];
     let listed = DialPolicy::Listed(listed.to_vec(), ranges);
-    assert_eq!(check_with(&listed, "10.244.1.5:8443", &claims), "dialled");
+    assert_eq!(check_with(&listed, "10.244.1.5:8443", &claims), "dialed");
 }

@@ -1,4 +1,4 @@
-//! Rules of the contract that only h2's frames show.
+//! Rules of sessions that only h2's frames show.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -122,7 +122,7 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
             .await;
         let failure = dialed
             .err()
-            .unwrap_or_else(|| panic!("{spelling} was dialled"));
+            .unwrap_or_else(|| panic!("{spelling} was dialed"));
         assert!(
             matches!(
                 failure.outcome,
