@@ -29,7 +29,7 @@ const UNBATCHED_DATAGRAMS: u32 = 16;
 const DATAGRAMS_PER_RUN: usize = 128;
 /// Target for the duration of a run, because a run blocks other tasks on its runtime thread.
 /// Datagrams that are expensive to process take up to some milliseconds each.
-const RUN_TIME_TARGET: Duration = Duration::from_millis(20);
+const RUN_TIME_TARGET: Duration = Duration::from_millis(4);
 
 tokio::task_local! {
     /// The quinn task that currently runs.
@@ -317,9 +317,9 @@ mod tests {
             let run = RunOutcome::Processed(datagrams);
             next_run_size(run, datagrams, Duration::from_millis(millis))
         };
-        assert_eq!(run(DATAGRAMS_PER_RUN, 25), DATAGRAMS_PER_RUN / 2);
+        assert_eq!(run(DATAGRAMS_PER_RUN, 5), DATAGRAMS_PER_RUN / 2);
         assert_eq!(run(1, 100), 1);
-        assert_eq!(run(16, 10), 16);
+        assert_eq!(run(16, 2), 16);
         assert_eq!(run(16, 0), 32);
         assert_eq!(run(DATAGRAMS_PER_RUN, 0), DATAGRAMS_PER_RUN);
     }
