@@ -13,7 +13,7 @@ mod limits;
 
 pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_address};
 pub(crate) use checked::{NO_CA, NO_PIN, parse_token};
-pub use limits::{LIMITS, Limits, RawLimits};
+pub use limits::{LIMITS, Limit, Limits, RawLimits};
 
 pub use crate::credentials::CredentialFiles;
 pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};

@@ -17,8 +17,9 @@ use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 
+use crate::config::Limit;
 use crate::config::TransportChoice;
-use crate::metrics::{ConnectResult, Limit};
+use crate::metrics::ConnectResult;
 use crate::session::{SessionContext, SessionEvent, SessionSummary};
 
 mod attempt;

@@ -15,8 +15,9 @@ use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 
+use crate::config::Limit;
 use crate::config::Limits;
-use crate::metrics::{Limit, Metrics, StreamEnd};
+use crate::metrics::{Metrics, StreamEnd};
 use crate::policy::DialPolicy;
 
 mod dial;

@@ -7,10 +7,13 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use tunnel_proto::process::metrics::StaticLabel;
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::code::RefusalCode;
+
+use crate::config::Limit;
 
 /// The agent's metrics. Clones share their values.
 #[derive(Debug, Clone, Default)]
@@ -106,7 +109,7 @@ impl Metrics {
             "Number of times a configured limit was reached, by limit",
             metrics.limits.clone(),
         );
-        for limit in Limit::ALL {
+        for &limit in Limit::ALL {
             // Exposed from the start, so that a first increase is visible.
             drop(metrics.limits.get_or_create(&LimitLabels { limit }));
         }
@@ -235,58 +238,6 @@ impl Drop for GaugeGuard {
     }
 }
 
-/// An entry of `limits:` that was reached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Limit {
-    /// A server was not resolved, dialed or ready in time.
-    HandshakeTimeout,
-    /// A target did not accept a connection in time.
-    TargetDialTimeout,
-    /// The header of a stream did not arrive in time.
-    RequestHeadTimeout,
-    /// The maximum number of streams was being served.
-    StreamsPerAgent,
-    /// Targets that do not read filled the allowed buffer space.
-    BufferPool,
-    /// The server was silent while requests waited.
-    SuspectAfterBusy,
-    /// The server was silent.
-    SuspectAfterIdle,
-    /// The server was silent for so long that the session was closed.
-    DeadAfter,
-    /// One transport gave no answer for so long that the other was tried in parallel.
-    QuicHeadStart,
-}
-
-impl Limit {
-    pub(crate) const ALL: [Self; 9] = [
-        Self::HandshakeTimeout,
-        Self::TargetDialTimeout,
-        Self::RequestHeadTimeout,
-        Self::StreamsPerAgent,
-        Self::BufferPool,
-        Self::SuspectAfterBusy,
-        Self::SuspectAfterIdle,
-        Self::DeadAfter,
-        Self::QuicHeadStart,
-    ];
-
-    /// Returns the name as in `limits:`.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::HandshakeTimeout => "handshakeTimeout",
-            Self::TargetDialTimeout => "targetDialTimeout",
-            Self::RequestHeadTimeout => "requestHeadTimeout",
-            Self::StreamsPerAgent => "streamsPerAgent",
-            Self::BufferPool => "bufferPool",
-            Self::SuspectAfterBusy => "suspectAfterBusy",
-            Self::SuspectAfterIdle => "suspectAfterIdle",
-            Self::DeadAfter => "deadAfter",
-            Self::QuicHeadStart => "quicHeadStart",
-        }
-    }
-}
-
 /// The end of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum StreamEnd {
@@ -411,20 +362,8 @@ label_values!(
     Direction,
     DialResult,
     ConnectResult,
-    TransportLabel,
-    Limit,
-    StaticLabel
+    TransportLabel
 );
-
-/// A label value from the program's own text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct StaticLabel(&'static str);
-
-impl StaticLabel {
-    fn label(self) -> &'static str {
-        self.0
-    }
-}
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RenewalLabels {

@@ -28,10 +28,11 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
+use crate::config::Limit;
 use crate::config::Limits;
 use crate::credentials::RotatingCredentials;
 use crate::egress::{Egress, NodeIp, SessionParams};
-use crate::metrics::{GaugeGuard, Limit, Metrics};
+use crate::metrics::{GaugeGuard, Metrics};
 
 mod admission;
 mod control_sender;

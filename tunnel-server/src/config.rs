@@ -28,7 +28,6 @@ mod limits;
 mod raw;
 mod targets;
 
-pub use crate::metrics::limit::Limit;
 pub use capacity::Capacity;
 use check::{
     address, advertised, agent_files, check_service, client_auth, duration, https_certificate,
@@ -38,7 +37,7 @@ pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletCa, KubernetesSettings, ObjectNames,
 };
-pub use limits::{LIMITS, Limits, RawLimits};
+pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::{RawConfig, RawRecord, RawService};
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -291,7 +290,7 @@ impl Config {
                 }),
             kubernetes,
             services,
-            limits: Limits::check(errors, raw.limits.as_ref()),
+            limits: Limits::check(&raw.limits.clone().unwrap_or_default(), errors),
             warnings: Vec::new(),
         };
         let allowed = parsed(

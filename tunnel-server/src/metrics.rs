@@ -1,21 +1,18 @@
 //! Metrics of the server. Labels are enums and never contain text of callers or peers.
 
-pub(crate) mod limit;
-
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{
-    DescriptorEncoder, EncodeLabelSet, EncodeLabelValue, EncodeMetric, LabelValueEncoder,
-};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tunnel_proto::process::file_watch::ReloadOutcome;
+use tunnel_proto::process::metrics::StaticLabel;
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{BufferPool, TransportKind};
@@ -97,25 +94,7 @@ struct FilesLabel {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct LimitLabel {
-    limit: StaticLabel,
-}
-
-/// A label value from the program's own text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct StaticLabel(pub(crate) &'static str);
-
-impl From<Limit> for LimitLabel {
-    fn from(limit: Limit) -> Self {
-        Self {
-            limit: StaticLabel(limit.name()),
-        }
-    }
-}
-
-impl EncodeLabelValue for StaticLabel {
-    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
-        self.0.encode(encoder)
-    }
+    limit: Limit,
 }
 
 impl Metrics {
@@ -229,9 +208,9 @@ impl Metrics {
             "Number of times a configured limit was reached, by limit",
             metrics.limits.clone(),
         );
-        for limit in Limit::ALL {
+        for &limit in Limit::ALL {
             // Create every series at start, so that the first increase is visible.
-            drop(metrics.limits.get_or_create(&limit.into()));
+            drop(metrics.limits.get_or_create(&LimitLabel { limit }));
         }
         registry.register(
             "renewals",
@@ -330,7 +309,7 @@ impl Metrics {
 
     /// Counts an event in which a limit was reached.
     pub fn limit(&self, limit: Limit) {
-        self.limits.get_or_create(&limit.into()).inc();
+        self.limits.get_or_create(&LimitLabel { limit }).inc();
     }
 
     /// Counts a finished handshake or admission by result: `ok` or the name of the failure.

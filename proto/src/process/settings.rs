@@ -206,6 +206,15 @@ impl std::fmt::Display for PortSet {
     }
 }
 
+/// Parses a duration such as `30s` or `5m`.
+///
+/// # Errors
+/// A one-line message for users.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    humantime::parse_duration(text.trim())
+        .map_err(|error| format!("{text:?} is not a duration such as 30s or 5m: {error}"))
+}
+
 /// Checks that a duration is not zero.
 ///
 /// # Errors

@@ -10,7 +10,7 @@ use std::time::Duration;
 use rustls_pki_types::{CertificateDer, ServerName};
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::host::host_name;
-use tunnel_proto::process::settings::{ConfigError, ConfigErrors};
+use tunnel_proto::process::settings::{ConfigError, ConfigErrors, parse_duration};
 use tunnel_proto::process::telemetry::LogFormat;
 use tunnel_proto::tls::files::{KeyPairFiles, load_roots};
 use tunnel_proto::transport::CongestionControl;
@@ -168,14 +168,17 @@ impl Config {
             .drain_timeout
             .as_deref()
             .unwrap_or(DEFAULT_DRAIN_TIMEOUT);
-        let drain_timeout =
-            note.unwrap_or_record("--drain-timeout", duration(drain_timeout), Duration::ZERO);
+        let drain_timeout = note.unwrap_or_record(
+            "--drain-timeout",
+            parse_duration(drain_timeout),
+            Duration::ZERO,
+        );
         let log_level = settings.log_level.as_deref().unwrap_or("info");
         let log_level = note.unwrap_or_record("--log-level", level(log_level), LevelFilter::INFO);
         let log_format = settings.log_format.map_or_else(LogFormat::detect, |text| {
             note.unwrap_or_record("--log-format", text.parse(), LogFormat::Text)
         });
-        let limits = Limits::check(settings.limits.unwrap_or_default(), note);
+        let limits = Limits::check(&settings.limits.unwrap_or_default(), note);
         let (Some(transport), Some(node_name)) = (transport, node_name) else {
             return mistakes.finish(()).and(Err(ConfigError(Vec::new())));
         };
@@ -406,11 +409,6 @@ fn level(text: &str) -> Result<LevelFilter, String> {
 ///
 /// # Errors
 /// Returns a message for the operator.
-pub(super) fn duration(text: &str) -> Result<Duration, String> {
-    humantime::parse_duration(text.trim())
-        .map_err(|error| format!("{text:?} is not a duration such as 30s or 5m: {error}"))
-}
-
 impl FromStr for ServerAddress {
     type Err = String;
 

@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use super::failure::ApiErrorKind;
-use crate::metrics::StaticLabel;
+use tunnel_proto::process::metrics::StaticLabel;
 
 /// An object that the server reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -58,9 +58,9 @@ impl Capacity {
         let descriptors = resources.descriptors.unwrap_or(u64::MAX);
         let dns_max = count((descriptors / DNS_SHARE / 2).max(1));
         let dns = has_dns.then(|| DnsLimits {
-            connections: limits.dns.connections.min(dns_max),
-            forwards: limits.dns.forwards.min(dns_max),
-            ..limits.dns
+            connections: limits.dns_connections.min(dns_max),
+            forwards: limits.dns_forwards.min(dns_max),
+            ..limits.dns()
         });
         let for_dns = dns.map_or(0, |dns| number(dns.connections) + number(dns.forwards));
         let free = descriptors.saturating_sub(RESERVED + for_dns);
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn defaults_follow_memory_and_descriptors_and_leave_some_for_everybody() {
-        let limits = Limits::check(&mut Default::default(), None);
+        let limits = Limits::default();
         for (descriptors, memory, expected, agents) in [
             (1024, 128 << 20, 216, 432),
             (1024, u64::MAX, 216, 432),
@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn what_the_operator_wrote_counts_and_leaves_the_rest_to_agents() {
-        let mut limits = Limits::check(&mut Default::default(), None);
+        let mut limits = Limits::default();
         (limits.callers_total, limits.callers_per_source) = (Some(400), Some(400));
         let few = capacity(&limits, false, 1024, u64::MAX);
         assert_eq!((callers(&few), few.callers.per_source), (400, 400));
@@ -177,14 +177,14 @@ mod tests {
 
     #[test]
     fn dns_has_its_own_share_of_few_descriptors() {
-        let limits = Limits::check(&mut Default::default(), None);
+        let limits = Limits::default();
         let few = capacity(&limits, true, 1024, u64::MAX);
         let dns = few.dns.unwrap();
         assert_eq!((dns.connections, dns.forwards), (64, 64));
         let all = 160 + 128 + 2 * callers(&few) + few.agents_over_tcp;
         assert!(all <= 1024, "{all}");
         let many = capacity(&limits, true, 1 << 20, u64::MAX).dns.unwrap();
-        assert_eq!(many.connections, limits.dns.connections);
-        assert_eq!(many.forwards, limits.dns.forwards);
+        assert_eq!(many.connections, limits.dns_connections);
+        assert_eq!(many.forwards, limits.dns_forwards);
     }
 }

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tunnel_proto::process::settings::{ConfigErrors, PortSet};
+use tunnel_proto::process::settings::{ConfigErrors, PortSet, parse_duration};
 use tunnel_proto::tls::files::KeyPairFiles;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -62,7 +62,7 @@ pub(super) fn duration(
     default: Duration,
 ) -> Duration {
     text.map_or(default, |text| {
-        errors.unwrap_or_record(setting, humantime::parse_duration(text), default)
+        errors.unwrap_or_record(setting, parse_duration(text), default)
     })
 }
 

@@ -1,0 +1,198 @@
+//! Limits and timers of a binary: the section `limits:` of its YAML file, declared once by
+//! [`limits!`](crate::limits).
+
+use std::time::Duration;
+
+use super::settings::{ConfigErrors, format_size, parse_size};
+use crate::transport::liveness::LivenessLimits;
+
+/// Minimum size of a buffer pool in stream windows. A single stalled stream must not use up a
+/// session's share of the pool, which is a quarter.
+const POOL_WINDOWS_MIN: u64 = 4;
+
+/// Declares the limits of a binary once. An entry has its description, its field, its name in the
+/// file, the variant of `Limit` if a metric counts how often it is reached, its type, its default,
+/// and the function that parses it.
+///
+/// The macro defines the structures `Limits` and `RawLimits`, the table `LIMITS` for the
+/// configuration reference, and the enum `Limit`. The caller defines
+/// `Limits::check_together(&self, &mut ConfigErrors)`, which compares limits with each other.
+#[macro_export]
+macro_rules! limits {
+    ($(
+        $(#[doc = $doc:literal])+
+        $field:ident ($name:literal $(, counted as $counted:ident)?): $type:ty
+            = $default:literal, $parse:expr;
+    )+) => {
+        /// Limits and timers. The default has the defaults of [`LIMITS`].
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub struct Limits { $($(#[doc = $doc])+ pub $field: $type,)+ }
+
+        /// The `limits:` section as written; absent entries use their defaults.
+        #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct RawLimits {
+            $($(#[doc = $doc])+ #[serde(rename = $name)] pub $field: Option<String>,)+
+        }
+
+        /// Name, default and description of every limit, for the configuration reference.
+        pub const LIMITS: &[(&str, &str, &str)] =
+            &[$(($name, $default, concat!($($doc),+)),)+];
+
+        /// A limit whose effect the metric `limits_reached_total` counts.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Limit { $($(#[doc = $name] $counted,)?)+ }
+
+        impl Limit {
+            /// All variants.
+            pub const ALL: &[Self] = &[$($(Self::$counted,)?)+];
+
+            /// Returns the name of the entry in `limits:`.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $($(Self::$counted => $name,)?)+ }
+            }
+        }
+
+        impl prometheus_client::encoding::EncodeLabelValue for Limit {
+            fn encode(
+                &self,
+                encoder: &mut prometheus_client::encoding::LabelValueEncoder<'_>,
+            ) -> std::fmt::Result {
+                self.name().encode(encoder)
+            }
+        }
+
+        impl Limits {
+            /// Parses and checks the limits of a file. Records every error.
+            #[must_use]
+            pub fn check(
+                raw: &RawLimits,
+                errors: &mut $crate::process::settings::ConfigErrors,
+            ) -> Self {
+                let mut is_readable = true;
+                let limits = Self {
+                    $($field: {
+                        let parsed = $parse(raw.$field.as_deref().unwrap_or($default));
+                        is_readable &= parsed.is_ok();
+                        errors.unwrap_or_record(
+                            concat!("limits.", $name),
+                            parsed,
+                            Default::default(),
+                        )
+                    },)+
+                };
+                // Limits are compared with each other only if all of them could be parsed.
+                if is_readable {
+                    limits.check_together(errors);
+                }
+                limits
+            }
+        }
+
+        impl Default for Limits {
+            fn default() -> Self {
+                Self::check(&RawLimits::default(), &mut Default::default())
+            }
+        }
+    };
+}
+
+/// Parses a duration of more than zero, such as `30s` or `5m`.
+///
+/// # Errors
+/// A one-line message for users.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let duration = super::settings::parse_duration(text)?;
+    Ok(super::settings::positive(duration)?)
+}
+
+/// Returns the parser of a size from `min` to `max` bytes.
+pub fn size<T: TryFrom<u64>>(min: u64, max: u64) -> impl Fn(&str) -> Result<T, String> {
+    move |text| {
+        let bytes = parse_size(text)?;
+        let in_range = Some(bytes).filter(|bytes| (min..=max).contains(bytes));
+        in_range
+            .and_then(|bytes| T::try_from(bytes).ok())
+            .ok_or_else(|| {
+                let (min, max) = (format_size(min), format_size(max));
+                format!("{text:?} is not from {min} to {max}")
+            })
+    }
+}
+
+/// Returns the parser of a number from 1 to `max`.
+pub fn count<T: TryFrom<u64>>(max: u64) -> impl Fn(&str) -> Result<T, String> {
+    move |text| {
+        let number = text.parse::<u64>().ok();
+        number
+            .filter(|number| (1..=max).contains(number))
+            .and_then(|number| T::try_from(number).ok())
+            .ok_or_else(|| format!("{text:?} is not a number from 1 to {max}"))
+    }
+}
+
+/// Returns the parser of a value that may be `auto`, which is `None`.
+pub fn or_auto<T>(
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> impl Fn(&str) -> Result<Option<T>, String> {
+    move |text| match text {
+        "auto" => Ok(None),
+        other => parse(other).map(Some),
+    }
+}
+
+/// Checks that the timers of a session fit each other. Keep-alives are up to `keep_alive_max`
+/// apart.
+pub fn check_liveness(
+    limits: &LivenessLimits,
+    keep_alive_max: Duration,
+    errors: &mut ConfigErrors,
+) {
+    let show = humantime::format_duration;
+    if limits.suspect_after_busy > limits.suspect_after_idle {
+        let (busy, idle) = (limits.suspect_after_busy, limits.suspect_after_idle);
+        errors.add(
+            "limits.suspectAfterBusy",
+            format!(
+                "{} is more than suspectAfterIdle, {}",
+                show(busy),
+                show(idle)
+            ),
+        );
+    }
+    if limits.suspect_after_idle > limits.dead_after {
+        let (idle, dead) = (limits.suspect_after_idle, limits.dead_after);
+        errors.add(
+            "limits.suspectAfterIdle",
+            format!("{} is more than deadAfter, {}", show(idle), show(dead)),
+        );
+    }
+    if keep_alive_max >= limits.suspect_after_idle {
+        let jitter = if keep_alive_max > limits.keep_alive {
+            format!(" (up to {} with jitter)", show(keep_alive_max))
+        } else {
+            String::new()
+        };
+        errors.add(
+            "limits.keepAlive",
+            format!(
+                "{}{jitter} is not less than suspectAfterIdle, {}: idle sessions would be suspect",
+                show(limits.keep_alive),
+                show(limits.suspect_after_idle)
+            ),
+        );
+    }
+}
+
+/// Checks that a stalled stream does not use up a session's share of the buffer pool.
+pub fn check_buffer_pool(buffer_pool: u64, stream_window: u32, errors: &mut ConfigErrors) {
+    let min = POOL_WINDOWS_MIN * u64::from(stream_window);
+    if buffer_pool < min {
+        let (pool, min) = (format_size(buffer_pool), format_size(min));
+        errors.add(
+            "limits.bufferPool",
+            format!("{pool} is less than {POOL_WINDOWS_MIN} x streamWindow, {min}"),
+        );
+    }
+}
