@@ -1,4 +1,4 @@
-//! Every code of the answers table, as a caller sees it.
+//! Answers to callers: status, code and text of each row of the answers table.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, SilentTarget};
 
-/// Checks status, code and that the one line of text names what it should.
+/// Checks the status, the code, and that the text is one line that contains each of `names`.
 #[track_caller]
 fn check(reply: &HttpReply, status: u16, code: &str, names: &[&str]) {
     let text = reply.text();
@@ -30,7 +30,7 @@ async fn get(env: &TestEnv, host: &str, path: &str) -> Result<HttpReply> {
     request(env.http(), &RawRequest::get(host, path)).await
 }
 
-/// A port where nothing listens: bound once, then free.
+/// Returns a port that was bound once and is free again, so that nothing listens on it.
 async fn closed_port() -> Result<u16> {
     let target = EchoTarget::start().await?;
     let port = target.addr().port();
@@ -106,7 +106,7 @@ async fn addressing_answers() -> Result<()> {
         "uri_too_long",
         &["8192"],
     );
-    // Heads that hyper does not take get its bare answer.
+    // hyper rejects an oversized or malformed head itself and answers with a bare status.
     let big = RawRequest::get("worker-1:9100", "/").header("X-Big", &"x".repeat(70 << 10));
     assert_eq!(request(env.http(), &big).await?.status, 431);
     let fits = RawRequest::get("nobody:9100", "/").header("X-Big", &"x".repeat(60 << 10));
@@ -250,7 +250,7 @@ async fn full_agent_answers_503_and_recovers() -> Result<()> {
     })
     .await;
     let full = get(&env, &host, "/").await?;
-    // One address may have half of them.
+    // One source address may use half of `limits.streamsPerAgent`.
     let hints = ["worker-1", "3 streams", "half of limits.streamsPerAgent"];
     check(&full, 503, "too_many_streams", &hints);
     assert!(full.header("retry-after").is_some());
@@ -332,7 +332,7 @@ async fn silent_ends_answer_504() -> Result<()> {
     Ok(())
 }
 
-/// A port whose queue of connections is full: Linux leaves further attempts without an answer.
+/// A port whose accept queue is full. Linux leaves further connection attempts without an answer.
 struct Unanswering {
     port: u16,
     _listener: TcpListener,

@@ -1,4 +1,5 @@
-//! A cut is never taken for a clean end, and a refusal arrives with its reason: on both HTTP doors and on TCP services.
+//! A truncated answer never looks like a clean end, and a refusal arrives with its reason. The
+//! tests cover both HTTP listeners and TCP services.
 
 use anyhow::Result;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -15,7 +16,7 @@ use super::scripted::ScriptedAgent;
 
 const MIB: usize = 1 << 20;
 
-/// A world with one TCP service that leads to a port of worker-1.
+/// Starts an environment with one TCP service that leads to a port of worker-1.
 async fn env_with_service(port: u16) -> Result<(TestEnv, Endpoint)> {
     let env = TestEnv::start_with(|settings| {
         settings.services = vec![RawService {
@@ -52,13 +53,14 @@ async fn body_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
             let get = RawRequest::get(&format!("worker-1:{port}"), path);
             let reply = match request(endpoint, &get).await {
                 Ok(reply) => reply,
-                // The reset may overtake the head on its way to the caller.
+                // The reset may reach the caller before the head does.
                 Err(error) => {
                     assert!(is_reset(&error), "{path}: {error:#}");
                     continue;
                 }
             };
-            // Or on its way to the server, which then says so itself.
+            // The reset may also reach the server before the head. The server then answers with its
+            // own 502.
             let told = reply.status == 502 && reply.header("x-tunnel-error").is_some();
             assert!(
                 told || matches!(reply.ended, BodyEnd::Reset(_)),
@@ -138,7 +140,7 @@ async fn service_passes_bytes_half_closes_and_cuts() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn service_without_an_agent_is_a_reset() -> Result<()> {
     let (_env, endpoint) = env_with_service(9100).await?;
-    // The reset may come before the client is done with connecting.
+    // The reset may arrive before the client has finished connecting.
     match ByteStream::connect(endpoint).await {
         Ok(mut stream) => {
             let reading = stream.read_to_end().await;
@@ -198,7 +200,7 @@ async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
                 .write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nhalf an answer")
                 .await?;
             stream.flush().await?;
-            // Close-delimited: only the reset tells that this is not the end.
+            // The body is close-delimited. Only the reset shows that the body is incomplete.
             drop(stream);
             anyhow::Ok(())
         });
@@ -241,7 +243,8 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
             );
             stream.write_all(head.as_bytes()).await?;
             stream.write_all(&answer).await?;
-            // Reads no more: a target that answers early and closes.
+            // The agent reads nothing more. A target that answers early and closes behaves like
+            // this.
             stream.shutdown().await?;
             drop(stream);
             anyhow::Ok(())
@@ -257,7 +260,7 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
             reply.ended
         );
     }
-    // Nothing is left behind of the requests that nobody took to their end.
+    // The requests whose bodies were not read to their end leave no stream behind.
     let session = env.registry().of_node(&"worker-1".parse()?).remove(0);
     eventually("all streams are gone", WAIT_TIMEOUT, async || {
         let streams = session.session.health().streams;
@@ -273,7 +276,8 @@ async fn answer_that_a_stopping_server_cannot_finish_is_a_reset() -> Result<()> 
     let exporter = Exporter::start("worker-1").await?;
     let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
-    // Delimited by the end of the connection for this caller, who does not read until the server is gone.
+    // For this HTTP/1.0 caller the end of the connection delimits the body. The caller does not
+    // read until the server has stopped.
     let raw = RawRequest::raw(format!(
         "GET /close-delimited/{} HTTP/1.0\r\nHost: {host}\r\n\r\n",
         64 * MIB

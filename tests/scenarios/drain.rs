@@ -1,4 +1,4 @@
-//! Stopping loses nothing: an answer that ends in the instant of the signal arrives whole.
+//! Shutdown loses no data: an answer that ends at the moment of the signal arrives complete.
 
 use anyhow::Result;
 use tunnel_tests::client::{RawRequest, request};
@@ -19,7 +19,7 @@ async fn agent_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Resu
         let served = exporter.traffic().requests();
         let get = RawRequest::get(&host, &path);
         let (reply, ()) = tokio::join!(request(env.http(), &get), async {
-            // The target has taken the request; its answer is on its way.
+            // The target has received the request, and its answer is on the wire.
             while exporter.traffic().requests() == served {
                 tokio::task::yield_now().await;
             }

@@ -1,4 +1,4 @@
-//! Crowds that hold on to what is scarce, and the others, who must not notice.
+//! Crowds of slow connections that exhaust a limit. Other callers and agents must not notice them.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -16,16 +16,17 @@ use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
 
-/// Another host's address, as far as the server can tell.
+/// Source address of the crowd. To the server this is another host.
 const CROWD: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 const CROWD_SIZE: usize = 5000;
-/// The first byte of a TLS handshake.
+/// First byte of a TLS handshake record.
 const TLS_RECORD: u8 = 22;
-/// `limits.preAuthPerSource` by default.
+/// The default of `limits.preAuthPerSource`.
 const CONNS: usize = 1024;
-/// `limits.callersTotal` of the test at the listeners, below the size of the crowd.
+/// `limits.callersTotal` in the test of the listeners, which is smaller than the crowd.
 const CALLERS: usize = 4096;
-/// `limits.handshakeTimeout` or `requestHeadTimeout` by default, and some more.
+/// Time after which the server has closed every slow connection: the defaults of
+/// `limits.handshakeTimeout` and `limits.requestHeadTimeout`, and a margin.
 const ALL_GONE: Duration = Duration::from_secs(15);
 
 async fn from_crowd(to: SocketAddr) -> Result<TcpStream> {
@@ -34,13 +35,14 @@ async fn from_crowd(to: SocketAddr) -> Result<TcpStream> {
     Ok(socket.connect(to).await?)
 }
 
-/// Connections that say nothing, or one byte of what is expected there.
+/// Opens connections from the crowd's address. Every second one sends the first byte of the
+/// protocol, and the others send nothing.
 async fn slow_crowd(to: SocketAddr, byte: u8) -> Result<Vec<TcpStream>> {
     let mut crowd = Vec::with_capacity(CROWD_SIZE);
     for number in 0..CROWD_SIZE {
         let mut socket = from_crowd(to).await?;
         if number % 2 == 0 {
-            // A socket may be evicted before it.
+            // The server may evict a socket before the test writes to it.
             let _evicted = socket.write_all(&[byte]).await;
         }
         crowd.push(socket);
@@ -48,19 +50,19 @@ async fn slow_crowd(to: SocketAddr, byte: u8) -> Result<Vec<TcpStream>> {
     Ok(crowd)
 }
 
-/// All of them are pushed out or given up in time.
+/// Waits until the server has closed all sockets of the crowd, by eviction or by timeout.
 async fn disperses(crowd: &mut [TcpStream]) -> Result<()> {
     let all_end = async {
         for socket in crowd {
-            // An end and a reset both free the place.
+            // An end and a reset both free the permit.
             let _ended = socket.read(&mut [0; 16]).await;
         }
     };
     let ended = timeout(scaled(ALL_GONE), all_end).await;
-    ended.context("some slow ones are still there")
+    ended.context("some slow sockets are still open")
 }
 
-/// A handshake on the agents' port, from the crowd's own address.
+/// Performs a TLS handshake on the agents' port from the crowd's address.
 async fn handshake_from_crowd(env: &TestEnv) -> Result<()> {
     let socket = from_crowd(env.bound().agents).await?;
     let client = tls::enroll_client(Trust::Pin(env.ca().spki_sha256()))?;
@@ -69,7 +71,8 @@ async fn handshake_from_crowd(env: &TestEnv) -> Result<()> {
     Ok(())
 }
 
-/// T09 on the meta port: probes from elsewhere are answered, and so is one from the crowd's own address.
+/// T09 on the meta port: 5000 slow sockets are open. The server answers probes from another address
+/// and from the crowd's address.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -95,7 +98,8 @@ async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> 
     disperses(&mut crowd).await
 }
 
-/// T09 on the DNS over TCP: a source has 32 connections at most, for 5 s each, so others are answered at once.
+/// T09 on DNS over TCP: 5000 slow sockets are open. A source address has at most 32 connections,
+/// for 5 s each, so the server answers other sources at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
@@ -126,7 +130,9 @@ async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result
     disperses(&mut crowd).await
 }
 
-/// One below, at and above the places for connections without a credential: of one source, and of all.
+/// Opens one unauthenticated connection fewer than the limit, as many as the limit, and one more.
+/// The first row tests the limit per source, and the second row tests the limit in total. Only the
+/// last connection counts as a reached limit.
 #[tokio::test(flavor = "multi_thread")]
 async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
     for (limits, reached) in [
@@ -143,7 +149,8 @@ async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
             while open_conns.len() < count {
                 open_conns.push(from_crowd(env.bound().agents).await?);
             }
-            // Whoever has connected later, and been seen, shows that those before were seen.
+            // The server may not have accepted the last connection yet. The server accepts in
+            // order, so a count that is too high shows with the next connection at the latest.
             eventually("all are seen", WAIT_TIMEOUT, async || {
                 let value = metric(&env, &series).await?;
                 ensure!(value == expected, "{reached} is {value} for {count}");
@@ -151,7 +158,7 @@ async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
             })
             .await;
         }
-        // The one that came too many, or the oldest, is gone; three are left.
+        // The server has closed either the newest or the oldest connection. Three are left.
         let mut gone = 0;
         for socket in &mut open_conns {
             let read = timeout(Duration::from_millis(200), socket.read(&mut [0; 1])).await;
@@ -162,7 +169,8 @@ async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
     Ok(())
 }
 
-/// One below, at and above `dnsConnections`: the one too many waits, and is served when another ends.
+/// Opens connections up to `dnsConnections` and one more. The last one waits, and the server serves
+/// it when another connection ends.
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
@@ -209,8 +217,9 @@ async fn metric(env: &TestEnv, name: &str) -> Result<u64> {
     Ok(line.unwrap_or("0").trim().parse()?)
 }
 
-/// T09 on 10262: the slow ones are held to their share and gone in time; agents get in meanwhile, from elsewhere and from
-/// the same address.
+/// T09 on port 10262: 5000 slow sockets are open. The server limits their source to its share and
+/// closes the sockets in time. Meanwhile agents connect from another address and from the crowd's
+/// address.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -> Result<()> {
     let env = Arc::new(TestEnv::start().await?);
@@ -245,8 +254,8 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
     Ok(())
 }
 
-/// T09 on the doors: a scrape is served meanwhile, from elsewhere and from the crowd's own address, though the crowd may take
-/// all places.
+/// T09 on the HTTP and HTTPS listeners: 5000 slow sockets may take all permits. Meanwhile the
+/// server serves a scrape from another address and from the crowd's address.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_a_listener_keep_no_scrape_out() -> Result<()> {
     let limits = format!("{{ callersTotal: {CALLERS}, callersPerSource: {CALLERS} }}");
@@ -256,7 +265,8 @@ async fn t09_five_thousand_slow_sockets_on_a_listener_keep_no_scrape_out() -> Re
     let (http, https) = (env.bound().http, env.bound().https);
     let host = format!("worker-1:{}", exporter.addr().port());
     let get = RawRequest::get(&host, "/metrics");
-    // The TLS door is asked for a port that it refuses by itself: that it answers is all that counts here.
+    // The request to the HTTPS listener names a port that the server itself refuses. The test only
+    // needs an answer.
     let refused = RawRequest::get("worker-1:81", "/metrics");
     let plain = (http.context("http")?, env.http(), b'G', &get, 200);
     let secure = (
@@ -288,13 +298,14 @@ async fn t09_five_thousand_slow_sockets_on_a_listener_keep_no_scrape_out() -> Re
     let least = u64::try_from(CROWD_SIZE - CALLERS)?;
     ensure!(
         evicted >= least,
-        "only {evicted} gave way or were turned away"
+        "only {evicted} callers were evicted or refused"
     );
     Ok(())
 }
 
-/// quinn ends a whole connection when a stream has more gaps than its assembler takes pieces. The worst that can be is every
-/// second packet of a full window lost.
+/// Checks the default windows against the assembler of quinn. quinn closes the whole connection
+/// when a stream has more gaps than the assembler accepts chunks. In the worst case every second
+/// packet of a full window is lost.
 #[test]
 fn default_window_has_fewer_gaps_than_quinn_allows() {
     const PIECES: u32 = 1024;

@@ -1,4 +1,5 @@
-//! Requests by node name through the doors: what arrives at the target and what comes back.
+//! Requests by node name through the listeners: what arrives at the target, and what the caller
+//! receives.
 
 use anyhow::Result;
 use tunnel_tests::client::{BodyEnd, Endpoint, Exchange, KeepAliveClient, RawRequest, request};
@@ -39,13 +40,13 @@ async fn https_listener_serves_a_certificate_for_the_node_and_speaks_tls_to_the_
     assert_eq!(reply.status, 200, "{}", reply.text());
     assert!(reply.text().contains("worker-1"));
     assert_eq!(reply.ended, BodyEnd::CleanLength);
-    // The certificate is for the name that was asked for, not for any name.
+    // The certificate is valid for the requested name only.
     assert!(
         request(env.https("worker-2")?, &RawRequest::get(&host, "/metrics"))
             .await
             .is_err()
     );
-    // Nobody's credential is lent to a caller who has none.
+    // The server does not delegate its client certificate to a caller without a certificate.
     let reply = request(
         env.https("worker-1")?,
         &RawRequest::get(&host, "/client-certificate"),
@@ -99,7 +100,8 @@ async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
     assert_eq!(follow.status(), 200);
     for index in 0..20 {
         let line = format!("line {index}");
-        // The next line is only sent after the one before has arrived: nothing may wait for more.
+        // The test sends the next line only after the previous one has arrived. No hop may wait for
+        // more bytes.
         tunnel_tests::eventually::eventually(
             "the follower is there",
             tunnel_tests::env::WAIT_TIMEOUT,
@@ -142,7 +144,7 @@ async fn requests_on_one_connection_are_routed_one_by_one() -> Result<()> {
             reply.text().contains(&format!("node=\"{node}\"")),
             "round {round}"
         );
-        // An answer of our own in between leaves the connection usable.
+        // An answer by the server itself leaves the connection usable.
         let reply = client
             .request(&RawRequest::new("GET", "/", "nobody:9100"))
             .await?;
@@ -188,7 +190,8 @@ async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
         settings.localhost_proxy_ports = Some(port.to_string());
     })
     .await?;
-    // The node's own address is one where nothing listens, so only the loopback class can reach the exporter.
+    // The agent's node address is one where nothing listens. Only the loopback class can reach the
+    // exporter.
     let _agent = env
         .agent_with("worker-1", |config| {
             config.node_ip = Some([127, 0, 0, 77].into());
@@ -244,7 +247,8 @@ async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
 async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port();
-    // The door of the extra port has the target's number on another loopback address, as a Service would.
+    // The listener of the extra port has the target's port number on another loopback address, as a
+    // Service would.
     let env = TestEnv::start_with(|settings| {
         settings.http_proxy_ports = Some(port.to_string());
         settings.proxy_port_listen = Some("127.0.0.5".into());
@@ -294,7 +298,8 @@ async fn node_whose_name_is_a_number_is_reached_over_tls() -> Result<()> {
     let kubelet = FakeKubelet::start("00012345").await?;
     let _agent = env.agent("00012345").await?;
     let host = format!("00012345:{}", kubelet.addr().port());
-    // Such a name cannot be asked for in SNI, so the caller verifies the door by another one.
+    // A client cannot send such a name in SNI, so the caller verifies the certificate under another
+    // name.
     let reply = request(env.https("localhost")?, &RawRequest::get(&host, "/metrics")).await?;
     assert_eq!(reply.status, 200, "{}", reply.text());
     Ok(())
@@ -317,7 +322,7 @@ async fn idle_connection_ends_without_a_reset() -> Result<()> {
     Ok(())
 }
 
-/// One node with an exporter, and the Host that leads to it.
+/// A node with an exporter, and the `Host` value that leads to it.
 struct Site {
     env: TestEnv,
     exporter: Exporter,
