@@ -1,11 +1,11 @@
-//! The benchmark finds what became slower, and finds nothing where nothing did.
+//! The benchmark detects a slowdown, and reports none where there is none.
 
 use std::path::Path;
 
 use anyhow::{Result, ensure};
 use tunnel_tests::process::{Finished, Program, ScratchDir};
 
-/// CPU time that the relays waste on each read: many times what a read costs.
+/// CPU time that the relays waste on each read, many times the cost of a read.
 const WASTE: &str = "500us";
 
 async fn bench(words: &[&str]) -> Result<Finished> {
@@ -13,7 +13,7 @@ async fn bench(words: &[&str]) -> Result<Finished> {
     program.args(words.iter().copied()).run().await
 }
 
-/// The floor alone, which needs no release build.
+/// Runs the floor case alone, which needs no release build.
 async fn floor(out: &str, waste: &str) -> Result<()> {
     let run = [
         "run", "--case", "0", "--rounds", "3", "--hurry", "0.1", "--noisy",

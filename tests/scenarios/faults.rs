@@ -1,10 +1,11 @@
-//! The fault matrix with short clocks, on each transport a row concerns, with three seeds. `make faults` runs the same
-//! cases with the clocks of the contract.
+//! The fault matrix with short timers, on each transport of a row, with three seeds. `make faults`
+//! runs the same cases with the timers of the contract.
 
 use tokio_util::sync::CancellationToken;
 use tunnel_tests::faults::{CASES, Clocks, Plan, Table, run};
 
-/// Runs at once, by case and seed: most wait, but the machine has other tests to run.
+/// Number of parallel runs, each of one case and seed. Most of them wait, but the machine also runs
+/// other tests.
 const JOBS: usize = 8;
 
 /// Runs all cases of a row.

@@ -1,4 +1,4 @@
-//! Who gets in, and under which name.
+//! Admission of agents, and the names that they get.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,7 +54,8 @@ async fn claim_of_another_nodes_name_is_refused_and_its_traffic_goes_on() -> Res
 async fn certificates_of_another_ca_get_no_session() -> Result<()> {
     let (env, other) = (TestEnv::start().await?, TestEnv::start().await?);
     let foreign = agent_key(&other, "worker-1")?;
-    // In TLS 1.3 the client's handshake returns before its certificate is judged: no stream ever comes.
+    // In TLS 1.3 the client's handshake can finish before the server verifies the certificate. The
+    // session then gets no stream.
     match dial(&env, foreign).await {
         Ok((session, _dialer)) => assert!(session.accept().await.is_err()),
         Err(error) => assert!(error.to_string().contains("handshake"), "{error:#}"),
@@ -76,7 +77,7 @@ async fn second_instance_waits_while_the_first_is_live() -> Result<()> {
         Admission::Refused(code, _) => assert_eq!(code, CloseCode::NameInUse),
         Admission::Admitted(_) => panic!("a clone was admitted beside the live agent"),
     }
-    // The same process may come again: make before break.
+    // One process may open a second session, for make before break.
     assert!(matches!(
         ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?,
         Admission::Admitted(_)
@@ -124,7 +125,7 @@ async fn incompatible_version_is_refused_with_a_readable_line() -> Result<()> {
 async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
     let (env, imposter) = (TestEnv::start().await?, TestEnv::start().await?);
     let token = env.token("worker-1", &[])?;
-    // Everything that the agent sends to the imposter's enrolment port goes through this tap.
+    // The tap relays all bytes from the agent to the imposter's enrollment port.
     let tap = TcpListener::bind("127.0.0.1:0").await?;
     let mut config = env.agent_config("worker-1")?;
     config.token = Some(TokenSource::Inline(token.clone()));
@@ -155,8 +156,8 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
         done = tapped => done?,
         () = back => {}
     }
-    // The imposter counts how its enrolment connections ended: a request that reached it, with whatever token, would be
-    // counted as refused, and not as a handshake that the agent gave up.
+    // The imposter counts the results of its enrollment connections. A request with any token would
+    // count as refused, and not as a handshake that the agent gave up.
     let given_up = "tunnel_server_enrollments_total{result=\"handshake_failed\"} 1";
     eventually(
         "the imposter has counted the connection",
@@ -187,7 +188,7 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
 async fn token_is_for_one_node_and_one_key() -> Result<()> {
     let env = TestEnv::start().await?;
     let token = env.token("worker-1", &[])?;
-    // Another node with that token.
+    // Another node uses the token.
     let mut config = env.agent_config("worker-2")?;
     config.token = Some(TokenSource::Inline(token.clone()));
     let error = format!("{:#}", end_of(config).await);
@@ -195,7 +196,7 @@ async fn token_is_for_one_node_and_one_key() -> Result<()> {
         error.contains("worker-1") || error.contains("another node"),
         "{error}"
     );
-    // The node itself, then a second host with the same token.
+    // The node uses the token, and then a second host does.
     let mut config = env.agent_config("worker-1")?;
     config.token = Some(TokenSource::Inline(token.clone()));
     let first = Agent::start(config).await?;
@@ -209,7 +210,7 @@ async fn token_is_for_one_node_and_one_key() -> Result<()> {
     Ok(())
 }
 
-/// What ends an agent that cannot enrol.
+/// Returns the error that ends an agent that cannot enroll.
 async fn end_of(config: tunnel_agent::config::Config) -> anyhow::Error {
     let ended = async { Agent::start(config).await?.ended().await };
     match tokio::time::timeout(Duration::from_secs(60), ended).await {

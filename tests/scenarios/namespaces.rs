@@ -1,4 +1,4 @@
-//! Edges that have the same address, behind NAT, in network namespaces of their own.
+//! Edges that have the same address, behind NAT, in separate network namespaces.
 
 use std::net::SocketAddr;
 
@@ -18,7 +18,7 @@ async fn edges_with_one_address_are_distinguished_by_name() -> Result<()> {
     let cloud = Some(sites.cloud());
     let endpoint = fleet.server().address(Listener::Http);
 
-    // Both at the same time, so that a mix-up has its chance.
+    // The requests to both edges run at the same time, so that a mix-up can occur.
     let by_name = NODES.map(|node| async move {
         tally(
             cloud,
@@ -144,5 +144,5 @@ fn exporter() -> SocketAddr {
     SocketAddr::new(EDGE_ADDRESS.into(), 9100)
 }
 
-/// To each edge.
+/// Number of requests to each edge.
 const REQUESTS: u64 = 1000;

@@ -50,7 +50,7 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     })
     .await;
 
-    // What was scraped under a node's name came from that node.
+    // Each sample that was scraped under a node's name comes from that node.
     for (node, job) in NODES
         .into_iter()
         .flat_map(|node| [(node, "plain"), (node, "guide")])
@@ -87,7 +87,8 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     Ok(())
 }
 
-/// DNS-14: the rules of the guide's ServiceMonitors, and ours, which leaves targets without the label alone.
+/// DNS-14: scrapes with the rules of the guide's ServiceMonitors and with our rule, which does not
+/// change targets without the label.
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_targets()
 -> Result<()> {
@@ -100,7 +101,8 @@ async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_
     for edge in sites.edges() {
         exporters.push(node_exporter(edge, scratch.path())?);
     }
-    // In the kubelet's place: what answers is not what its rule is about.
+    // A node_exporter in place of the kubelet. The rule under test does not depend on the target's
+    // answer.
     let kubelet = Program::tool(Tool::NodeExporter)?
         .arg("--web.listen-address=192.168.33.221:9101")
         .arg("--collector.disable-defaults");
@@ -134,7 +136,8 @@ async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_
                 .collect();
             found.sort_unstable();
             let expected = [
-                // The guide's own rule loses its address; that something answers is because Prometheus dials this host then.
+                // The guide's rule removes the address of a target without the label. The target is
+                // up only because Prometheus then dials its own host.
                 ("guide-without-label", ":9090", true),
                 ("kubelet", "worker-1:9101", true),
                 ("node-exporter", "worker-1:9100", true),
@@ -153,14 +156,15 @@ async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_
     Ok(())
 }
 
-/// The page without the line that tells how long collecting it took.
+/// Returns the page without the lines that contain the duration of the collection.
 fn stable_part(page: &str) -> Vec<&str> {
     page.lines()
         .filter(|line| !line.starts_with("node_scrape_collector_duration_seconds{"))
         .collect()
 }
 
-/// node_exporter with a page that names its node and does not change: only collectors without measurements.
+/// Starts a node_exporter whose page names its node and does not change. Only collectors without
+/// measurements are enabled.
 fn node_exporter(edge: &Edge, scratch: &Path) -> Result<Process> {
     let node = edge.node_name();
     let folder = scratch.join(node);
@@ -187,7 +191,8 @@ fn node_exporter(edge: &Edge, scratch: &Path) -> Result<Process> {
     program.inside(Some(edge.node())).start()
 }
 
-/// A Prometheus inside `namespace` that scrapes what `scrapes` says, with its API on `api`.
+/// Starts a Prometheus inside `namespace` with the scrape configuration `scrapes`, and its API on
+/// `api`.
 pub(super) fn prometheus(
     namespace: &Namespace,
     scratch: &ScratchDir,
@@ -227,8 +232,8 @@ fn exporter() -> SocketAddr {
     SocketAddr::new(EDGE_ADDRESS.into(), 9100)
 }
 
-/// Plain targets, and targets as service discovery finds them (by address, which is the same for both) with the rule of
-/// the guide.
+/// Plain targets, and targets by address as service discovery finds them, with the rule of the
+/// guide. Both nodes have the same address.
 const SCRAPES: &str = r#"
 global: { scrape_interval: 1s, scrape_timeout: 1s }
 scrape_configs:
@@ -245,8 +250,8 @@ scrape_configs:
         target_label: __address__
 "#;
 
-/// Targets as the guide's ServiceMonitors find them, by address with the labels of discovery; and one without the label:
-/// Prometheus itself.
+/// Targets by address with the labels of discovery, as the guide's ServiceMonitors find them, and
+/// one target without the label, Prometheus.
 const MONITORS: &str = r#"
 global: { scrape_interval: 1s, scrape_timeout: 1s }
 scrape_configs:
@@ -281,11 +286,11 @@ scrape_configs:
         target_label: __address__
 "#;
 
-/// Prometheus itself, inside the cloud's namespace.
+/// Address of Prometheus in the cloud's namespace.
 const API: &str = "127.0.0.1:9090";
 
-/// Start of Prometheus and a few scrapes.
+/// Time limit for the start of Prometheus and a few scrapes.
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Larger than what one read or one packet carries.
+/// Size of the page, larger than one read or one packet.
 const PAGE_BYTES: usize = 300_000;

@@ -1,4 +1,5 @@
-//! An agent played by the test: real credentials and a real session, and then whatever the test wants.
+//! An agent that a test controls: real credentials and a real session, and messages of the test's
+//! choice.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 use tunnel_tests::env::TestEnv;
 
-/// A session that is held by the test.
+/// A session that the test controls.
 pub(crate) struct ScriptedAgent {
     session: Arc<dyn Session>,
     control: (ControlReader, ControlWriter),
@@ -33,7 +34,7 @@ pub(crate) enum Admission {
     Refused(CloseCode, String),
 }
 
-/// A certificate of the world's CA for an agent.
+/// Issues an agent certificate of the environment's CA.
 pub(crate) fn agent_key(env: &TestEnv, node: &str) -> Result<Arc<CertifiedKey>> {
     let key = KeyPair::generate()?;
     let request = CertificateParams::default().serialize_request(&key)?;
@@ -43,7 +44,7 @@ pub(crate) fn agent_key(env: &TestEnv, node: &str) -> Result<Arc<CertifiedKey>> 
     Ok(tls::certified_key(issued.chain, key)?)
 }
 
-/// An address as dialed.
+/// Returns an address in the form that dialers take.
 pub(crate) fn remote(address: SocketAddr) -> ServerAddr {
     ServerAddr {
         name: address.to_string(),
@@ -51,7 +52,7 @@ pub(crate) fn remote(address: SocketAddr) -> ServerAddr {
     }
 }
 
-/// Windows and timers of scripted sessions.
+/// Returns the windows and timers of scripted sessions.
 pub(crate) fn settings() -> SessionSettings {
     SessionSettings {
         stream_window: 1 << 20,
@@ -63,7 +64,7 @@ pub(crate) fn settings() -> SessionSettings {
     }
 }
 
-/// Dials the world's server with a credential.
+/// Dials the environment's server with a credential.
 pub(crate) async fn dial(
     env: &TestEnv,
     key: Arc<CertifiedKey>,
@@ -75,7 +76,7 @@ pub(crate) async fn dial(
     Ok((session, dialer))
 }
 
-/// A Hello of `name`.
+/// Returns a Hello of `name`.
 pub(crate) fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
     let node_name: NodeName = name.parse()?;
     Ok(Hello {
@@ -88,7 +89,7 @@ pub(crate) fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
     })
 }
 
-/// Says Hello on a session: its control stream, and the server's answer.
+/// Sends a Hello on a session. Returns the session's control stream and the server's answer.
 pub(crate) async fn introduce(
     session: &dyn Session,
     hello: Hello,
@@ -105,7 +106,7 @@ pub(crate) async fn introduce(
 }
 
 impl ScriptedAgent {
-    /// An admitted agent.
+    /// Connects an agent that must be admitted.
     pub(crate) async fn connect(env: &TestEnv, node: &str) -> Result<Self> {
         match Self::handshake(env, agent_key(env, node)?, node, [7; 16]).await? {
             Admission::Admitted(agent) => Ok(agent),
@@ -113,7 +114,7 @@ impl ScriptedAgent {
         }
     }
 
-    /// Says Hello with a name that may be another than the credential's.
+    /// Sends a Hello with a name that may differ from the credential's.
     pub(crate) async fn handshake(
         env: &TestEnv,
         key: Arc<CertifiedKey>,
@@ -123,7 +124,7 @@ impl ScriptedAgent {
         Self::say(env, key, hello(name, instance)?).await
     }
 
-    /// Says a Hello of the test's making.
+    /// Sends a Hello of the test's choice.
     pub(crate) async fn say(
         env: &TestEnv,
         key: Arc<CertifiedKey>,
@@ -146,12 +147,11 @@ impl ScriptedAgent {
         }
     }
 
-    /// Sends a control message.
     pub(crate) async fn send(&mut self, message: &ControlMessage) -> std::io::Result<()> {
         self.control.1.send(message).await
     }
 
-    /// The next stream of the server, its header read.
+    /// Accepts the next stream of the server and reads its header.
     pub(crate) async fn next_stream(&self) -> Result<Stream> {
         let incoming = self.session.accept().await?;
         Ok(incoming
@@ -160,23 +160,23 @@ impl ScriptedAgent {
             .1)
     }
 
-    /// Ends the session and goes.
+    /// Closes the session and drops the agent.
     pub(crate) async fn leave(self) {
         let session = self.session.clone();
         session.close(CloseCode::Normal, "test").await;
     }
 
-    /// Ends the session and says why.
+    /// Closes the session with a reason.
     pub(crate) async fn leave_saying(self, why: &str) {
         self.session.close(CloseCode::Normal, why).await;
     }
 
-    /// Why the session ended.
+    /// Returns the reason for the end of the session.
     pub(crate) async fn closed(&self) -> CloseReason {
         self.session.closed().await
     }
 
-    /// Ends the session in the middle of everything.
+    /// Closes the session without dropping the agent.
     pub(crate) async fn close(&self) {
         self.session.close(CloseCode::Normal, "test").await;
     }

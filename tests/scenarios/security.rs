@@ -1,5 +1,5 @@
-//! `tests/security.md` says what is true: each test that it names exists, no threat and no limit is left out; and the floors of
-//! dependencies (S21).
+//! `tests/security.md` is correct: each test that it names exists, and no threat and no limit is
+//! missing. Dependencies have their minimum versions (S21).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-/// Threats that the page must have.
+/// Threats that the page must contain.
 const IDS: [&str; 48] = [
     "R01", "R04", "R09", "R11", "R14", "S01", "S02", "S04", "S05", "S07", "S08", "S09", "S10",
     "S11", "S12", "S13", "S14", "S20", "S21", "S22", "S23", "S24", "S25", "S26", "T01", "T03",
@@ -15,7 +15,8 @@ const IDS: [&str; 48] = [
     "F18", "F19", "F20", "F24", "F25", "F26", "P9", "S42", "S44",
 ];
 
-/// The first releases without known flaws (RustSec), of what reads other people's bytes.
+/// First releases without known vulnerabilities (RustSec) of the crates that process untrusted
+/// bytes.
 const FLOORS: [(&str, [u64; 3]); 13] = [
     ("quinn-proto", [0, 11, 15]),
     ("h2", [0, 4, 18]),
@@ -32,14 +33,15 @@ const FLOORS: [(&str, [u64; 3]); 13] = [
     ("crossbeam-channel", [0, 5, 15]),
 ];
 
-/// Not to be in the tree at all: unmaintained, or another TLS.
+/// Crates that must not be dependencies, because they are unmaintained or are another TLS
+/// implementation.
 const ABSENT: [&str; 4] = ["rustls-pemfile", "openssl", "openssl-sys", "native-tls"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Cells of the page's table rows, by the number of their columns.
+/// Returns the cells of the page's table rows that have this number of columns.
 fn rows(columns: usize) -> Result<Vec<Vec<String>>> {
     let page = fs::read_to_string(root().join("tests/security.md"))?;
     let rows = page.lines().filter_map(|line| {
@@ -53,12 +55,12 @@ fn rows(columns: usize) -> Result<Vec<Vec<String>>> {
     Ok(rows.collect())
 }
 
-/// Words in backticks.
+/// Returns the words in backticks.
 fn quoted(cell: &str) -> impl Iterator<Item = &str> {
     cell.split('`').skip(1).step_by(2)
 }
 
-/// Names of all functions in the sources of a folder.
+/// Collects the names of all functions in the sources of a folder.
 fn functions(folder: &Path, found: &mut BTreeSet<String>) -> Result<()> {
     for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
         let path = entry?.path();
@@ -194,7 +196,7 @@ fn s21_dependencies_are_at_least_as_new_as_their_fixes() -> Result<()> {
             "{absent} is in the tree"
         );
     }
-    // DNSSEC has flaws that are not mended; it is a feature that nobody switches on.
+    // hickory's DNSSEC has vulnerabilities without a fix, so its feature must stay disabled.
     let manifest = fs::read_to_string(root().join("Cargo.toml"))?;
     ensure!(!manifest.contains("dnssec"), "DNSSEC is switched on");
     Ok(())

@@ -1,4 +1,5 @@
-//! Two transports, one behaviour: stopping and climbing lose no byte, also where packets are lost.
+//! Both transports behave the same: a shutdown or an upgrade to QUIC loses no byte, even with
+//! packet loss.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -33,7 +34,8 @@ async fn server_that_stops_under_loss_loses_no_byte_100_times_over_h2() -> Resul
     in_parallel(|rounds| server_stops(TransportChoice::H2, rounds)).await
 }
 
-/// The climb from h2 to QUIC: answers that run over the old session end there, whole.
+/// Upgrades from h2 to QUIC while answers are in progress. These answers end on the old session,
+/// complete.
 #[tokio::test(flavor = "multi_thread")]
 async fn promotion_under_loss_loses_no_byte_100_times() -> Result<()> {
     in_parallel(promotions).await
@@ -45,7 +47,7 @@ async fn agent_stops(transport: TransportChoice, rounds: Range<usize>) -> Result
         let agent = site.agent(transport, |_| {}).await?;
         let served = site.exporter.traffic().requests();
         let (whole, ()) = tokio::join!(site.whole_answer(round), async {
-            // The target has taken the request; its answer is on its way.
+            // The target has received the request, so its answer is on the way.
             while site.exporter.traffic().requests() == served {
                 tokio::task::yield_now().await;
             }
@@ -88,7 +90,8 @@ async fn promotions(rounds: Range<usize>) -> Result<()> {
             .await?;
         ensure!(site.transport()? == TransportKind::H2, "UDP is blocked");
         site.link.set(TrafficClass::UDP, Impairment::lossy(LOSS));
-        // Answers without a pause, so that one is on its way when the agent climbs.
+        // Answers follow each other without a pause, so that one is in progress when the agent
+        // upgrades.
         let climbed = eventually("the agent climbs to QUIC", WAIT_TIMEOUT, async || {
             site.whole_answer(round).await?;
             ensure!(site.transport()? == TransportKind::Quic, "still on h2");
@@ -100,7 +103,7 @@ async fn promotions(rounds: Range<usize>) -> Result<()> {
     Ok(())
 }
 
-/// A server, a lossy way to it, and a target.
+/// A server, a lossy link to it, and a target.
 struct Site {
     env: TestEnv,
     link: Link,
@@ -134,7 +137,7 @@ impl Site {
             .await
     }
 
-    /// The transport of the session that takes new streams.
+    /// Returns the transport of the session that gets new streams.
     fn transport(&self) -> Result<TransportKind> {
         let sessions = self.env.registry().of_node(&NODE.parse()?);
         let taking = sessions.iter().find(|session| !session.is_withdrawn());
@@ -156,7 +159,7 @@ impl Site {
     }
 }
 
-/// All rounds, on a few sites at the same time.
+/// Runs all rounds, divided among several sites that run in parallel.
 async fn in_parallel<Fut>(rounds: impl Fn(Range<usize>) -> Fut) -> Result<()>
 where
     Fut: Future<Output = Result<()>> + Send + 'static,
