@@ -1,7 +1,7 @@
-//! In a cluster: records, ports and the Lease through the API; against a stand-in, and a real kube-apiserver where its
-//! binaries are.
+//! The server in a cluster: records, ports and the Lease through the API. The tests run against a
+//! fake API server, and against a real kube-apiserver where its binaries are installed.
 
-/// Each scenario as a test against the stand-in and one against a real API server.
+/// Expands each scenario to a test against the fake API server and one against a real API server.
 macro_rules! on_both {
     ($($scenario:ident),+ $(,)?) => {
         mod fake_api {
@@ -54,7 +54,7 @@ use tunnel_tests::targets::Exporter;
 
 pub(crate) use kubectl::kubectls;
 
-/// A cluster and a folder for the servers that follow it.
+/// A cluster, and a directory for the servers that follow the cluster.
 struct ClusterEnv {
     cluster: Cluster,
     scratch: ScratchDir,
@@ -75,7 +75,7 @@ impl ClusterEnv {
         self.cluster.objects()
     }
 
-    /// How to start the server of this name with the rights of its ServiceAccount.
+    /// Returns the setup of the server `name` with the rights of its ServiceAccount.
     fn setup(&self, name: &str) -> Result<ServerSetup> {
         let folder = self.scratch.path().join(name);
         let setup = ServerSetup::in_cluster(&folder, &self.cluster.server_kubeconfig()?);
@@ -86,7 +86,7 @@ impl ClusterEnv {
         self.setup(name)?.start().await
     }
 
-    /// The objects of the guide: the Service, an edge node and a cloud node.
+    /// Creates the objects of the guide: the Service, an edge node and a cloud node.
     async fn guide(&self) -> Result<()> {
         self.guide_at(GUIDE_IP).await
     }
@@ -100,7 +100,7 @@ impl ClusterEnv {
             .await
     }
 
-    /// Waits until the records are this text.
+    /// Waits until the records equal `expected`.
     async fn wait_for_records(&self, what: &str, patience: Duration, expected: &str) {
         eventually(what, patience, async || {
             let found = self.objects().records().await?;
@@ -110,7 +110,8 @@ impl ClusterEnv {
         .await;
     }
 
-    /// Waits until the Service's ports are these, each as name, number, protocol and target.
+    /// Waits until the Service's ports equal `expected`. Each is a name, number, protocol and
+    /// target.
     async fn wait_for_ports(&self, what: &str, expected: &[(&str, u16, &str, u16)]) {
         eventually(what, REACTION, async || {
             let service = self.objects().service().await?;
@@ -134,7 +135,7 @@ impl ClusterEnv {
     }
 }
 
-/// An agent of a node, and an exporter behind it.
+/// An agent of a node, and an exporter that the agent reaches.
 struct Site {
     node: String,
     exporter: Exporter,
@@ -142,7 +143,7 @@ struct Site {
 }
 
 impl Site {
-    /// Starts both; the arguments are further ones of the agent's `run`.
+    /// Starts the agent and the exporter. `arguments` are added to the agent's `run`.
     async fn start(
         cluster_env: &ClusterEnv,
         server: &Server,
@@ -171,12 +172,12 @@ impl Site {
         self.exporter.addr().port()
     }
 
-    /// What a caller puts into Host.
+    /// Returns the value of a caller's `Host`.
     fn host(&self) -> String {
         format!("{}:{}", self.node, self.port())
     }
 
-    /// Asks for the exporter's page through the plain door.
+    /// Requests the exporter's page through the HTTP listener.
     async fn get(&self, server: &Server) -> Result<HttpReply> {
         request(
             server.address(Listener::Http),
@@ -185,7 +186,7 @@ impl Site {
         .await
     }
 
-    /// Fails unless the exporter's page comes through the plain door.
+    /// Fails unless the exporter's page arrives through the HTTP listener.
     async fn serves(&self, server: &Server) -> Result<()> {
         let reply = self.get(server).await?;
         ensure!(
@@ -198,21 +199,20 @@ impl Site {
     }
 }
 
-/// What the server tells on its meta port.
+/// Requests `path` on the server's meta port and returns the body.
 async fn fetch_text(server: &Server, path: &str) -> Result<String> {
     let meta = server.address(Listener::Meta);
     let reply = request(meta, &RawRequest::get("meta", path)).await?;
     Ok(reply.text())
 }
 
-/// The address of the guide's Service.
+/// Address of the guide's Service.
 const GUIDE_IP: &str = "10.106.217.16";
 
-/// The guide's records.
 const GUIDE_RECORDS: &str = "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1";
 
-/// How soon a change in the cluster is followed.
+/// Longest time from a change in the cluster to the server's reaction.
 const REACTION: Duration = Duration::from_secs(2);
 
-/// A server's first writes, election included.
+/// Longest time until a server's first writes, including the election.
 const FIRST: Duration = Duration::from_secs(10);

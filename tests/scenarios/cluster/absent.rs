@@ -1,5 +1,5 @@
-//! Objects that manifests ship and that are not there: the server may not create them, says which command does, and goes on with
-//! what it has.
+//! Objects of the manifests that do not exist. The server may not create them, reports the command
+//! that does, and continues with what it has.
 
 use std::path::Path;
 
@@ -30,7 +30,7 @@ async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(
         .start()
         .await?;
 
-    // Without any of them names have their routes and records here.
+    // Without any of these objects, the server itself has the routes and records of the nodes.
     eventually("the nodes", FIRST, async || {
         let text = fetch_text(&server, "/metrics").await?;
         let records = "tunnel_server_kubernetes_records 2";
@@ -38,7 +38,8 @@ async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(
         Ok(())
     })
     .await;
-    // The map of the records is looked at by the one that leads, so it comes after the Lease.
+    // Only the leader reads the map of the records, so this condition comes after the one of the
+    // Lease.
     for (condition, object) in [
         ("writing lease", "Lease kube-system/tunnel-dns-controller"),
         ("ca certificates", "ConfigMap kube-system/tunnel-ca"),
@@ -64,7 +65,7 @@ async fn an_absent_object_is_a_condition_with_the_command_that_creates_it(
     })
     .await;
 
-    // The same while the server runs.
+    // The test repeats this with an object that is deleted while the server runs.
     cluster_env
         .cluster
         .admin()
@@ -103,7 +104,7 @@ async fn command_of(server: &Server, condition: &str, object: &str) -> String {
     .await
 }
 
-/// Runs a command as an operator does who copies it.
+/// Runs a command like an operator who copies it.
 pub(super) async fn run(cluster_env: &ClusterEnv, kubectl: &Path, command: &str) -> Result<()> {
     let folder = kubectl.parent().context("a folder")?.to_owned();
     let path = std::env::var_os("PATH").unwrap_or_default();

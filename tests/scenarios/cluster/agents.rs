@@ -1,4 +1,5 @@
-//! Agents that prove their nodes by what they have as nodes of a cluster: the kubelet's certificate, or a Pod's token.
+//! Agents that prove their nodes with credentials of the cluster: the kubelet's certificate, or a
+//! Pod's token.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -20,7 +21,8 @@ mod streams;
 
 pub(super) use accounts::claims;
 
-/// A cluster with a CA of its clients, and a server in this process that follows it with the rights of the table.
+/// A cluster with a CA of its clients, and an in-process server that follows the cluster with the
+/// rights of the table.
 struct Site {
     cluster: Cluster,
     client_ca: TestCa,
@@ -60,12 +62,13 @@ impl Site {
         self.cluster.fake_api()
     }
 
-    /// What an agent trusts its server by, as the ConfigMap with the CA bundle is mounted.
+    /// Returns the file with the CA of the server, which stands for the mounted ConfigMap with the
+    /// CA bundle.
     fn tunnel_ca(&self) -> PathBuf {
         self.env.path().join("tunnel-ca.crt")
     }
 
-    /// The kubelet of a node with a first certificate.
+    /// Creates the PKI directory of a node's kubelet with a first certificate.
     fn kubelet(&self, node: &str) -> Result<KubeletPki> {
         let pki = KubeletPki {
             folder: self.env.path().join(format!("{node}-pki")),
@@ -75,7 +78,8 @@ impl Site {
         Ok(pki)
     }
 
-    /// Starts an agent with nothing but its kubelet's certificate, and waits for its session.
+    /// Starts an agent whose only credential is the kubelet's certificate, and waits for its
+    /// session.
     async fn agent_of_kubelet(
         &self,
         node: &str,
@@ -93,7 +97,7 @@ impl Site {
         Ok(agent)
     }
 
-    /// A Pod of the agents' ServiceAccount that runs on a node; its uid.
+    /// Creates a Pod of the agents' ServiceAccount on a node and returns its UID.
     fn pod(&self, name: &str, node: &str) -> Result<String> {
         let pod = json!({
             "metadata": { "name": name },
@@ -106,7 +110,7 @@ impl Site {
     }
 }
 
-/// `/var/lib/kubelet/pki` of a node.
+/// The directory `/var/lib/kubelet/pki` of a node.
 struct KubeletPki {
     folder: PathBuf,
 }
@@ -116,8 +120,8 @@ impl KubeletPki {
         self.folder.join("kubelet-client-current.pem")
     }
 
-    /// As `client-go/util/certificate` `fileStore.Update`: a new file with certificate and key, and a link that is moved over
-    /// the old one.
+    /// Rotates the certificate like `fileStore.Update` of `client-go/util/certificate`: writes a
+    /// new file with certificate and key, and moves a link to it over the old link.
     fn rotate(&self, stamp: &str, issued: &Issued) -> Result<()> {
         let file = self.folder.join(format!("kubelet-client-{stamp}.pem"));
         fs::write(&file, format!("{}{}", issued.certificate, issued.key))?;

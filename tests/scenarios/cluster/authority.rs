@@ -1,4 +1,5 @@
-//! What all servers of a cluster agree on: one CA, one set of join tokens and revocations, QUIC keys that outlive a disk.
+//! State that all servers of a cluster share: one CA, one set of join tokens and revocations, and
+//! QUIC keys that survive the loss of a disk.
 
 mod first;
 mod restart;
@@ -11,14 +12,15 @@ use tunnel_tests::client::{ByteStream, Endpoint, UpgradeClient};
 use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::env::TestEnv;
 
-/// A stand-in with the Secrets as manifests ship them.
+/// Starts a fake API server with the Secrets that the manifests ship.
 pub(super) async fn cluster() -> Result<Cluster> {
     Cluster::start(Kind::FakeApiServer)
         .await?
         .context("a stand-in")
 }
 
-/// A server in this process that follows the cluster with the rights of its ServiceAccount, and an empty disk.
+/// Starts a server in this process that follows the cluster with the rights of its ServiceAccount.
+/// The server starts with an empty disk.
 pub(super) async fn server(
     cluster: &Cluster,
     change: impl FnOnce(&mut RawConfig),

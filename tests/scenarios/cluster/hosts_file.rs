@@ -1,10 +1,11 @@
-//! How CoreDNS's hosts plugin reads a hosts file, from its documentation: an address and names a line, `#` begins a
-//! comment, names compare without case, lines that begin with no address are passed over.
+//! A parser of hosts files that follows the documentation of CoreDNS's hosts plugin. A line has an
+//! address and names, `#` begins a comment, names compare without case, and lines that do not begin
+//! with an address are skipped.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-/// Names in lower case with all their addresses, in the order of the file.
+/// Returns the names in lower case with all their addresses, in the order of the file.
 pub(super) fn parse(text: &str) -> BTreeMap<String, Vec<IpAddr>> {
     let mut names: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
     for line in text.split('\n') {
@@ -12,7 +13,7 @@ pub(super) fn parse(text: &str) -> BTreeMap<String, Vec<IpAddr>> {
         let mut words = content
             .split([' ', '\t', '\r', '\x0b', '\x0c'])
             .filter(|word| !word.is_empty());
-        // An IPv6 address may name its zone, which is not part of the answer.
+        // An IPv6 address may include a zone, which is not part of the answer.
         let address = words
             .next()
             .and_then(|word| word.split('%').next())

@@ -1,4 +1,5 @@
-//! `install.yaml` applied by kubectl: what a server with the rights in it makes of the objects, and applying it again.
+//! `install.yaml` applied by kubectl: the server fills the objects with the rights in the file, and
+//! a second apply keeps what the server wrote.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -24,7 +25,7 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     let manifest = folder().join("install.yaml");
     let manifest = manifest.to_string_lossy().into_owned();
     let apply = ["apply", "-f", &manifest];
-    // The rights are to come from the manifests, not from the harness.
+    // The rights must come from the manifests, not from the harness.
     cluster_env.cluster.allow_server(false).await?;
     for kind in ["ConfigMap", "Secret", "Lease"] {
         cluster_env.objects().delete_shipped(kind).await?;
@@ -66,7 +67,8 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     .await;
     let before = cluster_env.objects().filled().await?;
     let is_filled = |filled: &Value| *filled != json!([null, null]);
-    // Two ConfigMaps, two Secrets, the Lease of the writer and the one of the QUIC keys.
+    // The filled objects are two ConfigMaps, two Secrets, the Lease of the writer and the Lease of
+    // the QUIC keys.
     ensure!(
         before.values().filter(|filled| is_filled(filled)).count() == 6,
         "{before:#?}"
@@ -101,7 +103,8 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     Ok(())
 }
 
-/// The upgrade of an installation whose manifests left it to the server to create ConfigMaps and Leases.
+/// Tests the upgrade of an installation whose manifests left the creation of ConfigMaps and Leases
+/// to the server.
 async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_before(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
@@ -146,7 +149,7 @@ async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_befor
             );
         }
     }
-    // The server goes on, with the rights of the manifests alone.
+    // The server continues with only the rights of the manifests.
     cluster_env.cluster.allow_server(true).await?;
     cluster_env.objects().add(&edge("worker-2")).await?;
     let more = format!("10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n{MASTER}");
@@ -158,7 +161,7 @@ async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_befor
     Ok(())
 }
 
-/// A file with the objects of `install.yaml` that the server fills.
+/// Writes a file with the objects of `install.yaml` that the server fills, and returns its path.
 fn shipped_by_manifests(cluster_env: &ClusterEnv) -> Result<String> {
     let names: Vec<Value> = shipped()
         .into_iter()
@@ -179,7 +182,8 @@ fn shipped_by_manifests(cluster_env: &ClusterEnv) -> Result<String> {
 
 const MASTER: &str = "192.168.33.220\tmaster-1";
 
-/// Whether the Service has the port that `yurt-tunnel-server-cfg` of the manifests asks for.
+/// Returns whether the Service has the port that `yurt-tunnel-server-cfg` of the manifests
+/// requests.
 async fn extra_port(cluster_env: &ClusterEnv) -> Result<bool> {
     let service: Value = cluster_env.objects().service().await?;
     let ports = service["spec"]["ports"].as_array().context("no ports")?;

@@ -1,4 +1,5 @@
-//! The API server and the real kubectl understand each other: every kubectl that is here, Debian's among them.
+//! Compatibility of the API server with real kubectl programs: every installed kubectl, including
+//! Debian's.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::process::{Finished, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip};
 
-/// One kubectl with the credentials of an administrator and caches of its own.
+/// A kubectl program with an administrator's credentials and caches of its own.
 pub(super) struct Kubectl {
     file: PathBuf,
     kubeconfig: PathBuf,
@@ -42,7 +43,7 @@ impl Kubectl {
     }
 }
 
-/// All that are here.
+/// Returns all installed kubectl programs.
 pub(crate) fn kubectls() -> Result<Vec<PathBuf>, Skip> {
     let all = Tool::Kubectl.find_all();
     if all.is_empty() {
@@ -103,8 +104,9 @@ mod real {
     }
 }
 
-/// One object of each kind that matters. Its lists that are replaced as a whole name what the API would fill in: for kubectl
-/// a filled-in field is a change each time.
+/// Returns one object of each kind that matters. Lists that are replaced as a whole contain the
+/// values that the API would fill in, because kubectl treats a filled-in field as a change on each
+/// apply.
 fn manifests() -> Value {
     let template = json!({
         "metadata": { "labels": { "app": "x" } },
@@ -156,7 +158,7 @@ async fn every_kind(kubectl: &Kubectl, folder: &Path) -> Result<()> {
         "{again}"
     );
 
-    // A key that the file no longer has goes; one that somebody else wrote stays.
+    // kubectl removes a key that is missing in the file, and keeps one that another writer added.
     kubectl
         .ok(&[
             "-n",
@@ -264,7 +266,7 @@ async fn every_kind(kubectl: &Kubectl, folder: &Path) -> Result<()> {
         "{table}"
     );
 
-    // The Service takes its Endpoints with it.
+    // The deletion of the Service also deletes its Endpoints.
     let deleted = kubectl
         .ok(&["delete", "--wait=true", "--ignore-not-found", "-f", &file])
         .await?;
@@ -332,7 +334,7 @@ async fn server_side(kubectl: &Kubectl, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The commands of the guides, which send protobuf from kubectl 1.32 on.
+/// Runs the commands of the guides, for which kubectl sends protobuf since 1.32.
 async fn from_flags(kubectl: &Kubectl, _folder: &Path) -> Result<()> {
     let pair = rcgen::generate_simple_self_signed(vec!["x".to_owned()])?;
     let certificate = kubectl.home.file("tls.crt", pair.cert.pem())?;

@@ -1,4 +1,4 @@
-//! One writer among several servers, and what losing the Lease does not touch.
+//! One writer among several servers, and the functions that the loss of the Lease does not affect.
 
 use std::time::{Duration, Instant};
 
@@ -21,13 +21,13 @@ on_both!(
 const LEASE: &str =
     "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/tunnel-dns-controller";
 
-/// From the end of a leader to the first write of another.
+/// Longest time from the end of a leader to the first write of another.
 const TAKEOVER: Duration = Duration::from_secs(20);
 
 const WITH_WORKER_2: &str =
     "10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n192.168.33.220\tmaster-1";
 
-/// A long answer through the plain door, fed by the exporter.
+/// A long answer through the HTTP listener, to which the exporter adds lines.
 struct Long<'a> {
     exchange: Exchange,
     site: &'a Site,
@@ -46,7 +46,7 @@ impl<'a> Long<'a> {
         })
     }
 
-    /// Says a line at the edge and hears it here.
+    /// Emits a line at the exporter and checks that the caller receives it.
     async fn goes_on(&mut self) -> Result<()> {
         self.said += 1;
         let line = format!("line {}", self.said);
@@ -109,15 +109,15 @@ async fn second_server_says_that_one_is_the_limit_until_the_other_is_gone(
         Ok(text.contains("[!] replicas: ") && text.contains("Run one server"))
     };
     eventually("the second one's word", FIRST, async || {
-        ensure!(says(&second).await?, "nothing yet");
+        ensure!(says(&second).await?, "the condition is missing");
         Ok(())
     })
     .await;
-    ensure!(!says(&first).await?, "the first one is not too many");
+    ensure!(!says(&first).await?, "the first server has the condition");
 
     first.process().signal(Signal::Kill)?;
     eventually("the word to be taken back", TAKEOVER, async || {
-        ensure!(!says(&second).await?, "still said");
+        ensure!(!says(&second).await?, "the condition is still there");
         Ok(())
     })
     .await;
@@ -141,7 +141,7 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(
     let mut long = Long::start(&site, &server).await?;
     long.goes_on().await?;
 
-    // Another one takes the Lease, and renews it for a while.
+    // Another holder takes the Lease and renews it for a while.
     steal(&cluster_env).await?;
     eventually("the server to see it", FIRST, async || {
         let text = fetch_text(&server, "/metrics").await?;
@@ -154,7 +154,8 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(
     .await;
     let before = cluster_env.objects().records_map().await?;
     cluster_env.objects().add(&edge("worker-2")).await?;
-    // Longer than any burst is gathered; each look renews the Lease of the other one.
+    // The wait is longer than the server collects changes. Each poll renews the Lease of the other
+    // holder.
     let end = Instant::now() + Duration::from_secs(4);
     eventually(
         "some seconds as another one's follower",
@@ -171,7 +172,8 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(
         },
     )
     .await;
-    // What it does not write it still knows: the new node has a name here at once.
+    // The server still knows the state that it does not write. The new node has a name here at
+    // once.
     let reply = tunnel_tests::client::request(
         server.address(Listener::Http),
         &RawRequest::get("worker-2:10250", "/"),
@@ -194,7 +196,7 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(
     long.goes_on().await
 }
 
-/// Makes somebody else hold the Lease, renewed at this moment.
+/// Gives the Lease to another holder, with the current time as the time of renewal.
 async fn steal(cluster_env: &ClusterEnv) -> Result<()> {
     let lease = cluster_env
         .cluster
@@ -215,12 +217,13 @@ async fn steal(cluster_env: &ClusterEnv) -> Result<()> {
         .map(drop)
 }
 
-/// With six places, as the API has it.
+/// Returns the current time with six decimal places, the format of the API.
 fn now() -> String {
     humantime::format_rfc3339_micros(std::time::SystemTime::now()).to_string()
 }
 
-/// F38: the API server refuses the renewals.
+/// F38: tests a leader whose renewals the API server refuses. The leader stops writing, and no
+/// tunnel drops.
 #[tokio::test(flavor = "multi_thread")]
 async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Result<()> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
@@ -273,7 +276,7 @@ async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Resu
     })
     .await;
     long.goes_on().await?;
-    // Longer than any burst is gathered.
+    // The wait is longer than the server collects changes.
     let end = Instant::now() + Duration::from_secs(3);
     while Instant::now() < end {
         site.serves(&server).await?;
@@ -286,7 +289,7 @@ async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Resu
     long.goes_on().await
 }
 
-/// Writes of the server to anything but the Lease.
+/// Returns the number of the server's writes to objects other than Leases.
 fn writes(cluster_env: &ClusterEnv) -> Result<usize> {
     let requests = cluster_env.cluster.fake_api()?.requests();
     let user = tunnel_tests::cluster::Cluster::server_user();
@@ -296,7 +299,7 @@ fn writes(cluster_env: &ClusterEnv) -> Result<usize> {
         .count())
 }
 
-/// F23: several servers and somebody who edits the same object.
+/// F23: tests two servers and another writer that edits the same object. No edit is lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn f23_two_writers_lose_no_record_and_converge() -> Result<()> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
@@ -327,7 +330,8 @@ async fn f23_two_writers_lose_no_record_and_converge() -> Result<()> {
             .add(&edge(&format!("new-{round}")))
             .await?;
         expected.push(format!("10.106.217.16\tnew-{round}"));
-        // Reads, changes, writes back: refused when the server was faster, and then done again.
+        // The edit reads, changes and writes back. If the server was faster, the API server refuses
+        // the write, and `eventually` repeats the edit.
         eventually("the foreign edit", FIRST, async || {
             let mut map = cluster_env.objects().records_map().await?;
             map["data"]["count"] = round.to_string().into();
@@ -338,7 +342,8 @@ async fn f23_two_writers_lose_no_record_and_converge() -> Result<()> {
         })
         .await;
         if round % 5 == 4 {
-            // Each conflict costs a pause, so five rounds' are as many as the bound of one change allows for.
+            // Each conflict delays the server's write. The conflicts of five rounds are as many as
+            // the limit for one change allows.
             expected.sort();
             cluster_env
                 .wait_for_records(

@@ -1,4 +1,5 @@
-//! The embedded DNS in a cluster: names follow its Nodes, and are there before the API server is.
+//! The embedded DNS in a cluster: names follow the Nodes, and are answered before the API server is
+//! available.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -35,14 +36,15 @@ async fn p12_names_follow_node_events_within_a_second(cluster_env: ClusterEnv) -
         delays.push(time(&client, &name, &[own.parse()?]).await?);
     }
     delays.sort_unstable();
-    // The last but two of 150.
+    // `p99` is the third longest of 150 delays.
     let p99 = delays[delays.len() * 99 / 100 - 1];
     report_figure(&format!("P12: p99 {p99:?} of {} Node events", delays.len()));
     ensure!(p99 < scaled(Duration::from_secs(1)), "p99 {p99:?}");
     Ok(())
 }
 
-/// P4b's first half: after a cold start names are answered before the API server is back.
+/// Tests the first half of P4b: after a cold start, the server answers names while the API server
+/// is unavailable.
 #[tokio::test(flavor = "multi_thread")]
 async fn p4b_names_are_answered_from_disk_while_the_api_server_is_away() -> Result<()> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
@@ -80,7 +82,7 @@ async fn p4b_names_are_answered_from_disk_while_the_api_server_is_away() -> Resu
     Ok(())
 }
 
-/// How long it takes until a name is answered with exactly these addresses.
+/// Returns the time until a name is answered with exactly these addresses.
 async fn time(client: &DnsClient, name: &str, expected: &[IpAddr]) -> Result<Duration> {
     let began = Instant::now();
     while client.addresses(name).await? != expected {

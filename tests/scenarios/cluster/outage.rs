@@ -1,4 +1,5 @@
-//! F21 and the rest of F22: what of the API server may fail while tunnels and known nodes go on.
+//! F21 and the rest of F22: failures of the API server, during which tunnels and known nodes keep
+//! working.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,8 @@ use tunnel_tests::process::Server;
 
 use super::{ClusterEnv, FIRST, GUIDE_RECORDS, Site, fetch_text};
 
-/// A cluster with the guide's objects, a server that has written them, and traffic through it.
+/// A cluster with the guide's objects, a server that has written their records, and traffic through
+/// the server.
 struct Running {
     cluster_env: ClusterEnv,
     server: Server,
@@ -41,7 +43,7 @@ impl Running {
         })
     }
 
-    /// Serves for this long; each single request has to be answered.
+    /// Sends requests for this long. Each one must be answered.
     async fn serves_for(&self, time: Duration) -> Result<()> {
         let end = Instant::now() + time;
         while Instant::now() < end {
@@ -50,7 +52,7 @@ impl Running {
         Ok(())
     }
 
-    /// A Node that comes while the API server cannot be asked.
+    /// Adds a Node while the API server is unavailable.
     fn add_behind(&self, name: &str) -> Result<()> {
         self.cluster_env
             .cluster
@@ -137,7 +139,8 @@ async fn f21_too_many_requests_are_respected_and_slow_answers_waited_for() -> Re
         .iter()
         .filter(|recorded| recorded.at >= began && recorded.user == user && recorded.status == 429)
         .collect();
-    // Seven watches, two Leases, two writers and the CA, each once in three seconds at most, and what was under way.
+    // Seven watches, two Leases, two writers and the CA each send one request in three seconds at
+    // most. Requests that were already under way come in addition.
     ensure!(
         !refused.is_empty() && refused.len() <= 12 * 4,
         "{} refused requests in 7 s: {refused:?}",
@@ -194,7 +197,7 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
     let lists = running.lists_since(began, "nodes")?;
     ensure!(lists.is_empty(), "watches were resumed by lists: {lists:?}");
 
-    // Away while history is forgotten: the watch cannot go on where it was.
+    // The API server is unavailable and forgets its history, so the watch cannot resume.
     running
         .cluster_env
         .cluster
@@ -218,7 +221,8 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
     .await;
     for plural in ["nodes", "configmaps", "services"] {
         let lists = running.lists_since(back, plural)?;
-        // One for each that is followed: records, port lists, our CA's certificates, the CA of kubelets.
+        // The server lists each ConfigMap that it follows once: records, port lists, the
+        // certificates of its own CA, the CA of kubelets.
         let most = if plural == "configmaps" { 4 } else { 1 };
         ensure!(
             lists.len() <= most,
@@ -229,7 +233,8 @@ async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
     running.site.serves(&running.server).await
 }
 
-/// A watch from before the restart begins with 410, which is no condition: everything is listed at once.
+/// Restarts a real kube-apiserver three times. A watch from before the restart gets 410, which is
+/// not a condition. The server lists everything at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_restarts_of_a_real_kube_apiserver_are_followed_within_seconds() -> Result<()> {
     let Some(mut cluster_env) = ClusterEnv::start(Kind::Real).await? else {
@@ -273,13 +278,14 @@ async fn f21_restarts_of_a_real_kube_apiserver_are_followed_within_seconds() -> 
     Ok(())
 }
 
-/// Shorter than what a second list of everything waits for where the API server was not away.
+/// Time between two restarts. Without an outage of the API server in between, the server would wait
+/// longer than this before a second full list.
 const BETWEEN_RESTARTS: Duration = Duration::from_secs(12);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() -> Result<()> {
     let mut running = Running::start().await?;
-    // Kept some seconds after it was heard.
+    // The server writes the snapshot some seconds after a change.
     let snapshot = running.cluster_env.scratch.path().join("a/cluster.json");
     eventually("what is kept", FIRST, async || {
         let text = std::fs::read_to_string(&snapshot)?;
@@ -316,7 +322,7 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
         .fake_api()?
         .be(Presence::Here)
         .await?;
-    // The Lease of the killed server has to run out first.
+    // The Lease of the killed server must expire first.
     running
         .cluster_env
         .wait_for_records(
@@ -344,7 +350,7 @@ async fn f22_without_its_rights_the_server_alarms_and_serves_and_recovers() -> R
             .lines()
             .filter(|line| line.contains("forbidden"))
             .any(|line| !line.ends_with(" 0"));
-        ensure!(forbidden, "no metric tells it");
+        ensure!(forbidden, "no metric reports it");
         Ok(())
     })
     .await;

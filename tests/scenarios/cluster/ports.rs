@@ -1,4 +1,4 @@
-//! The ConfigMap of the ports: the Service's extra ports and what the doors let through.
+//! The ConfigMap of the ports: the Service's extra ports, and the ports that the listeners allow.
 
 use std::net::SocketAddr;
 
@@ -23,7 +23,8 @@ on_both!(
     p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses_it,
 );
 
-/// The doors' ports, as the Service's targets have them: plain and TLS.
+/// Returns the ports of the HTTP and the HTTPS listener, which are the targets of the Service's
+/// ports.
 fn listener_ports(server: &Server) -> (u16, u16) {
     (
         server.address(Listener::Http).port(),
@@ -53,7 +54,7 @@ async fn dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes
     let service = cluster_env.objects().service().await?;
     ensure!(service["metadata"]["annotations"].is_null(), "{service}");
 
-    // There is no controller here that makes them; kubectl shows the one or the other.
+    // No controller creates Endpoints and EndpointSlices here. kubectl shows one or the other.
     let admin = cluster_env.cluster.admin();
     let endpoints = endpoints(&service, "192.168.33.220");
     admin
@@ -249,7 +250,8 @@ async fn dns_15_loopback_ports_and_node_ports_are_both_reached(
         })
         .await;
     }
-    // The lists decide alone: without the entry the same port is looked for at the node's address.
+    // Only the lists decide. Without the entry, the agent dials the same port at the node's
+    // address.
     cluster_env
         .objects()
         .set_ports(&[
@@ -310,7 +312,8 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
         site.serves(&server).await
     })
     .await;
-    // What a caller of the Service reaches: its cluster address and the port are kube-proxy's, the target is the door's.
+    // A caller of the Service reaches this target: kube-proxy provides the cluster address and the
+    // port, and the target is the listener.
     let target = eventually("the port of the Service", REACTION, async || {
         let service = cluster_env.objects().service().await?;
         let ports = service["spec"]["ports"].as_array().context("ports")?;

@@ -1,4 +1,4 @@
-//! DNS-9: many nodes, few writes, and none when nothing changed.
+//! DNS-9: many nodes cause few writes, and no write if nothing has changed.
 
 use std::time::Duration;
 
@@ -13,7 +13,8 @@ use super::{ClusterEnv, GUIDE_IP, fetch_text};
 
 const NODES: usize = 5000;
 
-/// A cluster of thousands of nodes, and a server that has written their records.
+/// Starts a cluster of thousands of nodes and a server, and waits until the server has written all
+/// records.
 async fn filled() -> Result<(ClusterEnv, Server)> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
         .await?
@@ -40,7 +41,7 @@ async fn filled() -> Result<(ClusterEnv, Server)> {
     Ok((cluster_env, server))
 }
 
-/// Kubelets say that they live.
+/// Updates the status of 200 nodes, like heartbeats of their kubelets.
 async fn heartbeats(cluster_env: &ClusterEnv, round: u32) -> Result<()> {
     for number in 0..200 {
         let path = format!("/api/v1/nodes/edge-{number:05}/status");
@@ -81,7 +82,8 @@ async fn dns_9_ten_minutes_of_heartbeats_are_without_a_write() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() -> Result<()> {
     let (cluster_env, server) = filled().await?;
-    // Shipped empty for those who mount it, then filled once.
+    // The manifests ship the ConfigMap empty, so that Pods can mount it. The server then fills it
+    // once.
     let filled = cluster_env.cluster.fake_api()?.history(
         "configmaps",
         Some("kube-system"),
@@ -94,7 +96,7 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
         text.is_some_and(|text| !text.is_empty())
     });
     ensure!(
-        // One more is the CA's certificates for agents.
+        // One further write stores the CA certificates for agents.
         filled.count() == 1 && writes(&cluster_env)? <= 3,
         "{} writes for the first records",
         writes(&cluster_env)?
@@ -104,10 +106,10 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     let metrics = fetch_text(&server, "/metrics").await?;
     ensure!(
         metrics.contains(&format!("tunnel_server_kubernetes_records_bytes {bytes}")),
-        "the size is not told"
+        "no metric reports the size"
     );
 
-    // A burst.
+    // Many nodes arrive in a burst.
     for number in 0..100 {
         cluster_env
             .objects()
@@ -125,13 +127,13 @@ async fn dns_9_thousands_of_nodes_are_one_write_and_nothing_changed_is_none() ->
     })
     .await;
     let after_burst = writes(&cluster_env)?;
-    // Gathered for a second at most while nodes keep coming.
+    // While nodes keep arriving, the server collects changes for one second at most.
     ensure!(
         (3..=9).contains(&after_burst),
         "{after_burst} writes after a burst"
     );
 
-    // Kubelets say that they live, the whole list comes anew: nothing differs.
+    // Heartbeats and repeated full lists change nothing.
     let map = cluster_env.objects().records_map().await?;
     for round in 0..3 {
         heartbeats(&cluster_env, round).await?;

@@ -1,4 +1,5 @@
-//! A server that dials Services by their addresses and may not read where they are.
+//! A server that dials Services by their addresses but has no right to list the address ranges of
+//! Services.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;

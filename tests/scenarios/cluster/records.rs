@@ -1,4 +1,5 @@
-//! The ConfigMap of the records: its text, what it follows, and what it survives.
+//! The ConfigMap of the records: its text, the changes that it follows, and the failures that it
+//! survives.
 
 use std::time::Duration;
 
@@ -176,7 +177,7 @@ async fn dns_7_the_controller_recovers_from_objects_that_are_missing_or_empty(
     Ok(())
 }
 
-/// The Service's own ports, which nobody changes.
+/// The Service's own ports, which the server never changes.
 pub(super) const BASE: [(&str, u16, &str, u16); 2] = [
     ("http", 10255, "TCP", 10264),
     ("https", 10250, "TCP", 10263),
@@ -230,7 +231,7 @@ async fn t13_hostile_addresses_of_nodes_make_no_foreign_record(
     cluster_env.guide().await?;
     let long = "a".repeat(254);
     for (number, hostile) in HOSTILE.into_iter().chain([long.as_str()]).enumerate() {
-        // Names of Nodes are checked by the API; a kubelet says its addresses as it likes.
+        // The API validates the names of Nodes, but a kubelet may report any address.
         cluster_env
             .objects()
             .add(&edge(&format!("edge-{number}")).addressed("Hostname", hostile))
@@ -257,7 +258,8 @@ async fn t13_hostile_addresses_of_nodes_make_no_foreign_record(
         .map(|number| format!("edge-{number}"))
         .collect();
     expected.extend(["last", "last.example", "master-1", "worker-1"].map(str::to_owned));
-    // One of the addresses is one. Names in domains of others are refused, however well-formed.
+    // One of the hostile strings is a valid address. The server refuses names in foreign domains,
+    // even if they are well-formed.
     expected.push("cloud-11".to_owned());
     expected.sort();
     let names: Vec<_> = found.keys().cloned().collect();
@@ -282,7 +284,7 @@ async fn t13_hostile_addresses_of_nodes_make_no_foreign_record(
     Ok(())
 }
 
-/// What a hostile kubelet might call itself.
+/// Strings that a hostile kubelet might report as its address.
 const HOSTILE: [&str; 14] = [
     "x 10.0.0.1 kubernetes.default",
     "x\n10.0.0.1\tmaster-1",
@@ -324,7 +326,7 @@ async fn t14_records_that_do_not_fit_are_not_written_and_the_server_goes_on(
             tunnel_tests::demo::get(None, meta, "meta", "/readyz?verbose").await?;
         ensure!(
             ready_text.contains("bytes") || ready_text.contains("too large"),
-            "readyz tells {ready_text}"
+            "readyz reports {ready_text}"
         );
         Ok(())
     })
@@ -355,7 +357,7 @@ async fn t14_records_that_do_not_fit_are_not_written_and_the_server_goes_on(
 async fn no_record_is_written_without_the_address_of_the_service(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
-    // The server creates the map when it has looked at everything.
+    // The server creates the map after it has listed all objects.
     cluster_env.cluster.allow_creation().await?;
     cluster_env
         .cluster

@@ -1,4 +1,4 @@
-//! The table of rights: the page that operators read, and what the server really asks for.
+//! The table of rights: the page for operators, and the requests that the server really sends.
 
 use std::collections::BTreeSet;
 
@@ -55,7 +55,7 @@ fn row(right: &Right) -> Vec<String> {
     ]
 }
 
-/// Each right is asked for somewhere, and nothing else is: a right that nobody needs is one too many.
+/// Checks that the server uses every right and needs no other. An unused right is one too many.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
@@ -96,7 +96,7 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     cluster_env
         .wait_for_records("one line less", FIRST, "192.168.33.220\tmaster-1")
         .await;
-    // Pods are looked up for callers with delegation that say no node in TLS.
+    // The server looks up Pods for callers with delegation whose TLS handshake names no node.
     let apiserver = callers_ca.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
     let endpoint = Endpoint::tls(
         server.address(Listener::Https),
@@ -108,7 +108,7 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
     )
     .await?;
 
-    // An older API server tells no node: then the Pod is asked for, too.
+    // An older API server returns no node with its token review. The server then also gets the Pod.
     let fake_api = cluster_env.cluster.fake_api()?;
     fake_api.review_as(Reviewing::WithPods);
     let pod = json!({ "metadata": { "name": "agent" }, "spec": { "nodeName": "worker-1", "containers": [] } });

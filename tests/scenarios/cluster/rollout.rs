@@ -1,7 +1,8 @@
-//! What a rollout costs callers: failed calls, second by second, while one server takes over from another behind a Service.
+//! The cost of a rollout for callers: failed calls, second by second, while one server takes over
+//! from another behind a Service.
 //!
-//! Two servers of one cluster stand for the pods, a [`Link`] for the Service that agents dial, and a list of endpoints for
-//! the one that callers dial. kube-proxy is late by [`PROXY_LAG`].
+//! Two servers of one cluster stand for the Pods, a [`Link`] for the Service that agents dial, and
+//! a list of endpoints for the Service that callers dial. kube-proxy lags by [`PROXY_LAG`].
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,21 +22,21 @@ use tunnel_tests::targets::Exporter;
 
 use super::authority::{cluster, server};
 
-/// Followed logs.
+/// Number of followed logs.
 const STREAMS: usize = 20;
-/// From a pod's change to the rules of kube-proxy.
+/// Time from a change of a Pod until kube-proxy has updated its rules.
 const PROXY_LAG: Duration = Duration::from_millis(500);
-/// From the new pod's readiness to the old one's SIGTERM.
+/// Time from the readiness of the new Pod to the SIGTERM of the old one.
 const KUBELET_LAG: Duration = Duration::from_millis(200);
-/// Between two calls.
+/// Time between two calls.
 const CALL_EVERY: Duration = Duration::from_millis(20);
-/// A call that takes longer has failed.
+/// Time after which a call counts as failed.
 const CALL_TIMEOUT: Duration = Duration::from_secs(2);
-/// New calls may fail for this long while agents move from one server to another.
+/// Longest time for which new calls may fail while agents move from one server to another.
 const MOVE: Duration = Duration::from_secs(3);
-/// `--drain-timeout` of a server that must be gone before the next one comes.
+/// `--drain-timeout` of a server that must stop before the next one starts.
 const SHORT_DRAIN: Duration = Duration::from_secs(5);
-/// Calls go on for this long after the new server has the agent.
+/// Time for which calls go on after the agent has connected to the new server.
 const AFTERWARDS: Duration = Duration::from_secs(2);
 
 #[tokio::test(flavor = "multi_thread")]
@@ -83,7 +84,8 @@ async fn recreated_pod_with_20_followed_logs_costs_5_s_and_the_next_ones_start()
     calls.check(drained + ready + MOVE)
 }
 
-/// `maxSurge: 1`, `maxUnavailable: 0`: the next pod is ready before the one before gets its signal.
+/// Restarts with `maxSurge: 1` and `maxUnavailable: 0`: the new Pod is ready before the old one
+/// gets its signal.
 async fn restart_with_surge(streams: usize) -> Result<()> {
     let mut site = Site::start(streams, |_| {}).await?;
     let started = Instant::now();
@@ -100,7 +102,8 @@ async fn restart_with_surge(streams: usize) -> Result<()> {
     site.streams_go_on().await
 }
 
-/// The controller makes another pod as soon as one is being deleted, whatever the strategy.
+/// Deletes a Pod. The controller creates another one as soon as the deletion begins, whatever the
+/// strategy.
 async fn delete(streams: usize) -> Result<()> {
     let mut site = Site::start(streams, |_| {}).await?;
     let started = Instant::now();
@@ -115,7 +118,8 @@ async fn delete(streams: usize) -> Result<()> {
     site.streams_go_on().await
 }
 
-/// An edge with an agent and an exporter, and a server behind both Services; calls go on all the time.
+/// An edge node with an agent and an exporter, and a server behind both Services. Calls go on all
+/// the time.
 struct Site {
     cluster: Cluster,
     old: TestEnv,
@@ -158,14 +162,15 @@ impl Site {
         })
     }
 
-    /// Waits until the agent is with the new server, and a while longer.
+    /// Waits until the agent has connected to the new server and [`AFTERWARDS`] has passed, then
+    /// ends the calls.
     async fn taken_over(&mut self, new: &TestEnv) -> Result<Calls> {
         new.connected("worker-1").await;
         sleep(AFTERWARDS).await;
         self.calling.end().await
     }
 
-    /// The streams that were there before are still served, by the server that drains.
+    /// Checks that the draining server still serves the streams that were open before.
     async fn streams_go_on(&mut self) -> Result<()> {
         for stream in &mut self.streams {
             let line = timeout(scaled(WAIT_TIMEOUT), stream.line()).await?;
@@ -175,7 +180,7 @@ impl Site {
     }
 }
 
-/// What agents and callers dial.
+/// The Services that agents and callers dial.
 struct Service {
     link: Link,
     endpoints: Arc<Mutex<Vec<SocketAddr>>>,
@@ -200,13 +205,13 @@ impl Service {
             server.map(plain_listener).into_iter().collect();
     }
 
-    /// As [`Service::lead`], when kube-proxy has heard of it.
+    /// Calls [`Service::lead`] after the delay of kube-proxy.
     async fn lead_late(&self, server: Option<&TestEnv>) {
         sleep(PROXY_LAG).await;
         self.lead(server);
     }
 
-    /// Callers get one or the other.
+    /// Distributes callers over both servers.
     fn share(&self, one: &TestEnv, other: &TestEnv) {
         *self
             .endpoints
@@ -270,7 +275,7 @@ async fn call(
     Calls(calls)
 }
 
-/// Why a call fails, if it does.
+/// Returns the reason why a call fails, or `None` if it succeeds.
 async fn fails(endpoint: Option<SocketAddr>, wanted: &RawRequest) -> Option<String> {
     let Some(endpoint) = endpoint else {
         return Some("no endpoint".into());
@@ -283,11 +288,12 @@ async fn fails(endpoint: Option<SocketAddr>, wanted: &RawRequest) -> Option<Stri
     }
 }
 
-/// When each call began, and why it failed, if it did.
+/// The start time of each call, and the reason of its failure, if it failed.
 struct Calls(Vec<(Duration, Option<String>)>);
 
 impl Calls {
-    /// From the first call that failed to the end of the last one's turn.
+    /// Returns the time from the first failed call to the end of the interval of the last failed
+    /// call.
     fn outage(&self) -> Duration {
         let mut failed = self.0.iter().filter(|(_, failure)| failure.is_some());
         let first = failed.next().map(|(at, _)| *at);
@@ -298,7 +304,6 @@ impl Calls {
         }
     }
 
-    /// Prints the figure.
     fn print(&self, what: &str, (drained, ready): (Duration, Duration)) {
         use std::io::Write as _;
 

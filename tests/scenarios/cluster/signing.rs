@@ -1,4 +1,5 @@
-//! The server's client certificate for kubelets by a CertificateSigningRequest: asked for, approved by an operator, lent.
+//! The server's client certificate for kubelets from a CertificateSigningRequest: the request, the
+//! approval by an operator, and the delegation to callers.
 
 use std::time::Duration;
 
@@ -14,10 +15,11 @@ use tunnel_tests::targets::{Access, FakeKubelet, TargetTls, sha256_hex};
 use super::{ClusterEnv, FIRST, fetch_text};
 
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
-/// The server looks every 5 s.
+/// Longest wait for the effect of a poll. The server polls every 5 s.
 const LOOK: Duration = Duration::from_secs(15);
 
-/// A server that asks for its certificate, and the certificate of the API server that may borrow it.
+/// Returns the setup of a server that requests its client certificate. `callers` is the CA of the
+/// API server, to which the server may delegate the certificate.
 fn setup(cluster_env: &ClusterEnv, kubelet: &FakeKubelet, callers: &TestCa) -> Result<ServerSetup> {
     let ca = cluster_env.scratch.file("callers.pem", callers.pem())?;
     Ok(cluster_env.setup("a")?.args(&[
@@ -30,14 +32,14 @@ fn setup(cluster_env: &ClusterEnv, kubelet: &FakeKubelet, callers: &TestCa) -> R
     ]))
 }
 
-/// The pending request of the server.
+/// Returns the pending request of the server.
 async fn asked(cluster_env: &ClusterEnv) -> Result<Value> {
     let list = cluster_env.cluster.admin().list(REQUESTS).await?;
     ensure!(list.len() == 1, "{} requests", list.len());
     list.into_iter().next().context("no request")
 }
 
-/// As `kubectl certificate approve` and `deny` do it.
+/// Approves or denies a request like `kubectl certificate approve` and `kubectl certificate deny`.
 async fn decide(cluster_env: &ClusterEnv, mut object: Value, decision: &str) -> Result<()> {
     let name = object["metadata"]["name"].as_str().context("no name")?;
     let path = format!("{REQUESTS}/{name}/approval");
@@ -78,7 +80,7 @@ async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() 
     server.wait_until_connected(&["worker-1"]).await;
     let object = eventually("a request", FIRST, async || asked(&cluster_env).await).await;
     let name = object["metadata"]["name"].as_str().context("no name")?;
-    // Until then the server is ready, says what to do, and lends nothing.
+    // Before the approval, the server is ready, reports the command to run, and does not delegate.
     eventually("the command is told", FIRST, async || {
         let shown = fetch_text(&server, "/readyz?verbose").await?;
         let command = format!("kubectl certificate approve {name}");
@@ -105,7 +107,8 @@ async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() 
         Ok(())
     })
     .await;
-    // The next process has it from its disk: the request may be gone by then.
+    // The next process loads the certificate from its disk, because the request may be gone by
+    // then.
     cluster_env
         .cluster
         .admin()
@@ -120,7 +123,7 @@ async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() 
     Ok(())
 }
 
-/// A Secret that is mounted as optional may be made after the server has started.
+/// Tests a Secret that is mounted as optional and created after the server has started.
 #[tokio::test(flavor = "multi_thread")]
 async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart() -> Result<()> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
@@ -180,7 +183,7 @@ async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart
         Ok(())
     })
     .await;
-    // From now on a missing file is a mistake: the last good one stays.
+    // From here on, a missing file is an error, and the server keeps the last valid certificate.
     std::fs::remove_file(file("crt"))?;
     let failed =
         "tunnel_server_credential_reloads_total{files=\"target_certificate\",result=\"failed\"} 1";

@@ -1,4 +1,5 @@
-//! ServiceAccount tokens: which buy a certificate, what is said of the others, and when the token is needed again.
+//! ServiceAccount tokens: which ones enroll an agent, how the server refuses the others, and when
+//! an agent needs a token again.
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -16,7 +17,8 @@ use tunnel_tests::eventually::{eventually, scaled};
 
 use super::Site;
 
-/// A token as a projected volume has it: for the server, of the agents' ServiceAccount, bound to a Pod.
+/// Returns the claims of a token in a projected volume: for the server, of the agents'
+/// ServiceAccount, bound to a Pod.
 pub(in crate::cluster) fn claims(pod: &str, uid: &str) -> TokenClaims {
     let now = SystemTime::now();
     TokenClaims {
@@ -35,7 +37,7 @@ impl Site {
         Ok(file)
     }
 
-    /// An agent that has nothing but a token in a file, and the CA.
+    /// Returns the configuration of an agent that has only a token in a file, and the CA.
     pub(super) fn agent_with_token(&self, node: &str, token: &str) -> Result<AgentConfig> {
         let file = self.write_token(node, token)?;
         let mut config = self.env.agent_config_with(node, |settings| {
@@ -67,7 +69,7 @@ impl Site {
     }
 }
 
-/// What the agent of `node` ends with.
+/// Starts an agent of `node` and returns the error that ends it.
 async fn refusal(site: &Site, node: &str, token: &str) -> Result<String> {
     let agent = Agent::start(site.agent_with_token(node, token)?).await?;
     let ended = tokio::time::timeout(scaled(WAIT_TIMEOUT), agent.ended()).await;
@@ -92,7 +94,7 @@ async fn token_of_the_nodes_own_pod_enrolls_at_servers_old_and_new() -> Result<(
         let peer = sessions[0].session.peer();
         ensure!(peer.domain == TrustDomain::Tunnel, "{peer:?}");
         agent.stop().await?;
-        // The certificate is kept: without the API server it is enough.
+        // The agent has persisted its certificate, which is sufficient without the API server.
         let config = site.agent_with_token(node, "eyJ.gone.x")?;
         site.api()?.be(Presence::Refusing).await?;
         let agent = Agent::start(config).await?;
@@ -262,7 +264,8 @@ async fn p9_token_that_one_key_has_used_enrolls_no_other() -> Result<()> {
     let agent = Agent::start(config.clone()).await?;
     site.env.connected("worker-1").await;
     agent.stop().await?;
-    // Whoever has read the token has another key, as an agent has that lost its own.
+    // The agent loses its key and creates another one. An attacker who has read the token also has
+    // another key.
     std::fs::remove_dir_all(site.env.path().join("agent-worker-1"))?;
     let _agent = Agent::start(config).await?;
     site.has_code("token_used").await;
@@ -301,7 +304,7 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     let node = "worker-1".parse()?;
     let revoked = SystemTime::now();
     site.env.revocations().revoke(&node, revoked)?;
-    // The token that the Pod still has was issued before.
+    // The token of the Pod was issued before the revocation.
     site.has_code("revoked").await;
     ensure!(site.env.registry().of_node(&node).is_empty());
     agent.stop().await?;
@@ -317,7 +320,8 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     Ok(())
 }
 
-/// Whether an agent with the stored certificate, and a token from before the revocation, gets nothing.
+/// Returns whether the server refuses an agent that has the stored certificate and a token from
+/// before the revocation.
 async fn refusal_of_stored(site: &Site) -> Result<bool> {
     let before = site.enrolled("revoked").await?;
     let file = site.env.path().join("worker-1-token");
@@ -333,7 +337,8 @@ async fn refusal_of_stored(site: &Site) -> Result<bool> {
     Ok(site.env.registry().all().is_empty())
 }
 
-/// The bundle of the servers' CA is a mounted ConfigMap that changes with the CA.
+/// Tests that an agent reloads the bundle of the servers' CA, which is a mounted ConfigMap and
+/// changes with the CA.
 #[tokio::test(flavor = "multi_thread")]
 async fn ca_file_of_an_enrolled_agent_is_reloaded() -> Result<()> {
     let site = Site::start().await?;

@@ -1,5 +1,6 @@
-//! What kube-apiserver 1.36 asks kubelets for through 10263, as it was measured: with its users' Host and fields, and with the
-//! node's name in TLS or without, which depends on its `--kubelet-certificate-authority`.
+//! Requests of kube-apiserver 1.36 to kubelets through port 10263, as measured. They carry the Host
+//! and the fields of its users. Their TLS has the node's name or not, which depends on
+//! `--kubelet-certificate-authority` of kube-apiserver.
 
 use std::path::Path;
 
@@ -21,9 +22,10 @@ use super::streams::Edge;
 use crate::http::kubelet::{self as asked, Caller};
 
 const APISERVER: &str = "kube-apiserver-kubelet-client";
-/// Where kubectl finds the API server: kubeadm's admin.conf names the Node's address.
+/// Address of the API server for kubectl. The admin.conf of kubeadm has the Node's address.
 const OF_ADMIN_CONF: &str = "10.77.100.3:6443";
-/// Hosts that users write into kube-apiserver's requests; `PORT` is that of the second edge's kubelet.
+/// Hosts that users write into kube-apiserver's requests. `PORT` stands for the port of the second
+/// edge node's kubelet.
 const HOSTS: [&str; 8] = [
     OF_ADMIN_CONF,
     "master-1:6443",
@@ -35,7 +37,7 @@ const HOSTS: [&str; 8] = [
     "kubernetes.default.svc",
 ];
 
-/// Two edges of a cluster, and callers with delegation.
+/// Two edge nodes of a cluster, and callers with delegation of the client certificate.
 struct ApiServerSite {
     site: Site,
     edges: [Edge; 2],
@@ -44,14 +46,14 @@ struct ApiServerSite {
     _files: ScratchDir,
 }
 
-/// Whether kube-apiserver verifies kubelets, on which its SNI depends.
+/// Whether kube-apiserver verifies kubelets. The SNI depends on this.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verification {
     On,
     Off,
 }
 
-/// What a user's kubectl starts.
+/// A stream that a user's kubectl starts.
 #[derive(Debug, Clone, Copy)]
 enum Stream {
     Exec,
@@ -90,7 +92,7 @@ impl ApiServerSite {
         ];
         let objects = site.cluster.objects();
         objects.add(&cloud("master-1", "10.77.100.3")).await?;
-        // One address that both have, as at the edge, and one of each.
+        // Both nodes have one address in common, as at the edge, and each has one of its own.
         for (edge, own) in edges.iter().zip(["10.0.0.1", "10.0.0.2"]) {
             let address = |ip: &str| json!({ "type": "InternalIP", "address": ip });
             let addresses = json!([address("192.168.33.221"), address(own)]);
@@ -111,7 +113,8 @@ impl ApiServerSite {
             })
             .await;
         }
-        // A port that is in no list is refused where the node is known.
+        // Once the server knows the node of the address, it answers 403 for a port that is in no
+        // list.
         let by_address = RawRequest::get("10.0.0.2:22", "/");
         eventually("the addresses are known", WAIT_TIMEOUT, async || {
             let reply = request(site.listener(None, None)?, &by_address).await?;
@@ -129,7 +132,7 @@ impl ApiServerSite {
         self.site.api()?.put("pods", Some(namespace), pod)
     }
 
-    /// The listener for a caller; without a name its TLS has no SNI.
+    /// Returns the listener for a caller. Without a server name, the TLS handshake has no SNI.
     fn listener(&self, caller: Option<&Issued>, server_name: Option<&str>) -> Result<Endpoint> {
         let env = &self.site.env;
         let address = env.bound().https.context("no TLS listener")?;
@@ -138,25 +141,27 @@ impl ApiServerSite {
             Some(name) => {
                 ClientTls::verifying(name, RootCertStore::clone(&*env.roots()?), certificate)?
             }
-            // An address is never sent (RFC 6066, section 3).
+            // A client never sends an address in SNI (RFC 6066, section 3).
             None => ClientTls::insecure("127.0.0.1", certificate)?,
         };
         Ok(Endpoint::tls(address, tls))
     }
 
-    /// How kube-apiserver dials for an upgrade to the kubelet of an edge (`DialURL` of
-    /// `staging/src/k8s.io/apimachinery/pkg/util/proxy/dial.go`).
+    /// Returns the endpoint that kube-apiserver dials for an upgrade to the kubelet of an edge node
+    /// (`DialURL` of `staging/src/k8s.io/apimachinery/pkg/util/proxy/dial.go`).
     fn dialed(&self, verification: Verification, edge: &Edge) -> Result<Endpoint> {
         let server_name = (verification == Verification::On).then_some(edge.node);
         self.listener(Some(&self.apiserver), server_name)
     }
 
-    /// A request that kube-apiserver sends through Go's transport, which sends the name in any case.
+    /// Sends a request as kube-apiserver does through Go's transport, which always sends the server
+    /// name.
     async fn get(&self, edge: &Edge, head: &RawRequest) -> Result<HttpReply> {
         request(self.listener(Some(&self.apiserver), Some(edge.node))?, head).await
     }
 
-    /// Logs with the node's Host, and the node proxy with the user's.
+    /// Checks that logs with the node's Host, and pages of the node proxy with the user's Host,
+    /// arrive from the kubelet of `edge`.
     async fn serves_pages(&self, edge: &Edge, host: &str) -> Result<()> {
         let own = format!("{}:{}", edge.node, edge.kubelet.addr().port());
         let log = RawRequest::get(&own, "/containerLogs/default/web-0/app");
@@ -166,7 +171,7 @@ impl ApiServerSite {
         let pods = self.get(edge, &RawRequest::get(host, "/pods")).await?;
         let named = format!("\"node\":\"{}\"", edge.node);
         ensure!(pods.text().contains(&named), "{}", pods.text());
-        // The kubelet sees what kube-apiserver sent.
+        // The kubelet receives the Host that kube-apiserver sent.
         let seen = self.get(edge, &RawRequest::get(host, "/headers")).await?;
         let sent = format!("host: {host}\r\n").to_lowercase();
         let seen = seen.text().to_lowercase();
@@ -174,7 +179,7 @@ impl ApiServerSite {
         Ok(())
     }
 
-    /// An upgraded stream reaches the kubelet of this edge and no other.
+    /// Checks that an upgraded stream reaches the kubelet of `edge` and no other.
     async fn streams_to(
         &self,
         edge: &Edge,
@@ -198,7 +203,7 @@ impl ApiServerSite {
         Ok(())
     }
 
-    /// Waits until each kubelet has so many connections.
+    /// Waits until each kubelet has `count` open connections.
     async fn open_are(&self, count: u64) {
         eventually("connections of the kubelets", WAIT_TIMEOUT, async || {
             for edge in &self.edges {
@@ -266,8 +271,9 @@ async fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_h2() -> Resu
     every_shape("h2").await
 }
 
-/// An API server that dials addresses sends no name for logs either: the Pod in the path decides, and the port is the kubelet's
-/// in the Node's status, whatever the Host says.
+/// Tests an API server that dials addresses, and therefore sends no server name for logs either.
+/// The Pod in the path selects the node. The port is the kubelet's port in the Node's status. The
+/// Host has no influence.
 #[tokio::test(flavor = "multi_thread")]
 async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status() -> Result<()> {
     let site = ApiServerSite::start("auto").await?;
@@ -291,7 +297,8 @@ async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status()
             );
         }
     }
-    // Other paths get the answer of their Host, and Pods that nobody knows lead nowhere.
+    // For other paths the Host decides, and the server does not know this one. A Pod that does not
+    // exist selects no node.
     for path in [
         "/metrics",
         "/metrics/cadvisor",
@@ -303,7 +310,7 @@ async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status()
     Ok(())
 }
 
-/// Whole sessions, where the API server has no name in TLS and a user's Host.
+/// Runs complete sessions without a server name in TLS and with a user's Host.
 async fn whole_streams(transport: &str) -> Result<()> {
     let site = ApiServerSite::start(transport).await?;
     let edge = &site.edges[0];
@@ -316,7 +323,8 @@ async fn whole_streams(transport: &str) -> Result<()> {
     asked::terminal_over_spdy(&caller).await?;
     asked::port_forward_over_spdy(&caller).await?;
     asked::terminal_over_websocket(&caller, 0).await?;
-    // What API servers before 1.36 send, and those that translate for older kubelets: POST with the node's Host.
+    // API servers before 1.36, and those that translate for older kubelets, send POST with the
+    // node's Host.
     let translated = Caller {
         listener: caller.listener.clone(),
         ..edge.caller(&site.site)
@@ -339,7 +347,8 @@ async fn whole_streams_without_a_name_in_tls_over_h2() -> Result<()> {
     whole_streams("h2").await
 }
 
-/// Users of kube-apiserver with rights to a pod, or to the proxy of a node, of the first edge try for the second.
+/// Tests users of kube-apiserver who have rights to a Pod of the first edge node, or to the proxy
+/// of that node. Fields in their requests do not lead to the second edge node.
 #[tokio::test(flavor = "multi_thread")]
 async fn p10_fields_of_users_lead_to_no_other_node() -> Result<()> {
     let site = ApiServerSite::start("auto").await?;
@@ -371,7 +380,8 @@ async fn p10_fields_of_users_lead_to_no_other_node() -> Result<()> {
         "{seen}"
     );
     ensure!(second.kubelet.traffic().requests() == before);
-    // The node proxy of an upgrade has no name in TLS where kubelets are not verified: nothing says its node.
+    // If kube-apiserver does not verify kubelets, an upgrade through the node proxy has no server
+    // name in TLS. Nothing in the request then identifies the node.
     let before = site.requests();
     for upgrade in ["Upgrade", "x-upgrade-y"] {
         for path in ["/pods", "/run/default/web-1/app", "/logs/", "/"] {
@@ -392,7 +402,7 @@ async fn p10_fields_of_users_lead_to_no_other_node() -> Result<()> {
     Ok(())
 }
 
-/// The code and text of an exec that is refused.
+/// Returns the status, code and text of the answer to an exec that the server refuses.
 async fn refused(site: &ApiServerSite, host: &str, pod: &str) -> Result<(u16, String, String)> {
     let before = site.requests();
     let listener = site.dialed(Verification::Off, &site.edges[0])?;
@@ -411,7 +421,7 @@ async fn unreachable_pods_are_answered_with_the_name_of_their_node() -> Result<(
     site.put_pod("default", "in-the-cloud", "master-1")?;
     site.put_pod("default", "no-node", "worker-9")?;
     site.put_pod("default", "unbound", "")?;
-    // Host names a node with an agent, and is no way out.
+    // The Host names a node with an agent. The server does not fall back to that node.
     let host = format!("worker-1:{}", site.edges[0].kubelet.addr().port());
     for (pod, status, code, says) in [
         ("no-agent", 503, "no_agent", "worker-3"),
@@ -457,7 +467,7 @@ async fn static_pods_and_pods_that_moved_are_found_where_they_are() -> Result<()
     exec(first, "default/web-0").await
 }
 
-/// Callers that are on the list beside kube-apiserver get the port that they name.
+/// Tests that a listed caller other than kube-apiserver reaches the port in its Host.
 #[tokio::test(flavor = "multi_thread")]
 async fn second_listed_caller_reaches_the_port_of_its_host() -> Result<()> {
     let site = ApiServerSite::start("auto").await?;
@@ -475,7 +485,7 @@ async fn second_listed_caller_reaches_the_port_of_its_host() -> Result<()> {
         })
         .await;
         let asked = exporter.traffic().requests();
-        ensure!(asked > 0, "the kubelet was asked");
+        ensure!(asked > 0, "the exporter received no request");
         let elsewhere = RawRequest::get("worker-1:22", "/metrics");
         let listener = site.listener(Some(&site.prometheus), server_name)?;
         let reply = request(listener, &elsewhere).await?;
@@ -484,7 +494,7 @@ async fn second_listed_caller_reaches_the_port_of_its_host() -> Result<()> {
     Ok(())
 }
 
-/// Callers without delegation are served by Host as ever, and cause no question.
+/// Tests that the server routes callers without delegation by Host, and looks up no Pods for them.
 #[tokio::test(flavor = "multi_thread")]
 async fn other_callers_are_routed_by_host_and_never_ask_for_pods() -> Result<()> {
     let site = ApiServerSite::start("auto").await?;
@@ -507,7 +517,7 @@ async fn other_callers_are_routed_by_host_and_never_ask_for_pods() -> Result<()>
             ensure!(reply.refused()?.status == 400, "{host}");
         }
     }
-    ensure!(site.lookups()? == before, "somebody asked for a pod");
+    ensure!(site.lookups()? == before, "the server looked up a Pod");
     Ok(())
 }
 
@@ -541,7 +551,7 @@ async fn missing_right_to_get_pods_is_reported_to_users_and_operators() -> Resul
         let listener = site.dialed(verification, &site.edges[0])?;
         site.streams_to(&site.edges[0], listener, client).await
     };
-    // Not needed with the name in TLS.
+    // With the server name in TLS, the server needs no lookup.
     exec(Verification::On).await?;
     let [all, _] = server_roles_of(|_| true);
     set_rights(&all["rules"]).await?;

@@ -1,4 +1,5 @@
-//! Kubelets' client certificates: which make an agent, their rotation, their CA and their revocation.
+//! Client certificates of kubelets: which ones authenticate an agent, their rotation, their CA and
+//! their revocation.
 
 use std::time::Duration;
 
@@ -20,7 +21,8 @@ use crate::http::kubelet::heads;
 const NAME: (Subject, &str) = (Subject::Name, "system:node:worker-1");
 const GROUP: (Subject, &str) = (Subject::Organization, "system:nodes");
 
-/// Waits until a kubelet of the site's CA gets a session: the CA was heard.
+/// Waits until a kubelet with a certificate of `ca` gets a session, which shows that the server has
+/// loaded `ca`.
 async fn ca_is_loaded(site: &Site, ca: &TestCa) {
     eventually("the CA of kubelets is in use", WAIT_TIMEOUT, async || {
         let good = ca.issue(&Leaf::kubelet("probe"))?.own;
@@ -105,7 +107,8 @@ async fn only_a_kubelets_own_certificate_of_the_clusters_ca_makes_its_agent() ->
     over_quic(&site.env, good, trust(&site.env)?).await
 }
 
-/// The certificate is swapped as a kubelet does it, under an exec that neither end of it notices.
+/// Replaces the certificate during an exec in the same manner as a kubelet. Neither end of the exec
+/// notices the rotations.
 async fn rotations_under_an_exec(transport: &str) -> Result<()> {
     let site = Site::start().await?;
     let target = FakeKubelet::start("worker-1").await?;
@@ -151,7 +154,7 @@ async fn rotations_under_an_exec(transport: &str) -> Result<()> {
         .await;
         echo(round).await?;
     }
-    // One connection from the first byte on.
+    // The exec still uses its first connection.
     ensure!(target.traffic().open() == 1);
     drop(exec);
     agent.stop().await
@@ -173,7 +176,7 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
     ca_is_loaded(&site, &site.client_ca).await;
     let pki = site.kubelet("worker-1")?;
     let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
-    // Nonsense changes nothing and is told.
+    // An invalid CA changes nothing, and the server reports it.
     site.api()?.set_client_ca("nothing")?;
     eventually("the problem is told", WAIT_TIMEOUT, async || {
         let ready = RawRequest::get("meta", "/readyz?verbose");
@@ -183,20 +186,20 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
     })
     .await;
     ca_is_loaded(&site, &site.client_ca).await;
-    // Another CA: kubelets of the old one are strangers from the next handshake on.
+    // With another CA, the server refuses kubelets of the old CA from the next handshake on.
     let next = TestCa::new("kubernetes")?;
     site.api()?.set_client_ca(next.pem())?;
     ca_is_loaded(&site, &next).await;
     let old = site.client_ca.issue(&Leaf::kubelet("worker-2"))?.own;
     let refused = over_tcp(&site.env, Some(old), trust(&site.env)?).await;
-    ensure!(refused.is_err(), "the old CA still vouches");
-    // A start without the API server has the last one from disk.
+    ensure!(refused.is_err(), "the old CA is still trusted");
+    // A server that starts without the API server loads the last CA from disk.
     eventually("the CA is on disk", WAIT_TIMEOUT, async || {
         let snapshot = site.env.path().join("server/kubelet-client-ca.crt");
         ensure!(std::fs::read_to_string(snapshot)? == next.pem());
         let shared = site.env.path().join("server/authority.json");
         let shared = std::fs::read_to_string(shared)?;
-        ensure!(shared.contains("\"isWhole\":true"), "not all is kept");
+        ensure!(shared.contains("\"isWhole\":true"), "not all is persisted");
         anyhow::Ok(())
     })
     .await;
@@ -259,7 +262,7 @@ async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate()
         let key = site.client_ca.issue(leaf)?.own;
         over_tcp(&site.env, Some(key), trust(&site.env)?).await
     };
-    // Issued before, as far as its beginning tells.
+    // According to the start of its validity, this certificate was issued before the revocation.
     ensure!(dial(&Leaf::kubelet("worker-1")).await.is_err());
     dial(&Leaf::kubelet("worker-2")).await?;
     let later = Leaf {

@@ -1,4 +1,5 @@
-//! DNS-12, DNS-13: by node name through the doors, with agents of both kinds, as kube-apiserver asks.
+//! DNS-12, DNS-13: requests by node name through the listeners, with agents of both kinds, in the
+//! form that kube-apiserver sends.
 
 use anyhow::{Result, ensure};
 use tunnel_tests::client::{BodyEnd, Endpoint, RawRequest, request};
@@ -10,7 +11,7 @@ use super::Site;
 use super::accounts::claims;
 use crate::http::kubelet::{self as asked, Caller};
 
-/// A Node of the cluster with an agent, behind which are a kubelet and an exporter.
+/// A Node of the cluster with an agent, a kubelet and an exporter.
 pub(super) struct Edge {
     pub(super) node: &'static str,
     pub(super) kubelet: FakeKubelet,
@@ -70,7 +71,8 @@ impl Edge {
         }
     }
 
-    /// The exporter's page through the plain door is what a fetch on the node gets, but for its count of fetches.
+    /// Checks that the exporter's page through the HTTP listener equals a direct fetch, except for
+    /// the count of fetches.
     async fn serves_metrics(&self, site: &Site) -> Result<()> {
         let host = format!("{}:{}", self.node, self.exporter.addr().port());
         let head = RawRequest::get(&host, "/metrics");

@@ -1,4 +1,5 @@
-//! R11: the first writer makes the CA, everybody else takes it, and nobody makes another one.
+//! R11: the first writer creates the CA, all other servers adopt it, and no server creates another
+//! one.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -21,9 +22,9 @@ use super::super::kubectl::{Kubectl, kubectls};
 use super::super::{ClusterEnv, FIRST};
 use super::{ca_secret, cluster, server, state_secret};
 
-/// Seeds of a plain run; `R11_SEEDS` asks for more.
+/// Number of seeds of a plain run. `R11_SEEDS` requests more.
 const SEEDS: u64 = 50;
-/// Clusters at once.
+/// Number of clusters that run concurrently.
 const AT_ONCE: usize = 4;
 const SERVERS: usize = 5;
 
@@ -42,7 +43,7 @@ async fn one_ca(seed: u64) -> Result<()> {
     let cluster = cluster().await?;
     let fake_api = cluster.fake_api()?;
     let mut random = SmallRng::seed_from_u64(seed);
-    // Writes that lose against somebody, and answers that come when others have moved on.
+    // Some writes get a conflict, and some answers arrive after others have moved on.
     let conflicts = random.random_range(0..4);
     fake_api.fault(Fault::conflict().of("secrets").times(conflicts));
     for verbs in [["get"], ["update"]] {
@@ -50,7 +51,8 @@ async fn one_ca(seed: u64) -> Result<()> {
         let count = random.random_range(0..8);
         fake_api.fault(Fault::delay(delay).of("secrets").verbs(&verbs).times(count));
     }
-    // Few ports: working through a list of 64,000 takes most of a start, and has nothing to do with CAs.
+    // The list has few ports. A list of 64,000 takes most of the start-up time and does not affect
+    // the CA.
     let starting = (0..SERVERS).map(|_| {
         server(&cluster, |settings| {
             settings.http_proxy_ports = Some("9100".into());
@@ -77,7 +79,7 @@ async fn one_ca(seed: u64) -> Result<()> {
         Ok(())
     })
     .await;
-    // Each has QUIC keys of its own.
+    // Each server has QUIC keys of its own.
     let state = cluster.objects().secret(&state_secret()).await?;
     let replicas: Value = serde_json::from_str(&state["replicas.json"])?;
     let replicas = replicas["replicas"].as_object().context("no replicas")?;
@@ -96,7 +98,8 @@ async fn one_ca(seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// What a server says while there is no Secret, and that it goes on by itself.
+/// Tests a missing Secret: the server reports it, creates no other CA, and continues by itself when
+/// the Secret exists.
 #[tokio::test(flavor = "multi_thread")]
 async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made() -> Result<()> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
@@ -157,7 +160,8 @@ async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made
     Ok(())
 }
 
-/// Manifests ship the Secrets without data, so that applying them again owns none of it.
+/// Tests a second apply of the manifests. They ship the Secrets without data, so the apply owns
+/// none of the data.
 #[tokio::test(flavor = "multi_thread")]
 async fn r11_applying_the_manifests_again_keeps_ca_and_tokens() -> Result<()> {
     let Some(programs) = or_skip(kubectls()) else {
@@ -215,7 +219,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
         Ok(())
     })
     .await;
-    // The agents' copy is repaired, too.
+    // The server also repairs the agents' copy.
     let bundle = Objects::bundle_path();
     let edit = serde_json::json!({ "data": { "ca.crt": "nonsense" } });
     cluster.admin().merge(&bundle, &edit).await?;

@@ -1,4 +1,5 @@
-//! A server whose disk goes with its container comes back as the same: agents need no new token, and notice at once.
+//! A server that loses its disk with its container restarts with its identity: agents need no new
+//! token, and notice the restart at once.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,10 +14,11 @@ use tunnel_tests::process::{AgentSetup, Listener, Server, Signal};
 use super::super::{ClusterEnv, FIRST, Site};
 use super::state_secret;
 
-/// Of the agent; a restart is noticed within 1.2 of it and a second.
+/// Keep-alive interval of the agent. The agent notices a restart within 1.2 times this interval,
+/// plus a margin.
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
 
-/// An agent on its own disk, which enrolled once.
+/// Starts an agent on its own disk and waits until it has enrolled.
 async fn enrolled(
     cluster_env: &ClusterEnv,
     server: &Server,
@@ -29,7 +31,7 @@ async fn enrolled(
     Ok(agent)
 }
 
-/// The same agent without a token, for when it has a certificate.
+/// Returns the setup of the same agent without a token, for use when it has a certificate.
 fn agent(cluster_env: &ClusterEnv, server: &Server) -> Result<AgentSetup> {
     let file = "limits:\n  keepAlive: 1s\n";
     let file = cluster_env.scratch.file("agent.yaml", file)?;
@@ -60,7 +62,7 @@ async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_s
         empty(&cluster_env.scratch.path().join("a"))?;
         server = setup.start().await?;
         let started = std::time::Instant::now();
-        // Without the reset an idle agent would doubt its session after 15 s.
+        // Without the stateless reset, an idle agent would suspect its session only after 15 s.
         server.wait_until_connected(&["worker-1"]).await;
         let bound = KEEP_ALIVE.mul_f64(1.2) + Duration::from_secs(2);
         ensure!(
@@ -99,7 +101,8 @@ async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_
 
     one.process().signal(Signal::Term)?;
     one.process().end(FIRST).await?;
-    // Another Pod in its place, with an empty disk: the keys are free, and nobody makes more.
+    // Another Pod with an empty disk replaces the server. The keys are free, and no server creates
+    // further ones.
     let replacement = cluster_env.server("d").await?;
     ensure!(entry("d")? == first, "not the entry that was given back");
     let state = cluster_env.objects().secret(&state_secret()).await?;
@@ -114,7 +117,7 @@ async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_
     Ok(())
 }
 
-/// In a rollout the next server comes while the one before still serves its last streams.
+/// Tests a rollout: the next server starts while the previous one still serves its last streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() -> Result<()> {
     let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
@@ -156,7 +159,8 @@ async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() ->
     Ok(())
 }
 
-/// Secrets and the API server away, the disk kept: the server is the same all the same.
+/// Tests a start with the disk but without the Secrets and the API server. The server has the same
+/// identity, and refuses the revoked agent.
 #[tokio::test(flavor = "multi_thread")]
 async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_who_was_revoked()
 -> Result<()> {

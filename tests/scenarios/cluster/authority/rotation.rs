@@ -1,4 +1,5 @@
-//! F20: our CA, and the serving certificate of the TLS door, are replaced under a running exec, and nothing is cut.
+//! F20: the CA of the tunnel and the serving certificate of the HTTPS listener are replaced during
+//! a running exec, and no connection is cut.
 
 use std::time::{Duration, SystemTime};
 
@@ -16,7 +17,8 @@ use tunnel_tests::targets::FakeKubelet;
 
 use super::{Exec, ca_secret, cluster, server};
 
-/// Certificates of this life are renewed about every three seconds, which is how agents hear of another CA.
+/// Agents renew certificates of this lifetime about every three seconds. With a renewal they also
+/// receive a new CA.
 const LIFE: &str = "certificateLife: 6s";
 const RENEWAL: Duration = Duration::from_secs(20);
 
@@ -49,7 +51,7 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
     let known = one.path().join("agent-worker-1").join("ca.crt");
     let certificate = one.path().join("agent-worker-1").join("agent.crt");
 
-    // Both are trusted, the old one signs. Agents hear of it with their next certificate.
+    // Both CAs are trusted, and the old one signs. Agents receive both with their next certificate.
     cluster
         .objects()
         .set_secret(&ca_secret(), &[("ca.crt", &both)])
@@ -66,7 +68,7 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
     .await;
 
     let signed_by = one.ca().spki_sha256();
-    // The new one signs, and what the old one signed is good.
+    // The new CA signs, and certificates of the old one are valid.
     cluster
         .objects()
         .set_secret(&ca_secret(), &[("ca.key", next.key_pem())])
@@ -85,14 +87,14 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
         let pem = std::fs::read(&certificate)?;
         let chain = tunnel_proto::tls::files::chain(&pem)?;
         let leaf = PeerIdentity::from_certificate(chain.first().context("no leaf")?)?;
-        // Certificates begin some minutes before they are issued.
+        // The validity of a certificate begins some minutes before it is issued.
         let issued = leaf.not_after - Duration::from_secs(6);
         ensure!(issued > changed, "still an old one");
         Ok(())
     })
     .await;
 
-    // The old one is gone.
+    // The old CA is removed.
     let new = next.certificates_pem();
     cluster
         .objects()
@@ -168,9 +170,9 @@ async fn names_of_the_https_listener_follow_the_service_and_cut_no_exec() -> Res
     exec.goes_on().await
 }
 
-/// A handshake of a caller that knows the CA and calls the door so.
+/// Performs a TLS handshake as a caller that trusts the CA and verifies the listener as `name`.
 async fn shakes_hands(server: &TestEnv, name: &str) -> Result<()> {
-    let address = server.bound().https.context("no TLS door")?;
+    let address = server.bound().https.context("no HTTPS listener")?;
     let roots = RootCertStore::clone(&*server.roots()?);
     let endpoint = Endpoint::tls(address, ClientTls::verifying(name, roots, None)?);
     let stream = ByteStream::connect(endpoint).await?;

@@ -1,4 +1,5 @@
-//! Tokens and revocations of one server count at all others, and none is lost when several write.
+//! Tokens and revocations of one server apply at all other servers, and none is lost when several
+//! servers write.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -10,7 +11,7 @@ use tunnel_tests::eventually::{eventually, scaled};
 
 use super::{cluster, server, state_secret};
 
-/// An agent of `node` for `server`, with a token that another server made.
+/// Starts an agent of `node` that connects to `server`, with a token that `token_of` created.
 async fn agent(node: &str, server: &TestEnv, token_of: &TestEnv) -> Result<Agent> {
     let token = token_of.token(node, &[])?;
     let made = Instant::now();
@@ -19,7 +20,7 @@ async fn agent(node: &str, server: &TestEnv, token_of: &TestEnv) -> Result<Agent
             config.token = Some(tunnel_agent::config::TokenSource::Inline(token));
         })
         .await?;
-    // A first try may come before the token; the agent's next one does not.
+    // The first attempt may come before the token arrives. The agent's next attempt does not.
     ensure!(
         made.elapsed() <= scaled(Duration::from_secs(5)),
         "{:?}",
@@ -52,7 +53,7 @@ async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()
         made.elapsed()
     );
     let _agent = agent("worker-2", &other, &one).await?;
-    // And a token that is taken back at the other is of no use at the first.
+    // A token that is revoked at the other server is of no use at the first.
     ensure!(other.tokens().revoke(token.id(), SystemTime::now())?);
     let node = "worker-1".parse()?;
     eventually("the first to refuse it", WAIT_TIMEOUT, async || {
@@ -101,7 +102,7 @@ async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused(
                 Err((code, detail)) => ensure!(code == EnrollCode::TokenUsed, "{detail}"),
             }
         }
-        ensure!(granted == 1, "{granted} keys have it");
+        ensure!(granted == 1, "{granted} keys got the token");
     }
     Ok(())
 }
@@ -132,7 +133,7 @@ async fn t03_a_revocation_at_one_server_ends_the_session_at_another_within_10_s(
         "{:?}",
         revoked.elapsed()
     );
-    // A server that comes later knows it before it serves anybody.
+    // A server that starts later knows the revocation before it serves any agent.
     let late = server(&cluster, |_| {}).await?;
     ensure!(late.revocations().of_node(&node).is_some());
     Ok(())
@@ -177,10 +178,10 @@ async fn tokens_that_several_servers_make_under_conflicts_are_all_persisted() ->
     let persisted = tokens["tokens"].as_object().context("no tokens")?;
     ensure!(
         made.iter().all(|id| persisted.contains_key(id)),
-        "{} of 30 are kept",
+        "{} of 30 are persisted",
         persisted.len()
     );
-    // Only hashes of secrets are in the cluster.
+    // The cluster stores only hashes of secrets.
     ensure!(!state["tokens.json"].contains("secret\""));
     Ok(())
 }
