@@ -1,4 +1,4 @@
-//! HTTP to the letter: what a caller sends, what a target gets, and what comes back.
+//! HTTP on the wire: what a caller sends, what a target receives, and what the caller gets back.
 
 mod bodies;
 mod connections;

@@ -1,4 +1,5 @@
-//! Bodies end to end: both directions at once, 100-continue, trailers, answers without a body, codings, and flushes.
+//! Bodies end to end: both directions at once, 100-continue, trailers, answers without a body,
+//! content codings, and flushes.
 
 use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -38,7 +39,7 @@ impl Site {
     }
 }
 
-/// Reads up to and with `end`.
+/// Reads until the bytes end with `end`, and returns all of them.
 async fn read_until(stream: &mut ByteStream, end: &[u8]) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     while !bytes.ends_with(end) {
@@ -58,7 +59,8 @@ async fn bodies_pass_both_ways_at_once() -> Result<()> {
         );
         let head = format!("POST /echo HTTP/1.1\r\nHost: {host}\r\n{fields}\r\n\r\n");
         stream.send(head.as_bytes()).await?;
-        // The answer begins before the body has, and each piece comes back before the next one goes.
+        // The head of the answer arrives before the body is sent. Each chunk comes back before the
+        // test sends the next one.
         let answer = read_until(&mut stream, b"\r\n\r\n").await?;
         assert!(answer.starts_with(b"HTTP/1.1 200 OK\r\n"));
         for round in 0..50 {
@@ -100,7 +102,8 @@ async fn continue_is_answered_hop_by_hop() -> Result<()> {
         reply.text(),
         request(site.exporter.addr(), &direct).await?.text()
     );
-    // The target is not asked: the door has asked the caller already.
+    // The target receives no Expect field, because the listener has already answered the caller
+    // with 100.
     let target = RecordingTarget::start("one").await?;
     let host = format!("worker-1:{}", target.addr().port());
     request(
@@ -113,7 +116,7 @@ async fn continue_is_answered_hop_by_hop() -> Result<()> {
         (arrived.text().as_str(), arrived.field("expect")),
         ("abc", None)
     );
-    // Nobody is asked for a body that has nowhere to go.
+    // The server does not ask for a body that it cannot forward.
     let nowhere = upload("nobody:9100")
         .header("Connection", "close")
         .body(body);
@@ -197,7 +200,7 @@ async fn answers_without_a_body_leave_the_connection_usable() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn content_codings_pass_untouched() -> Result<()> {
     let site = Site::start().await?;
-    // Not even gzip: whoever looks inside, or unpacks it, fails.
+    // The body is not valid gzip. A proxy that inspects or decodes the body fails.
     let body = deterministic_bytes(7, 100_000);
     let head = "HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nVary: Accept-Encoding\r\nETag: \"1\"\r\nContent-Length: 100000\r\n\r\n";
     let answer = [head.as_bytes(), &body].concat();
@@ -222,7 +225,8 @@ async fn content_codings_pass_untouched() -> Result<()> {
     Ok(())
 }
 
-/// In whichever framing: the next byte is only written after the one before has arrived at the caller.
+/// Tests every framing: the target writes the next byte only after the caller has received the
+/// previous one.
 #[tokio::test(flavor = "multi_thread")]
 async fn each_write_of_a_target_arrives_before_the_next() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -244,7 +248,8 @@ async fn byte_by_byte(env: &TestEnv, agent: &ScriptedAgent, head: &str) -> Resul
     let (answer, stream) = tokio::join!(Exchange::start(env.http(), &get), async {
         let mut stream = agent.next_stream().await?;
         stream.accept("").await?;
-        // An answer before the request is none: hyper would take the connection for broken.
+        // The target must read the request before it answers. Otherwise hyper treats the connection
+        // as broken.
         let mut asked = Vec::new();
         while !asked.ends_with(b"\r\n\r\n") {
             asked.push(stream.read_u8().await?);
@@ -272,7 +277,7 @@ async fn byte_by_byte(env: &TestEnv, agent: &ScriptedAgent, head: &str) -> Resul
     if chunked {
         stream.write_all(b"0\r\n\r\n").await?;
     }
-    // A door that has the whole answer may have closed already.
+    // The server has the complete answer and may already have closed the stream.
     let _ended = stream.shutdown().await;
     ensure!(
         answer.data().await.is_none(),

@@ -1,5 +1,5 @@
-//! Connections: each request is routed by itself, target connections are used again where that is safe, and both ends close
-//! with each other.
+//! Connections: the server routes each request by itself, reuses connections to targets where that
+//! is safe, and closes both ends together.
 
 use std::collections::BTreeSet;
 
@@ -91,7 +91,7 @@ async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()>
     ];
     let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     for round in 0..90 {
-        // Runs of one target and changes between any two.
+        // The sequence repeats targets and changes between any two of them.
         let (node, target, name) = &targets[(round / 2 + round / 7) % 3];
         let path = format!("/{round}");
         let asked = match round % 5 {
@@ -114,7 +114,8 @@ async fn requests_of_one_connection_go_each_to_its_node_and_port() -> Result<()>
     Ok(())
 }
 
-/// A connection that may carry something of its last exchange, or that ends, is no good for the next one.
+/// Tests exchanges after which a connection closes or may still carry old bytes. The server does
+/// not reuse the connection.
 #[tokio::test(flavor = "multi_thread")]
 async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<()> {
     let site = TwoNodes::start().await?;
@@ -128,7 +129,7 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
         ("bytes behind the answer", answer("") + "x", &[]),
         ("an answer behind the answer", answer("").repeat(2), &[]),
     ] {
-        // It answers once on each connection, and then says nothing more.
+        // The target answers once on each connection and then sends nothing more.
         let steps = vec![
             HostileAction::ReadHead,
             HostileAction::Send(sent.into()),
@@ -169,7 +170,7 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
     Ok(())
 }
 
-/// As servers do that restart, or whose idle connections end.
+/// Tests a target that closes idle connections, as a server does that restarts. No request fails.
 #[tokio::test(flavor = "multi_thread")]
 async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<()> {
     let site = TwoNodes::start().await?;
@@ -248,7 +249,8 @@ async fn pipelined_requests_are_answered_in_their_order() -> Result<()> {
     Ok(())
 }
 
-/// Also where hyper cannot see it: behind requests that wait their turn, or a body that nobody reads.
+/// Tests that the server notices a caller that leaves. The cases include those that hyper cannot
+/// see: pipelined requests, or a body that is not read.
 #[tokio::test(flavor = "multi_thread")]
 async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
     let site = TwoNodes::start().await?;

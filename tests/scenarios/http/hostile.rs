@@ -1,5 +1,5 @@
-//! Targets that mean harm (T12): each gets the answer that the contract says, the server stays well, and nothing of what they
-//! send shows up in anybody else's answer.
+//! Hostile targets (T12): the caller of each gets the answer that the contract specifies, the
+//! server stays healthy, and no byte of a hostile target appears in another answer.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -71,8 +71,9 @@ impl Site {
         })
     }
 
-    /// One hostile target: a caller that meets it and goes on with another node on the same connection, a caller beside it,
-    /// and afterwards nothing left of the target's connections.
+    /// Runs one hostile target. A caller requests it and then another node on the same connection,
+    /// while another caller requests the other node. Afterwards no connection to the target is
+    /// left.
     async fn run_case(&self, behavior: &Behavior) -> Result<()> {
         let target = behavior.start().await?;
         let endpoint = if behavior.tls {
@@ -89,7 +90,7 @@ impl Site {
             self.healthy_answer(None)
         );
         met.context("no end in time")??;
-        beside.context("a caller beside it")?;
+        beside.context("another caller at the same time")?;
         let gone = async || (target.traffic().open() == 0).then_some(());
         let gone = eventually("the target's connections are gone", WAIT_TIMEOUT, gone);
         gone.await;
@@ -112,18 +113,19 @@ impl Site {
                 (target.traffic().requests() == 1).then_some(())
             })
             .await;
-            // The caller has nothing and leaves; the target's side is closed at once.
+            // The caller leaves without an answer. The server closes the target's side at once.
             drop(stream);
             return Ok(());
         }
         let mut caller = KeepAliveClient::connect(endpoint.clone()).await?;
         let reply = caller.request(&asked).await;
         behavior.answer.check(&reply)?;
-        // What the target sent beyond its answer is nobody's: neither the next answer on this connection, nor another's.
+        // Bytes that the target sent after its answer belong to no other answer, neither on this
+        // connection nor on another one.
         if reply.is_ok_and(|reply| reply.header("connection") != Some("close")) && !behavior.tls {
             match self.healthy_answer(Some(&mut caller)).await {
                 Ok(()) => {}
-                // Closing is fine, a wrong answer is not.
+                // The server may close the connection, but it must not send a wrong answer.
                 Err(error) => ensure!(is_end(&error), "the next answer: {error:#}"),
             }
         }
@@ -131,7 +133,7 @@ impl Site {
         behavior.answer.check(&again).context("asked again")
     }
 
-    /// Asks the healthy target of the other node, on a connection of its own or on `caller`'s.
+    /// Requests the healthy target of the other node, on a new connection or on `caller`'s.
     async fn healthy_answer(&self, caller: Option<&mut KeepAliveClient>) -> Result<()> {
         let host = format!("worker-2:{}", self.healthy.addr().port());
         let get = RawRequest::new("GET", "/good", &host);
@@ -211,7 +213,7 @@ impl Answer {
                     );
                     Ok(())
                 }
-                // Nothing of the answer had been passed yet.
+                // The server had not forwarded any part of the answer yet.
                 Ok(_) => told(502, &["target_bad_response"]),
                 Err(error) => {
                     ensure!(is_end(error), "{error:#}");
@@ -228,7 +230,7 @@ impl Answer {
     }
 }
 
-/// Whether the connection ended or was reset, in contrast to any other failure.
+/// Returns whether the connection ended or was reset, in contrast to any other failure.
 fn is_end(error: &anyhow::Error) -> bool {
     let kinds = error.chain().filter_map(|cause| {
         let error = cause.downcast_ref::<std::io::Error>()?;

@@ -1,4 +1,5 @@
-//! kube-apiserver's requests to a kubelet through the doors, over both transports: heads, streams and their ends.
+//! Requests of kube-apiserver to a kubelet through the listeners, over both transports: heads,
+//! streams and their ends.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ pub(crate) mod heads;
 
 const TRANSPORTS: [TransportChoice; 2] = [TransportChoice::Quic, TransportChoice::H2];
 
-/// A node with a kubelet, and how kube-apiserver reaches it.
+/// A node with a kubelet that callers reach like kube-apiserver does.
 struct Site {
     env: TestEnv,
     kubelet: FakeKubelet,
@@ -50,14 +51,15 @@ impl Site {
     }
 }
 
-/// How kube-apiserver reaches a kubelet.
+/// A caller that reaches a kubelet like kube-apiserver does.
 pub(crate) struct Caller<'a> {
     pub(crate) env: &'a TestEnv,
     pub(crate) kubelet: &'a FakeKubelet,
-    /// The node that the certificate of the door is to be for.
+    /// The node for which the certificate of the listener must be valid.
     pub(crate) node: &'a str,
     pub(crate) host: String,
-    /// How it connects, if not without a certificate and with the node's name in TLS.
+    /// The endpoint to connect to. By default, the HTTPS listener without a client certificate and
+    /// with the node's name in TLS.
     pub(crate) listener: Option<Endpoint>,
 }
 
@@ -86,7 +88,7 @@ impl Caller<'_> {
         Ok(Spdy::client(stream))
     }
 
-    /// How many connections to the kubelet are open.
+    /// Waits until `n` connections to the kubelet are open.
     async fn has_connections(&self, n: u64) {
         eventually(
             &format!("{n} connections to the kubelet"),
@@ -100,7 +102,7 @@ impl Caller<'_> {
     }
 }
 
-/// The fields that a hop sets anew (RFC 9110, section 7.6.1); Host is the same on both sides here.
+/// Fields that each hop sets itself (RFC 9110, section 7.6.1). Host is equal on both sides here.
 const OF_THE_HOP: [&str; 2] = ["connection", "upgrade"];
 
 #[tokio::test(flavor = "multi_thread")]
@@ -115,7 +117,7 @@ async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
         };
         let reply = request(env.http(), &head).await?;
         let upgrade = written.field("upgrade").is_some();
-        // The recorder answers 200, which is no answer to an upgrade.
+        // The target answers every request with 200, which is not a valid answer to an upgrade.
         assert_eq!(reply.status, if upgrade { 502 } else { 200 }, "{name}");
         let arrived = target.requests().pop().context("nothing arrived")?;
         assert_eq!(
@@ -128,7 +130,7 @@ async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
                 .iter()
                 .filter(|(name, _)| !OF_THE_HOP.contains(&name.to_lowercase().as_str()));
             let mut kept: Vec<_> = kept.cloned().collect();
-            // Stable: the order of a field's values counts.
+            // The sort is stable, because the order of a field's values matters.
             kept.sort_by_key(|(name, _)| name.to_lowercase());
             kept
         };
@@ -205,13 +207,13 @@ pub(crate) async fn followed_logs(site: &Caller<'_>) -> Result<()> {
         site.has_connections(index).await;
     }
     for line in ["one", "two", "three"] {
-        // The next line is written after this one has arrived everywhere.
+        // The test writes the next line only after every caller has received this one.
         assert_eq!(site.kubelet.emit(line), 5);
         for follow in &mut followed {
             assert_eq!(follow.line().await.as_deref(), Some(line));
         }
     }
-    // Ctrl-C: that one's connection closes, and no other.
+    // Ctrl-C closes the connection of this caller and no other.
     drop(followed.pop());
     site.has_connections(4).await;
     assert_eq!(site.kubelet.end_follows(), 4);
@@ -222,7 +224,7 @@ pub(crate) async fn followed_logs(site: &Caller<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The streams of a command in the order in which client-go opens them:
+/// Opens the streams of a command in the order in which client-go opens them:
 /// `staging/src/k8s.io/client-go/tools/remotecommand/v2.go` `createStreams` and `v3.go`.
 async fn open_streams(spdy: &mut Spdy<ByteStream>, kinds: &[&str]) -> Result<Vec<u32>> {
     let mut ids = Vec::new();
@@ -301,12 +303,12 @@ pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
         .await?;
     let told = b"resized to {\"Width\":80,\"Height\":24}\r\n";
     assert_eq!(spdy.next().await?, data(stdout, told, false));
-    // Keystrokes, each on its own.
+    // Each keystroke is sent by itself.
     for key in b"ls -l\r" {
         spdy.data(stdin, &[*key], false).await?;
         assert_eq!(spdy.next().await?, data(stdout, &[*key], false));
     }
-    // The terminal is closed by the user: the kubelet's connection goes with it.
+    // The user closes the terminal. The kubelet's connection closes with it.
     drop(spdy);
     site.has_connections(0).await;
     Ok(())
@@ -326,7 +328,8 @@ pub(crate) async fn port_forward_over_spdy(site: &Caller<'_>) -> Result<()> {
         .await?;
     let mut pairs = Vec::new();
     for request_id in ["0", "1", "2"] {
-        // portforward.go `handleConnection`: the error stream first, which the client ends at once.
+        // portforward.go `handleConnection` opens the error stream first, and the client ends it at
+        // once.
         let fields = |kind| {
             [
                 ("streamType", kind),
@@ -371,7 +374,7 @@ async fn exec_over_websocket_v5_is_pinged_and_closed_by_channel() -> Result<()> 
     both.0.and(both.1)
 }
 
-/// With so many pings, 5 s apart.
+/// Runs a terminal session with `pings` pings, which are 5 s apart.
 pub(crate) async fn terminal_over_websocket(site: &Caller<'_>, pings: usize) -> Result<()> {
     let query = "command=sh&error=1&input=1&output=1&tty=1";
     let head = heads::command_over_websocket(&site.host, "exec", query);
@@ -387,7 +390,7 @@ pub(crate) async fn terminal_over_websocket(site: &Caller<'_>, pings: usize) -> 
         .await?;
     let told = binary(1, b"resized to {\"Width\":80,\"Height\":24}\r\n");
     ensure!(socket.next().await? == Some(told), "no resize");
-    // websocket.go `pingPeriod`: nothing but pings for a while, each answered.
+    // websocket.go `pingPeriod`: for a while the client sends only pings, and each one is answered.
     let mut period = tokio::time::interval(Duration::from_secs(5));
     for _ in 0..pings {
         period.tick().await;
@@ -400,7 +403,7 @@ pub(crate) async fn terminal_over_websocket(site: &Caller<'_>, pings: usize) -> 
     let bytes = deterministic_bytes(2, 100_000);
     socket.send(&binary(0, &bytes)).await?;
     ensure!(socket.next().await? == Some(binary(1, &bytes)), "no echo");
-    // `StreamClose`: 255 and the channel that ends.
+    // `StreamClose`: the byte 255, followed by the channel that ends.
     socket.send(&Message::Binary(vec![255, 0])).await?;
     ensure!(
         socket.next().await? == Some(binary(2, b"100000 bytes\n")),

@@ -1,5 +1,5 @@
-//! Bounds of what a caller may send, and what never comes out again: oversize heads (T08), split and slow handshakes (S37), line
-//! ends inside values (S36).
+//! Limits on what a caller may send, and bytes that never leave the server: oversize heads (T08),
+//! split and slow handshakes (S37), line ends inside values (S36).
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ async fn t08_heads_are_bounded_to_the_byte() -> Result<()> {
         );
     }
     for (fields, status) in [(99, 200), (100, 200), (101, 431), (10_000, 431)] {
-        // Host and Connection are there already.
+        // Two fields, Host and Connection, are already present.
         let head = (2..fields).fold(sane.clone(), |head, index| {
             head.header(&format!("X-{index}"), "y")
         });
@@ -67,7 +67,7 @@ async fn s37_client_hello_may_be_split_at_every_byte() -> Result<()> {
         stream.write_all(second).await?;
         let mut record = [0; 6];
         stream.read_exact(&mut record).await?;
-        // A handshake record that begins with ServerHello.
+        // The record is a handshake record that begins with ServerHello.
         assert_eq!((record[0], record[5]), (22, 2), "split at {split}");
     }
     let mut stream = TcpStream::connect(address).await?;
@@ -106,7 +106,8 @@ async fn s37_slow_client_hello_ends_with_its_time() -> Result<()> {
     Ok(())
 }
 
-/// Whatever comes in, no head that goes out, to a target or to a caller, has a line that was not meant as one.
+/// Sends random hostile heads. No head that the server sends to a target or to a caller has a line
+/// that the server did not intend.
 #[tokio::test(flavor = "multi_thread")]
 async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -160,7 +161,8 @@ async fn s36_no_value_brings_a_line_end_into_a_head() -> Result<()> {
         assert_eq!(request.field("Injected"), None, "seed {seed}: {request:?}");
     }
     assert!(
-        // Most are refused; those that are not show that the rest says something.
+        // The server refuses most requests. The accepted ones show that the checks cover real
+        // requests.
         target.requests().len() > 20,
         "{} got through",
         target.requests().len()
@@ -189,7 +191,7 @@ const PIECES: [&[u8]; 18] = [
     b"\x7f",
 ];
 
-/// Field lines of an answer are of these names, and nothing in them is a line end.
+/// Checks that an answer has only fields of these names, and no line end in any of them.
 fn check_answer(bytes: &[u8]) -> Result<()> {
     let text = String::from_utf8_lossy(bytes);
     let Some((head, body)) = text.split_once("\r\n\r\n") else {

@@ -1,4 +1,5 @@
-//! Which node a request is for: one decision for routing and policy alike, and never "first wins" (R10, S06).
+//! The node that a request selects: one decision for routing and policy, and never "first wins"
+//! (R10, S06).
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,16 +9,17 @@ use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::targets::RecordingTarget;
 
-/// Two nodes, each with a target on the same two ports of its own address, and addresses that only operators told.
+/// Two nodes, each with a target on the same two ports of its own address, and with addresses that
+/// only the operator assigned.
 struct Site {
     env: TestEnv,
-    /// By node and port.
+    /// The targets by node and port.
     targets: [[RecordingTarget; 2]; 2],
     ports: [u16; 2],
     _agents: [Agent; 2],
 }
 
-/// Only the first node's, only the second's, both nodes', nobody's.
+/// Addresses of only the first node, of only the second node, of both nodes, and of no node.
 const ADDRESSES: [&str; 4] = ["10.0.0.1", "10.0.0.2", "10.0.0.12", "10.0.0.9"];
 
 impl Site {
@@ -48,7 +50,7 @@ impl Site {
     }
 }
 
-/// Targets of both nodes on one port.
+/// Starts targets of both nodes on one port.
 async fn pair() -> Result<[RecordingTarget; 2]> {
     loop {
         let one = RecordingTarget::start_on("127.0.0.2:0".parse()?, "worker-1").await?;
@@ -60,12 +62,13 @@ async fn pair() -> Result<[RecordingTarget; 2]> {
     }
 }
 
-/// A host with a port as it may stand in Host and in X-Tunnel-Proxy-Dest: the node it names, if it does, and the port's index.
+/// A host with a port, as in Host and in X-Tunnel-Proxy-Dest, with the nodes that it may mean and
+/// the index of the port.
 #[derive(Clone, Copy, Debug)]
 struct Selector {
     text: &'static str,
     is_name: bool,
-    /// Node indexes that it may mean.
+    /// Indexes of the nodes that the host may mean.
     nodes: &'static [usize],
     port: usize,
 }
@@ -98,7 +101,8 @@ const NODES: [(&str, &[usize]); 4] = [
     ("worker-2", &[1]),
 ];
 
-/// What the contract says of a request, written down anew: the node and the port's index, or a refusal.
+/// Returns the node and the port's index that the contract specifies, or `None` for a refusal. The
+/// code is independent of the server's.
 fn expected(
     host: Selector,
     node: Option<(&str, &[usize])>,
@@ -110,7 +114,7 @@ fn expected(
         _ => None,
     };
     let chosen = match (host.is_name, node, dest) {
-        // A name decides; selectors may only say the same.
+        // A name in Host decides. The selectors may only agree with it.
         (true, node, dest) => {
             let named = only(host.nodes)?;
             let same = |nodes: &[usize]| only(nodes) == Some(named);
@@ -118,8 +122,9 @@ fn expected(
                 && dest.is_none_or(|dest| same(dest.nodes));
             agree.then_some(named)?
         }
-        // An address may be the server's own: the selectors decide, and must not contradict each other. Dest may be an
-        // address that several nodes have, the chosen one among them, or that nobody knows.
+        // An address in Host may be the server's own, so the selectors decide. They must not
+        // contradict each other. Dest may be an address of several nodes if the chosen one is among
+        // them, or an address of no known node.
         (false, Some((_, nodes)), dest) => {
             let named = only(nodes)?;
             let agree = dest.is_none_or(|dest| {
@@ -179,7 +184,7 @@ async fn s06_r10_every_pair_of_selectors_is_one_node_or_400() -> Result<()> {
         wrong.len(),
         wrong.join("\n")
     );
-    // Selectors are the server's: no target sees them.
+    // The selectors are for the server. No target receives them.
     for target in site.targets.iter().flatten() {
         for recorded in target.requests() {
             let selector = recorded

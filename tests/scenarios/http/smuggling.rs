@@ -1,5 +1,5 @@
-//! Requests that two parsers may read differently (S35, T07): each is refused, or reaches its target as exactly one request
-//! that a strict parser reads as we routed it.
+//! Requests that two parsers may read differently (S35, T07). The server refuses each one, or the
+//! target receives exactly one request, which a strict parser reads as the server routed it.
 
 use std::io;
 use std::time::Duration;
@@ -39,7 +39,7 @@ async fn s35_t07_each_request_is_refused_or_reaches_its_target_alone() -> Result
         async |case| site.run_case(case).await,
     )
     .await;
-    // Nothing of all that has harmed anybody else.
+    // The cases have not affected later callers.
     let sane = Case::new(
         "sane",
         "GET /sane HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\r\n",
@@ -48,7 +48,7 @@ async fn s35_t07_each_request_is_refused_or_reaches_its_target_alone() -> Result
     site.run_case(&sane).await
 }
 
-/// Two nodes: the one that requests are for, and another that must not be reached.
+/// Two nodes: one that requests are for, and another that they must not reach.
 struct Site {
     nodes: TwoNodes,
 }
@@ -63,7 +63,8 @@ impl Site {
         })
     }
 
-    /// Sends a case on a connection of its own and compares answers and targets with what it expects.
+    /// Sends a case on a connection of its own, and compares the answers and the targets' records
+    /// with what the case expects.
     async fn run_case(&self, case: &Case) -> Result<()> {
         let own = RecordingTarget::start("own").await?;
         let other = RecordingTarget::start("other").await?;
@@ -138,16 +139,17 @@ impl Site {
         Ok(())
     }
 
-    /// The statuses of all answers up to the end of the connection, which the server has to bring about, unless the client
-    /// leaves.
+    /// Sends `bytes` and returns the statuses of all answers up to the end of the connection. The
+    /// server must end the connection, unless the client leaves.
     async fn send(&self, bytes: &[u8], expect: &Expect) -> Result<Vec<u16>> {
-        let address = self.nodes.env.bound().http.context("plain door")?;
+        let address = self.nodes.env.bound().http.context("no HTTP listener")?;
         let mut stream = TcpStream::connect(address).await?;
         let (mut reader, mut writer) = stream.split();
         let mut answers = Vec::new();
         let leaves = matches!(expect, Expect::Gone);
         let write = async {
-            // The server may have refused, and closed, before it has read everything.
+            // The server may refuse the request and close the connection before it has read all
+            // bytes.
             let written = writer.write_all(bytes).await;
             if leaves && written.is_ok() {
                 let _gone = writer.shutdown().await;
@@ -190,7 +192,7 @@ fn check<'a>(
     Ok(())
 }
 
-/// Reads answers one behind the other; all of them have a length.
+/// Returns the statuses of consecutive answers, each of which has a length.
 fn statuses(mut bytes: &[u8]) -> Result<Vec<u16>> {
     let mut statuses = Vec::new();
     while !bytes.is_empty() {
@@ -204,7 +206,7 @@ fn statuses(mut bytes: &[u8]) -> Result<Vec<u16>> {
                 .find_map(|line| line.to_lowercase().strip_prefix(name).map(str::to_owned))
         };
         let length: usize = match field("content-length: ") {
-            // An answer to HEAD tells the length of what it does not send.
+            // An answer to HEAD states the length of a body that is not sent.
             Some(length) if !all.starts_with("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n") => {
                 length.trim().parse()?
             }

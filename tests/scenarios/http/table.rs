@@ -1,4 +1,4 @@
-//! Tables whose rows are judged together, and the two nodes that their requests go to.
+//! Tables of cases that run together, and the two nodes that their requests go to.
 
 use anyhow::Result;
 use futures_util::future::join_all;
@@ -6,10 +6,10 @@ use tunnel_agent::config::TransportChoice;
 use tunnel_server::config::RawConfig;
 use tunnel_tests::env::{Agent, TestEnv};
 
-/// Judges all rows, a batch at a time since most of them wait for the end of a connection, and tells which are wrong.
+/// Runs all rows in batches, since most of them wait for the end of a connection.
 ///
 /// # Panics
-/// When any is.
+/// Panics with the names and errors of all failed rows, if there are any.
 pub(super) async fn run_cases<T>(
     rows: &[T],
     name: impl Fn(&T) -> &str,
@@ -37,7 +37,7 @@ pub(super) async fn run_cases<T>(
 
 const AT_ONCE: usize = 14;
 
-/// A world with the nodes worker-1 and worker-2.
+/// An environment with the nodes worker-1 and worker-2.
 pub(super) struct TwoNodes {
     pub(super) env: TestEnv,
     _agents: [Agent; 2],

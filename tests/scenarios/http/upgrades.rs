@@ -1,4 +1,5 @@
-//! Upgraded streams and upgrades that are refused: half-closes, mix-ups, and connections that must not stay open.
+//! Upgraded streams and refused upgrades: half-closes, exchanged answers, and connections that must
+//! not stay open.
 
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use tunnel_tests::targets::{
 const BULK: usize = 16 << 20;
 const ROUNDS: usize = 100;
 
-/// Which end is the first to end its half.
+/// The end that closes its half of the stream first.
 #[derive(Clone, Copy, PartialEq)]
 enum EndsFirst {
     Caller,
@@ -43,7 +44,7 @@ async fn r05_16_mib_arrive_behind_the_targets_fin_100_times_over_h2() -> Result<
     half_closes(TransportChoice::H2, EndsFirst::Target).await
 }
 
-/// By turns over both doors and as SPDY and WebSocket.
+/// Runs the rounds by turns through the HTTP and the HTTPS listener, and as SPDY and WebSocket.
 async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()> {
     let env = TestEnv::start().await?;
     let plain = FakeKubelet::plain("worker-1").await?;
@@ -97,7 +98,7 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
     Ok(())
 }
 
-/// As many at once as the limit of open files allows.
+/// Runs as many upgrades concurrently as the limit of open files allows.
 #[tokio::test(flavor = "multi_thread")]
 async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
@@ -109,7 +110,7 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     let kubelet = FakeKubelet::plain("worker-1").await?;
     let _agent = env
         .agent_with("worker-1", |config| {
-            // What is full must not be the tunnel.
+            // The test must not reach the limits of the tunnel.
             config.limits.streams_per_agent = 12_000;
             config.limits.buffer_pool = 64 << 30;
         })
@@ -145,7 +146,8 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
     Ok(())
 }
 
-/// Both ends of the caller's connection and of the target's are in this process.
+/// Number of open files per upgrade. Both ends of the caller's connection and of the target's are
+/// in this process.
 const FILES_EACH: usize = 4;
 
 fn open_files() -> Result<usize> {
@@ -157,7 +159,7 @@ fn open_files() -> Result<usize> {
     Ok(soft.context("limit of open files")?.parse()?)
 }
 
-/// The lesson of CVE-2018-1002105: a connection whose upgrade failed carries nothing more.
+/// Tests S40 (see CVE-2018-1002105): a connection whose upgrade failed carries no further request.
 #[tokio::test(flavor = "multi_thread")]
 async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -192,7 +194,7 @@ async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> 
         assert_eq!(text.matches("HTTP/1.1 ").count(), 1, "{sent:?}: {text}");
         is_closed_untouched(&target).await;
     }
-    // No answer at all: the target's side closes with the caller's.
+    // The target sends no answer. The target's connection closes with the caller's.
     let target = HostileTarget::start(vec![HostileAction::ReadHead, HostileAction::Hold]).await?;
     let mut stream = ByteStream::connect(env.http()).await?;
     stream.send(&upgrade_with_another_behind(&target)).await?;
@@ -212,7 +214,8 @@ fn upgrade_with_another_behind(target: &HostileTarget) -> Vec<u8> {
     format!("{upgrade}{wanted}GET /secrets HTTP/1.1\r\n{host}\r\n\r\n").into_bytes()
 }
 
-/// Its only connection is closed within a second, and nothing came behind the first head.
+/// Waits up to a second until the target's only connection is closed, and checks that no byte
+/// followed the first head.
 async fn is_closed_untouched(target: &HostileTarget) {
     eventually(
         "the connection is closed",

@@ -1,40 +1,39 @@
-//! One row of the table, and how rows are written.
+//! A row of the table of hostile targets, and its constructors.
 
 use tunnel_tests::targets::HostileAction;
 
-/// What a target does, and what its caller gets.
+/// The actions of a target, and the answer that its caller gets.
 #[derive(Debug, Clone)]
 pub(super) struct Behavior {
     pub(super) name: String,
     pub(super) method: &'static str,
     pub(super) actions: Vec<HostileAction>,
     pub(super) answer: Answer,
-    /// Asked through the TLS door.
+    /// Whether the request goes through the HTTPS listener.
     pub(super) tls: bool,
-    /// The steps are inside TLS.
+    /// Whether the actions happen inside TLS.
     pub(super) speaks_tls: bool,
 }
 
-/// What a caller gets.
+/// The answer that a caller gets.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Answer {
-    /// Nothing, for as long as it waits.
+    /// No answer, for as long as the caller waits.
     None,
-    /// The server's own answer: status and one of these codes.
+    /// An answer by the server itself: this status and one of these codes.
     ServerError(u16, &'static [&'static str]),
-    /// The target's answer, whole.
+    /// The complete answer of the target.
     Passed(u16, &'static str),
-    /// The target's answer, ended by a reset; or 502 when nothing had been passed.
+    /// The answer of the target, ended by a reset, or 502 if no part of it had been forwarded.
     Cut,
-    /// One of both: the target's reset may overtake its answer.
+    /// Either `Passed` or `Cut`, because the target's reset may overtake its answer.
     PassedOrCut(u16, &'static str),
 }
 
-/// 502 `target_bad_response`.
 pub(super) const BAD: Answer = Answer::ServerError(502, &["target_bad_response"]);
 
 impl Behavior {
-    /// The answer to a GET is `bytes` and FIN.
+    /// Creates a row whose target answers a GET with `bytes` and FIN.
     pub(super) fn sends(name: &str, bytes: impl AsRef<[u8]>, answer: Answer) -> Self {
         Self::actions(name, vec![HostileAction::ReadHead, send(bytes)], answer)
     }
@@ -54,12 +53,12 @@ impl Behavior {
         Self { method, ..self }
     }
 
-    /// Asked through the TLS door, where the target does not speak TLS.
+    /// Sends the request through the HTTPS listener. The target does not speak TLS.
     pub(super) fn without_tls(self) -> Self {
         Self { tls: true, ..self }
     }
 
-    /// Asked through the TLS door, where the target speaks TLS.
+    /// Sends the request through the HTTPS listener. The target speaks TLS.
     pub(super) fn inside_tls(self) -> Self {
         Self {
             tls: true,

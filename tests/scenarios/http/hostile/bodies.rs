@@ -1,4 +1,5 @@
-//! Bodies that are longer, shorter or other than announced, and ends within them.
+//! Bodies that are longer than, shorter than or different from what their heads announce, and
+//! connections that end within them.
 
 use tunnel_tests::targets::HostileAction;
 
@@ -8,7 +9,7 @@ pub(super) fn behaviours() -> Vec<Behavior> {
     [lengths(), chunks(), bodiless(), endless()].concat()
 }
 
-/// An answer that nobody may ever see.
+/// An answer that no caller may ever receive.
 const FOREIGN: &str = "HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nforeign";
 
 fn lengths() -> Vec<Behavior> {
@@ -207,7 +208,7 @@ fn chunks() -> Vec<Behavior> {
     rows
 }
 
-/// Answers that have no body, whatever they say.
+/// Returns answers that have no body, whatever their fields announce.
 fn bodiless() -> Vec<Behavior> {
     let with_body = |status: &str| format!("HTTP/1.1 {status}\r\nContent-Length: 7\r\n\r\nforeign");
     vec![

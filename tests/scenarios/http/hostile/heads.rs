@@ -1,4 +1,5 @@
-//! Status lines, fields and 1xx answers; ends before and within the head; TLS that is none.
+//! Status lines, fields and 1xx answers; connections that end before and within the head; targets
+//! whose TLS is invalid.
 
 use tunnel_tests::targets::HostileAction;
 
@@ -67,7 +68,7 @@ fn status_lines() -> Vec<Behavior> {
     rows
 }
 
-/// A 200 with these field lines and the body `abc`.
+/// Returns a 200 answer with these field lines and the body `abc`.
 fn with(fields: &str) -> String {
     format!("HTTP/1.1 200 OK\r\n{fields}Content-Length: 3\r\n\r\nabc")
 }
@@ -195,7 +196,7 @@ fn interim() -> Vec<Behavior> {
 fn ends() -> Vec<Behavior> {
     let mut rows = vec![
         Behavior::actions("end at once", vec![], BAD),
-        // The agent's dial may see it already.
+        // The agent's dial may already see the reset.
         Behavior::actions(
             "reset at once",
             vec![HostileAction::Reset],

@@ -1,15 +1,18 @@
-//! What kube-apiserver and its like write to a kubelet, byte for byte.
+//! Requests that kube-apiserver and similar clients send to a kubelet, byte for byte.
 //!
-//! Paths in `kubernetes/kubernetes` unless said otherwise. Go's `http.Request.Write` puts Host, User-Agent and Content-Length
-//! first, then all other fields sorted by name (`net/http/request.go` `Request.write`, `net/http/header.go` `Header.writeSubset`);
-//! a POST without a body says `Content-Length: 0` (`net/http/transfer.go` `shouldSendContentLength`).
+//! Paths are in `kubernetes/kubernetes` unless stated otherwise. Go's `http.Request.Write` writes
+//! Host, User-Agent and Content-Length first, then all other fields sorted by name
+//! (`net/http/request.go` `Request.write`, `net/http/header.go` `Header.writeSubset`). A POST
+//! without a body has `Content-Length: 0` (`net/http/transfer.go` `shouldSendContentLength`).
 
 use tunnel_tests::client::{RawRequest, WEBSOCKET_KEY};
 
-/// A head by its lines. `HOST` in them is the node and its port for logs and scrapes. For commands, port-forward and the node
-/// proxy kube-apiserver passes on what its user wrote (`upgradeaware.go`: `UseLocationHost` is false), as in
-/// `10.77.100.3:6443`; only where it translates a WebSocket to SPDY by itself (`staging/src/k8s.io/apiserver/pkg/util/proxy/streamtranslator.go`)
-/// it writes the node's.
+/// Returns a head with these lines. `HOST` in them stands for `host`. For logs and scrapes, this is
+/// the node and its port. For commands, port-forward and the node proxy, kube-apiserver forwards
+/// the Host that its user wrote (`upgradeaware.go`: `UseLocationHost` is false), such as
+/// `10.77.100.3:6443`. If kube-apiserver translates a WebSocket to SPDY by itself
+/// (`staging/src/k8s.io/apiserver/pkg/util/proxy/streamtranslator.go`), kube-apiserver writes the
+/// node's Host.
 fn head(host: &str, lines: &[&str]) -> RawRequest {
     let lines: String = lines
         .iter()
@@ -18,9 +21,9 @@ fn head(host: &str, lines: &[&str]) -> RawRequest {
     RawRequest::raw(format!("{lines}\r\n"))
 }
 
-/// `kubectl logs`: `pkg/registry/core/pod/strategy.go` `LogLocation`, sent by
-/// `staging/src/k8s.io/apiserver/pkg/registry/generic/rest/streamer.go` `LocationStreamer.InputStream`. Go's transport asks
-/// for gzip by itself.
+/// Returns the request of `kubectl logs`: `pkg/registry/core/pod/strategy.go` `LogLocation`, sent
+/// by `staging/src/k8s.io/apiserver/pkg/registry/generic/rest/streamer.go`
+/// `LocationStreamer.InputStream`. Go's transport requests gzip by itself.
 pub(crate) fn logs(host: &str, query: &str) -> RawRequest {
     let request_line = format!("GET /containerLogs/default/web-0/app{query} HTTP/1.1");
     let agent = "User-Agent: Go-http-client/1.1";
@@ -30,10 +33,13 @@ pub(crate) fn logs(host: &str, query: &str) -> RawRequest {
     )
 }
 
-/// `kubectl exec` and `attach` over SPDY: `pkg/registry/core/pod/strategy.go` `streamLocation` and `streamParams`
-/// (`url.Values.Encode` sorts), proxied by `staging/src/k8s.io/apimachinery/pkg/util/proxy/upgradeaware.go` `tryUpgrade` and
-/// `dial`, which keep kubectl's fields (`staging/src/k8s.io/client-go/transport/spdy/spdy.go` `Negotiate`,
-/// `staging/src/k8s.io/apimachinery/pkg/util/httpstream/spdy/roundtripper.go` `RoundTrip`) and add X-Forwarded-For.
+/// Returns the request of `kubectl exec` and `attach` over SPDY:
+/// `pkg/registry/core/pod/strategy.go` `streamLocation` and `streamParams` (`url.Values.Encode`
+/// sorts). The proxy is `staging/src/k8s.io/apimachinery/pkg/util/proxy/upgradeaware.go`
+/// `tryUpgrade` and `dial`. The proxy keeps kubectl's fields
+/// (`staging/src/k8s.io/client-go/transport/spdy/spdy.go` `Negotiate`,
+/// `staging/src/k8s.io/apimachinery/pkg/util/httpstream/spdy/roundtripper.go` `RoundTrip`) and adds
+/// X-Forwarded-For.
 pub(crate) fn command_over_spdy(host: &str, verb: &str, query: &str) -> RawRequest {
     let request_line = format!("POST /{verb}/default/web-0/app?{query} HTTP/1.1");
     head(
@@ -57,9 +63,10 @@ pub(crate) fn command_over_spdy(host: &str, verb: &str, query: &str) -> RawReque
     )
 }
 
-/// `kubectl exec` and `attach` where the WebSocket reaches the kubelet (KEP 4006):
-/// `staging/src/k8s.io/client-go/tools/remotecommand/websocket.go` `NewWebSocketExecutor` and
-/// `staging/src/k8s.io/client-go/transport/websocket/roundtripper.go` `Negotiate`, through `tryUpgrade` as above.
+/// Returns the request of `kubectl exec` and `attach` if the WebSocket reaches the kubelet (KEP
+/// 4006): `staging/src/k8s.io/client-go/tools/remotecommand/websocket.go` `NewWebSocketExecutor`
+/// and `staging/src/k8s.io/client-go/transport/websocket/roundtripper.go` `Negotiate`, through
+/// `tryUpgrade` as above.
 pub(crate) fn command_over_websocket(host: &str, verb: &str, query: &str) -> RawRequest {
     let request_line = format!("GET /{verb}/default/web-0/app?{query} HTTP/1.1");
     let key = format!("Sec-Websocket-Key: {WEBSOCKET_KEY}");
@@ -80,8 +87,9 @@ pub(crate) fn command_over_websocket(host: &str, verb: &str, query: &str) -> Raw
     )
 }
 
-/// `kubectl port-forward`: `pkg/registry/core/pod/strategy.go` `PortForwardLocation`;
-/// `staging/src/k8s.io/client-go/tools/portforward/portforward.go` `PortForwardProtocolV1Name`.
+/// Returns the request of `kubectl port-forward`: `pkg/registry/core/pod/strategy.go`
+/// `PortForwardLocation`; `staging/src/k8s.io/client-go/tools/portforward/portforward.go`
+/// `PortForwardProtocolV1Name`.
 pub(crate) fn port_forward(host: &str) -> RawRequest {
     head(
         host,
@@ -99,8 +107,9 @@ pub(crate) fn port_forward(host: &str) -> RawRequest {
     )
 }
 
-/// `kubectl get --raw /api/v1/nodes/NODE/proxy/PATH`: `pkg/registry/core/node/rest/proxy.go` `ProxyREST.Connect`, then
-/// `upgradeaware.go` `ServeHTTP` (Go's `httputil.ReverseProxy` adds X-Forwarded-For) and
+/// Returns the request of `kubectl get --raw /api/v1/nodes/NODE/proxy/PATH`:
+/// `pkg/registry/core/node/rest/proxy.go` `ProxyREST.Connect`, then `upgradeaware.go` `ServeHTTP`
+/// (Go's `httputil.ReverseProxy` adds X-Forwarded-For) and
 /// `staging/src/k8s.io/apimachinery/pkg/util/proxy/transport.go` `RoundTrip` (X-Forwarded-Uri).
 pub(crate) fn node_proxy(host: &str, method: &str, path: &str) -> RawRequest {
     let request_line = format!("{method} {path} HTTP/1.1");
@@ -122,8 +131,9 @@ pub(crate) fn node_proxy(host: &str, method: &str, path: &str) -> RawRequest {
     head(host, &lines)
 }
 
-/// A scrape of the kubelet: `prometheus/prometheus` `scrape/scrape.go` `targetScraper.scrape` (and metrics-server's
-/// `pkg/scraper/client/resource/client.go` for `/metrics/resource`), with a ServiceAccount's token.
+/// Returns a scrape of the kubelet with a ServiceAccount's token: `prometheus/prometheus`
+/// `scrape/scrape.go` `targetScraper.scrape`, and metrics-server's
+/// `pkg/scraper/client/resource/client.go` for `/metrics/resource`.
 pub(crate) fn scrape(host: &str, path: &str) -> RawRequest {
     let request_line = format!("GET {path} HTTP/1.1");
     head(
@@ -140,7 +150,7 @@ pub(crate) fn scrape(host: &str, path: &str) -> RawRequest {
     )
 }
 
-/// All heads with their names, for checks that hold for each.
+/// Returns all heads with their names, for checks that apply to each.
 pub(crate) fn all(host: &str) -> Vec<(&'static str, RawRequest)> {
     vec![
         ("logs", logs(host, "")),

@@ -1,6 +1,6 @@
-//! One row of the table, and how rows are written.
+//! A row of the table of smuggling cases, and its constructors.
 
-/// A request as it goes over the wire, and what must become of it.
+/// The bytes of a request, and the result that the case expects.
 #[derive(Debug, Clone)]
 pub(super) struct Case {
     pub(super) name: String,
@@ -8,27 +8,31 @@ pub(super) struct Case {
     pub(super) expect: Expect,
 }
 
-/// What must become of a case.
+/// The result that a case expects.
 #[derive(Debug, Clone)]
 pub(super) enum Expect {
-    /// One answer with this status, then the end; no byte reaches a target.
+    /// One answer with this status, then the end of the connection. No byte reaches a target.
     Refused(u16),
-    /// It is never complete, and then the client leaves: no answer of a target, and no whole request there.
+    /// The request is never complete, and the client leaves. No target answers, and no target
+    /// receives a complete request.
     Gone,
-    /// The body turns out wrong behind a head that was passed on: no answer of a target, and no whole request there.
+    /// The body turns out to be malformed after the server has forwarded the head. No target
+    /// answers, and no target receives a complete request.
     Cut,
-    /// This answer to what one target got, and nothing else.
+    /// One answer with this status. The target of the case records one input, and the other target
+    /// records none.
     Bad(u16),
-    /// These requests reach their targets, and nothing else does.
+    /// These requests reach their targets, and no others do.
     Routed(Vec<Want>),
-    /// This request reaches its target; the one behind it is answered with 400, and nothing else arrives.
+    /// This request reaches its target. The server answers the following one with 400, and nothing
+    /// else arrives.
     RoutedThenRefused(Want),
 }
 
-/// A request as its target must get it.
+/// A request as its target must receive it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Want {
-    /// The target that the case is for, in contrast to the other one.
+    /// Whether the request is for the target of the case, in contrast to the other target.
     pub(super) own: bool,
     pub(super) method: String,
     pub(super) target: String,
@@ -63,7 +67,8 @@ impl Want {
 }
 
 impl Case {
-    /// In `bytes`, [`OWN`] and [`OTHER`] stand for the two nodes with the ports of their targets.
+    /// Creates a case. In `bytes`, [`OWN`] and [`OTHER`] stand for the two nodes with the ports of
+    /// their targets.
     pub(super) fn new(name: &str, bytes: impl AsRef<[u8]>, expect: Expect) -> Self {
         Self {
             name: name.into(),
@@ -72,12 +77,12 @@ impl Case {
         }
     }
 
-    /// A case that is refused with 400.
+    /// Creates a case that the server refuses with 400.
     pub(super) fn refused(name: &str, bytes: impl AsRef<[u8]>) -> Self {
         Self::new(name, bytes, Expect::Refused(400))
     }
 
-    /// The bytes for these ports.
+    /// Returns the bytes of the case with these ports.
     pub(super) fn bytes(&self, ports: Ports) -> Vec<u8> {
         ports.fill(&self.bytes)
     }
@@ -91,7 +96,8 @@ pub(super) struct Ports {
 }
 
 impl Ports {
-    /// Puts the ports into a text; its length stays, as ephemeral ports have five digits.
+    /// Replaces the placeholders by the ports. The length stays equal, because ephemeral ports have
+    /// five digits.
     pub(super) fn fill(self, bytes: &[u8]) -> Vec<u8> {
         let (own, other) = (
             format!("worker-1:{}", self.own),
@@ -103,14 +109,14 @@ impl Ports {
         );
         let once = replace(bytes, OWN.as_bytes(), own.as_bytes());
         let twice = replace(&once, OTHER.as_bytes(), other.as_bytes());
-        // Other spellings of the own node.
+        // Some cases spell the node differently. The port is replaced there, too.
         replace(&twice, b"@port", self.own.to_string().as_bytes())
     }
 }
 
-/// The node that cases are for.
+/// The node of the cases' requests.
 pub(super) const OWN: &str = "worker-1:@port";
-/// The node that nothing may reach unless a case says so.
+/// The node that no request may reach, unless the case expects it.
 pub(super) const OTHER: &str = "worker-2:@port";
 
 fn replace(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
@@ -125,16 +131,17 @@ fn replace(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The request that is hidden in others: for another node, and visible there by its path.
+/// A request that is hidden inside another one. The hidden request is for the other node and
+/// visible there by its path.
 pub(super) const HIDDEN: &str =
     "GET /hidden HTTP/1.1\r\nHost: worker-2:@port\r\nConnection: close\r\n\r\n";
 
-/// `POST /p` with these field lines (each with its end) and what follows the head.
+/// Returns `POST /p` with these field lines, each with its line end, followed by `rest`.
 pub(super) fn post(fields: &str, rest: &str) -> String {
     format!("POST /p HTTP/1.1\r\nHost: worker-1:@port\r\n{fields}\r\n{rest}")
 }
 
-/// `GET /g` with these field lines, each with its end.
+/// Returns `GET /g` with these field lines, each with its line end.
 pub(super) fn get(fields: impl AsRef<[u8]>) -> Vec<u8> {
     [
         b"GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n",

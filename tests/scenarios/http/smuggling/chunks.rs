@@ -6,12 +6,13 @@ pub(super) fn cases() -> Vec<Case> {
     [sizes(), shapes(), trailers()].concat()
 }
 
-/// A chunked request, whose body is `rest`.
+/// Returns a chunked request with `rest` as its body.
 fn chunked(rest: &str) -> String {
     post("Transfer-Encoding: chunked\r\nConnection: close\r\n", rest)
 }
 
-/// A body that turns out wrong after the head has gone out reaches the target as a cut, never as a request.
+/// Creates a case whose body turns out to be malformed after the server has forwarded the head. The
+/// target receives a truncated request, never a complete one.
 fn cut(name: &str, rest: &str) -> Case {
     Case::new(name, chunked(rest), Expect::Cut)
 }
@@ -125,7 +126,7 @@ fn shapes() -> Vec<Case> {
         chunked(&endless),
         Expect::Gone,
     ));
-    // The body's text is a request; it stays the body.
+    // The text of the body is a request, which must stay part of the body.
     let rest = format!("{:x}\r\n{HIDDEN}\r\n0\r\n\r\n", HIDDEN.len());
     cases.push(Case::new(
         "request inside a chunk",
@@ -145,7 +146,7 @@ fn trailers() -> Vec<Case> {
     let end = |trailers: &str| format!("3\r\nabc\r\n0\r\n{trailers}\r\n");
     let routed = || Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
     let mut cases = Vec::new();
-    // None of them may change framing, routing or the fields of the head.
+    // No trailer may change the framing, the routing or the fields of the head.
     for trailer in [
         "Content-Length: 300\r\n",
         "Transfer-Encoding: chunked\r\n",

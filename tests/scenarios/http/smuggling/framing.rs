@@ -1,4 +1,5 @@
-//! Where a body ends: Content-Length against Transfer-Encoding, and each against itself (RFC 9112, section 6).
+//! The end of a body: Content-Length against Transfer-Encoding, and each against itself (RFC 9112,
+//! section 6).
 
 use super::case::{Case, Expect, HIDDEN, Want, post};
 
@@ -6,8 +7,9 @@ pub(super) fn cases() -> Vec<Case> {
     [both(), lengths(), codings(), versions()].concat()
 }
 
-/// CL.TE and TE.CL in every order and spelling, with a request hidden where one of the readings ends. Such a head is refused
-/// (RFC 9112, section 6.3, has it handled as an error), and what follows it is never read.
+/// Returns CL.TE and TE.CL in every order and spelling, with a request hidden where one of the
+/// readings ends. The server refuses such a head, which RFC 9112, section 6.3, treats as an error.
+/// The server never reads the bytes after the head.
 fn both() -> Vec<Case> {
     let cl_te = format!("0\r\n\r\n{HIDDEN}");
     let te_cl = format!("{:x}\r\n{HIDDEN}\r\n0\r\n\r\n", HIDDEN.len());
@@ -85,7 +87,8 @@ fn lengths() -> Vec<Case> {
         let routed = Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
         cases.push(Case::new(&format!("Content-Length, {name}"), bytes, routed));
     }
-    // Named by Connection it stays: else the body would become the next request.
+    // Content-Length stays although Connection names it. Otherwise the body would become the next
+    // request.
     let bytes = post(
         "Connection: close, Content-Length\r\nContent-Length: 3\r\n",
         "abc",

@@ -1,4 +1,5 @@
-//! Request lines, field lines and Host: whatever a target might read differently than we do (RFC 9112, sections 2 to 5).
+//! Request lines, field lines and Host that a target might read differently than the server (RFC
+//! 9112, sections 2 to 5).
 
 use super::case::{Case, Expect, HIDDEN, Want, get};
 
@@ -18,7 +19,7 @@ fn routed(method: &str, target: &str) -> Expect {
     Expect::Routed(vec![Want::own(method, target, "")])
 }
 
-/// A request with this request line.
+/// Returns a request with this request line.
 fn line(line: &str) -> String {
     format!("{line}\r\nHost: worker-1:@port\r\nConnection: close\r\n\r\n")
 }
@@ -95,7 +96,7 @@ fn request_lines() -> Vec<Case> {
         let name = format!("request line {right:?}");
         cases.push(Case::new(&name, line(right), routed(method, target)));
     }
-    // A fragment is never sent (RFC 9110, section 7.1), and is taken off.
+    // A fragment is never sent (RFC 9110, section 7.1), so the server removes it.
     cases.push(Case::new(
         "fragment",
         line("GET /g#f HTTP/1.1"),
@@ -150,7 +151,7 @@ fn line_ends() -> Vec<Case> {
     ] {
         cases.push(Case::refused(name, bytes));
     }
-    // RFC 9112, section 2.2, lets a recipient take LF alone; not all do.
+    // RFC 9112, section 2.2, allows a recipient to accept LF alone. Not all recipients do.
     for (name, bytes) in [
         (
             "bare LF throughout",
@@ -253,7 +254,7 @@ fn values() -> Vec<Case> {
     cases
 }
 
-/// What Host may be; the selectors have scenarios of their own.
+/// Returns cases of the Host field. The selectors have scenarios of their own.
 fn hosts() -> Vec<Case> {
     let mut cases = Vec::new();
     for host in [

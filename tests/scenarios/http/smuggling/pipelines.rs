@@ -1,4 +1,5 @@
-//! Several requests in one write: each goes where its own Host says, and nothing that belongs to a body or to an upgrade does.
+//! Several requests in one write. The server routes each one by its own Host, and never routes
+//! bytes of a body or of an upgrade.
 
 use super::case::{Case, Expect, HIDDEN, Want, post};
 
@@ -64,7 +65,7 @@ pub(super) fn cases() -> Vec<Case> {
             format!("{}xyz {HIDDEN}", ""),
         ),
     ];
-    // The heads of later requests are checked as the first one is, wherever bodies end.
+    // The server checks the heads of later requests like the first one, wherever bodies end.
     for (name, first) in [
         ("a request", get.to_owned()),
         ("a body", post(body, "abc")),
@@ -99,7 +100,7 @@ pub(super) fn cases() -> Vec<Case> {
             ));
         }
     }
-    // Bytes behind a request for an upgrade that is not granted belong to nobody (S40).
+    // Bytes after a request for an upgrade that is not granted belong to no request (S40).
     for protocol in ["SPDY/3.1", "websocket", "h2c", "TLS/1.0"] {
         let bytes = format!(
             "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\n\r\n{HIDDEN}"
