@@ -1,4 +1,5 @@
-//! Hostile peers, callers and neighbours on the path: what each of them gets, and that others notice nothing.
+//! Hostile peers, callers and neighbors on the path. The tests check the result of each attack, and
+//! that others are served meanwhile.
 
 mod addresses;
 mod churn;
@@ -15,13 +16,14 @@ use tokio::time::Instant;
 use tunnel_tests::client::{Endpoint, RawRequest, request};
 use tunnel_tests::stats::percentile;
 
-/// Tells a figure that was measured on the way.
+/// Prints a measured figure to the test's output.
 #[expect(clippy::print_stderr, reason = "shown with the test's output")]
 pub(crate) fn report_figure(figure: &str) {
     eprintln!("{figure}");
 }
 
-/// Asks `count` times for the target's metrics; each must be answered. The 99th percentile of the times.
+/// Requests the target's metrics `count` times and expects 200 each time. Returns the 99th
+/// percentile of the durations.
 async fn scrape(endpoint: &Endpoint, host: &str, count: usize) -> Result<Duration> {
     let mut took = Vec::with_capacity(count);
     for _ in 0..count {

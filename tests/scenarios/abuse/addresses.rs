@@ -1,4 +1,5 @@
-//! T05, S08: addresses that nobody is to reach through the tunnel, at both ends; and that each stream is judged by itself.
+//! T05, S08: addresses that are not reachable through the tunnel, at either end. Each stream is
+//! authorized separately.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -13,9 +14,9 @@ use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::targets::Exporter;
 
-/// What no setting of an agent opens, in its many spellings.
+/// Addresses that no setting of an agent allows, in many spellings.
 const NEVER: [&str; 70] = [
-    // Metadata of clouds.
+    // Cloud metadata services.
     "169.254.169.254",
     "169.254.170.2",
     "169.254.169.253",
@@ -26,7 +27,7 @@ const NEVER: [&str; 70] = [
     "fd00:ec2::254",
     "fd00:ec2::23",
     "fd20:ce::254",
-    // The same inside IPv6: mapped, compatible, NAT64, local NAT64, 6to4.
+    // Metadata services inside IPv6: mapped, compatible, NAT64, local NAT64, 6to4.
     "::ffff:169.254.169.254",
     "::ffff:a9fe:a9fe",
     "0:0:0:0:0:ffff:169.254.169.254",
@@ -57,7 +58,7 @@ const NEVER: [&str; 70] = [
     "febf:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
     "::ffff:169.254.1.1",
     "2002:a9fe:101::",
-    // Loopback, which other hosts' targets never are.
+    // Loopback. A target on another host never has such an address.
     "127.0.0.1",
     "127.0.0.2",
     "127.1.2.3",
@@ -72,7 +73,7 @@ const NEVER: [&str; 70] = [
     "64:ff9b::127.0.0.1",
     "64:ff9b:1::7f00:1",
     "2002:7f00:1::",
-    // "This host", which Linux takes for loopback.
+    // "This host", which Linux treats as loopback.
     "0.0.0.0",
     "0.0.0.1",
     "0.255.255.255",
@@ -81,7 +82,7 @@ const NEVER: [&str; 70] = [
     "::ffff:0:0",
     "64:ff9b::",
     "2002::",
-    // Many at once.
+    // Multicast and broadcast.
     "224.0.0.1",
     "239.255.255.255",
     "232.1.1.1",
@@ -93,7 +94,7 @@ const NEVER: [&str; 70] = [
     "64:ff9b::255.255.255.255",
 ];
 
-/// What a caller may write into Host to get somewhere else than to a known node.
+/// Values of Host with which a caller may try to reach something other than a known node.
 const HOSTS: [&str; 54] = [
     "169.254.169.254",
     "[fd00:ec2::254]",
@@ -151,7 +152,8 @@ const HOSTS: [&str; 54] = [
     "..",
 ];
 
-/// Names that a resolver of the agent's host may answer with loopback or another forbidden address.
+/// Names for which the resolver of the agent's host may return loopback or another forbidden
+/// address.
 const NAMES: [&str; 12] = [
     "localhost",
     "localhost.",
@@ -167,7 +169,7 @@ const NAMES: [&str; 12] = [
     "0",
 ];
 
-/// Those that a server's own configuration takes.
+/// Names that the configuration of a server accepts as a target.
 const CONFIGURED: [&str; 5] = [
     "localhost",
     "127.0.0.1",
@@ -185,7 +187,8 @@ fn wide() -> Result<DialPolicy> {
     })
 }
 
-/// An agent that its operator has opened as wide as can be.
+/// Gives an agent the widest dial policy that its operator can set, and expects the agent to refuse
+/// every address of [`NEVER`].
 #[test]
 fn t05_no_setting_opens_these_addresses_at_the_agent() -> Result<()> {
     let dial_policy = wide()?;
@@ -201,7 +204,9 @@ fn t05_no_setting_opens_these_addresses_at_the_agent() -> Result<()> {
     Ok(())
 }
 
-/// Whatever the host's resolver makes of these, as C libraries do of numbers in odd bases, it is the address that counts.
+/// Resolves the names with the host's resolver and expects the agent to refuse each resolved
+/// address. C libraries accept numbers in odd bases, so the agent must check the address and not
+/// the name.
 #[tokio::test]
 async fn t05_spellings_are_checked_by_what_they_resolve_to() -> Result<()> {
     let dial_policy = wide()?;
@@ -223,7 +228,7 @@ async fn t05_spellings_are_checked_by_what_they_resolve_to() -> Result<()> {
     Ok(())
 }
 
-/// A port that counts who connects.
+/// A listener on loopback that must not receive a connection.
 struct Canary(TcpListener);
 
 impl Canary {
@@ -235,7 +240,8 @@ impl Canary {
         Ok(self.0.local_addr()?.port())
     }
 
-    /// Nobody has connected; a connection would have been complete before its answer.
+    /// Checks that the listener has not received a connection. A connection made by the test comes
+    /// first out of the queue only if there was no earlier one.
     async fn stays_untouched(self) -> Result<()> {
         let own = tokio::net::TcpStream::connect(self.0.local_addr()?).await?;
         let (_socket, first) = self.0.accept().await?;
@@ -262,8 +268,8 @@ async fn t05_hosts_that_are_no_nodes_are_400_and_nothing_is_dialed() -> Result<(
     canary.stays_untouched().await
 }
 
-/// A server that is not what it should be sends the agent to its own host: the agent's ceiling is the wall, for names as for
-/// addresses.
+/// Configures a server with services on the agent's own loopback, as a compromised server could.
+/// The agent's dial policy refuses all of them, for names and for addresses.
 #[tokio::test(flavor = "multi_thread")]
 async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
     let canary = Canary::start().await?;
@@ -295,7 +301,7 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
     let services = &env.bound().services;
     ensure!(services.len() == CONFIGURED.len());
     for (name, address) in services {
-        // The reset may be there before the caller has done with its connect.
+        // The reset may arrive before the caller's connect has finished.
         let Ok(mut caller) = ByteStream::connect(Endpoint::plain(*address)).await else {
             continue;
         };
@@ -310,7 +316,8 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
     canary.stays_untouched().await
 }
 
-/// S08: a first stream that is permitted opens nothing for a second one; neither at the server nor at the agent.
+/// S08: sends an allowed request and then a forbidden one on the same connection. The allowed
+/// stream gives the second one no rights, neither at the server nor at the agent.
 #[tokio::test(flavor = "multi_thread")]
 async fn s08_each_stream_is_authorized_by_itself_at_both_ends() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;
@@ -331,7 +338,7 @@ async fn s08_each_stream_is_authorized_by_itself_at_both_ends() -> Result<()> {
     for (port, who) in [(not_listed, "server"), (denied, "agent")] {
         let allowed = caller.request(&get(own)).await?;
         ensure!(allowed.status == 200, "{}", allowed.text());
-        // A canary that was reached says nothing.
+        // A canary does not answer, so a request that reaches one runs into the timeout.
         let refused = timeout(scaled(WAIT_TIMEOUT), caller.request(&get(port))).await;
         let refused = refused.with_context(|| format!("{who}: it was dialed"))??;
         ensure!(refused.status == 403, "{who}: {}", refused.text());

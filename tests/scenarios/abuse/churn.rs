@@ -1,4 +1,4 @@
-//! S10: requests that are given up at any moment leave nothing behind, however many.
+//! S10: requests that callers cancel at random moments leak no resources, however many there are.
 
 use std::time::Duration;
 
@@ -16,15 +16,16 @@ use tunnel_tests::targets::{Exporter, SilentTarget};
 
 use super::report_figure;
 
-/// 100,000 in the long run: `CULVERT_CANCELLED_DIALS`.
+/// Number of canceled dials by default; `CULVERT_CANCELLED_DIALS` sets another one. Long runs use
+/// 100,000.
 const DIALS: u64 = 3000;
-/// At once, below what an agent may have.
+/// Number of concurrent callers, below the limit of one agent's streams.
 const CALLERS: u64 = 50;
-/// What a runtime and its clients may have more or less by chance.
+/// Tolerance for tasks and descriptors that the runtime and its clients open and close at any time.
 const TASKS_SLACK: usize = 8;
 const DESCRIPTORS_SLACK: usize = 12;
 
-/// What the process holds.
+/// Returns the number of tasks and of open descriptors of the process.
 fn resource_usage() -> Result<(usize, usize)> {
     let tasks = tokio::runtime::Handle::current()
         .metrics()
@@ -32,7 +33,8 @@ fn resource_usage() -> Result<(usize, usize)> {
     Ok((tasks, std::fs::read_dir("/proc/self/fd")?.count()))
 }
 
-/// One request that ends at a moment of chance: by FIN, by reset, before, in or after its head, or in the answer.
+/// Sends one request and closes the connection at a random moment: with FIN or reset; before, in or
+/// after the request head, or during the answer.
 async fn give_up(endpoint: std::net::SocketAddr, hosts: &[String; 3], seed: u64) -> Result<()> {
     let mut random = StdRng::seed_from_u64(seed);
     let host = &hosts[random.random_range(0..3)];
@@ -66,7 +68,7 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
     let _agent = env.agent("worker-1").await?;
     let host = |port: u16| format!("worker-1:{port}");
     let good = host(exporter.addr().port());
-    // A port that nobody listens on.
+    // No process listens on the last port.
     let hosts = [good.clone(), host(silent.addr().port()), host(1024)];
     for _ in 0..10 {
         ensure!(

@@ -1,4 +1,5 @@
-//! S24, T10, T22: floods at the agents' port, from strangers and from an agent with a credential; others are served.
+//! S24, T10, T22: floods at the agents' port, from unauthenticated peers and from an agent with a
+//! credential. Others are served meanwhile.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -23,14 +24,15 @@ use tunnel_tests::targets::Exporter;
 use super::super::scripted::{agent_key, dial, remote, settings};
 use super::{report_figure, scrape};
 
-/// Sends datagrams from a thread of its own until it is dropped.
+/// A flood of datagrams, sent by a separate thread until this value is dropped.
 struct Flood {
     stop: Arc<AtomicBool>,
     sent: Arc<AtomicU64>,
 }
 
 impl Flood {
-    /// The datagrams in turn, each from its socket, with pauses that make about `per_second` of them.
+    /// Starts the flood. The thread sends the datagrams of `from` in turn, each from its socket, at
+    /// a rate of about `per_second`.
     fn start(to: SocketAddr, from: Vec<(std::net::UdpSocket, Vec<u8>)>, per_second: u64) -> Self {
         let (stop, sent) = (
             Arc::new(AtomicBool::new(false)),
@@ -43,7 +45,7 @@ impl Flood {
                 if stopping.load(Ordering::Relaxed) {
                     return;
                 }
-                // A full queue of the receiver is part of it.
+                // The receiver's full queue is part of the attack.
                 let _lost = socket.send_to(datagram, to);
                 let sent = count.fetch_add(1, Ordering::Relaxed);
                 let due = Duration::from_nanos(sent * 1_000_000_000 / per_second);
@@ -67,7 +69,8 @@ fn socket(last: [u8; 2]) -> Result<std::net::UdpSocket> {
     Ok(std::net::UdpSocket::bind((ip, 0))?)
 }
 
-/// S24: datagrams with nothing in them are no work.
+/// S24: sends empty datagrams to the agents' port while a caller scrapes an agent. The 99th
+/// percentile of the scrapes stays below 250 ms, and the session survives.
 #[tokio::test(flavor = "multi_thread")]
 async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -94,7 +97,7 @@ async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<
         began.elapsed()
     ));
     ensure!(sent > 10_000, "only {sent} were sent");
-    // The flood has a processor of its own, of two.
+    // The flood keeps one of two processors busy.
     ensure!(with < scaled(Duration::from_millis(250)), "{with:?}");
     let node = "worker-1".parse()?;
     ensure!(
@@ -104,7 +107,8 @@ async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<
     Ok(())
 }
 
-/// The first datagrams of handshakes that nobody answered, each of another connection.
+/// Collects `count` first datagrams of QUIC handshakes, each of a separate connection. No server
+/// answers these handshakes.
 async fn initials(env: &TestEnv, count: usize) -> Result<Vec<Vec<u8>>> {
     let nobody = UdpSocket::bind("127.0.0.1:0").await?;
     let address = nobody.local_addr()?;
@@ -123,15 +127,16 @@ async fn initials(env: &TestEnv, count: usize) -> Result<Vec<Vec<u8>>> {
         };
         tokio::select! {
             replies = replies => replies?,
-            dialed = dialling => ensure!(dialed.is_err(), "nobody answered"),
+            dialed = dialling => ensure!(dialed.is_err(), "dialed without an answer"),
         }
-        // What comes again of an earlier one is another copy of it, which does no harm.
+        // A retransmission of an earlier handshake is a harmless duplicate in the list.
         taken.push(datagram);
     }
     Ok(taken)
 }
 
-/// T22: beginnings of handshakes from a thousand sources, ten thousand a second. An agent gets in.
+/// T22: starts handshakes from 1,000 sources, at 10,000 a second, and never finishes one. An agent
+/// still connects within 5 s.
 #[tokio::test(flavor = "multi_thread")]
 async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Result<()> {
     const SOURCES: usize = 1000;
@@ -146,7 +151,7 @@ async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Resul
         from.push((socket(last)?, datagrams[source % datagrams.len()].clone()));
     }
     let flood = Flood::start(env.bound().agents, from, 10_000);
-    // The agent comes back in the middle of it.
+    // The agent reconnects during the flood.
     while flood.sent.load(Ordering::Relaxed) <= 2000 {
         scrape(&env.http(), &host, 10).await?;
     }
@@ -165,7 +170,8 @@ async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Resul
     Ok(())
 }
 
-/// T10: an agent with a credential opens streams, which none may, as fast as it can, comes back, and does so again.
+/// T10: an agent with a credential opens streams as fast as possible, although agents may open
+/// none. Then the agent connects again and repeats the attack. No request of other callers fails.
 #[tokio::test(flavor = "multi_thread")]
 async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()> {
     let env = Arc::new(TestEnv::start().await?);
@@ -185,7 +191,7 @@ async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()>
             };
             counted.fetch_add(1, Ordering::Relaxed);
             let mut open_conns = Vec::new();
-            // Until the server has had enough.
+            // The loop ends when the server closes the session or grants no stream for 200 ms.
             while let Ok(Ok(stream)) = timeout(
                 Duration::from_millis(200),
                 session.open(&header, Duration::from_secs(5)),
@@ -205,6 +211,6 @@ async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()>
     drop(hostile);
     let sessions = sessions.load(Ordering::Relaxed);
     report_figure(&format!("T10: {sessions} hostile sessions"));
-    ensure!(sessions > 0, "nothing hostile got in");
+    ensure!(sessions > 0, "no hostile session was opened");
     Ok(())
 }

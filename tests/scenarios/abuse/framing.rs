@@ -1,4 +1,5 @@
-//! S02, S05: lengths and numbers at their bounds, from strangers and from peers with credentials.
+//! S02, S05: lengths and numbers at their bounds, from unauthenticated peers and from peers with
+//! credentials.
 
 use std::time::Duration;
 
@@ -18,7 +19,8 @@ use tunnel_tests::targets::Exporter;
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
 
-/// Announced, never sent: around what a frame may have, and where 32 and 64 bits end.
+/// Lengths that are announced without the data: around the maximum size of a frame, and around the
+/// limits of 32 and 64 bits.
 const LENGTHS: [u64; 9] = [
     16 * 1024 + 1,
     64 * 1024 + 1,
@@ -31,7 +33,7 @@ const LENGTHS: [u64; 9] = [
     u64::MAX,
 ];
 
-/// A length as frames begin with it (a varint), and what would come next of such a message.
+/// Returns a length in the encoding of frames (a varint), followed by 100 bytes of a message.
 fn announced(mut length: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     while length >= 0x80 {
@@ -63,7 +65,9 @@ async fn s02_enrollment_that_announces_4_gib_ends_within_a_second() -> Result<()
     Ok(())
 }
 
-/// The first message of an agent, and the reply that begins each of its streams.
+/// Announces lengths above the maximum in the first control message of an agent: the server closes
+/// the session within a second. Then announces each length in an agent's reply on a stream: the
+/// caller receives 502.
 #[tokio::test(flavor = "multi_thread")]
 async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -87,7 +91,7 @@ async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
         let lies = async {
             let mut stream = agent.next_stream().await?;
             stream.write_all(&announced(length)).await?;
-            // Kept open: what ends it is the other end.
+            // The agent keeps the stream open, so only the server can end it.
             let mut rest = Vec::new();
             let _cut = stream.read_to_end(&mut rest).await;
             anyhow::Ok(())
@@ -103,7 +107,8 @@ async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
     Ok(())
 }
 
-/// S05: versions of a Hello at the bounds of their type. Those that hold ours are fine, others are told so.
+/// S05: sends a Hello with versions at the bounds of their type. The server admits an agent whose
+/// range includes version 1 and refuses any other.
 #[tokio::test(flavor = "multi_thread")]
 async fn s05_versions_at_the_bounds_of_their_type_are_checked() -> Result<()> {
     let env = TestEnv::start().await?;

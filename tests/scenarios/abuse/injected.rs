@@ -1,4 +1,5 @@
-//! S13, T18: forged, changed, cut and repeated datagrams on the path of a session, both ways; and resets of TCP.
+//! S13, T18: forged, changed, truncated and repeated datagrams on the path of a session, in both
+//! directions; resets of TCP connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,13 +21,13 @@ use tunnel_tests::targets::{Exporter, sha256_hex};
 
 use super::report_figure;
 
-/// Forgeries towards each end: one thousand a second.
+/// Interval of the forged datagrams in each direction: 1,000 a second.
 const EVERY: Duration = Duration::from_millis(1);
-/// How long: 60 s in the long run, by `CULVERT_FORGED_SECONDS`.
+/// Seconds of downloads by default; `CULVERT_FORGED_SECONDS` sets another number. Long runs use 60.
 const SECONDS: u64 = 3;
 const BODY: usize = 4 << 20;
 
-/// A path over UDP whose owner forges.
+/// A UDP relay between an agent and the server that injects forged datagrams.
 struct Forger {
     front: SocketAddr,
     forged: Arc<AtomicU64>,
@@ -46,7 +47,7 @@ impl Forger {
             let mut random = StdRng::seed_from_u64(seed);
             let (mut up, mut down) = (vec![0; 2048], vec![0; 2048]);
             let mut agent = None;
-            // The last of each way, which forgeries are made of.
+            // The last datagram of each direction, from which the next forged one is made.
             let (mut last_up, mut last_down) = (Vec::new(), Vec::new());
             let mut ticks = interval(EVERY);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
@@ -56,7 +57,7 @@ impl Forger {
                         let (length, from) = got?;
                         agent = Some(from);
                         last_up = up[..length].to_vec();
-                        // A full buffer of the system loses it, as networks do.
+                        // Loss at a full socket buffer is acceptable, as on a real network.
                         let _lost = back.send(&last_up).await;
                     }
                     got = back.recv(&mut down) => {
@@ -84,23 +85,23 @@ impl Forger {
     }
 }
 
-/// Something that looks like the last real datagram.
+/// Returns a forged datagram that resembles the last real one.
 fn forge(real: &[u8], random: &mut StdRng) -> Vec<u8> {
     let mut forged = real.to_vec();
     if forged.is_empty() {
         return vec![0x40; 40];
     }
     match random.random_range(0..6) {
-        // The same once more.
+        // An unchanged copy.
         0 => {}
         1 => forged.truncate(random.random_range(0..forged.len())),
-        // All of it from chance, behind the connection's own id.
+        // Random bytes after the first byte and the connection id of 8 bytes.
         2 => forged
             .iter_mut()
             .skip(9)
             .for_each(|byte| *byte = random.random()),
         3 => forged.iter_mut().for_each(|byte| *byte = random.random()),
-        // A long header: a handshake, or a version that nobody speaks.
+        // A long header: a handshake packet, or one of an unknown version.
         4 => forged[0] |= 0x80,
         _ => {
             for _ in 0..random.random_range(1..4) {
@@ -112,7 +113,7 @@ fn forge(real: &[u8], random: &mut StdRng) -> Vec<u8> {
     forged
 }
 
-/// Downloads for a while; every byte is checked. Bytes a second.
+/// Downloads for `seconds` and verifies every byte. Returns the rate in bytes per second.
 async fn downloads(env: &TestEnv, exporter: &Exporter, seconds: u64) -> Result<f64> {
     let host = format!("worker-1:{}", exporter.addr().port());
     let get = RawRequest::get(&host, &format!("/size/{BODY}?seed=7"));
@@ -155,7 +156,7 @@ async fn s13_t18_forged_datagrams_cost_a_session_nothing_but_time() -> Result<()
     let mut goodput = Vec::new();
     for forges in [false, true] {
         let env = TestEnv::start().await?;
-        // Enrollment goes over TCP, so the agent has its certificate before it meets the forger.
+        // Enrollment uses TCP, so the agent enrolls before its traffic goes through the forger.
         drop(env.agent("worker-1").await?);
         let path = Forger::start(env.bound().agents, seed, forges).await?;
         let _agent = agent_behind(&env, path.front, "quic").await?;
@@ -182,7 +183,7 @@ async fn s13_t18_forged_datagrams_cost_a_session_nothing_but_time() -> Result<()
             goodput[goodput.len() - 1] / 1e6
         ));
     }
-    // The forger's own work is on the same processors.
+    // The forger uses the same processors.
     ensure!(
         goodput[1] >= goodput[0] * 0.3,
         "seed {seed}: {goodput:?} bytes a second"
@@ -190,7 +191,8 @@ async fn s13_t18_forged_datagrams_cost_a_session_nothing_but_time() -> Result<()
     Ok(())
 }
 
-/// T18 over TCP: a forged reset costs one reconnect, and what was under way is seen as cut.
+/// T18 over TCP: resets the agent's connection three times. Each time the agent reconnects, and
+/// requests succeed again.
 #[tokio::test(flavor = "multi_thread")]
 async fn t18_reset_of_tcp_costs_a_reconnect() -> Result<()> {
     let exporter = Exporter::start("worker-1").await?;

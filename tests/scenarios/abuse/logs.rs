@@ -1,6 +1,8 @@
-//! T15: text of callers, agents and targets never ends, colours or begins a line of the log. T23: they do not fill the log either.
+//! T15: text from callers, agents and targets cannot end, color or begin a line of the log. T23:
+//! such text cannot fill the log either.
 //!
-//! Logs go to the standard error of a process, so a test runs itself once more as the one that is attacked.
+//! Logs go to the standard error of a process. Each test therefore starts its own binary again, as
+//! the process that is attacked.
 
 use std::process::{Command, Output};
 
@@ -17,13 +19,14 @@ use tunnel_tests::targets::{HostileAction, HostileTarget};
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
 use super::report_figure;
 
-/// What begins a line that was never logged.
+/// Marker at the beginning of a line that an attacker tries to forge.
 const FORGED: &str = "FORGED";
 
-/// Set in the process that is attacked: the format of its log.
+/// Environment variable that marks the attacked process. The value is the log format.
 const VICTIM: &str = "CULVERT_LOG_VICTIM";
 
-/// Ends of lines, colours, bells, a cursor that goes back, text that runs backwards, and a name that is too long.
+/// Returns the hostile texts: line ends, colors, bells, cursor movements, text that runs from right
+/// to left, and a name that is too long.
 fn evil() -> Vec<String> {
     let mut evil: Vec<String> = [
         "\n",
@@ -56,7 +59,8 @@ async fn attack() -> Result<()> {
     let env = TestEnv::start().await?;
     let _agent = env.agent("worker-1").await?;
     for (index, text) in evil().into_iter().enumerate() {
-        // Callers: method, path, Host, selectors, trace ids, bytes that are no request.
+        // Text from callers: method, path, Host, selectors, trace ids, and bytes that are not a
+        // request.
         for bytes in [
             format!("GET /{text} HTTP/1.1\r\nHost: worker-1:1024\r\n\r\n"),
             format!("GET / HTTP/1.1\r\nHost: {text}\r\n\r\n"),
@@ -66,13 +70,13 @@ async fn attack() -> Result<()> {
             text.clone(),
         ] {
             let mut caller = ByteStream::connect(env.http()).await?;
-            // It may have been refused before all was sent.
+            // The server may refuse the request before all of the bytes are sent.
             if caller.send(bytes.as_bytes()).await.is_ok() {
                 let _cut = caller.finish().await;
                 caller.read_to_end().await;
             }
         }
-        // A target: the line of its status, and a field of its answer.
+        // Text from a target: the status line, and a field of the answer.
         let answer = format!("HTTP/1.1 200 {text}\r\nX: {text}\r\nContent-Length: {text}\r\n\r\n");
         let target = HostileTarget::start(vec![
             HostileAction::ReadHead,
@@ -84,7 +88,7 @@ async fn attack() -> Result<()> {
         let get = RawRequest::get(&host, "/");
         let asked = request(env.http(), &get);
         let _whatever = tokio::time::timeout(std::time::Duration::from_secs(2), asked).await;
-        // An agent: what it says of itself, and why it leaves.
+        // Text from an agent: its Hello, and the reason with which it closes the session.
         let node = format!("evil-{index}");
         let hello = Hello {
             versions: (1, 1),
@@ -94,7 +98,7 @@ async fn attack() -> Result<()> {
             software: text.clone(),
             node_ip: text.clone(),
         };
-        // Too much of it ends the session instead.
+        // The server closes the session if the Hello is too large.
         if let Ok(Admission::Admitted(agent)) =
             ScriptedAgent::say(&env, agent_key(&env, &node)?, hello).await
         {
@@ -122,7 +126,7 @@ async fn t15_no_text_of_others_ends_or_colors_a_line_of_the_log() -> Result<()> 
         ensure!(output.status.success(), "{}", tail(&log));
         ensure!(
             log.contains(FORGED),
-            "nothing of it was logged: {}",
+            "no hostile text was logged: {}",
             tail(&log)
         );
         check(&log, format)?;
@@ -138,10 +142,11 @@ async fn run_as_victim(test: &str, format: &str) -> Result<Output> {
     Ok(tokio::task::spawn_blocking(move || victim.output()).await??)
 }
 
-/// What each flood consists of.
+/// Number of events in each flood. There are a twentieth as many handshakes.
 const FLOOD: usize = 2000;
 
-/// An agent that repeats itself, callers whose requests cannot be parsed, and handshakes with a certificate of no known CA.
+/// Floods the server with an agent's repeated control messages, with requests that cannot be
+/// parsed, and with handshakes that use a certificate of an unknown CA.
 async fn flood() -> Result<()> {
     let env = TestEnv::start().await?;
     let mut agent = ScriptedAgent::connect(&env, "worker-1").await?;
@@ -161,7 +166,7 @@ async fn flood() -> Result<()> {
     let key = key.map_err(anyhow::Error::msg)?;
     let key = tls::certified_key(vec![foreign.cert.der().clone()], key)?;
     for _ in 0..FLOOD / 20 {
-        // The client may believe in it for a moment.
+        // In TLS 1.3 the client's handshake can succeed before the server refuses the certificate.
         if let Ok((session, _dialer)) = dial(&env, key.clone()).await {
             session.closed().await;
         }
@@ -190,7 +195,7 @@ async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
         .find(|line| line.contains("cannot be parsed: and "));
     let rest: serde_json::Value = serde_json::from_str(rest.context("no line about the rest")?)?;
     let suppressed = rest["suppressed"].as_u64().context("no number")?;
-    // The last ones may have ended behind the log.
+    // The last requests may end after this line is written.
     ensure!(
         (FLOOD - 50..=FLOOD - 10).contains(&usize::try_from(suppressed)?),
         "{rest}"
@@ -202,7 +207,7 @@ async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
 fn check(log: &str, format: LogFormat) -> Result<()> {
     let mut lines = 0;
     for line in log.split('\n').filter(|line| !line.is_empty()) {
-        // What the test itself measures and tells.
+        // The harness prints this line.
         if line.starts_with("test patience") {
             continue;
         }

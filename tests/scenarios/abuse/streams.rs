@@ -1,4 +1,4 @@
-//! S22, T10: agents that take streams and never finish their reply.
+//! S22, T10: agents that accept streams and never finish their reply.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ const AGENTS: usize = 4;
 const STREAMS: usize = 64;
 const OPEN: Duration = Duration::from_secs(1);
 
-/// Sends the length of a reply on each stream; the rest never comes.
+/// Sends the length prefix of a reply on each stream, and nothing more.
 async fn begins_each_reply(agent: ScriptedAgent) {
     let mut open_conns = Vec::new();
     while let Ok(mut stream) = agent.next_stream().await {
@@ -27,8 +27,8 @@ async fn begins_each_reply(agent: ScriptedAgent) {
     }
 }
 
-/// S22 from the agents' side: each reply is one byte long, then nothing. All callers are answered at `openTimeout`, and the
-/// places are free again.
+/// S22 from the agents' side: hostile agents send one byte of each reply and then nothing. Every
+/// caller receives 504 at `openTimeout`, and the streams are released.
 #[tokio::test(flavor = "multi_thread")]
 async fn s22_replies_of_one_byte_are_given_up_at_the_open_timeout() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
