@@ -1,4 +1,5 @@
-//! The two binaries as processes: verbs and exit codes, kills and restarts, and ends that lose nothing.
+//! Tests of the two binaries as processes: subcommands and exit codes, kills and restarts, and
+//! shutdown without loss.
 
 mod bulk;
 mod crowds;
@@ -20,7 +21,7 @@ use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::Exporter;
 
-/// A server and one agent on loopback, and an exporter behind the agent.
+/// A server and one agent on loopback, with an exporter behind the agent.
 struct Stack {
     agent_setup: AgentSetup,
     agent: Process,
@@ -30,12 +31,13 @@ struct Stack {
 }
 
 impl Stack {
-    /// Starts all parts; the arguments are further ones of `run`.
+    /// Starts the server, the agent and the exporter, and waits for the first successful request.
+    /// The arguments are added to those of `run`.
     async fn start(server_arguments: &[&str], agent_arguments: &[&str]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let exporter = Exporter::start(NODE).await?;
         let port = exporter.addr().port().to_string();
-        // The exporter itself has the port on this host.
+        // The exporter occupies the port on this host, so the server cannot listen on it.
         let ports = ["--http-proxy-ports", &port, "--proxy-port-listen", "off"];
         let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
         let server = setup.args(&ports).args(server_arguments).start().await?;
@@ -55,7 +57,7 @@ impl Stack {
         Ok(stack)
     }
 
-    /// What a caller puts into Host.
+    /// Returns the Host value of the exporter behind the agent.
     fn host(&self) -> String {
         format!("{NODE}:{}", self.exporter.addr().port())
     }
@@ -84,8 +86,9 @@ impl Stack {
 
 const NODE: &str = "worker-1";
 
-/// For one request while parts of the tunnel are missing.
+/// Time limit of one request while parts of the tunnel are down.
 const ATTEMPT: Duration = Duration::from_millis(500);
 
-/// Enrollment, and the longest pause of an agent between two tries at the beginning of an outage.
+/// Time limit for enrollment, and for the longest pause of an agent between two attempts at the
+/// beginning of an outage.
 const CONNECT: Duration = Duration::from_secs(15);

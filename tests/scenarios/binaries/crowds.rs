@@ -1,5 +1,5 @@
-//! C1, C2: crowds of callers and of one agent's sessions, at a server with 128 MiB and at one with 1,024 open files: others are
-//! served throughout.
+//! C1, C2: crowds of callers and of sessions of one agent, at a server with 128 MiB and at a server
+//! with 1,024 open files. Others are served throughout.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -36,10 +36,11 @@ async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_128_mib() -> Result<()> {
     let Some(cgroup) = or_skip(MemoryCgroup::new(CAP)) else {
         return Ok(());
     };
-    // The limit has to be there when the server starts: its own limits follow from it.
+    // The server derives its own limits from the memory limit at its start, so the shell enters the
+    // cgroup before it executes the server.
     let enter = "echo $$ > \"$1\" && shift && exec \"$@\"";
     let procs = cgroup.procs().to_string_lossy().into_owned();
-    // A quarter of the memory at 20 KiB and a head each.
+    // `callersTotal` is a quarter of the memory, at 20 KiB and one request head for each caller.
     crowds("128 MiB", &["sh", "-c", enter, "sh", &procs], 390).await?;
     let (most, killed) = (cgroup.most()?, cgroup.killed()?);
     report_figure(&format!("C1, C2: {} MiB at most in the cgroup", most >> 20));
@@ -50,12 +51,14 @@ async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_128_mib() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_1024_descriptors() -> Result<()> {
     let limited = "ulimit -n 1024 && exec \"$@\"";
-    // A quarter of what is left of the 1,024 without those for the process itself.
+    // `callersTotal` is a quarter of the 1,024 descriptors without the 160 that are reserved for
+    // the process.
     crowds("1,024 descriptors", &["sh", "-c", limited, "sh"], 216).await
 }
 
-/// The crowds come one after the other, and the callers stay as long as they may. Meanwhile each node and the meta port answer
-/// within a second. `callers_total` is what the server should take for callers.
+/// Opens the crowd of callers and then the crowd of sessions. The callers stay until the server
+/// closes them. Meanwhile each node and the meta port answer within a second. `callers_total` is
+/// the expected `callersTotal` of the server.
 async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()> {
     raise_descriptor_limit()?;
     let count = crowd_size();
@@ -66,7 +69,7 @@ async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()
     let mut answers = Answers::default();
     let attack = async {
         let _open = call(&site, count, &callers).await?;
-        // What is closed is seen at both ends soon.
+        // Both ends notice a closed connection after a short delay.
         eventually("callers above the limit are gone", CONNECT, async || {
             let open = callers.open();
             ensure!(open <= callers_total, "{open} of {callers_total}");
@@ -77,7 +80,7 @@ async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()
         eventually("few sessions are left", CONNECT, async || {
             let open = sessions.open();
             ensure!((1..=SESSIONS_PER_NODE).contains(&open), "{open} are open");
-            // The other two are those of the nodes that are served.
+            // The other two sessions belong to the nodes that are served.
             let all = agents(&site).await?;
             ensure!(all <= SESSIONS_PER_NODE + 2, "{all} at the server");
             anyhow::Ok(())
@@ -97,7 +100,7 @@ async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()
         answers.slowest,
         resident(id)? >> 20
     ));
-    // The first process still, and of use without the crowd.
+    // The server still runs in its first process and serves requests after the crowd.
     for node in &NODES[..2] {
         site.scrape(node).await?;
     }
@@ -105,7 +108,7 @@ async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()
     Ok(())
 }
 
-/// What the server says of the crowds agrees with what they saw.
+/// Compares the server's metrics with the results that the crowds observed.
 async fn check_figures(
     site: &Site,
     count: usize,
@@ -130,21 +133,22 @@ async fn check_figures(
     );
     ensure!(
         total > 0 && per_source > 0,
-        "both limits, by the sources of the crowd"
+        "callersTotal or callersPerSource was not reached"
     );
-    // A connection that is evicted with a request under way ends after it, and is not counted.
+    // The server does not count a connection that it marks for eviction during a request and that
+    // ends after the request.
     let gone = count - callers.open();
     ensure!(
         evicted >= gone * 9 / 10,
         "{evicted} were evicted, {gone} are gone"
     );
-    // The others met a listener without room.
+    // The other refused sessions ended at a listener without free permits.
     let refused = count - sessions.admitted();
     ensure!(too_many >= refused / 2, "{too_many} refusals, {sessions}");
     Ok(())
 }
 
-/// How the others are served meanwhile.
+/// The number of answers for others during the attack, and the duration of the slowest one.
 #[derive(Debug, Default)]
 struct Answers {
     count: usize,
@@ -152,7 +156,8 @@ struct Answers {
 }
 
 impl Answers {
-    /// Asks each node, over a connection of its own, and the meta port once a second, until one does not answer in time.
+    /// Requests each node, over a separate connection, and the meta port once a second. Returns the
+    /// error of the first request that fails or times out.
     async fn watch(&mut self, site: &Site) -> Error {
         let mut second = interval(Duration::from_secs(1));
         second.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -192,12 +197,12 @@ impl Answers {
     }
 }
 
-/// What became of a crowd.
+/// The results of a crowd's attempts.
 #[derive(Debug, Default)]
 struct Tally {
     admitted: AtomicUsize,
     refused: AtomicUsize,
-    /// Admitted and not closed by the server.
+    /// Number of admitted connections or sessions that the server has not closed.
     open: AtomicUsize,
 }
 
@@ -222,10 +227,11 @@ impl std::fmt::Display for Tally {
     }
 }
 
-/// Resolves when the server closes what was admitted, which lives as long as this.
+/// A future that owns an admitted connection or session and resolves when the server closes it.
 type UntilClosed = BoxFuture<'static, ()>;
 
-/// Makes `count` attempts, [`AT_ONCE`] at a time; `None` is a refusal. What was admitted ends with what is returned.
+/// Makes `count` attempts, [`AT_ONCE`] at a time. An attempt that returns `None` was refused.
+/// Dropping the returned sets closes the admitted connections or sessions.
 async fn crowd<A>(
     count: usize,
     tally: &Arc<Tally>,
@@ -262,7 +268,8 @@ where
     Ok(open)
 }
 
-/// Callers that ask once and then keep their connection idle: of one address and of many, plain and with TLS.
+/// Opens callers that send one request and then keep their connection idle: from one address and
+/// from many, plain and with TLS.
 async fn call(site: &Site, count: usize, tally: &Arc<Tally>) -> Result<Vec<JoinSet<()>>> {
     let (http, https) = (Listener::Http, Listener::Https);
     let host = format!("{}:{}", NODES[0], site.exporter.addr().port());
@@ -274,13 +281,14 @@ async fn call(site: &Site, count: usize, tally: &Arc<Tally>) -> Result<Vec<JoinS
     let tls = ClientTls::insecure(NODES[0], None)?;
     let secure = Caller {
         listener: Endpoint::tls(site.server.address(https), tls),
-        // A port that the server refuses by itself; the connection stays.
+        // The server refuses this port without a stream to the agent, and keeps the connection
+        // open.
         ask: RawRequest::new("GET", "/metrics", &format!("{}:81", NODES[0])),
         status: 403,
     };
     let mut open = Vec::new();
     for caller in [plain, secure] {
-        // 127.0.0.1 is of those who must not notice.
+        // 127.0.0.1 belongs to the callers that must be served throughout.
         for sources in [2..=2, 3..=17] {
             let sources = sources.map(|last| Ipv4Addr::new(127, 0, 0, last));
             let (caller, sources) = (caller.clone(), sources.collect::<Vec<_>>());
@@ -321,7 +329,7 @@ impl Caller {
     }
 }
 
-/// Sessions with the one credential, half of them over each transport.
+/// Opens `count` sessions with the same credential, half of them over each transport.
 async fn connect(
     site: &Site,
     dialers: [Arc<dyn Dialer>; 2],
@@ -346,7 +354,7 @@ async fn open_session(dialer: Arc<dyn Dialer>, to: ServerAddr) -> Result<Option<
         let introduced = introduce(&*session, hello(HOSTILE, [7; 16])?).await;
         let (control, answer) = match introduced {
             Ok(introduced) => introduced,
-            // Closed before its Hello: more than 20 at once.
+            // The server closes sessions above `admissionsPerNode` before it reads their Hello.
             Err(_closed) => return Ok(None),
         };
         match answer {
@@ -365,7 +373,8 @@ async fn open_session(dialer: Arc<dyn Dialer>, to: ServerAddr) -> Result<Option<
     attempt.context("a session was neither admitted nor refused")?
 }
 
-/// Enrolls an agent, stops it, and dials with what it leaves on its disk: over h2 and over QUIC.
+/// Enrolls an agent, stops it, and returns dialers with the credential from its data directory: one
+/// over h2 and one over QUIC.
 async fn stolen_credential(site: &Site) -> Result<[Arc<dyn Dialer>; 2]> {
     let scratch = ScratchDir::new()?;
     let folder = scratch.path().join("hostile");
@@ -397,14 +406,15 @@ fn value(metrics: &str, series: &str) -> Result<usize> {
     Ok(line.context(series.to_owned())?.trim().parse()?)
 }
 
-/// Sessions of all agents at the server.
+/// Returns the number of sessions of all agents at the server.
 async fn agents(site: &Site) -> Result<usize> {
     let shown = metrics(site).await?;
     let of = |transport| format!("tunnel_server_agents{{transport=\"{transport}\"}}");
     Ok(value(&shown, &of("quic"))? + value(&shown, &of("h2"))?)
 }
 
-/// Callers, and sessions: 5,000 unless `CULVERT_TEST_CROWD` says more. Fewer do not reach every limit.
+/// Returns the number of callers, and of sessions: `CULVERT_TEST_CROWD`, at least 5,000. Smaller
+/// crowds do not reach every limit.
 fn crowd_size() -> usize {
     let wish = std::env::var("CULVERT_TEST_CROWD").ok();
     let wish = wish.and_then(|wish| wish.parse::<usize>().ok());
@@ -413,14 +423,14 @@ fn crowd_size() -> usize {
 
 const CROWD: usize = 5000;
 const AT_ONCE: usize = 16;
-/// The node of the sessions.
+/// The node of the hostile sessions.
 const HOSTILE: &str = "worker-9";
-/// As `routing/registry.rs` has it.
+/// Equals the constant in `routing/registry.rs`.
 const SESSIONS_PER_NODE: usize = 4;
-/// Others are answered in this time throughout.
+/// Time limit for each answer to others.
 const ANSWER: Duration = Duration::from_secs(1);
-/// For one caller or session to be served or refused.
+/// Time limit for one caller or session to be served or refused.
 const ATTEMPT: Duration = Duration::from_secs(10);
-/// All is done in this time, and so much more for each attempt.
+/// Time limit for the whole attack, without the time for each attempt.
 const AT_MOST: Duration = Duration::from_secs(30);
 const PER_ATTEMPT: Duration = Duration::from_millis(25);

@@ -1,4 +1,4 @@
-//! SIGTERM loses nothing, and a second signal does not wait.
+//! SIGTERM loses no data. A second signal ends the process at once.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -71,7 +71,7 @@ async fn drain_timeout_bounds_the_end() -> Result<()> {
     Ok(())
 }
 
-/// Runs all rounds, on a few stacks at the same time.
+/// Runs all rounds, divided among several stacks that run in parallel.
 async fn in_parallel<F, Fut>(rounds: F) -> Result<()>
 where
     F: Fn(Stack, Range<usize>) -> Fut + Copy + Send + 'static,
@@ -96,7 +96,8 @@ async fn one_mebibyte(stack: &Stack) -> Result<Exchange> {
     Exchange::start(endpoint, &stack.get(&format!("/size/{BYTES}"))).await
 }
 
-/// Sends TERM to `process` while the answer comes: with its head, or later and later with each round.
+/// Reads the answer and sends SIGTERM to `process` meanwhile. In even rounds the signal follows the
+/// answer's head. In odd rounds the signal comes later with each round.
 async fn read_while_ending(mut exchange: Exchange, round: usize, process: &Process) -> Result<()> {
     let told = exchange.header("x-sha256").context("no digest")?.to_owned();
     let moment = if round.is_multiple_of(2) {
@@ -138,7 +139,7 @@ async fn ends_well(process: &mut Process) -> Result<()> {
     Ok(())
 }
 
-/// An answer that never ends by itself.
+/// Starts an endless answer.
 async fn follow(stack: &Stack) -> Result<Exchange> {
     let endpoint = stack.server.address(Listener::Http);
     let exchange = Exchange::start(endpoint, &stack.get("/follow")).await?;
@@ -154,7 +155,7 @@ async fn second_signal_ends(process: &mut Process) -> Result<()> {
     let early = process.end(Duration::from_millis(500)).await;
     ensure!(
         early.is_err(),
-        "it did not wait for the open stream: {early:?}"
+        "the process did not wait for the open stream: {early:?}"
     );
     process.signal(Signal::Term)?;
     process.end(AT_ONCE).await?;
@@ -165,10 +166,11 @@ const BYTES: u64 = 1024 * 1024;
 
 const ROUNDS: usize = 100;
 
-/// Together they keep the processor busy, so that the moments differ.
+/// Number of parallel stacks. Together they keep the processor busy, so that the signals arrive at
+/// different moments of the answer.
 const STACKS: usize = 4;
 
-/// Well below the drain timeout of 30 s: nothing is under way but the answer.
+/// Well below the drain timeout of 30 s, because the answer is the only open stream.
 const DRAIN: Duration = Duration::from_secs(10);
 
 const AT_ONCE: Duration = Duration::from_secs(1);

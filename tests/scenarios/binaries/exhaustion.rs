@@ -1,4 +1,5 @@
-//! F25: no descriptors left. New callers wait, running ones notice nothing, and the processor does not spin.
+//! F25: a server without free descriptors. New callers wait, running requests go on, and the
+//! processor does not spin.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -54,7 +55,7 @@ async fn f25_server_without_descriptors_pauses_its_listeners_and_recovers() -> R
     sleep(WINDOW).await;
     let busy = (ticks(&folder)? - before) / TICKS_PER_SECOND / began.elapsed().as_secs_f64();
     ensure!(busy < 0.2, "the server takes {busy:.2} of a processor");
-    assert_eq!(pauses_logged(), 1, "once, not for every attempt");
+    assert_eq!(pauses_logged(), 1, "the pause is logged once");
     drop(crowd);
     stack
         .wait_for_traffic("new callers are served again", Duration::from_secs(1))
@@ -62,10 +63,10 @@ async fn f25_server_without_descriptors_pauses_its_listeners_and_recovers() -> R
     Ok(())
 }
 
-/// Processor time of a process up to now, in clock ticks (proc(5): utime and stime).
+/// Returns the processor time of a process so far, in clock ticks (proc(5): utime and stime).
 fn ticks(folder: &str) -> Result<f64> {
     let stat = fs::read_to_string(format!("{folder}/stat"))?;
-    // The name in parentheses may hold blanks; the fields behind it begin with the third.
+    // The process name in parentheses may contain spaces. The first field after it is number 3.
     let (_, fields) = stat.rsplit_once(") ").context("proc stat")?;
     let fields: Vec<&str> = fields.split_whitespace().collect();
     let field = |number: usize| {
@@ -78,8 +79,8 @@ fn ticks(folder: &str) -> Result<f64> {
     Ok(field(14)? + field(15)?)
 }
 
-/// Descriptors left to the server for callers.
+/// Number of descriptors left to the server for callers.
 const SPARE: usize = 50;
 const WINDOW: Duration = Duration::from_secs(1);
-/// USER_HZ, the same on every Linux that Rust runs on.
+/// USER_HZ, which is 100 on every Linux that Rust supports.
 const TICKS_PER_SECOND: f64 = 100.0;

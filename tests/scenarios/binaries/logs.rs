@@ -1,5 +1,5 @@
-//! F37: a log that is not read, or that cannot be written, stops neither binary: requests go on, what is missing is counted, and
-//! SIGTERM ends the process.
+//! F37: a log that is not read or cannot be written blocks neither binary. Requests go on, dropped
+//! lines are counted, and SIGTERM ends the process.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -22,14 +22,14 @@ use super::{CONNECT, Stack};
 
 const CALLERS: usize = 20;
 const REQUESTS: usize = 10_000;
-/// For one of them on a machine that has nothing else to do.
+/// Time limit of one request, for a machine without other load.
 const ANSWER: Duration = Duration::from_secs(10);
 const STOP: Duration = Duration::from_secs(5);
-/// Characters that a person types to stop the output of a terminal and to let it go on (termios(3), IXON).
+/// Control characters that stop and restart the output of a terminal (termios(3), IXON).
 const XOFF: u8 = 0x13;
 const XON: u8 = 0x11;
 
-/// Where a process logs to.
+/// The output of a process's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Output {
     UnreadPipe,
@@ -38,7 +38,7 @@ enum Output {
 }
 
 impl Output {
-    /// The end of the process, and the other one, where there is one.
+    /// Opens the output. Returns the end for the process, and the other end if there is one.
     fn open(self) -> Result<(Stdio, Option<File>)> {
         match self {
             Self::UnreadPipe => {
@@ -88,12 +88,12 @@ impl Logged {
         })
     }
 
-    /// Reads its log from here on, until the process has ended.
+    /// Starts to read the log, and reads until the process has ended.
     fn read_log(&mut self) {
         let Some(mut unread) = self.unread.take() else {
             return;
         };
-        // Fails for a pipe, which has one direction.
+        // The write fails for a pipe, which has one direction.
         let _no_terminal = unread.write_all(&[XON]);
         let lines = self.lines.clone();
         std::thread::spawn(move || {
@@ -114,7 +114,7 @@ impl Logged {
         Ok(())
     }
 
-    /// The sum of the series that begin so.
+    /// Returns the sum of all series whose names begin with `series`.
     async fn counted(&self, series: &str) -> Result<u64> {
         let shown = request(self.meta, &RawRequest::get("meta", "/metrics")).await?;
         let series = format!("tunnel_{}_{series}", self.name);
@@ -124,7 +124,8 @@ impl Logged {
         Ok(values.sum())
     }
 
-    /// Each stream has a line that was read or one that was counted as dropped, and the log says how many those are.
+    /// Checks that each stream has an access line that was either read or counted as dropped, and
+    /// that the log reports the number of dropped lines.
     async fn has_right_count(&self) -> Result<()> {
         let streams = self.counted("streams_total{").await?;
         let access = self
@@ -192,9 +193,11 @@ async fn ask_often(endpoint: SocketAddr, get: &RawRequest) -> Result<()> {
     Ok(())
 }
 
-/// Runs both binaries with such logs: one log is read in the end, the other one never.
+/// Runs both binaries with `output` as their log and sends requests. At the end the test reads the
+/// log of the binary `read_in_the_end`, or of both if the disk is full. The other log is never
+/// read.
 async fn requests_go_on(output: Output, read_in_the_end: &str) -> Result<()> {
-    // A first run shows on which ports they are.
+    // A first run determines the ports.
     let mut stack = Stack::start(&[], &[]).await?;
     let opened = |line: &str| Listener::Meta.opened(line);
     let agent_meta = stack

@@ -1,4 +1,5 @@
-//! A restart of the server under 200 agents: all of them are back soon, whichever transport they use.
+//! The server restarts while 200 agents are connected. All agents reconnect soon, over either
+//! transport.
 
 use std::io::Write;
 use std::path::Path;
@@ -15,7 +16,7 @@ use tunnel_tests::targets::Exporter;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_hundred_agents_are_back_after_a_restart_over_quic() -> Result<()> {
-    // An idle agent finds out at its next keep-alive (5 s +- 20 %), by a stateless reset.
+    // An idle agent notices the restart at its next keep-alive (5 s +- 20 %), by a stateless reset.
     restarts(TransportChoice::Quic, Duration::from_secs(11)).await
 }
 
@@ -85,7 +86,7 @@ async fn start_agents(
     Ok(agents)
 }
 
-/// One request to each node, some at a time; an error names the first that fails.
+/// Sends one request to each node, [`AT_ONCE`] at a time. An error names the first node that fails.
 async fn all_serve(server: &Server, port: &str) -> Result<()> {
     let endpoint = server.address(Listener::Http);
     let mut asked = JoinSet::new();

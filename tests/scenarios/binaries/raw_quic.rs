@@ -1,5 +1,6 @@
-//! S20, S23: peers that send QUIC frames which no library would send, by `tests/raw_quic/peer.py`: what each attack costs, and
-//! how it ends. The server is a process, so that its memory is its own.
+//! S20, S23: peers that send QUIC frames that no library sends, by `tests/raw_quic/peer.py`. The
+//! tests check the cost of each attack and how it ends. The server is a separate process, so that
+//! its memory can be measured.
 
 use std::path::{Path, PathBuf};
 use std::pin::pin;
@@ -21,21 +22,23 @@ use crate::abuse::report_figure;
 
 /// The hostile agent's node.
 const HOSTILE: &str = "worker-2";
-/// A flood lasts as long.
+/// Duration of a flood, in seconds.
 const SECONDS: u64 = 2;
-/// Longer than the server takes between two looks at a session.
+/// Seconds of a flood that lasts longer than the server's interval between two checks of a session.
 const UNTIL_LOOKED_AT: u64 = 15;
-/// What an attack may cost: 4 MiB that wait for the connection, 4 MiB of unknown addresses and 9 MiB that wait for the endpoint
-/// (`quic/backlog.rs`), and half as much again for what the allocator makes of it.
+/// Memory that an attack may cost: 4 MiB that wait for the connection, 4 MiB of unknown addresses
+/// and 9 MiB that wait for the endpoint (`quic/backlog.rs`), and half as much again for the
+/// allocator's overhead.
 const GROWTH: u64 = 32 << 20;
-/// The same, and the pieces that quinn admits on each of 100 streams: 140 KiB.
+/// [`GROWTH`], and in addition the pieces that quinn admits on each of 100 streams: 140 KiB.
 const GAPS_GROWTH: u64 = 48 << 20;
-/// Requests through another agent are answered in this time throughout.
+/// Time limit for each request through another agent during an attack.
 const OTHERS: Duration = Duration::from_secs(1);
 const STREAMS: usize = 100;
 
-/// An attack, and the code that the server ends it with (RFC 9000, section 20.1). Without one it is to do no harm; the server
-/// may find that it is a flood (`quic/floods.rs`).
+/// An attack, and the code with which the server closes the session (RFC 9000, section 20.1). An
+/// attack without a code must do no harm, or the server closes the session as a flood
+/// (`quic/flood_detector.rs`).
 type Attack = (&'static str, Option<u64>);
 
 const IDS_AND_PATHS: [Attack; 7] = [
@@ -73,7 +76,7 @@ const OTHER_FRAMES: [Attack; 12] = [
     ("limits_and_blocked", None),
 ];
 
-/// Without a certificate.
+/// Attacks by peers without a certificate.
 const UNAUTHENTICATED: [Attack; 4] = [
     ("no_certificate", Some(CERTIFICATE_REQUIRED)),
     ("hello_flood", None),
@@ -110,7 +113,8 @@ async fn s20_gaps_on_a_hundred_streams_cost_a_bounded_amount() -> Result<()> {
     let port = fixture.stack.exporter.addr().port();
     let http = fixture.stack.server.address(Listener::Http);
     let callers = async move {
-        // Each caller is a stream; those that come before the peer is admitted get 503 and come again.
+        // Each caller opens a stream. Callers that come before the peer is admitted receive 503 and
+        // try again.
         let mut callers = JoinSet::new();
         for _ in 0..STREAMS {
             callers.spawn(async move {
@@ -134,7 +138,8 @@ async fn raw_frames_of_no_use_end_the_session_or_cost_others_nothing() -> Result
     all(&OTHER_FRAMES).await
 }
 
-/// An attack that goes on is ended as soon as the server looks at the session.
+/// Sends a flood that lasts longer than the check interval. The server closes the session and logs
+/// the reason.
 #[tokio::test(flavor = "multi_thread")]
 async fn raw_floods_of_small_frames_end_the_session() -> Result<()> {
     let Some(mut fixture) = RawQuicFixture::start().await? else {
@@ -165,7 +170,8 @@ async fn all(attacks: &[Attack]) -> Result<()> {
     Ok(())
 }
 
-/// A server, an agent that others are served by, and the certificate of another one in hostile hands.
+/// A server, an agent whose callers must be served throughout, and the stolen certificate of a
+/// second agent.
 struct RawQuicFixture {
     stack: Stack,
     server: u32,
@@ -223,7 +229,9 @@ impl RawQuicFixture {
         Ok(peer.arg("--key").arg(key))
     }
 
-    /// One attack from its beginning to its end, while others are served.
+    /// Runs one attack to its end while a caller of another agent sends requests. Checks the close
+    /// code, the server's memory, and that the peer receives at most three times the bytes that it
+    /// sends.
     async fn attack(&mut self, (attack, code): Attack) -> Result<()> {
         let before = resident(self.server)?;
         let (mut most, mut slowest) = (before, Duration::ZERO);
@@ -263,14 +271,14 @@ impl RawQuicFixture {
         Ok(())
     }
 
-    /// How long another agent's caller waits.
+    /// Sends a request through another agent and returns its duration.
     async fn others_are_served(&self) -> Result<Duration> {
         let (http, began) = (self.stack.server.address(Listener::Http), Instant::now());
         let reply = timeout(scaled(OTHERS), request(http, &self.stack.get("/metrics"))).await;
         let reply = reply.context("others are not served in time")??;
         ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
         let waited = began.elapsed();
-        // What is asked without a pause takes the processor from the attack.
+        // Requests without a pause would take processor time from the attack.
         sleep(Duration::from_millis(20)).await;
         Ok(waited)
     }

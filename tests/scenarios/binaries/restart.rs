@@ -1,4 +1,4 @@
-//! Power cuts: a process that is killed and started again serves again soon.
+//! A process that is killed and started again soon serves requests again.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Verbs, help, configuration mistakes and exit codes.
+//! Subcommands, help, configuration mistakes and exit codes.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::{NODE, Stack};
 const SERVER: &str = "tunnel-server";
 const AGENT: &str = "tunnel-agent";
 
-/// The exit code for usage and configuration.
+/// The exit code for usage and configuration errors.
 const USAGE: i32 = 64;
 
 #[tokio::test]
@@ -346,7 +346,8 @@ async fn offline(data: &Path, words: &[&str]) -> Result<Finished> {
         .await
 }
 
-/// The id of the token that `token create` printed, alone on its standard output: `ID.SECRET.CAHASH`.
+/// Returns the id of the token that `token create` printed. The token is the only line on standard
+/// output and has the form `ID.SECRET.CAHASH`.
 fn token_id(created: &Finished) -> Result<String> {
     let token = created.out.trim();
     let parts: Vec<&str> = token.split('.').collect();
@@ -361,7 +362,7 @@ fn token_id(created: &Finished) -> Result<String> {
     Ok((*parts.first().context("no id")?).to_owned())
 }
 
-/// Binary, verb, and words that its help has to contain.
+/// Binary, subcommand, and words that its help must contain.
 const HELP: [(&str, &str, &str); 19] = [
     (
         SERVER,
