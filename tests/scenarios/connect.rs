@@ -1,4 +1,4 @@
-//! The CONNECT doors: kube-apiserver's egress selector, Prometheus' proxy_url, ssh and ansible.
+//! The CONNECT listeners: kube-apiserver's egress selector, Prometheus' proxy_url, ssh and ansible.
 
 mod callers;
 mod dial_policy;
@@ -24,10 +24,11 @@ use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{FakeKubelet, TargetTls};
 
 const NODE: &str = "worker-1";
-/// What the door over TCP is called.
+/// DNS name of the CONNECT listener over TCP.
 const LISTENER: &str = "tunnel.example";
 
-/// A world with a CONNECT door on a Unix socket, which may also dial this host's loopback itself.
+/// A test environment with a CONNECT listener on a Unix socket. The dial policy also lets the
+/// server dial this host's loopback directly.
 struct ConnectFixture {
     env: TestEnv,
     socket: PathBuf,
@@ -54,7 +55,8 @@ impl ConnectFixture {
         })
     }
 
-    /// With a door over TCP too, which serves TLS as [`LISTENER`] and takes callers with certificates of the CA in this file.
+    /// Adds a CONNECT listener over TCP. The listener serves TLS as [`LISTENER`] and accepts
+    /// callers with certificates of the CA in the file `ca`.
     async fn mutual(pki: &Pki, scratch: &ScratchDir, ca: &Path) -> Result<Self> {
         let serving = pki.ca.issue(&Leaf {
             uri: None,
@@ -77,7 +79,7 @@ impl ConnectFixture {
     }
 }
 
-/// The CA of a cluster: of kubelets' serving certificates and of callers'.
+/// The CA of a cluster, which issues kubelets' serving certificates and callers' certificates.
 struct Pki {
     ca: TestCa,
 }
@@ -105,7 +107,8 @@ impl Pki {
         })
     }
 
-    /// What a caller with this certificate makes of a server.
+    /// Returns the TLS configuration of a caller with this certificate. The caller verifies the
+    /// server as `name` against the CA.
     fn tls(&self, name: &str, certificate: Option<&Issued>) -> Result<ClientTls> {
         let mut roots = RootCertStore::empty();
         roots.add(self.ca.root().clone())?;
@@ -123,13 +126,13 @@ fn client_certificate(issued: &Issued) -> Result<ClientCertificate> {
     Ok((vec![chain], key))
 }
 
-/// A kubelet of [`NODE`] with a certificate that the cluster's CA has signed.
+/// Starts a kubelet of [`NODE`] with a certificate of the cluster's CA.
 async fn kubelet(pki: &Pki) -> Result<FakeKubelet> {
     let any: SocketAddr = ([127, 0, 0, 1], 0).into();
     FakeKubelet::start_on(any, NODE, Some(pki.serving(NODE)?)).await
 }
 
-/// A request that ends its connection.
+/// Returns a request that asks the target to close the connection.
 fn get(host: &str, path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
 }

@@ -1,4 +1,5 @@
-//! F20 on the CONNECT door: the CA of its callers' certificates is replaced while tunnels run.
+//! F20 on the CONNECT listener: the CA of the callers' certificates is replaced while tunnels are
+//! open.
 
 use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -30,7 +31,7 @@ async fn f20_ca_of_the_connect_listener_is_replaced_and_cuts_no_tunnel() -> Resu
     let echo = EchoTarget::start().await?;
     let by_name = format!("{NODE}:{}", echo.addr().port());
     let direct = echo.addr().to_string();
-    let endpoint = fixture.env.bound().connect.context("a door")?;
+    let endpoint = fixture.env.bound().connect.context("no CONNECT listener")?;
     let dialer = |caller: &Issued| -> Result<EgressDialer> {
         let tls = pki.tls(LISTENER, Some(caller))?;
         Ok(EgressDialer::tcp(Endpoint::tls(endpoint, tls)))
@@ -40,13 +41,13 @@ async fn f20_ca_of_the_connect_listener_is_replaced_and_cuts_no_tunnel() -> Resu
     for tunnel in &mut tunnels {
         echoes(tunnel, b"before").await?;
     }
-    ensure!(new.dial(&by_name).await.is_err(), "a stranger came in");
+    ensure!(new.dial(&by_name).await.is_err(), "the new caller came in");
     let reloads = |result: &str| {
         format!(
             "tunnel_server_credential_reloads_total{{files=\"connect_client_ca\",result=\"{result}\"}}"
         )
     };
-    // What cannot be used changes nothing.
+    // An unusable file changes nothing.
     replace(&ca, b"no certificate")?;
     fixture.env.reload();
     metric_reaches(&fixture.env, &reloads("failed"), 1.0, WAIT_TIMEOUT).await;

@@ -1,4 +1,5 @@
-//! Without `--connect-direct` a server of a cluster dials what the cluster tells of itself, and nothing else.
+//! The default dial policy without `--connect-direct`: a server of a cluster dials the networks
+//! that the cluster publishes, and nothing else.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
@@ -15,15 +16,16 @@ use tunnel_tests::tools::{Skip, or_skip};
 use super::ConnectFixture;
 use super::egress::talk;
 
-/// Of RFC 2544, so that nothing is there: what is dialed fails, and otherwise than what is refused.
+/// Networks of RFC 2544, where no host exists. A dial to them fails with another code than a
+/// refusal.
 const SERVICES: &str = "198.18.1.0/24";
 const CLOUD_PODS: &str = "198.18.2.0/24";
 const EDGE_PODS: &str = "198.18.3.0/24";
-/// Within each of them.
+/// An address in each of these networks.
 const SERVICE: &str = "198.18.1.10:443";
 const CLOUD_POD: &str = "198.18.2.10:443";
 const EDGE_POD: &str = "198.18.3.10:443";
-/// Networks of this host's loopback, which no object of a cluster opens.
+/// Networks of this host's loopback. No object of a cluster can allow them.
 const LOOPBACK_SERVICES: &str = "127.1.0.0/16";
 const LOOPBACK_PODS: &str = "127.2.0.0/16";
 const LOOPBACK: [&str; 4] = ["127.1.0.10", "127.2.0.10", "127.4.0.10", "127.0.0.1"];
@@ -37,7 +39,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     };
     let cluster = Cluster::start(Kind::FakeApiServer)
         .await?
-        .context("a stand-in")?;
+        .context("no API server")?;
     let services = json!({
         "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR",
         "metadata": { "name": "of-the-test" }, "spec": { "cidrs": [SERVICES, LOOPBACK_SERVICES] },
@@ -61,7 +63,8 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     let fixture = fixture.await?;
     let dialer = fixture.dialer();
 
-    // Something listens on the loopback, so that a refusal is the server's.
+    // This target and the loopback listeners below exist, so a failed dial is a refusal by the
+    // server.
     let on_node = EchoTarget::start_on(SocketAddr::new(own, 0)).await?;
     let node = on_node.addr();
     let named = format!("master-1:{}", node.port());
@@ -87,7 +90,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     for listener in &listeners {
         refused.push(listener.local_addr()?.to_string());
     }
-    // etcd of the control plane is nobody's webhook.
+    // The etcd port of a control plane node is never a webhook, so the server refuses to dial it.
     refused.extend([
         format!("{own}:2379"),
         "203.0.113.7:443".to_owned(),
@@ -100,12 +103,12 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
             "{target}: {error_text}"
         );
     }
-    // An edge node is reached by its agent or not at all.
+    // The server reaches an edge node only through its agent.
     let error_text = dialer.dial("worker-1:10250").await.err();
     let error_text = error_text.context("was dialed")?.to_string();
     ensure!(!error_text.contains("code 200"), "{error_text}");
 
-    // A node that moves to the edge takes its address and its Pods with it.
+    // If a node becomes an edge node, the server dials neither the node's address nor its Pods.
     objects.set_edge("master-1", true).await?;
     eventually("the node to be an edge node", WAIT_TIMEOUT, async || {
         let error_text = dialer.dial(CLOUD_POD).await.err();
@@ -118,7 +121,8 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     error_text.context("an edge node was dialed")?;
     is_dialed(&dialer, SERVICE).await?;
 
-    // An address that two Nodes claim is dialed for neither, and the operator sees who claims what.
+    // The server dials an address that two Nodes claim for neither of them, and reports both claims
+    // to the operator.
     let thief = cloud("thief", "192.168.33.221");
     objects.add(&thief).await?;
     for target in [EDGE_NODE, "thief:10250"] {
@@ -152,7 +156,7 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     Ok(())
 }
 
-/// Fails when the server refuses to dial the target.
+/// Returns an error if the server refuses to dial the target. A failed dial is no refusal.
 async fn is_dialed(dialer: &EgressDialer, target: &str) -> Result<()> {
     if let Err(error) = dialer.dial(target).await {
         let error = error.to_string();
@@ -168,7 +172,8 @@ fn at(address: &str) -> Result<SocketAddr> {
     Ok(SocketAddr::new(address.parse()?, 0))
 }
 
-/// An address of this machine that others could have: those of loopback are no node's. Nothing is sent.
+/// Returns an address of this machine outside loopback, because the server accepts no loopback
+/// address for a node. The function sends no packet.
 fn own_address() -> Result<IpAddr, Skip> {
     let error_text = UdpSocket::bind(("0.0.0.0", 0)).and_then(|socket| {
         socket.connect(("198.51.100.1", 9))?;

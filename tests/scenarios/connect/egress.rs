@@ -1,4 +1,5 @@
-//! kube-apiserver's egress selector, by a dialer that follows its source: TLS is between it and the kubelet.
+//! kube-apiserver's egress selector, with a dialer that follows kube-apiserver's source. TLS runs
+//! between the dialer and the kubelet.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
@@ -17,7 +18,8 @@ use tunnel_tests::tools::or_skip;
 
 use super::{ConnectFixture, LISTENER, NODE, Pki, get, kubelet};
 
-/// One upgraded stream as exec, attach and port-forward are: it echoes.
+/// Opens one upgraded stream, like exec, attach and port-forward, and checks that the kubelet
+/// echoes.
 async fn exec(dialer: &EgressDialer, target: &str, tls: &ClientTls, path: &str) -> Result<()> {
     let mut stream = over_tls(dialer.dial(target).await?, tls).await?;
     let request = format!(
@@ -47,8 +49,9 @@ async fn logs(dialer: &EgressDialer, target: &str, tls: &ClientTls) -> Result<St
     Ok(ask_through(stream, &get(target, "/containerLogs/default/web/app")).await?)
 }
 
-/// P3: kubeadm's order of addresses (InternalIP first) works while they are unique; when they repeat the caller is told, and
-/// the order with Hostname first works.
+/// P3: kubeadm's order of addresses (InternalIP first) works while the addresses are unique. If two
+/// nodes have the same address, the caller receives 400 with both names, and the order with
+/// Hostname first works.
 #[tokio::test(flavor = "multi_thread")]
 async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not() -> Result<()> {
     let fixture = ConnectFixture::start().await?;
@@ -78,7 +81,8 @@ async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not()
     exec(&fixture.dialer(), &format!("{NODE}:{port}"), &tls, path).await
 }
 
-/// P4a over a Unix socket: kubelets through their agents, and what else the API server calls.
+/// P4a over a Unix socket: the dialer reaches kubelets through their agents, and the other targets
+/// of the API server.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> {
     let fixture = ConnectFixture::start().await?;
@@ -98,7 +102,8 @@ async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> 
     ] {
         exec(&dialer, &target, &tls, path).await.context(path)?;
     }
-    // A webhook behind a Service, and an aggregated API: the server dials them itself, by address and by name.
+    // The server dials a webhook behind a Service and an aggregated API directly, by address and by
+    // name.
     let webhook = FakeKubelet::start_on(
         ([127, 0, 0, 1], 0).into(),
         "webhook",
@@ -112,7 +117,7 @@ async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> 
         let answer = ask_through(stream, &get("hook.default.svc", "/healthz")).await?;
         ensure!(answer.ends_with("ok"), "{target}: {answer}");
     }
-    // What is neither is refused at once.
+    // Other targets fail at once.
     let began = Instant::now();
     for (target, code) in [
         ("203.0.113.7:443", "code 403"),
@@ -134,7 +139,7 @@ async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> 
     Ok(())
 }
 
-/// P4a with a real kube-apiserver that gets the egress file, and knows no other way to the node.
+/// P4a with a real kube-apiserver that has the egress file and no other route to the node.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> Result<()> {
     if or_skip(Real::binaries()).is_none() {
@@ -185,7 +190,8 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
     Ok(())
 }
 
-/// P4a: while the server is away callers hear so at once, and nothing has to be restarted when it is back.
+/// P4a: while the server is stopped, a dial fails at once. After the restart the same dialer works
+/// again.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_a_restart_is_felt_by_running_connections_alone() -> Result<()> {
     let mut fixture = ConnectFixture::start().await?;
@@ -205,7 +211,7 @@ async fn p04a_a_restart_is_felt_by_running_connections_alone() -> Result<()> {
     talk(dialer.dial(&target).await?).await
 }
 
-/// Fails unless what is sent comes back, and then the end.
+/// Sends bytes and checks that the target echoes them and then closes.
 pub(super) async fn talk(mut tunnel: Tunnel) -> Result<()> {
     tunnel.write_all(b"hello").await?;
     let mut received = [0; 5];
@@ -218,8 +224,8 @@ pub(super) async fn talk(mut tunnel: Tunnel) -> Result<()> {
     Ok(())
 }
 
-/// P8 8a: the caller judges the kubelet's certificate, so one of a foreign CA is refused by the caller, with the tunnel none
-/// the wiser.
+/// P8 8a: the caller verifies the kubelet's certificate, so the caller refuses one of a foreign CA.
+/// The tunnel does not notice the difference.
 #[tokio::test(flavor = "multi_thread")]
 async fn p08_a_swapped_kubelet_certificate_is_refused_by_the_caller() -> Result<()> {
     let fixture = ConnectFixture::start().await?;
@@ -252,7 +258,7 @@ async fn p08_a_swapped_kubelet_certificate_is_refused_by_the_caller() -> Result<
     Ok(())
 }
 
-/// P9: the kubelet sees the caller's own certificate, or none; the tunnel has none to lend.
+/// P9: the kubelet sees the caller's own certificate, or none. The tunnel adds no certificate.
 #[tokio::test(flavor = "multi_thread")]
 async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
     let fixture = ConnectFixture::start().await?;
@@ -272,7 +278,8 @@ async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
     Ok(())
 }
 
-/// P4a over TCP with mutual TLS: no ALPN is needed, nobody comes in without a certificate, and no session is resumed.
+/// P4a over TCP with mutual TLS: callers need no ALPN, a certificate of the CA is required, and no
+/// session is resumed.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Result<()> {
     let (pki, foreign) = (Pki::new()?, Pki::new()?);
@@ -281,7 +288,7 @@ async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Resu
     let fixture = ConnectFixture::mutual(&pki, &scratch, &ca).await?;
     let exporter = Exporter::start("cloud").await?;
     let target = exporter.addr().to_string();
-    let address = fixture.env.bound().connect.context("a door")?;
+    let address = fixture.env.bound().connect.context("no CONNECT listener")?;
     let (good, bad) = (pki.client()?, foreign.client()?);
     let tls = pki.tls(LISTENER, Some(&good))?;
     let dialer = EgressDialer::tcp(Endpoint::tls(address, tls.clone()));
@@ -302,7 +309,7 @@ async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Resu
     for certificate in [None, Some(&bad)] {
         let tls = pki.tls(LISTENER, certificate)?;
         let dialer = EgressDialer::tcp(Endpoint::tls(address, tls));
-        ensure!(dialer.dial(&target).await.is_err(), "a stranger came in");
+        ensure!(dialer.dial(&target).await.is_err(), "the caller came in");
     }
     let plain = EgressDialer::tcp(address);
     ensure!(

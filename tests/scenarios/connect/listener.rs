@@ -1,4 +1,5 @@
-//! The doors themselves: the verb `connect`, passwords that are followed, ends of tunnels, and drains.
+//! The CONNECT listeners: the subcommand `connect`, reloaded passwords, ends of tunnels, and
+//! drains.
 
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
@@ -18,11 +19,11 @@ use tunnel_tests::targets::{
 use super::{ConnectFixture, NODE};
 use crate::credentials::metric_reaches;
 
-/// As the file has it, before and after.
+/// Lines of the password file, before and after the change.
 const OLD: &str = "aladdin:open-sesame-4711\n";
 const NEW: &str = "aladdin:shut-sesame-4711\n";
 
-/// What a caller sends for a line of the file.
+/// Returns the value of Proxy-Authorization for a line of the password file.
 fn basic(line: &str) -> String {
     format!("Basic {}", base64::encode(line.trim_end().as_bytes()))
 }
@@ -94,14 +95,15 @@ async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
             .collect::<Vec<u8>>();
         let echoed = run(&ports[0])?.run_with(&said).await?.ok()?;
         ensure!(echoed.as_bytes() == said, "{route_args:?}: {echoed:?}");
-        // The node's side speaks after the caller's end: a half-close got through.
+        // The target sends its bytes after the caller's half-close, so their arrival proves that
+        // the tunnel transports a half-close.
         let spoken = run(&ports[1])?.run_with(b"bye").await?;
         ensure!(
             spoken.code() == Some(0) && spoken.out.len() > 1000,
             "{route_args:?}"
         );
         let cut = run(&ports[2])?.run_with(b"go").await?;
-        // A Unix socket cannot tell a cut from an end.
+        // A Unix socket has no reset, so `connect` cannot distinguish a reset from a normal end.
         ensure!(
             route_args.is_empty() || cut.code() == Some(1),
             "{route_args:?}: {}",
@@ -138,7 +140,7 @@ async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> 
     let fixture = fixture.await?;
     let _agent = fixture.env.agent(NODE).await?;
     let exporter = Exporter::start(NODE).await?;
-    let endpoint = fixture.env.bound().connect.context("a door")?;
+    let endpoint = fixture.env.bound().connect.context("no CONNECT listener")?;
     let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
     let ask = async |password: Option<&str>| {
         let ask = RawRequest::get("whatever", &url);
@@ -155,7 +157,7 @@ async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> 
         ensure!(reply.status == 407, "{wrong:?}: {}", reply.status);
         ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
     }
-    // What cannot be used changes nothing.
+    // An unusable file changes nothing.
     for bad in ["", "aladdin\n", "aladdin:short\n"] {
         replace(&file, bad.as_bytes())?;
         fixture.env.reload();
@@ -163,7 +165,8 @@ async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> 
     }
     replace(&file, NEW.as_bytes())?;
     fixture.env.reload();
-    // To ask again and again would be to guess.
+    // The test waits for the metric instead of trying the new password, because failed attempts
+    // delay further ones.
     let changed =
         "tunnel_server_credential_reloads_total{files=\"connect_auth\",result=\"changed\"}";
     metric_reaches(&fixture.env, changed, 1.0, WAIT_TIMEOUT).await;
@@ -172,7 +175,8 @@ async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> 
     Ok(())
 }
 
-/// A.9: wrong passwords cost the pair of address and name a wait, and no other caller of that address anything.
+/// A.9: wrong passwords delay the pair of address and user name. Other callers of that address do
+/// not wait.
 #[tokio::test(flavor = "multi_thread")]
 async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
     let scratch = ScratchDir::new()?;
@@ -184,7 +188,7 @@ async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
     let fixture = fixture.await?;
     let _agent = fixture.env.agent(NODE).await?;
     let exporter = Exporter::start(NODE).await?;
-    let endpoint = fixture.env.bound().connect.context("a door")?;
+    let endpoint = fixture.env.bound().connect.context("no CONNECT listener")?;
     let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
     let ask = async |line: &str| {
         let ask = RawRequest::get("whatever", &url);
@@ -196,7 +200,8 @@ async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
         ensure!(reply.status == 407, "{}", reply.status);
         ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
         waited |= reply.text().contains("too many failed");
-        // A right one in between is no help to the guesser, and none is needed for others.
+        // A correct password of another user name neither waits nor shortens the delay of the
+        // guesses.
         let other = ask("prometheus:0123456789abcdef").await?;
         ensure!(other.status == 200, "{}: {}", other.status, other.text());
     }
@@ -213,7 +218,7 @@ async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
             .unwrap_or_default()
     };
     let (right, wrong, waiting) = (count("right"), count("wrong"), count("waiting"));
-    // Five at once, then at most one a second and fewer; the whole takes seconds.
+    // The server checks five guesses at once and then one a second at most. The test takes seconds.
     ensure!((5..12).contains(&wrong), "{wrong} guesses were judged");
     ensure!(
         (right, wrong + waiting) == (100, 100),
@@ -264,7 +269,8 @@ async fn passwords_that_others_may_write_are_refused_at_start() -> Result<()> {
     Ok(())
 }
 
-/// A plain door on loopback needs nothing; a cut is a reset there, and an end is an end.
+/// Opens tunnels on a plain CONNECT listener on loopback, which requires no credentials. A target's
+/// reset arrives as a reset, and a normal end as a normal end.
 #[tokio::test(flavor = "multi_thread")]
 async fn ends_and_cuts_are_distinguished_through_a_tunnel() -> Result<()> {
     let fixture = ConnectFixture::start_with(|settings| {
@@ -272,7 +278,7 @@ async fn ends_and_cuts_are_distinguished_through_a_tunnel() -> Result<()> {
     });
     let fixture = fixture.await?;
     let _agent = fixture.env.agent(NODE).await?;
-    let endpoint = fixture.env.bound().connect.context("a door")?;
+    let endpoint = fixture.env.bound().connect.context("no CONNECT listener")?;
     let (late, cut) = (
         HalfCloseTarget::start(200_000).await?,
         ResetTarget::start_waiting(10).await?,

@@ -1,4 +1,5 @@
-//! P11 11a: a real Prometheus scrapes real node_exporters through the CONNECT door, by `proxy_url` and nothing else.
+//! P11 11a: a real Prometheus scrapes real node_exporters through the CONNECT listener. `proxy_url`
+//! is its only configuration for that.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -76,7 +77,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
         ("https", "up", ""),
         ("no-such-node", "down", "403"),
         ("wrong-http", "down", "407"),
-        // Go shows the words of the status line alone.
+        // For https, Go's error contains only the reason phrase of the proxy's status line.
         ("wrong-https", "down", "password of --connect-auth"),
     ];
     eventually("the scrapes", WAIT_TIMEOUT, async || {
@@ -94,7 +95,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
         Ok(())
     })
     .await;
-    // What PromQL sees.
+    // PromQL reports the target as down, too.
     let query = "/api/v1/query?query=up%7Bjob%3D%22wrong-http%22%7D";
     let found = ask(&sites, query).await?;
     ensure!(found["data"]["result"][0]["value"][1] == "0", "{found}");
@@ -112,7 +113,8 @@ async fn ask(sites: &Topology, path: &str) -> Result<Value> {
     serde_json::from_str::<Value>(&body).with_context(|| format!("Prometheus answered {body}"))
 }
 
-/// Targets as service discovery finds them, by address; one by name; one that is nowhere.
+/// Scrape jobs with targets by address, as service discovery finds them, one target by name, and
+/// one target that does not exist.
 const SCRAPES: &str = r#"
 global: { scrape_interval: 1s, scrape_timeout: 1s }
 scrape_configs:
@@ -140,8 +142,8 @@ scrape_configs:
     static_configs: [{ targets: ["192.168.33.221:9101"] }]
 "#;
 
-/// Prometheus itself, inside the cloud's namespace.
+/// Address of Prometheus in the cloud's namespace.
 const API: &str = "127.0.0.1:9090";
 
-/// Start of Prometheus and a few scrapes.
+/// Time limit for the start of Prometheus and a few scrapes.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,5 +1,6 @@
-//! P9: through a CONNECT door kubelets judge callers by what those bring themselves; the server, which has a certificate to
-//! lend at its TLS door, lends nothing here.
+//! P9: kubelets authorize the callers of a CONNECT listener by the credentials that the callers
+//! present. The server has a client certificate for delegation at its HTTPS listener and does not
+//! use it here.
 
 use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
@@ -11,7 +12,7 @@ use tunnel_tests::targets::{Access, Exporter, FakeKubelet};
 
 use super::{ConnectFixture, NODE};
 
-/// Whom kubelets know the API server as, and the server of the tunnel.
+/// The names of the API server and of the tunnel's server in the certificates that kubelets accept.
 const APISERVER: &str = "kube-apiserver-kubelet-client";
 const OWN: &str = "culvert-tunnel-server";
 const SCRAPER: &str = "token-of-prometheus-37c1";
@@ -43,8 +44,9 @@ async fn p09_kubelets_give_each_caller_of_the_connect_listeners_its_own_rights()
     let apiserver = clients.issue(&Leaf::caller(APISERVER))?;
     let other = clients.issue(&Leaf::caller("prometheus"))?;
     let foreign = TestCa::new("another")?.issue(&Leaf::caller(APISERVER))?;
-    // The door over TCP knows its caller as the API server, which gives what is inside of the tunnel no right.
-    let address = fixture.env.bound().connect.context("a door")?;
+    // The CONNECT listener over TCP authenticates its caller as the API server. That gives the
+    // requests inside the tunnel no rights.
+    let address = fixture.env.bound().connect.context("no CONNECT listener")?;
     let roots = RootCertStore::clone(&*fixture.env.roots()?);
     let listener_tls = ClientTls::verifying(NODE, roots, Some(apiserver.presented()?))?;
     for (endpoint, dialer) in [
@@ -74,7 +76,8 @@ async fn p09_kubelets_give_each_caller_of_the_connect_listeners_its_own_rights()
     Ok(())
 }
 
-/// A.10: the CA of a cluster signs for its kubelets too, and none of them is a caller, at any listener and in any form.
+/// A.10: the CA of a cluster also signs kubelets' certificates. No listener accepts a kubelet's
+/// certificate as a caller's, in any form of its subject.
 #[tokio::test(flavor = "multi_thread")]
 async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<()> {
     const KUBELET: (Subject, &str) = (Subject::Name, "system:node:edge-1");
@@ -93,7 +96,8 @@ async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<(
     let exporter = Exporter::start(NODE).await?;
     let bound = fixture.env.bound();
     let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
-    // Nothing listens at the kubelet's port: who is let in meets that.
+    // No process listens on the kubelet's port, so an accepted caller receives another error than a
+    // refusal.
     let host = format!("{NODE}:10250");
     let asked = [
         (
@@ -141,7 +145,8 @@ async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<(
     Ok(())
 }
 
-/// The statuses of a page, of metrics and of a command, each through a tunnel of its own.
+/// Returns the statuses of a page, of metrics and of a command, each requested through a separate
+/// tunnel.
 async fn tried(
     dialer: &EgressDialer,
     target: &str,

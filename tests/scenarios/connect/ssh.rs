@@ -1,4 +1,5 @@
-//! P17: ssh and ansible to nodes that nobody can dial, two of them with the same address, by `tunnel-server connect`.
+//! P17: ssh and ansible by `tunnel-server connect` to nodes that are not directly reachable, two of
+//! them with the same address.
 
 use std::fs::{self, Permissions};
 use std::net::SocketAddr;
@@ -12,13 +13,13 @@ use tunnel_tests::netns::{EDGE_ADDRESS, Edge, NODES, Topology};
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir, Server};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
-/// Where the sshd of each edge listens, in its namespace.
+/// Port of each edge's sshd, in the edge's network namespace.
 const PORT: &str = "2222";
-/// One that runs nowhere and is not allowed.
+/// A port that is not allowed and on which no process listens.
 const FORBIDDEN: &str = "2223";
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// An edge each with an sshd, and a server whose host may reach them.
+/// Two edges with an sshd each, and a server whose host may connect to them.
 struct ConnectFixture {
     scratch: ScratchDir,
     key: PathBuf,
@@ -70,7 +71,7 @@ impl ConnectFixture {
         self.fleet.server()
     }
 
-    /// What ssh runs to reach a host, as an operator would write it.
+    /// Returns ssh's ProxyCommand in the form that an operator would write.
     fn proxy_command(&self) -> Result<String> {
         let binary = bin_dir().context("binaries")?.join("tunnel-server");
         let data_dir = self.server().data_dir();
@@ -106,11 +107,12 @@ impl ConnectFixture {
     }
 }
 
-/// An sshd with a configuration of its own, which tells its sessions the name of the node.
+/// Starts an sshd with its own configuration. Each session receives the node's name in
+/// `CULVERT_NODE`.
 fn start_sshd(edge: &Edge, scratch: &Path) -> Result<Result<Process>, Skip> {
     let node = edge.node_name();
     let failed = |error: std::io::Error| Skip::because(format!("cannot prepare sshd: {error}"));
-    // What sshd needs of a machine, seen in its namespace alone: its user, and a folder for it.
+    // sshd needs a user and a folder. Both exist only in this mount namespace.
     let passwd = scratch.join("passwd");
     let users = fs::read_to_string("/etc/passwd").map_err(failed)?;
     let users: String = users
@@ -168,7 +170,7 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
         ensure!(said.code() == Some(7), "{}", said.err);
         ensure!(said.out == format!("{node}\ninput"), "{:?}", said.out);
     }
-    // A few megabytes, to the byte.
+    // A few megabytes arrive completely.
     let sent = vec![b'x'; 3 << 20];
     let counted = fixture
         .ssh(NODES[0], PORT)?
@@ -177,7 +179,7 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
         .await?
         .ok()?;
     ensure!(counted.trim() == sent.len().to_string(), "{counted}");
-    // What is not allowed is refused in words, and logged.
+    // The server refuses a forbidden port with a message, and logs the refusal.
     let refused = fixture.ssh(NODES[0], FORBIDDEN)?.arg("true").run().await?;
     ensure!(refused.code() == Some(255), "{:?}", refused.code());
     ensure!(
@@ -185,7 +187,7 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
         "{}",
         refused.err
     );
-    // Access records leave the process a moment after they are made.
+    // The process writes access records a moment after it creates them.
     eventually("both access records", WAIT_TIMEOUT, async || {
         let log = fixture.server().log().lines();
         let is_logged = |code: &str, request: &str| {

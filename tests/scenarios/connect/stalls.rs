@@ -1,4 +1,4 @@
-//! Readers of tunnels that never read harm nobody else.
+//! Tunnels whose callers never read do not harm other callers.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use tunnel_tests::targets::{EchoTarget, HalfCloseTarget};
 
 use super::{ConnectFixture, NODE};
 
-/// More than any window on the way.
+/// More bytes than all windows on the path together.
 const ENDLESS: u64 = 1 << 30;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -32,7 +32,8 @@ async fn stalled_readers_1_8_and_64_do_not_harm_others() -> Result<()> {
     for count in [1, 8, 64] {
         while stalled.len() < count {
             let mut reader = dialer.dial(&flood).await?;
-            // The flood begins with the caller's end, and is not read any further than its beginning.
+            // The target begins to send after the caller's half-close. The caller reads only the
+            // first byte.
             reader.shutdown().await?;
             let mut first = [0; 1];
             reader.read_exact(&mut first).await?;
