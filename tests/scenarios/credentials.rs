@@ -1,5 +1,5 @@
-//! Credentials from the first to the last: renewal, grace, revocation, certificates that the operator brings, and who does
-//! not get in.
+//! Credentials over their whole life: enrollment, renewal, grace period, revocation, certificates
+//! that the operator provides, and refused peers.
 
 pub(crate) mod attacks;
 mod credential_files;
@@ -25,13 +25,14 @@ use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::eventually;
 
-/// When the certificate in a file ends.
+/// Returns the end of the validity of the certificate in a file.
 fn ends(path: &Path) -> Result<SystemTime> {
     let certificates = chain(&std::fs::read(path)?)?;
     Ok(validity(&certificates[0])?.1)
 }
 
-/// The value of a metric of the server, with its labels as they are shown.
+/// Returns the value of a server metric, or 0 without such a series. `name` includes the labels in
+/// the form of the exposition format.
 async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
     let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
     let text = shown.text();
@@ -39,7 +40,7 @@ async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
     Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
 }
 
-/// Waits until a metric of the server is at least `least`.
+/// Waits until a server metric is at least `least`.
 pub(crate) async fn metric_reaches(env: &TestEnv, name: &str, least: f64, patience: Duration) {
     eventually(&format!("{name} {least}"), patience, async || {
         let value = metric(env, name).await?;

@@ -1,4 +1,4 @@
-//! R01, R09, R14, S12, S25, T01, T16, T17, T20: who does not get in, by which way.
+//! R01, R09, R14, S12, S25, T01, T16, T17, T20: peers that the server refuses, over each transport.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,7 +25,7 @@ use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
 use super::credential_files::Files;
 use super::{metric, metric_reaches};
 
-/// Every certificate that must open no door, and why.
+/// Returns certificates that every listener must refuse, each with the reason.
 fn intruders(files: &Files) -> Result<Vec<(&'static str, Arc<CertifiedKey>)>> {
     let (now, hour) = (SystemTime::now(), Duration::from_secs(3600));
     let other = TestCa::new("ours")?;
@@ -40,12 +40,12 @@ fn intruders(files: &Files) -> Result<Vec<(&'static str, Arc<CertifiedKey>)>> {
         until: now + 2 * hour,
         ..agent()
     };
-    // The right CA and URI, but for servers by its extended key usage.
+    // The CA and the URI are right, but the extended key usage is for servers.
     let usage = Leaf {
         server: true,
         ..agent()
     };
-    // For clients, but with the server's role, none, or an odd one.
+    // The extended key usage is for clients, but the role is the server's, missing or invalid.
     let role = |uri: Option<&str>| Leaf {
         uri: uri.map(str::to_owned),
         ..agent()
@@ -71,7 +71,8 @@ fn intruders(files: &Files) -> Result<Vec<(&'static str, Arc<CertifiedKey>)>> {
     ])
 }
 
-/// R14, S12, T20: on every port that takes certificates, on both transports; nothing reaches a handler.
+/// R14, S12, T20: connects to the agents' port with each wrong certificate, over TCP and QUIC. Each
+/// handshake fails, and none reaches a handler.
 #[tokio::test(flavor = "multi_thread")]
 async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
     let files = Files::new()?;
@@ -96,7 +97,7 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
     count += 1.0;
     let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
     metric_reaches(&env, failed, count, WAIT_TIMEOUT).await;
-    // Not one of them came as far as a Hello.
+    // No connection with a wrong certificate reached the Hello.
     let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics"))
         .await?
         .text();
@@ -104,7 +105,7 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
         .lines()
         .filter(|line| line.starts_with("tunnel_server_handshakes_total"))
     {
-        // The good one went without a Hello.
+        // The connection with the valid certificate ended without a Hello.
         let good = "tunnel_server_handshakes_total{result=\"protocol\"} 1";
         ensure!(line.contains("handshake_failed") || line == good, "{line}");
     }
@@ -112,7 +113,8 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
     Ok(())
 }
 
-/// R14: the door for callers, when it requires their certificates.
+/// R14: sends requests to an HTTPS listener that requires certificates of a CA. Callers without
+/// such a certificate fail in the handshake, and the kubelet receives no request.
 #[tokio::test(flavor = "multi_thread")]
 async fn r14_listener_that_requires_certificates_lets_no_other_request_through() -> Result<()> {
     let files = Files::new()?;
@@ -165,7 +167,8 @@ async fn kubelet_requests(env: &TestEnv) -> Result<f64> {
     metric(env, "tunnel_server_streams_total{result=\"ok\"}").await
 }
 
-/// A session's TLS over TCP as far as the server's first byte, which comes after its verdict.
+/// Opens a session's TLS connection over TCP and waits for the server's first byte. The server
+/// sends that byte after it has verified the certificate.
 pub(crate) async fn over_tcp(
     env: &TestEnv,
     key: Option<Arc<CertifiedKey>>,
@@ -190,7 +193,7 @@ async fn connect(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<()>
     Ok(())
 }
 
-/// A session over QUIC as far as its first stream.
+/// Opens a session over QUIC and accepts its first stream.
 pub(crate) async fn over_quic(env: &TestEnv, key: Arc<CertifiedKey>, trust: Trust) -> Result<()> {
     use tunnel_proto::transport::Dialer as _;
     let settings = super::super::scripted::settings();
@@ -202,7 +205,8 @@ pub(crate) async fn over_quic(env: &TestEnv, key: Arc<CertifiedKey>, trust: Trus
     Ok(())
 }
 
-/// R01: the certificate's name counts, whatever Hello says, and the real node notices nothing.
+/// R01: an agent sends a Hello with the name of another node than its certificate's. The server
+/// refuses it, and the named node keeps its traffic.
 #[tokio::test(flavor = "multi_thread")]
 async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -229,7 +233,8 @@ async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
     Ok(())
 }
 
-/// R09: a session that ends late takes only itself away.
+/// R09: opens sessions of one node one after another, and ends each old one after the next is
+/// admitted. The end of an old session removes only that session.
 #[tokio::test(flavor = "multi_thread")]
 async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result<()> {
     let env = TestEnv::start_with(many_admissions).await?;
@@ -262,7 +267,8 @@ fn many_admissions(settings: &mut tunnel_server::config::RawConfig) {
     settings.limits = TestEnv::limits("admissionsPerNode: 1000");
 }
 
-/// T01: processes that fight for one name; at no moment do two of them get requests.
+/// T01: three processes compete for one node name in each of 100 rounds. At no moment are sessions
+/// of two of them routable.
 #[tokio::test(flavor = "multi_thread")]
 async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
     let env = Arc::new(TestEnv::start_with(many_admissions).await?);
@@ -293,7 +299,8 @@ async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
             for which in 0..3u8 {
                 let (env, key) = (env.clone(), key.clone());
                 contenders.spawn(async move {
-                    // The first leaves in the middle of the others' admission.
+                    // Admitted contenders leave soon, so sessions end during the admission of the
+                    // others.
                     let instance = [seed.wrapping_mul(3).wrapping_add(which); 16];
                     let said = ScriptedAgent::handshake(&env, key, "worker-1", instance).await?;
                     if let Admission::Admitted(agent) = said {
@@ -323,12 +330,13 @@ async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
     Ok(())
 }
 
-/// S25, T16: early data is not offered, since no ticket was given; a captured flight opens nothing when it is sent again.
+/// S25, T16: the server issues no session tickets, so clients cannot send early data. A captured
+/// session that is sent again opens nothing.
 #[tokio::test(flavor = "multi_thread")]
 async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> {
     let env = TestEnv::start().await?;
     let key = agent_key(&env, "worker-1")?;
-    // Early data over TCP: the client would, and has nothing to do it with.
+    // Over TCP the client enables early data. Without a ticket the client cannot send any.
     let config = tls::session_client(key.clone(), Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
     let mut config = rustls::ClientConfig::clone(&config);
     config.resumption = Resumption::in_memory_sessions(8);
@@ -343,7 +351,7 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
         timeout(scaled(WAIT_TIMEOUT), stream.read_u8()).await??;
         ensure!(!stream.get_ref().1.is_early_data_accepted());
     }
-    // A whole session's datagrams through a tap, then all of them again.
+    // A relay records all datagrams that the client of a session sends. The test sends them again.
     let tap = UdpSocket::bind("127.0.0.1:0").await?;
     let server = env.bound().agents;
     let tapped = tap.local_addr()?;
@@ -395,14 +403,15 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
         }
         tokio::task::yield_now().await;
     }
-    // An honest agent gets in beside that, and nobody else does.
+    // Meanwhile a valid agent connects. The replayed datagrams open no session.
     let _agent = ScriptedAgent::connect(&env, "worker-2").await?;
     ensure!(metric(&env, admitted).await? == before + 1.0);
     ensure!(env.registry().of_node(&"worker-1".parse()?).is_empty());
     Ok(())
 }
 
-/// T17: an older TLS, another protocol or somebody in the middle get no connection.
+/// T17: a connection with an older TLS version, with another protocol, or through an attacker in
+/// the middle fails.
 #[tokio::test(flavor = "multi_thread")]
 async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
     let env = TestEnv::start().await?;
@@ -423,7 +432,7 @@ async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
             "{protocols:?}"
         );
     }
-    // TLS 1.2 alone.
+    // TLS 1.2 only.
     #[expect(clippy::disallowed_methods, reason = "an older client")]
     let older = rustls::ClientConfig::builder_with_provider(tls::provider())
         .with_protocol_versions(&[&rustls::version::TLS12])?
@@ -432,7 +441,7 @@ async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
     let mut older = older;
     older.alpn_protocols = vec![ALPN_SESSION_TCP.to_vec()];
     ensure!(connect(&env, Arc::new(older)).await.is_err(), "TLS 1.2");
-    // Somebody in the middle with a CA of their own, of the same name.
+    // The attacker in the middle has another CA of the same name.
     let middle = TestEnv::start().await?;
     if let Ok((session, _dialer)) = dial(&middle, key).await {
         ensure!(

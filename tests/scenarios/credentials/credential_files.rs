@@ -1,4 +1,4 @@
-//! F19: certificates that the operator brings, replaced while everything runs.
+//! F19: certificates that the operator provides are replaced under load.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use tunnel_tests::targets::{Exporter, FakeKubelet};
 
 use super::{metric, metric_reaches};
 
-/// Files of a server and agents, all of the test's own CA.
+/// Credential files of a server and its agents, all issued by one CA of the test.
 pub(super) struct Files {
     pub(super) scratch: ScratchDir,
     pub(super) ca: TestCa,
@@ -56,7 +56,7 @@ impl Files {
         .await
     }
 
-    /// An agent of `node`, with the trust in a bundle of its own.
+    /// Starts an agent of `node` that reads its roots from a separate bundle.
     pub(super) async fn agent(&self, env: &TestEnv, node: &str) -> Result<Agent> {
         self.ca
             .issue(&Leaf::agent(node))?
@@ -75,7 +75,7 @@ impl Files {
     }
 }
 
-/// The end of the certificate that a node's newest session was opened with.
+/// Returns the end of the certificate with which a node's newest session was opened.
 fn certificate_of(env: &TestEnv, node: &str) -> Result<Option<std::time::SystemTime>> {
     let sessions = env.registry().of_node(&node.parse()?);
     let newest = sessions.first();
@@ -107,7 +107,7 @@ async fn fifty_rotations(transport: &str) -> Result<()> {
         let issued = files.ca.issue(&leaf)?;
         let (_, expected) = tunnel_proto::identity::validity(&issued.own.cert[0])?;
         issued.write(files.scratch.path(), "worker-1")?;
-        // The server's own certificate is replaced as well, every fifth time.
+        // In every fifth round the test also replaces the server's certificate.
         if round % 5 == 0 {
             files
                 .ca
@@ -172,7 +172,7 @@ async fn f20_unusable_files_keep_the_last_good_ones_and_alarm() -> Result<()> {
         replace(&files.path(file), bad)?;
         metric_reaches(&env, &unusable, 1.0, WAIT_TIMEOUT).await;
         works().await?;
-        // New sessions, too.
+        // New sessions are admitted, too.
         drop(files.agent(&env, "worker-2").await?);
         replace(&files.path(file), good)?;
         eventually("the alarm ends", WAIT_TIMEOUT, async || {
@@ -182,7 +182,7 @@ async fn f20_unusable_files_keep_the_last_good_ones_and_alarm() -> Result<()> {
         })
         .await;
     }
-    // Gone altogether, and writable by everyone.
+    // A missing key file.
     let unusable = "tunnel_server_credential_files_unusable{files=\"agent_certificate\"}";
     std::fs::remove_file(files.path("server.key"))?;
     metric_reaches(&env, unusable, 1.0, WAIT_TIMEOUT).await;
@@ -217,7 +217,8 @@ async fn operators_own_server_certificate_is_verified_by_name() -> Result<()> {
         })?;
         Agent::start(config).await
     };
-    // Without a name the server needs its role; a certificate for another name is none.
+    // Without `--server-name` the agent requires the server's role in the certificate. A
+    // certificate for another name fails, too.
     for wrong in [None, Some("other.example")] {
         let agent = start(wrong).await?;
         let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
@@ -303,7 +304,8 @@ async fn f19_certificate_of_the_https_listener_is_replaced_under_load() -> Resul
     Ok(())
 }
 
-/// A certificate in a mounted Secret: the kubelet writes a new folder, and swaps the link to it.
+/// Installs a certificate like the kubelet does in a mounted Secret: writes a new folder and
+/// replaces the link to it.
 fn mount(volume: &Path, revision: u32, issued: &Issued) -> Result<()> {
     let name = format!("..revision-{revision}");
     let folder = volume.join(&name);
@@ -330,7 +332,8 @@ async fn f20_mounted_certificate_of_the_https_listener_is_swapped_under_an_exec_
 -> Result<()> {
     let scratch = ScratchDir::new()?;
     let leaf = Leaf::target("worker-1");
-    // Each certificate is of a CA of its own, so that who trusts one sees which is shown.
+    // Each certificate has a separate CA. A caller that trusts only one CA detects which
+    // certificate the server presents.
     let authorities = ["first", "second", "third"].map(TestCa::new);
     let mut authorities = authorities.into_iter().collect::<Result<Vec<_>>>()?;
     let rest = authorities.split_off(1);

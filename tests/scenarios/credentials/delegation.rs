@@ -1,4 +1,4 @@
-//! P9, S11: the server lends its own client certificate to the callers that may borrow it, and to nobody else.
+//! P9, S11: delegation of the server's client certificate to the allowed callers, and to no others.
 
 use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
@@ -16,19 +16,19 @@ use tunnel_tests::targets::{Access, FakeKubelet, TargetTls, sha256_hex};
 use super::metric;
 
 const TRANSPORTS: [TransportChoice; 2] = [TransportChoice::Quic, TransportChoice::H2];
-/// Whom kubelets know the server as.
+/// The server's name in the client certificate that kubelets accept.
 const OWN: &str = "culvert-tunnel-server";
 const APISERVER: &str = "kube-apiserver-kubelet-client";
 const SCRAPER: &str = "token-of-prometheus-37c1";
 
-/// The certificate authorities around a server, and its files of them.
+/// The certificate authorities around a server, and the server's files with their certificates.
 pub(super) struct Authorities {
     scratch: ScratchDir,
-    /// Of callers.
+    /// CA of callers' certificates.
     pub(super) callers: TestCa,
-    /// Of the kubelets' clients.
+    /// CA of the certificates of the kubelets' clients.
     pub(super) clients: TestCa,
-    /// Of the kubelets.
+    /// CA of the kubelets' serving certificates.
     pub(super) kubelets: TestCa,
 }
 
@@ -42,7 +42,7 @@ impl Authorities {
         })
     }
 
-    /// Writes everything that the server reads, and tells the certificate that it lends.
+    /// Writes all files that the server reads, and returns the server's client certificate.
     pub(super) fn write(&self, to: &Self) -> Result<Issued> {
         let own = self.clients.issue(&Leaf::caller(OWN))?;
         own.write(to.scratch.path(), "own")?;
@@ -55,7 +55,8 @@ impl Authorities {
         self.scratch.path().join(name)
     }
 
-    /// A server that lends, with all ports above 1023 for https targets; with `verifies` it verifies them.
+    /// Starts a server with client-certificate delegation that treats all ports above 1023 as https
+    /// targets. With `verifies` the server verifies the targets.
     pub(super) async fn env(&self, verifies: bool) -> Result<TestEnv> {
         self.env_with(verifies, |_| {}).await
     }
@@ -82,7 +83,7 @@ impl Authorities {
         .await
     }
 
-    /// A kubelet that knows the server by its certificate, and Prometheus by its token.
+    /// Starts a kubelet that authenticates the server by certificate and Prometheus by token.
     async fn kubelet(&self) -> Result<FakeKubelet> {
         let access = Access::new(self.clients.root(), &[OWN])?;
         let access =
@@ -92,7 +93,7 @@ impl Authorities {
     }
 }
 
-/// The TLS door at `address` for a caller with this certificate.
+/// Returns the HTTPS listener at `address` for a caller with this certificate.
 pub(super) fn endpoint(
     env: &TestEnv,
     address: std::net::SocketAddr,
@@ -131,7 +132,7 @@ impl Site {
     }
 
     fn endpoint(&self, certificate: Option<&Issued>) -> Result<Endpoint> {
-        let address = self.env.bound().https.context("no TLS door")?;
+        let address = self.env.bound().https.context("no HTTPS listener")?;
         endpoint(&self.env, address, certificate)
     }
 
@@ -139,7 +140,7 @@ impl Site {
         self.authorities.callers.issue(&Leaf::caller(name))
     }
 
-    /// The statuses of a page, of metrics and of a command.
+    /// Returns the statuses of a page, of metrics and of a command.
     async fn tried(&self, certificate: Option<&Issued>, token: Option<&str>) -> Result<[u16; 3]> {
         let with_token = |head: RawRequest| match token {
             Some(token) => head.header("Authorization", &format!("Bearer {token}")),
@@ -166,7 +167,7 @@ impl Site {
         Ok([get("/pods").await?, get("/metrics").await?, exec])
     }
 
-    /// The certificate that the kubelet sees.
+    /// Returns the certificate that the kubelet receives.
     async fn shown(&self, certificate: Option<&Issued>) -> Result<String> {
         let head = RawRequest::get(&self.host, "/client-certificate");
         let reply = request(self.endpoint(certificate)?, &head).await?;
@@ -179,7 +180,7 @@ async fn table(transport: TransportChoice, verifies: bool) -> Result<()> {
     let (apiserver, other) = (site.caller(APISERVER)?, site.caller("prometheus")?);
     let foreign = TestCa::new("another")?.issue(&Leaf::caller(APISERVER))?;
     let agents = Leaf::caller(APISERVER);
-    // The kubelets' own client CA is not the callers'.
+    // A certificate of the kubelets' client CA does not authenticate a caller of the server.
     let client_cert = site.authorities.clients.issue(&agents)?;
     for (who, certificate, token, expected) in [
         ("nobody", None, None, [401, 401, 401]),
@@ -307,7 +308,7 @@ async fn idle_connections_belong_to_the_certificate_they_were_opened_with() -> R
     assert!(ends > 1.7e9, "{ends}");
     let next = site.authorities.write(&site.authorities)?;
     reloaded(&site.env, "target_certificate").await;
-    // Asked at once again, so that the first connection would still be kept.
+    // The next request follows at once, so the first connection would still be in the pool.
     let second = caller.request(&head).await?.text();
     assert_eq!(second.trim(), sha256_hex(&next.own.cert[0]));
     Ok(())
@@ -324,7 +325,7 @@ async fn swapped(transport: TransportChoice) -> Result<()> {
     let follow = RawRequest::get(&site.host, "/containerLogs/default/web-0/app?follow=true");
     let mut follow = Exchange::start(site.endpoint(Some(&apiserver))?, &follow).await?;
     ensure!(follow.line().await.is_some(), "no log");
-    // Everything is replaced by what another authority made.
+    // The test replaces all files with those of other authorities.
     let next = Authorities::new()?;
     let own = next.write(&site.authorities)?;
     for files in ["client_ca", "target_ca", "target_certificate"] {
@@ -343,7 +344,7 @@ async fn swapped(transport: TransportChoice) -> Result<()> {
     assert_eq!(old_kubelet.status, 502, "{}", old_kubelet.text());
     assert_eq!(old_kubelet.header("x-tunnel-error"), Some("target_tls"));
     assert!(get(&new_host, &apiserver).await.is_err());
-    // What ran before runs on.
+    // Streams that were opened before go on.
     exec.send(b"still here").await?;
     assert_eq!(exec.receive(10).await?, b"still here");
     assert_eq!(site.kubelet.emit("and on"), 1);

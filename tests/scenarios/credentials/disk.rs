@@ -1,4 +1,4 @@
-//! F24: a disk that is full, read-only or gone; T21: no key in what is written or shown.
+//! F24: a disk that is full or read-only. T21: no key appears in output or in files.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,7 +14,7 @@ use tunnel_tests::tools::{Skip, or_skip};
 
 use super::{ends, metric, metric_reaches};
 
-/// A small file system that goes with the value; needs root.
+/// A tmpfs of 64 KiB, unmounted on drop. Mounting needs root.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
@@ -33,7 +33,7 @@ impl SmallDisk {
         assert!(mount(&["-o", how], &self.0));
     }
 
-    /// Takes all the room.
+    /// Fills the file system. Returns the file that occupies the space.
     fn fill(&self) -> PathBuf {
         let file = self.0.join("filler");
         let _no_room = std::fs::write(&file, vec![0; 1 << 20]);
@@ -85,7 +85,8 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
             disk.read_only(true);
         }
         let before = ends(&dir.join("agent.crt"))?;
-        // Twice the life: whoever is still there lives on what is in memory.
+        // The agent runs until the stored certificate has expired, so a request succeeds only with
+        // the certificate in memory.
         eventually("the alarm", Duration::from_secs(20), async || {
             shows("tunnel_agent_certificate_unsaved 1").await
         })
@@ -113,7 +114,7 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
         .await;
     }
     agent.stop().await?;
-    // The next start explains what it cannot do without.
+    // Without the key and a token, the next start fails and names both.
     disk.read_only(true);
     std::fs::metadata(dir.join("agent.key"))?;
     disk.read_only(false);
@@ -131,7 +132,8 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
     Ok(())
 }
 
-/// F24 at the server: its keys are in memory; what it cannot keep it does not promise.
+/// F24 at the server: fills the disk of the data directory. The server serves and renews with the
+/// keys in memory, and refuses enrollments that it cannot record.
 #[tokio::test(flavor = "multi_thread")]
 async fn f24_server_on_a_full_disk_serves_and_renews_and_refuses_to_enroll() -> Result<()> {
     let scratch = ScratchDir::new()?;
@@ -155,7 +157,7 @@ async fn f24_server_on_a_full_disk_serves_and_renews_and_refuses_to_enroll() -> 
     metric_reaches(&env, renewed, before + 1.0, Duration::from_secs(15)).await;
     let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
     ensure!(reply.status == 200, "{}", reply.text());
-    // A token whose use cannot be kept could be used twice.
+    // A token whose redemption is not stored could be redeemed twice.
     let other_agent = Agent::start(late.clone()).await?;
     let refused = "tunnel_server_enrollments_total{result=\"unavailable\"}";
     metric_reaches(&env, refused, 1.0, Duration::from_secs(10)).await;
@@ -166,7 +168,7 @@ async fn f24_server_on_a_full_disk_serves_and_renews_and_refuses_to_enroll() -> 
     Ok(())
 }
 
-/// T21: nothing that is shown or logged holds a key or a token.
+/// T21: metrics, lists and `Debug` output contain no key and no token.
 #[tokio::test(flavor = "multi_thread")]
 async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
     let env = TestEnv::start().await?;

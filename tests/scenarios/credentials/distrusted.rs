@@ -1,4 +1,4 @@
-//! Sessions of agents whose CA was taken out of the server's `--agent-ca`.
+//! Sessions of agents whose CA was removed from the server's `--agent-ca`.
 
 use std::time::Duration;
 
@@ -49,7 +49,8 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     let next = TestCa::new("next")?;
     let both = format!("{}{}", files.ca.pem(), next.pem());
     replace(&files.path("server-ca.pem"), both.as_bytes())?;
-    // The process of worker-3 proves itself by the new CA; its first session stays, with its stream.
+    // worker-3's process opens a session with a certificate of the new CA. The first session stays,
+    // with its stream.
     let first = env.registry().of_node(&"worker-3".parse()?);
     next.issue(&Leaf::agent("worker-3"))?
         .write(files.path("").as_path(), "worker-3")?;

@@ -1,4 +1,4 @@
-//! T04: guesses get nothing, and stand in nobody's way.
+//! T04: guessed tokens are refused and do not delay enrollments with valid tokens.
 
 use std::time::{Duration, SystemTime};
 
@@ -18,7 +18,7 @@ use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, JoinToken, TOKEN_SE
 use tunnel_proto::wire::frame::ENROLL_MESSAGE_MAX;
 use tunnel_tests::env::TestEnv;
 
-/// One enrolment by hand.
+/// Sends one enrollment request and returns the reply.
 async fn enroll(
     address: std::net::SocketAddr,
     pin: [u8; 32],
@@ -105,7 +105,7 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
     let mut random = SmallRng::seed_from_u64(10_000);
     let (mut told, mut limited) = (0, 0);
     for round in 0..10_000 {
-        // Half of them know the id, which logs and lists show.
+        // Half of the guesses use the valid id, because logs and lists show ids.
         let id = if round % 2 == 0 {
             token.id()
         } else {
@@ -125,7 +125,7 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
         told == 65 && limited == 9935,
         "{told} answered, {limited} limited"
     );
-    // The right one passes all the same, once per key, for its node, in its time.
+    // The valid token still works: with one key, for its node, until it expires.
     let right = token.reveal();
     let redeem = |node: &str, key, at| {
         let answer = env

@@ -1,5 +1,5 @@
-//! Decoders of what strangers and files say, under mutated input: no panic, nothing larger than what came, and what is
-//! taken comes back the same.
+//! Fuzzes the decoders of messages from unauthenticated peers and of files with mutated input. No
+//! decoder panics or returns more than its input, and accepted values survive a round trip.
 
 use bytes::BytesMut;
 use rcgen::{CertificateParams, KeyPair};
@@ -19,7 +19,7 @@ use tunnel_tests::mutation::{EXECUTIONS, fuzz};
 
 const RUN: u32 = EXECUTIONS;
 
-/// The content of a framed message.
+/// Returns the content of a framed message.
 fn content(framed: &BytesMut, limit: usize) -> Vec<u8> {
     let mut framed = framed.clone();
     let taken = frame::take(&mut framed, limit);
@@ -72,7 +72,7 @@ fn fuzz_frames() {
     corpus.push(corpus.concat());
     corpus.push(vec![0xff; 12]);
     fuzz(&corpus, (RUN, 1), 2048, |input| {
-        // As it comes from a network: in pieces.
+        // The input arrives in pieces, as from a network.
         let mut buffer = BytesMut::new();
         let mut taken = 0;
         for piece in input.chunks(1 + input.len() / 3) {
@@ -93,7 +93,7 @@ fn fuzz_frames() {
             }
         }
         assert!(taken + buffer.len() <= input.len());
-        // Nothing is set aside for a length that was only announced.
+        // An announced length reserves no memory.
         assert!(
             buffer.capacity() <= 2 * input.len() + 64,
             "{}",
@@ -217,7 +217,8 @@ fn fuzz_pem_files() {
     });
 }
 
-/// Certificates and requests in DER; fewer, since each signature that is still whole is checked.
+/// Fuzzes certificates and requests in DER, with fewer inputs, because each intact signature is
+/// verified.
 #[test]
 fn fuzz_certificates_and_requests() {
     let ca = TestCa::new("ca").unwrap();

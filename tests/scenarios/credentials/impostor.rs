@@ -1,4 +1,4 @@
-//! R04: what a rogue listener at the agent learns of callers and of the server.
+//! R04: the secrets of callers and of the server that an impostor on a target's port can obtain.
 
 use std::time::{Duration, SystemTime};
 
@@ -14,13 +14,14 @@ use super::delegation::{Authorities, endpoint};
 
 const TOKEN: &str = "bearer-of-a-caller-5f20";
 
-/// The ways of a caller to a target's port: the TLS door, and the proxy port of that number.
+/// Returns the endpoints through which a caller reaches a target's port: the HTTPS listener, and
+/// the proxy port of that number.
 fn endpoints(
     env: &TestEnv,
     port: u16,
     certificate: &tunnel_tests::ca::Issued,
 ) -> Result<[Endpoint; 2]> {
-    let tls_listener = env.bound().https.context("no TLS door")?;
+    let tls_listener = env.bound().https.context("no HTTPS listener")?;
     let mut proxies = env.bound().proxy.iter();
     let proxy = proxies.find(|address| address.port() == port);
     Ok([
@@ -29,7 +30,8 @@ fn endpoints(
     ])
 }
 
-/// Rogues are asked by the API server, with a token, through both doors; says what each caught.
+/// Starts impostors with various certificates. The API server sends each of them a request with a
+/// token, through both listeners. Calls `check` with the data that each impostor captured.
 async fn asked(
     transport: TransportChoice,
     verifies: bool,
@@ -68,7 +70,8 @@ async fn asked(
     let env = authorities
         .env_with(verifies, |settings| {
             settings.https_proxy_ports = Some(ports.join(","));
-            // The targets' numbers on another loopback address, as a Service would have them.
+            // The proxy ports have the targets' port numbers on another loopback address, like a
+            // Service.
             settings.proxy_port_listen = Some("127.0.0.5".into());
         })
         .await?;
@@ -130,7 +133,8 @@ async fn r04_impostor_sees_no_certificate_and_no_token_over_h2() -> Result<()> {
     verified(TransportChoice::H2).await
 }
 
-/// What the test above would see if nothing were verified.
+/// Runs the attack without verification of targets, to show that the impostor would then obtain
+/// both secrets.
 #[tokio::test(flavor = "multi_thread")]
 async fn r04_impostor_learns_both_where_targets_are_not_verified() -> Result<()> {
     let check = |_what: &str, status, _code: Option<&str>, captured: &Captured, own: &[u8]| {

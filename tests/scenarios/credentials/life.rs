@@ -1,4 +1,4 @@
-//! F18, F19: certificates that are shorter than the run.
+//! F18, F19: certificates whose life is shorter than the test.
 
 use std::time::Duration;
 
@@ -14,7 +14,8 @@ use tunnel_tests::targets::Exporter;
 use super::super::scripted::ScriptedAgent;
 use super::{ends, metric, metric_reaches};
 
-/// Three lives of a certificate under load: every request answered, no stream cut, no session lost.
+/// Runs load for three lives of a certificate. No request fails, no stream is cut, and no session
+/// ends.
 async fn three_lives(life: Duration) -> Result<()> {
     let limits = TestEnv::limits(&format!("certificateLife: {}s", life.as_secs()));
     let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
@@ -44,7 +45,7 @@ async fn three_lives(life: Duration) -> Result<()> {
         outcome.failures.len(),
         outcome.open_streams,
     ));
-    // At 40 to 60 % of each life, on two agents.
+    // Each of the two agents renews at 40 to 60 % of each life.
     ensure!(renewed >= 8.0, "{renewed} renewals");
     ensure!(lost == 0.0, "{lost} sessions ended");
     ensure!(ends(&file)? > first + life * 2, "the file was not replaced");
@@ -59,7 +60,7 @@ async fn three_lives(life: Duration) -> Result<()> {
     Ok(())
 }
 
-/// The end of the first node's certificate in the list, as text that sorts by time.
+/// Returns the end of the first node's certificate from the node list, as text that sorts by time.
 async fn listed_end(env: &TestEnv) -> Result<String> {
     let shown = request(env.bound().meta, &RawRequest::get("meta", "/nodes")).await?;
     let listed: Vec<serde_json::Value> = serde_json::from_str(&shown.text())?;
@@ -76,7 +77,7 @@ async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Resul
     three_lives(Duration::from_secs(8)).await
 }
 
-/// The full figure: 60-second certificates for more than three minutes.
+/// Runs the full test: certificates of 60 s for more than three minutes.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "takes 195 s; make soak runs it"]
 async fn f18_three_lives_of_a_minute_under_load_cut_nothing() -> Result<()> {
@@ -87,7 +88,7 @@ async fn f18_three_lives_of_a_minute_under_load_cut_nothing() -> Result<()> {
 async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Result<()> {
     let limits = TestEnv::limits("certificateLife: 3s");
     let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
-    // This one never asks for another certificate, as an agent of an older version.
+    // The scripted agent never requests another certificate, like an older version.
     let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     let began = Instant::now();
     let reason = timeout(scaled(Duration::from_secs(20)), agent.closed()).await?;
@@ -112,7 +113,7 @@ async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()
         async || (std::time::SystemTime::now() > ended).then_some(()),
     )
     .await;
-    // No token: the key alone renews what has ended.
+    // Without a token, the agent renews the expired certificate with its key.
     let began = Instant::now();
     let _agent = env
         .agent_with("worker-1", |config| config.token = None)

@@ -1,5 +1,5 @@
-//! The two binaries with certificates that the operator brings: as Kubernetes mounts them, as the kubelet keeps them, and
-//! what is refused at start.
+//! The two binaries with certificates that the operator provides: mounted by Kubernetes, written by
+//! the kubelet, and files that are refused at start.
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
@@ -16,7 +16,8 @@ use tunnel_tests::targets::Exporter;
 
 const START: Duration = Duration::from_secs(15);
 
-/// A folder as the kubelet mounts a Secret: names are links into `..data`, which is a link that is swapped.
+/// A folder like a Secret that the kubelet mounts: the names are links into `..data`, and `..data`
+/// is a link that the kubelet replaces.
 struct Mounted {
     scratch: ScratchDir,
     generation: u32,
@@ -46,7 +47,7 @@ impl Mounted {
         for (name, content) in files {
             let file = root.join(&folder).join(name);
             std::fs::write(&file, content)?;
-            // The default of a projected Secret with fsGroup.
+            // The default mode of a projected Secret with fsGroup.
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640))?;
             let link = root.join(name);
             if !link.is_symlink() {
@@ -81,7 +82,7 @@ async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Res
     ])?;
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port().to_string();
-    // Never by itself: what is seen comes by the signal.
+    // The interval does not elapse during the test, so only the signal triggers a reload.
     let limits = data.file("server.yaml", "limits:\n  reloadEvery: 1h\n")?;
     let setup = ServerSetup::on_loopback(&data.path().join("server")).args(&[
         "--config",
@@ -98,7 +99,7 @@ async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Res
         "off",
     ]);
     let mut server = setup.start().await?;
-    // kubelet-client-current.pem: one PEM with both, behind a link.
+    // kubelet-client-current.pem is a link to one PEM file with certificate and key.
     let current = agent_files.path().join("kubelet-client-current.pem");
     let rotate = |round: u32| -> Result<()> {
         let issued = ca.issue(&Leaf::agent("worker-1"))?;
@@ -162,8 +163,9 @@ async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Res
     Ok(())
 }
 
-/// S09, at the command line: a file that others may write is refused, with the command that makes it right. The group may write
-/// a configuration file, as a umask of 002 makes it, and nothing else.
+/// S09, at the command line: starts an agent with files of various modes. A file that others may
+/// write is refused with the chmod command that fixes it. The group may write only a configuration
+/// file, which a umask of 002 produces.
 #[tokio::test(flavor = "multi_thread")]
 async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<()> {
     let scratch = ScratchDir::new()?;
@@ -237,8 +239,9 @@ async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<
     Ok(())
 }
 
-/// S07: each setting that authenticates works when it is set alone, by its flag as by its variable, and a server that
-/// would be open without one does not start.
+/// S07: checks settings of the server that authenticate, by flag and by variable. A listener that
+/// would be open to the network without authentication is refused, and so is each file setting
+/// without its counterpart.
 #[tokio::test(flavor = "multi_thread")]
 async fn s07_documented_settings_fail_closed() -> Result<()> {
     let scratch = ScratchDir::new()?;
@@ -263,7 +266,7 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
         );
     }
     let wide = ["--https-listen", "0.0.0.0:0"];
-    // Asking for certificates without refusing those who have none is no protection.
+    // A CA alone is no protection, because callers without a certificate are still accepted.
     ensure!(check(&wide, &[("TUNNEL_SERVER_CLIENT_CA", &ca_file)]).await? == Some(64));
     let mode = ("TUNNEL_SERVER_HTTPS_CLIENT_AUTH", "require");
     ensure!(
@@ -273,7 +276,7 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
     ensure!(check(&wide, &[mode, ("TUNNEL_SERVER_CLIENT_CA", &ca_file)]).await? == Some(0));
     let both = ["--https-client-auth", "require", "--client-ca", &ca_file];
     ensure!(check(&[&wide[..], &both].concat(), &[]).await? == Some(0));
-    // What belongs together and is given in part.
+    // Settings that belong together, each given alone.
     for part in [
         "--agent-ca",
         "--agent-cert-file",
@@ -297,7 +300,7 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
     Ok(())
 }
 
-/// The verb as an operator types it: without a server, and with one that runs.
+/// T03: revokes nodes with the subcommand, with and without a running server.
 #[tokio::test(flavor = "multi_thread")]
 async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<()> {
     let data = ScratchDir::new()?;
@@ -321,7 +324,7 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
             .then_some(())
     });
     told.await?;
-    // Also by a verb while no server runs.
+    // The subcommand also works while no server runs.
     let setup = server.setup_for_restart();
     server.process().signal(Signal::Term)?;
     server.process().end(START).await?;
@@ -340,7 +343,7 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
     Ok(())
 }
 
-/// F17: what a wrong clock looks like from each end, over both transports; the message names the clock.
+/// F17: a wrong clock at either end, over both transports. The agent's message names the clock.
 #[tokio::test(flavor = "multi_thread")]
 async fn f17_clock_messages_name_the_clock() -> Result<()> {
     let ca = TestCa::new("clocks")?;

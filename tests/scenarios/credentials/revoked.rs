@@ -1,4 +1,4 @@
-//! T03: a stolen edge is put out within 10 s and stays out.
+//! T03: the sessions of a revoked node end within 10 s, and the node cannot return.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -55,7 +55,7 @@ async fn t03_revoked_node_is_out_within_10_s_and_after_a_restart() -> Result<()>
     Ok(())
 }
 
-/// Whether the handshake is refused as revoked, on both transports.
+/// Returns whether the server refuses the handshake as revoked, on both transports.
 async fn refused(env: &TestEnv, key: Arc<rustls::sign::CertifiedKey>) -> Result<bool> {
     let over_quic = match dial(env, key.clone()).await {
         Ok((session, _dialer)) => match session.accept().await {
@@ -70,7 +70,8 @@ async fn refused(env: &TestEnv, key: Arc<rustls::sign::CertifiedKey>) -> Result<
     Ok(over_quic == CloseCode::CredentialRevoked && words.contains("Revoked"))
 }
 
-/// Connects over TCP and waits for the server's first byte, which comes after its verdict.
+/// Connects over TCP and waits for the server's first byte, which follows the verification of the
+/// certificate. Returns the kind of handshake.
 async fn knock(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<rustls::HandshakeKind> {
     let tcp = TcpStream::connect(env.bound().agents).await?;
     let mut stream = TlsConnector::from(config)
@@ -91,7 +92,7 @@ async fn t03_old_session_cache_of_a_revoked_client_is_of_no_use() -> Result<()> 
     config.enable_early_data = true;
     let config = Arc::new(config);
     for _ in 0..3 {
-        // Never resumed, although this client would.
+        // The server resumes no session, although the client could.
         let kind = knock(&env, config.clone()).await?;
         ensure!(kind == rustls::HandshakeKind::Full, "{kind:?}");
     }
@@ -112,13 +113,13 @@ async fn t03_revoked_agent_cannot_enroll_again_but_its_operator_can() -> Result<
     let agent = Agent::start(config).await?;
     env.connected("worker-1").await;
     let taken = revoke(&env, "worker-1")?;
-    ensure!(taken == 2, "{taken} tokens taken back");
+    ensure!(taken == 2, "{taken} tokens revoked");
     let gone = async || {
         let sessions = env.registry().of_node(&"worker-1".parse().ok()?);
         sessions.is_empty().then_some(())
     };
     eventually("the session ends", SECONDS_10, gone).await;
-    // The same key with the token that it is bound to.
+    // The agent tries again with the key and the token that is bound to it.
     std::fs::remove_file(env.path().join("agent-worker-1").join("agent.crt"))?;
     agent.stop().await?;
     let mut config = env.agent_config("worker-1")?;
@@ -130,7 +131,7 @@ async fn t03_revoked_agent_cannot_enroll_again_but_its_operator_can() -> Result<
         .context("enrolled")?;
     let error = format!("{error:#}");
     ensure!(error.contains("revoked"), "{error}");
-    // A new token from the operator, at once.
+    // A new token of the operator works at once.
     let _back = env.agent("worker-1").await?;
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! F20: the operator's CA is replaced, old, both, new, in all six orders of who reads its files first.
+//! F20: the operator's CA is replaced in three steps: the old CA, both, the new CA. The server and
+//! two agents reload in all six orders.
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -22,7 +23,7 @@ const ORDERS: [[usize; 3]; 6] = [
     [2, 1, 0],
 ];
 
-/// One that reads files: the server, or one of two agents.
+/// A process that reads credential files: the server, or one of two agents.
 struct Party<'a> {
     bundle: PathBuf,
     leaf: &'static str,
@@ -59,7 +60,8 @@ async fn f20_ca_is_replaced_in_all_six_orders_without_a_failed_request() -> Resu
             next.issue(&leaf)?.write(files.scratch.path(), party.leaf)?;
             settled(&load, party).await?;
         }
-        // Who trusts the new CA alone must not meet an old leaf.
+        // A party that trusts only the new CA rejects old leaves, so each node must have a session
+        // with a new leaf first.
         for node in NODES {
             moved(&env, node, leaves_since).await;
         }
@@ -71,7 +73,7 @@ async fn f20_ca_is_replaced_in_all_six_orders_without_a_failed_request() -> Resu
         files.ca = next;
     }
     load.end().await?.check()?;
-    // What is left works for an agent that comes anew.
+    // The remaining files work for a new agent.
     let _late = files.agent(&env, "worker-3").await?;
     Ok(())
 }
@@ -92,7 +94,7 @@ fn parties<'a>(files: &Files, env: &'a TestEnv, agents: &'a [Agent]) -> Vec<Part
     vec![server, agent(0), agent(1)]
 }
 
-/// Makes a party read its files at once, and lets requests pass before the next one does.
+/// Makes a party reload its files, and waits until 20 more requests have been answered.
 async fn settled(load: &Load, party: &Party<'_>) -> Result<()> {
     (party.reload)();
     let before = load.answered();
@@ -103,7 +105,8 @@ async fn settled(load: &Load, party: &Party<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Waits until a node's newest session is younger than a CA, and so was opened with a leaf of it or of a later one.
+/// Waits until a node has a session that began after `leaves_since`. Such a session uses a new
+/// leaf.
 async fn moved(env: &TestEnv, node: &str, leaves_since: SystemTime) {
     let patience = Duration::from_secs(20);
     eventually(

@@ -1,4 +1,5 @@
-//! T21: nothing that is secret is printed: not in logs at debug level, not in metrics, nor by what operators ask.
+//! T21: no secret appears in logs at debug level, in metrics, or in the output of operators'
+//! commands.
 
 use std::path::Path;
 
@@ -13,7 +14,7 @@ use tunnel_tests::targets::FakeKubelet;
 const BEARER: &str = "bearer-of-a-caller-90c41d";
 const COOKIE: &str = "session-of-a-caller-77a2";
 
-/// The base64 lines of a key in PEM: none of them may be seen anywhere.
+/// Returns the base64 lines of a PEM key. None of them may appear in any output.
 fn lines_of_key(path: &Path) -> Result<Vec<String>> {
     let pem = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let lines = pem.lines().filter(|line| !line.starts_with("-----"));
@@ -53,7 +54,7 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
         .args(&["--log-level", "debug", "--token", &token])
         .start()?;
     server.wait_until_connected(&["worker-1"]).await;
-    // Tokens that nobody takes are told of, too: one of another node, and one that was never made.
+    // Refused tokens are logged, too. One belongs to another node, and one was never issued.
     let folder = scratch.path().join("other");
     let guess = token.replacen('.', ".0000", 1);
     let refused = AgentSetup::on_loopback("worker-3", agents, &folder)
@@ -76,13 +77,14 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
             .header("Cookie", &format!("id={COOKIE}"));
         let reply = request(endpoint.clone(), &head).await?;
         ensure!(
-            // The name in TLS chooses the node, and only its own Host a port of it: the kubelet's is closed here.
+            // The TLS server name selects the node. The port in Host counts only if Host names that
+            // node, so the server dials the kubelet's default port, which is closed here.
             reply.status == if host == "nobody" { 502 } else { 200 },
             "{}",
             reply.text()
         );
     }
-    // Of one that is not let in there is a line at debug.
+    // The server logs the refused caller at debug level.
     let other_cert = TestCa::new("another")?.issue(&Leaf::caller("stranger"))?;
     let tls = ClientTls::insecure("worker-1", Some(other_cert.presented()?))?;
     let endpoint = Endpoint::tls(server.address(Listener::Https), tls);
