@@ -1,4 +1,5 @@
-//! The embedded DNS: what it answers, how soon, whom it asks, and what hostile clients get.
+//! The embedded DNS: its answers, their latency, the resolvers that it queries, and its reaction to
+//! hostile clients.
 
 mod answers;
 mod cold_start;
@@ -24,10 +25,10 @@ use tunnel_tests::dns::DnsClient;
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 
-/// What edge nodes answer with in worlds of these scenarios.
+/// Address that the DNS returns for edge nodes in these scenarios.
 const TUNNEL: &str = "10.106.217.16";
 
-/// A world with DNS that asks `upstreams` about other names.
+/// Starts a test environment with DNS that forwards other names to `upstreams`.
 async fn env(upstreams: &[String]) -> Result<TestEnv> {
     TestEnv::start_with(|settings| with_dns(settings, upstreams)).await
 }
@@ -47,10 +48,10 @@ fn client(env: &TestEnv) -> Result<DnsClient> {
     Ok(DnsClient::new(listener(env)?))
 }
 
-/// Makes a node known and returns a client that has seen its address.
+/// Makes a node known and returns a client that has received its address.
 ///
 /// # Panics
-/// When it is not answered in time.
+/// Panics if the client does not receive the address in time.
 async fn client_that_knows(env: &TestEnv, node: &str) -> Result<DnsClient> {
     env.nodes().record(&node.parse()?, &[]);
     let client = client(env)?;
@@ -62,7 +63,7 @@ async fn client_that_knows(env: &TestEnv, node: &str) -> Result<DnsClient> {
     Ok(client)
 }
 
-/// Tells a figure that was measured on the way.
+/// Prints a measured figure to the test's output.
 #[expect(clippy::print_stderr, reason = "shown with the test's output")]
 pub(crate) fn report_figure(figure: &str) {
     eprintln!("{figure}");
@@ -72,7 +73,7 @@ fn listener(env: &TestEnv) -> Result<SocketAddr> {
     env.bound().dns.context("no DNS")
 }
 
-/// DNS alone, without the server around it that feeds the records.
+/// The DNS server alone, without the parts of the server that update the records.
 struct BareDns(DnsSockets);
 
 impl BareDns {

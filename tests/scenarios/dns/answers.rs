@@ -1,4 +1,4 @@
-//! What is answered, and how soon after a node is known.
+//! The answers of the DNS, and how soon it knows a new node.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use super::{TUNNEL, client, client_that_knows, env, nobody, report_figure, with_
 use tunnel_tests::dns::{Behavior, FakeResolver};
 use tunnel_tests::env::TestEnv;
 
-/// One row of the table: what is asked, and what the hosts plugin does with the guide's block
-/// `hosts { 10.106.217.16 worker-1; 192.168.33.220 master-1; fd00::6 six; fallthrough }` before a forward.
+/// One row of the table: a query, and the result of the hosts plugin with the guide's block `hosts
+/// { 10.106.217.16 worker-1; 192.168.33.220 master-1; fd00::6 six; fallthrough }` before a forward.
 struct Row {
     name: &'static str,
     kind: RecordType,
@@ -24,7 +24,7 @@ enum Expected {
     Address(&'static str),
     /// NOERROR without an answer.
     Empty,
-    /// What the next plugin says.
+    /// The answer of the next plugin.
     FallsThrough,
 }
 
@@ -116,7 +116,8 @@ async fn dns_11_ten_queries_are_answered_as_the_hosts_plugin_does() -> Result<()
             }
         }
     }
-    // The hosts plugin would list the edge nodes here; its generated stanza says no_reverse.
+    // The DNS forwards no single label. A reverse query is forwarded, because the generated stanza
+    // of the hosts plugin has `no_reverse`. Otherwise the plugin would list the edge nodes.
     ensure!(
         next.asked().iter().all(|asked| asked.contains('.')),
         "{:?}",

@@ -1,4 +1,4 @@
-//! P4b: after a cold start names are answered from disk, before anybody has told the nodes.
+//! P4b: after a cold start the DNS answers names from disk, before it receives the nodes.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use tunnel_tests::process::{Listener, ScratchDir, ServerSetup, own_loopback};
 
 use super::{BareDns, TUNNEL, report_figure};
 
-/// A DNS server as a cluster's server starts it: nobody has filled the records yet.
+/// Starts a DNS server as a cluster's server does, with records that have not been updated yet.
 async fn unfed(
     data: &DataDir,
     resolver: SocketAddr,
@@ -31,7 +31,7 @@ async fn unfed(
 async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let data = DataDir::open(&scratch.path().join("data"))?;
-    // Everything else is as dead as the API server.
+    // The upstream resolver does not answer, like the API server.
     let black_hole = FakeResolver::start(Behavior::Silent).await?;
     let tunnel = Addresses::first_of([TUNNEL.parse()?]);
     let edge = |name: &str| -> Result<Node> {
@@ -53,7 +53,7 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
         data.dns_records().exists().then_some(())
     })
     .await;
-    // A power cut: nothing is said to anybody.
+    // Stops without a drain, like a power failure.
     before.stop().cancel();
     before.finish().await;
 
@@ -70,7 +70,7 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
     ));
     ensure!(answered < scaled(Duration::from_secs(1)), "{answered:?}");
 
-    // The feed that arrives at last has the last word.
+    // The records of the first update replace those from disk.
     records.replace(RecordSet::new(&[edge("worker-2")?], tunnel));
     ensure!(client.addresses("worker-1").await?.is_empty());
     ensure!(!client.addresses("worker-2").await?.is_empty());
@@ -85,7 +85,8 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
     let black_hole = FakeResolver::start(Behavior::Silent).await?;
     let upstream = black_hole.address().to_string();
     let flags = ["--dns-answer", TUNNEL, "--dns-upstream", &upstream];
-    // While the server is away, nobody else's connection may come from its port.
+    // A separate loopback address, so that no connection takes the port as its source port while
+    // the server is down.
     let host = own_loopback();
     let setup = ServerSetup::on_loopback(&scratch.path().join("data")).args(&flags);
     let mut server = setup
@@ -109,7 +110,7 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
     let restarted = setup.args(&["--dns-listen", &listen]);
     let starting = restarted.start();
     tokio::pin!(starting);
-    // Asked from the first moment on: DNS does not wait for the rest.
+    // The client asks from the first moment, because the DNS starts before the other parts.
     let answered = loop {
         tokio::select! {
             biased;
@@ -128,7 +129,8 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
         "P4b: answered {answered:?} after the start of the process"
     ));
     ensure!(answered < scaled(Duration::from_secs(1)), "{answered:?}");
-    // Nor does it wait for the nodes: a name that it has lost would be asked elsewhere.
+    // The DNS does not wait for the nodes, either. A name missing from the records on disk would
+    // have been forwarded.
     let asked = black_hole.asked().split_off(asked_before);
     ensure!(!asked.iter().any(|name| name == "worker-1"), "{asked:?}");
     let _server = starting.await?;

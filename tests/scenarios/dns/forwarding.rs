@@ -1,4 +1,5 @@
-//! Other resolvers: what they are asked, for how long, and what they must never hear.
+//! Forwarding to other resolvers: the queries that they receive, the time limit, and the names that
+//! must not leave the server.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,8 @@ async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay()
         "ndots 0: {bare:?}"
     );
 
-    // What a stub resolver does with ndots 5 and the guide's three suffixes, and one of the host's network.
+    // The queries of a stub resolver with ndots 5, the guide's three suffixes, and one suffix of
+    // the host's network.
     let began = Instant::now();
     let suffixes = [
         ".kube-system.svc.cluster.local",
@@ -52,7 +54,8 @@ async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay()
         searched < scaled(Duration::from_secs(2)),
         "ndots 5: {searched:?}"
     );
-    // The order of a resolver that has the host's suffix first: that one is asked for elsewhere.
+    // A stub resolver that tries the host's suffix first asks for this name. The server forwards
+    // it.
     let began = Instant::now();
     let answer = client.ask("worker-1.corp.example", RecordType::A).await?;
     let given_up = began.elapsed();
@@ -141,7 +144,7 @@ async fn the_next_resolver_is_asked_in_addition_to_a_slow_one_and_instead_of_a_f
         let answer = client.ask("example.com", RecordType::A).await?;
         ensure!(addresses(&answer).len() == 1, "{behavior:?}: {answer}");
     }
-    // What is said for certain is not asked again.
+    // A definite answer is not asked for again at the next resolver.
     slow.behave(Behavior::Says(ResponseCode::NXDomain));
     let before = good.asked().len();
     let answer = client.ask("missing.example.com", RecordType::A).await?;

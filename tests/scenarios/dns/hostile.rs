@@ -1,4 +1,4 @@
-//! Hostile clients over the network, and half a million hostile messages to the pure part.
+//! Hostile clients over the network, and 500,000 hostile messages to the pure decision function.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::mutation::{EXECUTIONS, fuzz};
 
-/// Beyond what a query may have.
+/// Bytes of the longest message, which exceeds the allowed length of a query.
 const LONGEST: usize = 1024;
 
 use super::{client, client_that_knows, env, listener, nobody, with_dns};
@@ -72,7 +72,8 @@ async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> R
         let read = Message::from_vec(&reply)?;
         ensure!(read.metadata.response_code == code, "{what}: {read}");
     }
-    // Answers to these would be what an attacker wants. Nothing is sent; a query behind them is answered first.
+    // The server sends no answer to these messages, because an answer would help an attacker. The
+    // query that follows them is answered first.
     let silent = [with(2, 0x81), plain[..8].to_vec(), Vec::new()];
     let socket = tokio::net::UdpSocket::bind("127.0.0.1:0").await?;
     socket.connect(listener(&env)?).await?;
@@ -119,7 +120,7 @@ async fn one_source_that_floods_is_limited_and_nonsense_is_answered_ever_less() 
     let mut nonsense = query("worker-9", RecordType::A)?.to_vec()?;
     nonsense[5] = 0;
     let answered = flood(nonsense).await?;
-    ensure!(answered < 1000, "{answered} complaints");
+    ensure!(answered < 1000, "{answered} answers");
     Ok(())
 }
 
@@ -127,7 +128,8 @@ async fn one_source_that_floods_is_limited_and_nonsense_is_answered_ever_less() 
 async fn connections_that_stall_or_lie_about_their_length_are_closed() -> Result<()> {
     let env = env(&nobody()).await?;
     let address = listener(&env)?;
-    // More than one source may have: those beyond are closed at once, others are not served less.
+    // Opens more connections than the 32 that one source may have. The server closes the excess at
+    // once and serves the others.
     let mut open_conns = Vec::new();
     for _ in 0..40 {
         open_conns.push(TcpStream::connect(address).await?);
@@ -147,7 +149,7 @@ async fn connections_that_stall_or_lie_about_their_length_are_closed() -> Result
         anyhow::Ok(())
     })
     .await;
-    // Says 65,535 bytes and sends ten: the whole message has five seconds.
+    // Announces 65,535 bytes and sends ten. The whole message must arrive within five seconds.
     let mut liar = TcpStream::connect(address).await?;
     liar.write_u16(u16::MAX).await?;
     liar.write_all(&[0; 10]).await?;

@@ -1,4 +1,5 @@
-//! 20,000 records under load; the figure is taken by `cargo run --release -p tunnel-tests --bin dns`.
+//! 20,000 records under load. `cargo run --release -p tunnel-tests --bin dns` measures the
+//! published figure.
 
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ async fn twenty_thousand_records_are_answered_at_five_thousand_queries_a_second(
     );
     ensure!(found.asked >= 9_000, "{summary}");
     ensure!(found.wrong == 0, "{summary}");
-    // On a busy machine a datagram may find a full buffer.
+    // On a busy machine a full buffer may drop a datagram.
     ensure!(found.lost * 100 <= found.asked, "{summary}");
     Ok(())
 }

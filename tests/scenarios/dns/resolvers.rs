@@ -1,4 +1,5 @@
-//! Real clients that find the DNS through a `resolv.conf`, in a namespace where it listens on port 53.
+//! Real clients that find the DNS through a `resolv.conf`, in a network namespace where the DNS
+//! listens on port 53.
 
 use std::time::Duration;
 
@@ -13,7 +14,8 @@ use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 use super::report_figure;
 use crate::prometheus::prometheus;
 
-/// The guide's search list with the host's domain first, as kubelet writes it for a pod with dnsPolicy None.
+/// The guide's search list followed by the host's domain, in the form that the kubelet writes for a
+/// pod with dnsPolicy None.
 const SEARCH: &str =
     "search kube-system.svc.cluster.local svc.cluster.local cluster.local corp.example";
 
@@ -26,7 +28,7 @@ struct Site {
     _scratch: ScratchDir,
 }
 
-/// Two namespaces beside the cloud's in all but their `resolv.conf`.
+/// Two clients in the cloud's network, each with its own `resolv.conf`.
 struct Clients {
     plain: Namespace,
     searching: Namespace,
@@ -81,7 +83,7 @@ async fn set_up(behavior: &str) -> Result<Option<Site>> {
     }))
 }
 
-/// The cloud's network with files of its own.
+/// Returns a namespace in the cloud's network with its own `resolv.conf`.
 fn client(
     sites: &Topology,
     scratch: &ScratchDir,
@@ -93,7 +95,7 @@ fn client(
         .with_resolver(name, scratch.path(), resolv_conf)
 }
 
-/// What left for the other resolver: the names that it tells it was asked for.
+/// Returns the names that were forwarded to the other resolver, from its log.
 fn asked(upstream: &Process) -> Vec<String> {
     let lines = upstream.log().lines();
     lines
@@ -140,7 +142,7 @@ async fn dig_curl_and_prometheus_find_nodes_by_resolv_conf() -> Result<()> {
     }
     ensure!(!dig(plain, &["-x", "10.77.0.1"]).await?.contains("worker-"));
 
-    // DNS-12: through the doors by the node's name alone.
+    // DNS-12: curl reaches the listeners by the node's name alone.
     for namespace in [plain, &site.clients.searching] {
         for node in NODES {
             let curl = Program::tool(Tool::Curl)?.args(["-sS", "--max-time", "10"]);
@@ -205,7 +207,8 @@ async fn p13_curl_finds_a_node_beside_a_black_hole_and_no_single_label_leaves() 
         "P13: curl's lookup, ndots 0 {:?}, ndots 5 {:?}",
         times[0], times[1]
     ));
-    // Misspelt: every name of the list is tried, and curl learns that there is none.
+    // For a misspelled name the client tries every suffix, and curl reports that the name does not
+    // exist.
     for namespace in [&site.clients.plain, &site.clients.searching] {
         let curl = Program::tool(Tool::Curl)?.args(["-sS", "--max-time", "10"]);
         let failed = curl
@@ -240,5 +243,5 @@ scrape_configs:
   - job_name: nodes
     static_configs: [{ targets: ["worker-1:9100", "worker-2:9100"] }]
 "#;
-/// Start of Prometheus and a few scrapes.
+/// Time limit for the start of Prometheus and a few scrapes.
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(30);
