@@ -1,4 +1,4 @@
-//! What is shipped: manifests, images, units, examples and guides, in agreement with the code and with each other.
+//! Manifests, images, units, examples and guides agree with the code and with each other.
 
 mod applied;
 mod examples;

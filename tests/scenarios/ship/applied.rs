@@ -1,5 +1,6 @@
-//! The whole way: kubectl applies `install.yaml`, and both programs run with the arguments, environment, mounts and user of
-//! the applied objects, in networks where Services lead where their ports say; the agent has its pod's token and nothing else.
+//! End-to-end test of the manifests. kubectl applies `install.yaml`, and both programs run with the
+//! arguments, environment, mounts and user of the applied objects. In their networks the Services
+//! lead to the ports that the objects name. The only credential of the agent is its pod's token.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +21,7 @@ use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
 use crate::cluster::kubectls;
 
-/// A cluster of processes.
+/// A cluster of processes: an API server, kubectl, and network namespaces.
 struct ShipFixture {
     api: ApiServer,
     kubectl: std::path::PathBuf,
@@ -59,7 +60,7 @@ impl ShipFixture {
         self.kubectl(&["create", "-f", &file]).await.map(drop)
     }
 
-    /// What a controller of every cluster writes.
+    /// Creates the ConfigMap that a controller writes in every cluster.
     async fn create_root_ca(&self) -> Result<()> {
         let cluster = kubeconfig(&self.api.admin)?["clusters"][0]["cluster"].clone();
         let ca = cluster["certificate-authority"].as_str().context("a CA")?;
@@ -67,7 +68,7 @@ impl ShipFixture {
         self.create(&config_map("kube-root-ca.crt", &ca)).await
     }
 
-    /// The objects that matter, as the API server has them.
+    /// Returns the relevant objects from the API server.
     async fn objects(&self) -> Result<Vec<Value>> {
         let kinds = "deployments,daemonsets,configmaps,secrets,services";
         let list = self
@@ -77,7 +78,8 @@ impl ShipFixture {
         Ok(items(&list["items"]).cloned().collect())
     }
 
-    /// What kube-proxy makes of Services whose only endpoint is the cloud's address.
+    /// Installs the rules that kube-proxy would write for Services whose only endpoint is the
+    /// cloud's address.
     async fn proxy(&self) -> Result<()> {
         let mut rules = String::new();
         for service in self
@@ -136,14 +138,15 @@ add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
         let api = kubeconfig(&self.api.admin)?["clusters"][0]["cluster"]["server"].clone();
         let api = api.as_str().and_then(|url| url.rsplit_once(':'));
         let (_, port) = api.context("the API server has a port")?;
-        // Every container of a cluster has these two.
+        // Every container of a cluster has these two variables.
         let program = program
             .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
             .env("KUBERNETES_SERVICE_PORT", port);
         Ok(Ok(program.start()?))
     }
 
-    /// The token that a kubelet asks for a volume of a workload's pod, which its controller has made on the node.
+    /// Returns the token that a kubelet requests for a volume of a workload's pod. The pod is
+    /// created here, in place of the workload's controller.
     async fn pod_token(&self, (kind, name): (&str, &str), node: &str) -> Result<String> {
         let objects = self.objects().await?;
         let spec = &find(&objects, kind, name)?["spec"]["template"]["spec"];
@@ -180,7 +183,7 @@ add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
         token.map(str::to_owned).context(answer.to_string())
     }
 
-    /// A verb of the server for the data directory of its pod.
+    /// Runs a subcommand of the server with the data directory of its pod.
     async fn verb(&self, words: &[&str]) -> Result<String> {
         self.ask(words).await?.ok()
     }
@@ -249,7 +252,7 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let Some(server) = or_skip(server) else {
         return Ok(());
     };
-    // A verb without a running server would work on the files, as another user.
+    // Without a running server, a subcommand would write the files directly, as another user.
     let socket = fixture
         .scratch
         .path()
@@ -260,7 +263,8 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     })
     .await;
 
-    // The agent can start when the server has written its CA where the manifest mounts it.
+    // The agent can start after the server has written its CA to the ConfigMap that the manifest
+    // mounts.
     let ca = eventually("ConfigMap tunnel-ca", START, async || {
         let objects = fixture.objects().await?;
         let map = find(&objects, "ConfigMap", "tunnel-ca").with_context(|| server.to_string())?;
@@ -371,8 +375,9 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     Ok(())
 }
 
-/// As a kubelet runs it: root without capabilities, with a folder of the host that belongs to root. A webhook's Service is
-/// dialed by its address, for which the overlay has the right to read the ranges of Services.
+/// Runs the server of the overlay like a kubelet: as root without capabilities, with a host folder
+/// that belongs to root. The server dials a webhook's Service by its address, because the overlay
+/// grants the right to read the Service ranges.
 #[tokio::test(flavor = "multi_thread")]
 async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() -> Result<()> {
     let Some(fixture) = ShipFixture::start().await? else {
@@ -433,7 +438,7 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
         anyhow::Ok(ask_through(tunnel, request).await?)
     })
     .await;
-    // The webhook of this test is the server's own plain listener.
+    // The webhook of this test is the server's own HTTP listener.
     ensure!(answer.contains("unknown_node"), "{answer}");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Examples, units and the compose file: each is loaded by the program that it is for.
+//! Examples, units and the compose file are accepted by the programs that read them.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use tunnel_tests::manifests::{documents, items, repository};
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip};
 
-/// Files below a folder of the repository whose names begin so.
+/// Returns the files of a folder of the repository whose names begin with `begin`.
 fn files(folder: &str, begin: &str) -> Result<Vec<std::path::PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(repository().join(folder))? {
@@ -31,7 +31,7 @@ async fn example_configurations_are_valid_without_a_warning() -> Result<()> {
         let examples = files("deploy/examples", program)?;
         ensure!(examples.len() >= least, "{program}: {examples:?}");
         for example in examples {
-            // Whatever the umask of the checkout was.
+            // The copy has a safe mode, whatever umask the checkout had.
             let copy = scratch.file("example.yaml", std::fs::read(&example)?)?;
             let check = Program::ours(program)?.arg("check-config").arg("--config");
             let said = check.arg(&copy).args(more).run().await?;
@@ -75,7 +75,8 @@ async fn compose_file_gives_each_program_arguments_that_it_takes() -> Result<()>
     Ok(())
 }
 
-/// With the programs where the units expect them, by a copy of each unit that names ours.
+/// Checks a copy of each unit with systemd-analyze. Each unit must contain the installation path of
+/// its program.
 #[tokio::test]
 async fn systemd_analyze_verifies_the_units() -> Result<()> {
     let Some(analyze) = or_skip(Program::tool(Tool::SystemdAnalyze)) else {
@@ -91,7 +92,7 @@ async fn systemd_analyze_verifies_the_units() -> Result<()> {
         let program = Path::new(&name).with_extension("");
         let installed = format!("/usr/local/bin/{}", program.display());
         ensure!(text.contains(&installed), "{}", unit.display());
-        // Any program will do for the check; ours need not be installed.
+        // The check needs any existing program, so the copy names one that is installed.
         let copy = scratch.path().join(&name);
         std::fs::write(&copy, text.replace(&installed, "/bin/true"))?;
         verify = verify.arg(copy);
@@ -103,5 +104,5 @@ async fn systemd_analyze_verifies_the_units() -> Result<()> {
     Ok(())
 }
 
-/// The form of a join token.
+/// A token in the form of a join token.
 const TOKEN: &str = "9fc003be7234.959257e11ca36db30416e4647358e1d7987a025d1e144b63.aa2c57d1b9ba4495a3c267c1720747aec738a61428304ba2a6e8dd2e15639143";

@@ -1,5 +1,5 @@
-//! The guides: every block of commands runs here or says why not, links lead somewhere, and the actions of the cluster's
-//! tutorial are few.
+//! The guides: every block of commands runs here or gives a reason, every link leads to a file, and
+//! the cluster tutorial has few actions.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -16,7 +16,7 @@ use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 use crate::cluster::kubectls;
 use crate::dns::report_figure;
 
-/// The pages whose blocks are all marked.
+/// Pages whose blocks must all be marked.
 const GUIDES: [&str; 13] = [
     "docs/README.md",
     "docs/explanation.md",
@@ -34,7 +34,7 @@ const GUIDES: [&str; 13] = [
 ];
 const STANDALONE: &str = "docs/tutorial-standalone.md";
 
-/// What the same takes with yurt-tunnel's DNS mode, for `kubectl logs` alone.
+/// Number of actions with yurt-tunnel's DNS mode, for `kubectl logs` alone.
 const OLD_ACTIONS: usize = 16;
 const ACTIONS_MAX: usize = 4;
 
@@ -66,7 +66,7 @@ fn links_of_all_pages_lead_to_files() -> Result<()> {
     Ok(())
 }
 
-/// P6: what a person does, from a clean cluster to `kubectl logs`.
+/// P6: counts the actions of a person from a clean cluster to `kubectl logs`.
 #[test]
 fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Result<()> {
     let text = page("docs/tutorial-cluster.md")?;
@@ -93,13 +93,14 @@ fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Resul
     );
     ensure!(old == OLD_ACTIONS, "{old} rows of the old way");
     ensure!(actions.len() <= ACTIONS_MAX, "{actions:#?}");
-    // The server must not be scheduled on a node that becomes an edge a moment later.
+    // The label comes first, because otherwise the server could be scheduled on a node that becomes
+    // an edge node a moment later.
     ensure!(
         actions[0].starts_with("kubectl label node"),
         "{}",
         actions[0]
     );
-    // One block is one thing: a command, or an edit of one file.
+    // One block is one action: a command, or an edit of one file.
     for action in &actions {
         let commands = action.replace("\\\n", " ");
         let is_edit = action.starts_with("spec:");
@@ -113,7 +114,7 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
     let needs = require(&[Tool::Bash, Tool::Curl]);
     let scratch = ScratchDir::new()?;
     let hosts = scratch.file("hosts", "127.0.0.1 localhost\n")?;
-    // Its ports are the default ones: they are free in a network of its own.
+    // The tutorial uses the default ports, which are free in a separate network namespace.
     let network = needs.and_then(|()| Namespace::new("tutorial", &hosts));
     let Some(network) = or_skip(network) else {
         return Ok(());
@@ -128,7 +129,7 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
     ensure!(shown.contains("tunnel_agent_session_connected"), "{shown}");
     ensure!(
         !scratch.path().join("tunnel").exists(),
-        "it leaves its folder"
+        "the folder was not removed"
     );
     Ok(())
 }
@@ -253,7 +254,7 @@ async fn systemd_guide_checks_its_configurations() -> Result<()> {
     Ok(())
 }
 
-/// An API server, and a person with kubectl in a clone.
+/// An API server, and kubectl in a clone of the repository.
 struct ShipFixture {
     cluster: Cluster,
     kubectl: std::path::PathBuf,
@@ -308,7 +309,7 @@ impl ShipFixture {
         program.run().await
     }
 
-    /// What kubeadm has on a control plane.
+    /// Writes the kubelet client's certificate and key that kubeadm keeps on a control plane.
     fn kubelet_client(&self, folder: &Path) -> Result<()> {
         std::fs::create_dir_all(folder)?;
         let pair = rcgen::generate_simple_self_signed(vec!["kubelet-client".to_owned()])?;
@@ -319,7 +320,7 @@ impl ShipFixture {
     }
 }
 
-/// A script of bash with our binaries in its path.
+/// Returns a bash script with our binaries in its path.
 fn bash(text: &str, folder: &Path, variables: &[(&str, OsString)]) -> Result<Program> {
     let text = format!("cd {}\n{text}", folder.display());
     let program = Program::tool(Tool::Bash)?.arg("-c").arg(text);
@@ -338,10 +339,10 @@ fn path_with<'a>(folders: impl IntoIterator<Item = &'a Path>) -> Result<OsString
     )?)
 }
 
-/// Where kubeadm keeps certificates.
+/// Folder of kubeadm's certificates.
 const PKI: &str = "/etc/kubernetes/pki";
 
-/// What yurt-tunnel's manifests leave in a cluster, as far as the guide touches it.
+/// The objects of yurt-tunnel's manifests that the guide touches.
 const OLD: &str = r"
 kubectl -n kube-system delete configmap yurt-tunnel-nodes
 kubectl -n kube-system create configmap yurt-tunnel-nodes --from-literal=tunnel-nodes=

@@ -1,4 +1,5 @@
-//! The images, where an engine and static binaries are: `make static` makes those, which takes too long for `make test`.
+//! Runs the images if a container engine and static binaries are present. `make static` builds the
+//! binaries, which takes too long for `make test`.
 
 use std::path::PathBuf;
 
@@ -7,10 +8,10 @@ use tunnel_tests::manifests::repository;
 use tunnel_tests::process::Program;
 use tunnel_tests::tools::{Skip, Tool, or_skip, target_dir};
 
-/// What the script exits with when something is missing.
+/// Exit code of the script if a requirement is missing.
 const SKIPPED: i32 = 77;
 
-/// Where `deploy/static.sh` puts this machine's binaries.
+/// Returns the folder where `deploy/static.sh` puts this machine's binaries.
 fn binaries() -> Result<PathBuf, Skip> {
     let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
     let folder = target_dir().map(|target| target.join("static").join(triple).join("dist"));

@@ -1,4 +1,5 @@
-//! Manifests against the code: flags, variables, rights, names and ports; and each overlay by each kubectl that is here.
+//! Compares the manifests with the code: flags, variables, rights, names and ports. Every kubectl
+//! on this machine renders each overlay.
 
 use std::collections::BTreeSet;
 
@@ -18,10 +19,10 @@ use tunnel_tests::tools::{Skip, Tool, or_skip};
 
 use crate::cluster::kubectls;
 
-/// Overlays by their names, with their objects.
+/// Names of overlays, with their objects.
 type Rendered = Vec<(&'static str, Vec<Value>)>;
 
-/// Every overlay as the first kubectl here renders it.
+/// Renders every overlay with the first kubectl on this machine.
 fn overlays() -> Result<Option<Rendered>> {
     let Some(files) = or_skip(kubectls()) else {
         return Ok(None);
@@ -31,7 +32,7 @@ fn overlays() -> Result<Option<Rendered>> {
     each.into_iter().collect::<Result<_>>().map(Some)
 }
 
-/// The two workloads, with the container of each.
+/// Returns the two workloads, with the container of each.
 fn workloads(objects: &[Value]) -> Result<[(&'static str, Value, Container); 2]> {
     let facts = Facts {
         node: "worker-1".into(),
@@ -78,7 +79,8 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
     let Some(overlays) = overlays()? else {
         return Ok(());
     };
-    // What the server and the kubelet bring: the ConfigMap of our CA, and a node's certificate with its key.
+    // The test provides the data of the server and of the kubelet: the ConfigMap with the server's
+    // CA, and a node's certificate with its key.
     let ca = TestCa::new("ca")?;
     let node = ca.issue(&Leaf::agent("worker-1"))?;
     let bundle = json!({
@@ -100,7 +102,7 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
                 "{overlay}: {args:?}"
             );
             let mut check = Program::ours(name)?.arg("check-config").args(&args[1..]);
-            // As in every container of a cluster.
+            // Every container of a cluster has this variable.
             check = check.env("KUBERNETES_SERVICE_HOST", "10.96.0.1");
             for (variable, value) in &container.env {
                 check = check.env(variable, value);
@@ -144,7 +146,8 @@ fn flags_and_variables_of_the_manifests_are_those_of_the_code() -> Result<()> {
     Ok(())
 }
 
-/// Flags and variables of `run`; the agent's two from the downward API are read beside clap.
+/// Returns the flags and variables of `run`. The agent reads its two variables of the downward API
+/// without clap.
 fn known(command: &Command) -> Result<(BTreeSet<String>, BTreeSet<String>)> {
     let run = command.find_subcommand("run").context("run")?;
     let flags = run.get_arguments().filter_map(|flag| flag.get_long());
@@ -191,8 +194,9 @@ fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Res
     Ok(())
 }
 
-/// The server may not create what it fills, so each is shipped; a key in a manifest would empty the others, or itself, when the
-/// manifest is applied again.
+/// The server has no right to create the objects that it fills, so the manifests contain each of
+/// them, without content. If a manifest contained a key, applying the manifest again would empty
+/// that key or the others.
 #[test]
 fn objects_that_the_server_fills_are_shipped_without_content() -> Result<()> {
     let Some(overlays) = overlays()? else {
@@ -229,7 +233,7 @@ fn objects_that_the_server_fills_are_shipped_without_content() -> Result<()> {
     Ok(())
 }
 
-/// Whether a server with these arguments asks for it: some rights are those of a flag.
+/// Returns whether a server with these arguments needs the right. Some rights belong to a flag.
 fn is_needed(right: &Right, args: &[String]) -> bool {
     let has = |flag: &str| args.iter().any(|word| word.split('=').next() == Some(flag));
     match (right.resource, right.scope) {
@@ -240,7 +244,7 @@ fn is_needed(right: &Right, args: &[String]) -> bool {
     }
 }
 
-/// Each right of a role by itself: kind of role, group, resource, name, verb.
+/// Returns each right of a role separately: kind of role, group, resource, name, verb.
 fn rights(role: &Value) -> Vec<[String; 5]> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let mut rights = Vec::new();
@@ -302,7 +306,8 @@ fn names_and_ports_lead_to_each_other() -> Result<()> {
     Ok(())
 }
 
-/// Servers overlap in a rollout where they share nothing of the host and each has QUIC keys of its own; else the drain is short.
+/// Checks the rollout of the server. Servers overlap if they share nothing of the host, each with
+/// separate QUIC keys. Otherwise the drain is short.
 fn rolls_without_an_outage_or_ends_soon(
     overlay: &str,
     objects: &[Value],
@@ -409,7 +414,8 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
     Ok(())
 }
 
-/// Also before anybody has labelled an edge node, which is why the tutorial labels first.
+/// In each overlay the server prefers the control plane and never runs on an edge node. A node
+/// without the edge label is no edge node, so the tutorial sets the label first.
 #[test]
 fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<()> {
     let Some(overlays) = overlays()? else {
@@ -446,7 +452,7 @@ fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<(
     Ok(())
 }
 
-/// Agents outside of pods dial what the agents of the DaemonSet dial.
+/// Agents outside of pods dial the address that the agents of the DaemonSet dial.
 #[test]
 fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
     let Some(overlays) = overlays()? else {
@@ -464,7 +470,8 @@ fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
     Ok(())
 }
 
-/// The kube-apiserver of the how-to opens the socket that the server makes, in a folder that the server may write to.
+/// In each overlay the kube-apiserver of the how-to opens the socket that the server creates, in a
+/// folder that the server may write to.
 #[test]
 fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
     let Some(overlays) = overlays()? else {
@@ -486,7 +493,7 @@ fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
                 let shown = folder.display();
                 let its = format!("hostPath: {{ path: {shown}, type: DirectoryOrCreate }}");
                 ensure!(page.contains(&its), "{its}");
-                // A kubelet makes it for root, and two pods cannot have one socket.
+                // The kubelet creates the folder for root. Two pods cannot share one socket.
                 ensure!(server.uid == 0, "{overlay}: {}", server.uid);
                 ensure!(deployment["spec"]["strategy"]["type"] == "Recreate");
             }
@@ -523,7 +530,7 @@ fn examples_apart_from_the_manifests_are_objects_of_their_kinds() -> Result<()> 
     Ok(())
 }
 
-/// Prometheus' own check of the scrape configuration.
+/// Checks the scrape configuration with Prometheus' own tool.
 #[test]
 fn promtool_takes_the_scrape_example() -> Result<()> {
     let Some(promtool) = or_skip(
@@ -547,7 +554,7 @@ fn promtool_takes_the_scrape_example() -> Result<()> {
     Ok(())
 }
 
-/// By which kubeadm marks the control plane.
+/// Label with which kubeadm marks the control plane.
 const ROLE: &str = "node-role.kubernetes.io/control-plane";
-/// Of the form of a join token.
+/// A token in the form of a join token.
 const TOKEN: &str = "9fc003be7234.959257e11ca36db30416e4647358e1d7987a025d1e144b63";

@@ -1,4 +1,5 @@
-//! Every code that people may meet has its row in `docs/troubleshooting.md`, and no row is about a code that is none.
+//! Every code that users may see has a row in `docs/troubleshooting.md`, and every row describes an
+//! existing code.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +8,7 @@ use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
 use tunnel_server::ingress::error::Outcome;
 use tunnel_tests::guides::page;
 
-/// Numbers of codes are small; those that nobody has are told apart by their label.
+/// Range that contains all codes. A number without a code has the label `unknown`.
 const NUMBERS: std::ops::Range<u32> = 0..256;
 
 fn labels(label: impl Fn(u32) -> &'static str) -> BTreeSet<String> {
@@ -15,7 +16,7 @@ fn labels(label: impl Fn(u32) -> &'static str) -> BTreeSet<String> {
     known.map(str::to_owned).collect()
 }
 
-/// The codes in the first column of the table below a heading.
+/// Returns the codes in the first column of the table below a heading.
 fn rows(page: &str, heading: &str) -> Result<BTreeSet<String>> {
     let (_, below) = page
         .split_once(&format!("\n## {heading}\n"))
