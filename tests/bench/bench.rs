@@ -1,4 +1,4 @@
-//! One run: the systems, how long things take, and the samples so far.
+//! State of one run: the systems, the options and the samples so far.
 
 use std::time::Duration;
 
@@ -8,16 +8,17 @@ use crate::machine::{CpuMonitor, CpuUsage};
 use crate::metric::Metric;
 use crate::systems::{System, Systems};
 
-/// How a run is made.
+/// Options of a run.
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
-    /// Longer runs, and the sizes that take long.
+    /// Whether measurements take longer and include the sizes that take long. Set by `--full`.
     pub(crate) full: bool,
-    /// A fraction of the time of each run; for trying things out.
+    /// Factor for the duration of each measurement. Set by `--hurry`, 1.0 by default.
     pub(crate) hurry: f64,
 }
 
-/// With these five rounds of all cases take some 13 minutes, and some 26 in full.
+/// Factors for the duration of each measurement. With them, five rounds of all cases take about 13
+/// minutes, and about 26 minutes with `--full`.
 const QUICK: f64 = 0.6;
 const FULL: f64 = 1.1;
 
@@ -27,7 +28,7 @@ impl Options {
     }
 }
 
-/// One figure of one round.
+/// Value of one metric in one round.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Sample {
     pub(crate) case: u8,
@@ -35,11 +36,11 @@ pub(crate) struct Sample {
     pub(crate) round: u32,
     pub(crate) metric: &'static Metric,
     pub(crate) value: f64,
-    /// Share of the machine that others used meanwhile.
+    /// Share of the machine that other processes used during the measurement, 0 to 1.
     pub(crate) foreign: f64,
 }
 
-/// The run so far.
+/// State of a run.
 #[derive(Debug)]
 pub(crate) struct BenchRun {
     pub(crate) systems: Systems,
@@ -47,17 +48,17 @@ pub(crate) struct BenchRun {
     pub(crate) samples: Vec<Sample>,
     pub(crate) case: u8,
     pub(crate) round: u32,
-    /// What a case was not able to do.
+    /// Errors of single systems, one text each.
     pub(crate) errors: Vec<String>,
 }
 
 impl BenchRun {
-    /// How long a run of this length takes.
+    /// Returns the duration of a measurement of `seconds`, scaled by the options.
     pub(crate) fn length(&self, seconds: f64) -> Duration {
         Duration::from_secs_f64(seconds * self.options.scale())
     }
 
-    /// Bytes of a run, alike.
+    /// Returns the size of a measurement of `bytes`, scaled by the options.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -68,7 +69,7 @@ impl BenchRun {
         (bytes as f64 * self.options.scale()) as u64
     }
 
-    /// The systems of these names, beginning with another one each round.
+    /// Returns the systems with these names. Each round begins with another system.
     pub(crate) fn rotated_systems(&mut self, names: &[&str]) -> Vec<System> {
         let all = self.systems.all();
         let mut rotated_systems: Vec<_> = names
@@ -80,7 +81,8 @@ impl BenchRun {
         rotated_systems
     }
 
-    /// Runs `work` with an eye on the machine, and on `others` beside the processes of the systems.
+    /// Runs `work` and measures the CPU time of the machine, of the processes of the systems and of
+    /// `others` during it.
     pub(crate) async fn watch<T>(
         &mut self,
         others: &[u32],
@@ -93,7 +95,7 @@ impl BenchRun {
         Ok((done, watch.end()))
     }
 
-    /// Keeps a figure.
+    /// Records a figure of the current case and round.
     pub(crate) fn record(
         &mut self,
         system: &str,
@@ -111,7 +113,7 @@ impl BenchRun {
         });
     }
 
-    /// Tells what went wrong with one system; the others go on.
+    /// Records an error of one system as a failure. The case continues with the other systems.
     pub(crate) fn record_error(&mut self, system: &str, error: &anyhow::Error) {
         self.record(system, &crate::metric::FAILED, 1.0, 0.0);
         let (case, round) = (self.case, self.round);
@@ -120,16 +122,15 @@ impl BenchRun {
     }
 }
 
-/// Bytes of a gibibyte.
 pub(crate) const GIB: f64 = 1_073_741_824.0;
 
-/// CPU microseconds of server and agent for each of `count`.
+/// Returns the CPU time of server and agent in microseconds, divided by `count`.
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
 pub(crate) fn micros_each(usage: &CpuUsage, system: &System, count: usize) -> f64 {
     (usage.cpu(system.server) + usage.cpu(system.agent)) * 1e6 / count.max(1) as f64
 }
 
-/// Microseconds.
+/// Returns a duration in microseconds.
 pub(crate) fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }

@@ -1,4 +1,4 @@
-//! The cases: what is done with each system in a round, and what is asked of it.
+//! The cases: the work that each system does in a round, and the targets for the figures.
 
 use anyhow::Result;
 
@@ -14,15 +14,16 @@ mod restart;
 mod stalled;
 mod wan;
 
-/// One case.
+/// A case of the benchmark.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Case {
     pub(crate) number: u8,
     pub(crate) title: &'static str,
     pub(crate) targets: &'static [Target],
-    /// Rounds beyond these tell nothing new: memory and sizes hardly vary, restarts take long.
+    /// Maximum number of rounds. Further rounds add nothing: memory and sizes hardly vary, and
+    /// restarts take long.
     pub(crate) rounds_most: u32,
-    /// Whether it needs more than the direct connection and the floor.
+    /// Whether the case needs more systems than the direct connection and the floor.
     pub(crate) of_culvert: bool,
 }
 
@@ -36,7 +37,8 @@ const fn case(number: u8, title: &'static str, targets: &'static [Target]) -> Ca
     }
 }
 
-/// All cases in their order. Case 0 is the bench itself.
+/// All cases in their order. Case 0 tests the benchmark itself and runs only when `--case` names
+/// it.
 pub(crate) const CASES: &[Case] = &[
     Case {
         of_culvert: false,
@@ -50,7 +52,7 @@ pub(crate) const CASES: &[Case] = &[
     case(6, "200 requests a second", latency::TARGETS),
     case(
         7,
-        "scrapes of 1 MiB, and of 143 KB as gzip makes of it",
+        "scrapes of 1 MiB, and of 143 KB (1 MiB after gzip)",
         requests::SCRAPES,
     ),
     case(8, "readers that never read", stalled::TARGETS),
@@ -67,10 +69,10 @@ pub(crate) const CASES: &[Case] = &[
 ];
 
 impl Case {
-    /// Runs one round of it.
+    /// Runs one round of the case.
     ///
     /// # Errors
-    /// Nothing of it can be measured.
+    /// The case cannot continue. Errors of single systems are recorded instead.
     pub(crate) async fn run(&self, bench: &mut BenchRun) -> Result<()> {
         match self.number {
             0 => bulk::floor(bench).await,

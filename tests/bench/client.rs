@@ -1,4 +1,4 @@
-//! A caller: one connection that asks for pages and sends bodies, and hurries.
+//! A caller: one connection that requests pages and sends bodies, with little CPU time of its own.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,16 +11,16 @@ use tokio_rustls::TlsConnector;
 
 use crate::components::edge::length;
 
-/// Where a caller connects, and what it says there.
+/// Address, TLS settings and Host of a caller's requests.
 #[derive(Debug, Clone)]
 pub(crate) struct Endpoint {
     pub(crate) address: SocketAddr,
-    /// For a target that speaks TLS: what trusts it.
+    /// TLS settings for a target that speaks TLS; `None` for plain TCP.
     pub(crate) tls: Option<Arc<rustls::ClientConfig>>,
     pub(crate) host: Arc<str>,
 }
 
-/// The name in the TLS target's certificate.
+/// DNS name in the certificate of the TLS target.
 pub(crate) const TARGET_NAME: &str = "edge.bench";
 
 trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -33,15 +33,15 @@ pub(crate) struct Caller {
     buffer: Vec<u8>,
 }
 
-/// Buffer of requests for small pages, and of bulk.
+/// Sizes of the read buffer in bytes: `SMALL` for small pages, `LARGE` for bulk.
 const SMALL: usize = 8 * 1024;
 const LARGE: usize = 256 * 1024;
 
 impl Caller {
-    /// Connects.
+    /// Connects to the endpoint, with TLS if the endpoint has TLS settings.
     ///
     /// # Errors
-    /// The connection or TLS fails.
+    /// The TCP connection or the TLS handshake fails.
     pub(crate) async fn connect(endpoint: &Endpoint) -> Result<Self> {
         let socket = TcpStream::connect(endpoint.address).await?;
         socket.set_nodelay(true)?;
@@ -63,10 +63,10 @@ impl Caller {
         })
     }
 
-    /// Asks for a page of `size` bytes and reads all of it.
+    /// Requests a page of `size` bytes and reads all of it.
     ///
     /// # Errors
-    /// The answer is not whole.
+    /// The answer is not 200, has another length, or is not complete.
     pub(crate) async fn get(&mut self, size: u64) -> Result<()> {
         self.ask(size).await?;
         let mut left = self.head(size).await?;
@@ -75,18 +75,18 @@ impl Caller {
         }
         while left > 0 {
             let count = self.stream.read(&mut self.buffer).await?;
-            ensure!(count > 0, "cut with {left} bytes missing");
+            ensure!(count > 0, "cut, {left} bytes are missing");
             left = left
                 .checked_sub(count as u64)
-                .context("more than the answer")?;
+                .context("answer has more bytes")?;
         }
         Ok(())
     }
 
-    /// Asks for a page without reading anything.
+    /// Requests a page of `size` bytes and reads nothing.
     ///
     /// # Errors
-    /// The connection is gone.
+    /// The connection is closed.
     pub(crate) async fn ask(&mut self, size: u64) -> Result<()> {
         let head = format!("GET /size/{size} HTTP/1.1\r\nHost: {}\r\n\r\n", self.host);
         self.stream.write_all(head.as_bytes()).await?;
@@ -96,7 +96,7 @@ impl Caller {
     /// Sends a body of `size` bytes and reads the answer.
     ///
     /// # Errors
-    /// It is not taken whole.
+    /// The target does not read the whole body, or does not answer with an empty 200.
     pub(crate) async fn post(&mut self, size: u64) -> Result<()> {
         let head = format!(
             "POST /take HTTP/1.1\r\nHost: {}\r\nContent-Length: {size}\r\n\r\n",
@@ -112,11 +112,11 @@ impl Caller {
             left -= piece as u64;
         }
         self.stream.flush().await?;
-        ensure!(self.head(0).await? == 0, "an answer with a body");
+        ensure!(self.head(0).await? == 0, "answer has a body");
         Ok(())
     }
 
-    /// Reads whatever comes next; zero at the end.
+    /// Reads the next bytes and returns their number, zero at the end.
     ///
     /// # Errors
     /// The connection was cut.
@@ -125,7 +125,8 @@ impl Caller {
         Ok(self.stream.read(&mut self.buffer).await?)
     }
 
-    /// Reads the head of an answer of `size` bytes and says how many of them are still to come.
+    /// Reads the head of an answer of `size` bytes. Returns how many bytes of the body are still to
+    /// be read.
     async fn head(&mut self, size: u64) -> Result<u64> {
         let mut filled = 0;
         loop {
@@ -141,9 +142,9 @@ impl Caller {
             if !head.starts_with("HTTP/1.1 200") {
                 bail!("{}", head.lines().next().unwrap_or_default());
             }
-            ensure!(length(head)? == size, "an answer of another length");
+            ensure!(length(head)? == size, "answer has another length");
             let body = (filled - end - 4) as u64;
-            return size.checked_sub(body).context("more than the answer");
+            return size.checked_sub(body).context("answer has more bytes");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Programs beside the ones under test: this binary again, each in a process of its own whose CPU time can be read.
+//! Helper programs of the benchmark. Each is a process of this binary with other arguments, so that
+//! its CPU time can be read.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -14,11 +15,13 @@ pub(crate) mod relay;
 
 const START: Duration = Duration::from_secs(10);
 
-/// Starts this binary with other arguments and waits until it says where it listens.
+/// Starts this binary with `arguments` and waits until the process prints the address on which it
+/// listens.
 pub(crate) async fn start(arguments: &[String]) -> Result<(Process, SocketAddr)> {
     let own = std::env::current_exe().context("path of this program")?;
-    // Each endpoint of a thousand agents has 3 MiB for datagrams, of which it touches a few pages, unless the allocator
-    // takes them from what was freed and clears them.
+    // Each QUIC endpoint of the simulated agents allocates 3 MiB for datagrams and touches a few
+    // pages of it. Without this threshold the allocator may take such a buffer from freed memory
+    // and clear all of it, which touches every page.
     let process = Program::at(&own).args(arguments);
     let mut process = process.env("MALLOC_MMAP_THRESHOLD_", "1048576").start()?;
     let what = arguments.first().map_or("part", String::as_str).to_owned();
@@ -29,7 +32,7 @@ pub(crate) async fn start(arguments: &[String]) -> Result<(Process, SocketAddr)>
     Ok((process, address))
 }
 
-/// Tells [`start`].
+/// Prints the address that [`start`] waits for.
 fn listening(address: SocketAddr) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{LISTENING}{address}")?;

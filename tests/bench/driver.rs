@@ -1,4 +1,5 @@
-//! `bench run`: into a network namespace, all systems up, round after round, and the report.
+//! `bench run`: enters a network namespace, starts all systems, runs the rounds and writes the
+//! report.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -15,45 +16,45 @@ use crate::machine;
 use crate::report::{self, Report};
 use crate::systems::Systems;
 
-/// Runs the cases.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Run {
-    /// Cases by number, separated by commas: 1,2,8; all without it.
+    /// Numbers of the cases, separated by commas, such as 1,2,8; all cases by default.
     #[arg(long, value_delimiter = ',')]
     case: Vec<u8>,
-    /// Rounds of each case.
+    /// Number of rounds of each case.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Twice as long runs, 512 stalled readers, ten thousand agents.
+    /// Measures about twice as long, and adds 512 stalled readers and 10,000 agents.
     #[arg(long)]
     full: bool,
-    /// Keeps rounds in which other work took much of the machine.
+    /// Keeps rounds in which other processes used more than 30 % of the machine.
     #[arg(long)]
     noisy: bool,
-    /// A rathole binary to compare with.
+    /// Path of a rathole binary to compare with.
     #[arg(long)]
     rathole: Option<PathBuf>,
-    /// Where the report goes; target/bench without it.
+    /// Folder of the report; target/bench by default.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// A document whose tables are written anew from the report.
+    /// Document whose tables are replaced by those of the report.
     #[arg(long)]
     docs: Option<PathBuf>,
-    /// A fraction of the time of each run, for trying things out.
+    /// Factor for the duration of each measurement, below 1 for quick trials.
     #[arg(long, default_value_t = 1.0)]
     hurry: f64,
-    /// Planted slowdown: CPU time that the floor wastes on each read.
+    /// Slowdown for tests: CPU time that the relays of the floor waste on each read.
     #[arg(long, default_value = "0s")]
     waste: humantime::Duration,
-    /// Already inside the namespace.
+    /// Whether this process is already in the namespace.
     #[arg(long, hide = true)]
     inside: bool,
-    /// The commit that is measured; asked of git without it.
+    /// Commit that is measured; the output of `git describe` by default.
     #[arg(long, hide = true)]
     commit: Option<String>,
 }
 
-/// A round in which other work took more of the machine says nothing.
+/// Largest share of the machine that other processes may use in a round. Rounds above it are
+/// dropped.
 const FOREIGN_MOST: f64 = 0.3;
 
 impl Run {
@@ -63,14 +64,15 @@ impl Run {
                 Ok(ended) => return ended,
                 Err(skip) => writeln!(
                     std::io::stderr(),
-                    "no network namespace, so plain loopback: {skip:#}"
+                    "no network namespace, using the loopback interface: {skip:#}"
                 )?,
             }
         }
         self.measure().await
     }
 
-    /// Runs the same again in a namespace of its own. The error says why that is not possible here.
+    /// Runs this command again in a network namespace of its own. The error says why the namespace
+    /// cannot be created.
     fn enter(&self) -> Result<Result<ExitCode>> {
         let scratch = ScratchDir::new()?;
         let hosts = scratch.file("hosts", "127.0.0.1 localhost\n")?;
@@ -118,7 +120,7 @@ impl Run {
     async fn measure(self) -> Result<ExitCode> {
         let cases = self.cases()?;
         if cfg!(debug_assertions) && cases.iter().any(|case| case.of_culvert) {
-            bail!("a debug build measures nothing: cargo run --release");
+            bail!("cannot measure a debug build; use cargo run --release");
         }
         let began = Instant::now();
         let load_before = machine::load();
@@ -181,7 +183,7 @@ impl Run {
     }
 }
 
-/// The name of the binaries' folder.
+/// Returns the name of the folder of the binaries.
 fn build() -> String {
     let folder = tunnel_tests::tools::bin_dir().unwrap_or_default();
     let name = folder.file_name().unwrap_or_default();

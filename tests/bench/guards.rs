@@ -1,5 +1,5 @@
-//! Guards that do not care about a busy machine: instructions of the pure parts of a request and allocations of whole ones,
-//! counted by valgrind.
+//! Guards that a busy machine does not affect: valgrind counts the instructions of the pure parts
+//! of a request, and the allocations of whole requests.
 
 use std::hint::black_box;
 use std::io::Write;
@@ -21,23 +21,25 @@ use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::targets::Exporter;
 
-/// What is counted.
+/// Kinds of work that are counted.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 enum Work {
-    /// A stream's header, written and read.
+    /// Encodes and decodes the header of a stream.
     Framing,
-    /// A node by name among a thousand.
+    /// Finds a node among 1,000 by name.
     Route,
-    /// From a request's head to node and target.
+    /// Decides the node and the target from the head of a request.
     Policy,
-    /// 1 KiB through a relay.
+    /// Relays 1 KiB.
     Chunk,
-    /// A stream: a caller's request over a new connection, through server and agent, with caller and target.
+    /// Sends a request over a new connection through server and agent. The count includes the
+    /// caller and the target.
     Stream,
 }
 
-/// What is counted, how often it is done for that, and the most that it may come to: a tenth above what was counted when the
-/// limits were last set, of the release build. Work that is done over and over must not allocate at all.
+/// The count, the kind of work, how often the work is repeated, and the limit for each repetition.
+/// The limits are a tenth above the counts of a release build. Relaying a chunk must not allocate
+/// at all.
 const LIMITS: [(Count, &str, u32, f64); 5] = [
     (Count::Instructions, "framing", 1000, 1620.0),
     (Count::Instructions, "route", 1000, 1000.0),
@@ -52,7 +54,7 @@ enum Count {
     Allocations,
 }
 
-/// Does one kind of work some times, to be counted from outside.
+/// Does one kind of work `times` times, in a process that valgrind watches.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Worker {
     work: Work,
@@ -150,7 +152,8 @@ async fn stream(times: u32) -> Result<()> {
     Ok(())
 }
 
-/// Counts all of it; fails when anything takes more than its limit. Without valgrind nothing is counted, which is told.
+/// Counts all kinds of work. Fails when a count is above its limit. Without valgrind the function
+/// prints that the guards are skipped, and succeeds.
 pub(crate) fn run() -> Result<ExitCode> {
     let mut out = std::io::stdout().lock();
     if Command::new("valgrind").arg("--version").output().is_err() {
@@ -159,7 +162,7 @@ pub(crate) fn run() -> Result<ExitCode> {
     }
     let mut within = true;
     for (count, name, times, limit) in LIMITS {
-        // What both runs do once falls out of the difference.
+        // The difference of two runs does not contain the work that each run does once.
         let each = (count.of(name, 2 * times)? - count.of(name, times)?) / f64::from(times);
         let verdict = if each <= limit { "fine" } else { "too many" };
         within &= each <= limit;
@@ -182,7 +185,7 @@ impl Count {
         }
     }
 
-    /// All that happen in a process that does `work` so many times.
+    /// Returns the count for a process that does `work` `times` times.
     fn of(self, work: &str, times: u32) -> Result<f64> {
         let (tool, out, mark) = match self {
             Self::Instructions => (

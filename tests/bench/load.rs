@@ -1,4 +1,5 @@
-//! Load: closed loops, an open loop from intended send times, new connections, bulk, and readers that stall.
+//! Load generators: closed loops, an open loop that measures from the intended send times, new
+//! connections, bulk, and readers that stall.
 
 use std::time::{Duration, Instant};
 
@@ -9,21 +10,21 @@ use tokio::time::timeout;
 
 use crate::client::{Caller, Endpoint};
 
-/// A request that takes longer has failed.
+/// Time limit of a request. A request that takes longer counts as failed.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Requests of one run.
+/// Results of the requests of one measurement.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct LoadResult {
-    /// How long those took that succeeded; sorted.
+    /// Durations of the successful requests, sorted.
     pub(crate) times: Vec<Duration>,
     pub(crate) failed: usize,
-    /// From the first to the last.
+    /// Time from the start of the first request to the end of the last.
     pub(crate) wall: Duration,
 }
 
 impl LoadResult {
-    /// Successes a second.
+    /// Returns the successful requests per second.
     #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
     pub(crate) fn rate(&self) -> f64 {
         self.times.len() as f64 / self.wall.as_secs_f64()
@@ -43,10 +44,11 @@ impl LoadResult {
     }
 }
 
-/// One answer of `bytes` over a new connection; how long it took from the request on.
+/// Requests one answer of `bytes` over a new connection. Returns the time from the request to the
+/// end of the answer.
 ///
 /// # Errors
-/// It is not whole.
+/// The answer is not complete.
 pub(crate) async fn down(endpoint: &Endpoint, bytes: u64) -> Result<Duration> {
     let mut caller = Caller::connect(endpoint).await?;
     let began = Instant::now();
@@ -54,10 +56,11 @@ pub(crate) async fn down(endpoint: &Endpoint, bytes: u64) -> Result<Duration> {
     Ok(began.elapsed())
 }
 
-/// One body of `bytes` over a new connection, until its answer.
+/// Sends one body of `bytes` over a new connection. Returns the time from the request to its
+/// answer.
 ///
 /// # Errors
-/// It is not taken whole.
+/// The target does not read the whole body.
 pub(crate) async fn up(endpoint: &Endpoint, bytes: u64) -> Result<Duration> {
     let mut caller = Caller::connect(endpoint).await?;
     let began = Instant::now();
@@ -65,10 +68,10 @@ pub(crate) async fn up(endpoint: &Endpoint, bytes: u64) -> Result<Duration> {
     Ok(began.elapsed())
 }
 
-/// `streams` answers of `each` bytes at once; the time of each.
+/// Requests `streams` answers of `each` bytes at once. Returns their durations, sorted.
 ///
 /// # Errors
-/// One is not whole.
+/// An answer is not complete.
 pub(crate) async fn many(endpoint: &Endpoint, streams: usize, each: u64) -> Result<Vec<Duration>> {
     let mut reading = JoinSet::new();
     for _ in 0..streams {
@@ -83,7 +86,7 @@ pub(crate) async fn many(endpoint: &Endpoint, streams: usize, each: u64) -> Resu
     Ok(times)
 }
 
-/// `callers` that ask for a page of `size` again and again over one connection each.
+/// Runs `callers` that request a page of `size` bytes again and again, each over one connection.
 pub(crate) async fn closed(
     endpoint: &Endpoint,
     callers: usize,
@@ -93,7 +96,8 @@ pub(crate) async fn closed(
     closed_loop(endpoint, callers, size, length, true).await
 }
 
-/// `callers` that ask for a page over a new connection each time.
+/// Runs `callers` that request a page of `size` bytes again and again, each time over a new
+/// connection.
 pub(crate) async fn churn(
     endpoint: &Endpoint,
     callers: usize,
@@ -156,11 +160,12 @@ async fn one(endpoint: &Endpoint, idle_caller: Option<Caller>, size: u64) -> Res
     timeout(WAIT_TIMEOUT, exchange).await.context("no answer")?
 }
 
-/// `rate` requests a second for `length`, each timed from the moment at which it was due: a system that stalls makes all
-/// that were due meanwhile late. With `keep` over kept connections, else over a new one each.
+/// Sends `rate` requests a second for `length`. The time of a request begins when the request is
+/// due, so a system that stalls delays all requests that are due during the stall. With `keep`,
+/// requests reuse idle connections; otherwise each request opens a new one.
 ///
 /// # Errors
-/// The clock cannot run.
+/// The thread of the clock cannot be started.
 pub(crate) async fn open(
     endpoint: &Endpoint,
     rate: u32,
@@ -203,11 +208,12 @@ pub(crate) async fn open(
     Ok(asked.end(began))
 }
 
-/// Page of a small request.
+/// Page size of a small request in bytes.
 pub(crate) const SMALL: u64 = 1024;
 
-/// Sends the moment at which each request is due, at that moment. A thread, since the runtime's timers are good to 1 ms
-/// only; it ends after `length`, or when nobody listens.
+/// Starts a thread that sends the moment at which each request is due, at that moment. The clock is
+/// a thread because the timers of the runtime have a resolution of 1 ms. The thread ends after
+/// `length`, or when the receiver is dropped.
 fn clock(rate: u32, length: Duration) -> Result<mpsc::Receiver<Instant>> {
     let (ticks, due) = mpsc::channel(4096);
     let run = move || {
@@ -227,10 +233,11 @@ fn clock(rate: u32, length: Duration) -> Result<mpsc::Receiver<Instant>> {
     Ok(due)
 }
 
-/// Callers that ask for an endless answer and read none of it, until dropped.
+/// Opens connections that request an endless answer. The callers read its beginning and then
+/// nothing, until they are dropped.
 ///
 /// # Errors
-/// One is not answered.
+/// A caller receives no answer.
 pub(crate) async fn stall(endpoint: &Endpoint, readers: usize) -> Result<Vec<Caller>> {
     let mut connecting = JoinSet::new();
     for _ in 0..readers {
@@ -241,7 +248,7 @@ pub(crate) async fn stall(endpoint: &Endpoint, readers: usize) -> Result<Vec<Cal
             let first = timeout(WAIT_TIMEOUT, caller.read())
                 .await
                 .context("no answer")??;
-            ensure!(first > 0, "the answer is cut");
+            ensure!(first > 0, "the answer is empty");
             anyhow::Ok(caller)
         });
     }
@@ -252,10 +259,10 @@ pub(crate) async fn stall(endpoint: &Endpoint, readers: usize) -> Result<Vec<Cal
     Ok(all)
 }
 
-/// Callers that ask for a page once and keep the connection.
+/// Opens connections, requests one page over each, and keeps them open.
 ///
 /// # Errors
-/// One is not answered.
+/// A caller receives no answer.
 pub(crate) async fn hold(endpoint: &Endpoint, callers: usize) -> Result<Vec<Caller>> {
     let mut all = Vec::new();
     for _ in 0..callers {
@@ -264,10 +271,11 @@ pub(crate) async fn hold(endpoint: &Endpoint, callers: usize) -> Result<Vec<Call
     Ok(all)
 }
 
-/// Asks until it is answered; how long that took. Each try is short, since nothing may listen yet.
+/// Sends requests until one is answered. Returns the time from the first request to the answer.
+/// Each request has a short time limit, because nothing may listen yet.
 ///
 /// # Errors
-/// No answer comes within `patience`.
+/// No answer arrives within `patience`.
 pub(crate) async fn probe(endpoint: &Endpoint, patience: Duration) -> Result<Duration> {
     let began = Instant::now();
     while began.elapsed() < patience {

@@ -1,16 +1,16 @@
-//! What the kernel tells of processes and of the machine: CPU time, memory, load.
+//! CPU time, memory and load of processes and of the machine, as the kernel reports them.
 
 use std::fs;
 use std::path::Path;
 use std::time::Instant;
 
-/// Ticks of `/proc` in a second: Linux shows all times to programs in this unit (`USER_HZ`).
+/// Ticks per second in `/proc`. Linux reports all times to programs in this unit (`USER_HZ`).
 const TICKS: f64 = 100.0;
 
-/// CPU seconds that a process has used, zero when it is gone.
+/// Returns the CPU seconds that a process has used, zero if the process does not exist.
 pub(crate) fn cpu_seconds(process: u32) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The name is in parentheses and may hold anything.
+    // The process name is in parentheses and may contain any character.
     let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
     let ticks = fields.split_whitespace().skip(11).take(2);
     ticks
@@ -19,12 +19,13 @@ pub(crate) fn cpu_seconds(process: u32) -> f64 {
         / TICKS
 }
 
-/// Resident memory of a process in KiB, zero when it is gone.
+/// Returns the resident memory of a process in KiB, zero if the process does not exist.
 pub(crate) fn resident_kib(process: u32) -> f64 {
     status_kib(process, "VmRSS:")
 }
 
-/// The part of it that is no file: programs and libraries, which the kernel can drop, are left out.
+/// Returns the resident memory of a process without pages of files, in KiB. Programs and libraries
+/// are left out, because the kernel can drop their pages.
 pub(crate) fn private_kib(process: u32) -> f64 {
     status_kib(process, "RssAnon:")
 }
@@ -38,7 +39,7 @@ fn status_kib(process: u32, name: &str) -> f64 {
         .unwrap_or_default()
 }
 
-/// Load average of the last minute.
+/// Returns the load average of the last minute.
 pub(crate) fn load() -> f64 {
     let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let first = text.split_whitespace().next();
@@ -47,12 +48,12 @@ pub(crate) fn load() -> f64 {
         .unwrap_or_default()
 }
 
-/// Processors of the machine.
+/// Returns the number of processors of the machine.
 pub(crate) fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// One line about the machine, for people.
+/// Describes the machine in one line.
 pub(crate) fn describe() -> String {
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpuinfo
@@ -60,7 +61,7 @@ pub(crate) fn describe() -> String {
         .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
         .map_or("unknown processor", |(_, model)| model);
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    // Without the words of whoever built it.
+    // Leave out the suffix of the kernel's build.
     let kernel = kernel.split(['-', '\n']).next().unwrap_or_default();
     let control =
         fs::read_to_string("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_default();
@@ -72,8 +73,9 @@ pub(crate) fn describe() -> String {
     )
 }
 
-/// CPU seconds of all processes of the machine so far. Time in interrupts is left out: with loopback traffic it is our own,
-/// and it is counted for the process that it interrupts as well.
+/// Returns the CPU seconds that all processes of the machine have used so far. Time in interrupts
+/// is left out: with loopback traffic the benchmark causes it, and the kernel also counts it for
+/// the interrupted process.
 fn machine_seconds() -> f64 {
     let stat = fs::read_to_string(Path::new("/proc/stat")).unwrap_or_default();
     let first = stat.lines().next().unwrap_or_default();
@@ -82,7 +84,7 @@ fn machine_seconds() -> f64 {
         .skip(1)
         .filter_map(|field| field.parse().ok())
         .collect();
-    // user, nice, system; steal is time that another machine took.
+    // The fields user, nice, system and steal. Steal is time that other virtual machines used.
     [0, 1, 2, 7]
         .iter()
         .filter_map(|&at| fields.get(at))
@@ -90,7 +92,7 @@ fn machine_seconds() -> f64 {
         / TICKS
 }
 
-/// CPU time of our processes and of the machine, between two moments.
+/// Measurement of the CPU time of some processes and of the machine between two moments.
 #[derive(Debug)]
 pub(crate) struct CpuMonitor {
     began: Instant,
@@ -98,19 +100,19 @@ pub(crate) struct CpuMonitor {
     machine: f64,
 }
 
-/// What a [`CpuMonitor`] has seen.
+/// Result of a [`CpuMonitor`].
 #[derive(Debug, Clone)]
 pub(crate) struct CpuUsage {
-    /// Wall time, seconds.
+    /// Wall time in seconds.
     pub(crate) wall: f64,
-    /// CPU seconds of each process.
+    /// CPU seconds by process id.
     ours: Vec<(u32, f64)>,
-    /// Share of the machine that others used, 0 to 1.
+    /// Share of the machine that other processes used, 0 to 1.
     pub(crate) foreign: f64,
 }
 
 impl CpuMonitor {
-    /// Watches these processes, and this one.
+    /// Starts the measurement of `processes` and of this process.
     pub(crate) fn begin(processes: &[u32]) -> Self {
         let all = processes.iter().copied().chain([std::process::id()]);
         Self {
@@ -120,7 +122,7 @@ impl CpuMonitor {
         }
     }
 
-    /// Ends it.
+    /// Returns the CPU time used since [`Self::begin`].
     pub(crate) fn end(&self) -> CpuUsage {
         let wall = self.began.elapsed().as_secs_f64();
         let ours: Vec<_> = self
@@ -141,7 +143,7 @@ impl CpuMonitor {
 }
 
 impl CpuUsage {
-    /// CPU seconds of one process; zero without one.
+    /// Returns the CPU seconds of one process, zero for `None`.
     pub(crate) fn cpu(&self, process: Option<u32>) -> f64 {
         let of = |process| self.ours.iter().find(|(id, _)| *id == process);
         process.and_then(of).map_or(0.0, |(_, seconds)| *seconds)

@@ -1,4 +1,5 @@
-//! The benchmark: what the tunnel reaches and costs beside a direct connection and a plain relay. `make bench` runs it.
+//! The benchmark. Compares the throughput, the latency and the cost of the tunnel with those of a
+//! direct connection and of two plain relays. `make bench` runs it.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,7 +21,7 @@ mod systems;
 mod target;
 
 #[derive(Debug, Parser)]
-#[command(about = "Measures Culvert beside a direct connection and two plain relays")]
+#[command(about = "Compares Culvert with a direct connection and two plain relays")]
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
@@ -28,24 +29,25 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Runs cases and writes target/bench/report.{md,json} and a plot of each.
+    /// Runs cases and writes target/bench/report.{md,json} and one plot per case.
     Run(driver::Run),
-    /// Shows a report again.
+    /// Prints an existing report.
     Show {
-        /// The report.json; target/bench/report.json by default.
+        /// Path of report.json; target/bench/report.json by default.
         report: Option<PathBuf>,
-        /// A document whose tables are written anew from it.
+        /// Document whose tables are replaced by those of the report.
         #[arg(long)]
         docs: Option<PathBuf>,
     },
-    /// Compares two reports; exits 1 when a figure that does not depend on the machine's mood has become worse.
+    /// Compares two reports; exits with 1 when CPU time, memory or failures became worse.
     Compare {
-        /// The report.json to compare with.
+        /// Path of the older report.json.
         base: PathBuf,
-        /// The newer one; target/bench/report.json by default.
+        /// Path of the newer report.json; target/bench/report.json by default.
         new: Option<PathBuf>,
     },
-    /// Counts instructions of framing, routes and policy with callgrind; exits 1 when one takes too many.
+    /// Counts instructions and allocations with valgrind; exits with 1 when a count is above its
+    /// limit.
     Guards,
     #[command(hide = true)]
     Work(guards::Worker),

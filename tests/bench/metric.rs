@@ -1,21 +1,22 @@
-//! The figures by name: their unit, which way is better, and whether a change of them is a regression.
+//! The metrics of the benchmark: their names, units, direction of improvement and gates.
 
-/// Which way a figure gets better.
+/// Direction in which a figure improves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Better {
     Lower,
     Higher,
 }
 
-/// One figure.
+/// A metric of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Metric {
-    /// The key in reports.
+    /// Key in reports.
     pub(crate) name: &'static str,
-    /// For people.
+    /// Unit in tables; empty for ratios and counts.
     pub(crate) unit: &'static str,
     pub(crate) better: Better,
-    /// Worse by more than this share is a regression. `None` for what the machine decides: wall times and rates.
+    /// Largest change for the worse, as a share of the older figure, that is no regression. `None`
+    /// for wall times and rates, which depend on the machine.
     pub(crate) gate: Option<f64>,
 }
 
@@ -65,7 +66,7 @@ impl Metric {
         }
     }
 
-    /// The figure of that name.
+    /// Returns the metric with this name.
     pub(crate) fn named(name: &str) -> Option<&'static Self> {
         ALL.iter().find(|metric| metric.name == name)
     }
@@ -150,7 +151,7 @@ pub(crate) const WAN_BESIDE_P50: Metric = Metric::time("small beside bulk, p50",
 pub(crate) const WAN_BESIDE_P99: Metric = Metric::time("small beside bulk, p99", "ms");
 pub(crate) const SESSIONS_LOST: Metric = Metric::count("sessions lost");
 
-/// All of them, in the order of reports.
+/// All metrics, in the order of reports.
 pub(crate) const ALL: &[Metric] = &[
     DOWN,
     DOWN_CPU,

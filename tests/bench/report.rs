@@ -1,4 +1,4 @@
-//! The report of a run: for people, for programs, and as plots.
+//! The report of a run as Markdown, as JSON and as plots.
 
 use std::fs;
 use std::io::Write;
@@ -17,21 +17,22 @@ mod summary;
 
 pub(crate) use summary::{Stat, Summary};
 
-/// Everything that a run has found.
+/// Results of a run, and the conditions under which they were measured.
 #[derive(Debug, Clone)]
 pub(crate) struct Report {
     pub(crate) commit: String,
     pub(crate) when: String,
     pub(crate) command: String,
     pub(crate) machine: String,
-    /// The build of the binaries, by the name of its folder: `release`, or `dist` as delivered.
+    /// Build profile of the binaries, which is the name of their folder: `release`, or `dist` for
+    /// delivered binaries.
     pub(crate) build: String,
-    /// Load average before and after.
+    /// Load average before and after the run.
     pub(crate) load: (f64, f64),
-    /// Whether the run had a network of its own.
+    /// Whether the run had a network namespace of its own.
     pub(crate) namespace: bool,
     pub(crate) took_seconds: u64,
-    /// A round with a larger foreign share is dropped.
+    /// Largest accepted share of other processes. Rounds with a larger share are dropped.
     pub(crate) foreign_most: f64,
     pub(crate) rathole: bool,
     pub(crate) samples: Vec<Sample>,
@@ -39,7 +40,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Writes all forms of it, shows it, and replaces the tables of `docs` if given.
+    /// Writes the report in all formats, prints it, and replaces the tables of `docs` if given.
     pub(crate) fn write(&self, folder: &Path, docs: Option<&Path>) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| format!("make {}", folder.display()))?;
         let summary = Summary::of(self);
@@ -55,7 +56,7 @@ impl Report {
     }
 }
 
-/// Shows a report that was written before, and replaces the tables of `docs` if given.
+/// Prints an existing report, and replaces the tables of `docs` if given.
 pub(crate) fn show(report: &Report, docs: Option<&Path>) -> Result<()> {
     publish(&markdown::render(report, &Summary::of(report)), docs)
 }
@@ -68,7 +69,7 @@ fn publish(text: &str, docs: Option<&Path>) -> Result<()> {
     Ok(())
 }
 
-/// Where reports go.
+/// Returns the default folder of reports.
 pub(crate) fn folder() -> Result<PathBuf> {
     let target = tunnel_tests::tools::target_dir().context("the build's target folder")?;
     Ok(target.join("bench"))

@@ -1,4 +1,5 @@
-//! What is compared: a direct connection, the floor, Culvert over each transport, and peers.
+//! The systems that are compared: a direct connection, the floor (two plain relays in a row),
+//! Culvert over each transport, and peers.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -16,11 +17,11 @@ use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, S
 use crate::client::{Endpoint, TARGET_NAME};
 use crate::components::{self, raw};
 
-/// The node of every stack.
+/// Name of the node in every stack.
 pub(crate) const NODE: &str = "worker-1";
 const START: Duration = Duration::from_secs(15);
 
-/// The services at the edge, and what callers need to trust the one with TLS.
+/// The services at the edge, and the TLS settings of callers that trust the service with TLS.
 #[derive(Debug)]
 pub(crate) struct Edge {
     plain: Process,
@@ -76,7 +77,7 @@ fn client_tls(ca: &TestCa) -> Result<Arc<rustls::ClientConfig>> {
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .with_root_certificates(tls::roots([ca.root().clone()])?)
         .with_no_client_auth();
-    // Full handshakes: every caller is a new one.
+    // Without resumption every caller does a full handshake.
     config.resumption = rustls::client::Resumption::disabled();
     Ok(Arc::new(config))
 }
@@ -85,19 +86,19 @@ pub(crate) fn to_args(to_args: &[&str]) -> Vec<String> {
     to_args.iter().map(|word| (*word).to_owned()).collect()
 }
 
-/// One system under test, by its doors to the same edge services.
+/// A system under test, with its endpoints that lead to the edge services.
 #[derive(Debug, Clone)]
 pub(crate) struct System {
     pub(crate) name: &'static str,
-    /// To the plain service.
+    /// Endpoint that leads to the plain service.
     pub(crate) plain: Endpoint,
-    /// To the service with TLS, where the caller speaks TLS with it.
+    /// Endpoint that leads to the service with TLS. The caller does TLS with that service.
     pub(crate) secure: Option<Endpoint>,
     pub(crate) server: Option<u32>,
     pub(crate) agent: Option<u32>,
 }
 
-/// Culvert as two processes, one agent.
+/// A server and one agent of Culvert, each in its own process.
 #[derive(Debug)]
 pub(crate) struct Culvert {
     pub(crate) server: Option<Server>,
@@ -111,13 +112,13 @@ pub(crate) struct Culvert {
     _scratch: ScratchDir,
 }
 
-/// What differs between stacks.
+/// Settings in which stacks differ.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Shape<'a> {
     pub(crate) transport: &'a str,
     /// Lines of the `limits:` section of both files.
     pub(crate) limits: &'a [&'a str],
-    /// The agent's connection passes a link with this seed.
+    /// Seed of a link between the agent and the server; `None` for a direct connection.
     pub(crate) link: Option<u64>,
 }
 
@@ -148,7 +149,7 @@ impl Culvert {
         let secure = process
             .wait_for_line("service", START, |line| opened(line, "secure"))
             .await?;
-        // For a restart on the same ports.
+        // The file names the ports, so that a restarted server listens on them.
         std::fs::write(&file, server_yaml(edge, shape, [service, secure]))?;
         let token = server.token(NODE, None).await?;
         let agents = server.address(Listener::Agents);
@@ -189,7 +190,7 @@ impl Culvert {
         self.agent.as_ref()?.id()
     }
 
-    /// Through the byte door of the plain service.
+    /// Returns the endpoint of the TCP service that leads to the plain edge service.
     pub(crate) fn endpoint(&self) -> Endpoint {
         plain(self.service)
     }
@@ -243,7 +244,7 @@ fn opened(line: &str, service: &str) -> Option<SocketAddr> {
         .flatten()
 }
 
-/// All systems at once, each with the same edge behind it.
+/// All systems, each in front of the same edge services.
 #[derive(Debug)]
 pub(crate) struct Systems {
     pub(crate) edge: Edge,
@@ -255,7 +256,8 @@ pub(crate) struct Systems {
 }
 
 impl Systems {
-    /// Starts them; `culvert` says whether the two stacks are wanted, `waste` is the planted slowdown.
+    /// Starts all systems. `culvert` says whether the two Culvert stacks are needed. `waste` is the
+    /// CPU time that the relays of the floor waste on each read.
     pub(crate) async fn start(
         culvert: bool,
         waste: Duration,
@@ -306,7 +308,7 @@ impl Systems {
         })
     }
 
-    /// Every process of ours.
+    /// Returns the ids of the processes of all systems.
     pub(crate) fn processes(&mut self) -> Vec<u32> {
         let mut all = self.edge.processes();
         all.extend(self.floor.iter().filter_map(|(process, _)| process.id()));
@@ -321,7 +323,7 @@ impl Systems {
         all
     }
 
-    /// Those that carry bytes for callers.
+    /// Returns the systems that carry bytes for callers.
     pub(crate) fn all(&mut self) -> Vec<System> {
         let edge = &self.edge;
         let secure = |address| Endpoint {
@@ -387,7 +389,8 @@ impl Systems {
     }
 }
 
-/// rathole with its Noise transport, which needs no certificates; one service to the plain edge.
+/// rathole with its Noise transport, which needs no certificates, and one service that leads to the
+/// plain edge service.
 #[derive(Debug)]
 struct Peer {
     server: Process,
@@ -453,7 +456,7 @@ pub(crate) const RAW_QUIC: &str = "raw-quic";
 pub(crate) const RAW_H2: &str = "raw-h2";
 pub(crate) const RATHOLE: &str = "rathole";
 
-/// In the order of reports.
+/// Names of all systems, in the order of reports.
 pub(crate) const NAMES: [&str; 10] = [
     DIRECT, DIRECT_TLS, FLOOR, RAW_H2, RAW_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
 ];

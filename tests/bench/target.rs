@@ -1,8 +1,8 @@
-//! What a figure is asked to be, and whether it is.
+//! Targets for figures, and the check whether a figure meets its target.
 
 use crate::metric::Metric;
 
-/// One target of a case.
+/// A target of a case.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Target {
     pub(crate) system: &'static str,
@@ -11,18 +11,18 @@ pub(crate) struct Target {
     pub(crate) bound: Bound,
 }
 
-/// What is compared with the bound.
+/// The value that is compared with the bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Of {
-    /// The figure.
+    /// The figure without a reference.
     Itself,
     /// The figure divided by that of another system in the same round.
     Ratio(&'static str),
-    /// The figure less that of another system in the same round.
+    /// The figure minus that of another system in the same round.
     Above(&'static str),
 }
 
-/// The limit of it.
+/// Limit for the compared value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Bound {
     AtLeast(f64),

@@ -1,4 +1,4 @@
-//! Cases 1 to 3: bytes a second, and CPU time for each GiB.
+//! Cases 1 to 3: bytes per second, and CPU time per GiB.
 
 use std::time::Duration;
 
@@ -46,7 +46,8 @@ pub(super) const MANY_STREAMS: &[Target] = &[
 const MIB: u64 = 1 << 20;
 const STREAMS: usize = 64;
 
-/// Systems without crypto are several times as fast and need more for the same time.
+/// Returns how many bytes a measurement transfers. Systems without crypto are several times as
+/// fast, so they need more bytes for a measurement of the same duration.
 fn size(system: &str) -> u64 {
     match system {
         DIRECT => 1536 * MIB,
@@ -96,7 +97,8 @@ async fn one_stream(bench: &mut BenchRun, names: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// One process to one process; the receiver is this one.
+/// Measures one stream of a transport library. The sender is a process of its own, and the receiver
+/// is this process.
 async fn raw_stream(bench: &mut BenchRun, kind: raw::Kind, name: &'static str) -> Result<()> {
     let bytes = bench.bytes(size(name));
     let mut senders = bench.systems.raw.iter();
@@ -167,7 +169,8 @@ fn rate(
     );
 }
 
-/// The sum of both, then server and agent alone if asked.
+/// Records CPU seconds per GiB: the first metric is the sum of server and agent, the second the
+/// server alone, the third the agent alone.
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
 fn cpu<const N: usize>(
     bench: &mut BenchRun,

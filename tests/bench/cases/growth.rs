@@ -1,4 +1,4 @@
-//! Of case 9: what work costs server and agent while many other agents are connected.
+//! Part of case 9: the cost of work for server and agent while many other agents are connected.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::metric::{
 };
 use crate::systems::Culvert;
 
-/// What is measured beside so many agents.
+/// Metrics of the work next to a certain number of other agents.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Costs {
     bulk: &'static Metric,
@@ -41,13 +41,14 @@ pub(super) const BESIDE_10000: Costs = Costs {
 const BYTES: u64 = 1 << 30;
 const CALLERS: usize = 64;
 const CONNECTING: usize = 16;
-/// Two keep-alives of the others: what their start has left to be done is done.
+/// Two keep-alive intervals of the other agents. The work of their start is done by then.
 const SETTLE: Duration = Duration::from_secs(10);
-/// How long their upkeep is watched.
+/// Time over which the cost of the idle agents is measured.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Bulk, requests and new connections through the one agent that has targets; CPU of both processes without what the other
-/// agents cost while nothing else is done.
+/// Measures bulk, requests and new connections through the one agent that has targets. Records the
+/// CPU time of server and agent without the share that the other agents cost while nothing else
+/// happens.
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
 pub(super) async fn beside(
     bench: &mut BenchRun,
@@ -82,7 +83,7 @@ pub(super) async fn beside(
     bench.record(name, costs.connection, connection, 0.0);
     anyhow::ensure!(
         asked.failed + connected.failed == 0,
-        "{} requests beside many agents failed",
+        "{} requests next to many agents failed",
         asked.failed + connected.failed
     );
     Ok(())

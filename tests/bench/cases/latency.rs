@@ -1,4 +1,4 @@
-//! Case 6: how long requests take at a rate that no system feels.
+//! Case 6: latency at a request rate far below the capacity of all systems.
 
 use anyhow::Result;
 use tunnel_tests::stats::percentile;

@@ -1,4 +1,4 @@
-//! Case 9: what idle processes, agents and streams hold.
+//! Case 9: memory of idle processes, agents and streams.
 
 use std::time::Duration;
 
@@ -37,11 +37,11 @@ pub(super) const TARGETS: &[Target] = &[
 
 const STREAMS: usize = 1000;
 const LIMITS: [&str; 1] = ["streamsPerAgent: 2048"];
-/// Time for what was started to come to rest.
+/// Time after which processes, agents and streams are idle once they have started.
 const SETTLE_TIME: Duration = Duration::from_secs(1);
 const GIVE_BACK: Duration = Duration::from_secs(10);
 const IDLE: Duration = Duration::from_secs(10);
-/// For ten thousand handshakes on two busy processors.
+/// Time limit for all agents to connect: 10,000 handshakes on two busy processors.
 const ALL_CONNECT: Duration = Duration::from_secs(90);
 
 pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
@@ -50,7 +50,7 @@ pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
         let mut sizes = vec![
             Size {
                 count: 10,
-                // A page more or less would be a tenth of it.
+                // With 10 agents, one page more or less changes the figure by a tenth.
                 memory: None,
                 costs: Some(growth::BESIDE_10),
             },
@@ -85,7 +85,7 @@ pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
     Ok(())
 }
 
-/// One agent: idle, with idle streams, and after them.
+/// Measures server and agent with one agent: idle, with idle streams, and after the streams.
 async fn streams(bench: &mut BenchRun, name: &'static str, transport: &str) -> Result<()> {
     let shape = Shape {
         transport,
@@ -115,16 +115,16 @@ async fn streams(bench: &mut BenchRun, name: &'static str, transport: &str) -> R
     Ok(())
 }
 
-/// So many agents, and what is asked of the server with them.
+/// A number of agents, and the metrics that are recorded with them.
 #[derive(Debug, Clone, Copy)]
 struct Size {
     count: usize,
-    /// What each holds.
+    /// Metric for the memory of the server per agent; `None` records nothing.
     memory: Option<&'static Metric>,
     costs: Option<Costs>,
 }
 
-/// Many idle agents of one server.
+/// Measures a server with many idle agents.
 #[expect(clippy::cast_precision_loss, reason = "some thousands")]
 async fn agents(
     bench: &mut BenchRun,
@@ -166,7 +166,7 @@ async fn agents(
     Ok(())
 }
 
-/// Starts agents in a process of their own and waits until all are ready.
+/// Starts `count` agents in one process of their own and waits until all are ready.
 pub(super) async fn simulate(stack: &Culvert, transport: &str, count: usize) -> Result<Process> {
     let server = stack.server()?.address(Listener::Agents).to_string();
     let data = stack.data.to_string_lossy().into_owned();

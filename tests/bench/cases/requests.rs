@@ -1,4 +1,4 @@
-//! Cases 4, 5 and 7: requests a second in closed loops, and CPU time for each.
+//! Cases 4, 5 and 7: requests per second in closed loops, and CPU time per request.
 
 use anyhow::Result;
 use tunnel_tests::stats::percentile;
@@ -48,7 +48,7 @@ pub(super) const SCRAPES: &[Target] = &[
 const CALLERS: usize = 64;
 const CONNECTING: usize = 16;
 const PAGE: u64 = 1 << 20;
-/// What gzip makes of a page of metrics of that size.
+/// Size of a metrics page of 1 MiB after compression with gzip.
 const PAGE_GZIPPED: u64 = 143_000;
 
 pub(super) async fn keep_alive(bench: &mut BenchRun) -> Result<()> {
@@ -136,7 +136,8 @@ fn note(
     #[expect(clippy::cast_precision_loss, reason = "a count for people")]
     bench.record(system.name, &FAILED, asked.failed as f64, usage.foreign);
     let each = micros_each(usage, system, asked.times.len());
-    // Nothing for a direct connection, and for the floor's TLS door, which other processes are.
+    // The CPU time is zero for a direct connection, which has no processes, and for TLS connections
+    // of the floor, whose relays are other processes than those of `system`.
     if each > 0.0 {
         bench.record(system.name, cpu, each, usage.foreign);
     }

@@ -1,4 +1,4 @@
-//! Case 10: an agent's start, and what a restart of the server costs its callers.
+//! Case 10: the start of an agent, and how long callers wait after a restart of the server.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,8 @@ use crate::target::Bound::AtMost;
 use crate::target::Of::Itself;
 use crate::target::Target;
 
-/// With QUIC a killed server is noticed at the agent's next sign of life: 1.2 x keepAlive (5 s) and 0.3 s.
+/// With QUIC, the agent notices a killed server by its next keep-alive: 1.2 x keepAlive (5 s), plus
+/// 0.3 s.
 const QUIC_KILL_MILLIS: f64 = 6300.0;
 
 pub(super) const TARGETS: &[Target] = &[
@@ -31,10 +32,10 @@ pub(super) const TARGETS: &[Target] = &[
 
 const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 const ALL_TIMEOUT: Duration = Duration::from_secs(90);
-/// A drain without streams ends within this.
+/// Time limit for a drain without streams.
 const STOP: Duration = Duration::from_secs(10);
 const AGENTS: usize = 1000;
-/// Until a session counts as steady, has nothing on its way, and says nothing but that it lives.
+/// Time after which a session counts as steady, has no data in flight, and sends only keep-alives.
 const SETTLE: Duration = Duration::from_secs(11);
 
 pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
@@ -49,7 +50,7 @@ pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
             bench.record_error(name, &error);
         }
     }
-    // Once is enough for a thousand, which take longer.
+    // One round is enough for the thousand agents, because they take longer.
     if bench.round == 0 {
         for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
             if let Err(error) = a_thousand(bench, name, transport).await {
@@ -65,7 +66,7 @@ async fn one_agent(bench: &mut BenchRun, name: &'static str, stack: &mut Culvert
     probe(&endpoint, WAIT_TIMEOUT).await?;
     let agent = stack.agent.take().context("no agent")?;
     agent.stop(STOP).await?;
-    // From the start of the process on, as whoever starts it sees it.
+    // The time begins when the process starts, as an operator sees it.
     stack.agent = Some(stack.agent_setup.start()?);
     let took = probe(&endpoint, WAIT_TIMEOUT).await?;
     record(bench, name, &START, took);
@@ -74,7 +75,8 @@ async fn one_agent(bench: &mut BenchRun, name: &'static str, stack: &mut Culvert
     restart(bench, name, stack, &AFTER_KILL).await
 }
 
-/// From the moment at which the old server is gone and a new one is started to the first reply.
+/// Restarts the server. Records the time from the start of the new server, after the old one has
+/// exited, to the first reply.
 async fn restart(
     bench: &mut BenchRun,
     name: &'static str,
@@ -121,7 +123,8 @@ async fn a_thousand(bench: &mut BenchRun, name: &'static str, transport: &str) -
     Ok(())
 }
 
-/// The share of others is not known: the kernel counts CPU time in steps of 10 ms, and what is measured takes some 20.
+/// Records a duration. The share of other processes is not known, because the kernel counts CPU
+/// time in steps of 10 ms and the measured duration is about 20 ms.
 fn record(bench: &mut BenchRun, name: &str, metric: &'static Metric, took: Duration) {
     bench.record(name, metric, took.as_secs_f64() * 1e3, 0.0);
 }

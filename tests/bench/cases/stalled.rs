@@ -1,4 +1,4 @@
-//! Case 8: readers that never read, and what the others of the same agent notice.
+//! Case 8: readers that never read, and their effect on other requests through the same agent.
 
 use std::time::Duration;
 
@@ -22,7 +22,8 @@ pub(super) const TARGETS: &[Target] = &[
     Target::new(H2, &STALLED_8, Itself, AtMost(1.3)),
     Target::new(H2, &STALLED_64, Itself, AtMost(1.3)),
     Target::new(H2, &STALLED_512, Itself, AtMost(1.3)),
-    // The budget of both ends, 512 MiB and 128 MiB, and what both are without readers.
+    // The buffer pools of server and agent, 512 MiB and 128 MiB, and the memory of both without
+    // readers.
     Target::new(H2, &STALLED_MEMORY, Itself, AtMost(680.0)),
     Target::new(QUIC, &FAILED, Itself, AtMost(0.0)),
     Target::new(QUIC, &STALLED_1, Itself, AtMost(1.3)),
@@ -33,10 +34,12 @@ pub(super) const TARGETS: &[Target] = &[
 ];
 
 const RATE: u32 = 200;
-/// For this many readers each may hold less: the budget is for all of them.
+/// Limits for 512 readers. The window of each stream is smaller, because all readers share the
+/// buffer pool.
 const LIMITS: [&str; 2] = ["streamWindow: 256KiB", "streamsPerAgent: 2048"];
-/// Without a byte more from the agent for this long, all readers are stalled and hold what they may. Until then each group
-/// of eight that uses up the connection's window is waited for some 100 ms.
+/// When the agent sends no byte for this long, all readers are stalled and their buffers are full.
+/// Before that, each group of eight readers that uses up the connection's window causes a pause of
+/// about 100 ms.
 const STILL: Duration = Duration::from_millis(400);
 const FILL: Duration = Duration::from_secs(30);
 
@@ -105,7 +108,7 @@ async fn beside(
     Ok(())
 }
 
-/// Waits until nothing comes from the agent any more.
+/// Waits until the server receives no more bytes from the agent.
 async fn full(stack: &Culvert) -> Result<()> {
     let began = std::time::Instant::now();
     let mut before = None;
@@ -118,5 +121,5 @@ async fn full(stack: &Culvert) -> Result<()> {
         before = received;
         tokio::time::sleep(STILL).await;
     }
-    anyhow::bail!("the readers' streams do not fill up")
+    anyhow::bail!("the readers' streams are not full yet")
 }

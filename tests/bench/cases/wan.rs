@@ -1,6 +1,8 @@
-//! Cases 11 and 12: a long path between agent and server. The path is the test harness's relay: datagrams are delayed,
-//! queued and lost as such; TCP is delayed and held to the rate, but its own congestion control sees loopback. So QUIC is
-//! judged with all that happens to packets, h2 without TCP's part in it.
+//! Cases 11 and 12: a long path between agent and server. The path is the relay of the test
+//! harness. The relay delays, queues and drops the datagrams of QUIC. The relay delays the bytes of
+//! TCP and limits their rate, but TCP's own congestion control sees only the loopback interface. So
+//! the results of QUIC include all that happens to packets, and the results of h2 do not include
+//! TCP's part.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +21,7 @@ use crate::target::Bound::{AtLeast, AtMost};
 use crate::target::Of::Itself;
 use crate::target::Target;
 
-/// Of the link's 200 Mbit/s, what is left beside headers.
+/// Payload rate of the link of 200 Mbit/s, without headers, in Mbit/s.
 const LINK_MBIT: f64 = 185.0;
 
 pub(super) const CLEAN: &[Target] = &[
@@ -41,11 +43,11 @@ pub(super) const LOSSY: &[Target] = &[
 ];
 
 const ONE_WAY: Duration = Duration::from_millis(25);
-/// 200 Mbit/s, and a buffer of two bandwidth-delay products.
+/// Rate in bytes per second (200 Mbit/s). The queue holds two bandwidth-delay products.
 const RATE: u64 = 25_000_000;
 const QUEUE: usize = 2_500_000;
 const SMALL_RATE: u32 = 50;
-/// The bulk stream has found its speed by then.
+/// Time after which the bulk stream has reached its rate.
 const WARM: Duration = Duration::from_secs(1);
 
 pub(super) async fn run(bench: &mut BenchRun, loss: f64) -> Result<()> {
@@ -66,7 +68,8 @@ pub(super) async fn run(bench: &mut BenchRun, loss: f64) -> Result<()> {
             link: Some(seed),
         };
         let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
-        // The agent connects again over the long path: BBR keeps the shortest round trip that it has seen for 10 s.
+        // The agent connects again over the long path, because BBR keeps the shortest round trip of
+        // the last 10 s.
         if let Some(link) = &stack.link {
             link.set(TrafficClass::ALL, path.clone());
         }
@@ -115,7 +118,8 @@ async fn measure(
     Ok(())
 }
 
-/// New connections on the quiet path, then a bulk stream with small requests beside it.
+/// Measures new connections on the idle path, and then a bulk stream with small requests next to
+/// it. Returns the rate of the bulk stream in Mbit/s and the results of both kinds of requests.
 async fn work(
     endpoint: &Endpoint,
     length: Duration,
@@ -150,7 +154,7 @@ async fn work(
     Ok((rate, fresh, beside?))
 }
 
-/// The id of the node's session.
+/// Returns the time at which the node's session was established, which identifies the session.
 async fn session(stack: &Culvert) -> Result<String> {
     let nodes = stack.server()?.nodes().await?;
     let node = nodes.iter().find(|node| node["node"] == NODE);

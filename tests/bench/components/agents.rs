@@ -1,4 +1,5 @@
-//! Many agents in one process: sessions like those of real ones, with credentials from the server's own CA.
+//! Many agents in one process. Their sessions are like those of real agents, with credentials from
+//! the server's own CA.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -28,33 +29,34 @@ use tunnel_server::store::data_dir::DataDir;
 use super::listening;
 use super::raw::Kind;
 
-/// First dials at once, since a site's agents are not started in one moment. A server that went away is dialed again by
-/// all of them, when their plans say so.
+/// Number of first dials that run at once, because the agents of a site do not all start at one
+/// moment. After a loss of the server, all agents dial again when their backoff ends, without this
+/// limit.
 const FIRST_DIALS: usize = 128;
-/// As the handshake timeout of agents.
+/// Time limit for a dial and for an admission, equal to the handshake timeout of real agents.
 const BATCH: Duration = Duration::from_secs(5);
-/// An agent that fails so often in a row says why.
+/// Number of failures in a row after which an agent prints its error.
 const MANY: u32 = 20;
 
-/// Holds sessions and dials lost ones again, until it is killed.
+/// Keeps sessions open and dials again when one is lost, until the process is killed.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Agents {
     kind: Kind,
-    /// The server's port for agents.
+    /// Address of the server's listener for agents.
     server: SocketAddr,
-    /// The server's data folder, for its CA.
+    /// Data directory of the server, for its CA.
     data: PathBuf,
-    /// How many.
+    /// Number of agents.
     count: usize,
 }
 
 impl Agents {
     pub(crate) async fn run(self) -> Result<()> {
-        // One line for whoever starts it; nothing listens.
+        // The parent process waits for this line. This process does not listen.
         listening(self.server)?;
         let ca = LocalCa::load_or_create(&DataDir::open_existing(&self.data)?)?;
         let roots = tls::roots(ca.roots().iter().cloned())?;
-        // One key for all: making keys is not what is measured.
+        // All agents have one key, because key generation is not measured.
         let key = KeyPair::generate()?;
         let csr = CertificateParams::default().serialize_request(&key)?;
         let (events, mut event) = mpsc::channel(self.count.max(1));
@@ -89,23 +91,23 @@ impl Agents {
     }
 }
 
-/// What an agent tells.
+/// An event of an agent.
 #[derive(Debug, Clone, Copy)]
 enum AgentEvent {
-    /// Its session of this number, counted from 0, is ready.
+    /// The session with this number, counted from 0, is ready.
     Ready(usize),
-    /// It has ended.
+    /// The session has ended.
     Lost,
 }
 
-/// How many agents are ready, and how often each has been.
+/// Number of agents that are ready, and of sessions that they have had.
 #[derive(Debug)]
 struct Tally {
     count: usize,
     ready: usize,
-    /// How many agents have had a session of this number.
+    /// Number of agents that have had a session with the number of the index.
     had: Vec<usize>,
-    /// How often all of them were ready.
+    /// How often all agents were ready.
     times: usize,
 }
 
@@ -119,8 +121,9 @@ impl Tally {
         }
     }
 
-    /// Tells when all agents are ready once more: each over another session than the last time. Over QUIC each notices by
-    /// itself that the server was restarted, so some are back before others are gone.
+    /// Counts an event. Returns how often all agents were ready, if they are all ready again and
+    /// each has another session than the last time. Over QUIC each agent notices a restart of the
+    /// server on its own, so some agents are ready again before others have lost their session.
     fn handle(&mut self, event: AgentEvent) -> Option<usize> {
         match event {
             AgentEvent::Ready(number) => {
@@ -140,7 +143,8 @@ impl Tally {
     }
 }
 
-/// What it prints when all are ready, followed by how often that has happened.
+/// Beginning of the line that the process prints when all agents are ready. The number of times
+/// follows.
 pub(crate) const ALL_READY: &str = "all ready ";
 
 fn dialer(
@@ -202,7 +206,8 @@ impl Agent {
         }
     }
 
-    /// One session, the one of this number, from the dial to its end.
+    /// Runs one session from the dial to its end. `number` is the number of the session, counted
+    /// from 0.
     async fn hold(
         &self,
         permit: &mut Option<SemaphorePermit<'_>>,
@@ -248,7 +253,7 @@ impl Agent {
         writer.send(&ControlMessage::Hello(hello)).await?;
         match reader.receive().await?.context("control stream ended")? {
             ControlMessage::Welcome(_) => Ok((reader, writer)),
-            other => bail!("not welcome: {other:?}"),
+            other => bail!("not a Welcome: {other:?}"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The edge service: answers of any size and takes bodies of any size, over HTTP/1.1, with or without TLS.
+//! The edge service: sends answers and reads bodies of any size over HTTP/1.1, with or without TLS.
 
 use std::io::IoSlice;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use tunnel_proto::tls;
 
 use super::listening;
 
-/// Serves until it is killed.
+/// Serves until the process is killed.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Edge {
     /// Certificate chain and key of a TLS service.
@@ -62,7 +62,7 @@ fn tls_server(
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .with_no_client_auth()
         .with_single_cert(chain, key)?;
-    // Full handshakes, as with new callers.
+    // Without tickets every caller does a full handshake.
     config.send_tls13_tickets = 0;
     Ok(Arc::new(config))
 }
@@ -146,7 +146,7 @@ async fn take<S: AsyncRead + Unpin>(stream: &mut S, input: &mut Vec<u8>, size: u
     Ok(())
 }
 
-/// The value of Content-Length.
+/// Returns the value of Content-Length.
 pub(crate) fn length(head: &str) -> Result<u64> {
     let mut fields = head.lines().filter_map(|line| line.split_once(':'));
     let field = fields.find(|(name, _)| name.eq_ignore_ascii_case("content-length"));

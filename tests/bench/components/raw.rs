@@ -1,4 +1,4 @@
-//! One hop of the transports alone, as their libraries come: what quinn and h2 cost without the tunnel.
+//! One hop over quinn or h2 without the tunnel, to measure the cost of the libraries alone.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -18,25 +18,24 @@ use super::listening;
 
 const NAME: &str = "raw.bench";
 const ALPN: &[u8] = b"raw";
-/// As the product has it.
+/// Same window as in the product.
 const STREAM_WINDOW: u32 = 2 * 1024 * 1024;
 const CONNECTION_WINDOW: u32 = 8 * STREAM_WINDOW;
 const PIECE: usize = 64 * 1024;
 
-/// Which transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Kind {
     Quic,
     H2,
 }
 
-/// Sends as many bytes as a stream asks for, until it is killed.
+/// Sends as many bytes as each stream requests, until the process is killed.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Sender {
     kind: Kind,
-    /// Certificate chain.
+    /// Path of the certificate chain.
     chain: PathBuf,
-    /// Its key.
+    /// Path of the private key.
     key: PathBuf,
 }
 
@@ -145,7 +144,7 @@ async fn send_body(mut body: h2::SendStream<Bytes>, mut left: u64) -> Result<()>
     while left > 0 {
         body.reserve_capacity(PIECE);
         let room = std::future::poll_fn(|cx| body.poll_capacity(cx)).await;
-        let room = room.context("stream is gone")??;
+        let room = room.context("stream is closed")??;
         let count = piece.len().min(usize::try_from(left)?).min(room);
         left -= count as u64;
         body.send_data(piece.slice(..count), left == 0)?;
@@ -153,7 +152,7 @@ async fn send_body(mut body: h2::SendStream<Bytes>, mut left: u64) -> Result<()>
     Ok(())
 }
 
-/// Takes `bytes` over one stream of a new connection, and says how long the stream took.
+/// Reads `bytes` over one stream of a new connection. Returns the duration of the stream.
 pub(crate) async fn receive(
     kind: Kind,
     from: SocketAddr,
@@ -223,7 +222,7 @@ fn whole(got: u64, wanted: u64) -> Result<()> {
     Ok(())
 }
 
-/// The name that the sender's certificate must have.
+/// Returns the name that the sender's certificate must have.
 pub(crate) const fn name() -> &'static str {
     NAME
 }

@@ -1,4 +1,5 @@
-//! A plain TCP relay without crypto: two in a row are the floor of any tunnel in user space.
+//! A plain TCP relay without crypto. Two relays in a row have the least cost that a tunnel in user
+//! space can have.
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -12,16 +13,16 @@ use tokio::task::JoinSet;
 
 use super::listening;
 
-/// Large, so that bulk costs as few system calls as possible.
+/// Buffer size in bytes. A large buffer keeps the number of system calls for bulk low.
 const BUFFER: usize = 256 * 1024;
 
-/// Relays until it is killed.
+/// Relays connections until the process is killed.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Relay {
-    /// Where connections go.
+    /// Address to which connections are relayed.
     #[arg(long)]
     to: SocketAddr,
-    /// Planted slowdown: CPU time that each read wastes.
+    /// Slowdown for tests: CPU time that each read wastes.
     #[arg(long, default_value = "0s")]
     waste: humantime::Duration,
 }

@@ -1,4 +1,5 @@
-//! What has become worse from one report to another: of the figures that do not depend on the machine's mood.
+//! Comparison of two reports: finds the figures that became worse, among those that the load of the
+//! machine hardly changes.
 
 use std::fmt::Write as _;
 use std::io::Write;
@@ -11,7 +12,7 @@ use super::{Report, Stat, Summary};
 use crate::cases::CASES;
 use crate::metric::{ALL, Better, Metric};
 
-/// One figure that got worse.
+/// A figure that became worse.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Regression {
     pub(crate) case: u8,
@@ -21,7 +22,7 @@ pub(crate) struct Regression {
     pub(crate) new: f64,
 }
 
-/// Tells what got worse; fails if anything did, or if there is nothing to compare.
+/// Prints the figures that became worse. Fails if there is one, or if there is nothing to compare.
 pub(crate) fn run(base: &Report, new: &Report) -> Result<ExitCode> {
     let (worse, compared) = regressions(&Summary::of(base), &Summary::of(new));
     let mut text = format!(
@@ -58,7 +59,7 @@ pub(crate) fn run(base: &Report, new: &Report) -> Result<ExitCode> {
     })
 }
 
-/// The figures with a gate that got worse by more than it allows, and how many were compared.
+/// Returns the figures that became worse by more than their gate, and how many were compared.
 pub(crate) fn regressions(base: &Summary, new: &Summary) -> (Vec<Regression>, usize) {
     let (mut worse, mut compared) = (Vec::new(), 0);
     for case in CASES {
@@ -85,8 +86,8 @@ pub(crate) fn regressions(base: &Summary, new: &Summary) -> (Vec<Regression>, us
     (worse, compared)
 }
 
-/// The median is beyond the gate, and even the best round is worse than the median was: one bad round is noise. Counts
-/// have no noise.
+/// Returns whether a figure became worse: its median is beyond the gate, and even its best round is
+/// worse than the median of the base. One bad round is noise. Counts have no noise.
 fn is_worse(metric: &Metric, gate: f64, before: Stat, after: Stat) -> bool {
     if gate == 0.0 {
         return after.most > before.most;
@@ -97,7 +98,8 @@ fn is_worse(metric: &Metric, gate: f64, before: Stat, after: Stat) -> bool {
     }
 }
 
-/// Targets that were met and are missed. Told, but no failure: some are ratios of wall times.
+/// Returns a line for each target that the base meets and the new report misses. These lines do not
+/// fail the comparison, because some targets are ratios of wall times.
 fn lost_targets(base: &Summary, new: &Summary) -> Vec<String> {
     let before = base.targets();
     let mut lines = Vec::new();

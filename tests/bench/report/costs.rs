@@ -1,4 +1,4 @@
-//! What a unit of work costs, of all cases in one place, and what of it grows with the number of agents.
+//! Tables of the cost of a unit of work in all cases, and of its growth with the number of agents.
 
 use super::Summary;
 use super::markdown::{push, show};
@@ -10,7 +10,7 @@ use crate::metric::{
 };
 use crate::systems::{FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE};
 
-/// A unit, its figure, and the cases that have it.
+/// A unit of work, its metric, and the cases that record the metric.
 const UNITS: &[(&str, &Metric, &[u8])] = &[
     ("a GiB down, CPU s", &DOWN_CPU, &[1, 2]),
     (
@@ -27,7 +27,7 @@ const UNITS: &[(&str, &Metric, &[u8])] = &[
 
 const SYSTEMS: &[&str] = &[FLOOR, RATHOLE, H2, QUIC, H2_HTTP, QUIC_HTTP];
 
-/// What is looked at beside 10, 1,000 and 10,000 agents.
+/// A unit of work, and its metrics next to 10, 1,000 and 10,000 agents.
 const GROWING: &[(&str, [Option<&Metric>; 3])] = &[
     (
         "a GiB down, CPU s",
@@ -59,10 +59,10 @@ const GROWING: &[(&str, [Option<&Metric>; 3])] = &[
     ),
 ];
 
-/// The case of memory and of many agents.
+/// Number of the case that measures memory and many agents.
 const MANY: u8 = 9;
 
-/// Both tables, as far as there are figures.
+/// Appends both tables. A table without figures is left out.
 pub(super) fn tables(text: &mut String, summary: &Summary) {
     units(text, summary);
     growth(text, summary);
@@ -86,7 +86,7 @@ fn units(text: &mut String, summary: &Summary) {
     if systems.is_empty() {
         return;
     }
-    push(text, "\n### What a unit costs: server and agent together\n");
+    push(text, "\n### Cost of a unit: server and agent together\n");
     let names: Vec<_> = systems
         .iter()
         .map(|system| format!(" {system} |"))
@@ -123,7 +123,7 @@ fn growth(text: &mut String, summary: &Summary) {
     }
     push(
         text,
-        "\n### How it grows with the agents that are connected\n",
+        "\n### Cost of a unit of work by number of connected agents\n",
     );
     push(text, "| | | 10 | 1,000 | 10,000 |");
     push(text, "| --- | --- | ---: | ---: | ---: |");

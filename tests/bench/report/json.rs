@@ -1,4 +1,4 @@
-//! The report as JSON: what `bench compare` reads again.
+//! The report as JSON, which `bench compare` and `bench show` read.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::{Report, Stat};
 use crate::bench::Sample;
 use crate::metric::Metric;
 
-/// The whole report.
+/// Renders the whole report.
 pub(crate) fn render(report: &Report, summary: &Summary) -> Result<String> {
     let samples: Vec<_> = report.samples.iter().map(sample_value).collect();
     let targets: Vec<_> = summary
@@ -68,7 +68,7 @@ fn sample_value(sample: &Sample) -> Value {
     })
 }
 
-/// Reads a report. Figures that this version does not know are left out.
+/// Reads a report. Figures of metrics that this version does not have are left out.
 pub(crate) fn read(path: &Path) -> Result<Report> {
     parse(&std::fs::read_to_string(path)?)
 }
@@ -115,7 +115,8 @@ pub(super) mod tests {
     use super::*;
     use crate::metric::{DOWN, DOWN_CPU};
 
-    /// Three rounds of case 1 on a machine that gets faster.
+    /// Returns three rounds of case 1, in which the throughput of the machine differs between
+    /// rounds.
     pub(in crate::report) fn report() -> Report {
         let mut samples = Vec::new();
         for round in 0..3 {

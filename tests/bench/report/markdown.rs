@@ -12,7 +12,7 @@ use crate::metric::{ALL, Better, Metric};
 use crate::systems::{DIRECT, FLOOR, RATHOLE};
 use crate::target::Of;
 
-/// Everything below the title of the document.
+/// Renders the report without the title of the document.
 pub(super) fn render(report: &Report, summary: &Summary) -> String {
     let mut text = String::new();
     let dropped: usize = summary
@@ -28,7 +28,7 @@ pub(super) fn render(report: &Report, summary: &Summary) -> String {
     let network = if report.namespace {
         "in a network namespace of its own"
     } else {
-        "on the machine's own loopback interface: no namespace could be made"
+        "on the machine's own loopback interface, without a namespace"
     };
     push(
         &mut text,
@@ -55,11 +55,11 @@ pub(super) fn render(report: &Report, summary: &Summary) -> String {
     push(
         &mut text,
         &format!(
-            "- {run} rounds, of which {dropped} were dropped because other work took over {:.0} % of the machine",
+            "- {run} rounds, of which {dropped} were dropped because other processes used more than {:.0} % of the machine",
             report.foreign_most * 100.0
         ),
     );
-    text.push_str("\nMedians, with the least and the most of all rounds in parentheses.\n");
+    text.push_str("\nMedians, with the minimum and the maximum of all rounds in parentheses.\n");
     targets(&mut text, summary);
     super::costs::tables(&mut text, summary);
     for number in summary.cases() {
@@ -73,7 +73,7 @@ pub(super) fn render(report: &Report, summary: &Summary) -> String {
         }
     }
     if !report.errors.is_empty() {
-        push(&mut text, "\n### What failed\n");
+        push(&mut text, "\n### Errors\n");
         for error in &report.errors {
             push(&mut text, &format!("- {error}"));
         }
@@ -119,7 +119,8 @@ fn targets(text: &mut String, summary: &Summary) {
     }
 }
 
-/// One figure of all systems, with ratios where they mean something.
+/// Appends the table of one metric for all systems. The table has ratios if the direct connection
+/// is one of the systems.
 fn figure(
     text: &mut String,
     report: &Report,
@@ -197,7 +198,7 @@ pub(super) fn show(stat: Stat) -> String {
     )
 }
 
-/// Three digits or so.
+/// Formats a value with about three digits.
 pub(super) fn number(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -211,7 +212,7 @@ pub(super) fn push(text: &mut String, line: &str) {
     let _infallible = writeln!(text, "{line}");
 }
 
-/// Replaces what is between the two marks of a document.
+/// Replaces the text between the two marks of a document.
 pub(super) fn replace_tables(path: &Path, tables: &str) -> Result<()> {
     let old = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
     let new =

@@ -1,4 +1,5 @@
-//! Plots: one SVG for each case, a panel of bars for each figure, the spread as a thin line.
+//! Plots: one SVG for each case, with a panel of bars for each metric. A thin line shows the
+//! spread.
 
 use std::fmt::Write as _;
 
@@ -13,7 +14,7 @@ const BARS_WIDTH: f64 = 430.0;
 const ROW: f64 = 20.0;
 const TITLE: f64 = 30.0;
 
-/// File names and their content.
+/// Returns the names of the files and their content.
 pub(super) fn render(summary: &Summary) -> Vec<(String, String)> {
     let plot = |case| (format!("case-{case}.svg"), case_plot(summary, case));
     summary.cases().map(plot).collect()
@@ -114,7 +115,7 @@ mod tests {
             panic!("{plots:?}")
         };
         assert_eq!(name, "case-1.svg");
-        // The background, two systems of one figure and one of another.
+        // The background, two bars of one metric and one of the other.
         assert_eq!(svg.matches("<rect").count(), 4);
         assert_eq!(svg.matches("<line").count(), 3);
     }

@@ -1,4 +1,4 @@
-//! Medians and spread over the rounds that count, and ratios within each round.
+//! Medians and spread over the accepted rounds, and ratios within each round.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,14 +14,14 @@ pub(crate) struct Stat {
     pub(crate) median: f64,
     pub(crate) least: f64,
     pub(crate) most: f64,
-    /// Rounds that have it.
+    /// Number of rounds that have the figure.
     pub(crate) rounds: usize,
-    /// Rounds of its case that count.
+    /// Number of accepted rounds of the case.
     pub(crate) of: usize,
 }
 
 impl Stat {
-    /// Of no values there is none.
+    /// Returns the median and the spread of the finite values, `None` if there are none.
     pub(crate) fn of(mut values: Vec<f64>) -> Option<Self> {
         values.retain(|value| value.is_finite());
         values.sort_by(f64::total_cmp);
@@ -42,12 +42,12 @@ impl Stat {
 
 type Key = (u8, String, &'static str);
 
-/// What the samples say.
+/// Figures of a report by case, system and metric.
 #[derive(Debug)]
 pub(crate) struct Summary {
-    /// Values by round.
+    /// Values of the accepted rounds.
     accepted: BTreeMap<Key, BTreeMap<u32, Vec<f64>>>,
-    /// Rounds that do not count, by case.
+    /// Rounds that are dropped, by case.
     pub(crate) dropped: BTreeMap<u8, BTreeSet<u32>>,
     /// Rounds that were run, by case.
     pub(crate) run: BTreeMap<u8, BTreeSet<u32>>,
@@ -84,12 +84,12 @@ impl Summary {
         }
     }
 
-    /// Which cases have anything.
+    /// Returns the cases that have samples.
     pub(crate) fn cases(&self) -> impl Iterator<Item = u8> {
         self.run.keys().copied()
     }
 
-    /// Which systems have this figure.
+    /// Returns the systems that have this figure, in the order of reports.
     pub(crate) fn systems(&self, case: u8, metric: &Metric) -> Vec<&'static str> {
         let has = |name: &&str| self.rounds(case, name, metric).is_some();
         crate::systems::NAMES.into_iter().filter(has).collect()
@@ -99,7 +99,8 @@ impl Summary {
         self.accepted.get(&(case, system.to_owned(), metric.name))
     }
 
-    /// One value of each round: of several, counts are added and of all else the largest is taken.
+    /// Returns one value for each round. If a round has several, counts are added, and the largest
+    /// of other figures is taken.
     fn values(&self, case: u8, system: &str, metric: &Metric) -> BTreeMap<u32, f64> {
         let one = |values: &[f64]| {
             if metric.gate == Some(0.0) {
@@ -114,7 +115,7 @@ impl Summary {
             .collect()
     }
 
-    /// The figure over all rounds.
+    /// Returns the figure over all rounds.
     pub(crate) fn stat(&self, case: u8, system: &str, metric: &Metric) -> Option<Stat> {
         let values = self.values(case, system, metric);
         self.stat_of(case, values.into_values().collect())
@@ -126,7 +127,7 @@ impl Summary {
         Stat::of(values).map(|stat| Stat { of, ..stat })
     }
 
-    /// The figure in relation to another system, round by round.
+    /// Returns the figure in relation to another system, round by round.
     pub(crate) fn related(&self, case: u8, system: &str, metric: &Metric, of: Of) -> Option<Stat> {
         let own = self.values(case, system, metric);
         let (other, divide) = match of {
@@ -146,7 +147,7 @@ impl Summary {
         )
     }
 
-    /// The targets of the cases that were run: what was found, and whether it is enough.
+    /// Returns the targets of the cases that were run, with the figure for each.
     pub(crate) fn targets(&self) -> Vec<(u8, &'static Target, Option<Stat>)> {
         let mut all = Vec::new();
         for case in CASES
@@ -162,7 +163,7 @@ impl Summary {
     }
 }
 
-/// Met, missed, or nothing to judge. Counts are judged by their worst round.
+/// Returns whether a target is met, missed or not measured. Counts are judged by their worst round.
 pub(crate) fn verdict(target: &Target, found: Option<Stat>) -> &'static str {
     let Some(found) = found else {
         return "not measured";
