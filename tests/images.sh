@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Builds the two images into a store of their own and runs them as they are meant to be run: read-only root, no capability,
-# uid 65532, a memory limit. Then health checks, an enrolment and a request between two containers on a private network.
+# Builds the two images in a store of their own and runs them as in production: read-only root, no
+# capabilities, uid 65532, a memory limit. The script then tests the health checks, an enrollment,
+# and a request between two containers on a private network.
 #
-#   tests/images.sh DIR     DIR has static tunnel-server and tunnel-agent
+#   tests/images.sh DIR     DIR contains static tunnel-server and tunnel-agent
 #
-# Exits with 77 and a reason where it cannot run: it needs root, podman, runc, netavark, iptables, nsenter and curl
-# (Debian: podman runc netavark iptables).
+# Exits with 77 and a reason on machines where the test cannot run. The test needs root, podman,
+# runc, netavark, iptables, nsenter and curl (Debian: podman runc netavark iptables).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 binaries=$1
@@ -14,7 +15,8 @@ export PATH=$PATH:/usr/sbin:/sbin
 skip() { echo "skip: $*"; exit 77; }
 say() { echo "images-test: $*"; }
 
-# Health checks are asked for here; without systemd podman complains that it cannot do so by itself.
+# The script runs the health checks itself. Without systemd podman logs that it cannot schedule
+# them.
 podman() { command podman --log-level fatal "$@"; }
 
 [ "$(id -u)" -eq 0 ] || skip "needs root"
@@ -64,7 +66,8 @@ for part in server agent; do
   say "$image: $bytes bytes"
 done
 
-# No way in or out of this network, and no address of ours that is in use elsewhere.
+# The network has no route to other networks. The subnet is random, to avoid addresses that are in
+# use on this machine.
 net=10.213.$((RANDOM % 250)).0
 podman network create --internal --disable-dns --subnet "$net/24" culvert-test >/dev/null
 common=(--network culvert-test --read-only --cap-drop all --security-opt no-new-privileges --memory 256m
@@ -101,14 +104,15 @@ for name in server agent; do
   say "$name: uid 65532, no capability, root read-only, memory $(awk '/VmRSS/ { print $2 }' "/proc/$pid/status") kB of 262144"
 done
 
-# From the server's network to the agent's own metrics, which are on the loopback of the agent's container.
+# The request goes from the server's network to the agent's own metrics, which are on the loopback
+# interface of the agent's container.
 pid=$(podman inspect -f '{{.State.Pid}}' server)
 answer=$(nsenter -t "$pid" -n curl -sS --max-time 10 -H 'Host: worker-1:10266' http://127.0.0.1:10264/metrics)
 grep -q '^tunnel_agent_' <<<"$answer" || { say "no metrics of the agent: $answer"; exit 1; }
-say "a request went through: $(wc -c <<<"$answer") bytes"
+say "the request succeeded: $(wc -c <<<"$answer") bytes"
 
 for name in agent server; do
   podman stop -t 20 "$name" >/dev/null
-  [ "$(podman inspect -f '{{.State.ExitCode}}' "$name")" = 0 ] || { say "$name did not stop in order"; podman logs "$name" | tail; exit 1; }
+  [ "$(podman inspect -f '{{.State.ExitCode}}' "$name")" = 0 ] || { say "$name did not exit with 0"; podman logs "$name" | tail; exit 1; }
 done
-say "both stopped in order"
+say "both containers exited with 0"

@@ -5,7 +5,8 @@ cd "$(dirname "$0")/.." || exit 1
 skips=${CARGO_TARGET_DIR:-target}/test-skips
 rm -rf "$skips"
 
-# The scenarios run the binaries as processes: they have to be those of this tree.
+# The scenarios run the binaries as processes. Build the binaries first, so that they match this
+# tree.
 cargo build --workspace --bins || exit 1
 result=0
 if [ $# -eq 0 ]; then
@@ -14,7 +15,7 @@ fi
 if cargo nextest --version >/dev/null 2>&1; then
   cargo nextest run --workspace "$@" || result=1
 else
-  echo "cargo-nextest is not installed: cargo test runs the tests instead, one at a time and without time limits"
+  echo "cargo-nextest is not installed; cargo test runs the tests instead, one at a time and without time limits"
   cargo test --workspace --lib --bins --tests "$@" -- --test-threads=1 || result=1
 fi
 

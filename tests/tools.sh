@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Brings the real programs that scenarios and the demo run against. What is present is left alone; what cannot be had is
-# named, and the tests that need it are skipped.
+# Installs the programs that the scenarios and the demo run against. Programs that are present are
+# left alone. The script lists the programs that it cannot get, and the tests that need them are
+# skipped.
 #
-#   curl dig ip ...   installed with apt-get when run as root, else unpacked under target/tools
-#   prometheus, node_exporter always unpacked under target/tools, so that no service starts
-#   kubectl                   Debian's is always unpacked there too, beside what is installed: the oldest that has to work
-#   sshd, sftp-server         unpacked as well: a test starts its own
-#   ansible                   of ansible-core: Debian's when run as root, else PyPI's in a venv under target/tools
-#   aioquic                   PyPI's, of one version, in that venv; `aioquic-python` there is the Python that has it
+#   curl dig ip ...   installed with apt-get as root, else unpacked under target/tools
+#   prometheus, node_exporter  always unpacked under target/tools, so that no service starts
+#   kubectl           Debian's, always unpacked as well, in addition to an installed one: the oldest
+#                     version that must work
+#   sshd, sftp-server unpacked as well: a test starts its own
+#   ansible           of ansible-core: Debian's as root, else PyPI's in a venv under target/tools
+#   aioquic           PyPI's, one pinned version, in that venv; `aioquic-python` is its Python
 set -u
 cd "$(dirname "$0")/.." || exit 1
 target=${CARGO_TARGET_DIR:-target}
@@ -19,7 +21,8 @@ say() { printf 'tools: %s\n' "$*"; }
 
 have() { command -v "$1" >/dev/null 2>&1 || [ -x "$tools/root/usr/bin/$1" ] || [ -x "$tools/root/usr/sbin/$1" ]; }
 
-# Lists of packages in a folder of our own where the system's are missing and we may not change them.
+# Without root, the package lists are stored in a folder of this script, because the system's lists
+# cannot be updated.
 apt_options=(-q -o Acquire::Retries=2 -o Acquire::http::Timeout=20)
 lists_ready=
 update_lists() {
@@ -29,14 +32,14 @@ update_lists() {
     mkdir -p "$tools/apt/lists/partial" "$tools/apt/archives/partial"
     apt_options+=(-o "Dir::State::Lists=$tools/apt/lists" -o "Dir::Cache=$tools/apt" -o "Dir::Cache::Archives=$tools/apt/archives")
   fi
-  say "reading the lists of packages"
+  say "updating the package lists"
   apt-get "${apt_options[@]}" update >"$tools/apt-update.log" 2>&1
 }
 
-# Runs apt-get; when that fails, once more with fresh lists.
+# Runs apt-get. If that fails, updates the package lists and runs apt-get once more.
 apt() { apt-get "${apt_options[@]}" "$@" >>"$tools/apt.log" 2>&1 || { update_lists; apt-get "${apt_options[@]}" "$@" >>"$tools/apt.log" 2>&1; }; }
 
-# unpack PACKAGE...: downloads and unpacks without installing.
+# unpack PACKAGE...: downloads and unpacks packages without installing them.
 unpack() (
   umask 022
   cd "$tools/packages" || exit 1
@@ -49,7 +52,8 @@ unpack() (
   done
 )
 
-# want PROGRAM PACKAGE [LIBRARY-PACKAGE...]: the libraries matter only where the package cannot be installed.
+# want PROGRAM PACKAGE [LIBRARY-PACKAGE...]: installs a package as root. Otherwise unpacks the
+# package and the library packages.
 want() {
   local program=$1 package=$2
   have "$program" && return 0
@@ -64,11 +68,11 @@ want() {
   missing="$missing $program"
 }
 
-# Tests use parts of it that it promises nobody.
+# The tests use internals of aioquic that may change with any version, so the version is pinned.
 aioquic=1.7.2
 missing=
 if ! command -v apt-get >/dev/null 2>&1 || ! command -v dpkg-deb >/dev/null 2>&1; then
-  say "no apt-get here: only what is installed already is used"
+  say "apt-get is not available; only installed programs are used"
   exit 0
 fi
 : >"$tools/apt.log"

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""A QUIC peer that sends what no QUIC library would send.
+"""A QUIC peer that sends packets that no QUIC library sends.
 
-aioquic does the handshake; after it its keys seal packets whose frames are written here, and nothing keeps them from being
-wrong. Unless an attack says otherwise, nothing of the server's is ever acknowledged. At the end one line of JSON says what was
-sent, how many bytes the server answered, and with which code it closed the connection, if it did.
+aioquic does the handshake. Afterwards this program writes the frames of its packets, which may be
+invalid, and encrypts the packets with aioquic's keys. The peer acknowledges no packet of the
+server, unless an attack does so itself. At the end the program prints one line of JSON: how many
+packets and bytes it sent, how many bytes the server sent, and the code with which the server closed
+the connection, if it did.
 
     peer.py ATTACK --server HOST:PORT --seconds N [--certificate FILE --key FILE --node NAME] [--streams N]
 """
@@ -29,20 +31,23 @@ VERSION = 1
 PAYLOAD = 1150
 PACKET_NUMBER_BYTES = 4
 PATIENCE = 10.0
-# The pace of a flood, some 190 Mbit/s. A faster one fills the socket of a debug build, and others lose packets as on any full link.
+# The rate of a flood, about 190 Mbit/s. A faster flood fills the socket buffer of a debug build,
+# and other peers then lose packets as on any full link.
 PACKETS_A_SECOND = 20_000
-# The control stream: the first that the server opens. Each next one is 4 further.
+# The id of the control stream, which is the first stream that the server opens. The id of each
+# further stream is 4 higher.
 CONTROL = 1
-# quinn closes a connection that leaves some more pieces than this in one stream.
+# Number of pieces with gaps in one stream. quinn closes a connection that leaves a few more in one
+# stream.
 PIECES = 1000
 
 
 class Unexpected(Exception):
-    """The server did something else than the attack needs."""
+    """The server did something that the attack does not expect."""
 
 
 class Peer:
-    """One socket, and the connection over it once there is one."""
+    """A socket, and the connection over it after the handshake."""
 
     def __init__(self, arguments):
         host, port = arguments.server.rsplit(":", 1)
@@ -52,8 +57,8 @@ class Peer:
         self.began = None
         self.packets = self.sent = self.answered = self.expected = self.largest_acknowledged = 0
         self.closed = None  # the code of the server's CONNECTION_CLOSE
-        self.forgotten = False  # the server answers with stateless resets
-        self.heard = {}  # stream id: how far the server has sent
+        self.forgotten = False  # whether the server answers with stateless resets
+        self.heard = {}  # stream id: the offset up to which the server has sent
         self.crypto = None
 
     def bound(self):
@@ -64,7 +69,7 @@ class Peer:
         return made
 
     def client(self, token=b""):
-        """aioquic's end of a new connection."""
+        """Returns aioquic's end of a new connection."""
         configuration = QuicConfiguration(
             is_client=True, alpn_protocols=[ALPN], verify_mode=ssl.CERT_NONE, max_datagram_frame_size=1200, token=token
         )
@@ -75,7 +80,9 @@ class Peer:
         return made
 
     def connect(self):
-        """A handshake, by aioquic. What it has learnt is taken over when the server has confirmed it."""
+        """Does the handshake with aioquic. Takes over its keys and connection ids when the server
+        has confirmed the handshake.
+        """
         quic, until = self.client(), time.monotonic() + PATIENCE
         while not quic._handshake_confirmed:
             for data, _ in quic.datagrams_to_send(now=time.monotonic()):
@@ -98,7 +105,7 @@ class Peer:
         self.heard = {id: 1 for id in quic._streams}
 
     def greet(self):
-        """Says Hello on the control stream; the server answers with Welcome."""
+        """Sends Hello on the control stream and waits for the server's Welcome."""
         self.until(lambda: CONTROL in self.heard, "opened no control stream")
         node = self.arguments.node.encode()
         hello = b"\x08\x01\x10\x01" + b"\x22" + varint(len(node)) + node + b"\x2a\x10" + os.urandom(16)
@@ -140,8 +147,9 @@ class Peer:
             time.sleep(max(0, self.began + self.packets / PACKETS_A_SECOND - time.monotonic()))
 
     def send(self, frames, through=None):
-        """One packet of these frames."""
-        # quinn updates the keys after some packets (RFC 9001, section 6), and aioquic has followed when it has read the first.
+        """Sends one packet with these frames."""
+        # quinn updates the keys after some packets (RFC 9001, section 6). aioquic updates its keys
+        # when it reads the first packet with the new ones.
         first = 0x40 | self.crypto.key_phase << 2 | (PACKET_NUMBER_BYTES - 1)
         header = bytes([first]) + self.cid + self.number.to_bytes(PACKET_NUMBER_BYTES, "big")
         payload = b"".join(frames).ljust(PACKET_NUMBER_BYTES, b"\0")
@@ -149,7 +157,7 @@ class Peer:
         self.number += 1
 
     def flood(self, packets):
-        """Sends these packets until the server ends it or the time is over."""
+        """Sends these packets until the server closes the connection or the time is over."""
         until = time.monotonic() + self.arguments.seconds
         for frames in packets:
             self.send(frames)
@@ -159,7 +167,9 @@ class Peer:
                     return
 
     def leave(self):
-        """Hears how it ended. A server that has not ended it by then is left, as often as it takes to hear of it."""
+        """Waits until the server closes the connection. After a second the peer closes it, again
+        and again until the server answers.
+        """
         began, left = time.monotonic(), False
         while self.closed is None and not self.forgotten and time.monotonic() < began + PATIENCE:
             if time.monotonic() > began + 1.0:
@@ -168,7 +178,7 @@ class Peer:
             self.wait(0.05)
             self.receive()
         if left:
-            # What it answers then is the answer to that.
+            # The server's code answers the close by the peer and is not a result of the attack.
             self.closed = None
 
     def receive(self):
@@ -184,7 +194,7 @@ class Peer:
             self.read(Buffer(data=payload))
 
     def read(self, buffer):
-        """Takes from the server's frames what attacks need to know."""
+        """Reads the values that attacks need from the server's frames."""
         pull = buffer.pull_uint_var
         while not buffer.eof():
             kind = pull()
@@ -222,7 +232,7 @@ class Peer:
                 raise Unexpected(f"the server sent a frame of type {kind:#x}")
 
 
-# Frames that are nothing but numbers, and how many.
+# Types of frames that consist of numbers only, and the count of their numbers.
 NUMBERS = {0x01: 0, 0x04: 3, 0x05: 2, 0x10: 1, 0x11: 2, 0x12: 1, 0x13: 1, 0x14: 1, 0x15: 2, 0x16: 1, 0x17: 1, 0x19: 1, 0x1E: 0}
 
 
@@ -243,7 +253,7 @@ def new_connection_id(sequence, retire_prior_to):
 
 
 def packed(frames):
-    """Packets of as many of the frames as fit."""
+    """Yields packets, each with as many of the frames as fit."""
     packet, size = [], 0
     for one in frames:
         if size + len(one) > PAYLOAD:
@@ -254,17 +264,21 @@ def packed(frames):
 
 
 def each(make):
-    """A frame for each number, packed."""
+    """Returns packets with one frame for each number, without end."""
     return packed(make(number) for number in itertools.count())
 
 
 def again(packets, count=64):
-    """The first of these packets for ever: made once, so that they can be sent fast."""
+    """Repeats the first `count` packets without end. They are built once, so that they can be sent
+    fast.
+    """
     return itertools.cycle([[b"".join(frames)] for frames in itertools.islice(packets, count)])
 
 
 def on_streams(streams):
-    """Pieces of one byte with gaps of one byte on each of these streams, in turn; from `PIECES` on the same ones again."""
+    """Returns packets with pieces of one byte and gaps of one byte, on each stream in turn. After
+    `PIECES` pieces they repeat.
+    """
     return each(lambda n: stream(streams[n % len(streams)], 1001 + 2 * (n // len(streams) % PIECES), b"x"))
 
 
@@ -272,15 +286,18 @@ def on_streams(streams):
 
 
 def retires_ids_as_they_are_issued(peer):
-    """Each id is retired unseen, so that the server owes a new one that it may not send before old ones are acknowledged."""
+    """Retires each id without using it. The server then has to issue a new id, which it may not
+    send before older ones are acknowledged.
+    """
     held = max(peer.issued)
     peer.cid, until = peer.issued[held], time.monotonic() + peer.arguments.seconds
     sequences = (number for number in itertools.count() if number != held)
     while peer.closed is None and time.monotonic() < until:
-        # One of eight each time: a server that is late with the next ones is not asked for what it has not issued.
+        # One of the eight ids each time, so that the peer does not retire an id that a slow server
+        # has not issued yet.
         peer.send([frame(0x19, next(sequences))])
         asked = peer.number
-        # The second packet has both acknowledged at once.
+        # The server acknowledges both packets at once when it has received the second.
         peer.send([b"\x01"])
         late = time.monotonic() + 0.05
         while peer.largest_acknowledged < asked and time.monotonic() < late:
@@ -289,7 +306,9 @@ def retires_ids_as_they_are_issued(peer):
 
 
 def retires_one_id_again(peer):
-    """Not the id of its own packets: without it they would be a stranger's."""
+    """Retires one id again and again. The packets use another id, because the server drops packets
+    with a retired id.
+    """
     peer.cid = peer.issued[max(peer.issued)]
     peer.flood(again(each(lambda _: frame(0x19, 0))))
 
@@ -306,36 +325,41 @@ def challenges_from_many_paths(peer):
 
 
 def gaps_on_many_streams(peer):
-    """On streams that the server has opened for callers; the test sees to the callers."""
+    """Sends pieces with gaps on the streams that the server has opened for callers. The test starts
+    the callers.
+    """
     peer.until(lambda: len(peer.heard) > peer.arguments.streams, "opened too few streams")
     streams = [id for id in peer.heard if id != CONTROL]
     peer.flood(again(on_streams(streams), count=PIECES * len(streams) // 100))
 
 
-# Strangers: no certificate, no handshake.
+# Unauthenticated peers, without a certificate or without a complete handshake.
 
 
 def hello_flood(peer):
-    """Beginnings of handshakes, each of another connection and with another token."""
+    """Sends first packets of handshakes, each of another connection and with another token."""
     first = [peer.client(os.urandom(40)).datagrams_to_send(now=time.monotonic())[0][0] for _ in range(200)]
     throw_all(peer, itertools.cycle(first))
 
 
 def versions_unknown(peer):
-    """Versions that are to be negotiated: the server answers with its own."""
+    """Sends unknown versions. The server answers with the versions that it supports."""
     datagrams = [initial_header(0x1A2A3A4A + n, os.urandom(8)).ljust(1200, b"\0") for n in range(200)]
     throw_all(peer, itertools.cycle(datagrams))
 
 
 def initial_gaps(peer):
-    """One handshake whose ClientHello comes in bytes with gaps, without an end. Its keys are known to everybody."""
+    """Sends the ClientHello of one handshake in bytes with gaps, without end. Any peer can compute
+    the keys of Initial packets.
+    """
     cid = os.urandom(8)
     pair = CryptoPair()
     pair.setup_initial(cid, is_client=True, version=VERSION)
 
     def packets():
         for number, frames in enumerate(again(each(lambda n: crypto(1001 + 2 * (n % PIECES), b"x")))):
-            # A server reads no datagram of less than 1200 bytes that begins a handshake.
+            # Servers drop Initial packets in datagrams of less than 1200 bytes (RFC 9000, section
+            # 14.1).
             payload = b"".join(frames).ljust(1200, b"\0")
             length = varint(PACKET_NUMBER_BYTES + len(payload) + pair.aead_tag_size)
             header = initial_header(VERSION, cid) + b"\0" + length + number.to_bytes(PACKET_NUMBER_BYTES, "big")
@@ -384,7 +408,7 @@ ATTACKS = {
     "crypto_beyond_its_buffer": lambda peer: peer.flood(each(lambda n: crypto(1 << 20, b"x"))),
     "beyond_the_window": lambda peer: peer.flood(each(lambda n: stream(CONTROL, 1 << 30, b"x"))),
     "empty_pieces": lambda peer: peer.flood(again(each(lambda _: stream(CONTROL, 20, b"")))),
-    # What no agent may, and floods of what it may.
+    # Frames that agents may not send, and floods of frames that they may send.
     "streams_of_its_own": lambda peer: peer.flood(each(lambda n: stream(4 * n, 0, b"x"))),
     "unidirectional_streams": lambda peer: peer.flood(each(lambda n: stream(4 * n + 2, 0, b"x"))),
     "resets_of_unopened_streams": lambda peer: peer.flood(each(lambda n: frame(0x04, 4 * n + 4001, 7, 0))),
