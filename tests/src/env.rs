@@ -160,8 +160,8 @@ impl TestEnv {
     /// Returns the HTTP listener.
     #[must_use]
     pub fn http(&self) -> Endpoint {
-        #[expect(clippy::expect_used, reason = "worlds have a plain door")]
-        Endpoint::plain(self.bound().http.expect("plain door"))
+        #[expect(clippy::expect_used, reason = "every server has an HTTP listener")]
+        Endpoint::plain(self.bound().http.expect("HTTP listener"))
     }
 
     /// Returns the HTTPS listener for a caller that trusts the CA and addresses `node`.
@@ -169,7 +169,7 @@ impl TestEnv {
     /// # Errors
     /// Returns an error if the CA cannot be used.
     pub fn https(&self, node: &str) -> Result<Endpoint> {
-        let address = self.bound().https.context("no TLS door")?;
+        let address = self.bound().https.context("no HTTPS listener")?;
         Ok(Endpoint::tls(
             address,
             ClientTls::verifying(node, RootCertStore::clone(&*self.roots()?), None)?,

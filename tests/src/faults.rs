@@ -1,10 +1,9 @@
-//! The fault matrix: the tunnel's behavior on a bad network, measured against the bounds of the
-//! contract.
+//! The fault matrix: the tunnel's behavior on a bad network, measured against fixed bounds.
 //!
-//! One table of cases ([`CASES`]) has two users: `make faults` runs the table with the timers of
-//! the contract, and the scenario `faults` runs it with timers that are ten times shorter. Each
-//! case runs with several seeds. A run measures values and gives the allowed range of each
-//! ([`Findings`]). A run that cannot be measured reports this and counts as a miss.
+//! One table of cases ([`CASES`]) has two users: `make faults` runs the table with the default
+//! timers of both binaries, and the scenario `faults` runs it with timers that are ten times
+//! shorter. Each case runs with several seeds. A run measures values and gives the allowed range of
+//! each ([`Findings`]). A run that cannot be measured reports this and counts as a miss.
 //!
 //! Nearly all cases have server, agent, targets and callers in this process, with a
 //! [`Link`](crate::link::Link) between server and agent. F32 and F35 use the two binaries as

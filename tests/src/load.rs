@@ -116,7 +116,7 @@ impl Load {
         }
         let mut open_streams = 0;
         while let Some(ended) = self.holding.join_next().await {
-            ensure!(ended?? > 0, "a stream never said anything");
+            ensure!(ended?? > 0, "a stream sent nothing");
             open_streams += 1;
         }
         Ok(Outcome {
@@ -136,7 +136,7 @@ impl Outcome {
         let (count, first) = (self.failures.len(), self.failures.first());
         ensure!(
             count == 0,
-            "{count} failed beside {}, as {first:?}",
+            "{count} failed and {} succeeded; the first: {first:?}",
             self.answered
         );
         ensure!(

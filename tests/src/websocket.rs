@@ -86,7 +86,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
     /// Returns the next message, or `None` at a clean end between two messages.
     ///
     /// # Errors
-    /// Returns an error if the connection is broken, or the peer sent a frame that it must not send.
+    /// Returns an error if the connection is broken, or the peer sent a frame that it must not
+    /// send.
     pub async fn next(&mut self) -> io::Result<Option<Message>> {
         let mut head = [0; 2];
         if self.stream.read(&mut head[..1]).await? == 0 {

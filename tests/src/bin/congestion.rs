@@ -28,7 +28,7 @@ async fn main() -> Result<()> {
     let mut out = std::io::stdout();
     writeln!(
         out,
-        "| control | loss each way | bulk, Mbit/s (of {ROUNDS} runs) | small request beside it, ms p50 / p99 | lost sessions |"
+        "| control | loss each way | bulk, Mbit/s (of {ROUNDS} runs) | small request next to it, ms p50 / p99 | lost sessions |"
     )?;
     writeln!(out, "| --- | --- | --- | --- | --- |")?;
     for loss in [0.0, 0.01] {

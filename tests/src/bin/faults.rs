@@ -1,4 +1,4 @@
-//! `make faults`: runs the fault matrix with the timers of the contract.
+//! `make faults`: runs the fault matrix with the default timers of both binaries.
 
 use std::io::Write;
 use std::process::ExitCode;

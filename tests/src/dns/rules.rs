@@ -25,7 +25,7 @@ pub fn keeps_the_rules(message: &[u8]) -> Result<()> {
             Decision::Ignore(_) => {}
             Decision::Reply(reply, _) => answer_is_sound(message, &reply, transport)?,
             Decision::Forward(client_query, resolvers) => {
-                ensure!(!resolvers.is_empty(), "forwarded to nobody");
+                ensure!(!resolvers.is_empty(), "forwarded to no resolver");
                 let labels = client_query.query.name.iter().count();
                 ensure!(
                     labels != 1,

@@ -1,11 +1,12 @@
-//! The timers of a run: those of the contract, or ten times shorter ones with matching bounds.
+//! The timers of a run: the defaults of both binaries, or ten times shorter ones with matching
+//! bounds.
 
 use std::time::Duration;
 
 /// The speed of a run's timers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clocks {
-    /// The defaults of both binaries, as in the contract.
+    /// The defaults of both binaries. The bounds of the cases are defined for these timers.
     Full,
     /// Ten times shorter where configurable. Faults and bounds are shorter too.
     Short,

@@ -20,7 +20,7 @@ use super::table::{Table, verdict_label};
 use super::{CASES, Case, Clocks, Cost, spawn};
 use crate::eventually::calibration;
 
-/// Puts the tunnel on bad networks and measures its behavior against the bounds of the contract.
+/// Puts the tunnel on bad networks and compares its behavior with fixed bounds.
 ///
 /// Each case creates a server, an agent, targets and callers, impairs the network between server
 /// and agent (or stops one of the two), and measures: how long a stream stalls, when new requests
@@ -59,7 +59,7 @@ pub struct Arguments {
     jobs: u16,
 
     /// Use short timers: about ten times faster, with limits of both binaries set to match. For a
-    /// quick check; the contract applies to the full timers
+    /// quick check; the bounds are defined for the default timers
     #[arg(long)]
     quick: bool,
 
@@ -225,7 +225,7 @@ fn introduction(plan: &Plan) -> String {
     let idles = plan.cases.iter().filter(|case| case.cost == Cost::Idle);
     if let (Some(longest), Clocks::Full) = (idles.map(|case| case.about).max(), plan.clocks) {
         text.push_str(&format!(
-            "\nF32 takes {} minutes, and runs beside the others",
+            "\nF32 takes {} minutes, and runs next to the others",
             longest.as_secs() / 60
         ));
     }

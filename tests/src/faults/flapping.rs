@@ -49,7 +49,7 @@ pub(super) async fn flapping(run: Run) -> Result<Findings> {
     let most = length.as_secs().div_ceil(10);
     findings.at_most("rewrites of the known nodes", most, rewrites.count());
     findings.at_most(
-        "server's log lines, but access records",
+        "server's log lines without the access log",
         most,
         now[0] - logged[0],
     );
@@ -57,10 +57,10 @@ pub(super) async fn flapping(run: Run) -> Result<Findings> {
     let made = stack
         .server_metric("tunnel_server_handshakes_total")
         .await?;
-    findings.observed_count("sessions made, all in all", whole(made));
+    findings.observed_count("sessions made in total", whole(made));
     let ends = pipe.finish(scaled(FINISH)).await;
     findings.equal_or_reset(
-        "stream through it all: bytes equal, or the reset reported",
+        "stream during all of it: bytes equal, or the reset reported",
         &ends,
     );
     stack.node_client.requester.ready().await?;

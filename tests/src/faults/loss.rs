@@ -45,7 +45,7 @@ pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
         .pipe(Loads::both(Load::Exactly(amount)))
         .await?;
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal_or_reset("bytes equal, or the cut told", &ends);
+    findings.equal_or_reset("bytes equal, or the cut reported", &ends);
     let after = site.ids();
     findings.holds("session survives", before == after, || {
         format!("sessions {before:?}, then {after:?}")
@@ -90,7 +90,7 @@ impl Spoil {
     }
 }
 
-/// The loss at which the contract compares with plain quinn.
+/// Loss at which the goodput is compared with that of plain quinn.
 pub(super) const COMPARED: f64 = 0.05;
 /// Minimum share of plain quinn's goodput.
 const LEAST: f64 = 0.6;

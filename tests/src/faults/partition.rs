@@ -128,13 +128,13 @@ async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<Findings> 
     );
     findings.within("server suspects the agent", suspect, server_suspects);
     findings.within("agent suspects the server", suspect, agent_suspects);
-    findings.within("server lets the dead session go", dead, server_lost);
-    findings.within("agent lets the dead session go", dead, agent_lost);
+    findings.within("server closes the dead session", dead, server_lost);
+    findings.within("agent closes the dead session", dead, agent_lost);
     if let Some(pipe) = pipe {
         let observed = until(Instant::now(), scaled(FINISH), async || pipe.has_ended()).await;
         findings.observed("stream's reset reported after that", observed);
         let ends = pipe.finish(scaled(FINISH)).await;
-        findings.equal_or_reset("stream's bytes equal, or the cut told", &ends);
+        findings.equal_or_reset("stream's bytes equal, or the cut reported", &ends);
     }
     site.link.heal();
     let healed = Instant::now();

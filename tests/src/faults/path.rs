@@ -69,7 +69,7 @@ async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     let resumed = resumed
         .await
         .and_then(|_| pipe.to_edge.resumed().ok_or(GIVE_UP));
-    findings.observed("stall when the agent has nothing to say", resumed);
+    findings.observed("stall while the agent sends nothing", resumed);
     let ends = pipe.finish(scaled(FINISH)).await;
     findings.equal("that stream's bytes equal", &ends);
     let after = site.ids();
@@ -107,7 +107,7 @@ async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
         shown(site, address, &mut findings).await;
     }
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal_or_reset("stream's bytes equal, or the cut told", &ends);
+    findings.equal_or_reset("stream's bytes equal, or the cut reported", &ends);
     let pipe = site.node_client.talk().await.context("after the reset")?;
     findings.equal(
         "next stream's bytes equal",

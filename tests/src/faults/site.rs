@@ -47,7 +47,7 @@ impl Site {
             settings.limits = TestEnv::limits(run.limits.server_limits());
         })
         .await?;
-        let endpoint = env.bound().http.context("no plain door")?;
+        let endpoint = env.bound().http.context("no HTTP listener")?;
         let (_, service) = env.bound().services.first().context("no service")?;
         let node_client = NodeClient::new(endpoint, *service, targets, run.seed);
         Ok(Self {

@@ -220,7 +220,7 @@ fn start_holder(
     let _ = holder.wait();
     match read {
         Some(Ok(n)) if n > 0 => Err(failed(complaint.trim().to_owned())),
-        _ => Err(failed("no word from its holder".to_owned())),
+        _ => Err(failed("no output of its holder".to_owned())),
     }
 }
 

@@ -233,7 +233,7 @@ impl Server {
             if connected == nodes {
                 Ok(())
             } else {
-                bail!("nodes tells {listed:?}; {}", self.process)
+                bail!("nodes lists {listed:?}; {}", self.process)
             }
         })
         .await;

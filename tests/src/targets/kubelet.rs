@@ -28,9 +28,9 @@ mod streams;
 /// | path | answer |
 /// |---|---|
 /// | `/healthz` | `ok` |
-/// | `/containerLogs/NS/POD/C` | one line that names the node (`?tailLines=N`: N lines); with `?follow=true` further ones from [`Self::emit`] |
+/// | `/containerLogs/NS/POD/C` | one line that names the node (`?tailLines=N`: N lines); with `?follow=true` further lines from [`Self::emit`] |
 /// | `/exec/…`, `/attach/…`, `/portForward/…` | 101 with the requested protocol, then remote commands or a script |
-/// | `/metrics/cadvisor`, `/stats/summary`, `/pods`, `POST /checkpoint/NS/POD/C` | short ones that name the node |
+/// | `/metrics/cadvisor`, `/stats/summary`, `/pods`, `POST /checkpoint/NS/POD/C` | a short text that names the node |
 /// | `/client-certificate` | SHA-256 of the certificate the client presented, or `none` |
 ///
 /// An upgrade that requests streams as kube-apiserver does (`input=1`, `output=1` ..., or the
