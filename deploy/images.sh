@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Builds the two images with docker, buildah or podman, whichever works here.
+# Builds the two images with docker, buildah or podman, whichever is available.
 #
 #   deploy/images.sh                          builds static binaries for this machine first
-#   BINARIES=DIR deploy/images.sh             takes DIR/tunnel-server and DIR/tunnel-agent, static ones
-#   ENGINE=podman                             insists on one engine
-#   TARGETARCH=arm64 BINARIES=DIR             another architecture than this machine's: its binaries have to be given
+#   BINARIES=DIR deploy/images.sh             uses the static DIR/tunnel-server and DIR/tunnel-agent
+#   ENGINE=podman                             uses this engine only
+#   TARGETARCH=arm64 BINARIES=DIR             builds for another architecture; needs its binaries
 #   PREFIX=registry.example.com/culvert/ TAG=0.1.0
 #
-# Makes ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG (prefix culvert/, tag: the version).
+# The images are ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG. The default prefix is
+# culvert/, and the default tag is the version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -56,7 +57,7 @@ for name in tunnel-server tunnel-agent; do
   fi
   install -m 0755 "$binaries/$name" "$context/$arch/$name"
 done
-# The folder becomes the data directory, for its owner alone.
+# The folder becomes the data directory, which only its owner may access.
 chmod 0700 "$context/data"
 
 version=$(sed -n '/^\[workspace.package\]/,/^\[/ s/^version = "\(.*\)"/\1/p' Cargo.toml)

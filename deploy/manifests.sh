@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 kubectl=$(command -v kubectl || true)
 unpacked=${CARGO_TARGET_DIR:-target}/tools/root/usr/bin/kubectl
-# The one that tests/tools.sh brings comes first: with one version for everybody the order of objects stays.
+# Prefers the kubectl that tests/tools.sh unpacks. The order of objects depends on the version of
+# kubectl.
 if [ -x "$unpacked" ]; then kubectl=$unpacked; fi
 [ -n "$kubectl" ] || { echo "manifests: needs kubectl; make tools brings one" >&2; exit 1; }
 new=$(mktemp)

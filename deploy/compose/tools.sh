@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes the image localhost/culvert/tools:local for compose.yaml: Prometheus, node_exporter, ip and a shell, out of Debian's
-# packages with the libraries they need, on nothing. Needs a Debian host with apt-get, and docker or podman.
+# Builds the image localhost/culvert/tools:local for compose.yaml FROM scratch: Prometheus,
+# node_exporter, ip and a shell from Debian's packages, with the libraries that they need. The
+# script needs a Debian host with apt-get, and docker or podman.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
@@ -21,7 +22,7 @@ fi
     libgssapi-krb5-2 libkrb5-3 libk5crypto3 libkrb5support0 libcom-err2 libkeyutils1 libc6 >/dev/null
   for package in *.deb; do dpkg-deb -x "$package" "$work/all"; done
 )
-# Only the four programs, and what they are linked with.
+# Copies only the four programs, and then the libraries that they are linked with.
 for program in usr/bin/prometheus usr/bin/prometheus-node-exporter bin/ip bin/dash; do
   file=$work/all/$program
   [ -e "$file" ] || file=$work/all/usr/$program
