@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Renders the overlay `plain` into deploy/manifests/install.yaml. Needs kubectl, any version since 1.20.
+# Renders the overlay `plain` into deploy/manifests/install.yaml. Needs kubectl 1.20 or later.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kubectl=$(command -v kubectl || true)
