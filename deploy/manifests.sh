@@ -12,7 +12,7 @@ new=$(mktemp)
 trap 'rm -f "$new"' EXIT
 {
   echo "# Culvert in a cluster: kubectl apply -f install.yaml. Made from deploy/manifests by \`make manifests\`; do not edit."
-  echo "# docs/tutorial-cluster.md has the steps."
+  echo "# docs/tutorials/cluster.md has the steps."
   "$kubectl" kustomize deploy/manifests/overlays/plain
 } >"$new"
 cp "$new" deploy/manifests/install.yaml

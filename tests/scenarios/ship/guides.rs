@@ -19,7 +19,7 @@ use crate::dns::report_figure;
 /// Pages whose blocks must all be marked.
 const GUIDES: [&str; 13] = [
     "docs/README.md",
-    "docs/explanation.md",
+    "docs/explanation/how-it-works.md",
     "docs/how-to/compose.md",
     "docs/how-to/egress-selector.md",
     "docs/how-to/migrate.md",
@@ -28,11 +28,11 @@ const GUIDES: [&str; 13] = [
     "docs/how-to/prometheus-proxy.md",
     "docs/how-to/ssh-ansible.md",
     "docs/how-to/systemd.md",
-    "docs/kubernetes.md",
-    "docs/troubleshooting.md",
-    "docs/tutorial-cluster.md",
+    "docs/explanation/cluster.md",
+    "docs/how-to/troubleshooting.md",
+    "docs/tutorials/cluster.md",
 ];
-const STANDALONE: &str = "docs/tutorial-standalone.md";
+const STANDALONE: &str = "docs/tutorials/standalone.md";
 
 /// Number of actions with yurt-tunnel's DNS mode, for `kubectl logs` alone.
 const OLD_ACTIONS: usize = 16;
@@ -69,7 +69,7 @@ fn links_of_all_pages_lead_to_files() -> Result<()> {
 /// P6: counts the actions of a person from a clean cluster to `kubectl logs`.
 #[test]
 fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Result<()> {
-    let text = page("docs/tutorial-cluster.md")?;
+    let text = page("docs/tutorials/cluster.md")?;
     let actions = blocks(&text).into_iter().filter(|block| block.is_action());
     let actions: Vec<_> = actions.map(|block| block.text).collect();
     let headings = text.lines().filter(|line| line.starts_with("## Action "));
@@ -141,7 +141,7 @@ async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
     };
     let node = Node::new("worker-1").addressed("InternalIP", "192.168.33.221");
     fixture.cluster.objects().add(&node).await?;
-    let finished = fixture.run("docs/tutorial-cluster.md", "", &[]).await?;
+    let finished = fixture.run("docs/tutorials/cluster.md", "", &[]).await?;
     let told = finished.ok()?;
     let service = Objects::path("services", "tunnel-dns");
     let service = fixture.object(&service).await?;

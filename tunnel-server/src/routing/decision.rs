@@ -1,5 +1,5 @@
 //! Routing decision: maps the facts of a request to a node and port, or to a refusal. All functions
-//! are pure (docs/http.md describes the rules).
+//! are pure (docs/reference/http.md describes the rules).
 
 use std::net::{IpAddr, Ipv6Addr};
 

@@ -1,5 +1,5 @@
 //! Routing decision for callers with client-certificate delegation. All functions are pure
-//! (docs/http.md describes the rules).
+//! (docs/reference/http.md describes the rules).
 //!
 //! Such a caller is kube-apiserver, which forwards the Host and header fields of its users.
 //! kube-apiserver sends the following to the kubelet of `edge-1` (Kubernetes 1.36:
