@@ -1,5 +1,5 @@
-//! The guides: every block of commands runs here or gives a reason, every link leads to a file, and
-//! the cluster tutorial has few actions.
+//! The guides: every block of commands runs here or says why not, links lead somewhere, and the actions of the cluster's
+//! tutorial are few.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -16,25 +16,38 @@ use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 use crate::cluster::kubectls;
 use crate::dns::report_figure;
 
-/// Pages whose blocks must all be marked.
-const GUIDES: [&str; 13] = [
+/// The pages whose blocks are all marked.
+const GUIDES: [&str; 26] = [
     "docs/README.md",
+    "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",
+    "docs/explanation/performance.md",
+    "docs/explanation/security.md",
+    "docs/explanation/yurt-tunnel.md",
+    "docs/how-to/agents.md",
+    "docs/how-to/backup.md",
     "docs/how-to/compose.md",
+    "docs/how-to/dns.md",
     "docs/how-to/egress-selector.md",
+    "docs/how-to/harden.md",
+    "docs/how-to/kube-apiserver.md",
+    "docs/how-to/kubelet-certificate.md",
     "docs/how-to/migrate.md",
     "docs/how-to/openyurt.md",
-    "docs/how-to/prometheus.md",
+    "docs/how-to/own-certificates.md",
     "docs/how-to/prometheus-proxy.md",
+    "docs/how-to/prometheus.md",
+    "docs/how-to/replace-ca.md",
+    "docs/how-to/revoke.md",
     "docs/how-to/ssh-ansible.md",
     "docs/how-to/systemd.md",
-    "docs/explanation/cluster.md",
     "docs/how-to/troubleshooting.md",
+    "docs/how-to/upgrade.md",
     "docs/tutorials/cluster.md",
 ];
 const STANDALONE: &str = "docs/tutorials/standalone.md";
 
-/// Number of actions with yurt-tunnel's DNS mode, for `kubectl logs` alone.
+/// What the same takes with yurt-tunnel's DNS mode, for `kubectl logs` alone.
 const OLD_ACTIONS: usize = 16;
 const ACTIONS_MAX: usize = 4;
 
@@ -66,7 +79,7 @@ fn links_of_all_pages_lead_to_files() -> Result<()> {
     Ok(())
 }
 
-/// P6: counts the actions of a person from a clean cluster to `kubectl logs`.
+/// P6: what a person does, from a clean cluster to `kubectl logs`.
 #[test]
 fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Result<()> {
     let text = page("docs/tutorials/cluster.md")?;
@@ -93,14 +106,13 @@ fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Resul
     );
     ensure!(old == OLD_ACTIONS, "{old} rows of the old way");
     ensure!(actions.len() <= ACTIONS_MAX, "{actions:#?}");
-    // The label comes first, because otherwise the server could be scheduled on a node that becomes
-    // an edge node a moment later.
+    // The server must not be scheduled on a node that becomes an edge a moment later.
     ensure!(
         actions[0].starts_with("kubectl label node"),
         "{}",
         actions[0]
     );
-    // One block is one action: a command, or an edit of one file.
+    // One block is one thing: a command, or an edit of one file.
     for action in &actions {
         let commands = action.replace("\\\n", " ");
         let is_edit = action.starts_with("spec:");
@@ -114,7 +126,7 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
     let needs = require(&[Tool::Bash, Tool::Curl]);
     let scratch = ScratchDir::new()?;
     let hosts = scratch.file("hosts", "127.0.0.1 localhost\n")?;
-    // The tutorial uses the default ports, which are free in a separate network namespace.
+    // Its ports are the default ones: they are free in a network of its own.
     let network = needs.and_then(|()| Namespace::new("tutorial", &hosts));
     let Some(network) = or_skip(network) else {
         return Ok(());
@@ -129,7 +141,7 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
     ensure!(shown.contains("tunnel_agent_session_connected"), "{shown}");
     ensure!(
         !scratch.path().join("tunnel").exists(),
-        "the folder was not removed"
+        "it leaves its folder"
     );
     Ok(())
 }
@@ -254,7 +266,7 @@ async fn systemd_guide_checks_its_configurations() -> Result<()> {
     Ok(())
 }
 
-/// An API server, and kubectl in a clone of the repository.
+/// An API server, and a person with kubectl in a clone.
 struct ShipFixture {
     cluster: Cluster,
     kubectl: std::path::PathBuf,
@@ -309,7 +321,7 @@ impl ShipFixture {
         program.run().await
     }
 
-    /// Writes the kubelet client's certificate and key that kubeadm keeps on a control plane.
+    /// What kubeadm has on a control plane.
     fn kubelet_client(&self, folder: &Path) -> Result<()> {
         std::fs::create_dir_all(folder)?;
         let pair = rcgen::generate_simple_self_signed(vec!["kubelet-client".to_owned()])?;
@@ -320,7 +332,7 @@ impl ShipFixture {
     }
 }
 
-/// Returns a bash script with our binaries in its path.
+/// A script of bash with our binaries in its path.
 fn bash(text: &str, folder: &Path, variables: &[(&str, OsString)]) -> Result<Program> {
     let text = format!("cd {}\n{text}", folder.display());
     let program = Program::tool(Tool::Bash)?.arg("-c").arg(text);
@@ -339,10 +351,10 @@ fn path_with<'a>(folders: impl IntoIterator<Item = &'a Path>) -> Result<OsString
     )?)
 }
 
-/// Folder of kubeadm's certificates.
+/// Where kubeadm keeps certificates.
 const PKI: &str = "/etc/kubernetes/pki";
 
-/// The objects of yurt-tunnel's manifests that the guide touches.
+/// What yurt-tunnel's manifests leave in a cluster, as far as the guide touches it.
 const OLD: &str = r"
 kubectl -n kube-system delete configmap yurt-tunnel-nodes
 kubectl -n kube-system create configmap yurt-tunnel-nodes --from-literal=tunnel-nodes=

@@ -1,4 +1,4 @@
-//! Every code that users may see has a row in `docs/how-to/troubleshooting.md`, and every row describes an
+//! Every code that users may see has a row in `docs/reference/codes.md`, and every row describes an
 //! existing code.
 
 use std::collections::BTreeSet;
@@ -29,7 +29,7 @@ fn rows(page: &str, heading: &str) -> Result<BTreeSet<String>> {
 
 #[test]
 fn every_code_has_a_row_and_every_row_a_code() -> Result<()> {
-    let page = page("docs/how-to/troubleshooting.md")?;
+    let page = page("docs/reference/codes.md")?;
     let answers = Outcome::ALL
         .iter()
         .filter(|outcome| **outcome != Outcome::Ok);
@@ -61,7 +61,7 @@ fn every_code_has_a_row_and_every_row_a_code() -> Result<()> {
 
 #[test]
 fn answers_are_listed_with_their_status() -> Result<()> {
-    let page = page("docs/how-to/troubleshooting.md")?;
+    let page = page("docs/reference/codes.md")?;
     for outcome in Outcome::ALL {
         let status = match outcome {
             Outcome::Ok => continue,
