@@ -2,19 +2,16 @@
 //! restarts.
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::{Mutex, MutexGuard};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{Endpoint, EndpointConfig, TransportConfig, VarInt, congestion};
-use socket2::{Domain, Protocol, Socket, Type};
+use quinn::{Endpoint, EndpointConfig, TransportConfig, congestion};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
-use tracing::warn;
 
 use super::{
     Acceptor, CongestionControl, Dialer, Handshake, HandshakeError, Session, SessionSettings,
@@ -22,29 +19,26 @@ use super::{
 };
 use crate::identity::PeerIdentity;
 use crate::tcp::ServerAddr;
-use crate::tls;
-use crate::wire::code::CloseCode;
 
 mod backlog;
 mod connection_id;
+mod error;
 mod flood_detector;
 #[cfg(test)]
 mod regressions;
 mod rtt_cache;
 mod runtime;
 mod session;
+mod socket;
 mod stream;
 
 use connection_id::PrefixedCidGenerator;
+use error::{dial_error, handshake_error};
 use rtt_cache::RttCache;
 use runtime::EndpointRuntime;
-use session::QuicSession;
+use session::{FLUSH_LIMIT, INITIAL_STREAM_LIMIT, QuicSession, window};
+use socket::udp_socket;
 
-/// Requested size of the UDP buffers, in bytes. With these, 10,000 concurrent handshakes dropped 2
-/// % as many packets as with the default.
-const UDP_BUFFER_BYTES: usize = 4 * 1024 * 1024;
-/// Streams that a peer may open at first. quinn uses some 80 bytes for each allowed stream.
-const INITIAL_STREAM_LIMIT: u32 = 32;
 /// Size of the datagram buffers, in bytes. Datagrams carry only 1-byte probes.
 const DATAGRAM_BUFFER_BYTES: usize = 1024;
 /// Bytes that may wait for one handshake that has not begun: several times a ClientHello. quinn's
@@ -52,9 +46,6 @@ const DATAGRAM_BUFFER_BYTES: usize = 1024;
 const INCOMING_BUFFER_BYTES: u64 = 64 * 1024;
 /// Bytes that may wait for all such handshakes. quinn's default is 100 MiB.
 const INCOMING_BUFFERS_BYTES: u64 = 16 * 1024 * 1024;
-/// Time that `close` waits until the peer has received the sent data, and `wait_idle` until it has
-/// received the close frame.
-const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 /// Minimum time between stateless resets, which answer packets of unknown connections. With quinn's
 /// default of 20 ms, 200 agents of a restarted server would wait for seconds.
 const MIN_RESET_INTERVAL: Duration = Duration::from_micros(100);
@@ -311,60 +302,6 @@ impl Dialer for QuicDialer {
     }
 }
 
-/// Maps the error of a dial. Only a rejected certificate is certain to come from the server. Any
-/// device on the path can answer a QUIC packet otherwise, and such an answer must not prevent the
-/// fallback to TCP.
-fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
-    let code = match &error {
-        quinn::ConnectionError::TransportError(ours) => Some(u64::from(ours.code)),
-        quinn::ConnectionError::ConnectionClosed(theirs) => Some(u64::from(theirs.error_code)),
-        quinn::ConnectionError::TimedOut => return HandshakeError::Timeout,
-        _ => None,
-    };
-    let alert = code
-        .and_then(|code| code.checked_sub(CRYPTO_ERROR))
-        .is_some_and(|alert| CERTIFICATE_ALERTS.contains(&alert) || alert == CERTIFICATE_REQUIRED);
-    let reported = matches!(error, quinn::ConnectionError::ConnectionClosed(_));
-    if let Some((code, reason)) = code.filter(|_| reported).and_then(verdict) {
-        HandshakeError::CertificateRejected(code, reason.to_owned())
-    } else if alert {
-        let expired = code == Some(CRYPTO_ERROR + u64::from(tls::CERTIFICATE_EXPIRED));
-        let hint = if expired { tls::CLOCK_HINT } else { "" };
-        HandshakeError::Transport(format!("{error}{hint}"))
-    } else if reported && code == Some(CONNECTION_REFUSED) {
-        HandshakeError::Refused
-    } else {
-        HandshakeError::Connect(io::Error::new(
-            io::ErrorKind::ConnectionRefused,
-            error.to_string(),
-        ))
-    }
-}
-
-/// Returns the close code and the text if a QUIC error code means that the server rejected this
-/// agent's certificate.
-fn verdict(code: u64) -> Option<(CloseCode, &'static str)> {
-    let alert = code.checked_sub(CRYPTO_ERROR)?;
-    tls::alert_meaning(u8::try_from(alert).ok()?)
-}
-
-/// The transport error of a server that accepts no new connections at the moment (RFC 9000, section
-/// 20.1).
-const CONNECTION_REFUSED: u64 = 0x2;
-/// Offset of TLS alerts in QUIC error codes (RFC 9001, section 4.8).
-const CRYPTO_ERROR: u64 = 0x100;
-/// Alerts from handshake_failure to decrypt_error, about certificates and their keys (RFC 8446,
-/// section 6.2).
-const CERTIFICATE_ALERTS: std::ops::RangeInclusive<u64> = 40..=51;
-const CERTIFICATE_REQUIRED: u64 = 116;
-
-fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {
-    match error {
-        quinn::ConnectionError::TimedOut => HandshakeError::Timeout,
-        other => HandshakeError::Transport(other.to_string()),
-    }
-}
-
 fn transport_config(settings: &SessionSettings, streams: u32) -> TransportConfig {
     let mut config = TransportConfig::default();
     config
@@ -387,47 +324,8 @@ fn transport_config(settings: &SessionSettings, streams: u32) -> TransportConfig
     config
 }
 
-fn window(bytes: u64) -> VarInt {
-    VarInt::from_u64(bytes).unwrap_or(VarInt::MAX)
-}
-
-/// Binds a UDP socket with large buffers. Logs once per process if the system grants smaller ones.
-fn udp_socket(address: SocketAddr) -> io::Result<UdpSocket> {
-    let socket = Socket::new(
-        Domain::for_address(address),
-        Type::DGRAM,
-        Some(Protocol::UDP),
-    )?;
-    if address.is_ipv6() && address.ip().is_unspecified() {
-        socket.set_only_v6(false)?;
-    }
-    // The kernel silently grants at most net.core.rmem_max and wmem_max. The granted size is read
-    // back (Linux doubles it).
-    let _capped = socket.set_recv_buffer_size(UDP_BUFFER_BYTES);
-    let _capped = socket.set_send_buffer_size(UDP_BUFFER_BYTES);
-    let (receive, send) = (
-        socket.recv_buffer_size()? / 2,
-        socket.send_buffer_size()? / 2,
-    );
-    static WARNED: AtomicBool = AtomicBool::new(false);
-    if receive.min(send) < UDP_BUFFER_BYTES && !WARNED.swap(true, Ordering::Relaxed) {
-        warn!(
-            receive_bytes = receive,
-            send_bytes = send,
-            wanted_bytes = UDP_BUFFER_BYTES,
-            "UDP buffers are small; raise net.core.rmem_max and net.core.wmem_max for many agents or fast links"
-        );
-    }
-    socket.set_nonblocking(true)?;
-    socket.bind(&address.into())?;
-    Ok(socket.into())
-}
-
 #[cfg(test)]
 mod tests {
-    use quinn::ConnectionError;
-    use quinn_proto::{TransportError, TransportErrorCode};
-
     use super::*;
     use crate::identity::Role;
     use crate::tls::{self, test_ca::TestCa};
@@ -474,36 +372,5 @@ mod tests {
             assert_eq!(proven, proves, "with {} handshakes under way", guards.len());
             guards.push(acceptor.half_open.clone());
         }
-    }
-
-    #[test]
-    fn only_a_verdict_about_a_certificate_is_an_alert() {
-        let reported = |code| {
-            dial_error(ConnectionError::TransportError(TransportError {
-                code,
-                frame: None,
-                reason: String::new(),
-            }))
-        };
-        for alert in [42, 46, 48, 116] {
-            let error = reported(TransportErrorCode::crypto(alert));
-            assert!(matches!(error, HandshakeError::Transport(_)), "{alert}");
-        }
-        // no_application_protocol: another service uses the port.
-        let others = [
-            TransportErrorCode::crypto(120),
-            TransportErrorCode::CONNECTION_REFUSED,
-            TransportErrorCode::PROTOCOL_VIOLATION,
-        ];
-        for other in others {
-            assert!(
-                matches!(reported(other), HandshakeError::Connect(_)),
-                "{other}"
-            );
-        }
-        let silent = dial_error(ConnectionError::TimedOut);
-        assert!(matches!(silent, HandshakeError::Timeout));
-        let mismatch = dial_error(ConnectionError::VersionMismatch);
-        assert!(matches!(mismatch, HandshakeError::Connect(_)));
     }
 }

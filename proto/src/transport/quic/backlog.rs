@@ -19,12 +19,14 @@ use std::task::{Context, Waker};
 
 use parking_lot::{Mutex, MutexGuard};
 
+use super::socket::UDP_BUFFER_BYTES;
+
 /// Maximum cost of a waiting datagram, in bytes: 1472 bytes, which the datagram alone may keep
 /// allocated, and quinn's event.
 const DATAGRAM_COST: usize = 2048;
 /// Datagrams that may wait for a connection: about as many as the system buffers for the socket.
 /// One stream's window is smaller.
-const WAITING_DATAGRAMS_MAX: usize = super::UDP_BUFFER_BYTES / DATAGRAM_COST;
+const WAITING_DATAGRAMS_MAX: usize = UDP_BUFFER_BYTES / DATAGRAM_COST;
 
 /// The time of the last run of a connection's task, counted in changes of [`EndpointEvents`].
 #[derive(Debug, Default, Clone, Copy)]

@@ -8,15 +8,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
-use quinn::{Connection, ConnectionError, ConnectionStats};
+use quinn::{Connection, ConnectionError, ConnectionStats, VarInt};
 use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
+use super::error::verdict;
 use super::flood_detector::{FloodDetector, FrameCounts};
 use super::rtt_cache::RttCache;
 use super::stream::QuicStream;
-use super::{FLUSH_LIMIT, INITIAL_STREAM_LIMIT, window};
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::transport::flow::{SessionFlow, connection_window};
 use crate::transport::{
@@ -291,7 +291,7 @@ fn close_reason(error: ConnectionError) -> CloseReason {
         ConnectionError::TimedOut => (ClosedBy::Network, CloseCode::Dead),
         ConnectionError::Reset => (ClosedBy::Network, CloseCode::Dead),
         ConnectionError::ConnectionClosed(close) => {
-            if let Some((code, reason)) = super::verdict(u64::from(close.error_code)) {
+            if let Some((code, reason)) = verdict(u64::from(close.error_code)) {
                 return CloseReason {
                     by: ClosedBy::Network,
                     code,
@@ -310,3 +310,13 @@ fn close_reason(error: ConnectionError) -> CloseReason {
         reason: error.to_string(),
     }
 }
+
+pub(super) fn window(bytes: u64) -> VarInt {
+    VarInt::from_u64(bytes).unwrap_or(VarInt::MAX)
+}
+
+/// Streams that a peer may open at first. quinn uses some 80 bytes for each allowed stream.
+pub(super) const INITIAL_STREAM_LIMIT: u32 = 32;
+/// Time that `close` waits until the peer has received the sent data, and `wait_idle` until it has
+/// received the close frame.
+pub(super) const FLUSH_LIMIT: Duration = Duration::from_secs(1);

@@ -1,0 +1,100 @@
+//! The meaning of quinn's connection errors.
+
+use std::io;
+
+use crate::tls;
+use crate::transport::HandshakeError;
+use crate::wire::code::CloseCode;
+
+/// Maps the error of a dial. Only a rejected certificate is certain to come from the server. Any
+/// device on the path can answer a QUIC packet otherwise, and such an answer must not prevent the
+/// fallback to TCP.
+pub(super) fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
+    let code = match &error {
+        quinn::ConnectionError::TransportError(ours) => Some(u64::from(ours.code)),
+        quinn::ConnectionError::ConnectionClosed(theirs) => Some(u64::from(theirs.error_code)),
+        quinn::ConnectionError::TimedOut => return HandshakeError::Timeout,
+        _ => None,
+    };
+    let alert = code
+        .and_then(|code| code.checked_sub(CRYPTO_ERROR))
+        .is_some_and(|alert| CERTIFICATE_ALERTS.contains(&alert) || alert == CERTIFICATE_REQUIRED);
+    let reported = matches!(error, quinn::ConnectionError::ConnectionClosed(_));
+    if let Some((code, reason)) = code.filter(|_| reported).and_then(verdict) {
+        HandshakeError::CertificateRejected(code, reason.to_owned())
+    } else if alert {
+        let expired = code == Some(CRYPTO_ERROR + u64::from(tls::CERTIFICATE_EXPIRED));
+        let hint = if expired { tls::CLOCK_HINT } else { "" };
+        HandshakeError::Transport(format!("{error}{hint}"))
+    } else if reported && code == Some(CONNECTION_REFUSED) {
+        HandshakeError::Refused
+    } else {
+        HandshakeError::Connect(io::Error::new(
+            io::ErrorKind::ConnectionRefused,
+            error.to_string(),
+        ))
+    }
+}
+
+pub(super) fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {
+    match error {
+        quinn::ConnectionError::TimedOut => HandshakeError::Timeout,
+        other => HandshakeError::Transport(other.to_string()),
+    }
+}
+
+/// Returns the close code and the text if a QUIC error code means that the server rejected this
+/// agent's certificate.
+pub(super) fn verdict(code: u64) -> Option<(CloseCode, &'static str)> {
+    let alert = code.checked_sub(CRYPTO_ERROR)?;
+    tls::alert_meaning(u8::try_from(alert).ok()?)
+}
+
+/// The transport error of a server that accepts no new connections at the moment (RFC 9000, section
+/// 20.1).
+const CONNECTION_REFUSED: u64 = 0x2;
+/// Offset of TLS alerts in QUIC error codes (RFC 9001, section 4.8).
+const CRYPTO_ERROR: u64 = 0x100;
+/// Alerts from handshake_failure to decrypt_error, about certificates and their keys (RFC 8446,
+/// section 6.2).
+const CERTIFICATE_ALERTS: std::ops::RangeInclusive<u64> = 40..=51;
+const CERTIFICATE_REQUIRED: u64 = 116;
+
+#[cfg(test)]
+mod tests {
+    use quinn::ConnectionError;
+    use quinn_proto::{TransportError, TransportErrorCode};
+
+    use super::*;
+
+    #[test]
+    fn only_a_verdict_about_a_certificate_is_an_alert() {
+        let reported = |code| {
+            dial_error(ConnectionError::TransportError(TransportError {
+                code,
+                frame: None,
+                reason: String::new(),
+            }))
+        };
+        for alert in [42, 46, 48, 116] {
+            let error = reported(TransportErrorCode::crypto(alert));
+            assert!(matches!(error, HandshakeError::Transport(_)), "{alert}");
+        }
+        // no_application_protocol: another service uses the port.
+        let others = [
+            TransportErrorCode::crypto(120),
+            TransportErrorCode::CONNECTION_REFUSED,
+            TransportErrorCode::PROTOCOL_VIOLATION,
+        ];
+        for other in others {
+            assert!(
+                matches!(reported(other), HandshakeError::Connect(_)),
+                "{other}"
+            );
+        }
+        let silent = dial_error(ConnectionError::TimedOut);
+        assert!(matches!(silent, HandshakeError::Timeout));
+        let mismatch = dial_error(ConnectionError::VersionMismatch);
+        assert!(matches!(mismatch, HandshakeError::Connect(_)));
+    }
+}
