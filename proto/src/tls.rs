@@ -13,93 +13,31 @@ use std::sync::Arc;
 
 use rustls::client::danger::ServerCertVerifier;
 use rustls::client::{Resumption, WebPkiServerVerifier};
-use rustls::crypto::CryptoProvider;
-use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
-use rustls::sign::{CertifiedKey, SigningKey, SingleCertAndKey};
-use rustls::{ClientConfig, Error, InconsistentKeys, RootCertStore, ServerConfig};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use zeroize::Zeroizing;
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
 
 use crate::wire::ALPN_ENROLL;
 
 mod alerts;
 mod client_verifier;
+mod crypto;
 pub mod files;
 mod proof;
 mod reloadable;
 mod server_verifier;
+mod trust;
 
 pub use alerts::clock_hint;
 pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, is_tls_error, received_alert};
 pub use alerts::{alert_meaning, is_certificate_rejection};
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};
+pub use crypto::{certified_key, provider, signing_key};
 pub use proof::{ProofError, sign_proof, verify_proof};
 pub use reloadable::{ReloadableIdentity, ReloadableKey};
 use server_verifier::{ExpectedServer, ServerVerifier};
-
-/// The way in which a client authenticates the CA of its server.
-#[derive(Debug, Clone)]
-pub enum Trust {
-    /// The client accepts a chain to one of these roots.
-    Roots(Arc<RootCertStore>),
-    /// The client accepts the root whose public key has this SHA-256 hash. The server sends the
-    /// root in its chain.
-    Pin([u8; 32]),
-    /// The client accepts a chain to one of these roots if the certificate has this name. The
-    /// server role is not required. For certificates that the operator provides.
-    Named(Arc<RootCertStore>, ServerName<'static>),
-}
-
-/// Returns the crypto provider of the process.
-#[must_use]
-pub fn provider() -> Arc<CryptoProvider> {
-    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
-}
-
-/// Returns a signing key for a private key. The bytes of `key` are wiped.
-///
-/// # Errors
-/// When the kind of the key is unknown.
-pub fn signing_key(key: PrivateKeyDer<'static>) -> Result<Arc<dyn SigningKey>, Error> {
-    any_supported_type(&Zeroizing::new(key))
-}
-
-/// Returns a certificate chain with its private key, and checks that the key belongs to the leaf.
-/// The bytes of `key` are wiped.
-///
-/// # Errors
-/// When the key is not usable or does not belong to the leaf.
-pub fn certified_key(
-    chain: Vec<CertificateDer<'static>>,
-    key: PrivateKeyDer<'static>,
-) -> Result<Arc<CertifiedKey>, Error> {
-    let own = CertifiedKey::new(chain, signing_key(key)?);
-    match own.keys_match() {
-        Ok(()) | Err(Error::InconsistentKeys(InconsistentKeys::Unknown)) => Ok(Arc::new(own)),
-        Err(error) => Err(error),
-    }
-}
-
-/// Returns a store of the given roots.
-///
-/// # Errors
-/// When one of the certificates is not usable, or there is none.
-pub fn roots<'a>(
-    certificates: impl IntoIterator<Item = CertificateDer<'a>>,
-) -> Result<Arc<RootCertStore>, Error> {
-    let mut store = RootCertStore::empty();
-    for certificate in certificates {
-        store.add(certificate.into_owned())?;
-    }
-    if store.is_empty() {
-        return Err(Error::General(
-            "no CA certificate; at least one is required".into(),
-        ));
-    }
-    Ok(Arc::new(store))
-}
+pub use trust::{Trust, roots};
 
 /// Returns the server's configuration for sessions over the transport of `alpn`. The server
 /// requires a client certificate that chains to `agent_roots` and has the agent role.

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use rcgen::ExtendedKeyUsagePurpose;
 use rustls::{ClientConnection, ServerConnection};
-use rustls_pki_types::UnixTime;
+use rustls_pki_types::{CertificateDer, UnixTime};
 
 use super::test_ca::TestCa;
 use rustls::sign::SingleCertAndKey;
