@@ -21,9 +21,7 @@ use tokio_rustls::{TlsConnector, server};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::flow::connection_window;
-use super::{
-    CloseReason, Dialer, HandshakeError, Session, SessionSettings, Traffic, TransportKind,
-};
+use super::{Dialer, HandshakeError, Session, SessionSettings, Traffic, TransportKind};
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::tcp::{self, Connect, ServerAddr};
 use crate::tls;
@@ -37,7 +35,7 @@ mod session;
 mod stream;
 
 use control_rate::PREFACE_BYTES;
-use driver::{Connection, Driver, WINDOW_SIZE_MAX, network};
+use driver::{Connection, Driver, WINDOW_SIZE_MAX};
 use io::ConnIo;
 use session::{CLOSE_STREAM_URI, H2Session, SessionShared};
 use stream::StreamShared;
@@ -283,11 +281,6 @@ fn max_pending_resets(streams: u32) -> usize {
         .unwrap_or(usize::MAX)
         .saturating_mul(2)
         .clamp(PENDING_RESETS_MIN, 1 << 18)
-}
-
-/// Returns the reason for a session that was lost without a close message.
-fn connection_lost() -> CloseReason {
-    network(CloseCode::Dead, "connection was lost")
 }
 
 #[cfg(test)]

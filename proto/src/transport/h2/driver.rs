@@ -30,7 +30,7 @@ use tracing::debug;
 
 use super::io::ConnIo;
 use super::pump::{Input, Pump};
-use super::session::{Commands, SessionShared};
+use super::session::{Commands, SessionShared, network};
 use super::stream::{H2Stream, Output, StreamShared};
 use crate::tls;
 use crate::transport::flow::SessionFlow;
@@ -425,13 +425,5 @@ impl<S> Drop for Driver<S> {
     fn drop(&mut self) {
         self.pumps.clear();
         self.shared.terminate();
-    }
-}
-
-pub(super) fn network(code: CloseCode, reason: &str) -> CloseReason {
-    CloseReason {
-        by: ClosedBy::Network,
-        code,
-        reason: reason.to_owned(),
     }
 }

@@ -22,7 +22,8 @@ use super::stream::{H2Stream, StreamShared};
 use crate::identity::PeerIdentity;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{
-    CloseReason, Health, IncomingStream, Session, SessionError, Stream, Traffic, TransportKind,
+    CloseReason, ClosedBy, Health, IncomingStream, Session, SessionError, Stream, Traffic,
+    TransportKind,
 };
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
@@ -106,7 +107,7 @@ impl SessionShared {
         let discarded = std::mem::take(&mut commands.pumps);
         drop(commands);
         drop(discarded);
-        self.set_closed(super::connection_lost());
+        self.set_closed(connection_lost());
         self.terminated.cancel();
     }
 
@@ -127,7 +128,7 @@ impl SessionShared {
             biased;
             () = self.established.cancelled() => Ok(()),
             reason = closed.wait_for(Option::is_some) => {
-                Err(reason.ok().and_then(|reason| reason.clone()).unwrap_or_else(super::connection_lost))
+                Err(reason.ok().and_then(|reason| reason.clone()).unwrap_or_else(connection_lost))
             }
         }
     }
@@ -298,7 +299,7 @@ impl Session for H2Session {
             .await
             .ok()
             .and_then(|reason| reason.clone());
-        ended.unwrap_or_else(super::connection_lost)
+        ended.unwrap_or_else(connection_lost)
     }
 
     fn peer(&self) -> &PeerIdentity {
@@ -311,5 +312,18 @@ impl Session for H2Session {
 
     fn transport(&self) -> TransportKind {
         TransportKind::H2
+    }
+}
+
+/// Returns the reason for a session that was lost without a close message.
+fn connection_lost() -> CloseReason {
+    network(CloseCode::Dead, "connection was lost")
+}
+
+pub(super) fn network(code: CloseCode, reason: &str) -> CloseReason {
+    CloseReason {
+        by: ClosedBy::Network,
+        code,
+        reason: reason.to_owned(),
     }
 }
