@@ -18,12 +18,10 @@ mod sanitize;
 
 pub use dropped::DroppedLines;
 use dropped::{DROPPED, DroppedCounts};
+pub use log_writer::ACCESS;
 use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
 pub use rate_limit::LogRateLimit;
 use sanitize::{MakeLineWriter, Sanitizer};
-
-/// The `target` of access log events.
-pub const ACCESS: &str = "access";
 
 /// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -32,6 +32,9 @@ const PANIC_WAIT: Duration = Duration::from_millis(100);
 /// Time that the end of the process waits for a blocked output.
 pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The `target` of access log events.
+pub const ACCESS: &str = "access";
+
 /// The kind of a line. The kind decides which lines are dropped first when the queue is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LineKind {

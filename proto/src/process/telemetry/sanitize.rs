@@ -9,9 +9,8 @@ use std::sync::Arc;
 use tracing::Metadata;
 use tracing_subscriber::fmt::MakeWriter;
 
-use super::ACCESS;
 use super::dropped::NOTICE;
-use super::log_writer::{BatchWriter, LineKind};
+use super::log_writer::{ACCESS, BatchWriter, LineKind};
 use crate::process::panics;
 
 /// The output format for which a line is sanitized.
