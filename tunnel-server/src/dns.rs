@@ -15,6 +15,7 @@ use tunnel_proto::wire::name::NodeName;
 
 mod answer;
 mod limiter;
+mod listeners;
 mod loop_detection;
 mod metrics;
 mod names;
@@ -28,11 +29,11 @@ mod upstream;
 
 pub use crate::dns::snapshot::restore;
 pub use answer::{AnswerContext, ClientQuery, Decision, Transport, decide};
+pub use listeners::{Dns, DnsInputs, DnsSockets};
 pub use loop_detection::LoopError;
 pub use metrics::{DnsMetrics, QueryOutcome};
 pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
-pub use server::{Dns, DnsInputs, DnsSockets};
 pub use settings::{ClusterDomain, DnsLimits, DnsSettings, Resolvers};
 pub use udp::DnsSocket;
 

@@ -1,69 +1,33 @@
-//! The embedded DNS server: sockets, limits and forwarding around the pure decision in `answer.rs`.
+//! The embedded DNS server: limits and forwarding around the pure decision in `answer.rs`.
 //!
 //! hickory's own server is not used. That server accepts any number of TCP connections, and answers
 //! malformed messages before a limit or a counter sees them. This module uses hickory's messages
 //! and its client.
 
 use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use hickory_proto::op::ResponseCode;
-use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tracing::{debug, info, warn};
-use tunnel_proto::process::shutdown::Shutdown;
+use tracing::debug;
 
 use super::answer::{self, AnswerContext, ClientQuery, Decision, Transport};
 use super::limiter::{Limiter, SourcePermit};
-use super::loop_detection::{LoopDetector, LoopError};
+use super::loop_detection::LoopDetector;
 use super::metrics::{DnsMetrics, QueryOutcome};
-use super::udp::DnsSocket;
-use super::{DnsLimits, DnsSettings, Names, Records, Resolvers, tcp, udp, upstream};
-use crate::dns::snapshot;
-use crate::store::data_dir::DataDir;
-
-/// The UDP and TCP sockets, bound to one port.
-#[derive(Debug)]
-pub struct DnsSockets {
-    /// Socket for queries over UDP.
-    pub udp: DnsSocket,
-    /// Listener for queries over TCP.
-    pub tcp: TcpListener,
-}
-
-/// Inputs of [`Dns::start`].
-#[derive(Debug)]
-pub struct DnsInputs<'a> {
-    /// Sockets to serve.
-    pub sockets: DnsSockets,
-    /// Names and resolvers.
-    pub settings: &'a DnsSettings,
-    /// Records to answer from. The source of the nodes updates them.
-    pub records: Records,
-    /// Data directory with the record snapshot.
-    pub data: &'a DataDir,
-    /// Limits of the server.
-    pub limits: DnsLimits,
-    /// Metrics of the server.
-    pub metrics: DnsMetrics,
-}
-
-/// A running DNS server.
-#[derive(Debug)]
-pub struct Dns(Arc<Server>);
+use super::{DnsLimits, Names, Records, upstream};
 
 /// State that both transports share.
 #[derive(Debug)]
 pub(super) struct Server {
-    names: Names,
-    records: Records,
-    limits: DnsLimits,
-    limiter: Limiter,
-    forwards: Arc<Semaphore>,
-    loop_detection: LoopDetector,
-    metrics: DnsMetrics,
+    pub(super) names: Names,
+    pub(super) records: Records,
+    pub(super) limits: DnsLimits,
+    pub(super) limiter: Limiter,
+    pub(super) forwards: Arc<Semaphore>,
+    pub(super) loop_detection: LoopDetector,
+    pub(super) metrics: DnsMetrics,
 }
 
 /// Action for one message.
@@ -80,59 +44,6 @@ pub(super) struct Forward {
     client_query: ClientQuery,
     resolvers: Vec<SocketAddr>,
     _permits: (OwnedSemaphorePermit, SourcePermit),
-}
-
-impl Dns {
-    /// Serves until `shutdown` stops, because names must resolve while running requests end.
-    /// Persists the records after each change for [`super::restore`] in the next run.
-    ///
-    /// Answers from `records` immediately. Fill them before the start if nodes are already known.
-    /// Otherwise queries for their names go to other resolvers.
-    #[must_use]
-    pub fn start(parts: DnsInputs<'_>, shutdown: &Shutdown) -> Self {
-        snapshot::persist(parts.data, &parts.records, shutdown);
-        let names = Names {
-            zone: parts.settings.zone.clone(),
-            clusters: parts.settings.clusters.clone(),
-            default_resolvers: default_resolvers(&parts.settings.default_resolvers),
-        };
-        info!(
-            zone = names.zone.as_ref().map(tracing::field::display),
-            resolvers = ?names.default_resolvers,
-            "answering DNS"
-        );
-        let server = Arc::new(Server {
-            names,
-            records: parts.records,
-            limits: parts.limits,
-            limiter: Limiter::new(parts.limits.per_source),
-            forwards: Arc::new(Semaphore::new(parts.limits.forwards)),
-            loop_detection: LoopDetector::default(),
-            metrics: parts.metrics,
-        });
-        shutdown.spawn_listener(udp::serve(server.clone(), parts.sockets.udp));
-        shutdown.spawn_listener(tcp::serve(
-            server.clone(),
-            parts.sockets.tcp,
-            parts.limits.connections,
-        ));
-        Self(server)
-    }
-
-    /// Probes for forwarding loops once, then periodically until `shutdown` stops. The first probe
-    /// takes as long as the slowest resolver, at most one second.
-    ///
-    /// # Errors
-    /// Returns [`LoopError`] if a resolver forwards queries back to this server.
-    pub async fn start_loop_detection(&self, shutdown: &Shutdown) -> Result<(), LoopError> {
-        if !self.0.names.is_forwarding() {
-            return Ok(());
-        }
-        self.0.loop_detection.probe(&self.0.names).await?;
-        let server = self.0.clone();
-        shutdown.spawn_service(async move { server.loop_detection.run(&server.names).await });
-        Ok(())
-    }
 }
 
 impl Server {
@@ -233,25 +144,3 @@ impl Server {
         connection_permit
     }
 }
-
-fn default_resolvers(resolvers: &Resolvers) -> Vec<SocketAddr> {
-    match resolvers {
-        Resolvers::These(these) => these.clone(),
-        Resolvers::Host => {
-            let found = upstream::host_resolvers(Path::new(RESOLV_CONF));
-            let found = found.unwrap_or_else(|error| {
-                debug!(%error, "cannot read {RESOLV_CONF}");
-                Vec::new()
-            });
-            if found.is_empty() {
-                warn!(
-                    "{RESOLV_CONF} names no resolver; DNS queries for other names are refused; set one with \
-                     --dns-upstream"
-                );
-            }
-            found
-        }
-    }
-}
-
-const RESOLV_CONF: &str = "/etc/resolv.conf";
