@@ -28,10 +28,10 @@ mod udp;
 mod upstream;
 
 pub use crate::dns::snapshot::restore;
-pub use answer::{AnswerContext, ClientQuery, Decision, Transport, decide};
+pub use answer::{AnswerContext, ClientQuery, Decision, QueryOutcome, Transport, decide};
 pub use listeners::{Dns, DnsInputs, DnsSockets};
 pub use loop_detection::LoopError;
-pub use metrics::{DnsMetrics, QueryOutcome};
+pub use metrics::DnsMetrics;
 pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
 pub use settings::{ClusterDomain, DnsLimits, DnsSettings, Resolvers};

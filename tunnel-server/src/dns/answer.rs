@@ -11,7 +11,6 @@ use hickory_proto::rr::rdata::SOA;
 use hickory_proto::rr::{DNSClass, Name, RData, Record, RecordType};
 use hickory_proto::serialize::binary::{BinDecodable, BinDecoder};
 
-use super::metrics::QueryOutcome;
 use super::names::{NameResolution, Names};
 use super::{Addresses, RecordSet};
 
@@ -23,6 +22,31 @@ pub enum Transport {
     Udp,
     /// TCP. Each message is preceded by its length.
     Tcp,
+}
+
+/// Outcome of a query.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum QueryOutcome {
+    /// The server answered with the address of a node.
+    Node,
+    /// The name is local but has no record of the requested type.
+    NoData,
+    /// The name does not exist.
+    NoName,
+    /// Another resolver answered.
+    Forwarded,
+    /// No other resolver answered in time: SERVFAIL.
+    UpstreamFailed,
+    /// The limit of forwarded queries is reached: SERVFAIL.
+    Busy,
+    /// This server does not support the query, or no resolver is configured for the name.
+    Refused,
+    /// The message is not a valid query.
+    Malformed,
+    /// The client exceeded its rate limit. The server does not answer.
+    Limited,
+    /// The query is a probe of this server that a resolver sent back.
+    Loop,
 }
 
 /// Inputs for answering a query.

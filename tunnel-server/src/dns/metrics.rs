@@ -13,7 +13,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
 use super::Records;
-use super::answer::Transport;
+use super::answer::{QueryOutcome, Transport};
 
 /// Metrics of the embedded DNS server. Clones share them.
 #[derive(Debug, Clone)]
@@ -21,31 +21,6 @@ pub struct DnsMetrics {
     queries: Family<QueryLabels, Counter>,
     forward_seconds: Histogram,
     connections_waited: Counter,
-}
-
-/// Outcome of a query.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum QueryOutcome {
-    /// The server answered with the address of a node.
-    Node,
-    /// The name is local but has no record of the requested type.
-    NoData,
-    /// The name does not exist.
-    NoName,
-    /// Another resolver answered.
-    Forwarded,
-    /// No other resolver answered in time: SERVFAIL.
-    UpstreamFailed,
-    /// The limit of forwarded queries is reached: SERVFAIL.
-    Busy,
-    /// This server does not support the query, or no resolver is configured for the name.
-    Refused,
-    /// The message is not a valid query.
-    Malformed,
-    /// The client exceeded its rate limit. The server does not answer.
-    Limited,
-    /// The query is a probe of this server that a resolver sent back.
-    Loop,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]

@@ -12,10 +12,10 @@ use hickory_proto::op::ResponseCode;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::debug;
 
-use super::answer::{self, AnswerContext, ClientQuery, Decision, Transport};
+use super::answer::{self, AnswerContext, ClientQuery, Decision, QueryOutcome, Transport};
 use super::limiter::{Limiter, SourcePermit};
 use super::loop_detection::LoopDetector;
-use super::metrics::{DnsMetrics, QueryOutcome};
+use super::metrics::DnsMetrics;
 use super::{DnsLimits, Names, Records, upstream};
 
 /// State that both transports share.
