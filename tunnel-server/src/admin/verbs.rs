@@ -7,7 +7,6 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use tunnel_proto::process::files;
-use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::status::NodeStatus;
@@ -18,123 +17,13 @@ use crate::ca::{CaError, LocalCa};
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::{DataDir, rfc3339};
 
+mod args;
 pub mod connect;
 mod healthcheck;
 mod table;
 
-/// The argument that names the data directory.
-#[derive(Debug, Clone, clap::Args)]
-pub struct DataDirArg {
-    /// Directory with the CA, keys, tokens and known nodes
-    #[arg(
-        long,
-        value_name = "DIR",
-        env = "TUNNEL_SERVER_DATA_DIR",
-        default_value = "/var/lib/tunnel-server",
-        global = true
-    )]
-    pub data_dir: PathBuf,
-}
-
-/// The output format of a list.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum OutputFormat {
-    /// Table for reading in a terminal.
-    Table,
-    /// JSON for scripts and programs.
-    Json,
-}
-
-/// Join tokens, by which agents get their first certificate.
-#[derive(Debug, Clone, clap::Subcommand)]
-pub enum TokenVerb {
-    /// Create a token; prints only the token on standard output, and the full agent command on
-    /// standard error
-    Create {
-        /// Node that the token is for
-        #[arg(long, value_name = "NAME")]
-        node: NodeName,
-        /// Time for which the token can be used, as in 30m, 1h or 7d
-        #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
-        ttl: Duration,
-        /// Address by which requests may name the node; repeatable
-        #[arg(long = "ip", value_name = "IP")]
-        ips: Vec<IpAddr>,
-        /// Data directory of the server.
-        #[command(flatten)]
-        data_dir: DataDirArg,
-    },
-    /// List the tokens and who used them
-    List {
-        /// Output format of the list
-        #[arg(short, long, value_enum, default_value = "table")]
-        output: OutputFormat,
-        /// Data directory of the server.
-        #[command(flatten)]
-        data_dir: DataDirArg,
-    },
-    /// Revoke a token; certificates issued with it stay valid
-    Revoke {
-        /// First part of the token, as shown in the list
-        id: String,
-        /// Data directory of the server.
-        #[command(flatten)]
-        data_dir: DataDirArg,
-    },
-}
-
-/// List the known nodes and whether they are connected.
-#[derive(Debug, Clone, clap::Args)]
-pub struct NodesArgs {
-    /// Action on one node, instead of the list.
-    #[command(subcommand)]
-    pub verb: Option<NodesVerb>,
-    /// Output format of the list
-    #[arg(short, long, value_enum, default_value = "table")]
-    pub output: OutputFormat,
-    /// Data directory of the server.
-    #[command(flatten)]
-    pub data_dir: DataDirArg,
-}
-
-/// Actions on a node.
-#[derive(Debug, Clone, clap::Subcommand)]
-pub enum NodesVerb {
-    /// Refuse all certificates of a node and close its sessions: for a stolen or compromised edge
-    ///
-    /// The join tokens of the node are revoked too. A new token admits the node again with a new
-    /// certificate.
-    Revoke {
-        /// Name of the node
-        name: NodeName,
-    },
-    /// Forget a node that will not come back; its certificates stay valid unless they are revoked
-    Forget {
-        /// Name of the node
-        name: NodeName,
-    },
-}
-
-/// Print the CA's certificate; callers of the HTTPS listener need it.
-#[derive(Debug, Clone, clap::Args)]
-pub struct CaArgs {
-    /// Data directory of the server.
-    #[command(flatten)]
-    pub data_dir: DataDirArg,
-}
-
-/// Ask the running server whether it is ready.
-#[derive(Debug, Clone, clap::Args)]
-pub struct HealthcheckArgs {
-    /// Meta address of the server
-    #[arg(
-        long,
-        value_name = "ADDR",
-        env = "TUNNEL_SERVER_META_LISTEN",
-        default_value_t = format!("127.0.0.1:{PORT_SERVER_META}")
-    )]
-    pub meta_listen: String,
-}
+pub use args::{CaArgs, DataDirArg, HealthcheckArgs, NodesArgs, NodesVerb, OutputFormat, TokenVerb};
+use connect::ConnectArgs;
 
 /// The reason why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -326,13 +215,25 @@ impl CaArgs {
     }
 }
 
+impl ConnectArgs {
+    /// Connects and copies bytes until the node closes its side.
+    ///
+    /// # Errors
+    /// Returns a [`VerbError`].
+    pub async fn run(self) -> Result<(), VerbError> {
+        Ok(self.relay().await?)
+    }
+}
+
 impl HealthcheckArgs {
     /// Asks the server's meta port whether the server is ready, and prints one line.
     ///
     /// # Errors
     /// Returns [`VerbError::NotReady`].
     pub async fn run(self) -> Result<(), VerbError> {
-        healthcheck::check_ready(&self.meta_listen).await?;
+        healthcheck::check_ready(&self.meta_listen)
+            .await
+            .map_err(VerbError::NotReady)?;
         VerbOutput::out("ready\n".into()).print()
     }
 }

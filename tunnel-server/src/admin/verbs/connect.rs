@@ -21,7 +21,7 @@ use tunnel_proto::tls;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::{DataDirArg, VerbError};
+use super::args::DataDirArg;
 
 /// Connect standard input and output to a port of a node.
 #[derive(Debug, Clone, clap::Args)]
@@ -86,15 +86,7 @@ pub enum ConnectError {
 }
 
 impl ConnectArgs {
-    /// Connects and copies bytes until the node closes its side.
-    ///
-    /// # Errors
-    /// Returns a [`VerbError`].
-    pub async fn run(self) -> Result<(), VerbError> {
-        Ok(self.relay().await?)
-    }
-
-    async fn relay(&self) -> Result<(), ConnectError> {
+    pub(super) async fn relay(&self) -> Result<(), ConnectError> {
         let Some(server) = &self.server else {
             let path = self.uds.clone();
             let path = path.unwrap_or_else(|| self.data_dir.data_dir.join(ADMIN_SOCKET));

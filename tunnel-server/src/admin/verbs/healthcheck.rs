@@ -9,15 +9,14 @@ use http_body_util::{BodyExt, Empty, Limited};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
-use super::VerbError;
-
-/// Requests `/readyz` at the address on which the server listens.
-pub(super) async fn check_ready(listen: &str) -> Result<(), VerbError> {
+/// Requests `/readyz` at the address on which the server listens. Returns why the server is not
+/// ready.
+pub(super) async fn check_ready(listen: &str) -> Result<(), String> {
     let address = dialable(listen);
     let (status, body) = tokio::time::timeout(TIMEOUT, read(&address))
         .await
         .unwrap_or_else(|_elapsed| Err(format!("no answer in {} s", TIMEOUT.as_secs())))
-        .map_err(|problem| VerbError::NotReady(format!("{address}: {problem}")))?;
+        .map_err(|problem| format!("{address}: {problem}"))?;
     if status == StatusCode::OK {
         return Ok(());
     }
@@ -25,11 +24,11 @@ pub(super) async fn check_ready(listen: &str) -> Result<(), VerbError> {
         .lines()
         .filter_map(|line| line.strip_prefix("[-] "))
         .collect();
-    Err(VerbError::NotReady(if waiting.is_empty() {
+    Err(if waiting.is_empty() {
         format!("{address} answers {status}")
     } else {
         format!("waiting for {}", waiting.join(", "))
-    }))
+    })
 }
 
 async fn read(address: &str) -> Result<(StatusCode, String), String> {
@@ -86,6 +85,7 @@ mod tests {
     use tunnel_proto::process::meta::{Meta, Readiness};
     use tunnel_proto::process::shutdown::Shutdown;
 
+    use super::super::VerbError;
     use super::*;
 
     #[test]
@@ -104,7 +104,7 @@ mod tests {
         let block = readiness.block("listeners");
         Meta::new(readiness, Registry::default()).start(listener, &shutdown);
 
-        let waiting = check_ready(&address).await.unwrap_err();
+        let waiting = VerbError::NotReady(check_ready(&address).await.unwrap_err());
         assert_eq!(waiting.to_string(), "not ready: waiting for listeners");
         assert_eq!(waiting.exit_code(), 1);
         drop(block);
