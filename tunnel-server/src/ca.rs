@@ -2,17 +2,15 @@
 //! of agents and of the server, and can be replaced while the server runs.
 
 use std::fmt;
-use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 use rcgen::string::Ia5String;
 use rcgen::{
-    CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
-    KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
+    CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose, PublicKeyData,
+    SanType,
 };
-use rustls::server::ResolvesServerCert;
 use rustls::sign::{CertifiedKey, SigningKey};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::sync::watch;
@@ -23,13 +21,14 @@ use tunnel_proto::tls;
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
 
-use crate::store::data_dir::{DataDir, random, whole_seconds};
+use crate::store::data_dir::{DataDir, whole_seconds};
 
 pub mod attestation;
 mod cert_resolver;
 mod csr;
 pub mod distrusted;
 pub mod enrollment;
+mod error;
 mod key_binding;
 mod material;
 pub mod renewal;
@@ -39,7 +38,10 @@ pub mod tokens;
 
 pub use crate::ca::csr::AgentCsr;
 pub use crate::ca::serving_names::ServingNames;
+pub use cert_resolver::{IsKnown, OnIssue};
+pub use error::{CaError, IssueError};
 pub use material::CaMaterial;
+use material::{common_name, serial};
 
 /// Default lifetime of every certificate except the CA's own. `limits.certificateLife` overrides
 /// it.
@@ -57,38 +59,6 @@ pub struct LocalCa {
     serving_key: LeafKey,
 }
 
-/// The reason why the CA cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum CaError {
-    /// A file cannot be read or created; the text names the file.
-    #[error("{0}")]
-    File(#[from] io::Error),
-    /// The certificate exists, but its private key does not.
-    #[error(
-        "{0} exists, but its key {1} is missing; restore the key, or remove both to create a new CA"
-    )]
-    KeyMissing(String, String),
-    /// The content of a file does not match its name.
-    #[error("{name} holds no usable {what}: {problem}")]
-    Damaged {
-        /// Path of the file, or key in the Secret.
-        name: String,
-        /// Expected content.
-        what: &'static str,
-        /// Description of the error.
-        problem: String,
-    },
-    /// The key and the certificate do not match.
-    #[error("{0} and {1} do not belong together")]
-    Mismatch(String, String),
-    /// A new key or certificate cannot be generated.
-    #[error("cannot generate a key or certificate")]
-    Generate(#[source] rcgen::Error),
-    /// The TLS library rejects the new key.
-    #[error("cannot use a new key for TLS")]
-    Tls(#[source] rustls::Error),
-}
-
 /// A certificate for an agent, with its chain.
 #[derive(Debug, Clone)]
 pub struct AgentCertificate {
@@ -98,23 +68,6 @@ pub struct AgentCertificate {
     pub roots: Vec<CertificateDer<'static>>,
     /// Time at which the leaf expires.
     pub not_after: SystemTime,
-}
-
-/// The reason why a certificate is not issued.
-#[derive(Debug, thiserror::Error)]
-pub enum IssueError {
-    /// The request does not parse, is not signed by its own key, or asks for unknown extensions.
-    #[error("certificate request is malformed or not signed by its own key")]
-    Request(#[source] rcgen::Error),
-    /// The type or size of the key is not supported.
-    #[error("key is not P-256, P-384, Ed25519 or RSA of at least 2048 bits")]
-    Key,
-    /// The certificate cannot be signed.
-    #[error("cannot sign a certificate")]
-    Sign(#[source] rcgen::Error),
-    /// The operating system returned no random bytes.
-    #[error("cannot generate a serial number")]
-    Serial(#[source] io::Error),
 }
 
 impl LocalCa {
@@ -264,35 +217,6 @@ impl LocalCa {
         })
     }
 
-    /// Returns a resolver for the server's credentials for agents. The certificate has the role
-    /// `culvert://server`. The chain contains the root, for agents that know the root only by its
-    /// hash. The resolver reissues the certificate at half of its lifetime and calls `on_issue`
-    /// with the expiry of each certificate.
-    #[must_use]
-    pub fn server_resolver(self: &Arc<Self>, on_issue: OnIssue) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(cert_resolver::ServerCertResolver::new(
-            self.clone(),
-            on_issue,
-        ))
-    }
-
-    /// Returns a resolver that selects serving certificates of the HTTPS listener by SNI: one per
-    /// known node, and a default for the listener's own names, which also answers clients without
-    /// SNI and unknown names. The certificates carry no role, so they can never identify the tunnel
-    /// server to agents.
-    #[must_use]
-    pub fn serving_resolver(
-        self: &Arc<Self>,
-        is_known: IsKnown,
-        own: ServingNames,
-    ) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(cert_resolver::ServingCertResolver::new(
-            self.clone(),
-            is_known,
-            own,
-        ))
-    }
-
     fn server_leaf(&self, now: SystemTime) -> Result<CertifiedKey, IssueError> {
         let leaf = LeafParams {
             common_name: "culvert server".into(),
@@ -366,12 +290,6 @@ impl fmt::Debug for LocalCa {
     }
 }
 
-/// A callback that returns whether a node is known. Handshakes call it, so it must be quick.
-pub type IsKnown = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
-
-/// A callback that receives the expiry of the certificate that was just issued.
-pub type OnIssue = Box<dyn Fn(SystemTime) + Send + Sync>;
-
 /// The fields that differ between certificates signed by the CA.
 struct LeafParams {
     common_name: String,
@@ -394,28 +312,11 @@ impl LeafKey {
     }
 }
 
-/// Returns a positive random number of 16 bytes (RFC 5280, section 4.1.2.2: at most 20).
-fn serial() -> io::Result<SerialNumber> {
-    let mut bytes = random::<16>()?;
-    bytes[0] = bytes[0] & 0x7f | 0x40;
-    Ok(SerialNumber::from_slice(&bytes))
-}
-
-fn common_name(text: &str) -> DistinguishedName {
-    let mut name = DistinguishedName::new();
-    let fits: String = text.chars().take(COMMON_NAME_MAX).collect();
-    name.push(DnType::CommonName, fits);
-    name
-}
-
 fn uri(role: &Role) -> Result<SanType, IssueError> {
     Ia5String::try_from(role.uri())
         .map(SanType::URI)
         .map_err(IssueError::Sign)
 }
-
-/// Maximum length of a common name (RFC 5280, appendix A, ub-common-name).
-const COMMON_NAME_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests;

@@ -15,7 +15,37 @@ use tracing::error;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{IsKnown, IssueError, LocalCa, OnIssue, ServingNames};
+use super::{IssueError, LocalCa, ServingNames};
+
+/// A callback that returns whether a node is known. Handshakes call it, so it must be quick.
+pub type IsKnown = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
+
+/// A callback that receives the expiry of the certificate that was just issued.
+pub type OnIssue = Box<dyn Fn(SystemTime) + Send + Sync>;
+
+impl LocalCa {
+    /// Returns a resolver for the server's credentials for agents. The certificate has the role
+    /// `culvert://server`. The chain contains the root, for agents that know the root only by its
+    /// hash. The resolver reissues the certificate at half of its lifetime and calls `on_issue`
+    /// with the expiry of each certificate.
+    #[must_use]
+    pub fn server_resolver(self: &Arc<Self>, on_issue: OnIssue) -> Arc<dyn ResolvesServerCert> {
+        Arc::new(ServerCertResolver::new(self.clone(), on_issue))
+    }
+
+    /// Returns a resolver that selects serving certificates of the HTTPS listener by SNI: one per
+    /// known node, and a default for the listener's own names, which also answers clients without
+    /// SNI and unknown names. The certificates carry no role, so they can never identify the tunnel
+    /// server to agents.
+    #[must_use]
+    pub fn serving_resolver(
+        self: &Arc<Self>,
+        is_known: IsKnown,
+        own: ServingNames,
+    ) -> Arc<dyn ResolvesServerCert> {
+        Arc::new(ServingCertResolver::new(self.clone(), is_known, own))
+    }
+}
 
 /// The server's credentials for agents.
 pub(super) struct ServerCertResolver {

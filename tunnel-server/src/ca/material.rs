@@ -2,11 +2,12 @@
 //! each other.
 
 use std::fmt;
+use std::io;
 use std::time::{Duration, SystemTime};
 
 use rcgen::{
-    BasicConstraints, Certificate, CertificateParams, IsCa, Issuer, KeyPair, KeyUsagePurpose,
-    PublicKeyData as _,
+    BasicConstraints, Certificate, CertificateParams, DistinguishedName, DnType, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, PublicKeyData as _, SerialNumber,
 };
 use rustls_pki_types::CertificateDer;
 use tunnel_proto::identity::{BACKDATED, sha256, spki_sha256};
@@ -14,8 +15,8 @@ use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
 use zeroize::Zeroizing;
 
-use super::{CaError, common_name, serial};
-use crate::store::data_dir::whole_seconds;
+use super::CaError;
+use crate::store::data_dir::{random, whole_seconds};
 
 /// A CA that can sign: its certificates and its key, checked against each other.
 pub struct CaMaterial {
@@ -139,5 +140,21 @@ pub(super) fn self_signed(key: &KeyPair, now: SystemTime) -> Result<Certificate,
     params.self_signed(key).map_err(CaError::Generate)
 }
 
+/// Returns a positive random number of 16 bytes (RFC 5280, section 4.1.2.2: at most 20).
+pub(super) fn serial() -> io::Result<SerialNumber> {
+    let mut bytes = random::<16>()?;
+    bytes[0] = bytes[0] & 0x7f | 0x40;
+    Ok(SerialNumber::from_slice(&bytes))
+}
+
+pub(super) fn common_name(text: &str) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    let fits: String = text.chars().take(COMMON_NAME_MAX).collect();
+    name.push(DnType::CommonName, fits);
+    name
+}
+
+/// Maximum length of a common name (RFC 5280, appendix A, ub-common-name).
+const COMMON_NAME_MAX: usize = 64;
 /// Lifetime of the CA certificate: 10 years.
 const CA_LIFE: Duration = Duration::from_secs(3653 * 24 * 60 * 60);
