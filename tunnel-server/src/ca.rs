@@ -40,7 +40,7 @@ pub use crate::ca::csr::AgentCsr;
 pub use crate::ca::serving_names::ServingNames;
 pub use cert_resolver::{IsKnown, OnIssue};
 pub use error::{CaError, IssueError};
-pub use material::CaMaterial;
+pub use material::{CaMaterial, SourceNames};
 use material::{common_name, serial};
 
 /// Default lifetime of every certificate except the CA's own. `limits.certificateLife` overrides
@@ -78,15 +78,18 @@ impl LocalCa {
     pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
         let _changing = dir.lock_files()?;
         let (key_path, certificate_path) = (dir.ca_key(), dir.ca_certificate());
-        let names = (
-            certificate_path.display().to_string(),
-            key_path.display().to_string(),
-        );
+        let names = SourceNames {
+            certificates: &certificate_path.display().to_string(),
+            key: &key_path.display().to_string(),
+        };
         let certificate = files::read(&certificate_path)?;
         let key = match files::read_secret(&key_path)? {
-            Some(pem) => material::read_key(&pem, &names.1)?,
+            Some(pem) => material::read_key(&pem, names.key)?,
             None if certificate.is_some() => {
-                return Err(CaError::KeyMissing(names.0, names.1));
+                return Err(CaError::KeyMissing(
+                    names.certificates.to_owned(),
+                    names.key.to_owned(),
+                ));
             }
             None => {
                 let key = KeyPair::generate().map_err(CaError::Generate)?;
@@ -103,7 +106,7 @@ impl LocalCa {
             info!(path = %certificate_path.display(), "created a CA");
             pem
         };
-        let material = CaMaterial::new(root_pem, key, (&names.0, &names.1))?;
+        let material = CaMaterial::new(root_pem, key, names)?;
         Self::new(Arc::new(material))
     }
 

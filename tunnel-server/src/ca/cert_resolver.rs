@@ -68,11 +68,11 @@ impl ServerCertResolver {
 
     pub(super) fn credential(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
         let mut cached = self.cached.lock();
+        let generation = Generation::new(&self.ca, 0);
         if !cached
             .as_ref()
-            .is_some_and(|cached| cached.is_fresh(&self.ca, 0, now))
+            .is_some_and(|cached| cached.is_fresh(&self.ca, generation, now))
         {
-            let generation = (self.ca.generation(), 0);
             let issued = self.ca.server_leaf(now);
             if issued.is_ok() {
                 (self.on_issue)(now + self.ca.life());
@@ -146,11 +146,11 @@ impl ServingCertResolver {
 
     fn of_node(&self, node: NodeName, now: SystemTime) -> Option<Arc<CertifiedKey>> {
         let mut cache = self.cache.lock();
+        let generation = Generation::new(&self.ca, 0);
         let cached = cache.nodes.get(&node);
-        if let Some(cached) = cached.filter(|cached| cached.is_fresh(&self.ca, 0, now)) {
+        if let Some(cached) = cached.filter(|cached| cached.is_fresh(&self.ca, generation, now)) {
             return Some(cached.credential.clone());
         }
-        let generation = (self.ca.generation(), 0);
         let issued = dns(node.as_str())
             .map_err(IssueError::Sign)
             .and_then(|name| self.ca.serving_leaf(node.as_str(), vec![name], now));
@@ -174,12 +174,12 @@ impl ServingCertResolver {
     fn default(&self, now: SystemTime) -> Option<Arc<CertifiedKey>> {
         let mut cache = self.cache.lock();
         let own = self.own.load();
+        let generation = Generation::new(&self.ca, own.generation);
         if !cache
             .default
             .as_ref()
-            .is_some_and(|cached| cached.is_fresh(&self.ca, own.generation, now))
+            .is_some_and(|cached| cached.is_fresh(&self.ca, generation, now))
         {
-            let generation = (self.ca.generation(), own.generation);
             // A non-ASCII name cannot be in a certificate. Clients send such names in ASCII form.
             let mut names: Vec<SanType> =
                 own.names.iter().filter_map(|name| dns(name).ok()).collect();
@@ -214,17 +214,30 @@ impl fmt::Debug for ServingCertResolver {
 struct CachedCert {
     credential: Arc<CertifiedKey>,
     issued: SystemTime,
-    /// Generation of the issuing CA, and of the names in the certificate.
-    generation: (u64, u64),
+    generation: Generation,
+}
+
+/// Generation of the issuing CA, and of the names in the certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Generation {
+    ca: u64,
+    names: u64,
+}
+
+impl Generation {
+    fn new(ca: &LocalCa, names: u64) -> Self {
+        let ca = ca.generation();
+        Self { ca, names }
+    }
 }
 
 impl CachedCert {
     /// Returns whether the certificate is younger than half of its lifetime and matches the current
     /// CA and names. If the clock was set back, the certificate is stale too, because it may not be
     /// valid yet.
-    fn is_fresh(&self, ca: &LocalCa, names: u64, now: SystemTime) -> bool {
+    fn is_fresh(&self, ca: &LocalCa, current: Generation, now: SystemTime) -> bool {
         let life = ca.life();
-        self.generation == (ca.generation(), names)
+        self.generation == current
             && now
                 .duration_since(self.issued)
                 .is_ok_and(|age| age < life / 2)
@@ -235,7 +248,7 @@ impl CachedCert {
 fn update_cached(
     cached: &mut Option<CachedCert>,
     issued: Result<CertifiedKey, IssueError>,
-    generation: (u64, u64),
+    generation: Generation,
     now: SystemTime,
 ) {
     match issued {

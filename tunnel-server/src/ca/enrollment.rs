@@ -202,9 +202,8 @@ impl Enrollment {
             return Err(not_offered());
         };
         if let Some(proof) = &request.proof {
-            let csr_and_exporter = (&request.csr[..], exported);
             let renewed =
-                renewals.renew_expired(&request.node_name, proof, csr_and_exporter, now)?;
+                renewals.renew_expired(&request.node_name, proof, &request.csr, exported, now)?;
             self.nodes.record(&request.node_name, &[]);
             return Ok((EnrolledBy::Proof, renewed.reply));
         }

@@ -18,6 +18,15 @@ use zeroize::Zeroizing;
 use super::CaError;
 use crate::store::data_dir::{random, whole_seconds};
 
+/// Names of the sources of a CA in error messages: paths, or keys of a Secret.
+#[derive(Debug, Clone, Copy)]
+pub struct SourceNames<'a> {
+    /// Name of the source of the certificates.
+    pub certificates: &'a str,
+    /// Name of the source of the private key.
+    pub key: &'a str,
+}
+
 /// A CA that can sign: its certificates and its key, checked against each other.
 pub struct CaMaterial {
     /// Certificate of the signing key.
@@ -38,30 +47,34 @@ impl CaMaterial {
     pub fn generate(now: SystemTime) -> Result<Self, CaError> {
         let key = KeyPair::generate().map_err(CaError::Generate)?;
         let certificate = self_signed(&key, now)?.pem();
-        Self::new(certificate, key, ("new certificate", "new key"))
+        let names = SourceNames {
+            certificates: "new certificate",
+            key: "new key",
+        };
+        Self::new(certificate, key, names)
     }
 
-    /// Parses the certificates and the key from PEM. The names identify the sources in errors.
+    /// Parses the certificates and the key from PEM.
     ///
     /// # Errors
     /// Returns a [`CaError`] with the names of the sources.
     pub fn parse(
         certificates: &[u8],
         key: &[u8],
-        (certificates_name, key_name): (&str, &str),
+        names: SourceNames<'_>,
     ) -> Result<Self, CaError> {
-        let key = read_key(key, key_name)?;
+        let key = read_key(key, names.key)?;
         let pem = String::from_utf8_lossy(certificates).into_owned();
-        Self::new(pem, key, (certificates_name, key_name))
+        Self::new(pem, key, names)
     }
 
     pub(super) fn new(
         root_pem: String,
         key: KeyPair,
-        (certificates_name, key_name): (&str, &str),
+        names: SourceNames<'_>,
     ) -> Result<Self, CaError> {
         let roots = tls::files::chain(root_pem.as_bytes()).map_err(|problem| CaError::Damaged {
-            name: certificates_name.to_owned(),
+            name: names.certificates.to_owned(),
             what: "certificate",
             problem: problem.to_string(),
         })?;
@@ -71,8 +84,8 @@ impl CaMaterial {
             .find(|root| spki_sha256(root).ok() == Some(spki));
         let Some(root) = signing.cloned() else {
             return Err(CaError::Mismatch(
-                certificates_name.to_owned(),
-                key_name.to_owned(),
+                names.certificates.to_owned(),
+                names.key.to_owned(),
             ));
         };
         let key_pem = Zeroizing::new(key.serialize_pem());

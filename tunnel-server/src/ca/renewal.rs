@@ -85,7 +85,8 @@ impl Renewals {
         &self,
         claimed: &NodeName,
         proof: &RenewalProof,
-        (csr, exported): (&[u8], &[u8; RENEW_EXPORT_BYTES]),
+        csr: &[u8],
+        exported: &[u8; RENEW_EXPORT_BYTES],
         now: SystemTime,
     ) -> Result<RenewedCertificate, EnrollRefusal> {
         let bad = |detail: &str| (EnrollCode::BadProof, detail.to_owned());

@@ -53,8 +53,8 @@ impl Holder {
         now: SystemTime,
     ) -> Result<RenewedCertificate, EnrollCode> {
         let proof = self.proof(&[7; 32]);
-        let wish = (&csr(&self.pair)[..], &[7; 32]);
-        let answer = renewals.renew_expired(&claimed.parse().unwrap(), &proof, wish, now);
+        let csr = csr(&self.pair);
+        let answer = renewals.renew_expired(&claimed.parse().unwrap(), &proof, &csr, &[7; 32], now);
         answer.map_err(|(code, _)| code)
     }
 }
@@ -101,7 +101,7 @@ fn only_the_keys_own_name_and_connection_count() {
     );
     let name = "worker-1".parse().unwrap();
     let renew_expired = |proof: &RenewalProof, csr: &[u8], exported| {
-        let answer = renewals.renew_expired(&name, proof, (csr, exported), now);
+        let answer = renewals.renew_expired(&name, proof, csr, exported, now);
         answer.map(drop).map_err(|(code, _)| code)
     };
     let proof = holder.proof(&[7; 32]);

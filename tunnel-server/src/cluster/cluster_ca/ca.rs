@@ -19,7 +19,7 @@ use super::super::watches::Observed;
 use super::{
     CONFLICTS_MAX, ClusterObjects, ca_bundle, conflicts, follow_one, pause_after_conflict,
 };
-use crate::ca::CaMaterial;
+use crate::ca::{CaMaterial, SourceNames};
 use crate::cluster::conditions::Condition;
 use crate::config::{KubernetesSettings, ObjectNames};
 
@@ -240,11 +240,11 @@ fn plan(secret: &Secret, name: &str) -> Plan {
             ));
         }
     };
-    let names = (
-        format!("{name}, key {CA_CERTIFICATE_KEY}"),
-        format!("{name}, key {CA_PRIVATE_KEY}"),
-    );
-    match CaMaterial::parse(certificates, key, (&names.0, &names.1)) {
+    let names = SourceNames {
+        certificates: &format!("{name}, key {CA_CERTIFICATE_KEY}"),
+        key: &format!("{name}, key {CA_PRIVATE_KEY}"),
+    };
+    match CaMaterial::parse(certificates, key, names) {
         Ok(material) => Plan::Adopt(Box::new(material)),
         Err(error) => Plan::Refuse(error.to_string()),
     }

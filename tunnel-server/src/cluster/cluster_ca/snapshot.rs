@@ -14,7 +14,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use zeroize::Zeroizing;
 
 use super::documents::SharedDocuments;
-use crate::ca::CaMaterial;
+use crate::ca::{CaMaterial, SourceNames};
 use crate::store::data_dir::DataDir;
 
 /// Changes within this time are written together.
@@ -40,7 +40,10 @@ impl SharedSnapshot {
         if self.key.is_empty() {
             return None;
         }
-        let names = ("persisted certificates", "persisted key");
+        let names = SourceNames {
+            certificates: "persisted certificates",
+            key: "persisted key",
+        };
         CaMaterial::parse(self.certificates.as_bytes(), self.key.as_bytes(), names)
             .inspect_err(|error| warn!(%error, "cannot use the persisted CA"))
             .ok()
