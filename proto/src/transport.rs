@@ -196,7 +196,7 @@ pub enum SessionError {
     /// The session has ended.
     #[error(transparent)]
     Closed(#[from] CloseReason),
-    /// [`Session::stop_opening`] was called.
+    /// The session opens no more streams, because [`Session::stop_opening`] was called.
     #[error("session no longer opens streams")]
     NotOpening,
     /// The stream header cannot be encoded.
@@ -274,6 +274,6 @@ pub trait Dialer: Send + Sync + 'static {
     async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError>;
     /// Returns the kind of this transport.
     fn transport(&self) -> TransportKind;
-    /// Waits like [`Acceptor::wait_idle`].
+    /// Waits for the close messages of closed sessions, as [`Acceptor::wait_idle`] does.
     async fn wait_idle(&self);
 }

@@ -42,14 +42,14 @@ pub enum Command {
         /// The shell to print the script for.
         shell: Shell,
     },
-    /// Print the version
+    /// Print the version and exit
     Version,
 }
 
 /// The sources of settings.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ConfigArgs {
-    /// Configuration file (YAML)
+    /// Configuration file in YAML format
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Settings from flags and environment variables.
@@ -60,7 +60,7 @@ pub struct ConfigArgs {
 /// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
 pub struct HealthcheckArgs {
-    /// Configuration file (YAML); only metaListen is used
+    /// Configuration file in YAML format; only metaListen is used
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Address of the agent's meta port [default: 127.0.0.1:10266]

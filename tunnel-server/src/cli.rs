@@ -17,7 +17,6 @@ use crate::config::RawConfig;
 #[derive(Debug, Parser)]
 #[command(name = "tunnel-server", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
 pub struct Cli {
-    /// Command to run.
     #[command(subcommand)]
     pub verb: Verb,
 }
@@ -56,14 +55,14 @@ pub enum Verb {
         /// Shell to print the script for.
         shell: Shell,
     },
-    /// Print the version
+    /// Print the version and exit
     Version,
 }
 
 /// The sources of the settings.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ConfigArgs {
-    /// Configuration file (YAML)
+    /// Configuration file in YAML format
     #[arg(long, env = "TUNNEL_SERVER_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Settings given as flags or environment variables.

@@ -120,9 +120,9 @@ pub struct ConnPermit {
 /// The limit that a new connection reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LimitReached {
-    /// [`ConnLimits::per_source`].
+    /// The limit of connections from one source, [`ConnLimits::per_source`].
     PerSource,
-    /// [`ConnLimits::total`].
+    /// The limit of all connections together, [`ConnLimits::total`].
     Total,
 }
 

@@ -44,7 +44,7 @@ macro_rules! limits {
         pub enum Limit { $($(#[doc = $name] $counted,)?)+ }
 
         impl Limit {
-            /// All variants.
+            /// Every counted limit, in the order of the declaration.
             pub const ALL: &[Self] = &[$($(Self::$counted,)?)+];
 
             /// Returns the name of the entry in `limits:`.

@@ -40,7 +40,7 @@ pub enum ControlMessage {
     /// Agent: requests another certificate for the key of this PKCS#10 request (DER). Sent only to
     /// a server with [`CAPABILITY_RENEW`].
     Renew(Vec<u8>),
-    /// Server: answers [`ControlMessage::Renew`].
+    /// Server: answers the request [`ControlMessage::Renew`].
     Renewed(EnrollReply),
     /// A message of a later version, which is ignored.
     Unknown,

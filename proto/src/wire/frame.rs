@@ -27,7 +27,7 @@ pub enum FrameError {
     TooLarge {
         /// The length in the prefix.
         announced: u64,
-        /// The applicable cap.
+        /// The maximum length of the message, in bytes.
         limit: usize,
     },
     /// The length prefix is not a varint of at most 32 bits.

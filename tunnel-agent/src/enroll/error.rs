@@ -19,7 +19,6 @@ pub(crate) enum EnrollError {
     /// The server has no address.
     #[error(transparent)]
     Resolve(#[from] ResolveError),
-    /// The connection failed.
     #[error("{endpoint}: cannot connect (enrollment needs TCP)")]
     Connect {
         endpoint: EnrollEndpoint,
@@ -56,7 +55,6 @@ pub(crate) enum EnrollError {
         endpoint: EnrollEndpoint,
         problem: String,
     },
-    /// The server refused.
     #[error(
         "server refuses to enroll {node} ({code}): {detail}{}",
         if *.has_account { account_advice(*.code).to_owned() } else { advice(*.code, .node) }

@@ -117,9 +117,7 @@ impl AttestError {
 /// A token to review and the channel for the answer.
 #[derive(Debug)]
 pub struct Question {
-    /// Token to review.
     pub token: ServiceAccountToken,
-    /// Channel for the answer.
     pub answer: oneshot::Sender<Result<AttestedToken, AttestError>>,
 }
 

@@ -18,7 +18,7 @@ pub enum CaError {
     Damaged {
         /// Path of the file, or key in the Secret.
         name: String,
-        /// Expected content.
+        /// Kind of content that was expected.
         what: &'static str,
         /// Description of the error.
         problem: String,

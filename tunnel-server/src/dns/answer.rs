@@ -33,7 +33,7 @@ pub enum QueryOutcome {
     NoData,
     /// The name does not exist.
     NoName,
-    /// Another resolver answered.
+    /// Another resolver answered the query.
     Forwarded,
     /// No other resolver answered in time: SERVFAIL.
     UpstreamFailed,
@@ -52,13 +52,12 @@ pub enum QueryOutcome {
 /// Inputs for answering a query.
 #[derive(Debug, Clone, Copy)]
 pub struct AnswerContext<'a> {
-    /// The current records.
     pub records: &'a RecordSet,
     /// The names that this server answers for.
     pub names: &'a Names,
 }
 
-/// Result of [`decide`].
+/// The way in which the server handles a query.
 #[derive(Debug)]
 pub enum Decision<'a> {
     /// The server sends no answer.

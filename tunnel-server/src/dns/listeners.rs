@@ -27,12 +27,10 @@ pub struct DnsSockets {
     pub tcp: TcpListener,
 }
 
-/// Inputs of [`Dns::start`].
+/// Inputs for the start of a DNS server.
 #[derive(Debug)]
 pub struct DnsInputs<'a> {
-    /// Sockets to serve.
     pub sockets: DnsSockets,
-    /// Names and resolvers.
     pub settings: &'a DnsSettings,
     /// Records to answer from. The source of the nodes updates them.
     pub records: Records,

@@ -59,7 +59,7 @@ impl DnsMetrics {
         metrics
     }
 
-    /// Counts a query.
+    /// Counts a query by its transport and outcome.
     pub fn query(&self, transport: Transport, outcome: QueryOutcome) {
         let labels = QueryLabels { transport, outcome };
         self.queries.get_or_create(&labels).inc();

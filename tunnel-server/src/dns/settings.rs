@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{Addresses, Node};
 
-/// Validated settings.
+/// Validated settings of the embedded DNS server.
 #[derive(Debug, Clone)]
 pub struct DnsSettings {
     /// Address for UDP and TCP, on the same port.
