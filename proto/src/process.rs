@@ -3,7 +3,6 @@
 
 pub mod accept;
 pub mod admission;
-pub mod base64;
 pub mod file_watch;
 pub mod files;
 pub mod host;

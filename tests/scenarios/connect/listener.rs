@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tunnel_proto::process::base64;
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
 use tunnel_tests::env::WAIT_TIMEOUT;
@@ -25,7 +25,7 @@ const NEW: &str = "aladdin:shut-sesame-4711\n";
 
 /// Returns the value of Proxy-Authorization for a line of the password file.
 fn basic(line: &str) -> String {
-    format!("Basic {}", base64::encode(line.trim_end().as_bytes()))
+    format!("Basic {}", BASE64_STANDARD.encode(line.trim_end()))
 }
 
 #[tokio::test(flavor = "multi_thread")]

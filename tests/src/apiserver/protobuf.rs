@@ -2,8 +2,8 @@
 //! `kubectl create`. The messages are those of Kubernetes' `generated.proto`, as far as the tables
 //! here contain them.
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use serde_json::{Map, Value};
-use tunnel_proto::process::base64;
 
 use super::status::Status;
 
@@ -85,7 +85,7 @@ fn decode(message: Message, bytes: &[u8]) -> Result<Map<String, Value>, Status> 
             }
             (Form::BytesMap, Content::Bytes(pair)) => {
                 let (key, bytes) = pair_of(pair)?;
-                entry(&mut object, name)[key] = base64::encode(bytes).into();
+                entry(&mut object, name)[key] = BASE64_STANDARD.encode(bytes).into();
             }
             (Form::One(message), Content::Bytes(bytes)) => {
                 let inner = decode(message, bytes)?;

@@ -4,8 +4,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::hmac;
+use base64::prelude::{BASE64_URL_SAFE_NO_PAD, Engine as _};
 use serde_json::{Map, Value, json};
-use tunnel_proto::process::base64;
 
 use super::access::User;
 use super::admission::key;
@@ -113,7 +113,7 @@ impl Signer {
         let head = json!({ "alg": "HS256", "kid": "stand-in" });
         let signed = format!("{}.{}", encode_segment(&head), encode_segment(&payload));
         let signature = hmac::sign(&self.key, signed.as_bytes());
-        format!("{signed}.{}", url(signature.as_ref()))
+        format!("{signed}.{}", BASE64_URL_SAFE_NO_PAD.encode(signature))
     }
 
     /// Returns the status of a review of `token` for `asked` audiences.
@@ -129,11 +129,11 @@ impl Signer {
     fn verify(&self, content: &Content, token: &str, asked: &[&str]) -> Result<Value, String> {
         let (signed, signature) = token.rsplit_once('.').ok_or("not a JWS")?;
         let own = hmac::sign(&self.key, signed.as_bytes());
-        if url(own.as_ref()) != signature {
+        if BASE64_URL_SAFE_NO_PAD.encode(own) != signature {
             return Err("square/go-jose: error in cryptographic primitive".into());
         }
         let (_, payload) = signed.split_once('.').ok_or("not a JWS")?;
-        let claims: Value = unpart(payload).ok_or("no claims")?;
+        let claims: Value = decode_segment(payload).ok_or("no claims")?;
         let reviewing = *self
             .reviewing
             .lock()
@@ -197,35 +197,11 @@ fn seconds(time: SystemTime) -> u64 {
 }
 
 fn encode_segment(value: &Value) -> String {
-    url(value.to_string().as_bytes())
+    BASE64_URL_SAFE_NO_PAD.encode(value.to_string())
 }
 
-/// Encodes base64url without padding (RFC 7515, section 2).
-fn url(bytes: &[u8]) -> String {
-    let text = base64::encode(bytes);
-    let text = text.trim_end_matches('=');
-    text.replace('+', "-").replace('/', "_")
-}
-
-fn unpart(text: &str) -> Option<Value> {
-    let value = |byte: u8| match byte {
-        b'A'..=b'Z' => Some(byte - b'A'),
-        b'a'..=b'z' => Some(byte - b'a' + 26),
-        b'0'..=b'9' => Some(byte - b'0' + 52),
-        b'-' => Some(62),
-        b'_' => Some(63),
-        _ => None,
-    };
-    let mut bytes = Vec::new();
-    let (mut bits, mut count) = (0_u32, 0);
-    for byte in text.bytes() {
-        bits = (bits << 6) | u32::from(value(byte)?);
-        count += 6;
-        if count >= 8 {
-            count -= 8;
-            bytes.extend(u8::try_from((bits >> count) & 0xff));
-        }
-    }
+fn decode_segment(text: &str) -> Option<Value> {
+    let bytes = BASE64_URL_SAFE_NO_PAD.decode(text).ok()?;
     serde_json::from_slice(&bytes).ok()
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use aws_lc_rs::digest::{Context, Digest, SHA1_FOR_LEGACY_USE_ONLY, SHA256, digest};
-use tunnel_proto::process::base64;
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 
 /// Returns the first `n` pseudo-random bytes of the sequence with this seed. Shorter results are
 /// prefixes of longer ones.
@@ -136,7 +136,7 @@ impl ByteSource {
 /// Returns the `Sec-WebSocket-Accept` of a `Sec-WebSocket-Key` (RFC 6455, section 4.2.2).
 pub(crate) fn websocket_accept(key: &str) -> String {
     let salted = format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11");
-    base64::encode(digest(&SHA1_FOR_LEGACY_USE_ONLY, salted.as_bytes()).as_ref())
+    BASE64_STANDARD.encode(digest(&SHA1_FOR_LEGACY_USE_ONLY, salted.as_bytes()))
 }
 
 fn hex(digest: &Digest) -> String {

@@ -1,6 +1,6 @@
 //! PEM encoding of certificates.
 
-use tunnel_proto::process::base64;
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 
 /// Encodes certificates in PEM (RFC 7468).
 pub(super) fn pem_certificates(certificates: &[Vec<u8>]) -> String {
@@ -9,7 +9,7 @@ pub(super) fn pem_certificates(certificates: &[Vec<u8>]) -> String {
         text.push_str("-----BEGIN CERTIFICATE-----\n");
         // 48 bytes become 64 characters.
         for line in der.chunks(48) {
-            text.push_str(&base64::encode(line));
+            BASE64_STANDARD.encode_string(line, &mut text);
             text.push('\n');
         }
         text.push_str("-----END CERTIFICATE-----\n");

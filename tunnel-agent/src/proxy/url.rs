@@ -3,7 +3,7 @@
 
 use std::str::FromStr;
 
-use tunnel_proto::process::base64;
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use tunnel_proto::wire::name::Port;
 use zeroize::Zeroizing;
 
@@ -100,7 +100,8 @@ fn basic_credentials(user: &str) -> Result<Secret, String> {
     }
     credentials.push(b':');
     credentials.extend_from_slice(&Zeroizing::new(percent_decode(password)?));
-    Ok(Secret(format!("Basic {}", base64::encode(&credentials))))
+    let credentials = BASE64_STANDARD.encode(credentials.as_slice());
+    Ok(Secret(format!("Basic {credentials}")))
 }
 
 /// Decodes percent-encoding (RFC 3986, section 2.1).
@@ -173,7 +174,7 @@ mod tests {
             let proxy = parse(url);
             assert_eq!(proxy.to_string(), authority, "{url}");
             let expected =
-                user.map(|user| Secret(format!("Basic {}", base64::encode(user.as_bytes()))));
+                user.map(|user| Secret(format!("Basic {}", BASE64_STANDARD.encode(user))));
             assert_eq!(proxy.authorization, expected, "{url}");
         }
     }
@@ -221,7 +222,7 @@ mod tests {
     #[test]
     fn secrets_are_not_shown() {
         let proxy = parse("http://user:hunter2@proxy");
-        let encoded = base64::encode(b"user:hunter2");
+        let encoded = BASE64_STANDARD.encode("user:hunter2");
         let shown = format!("{proxy:?} {proxy:#?} {proxy}");
         assert!(shown.contains("Secret(..)"), "{shown}");
         for secret in ["hunter2", &encoded, "Basic"] {

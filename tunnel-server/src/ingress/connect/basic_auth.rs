@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use aws_lc_rs::constant_time::verify_slices_are_equal;
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use http::HeaderMap;
 use http::header::PROXY_AUTHORIZATION;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use tunnel_proto::identity::sha256;
-use tunnel_proto::process::base64;
 use tunnel_proto::process::files;
 use zeroize::Zeroizing;
 
@@ -105,7 +105,7 @@ impl BasicAuthUsers {
             }
             entries.push(Entry {
                 user: user.into(),
-                digest: sha256(Zeroizing::new(base64::encode(line.as_bytes())).as_bytes()),
+                digest: sha256(Zeroizing::new(BASE64_STANDARD.encode(line)).as_bytes()),
             });
         }
         if entries.is_empty() {
@@ -152,7 +152,7 @@ impl Credentials {
             return None;
         }
         let credentials = credentials.trim();
-        let plain = Zeroizing::new(base64::decode(credentials)?);
+        let plain = Zeroizing::new(BASE64_STANDARD.decode(credentials).ok()?);
         let name = plain.split(|byte| *byte == b':').next();
         Some(Self {
             name: sha256(name.unwrap_or_default()),
@@ -252,7 +252,7 @@ mod tests {
         let text = "# both hold while it changes\nprometheus:old:1234567890ab\n\nprometheus:new-1234567890ab\n\
                     other:x-1234567890abcd\n";
         let passwords = BasicAuthUsers::parse(text, "file").unwrap();
-        let basic = |pair: &str| format!("Basic {}", base64::encode(pair.as_bytes()));
+        let basic = |pair: &str| format!("Basic {}", BASE64_STANDARD.encode(pair));
         let other = "other:x-1234567890abcd";
         for (value, expected) in [
             (basic("prometheus:old:1234567890ab"), Some("prometheus")),
@@ -308,7 +308,7 @@ mod tests {
         let site = "192.0.2.1".parse().unwrap();
         let ask = |pair: &str, shown: &Mutex<Option<Credentials>>| {
             let mut headers = HeaderMap::new();
-            let value = format!("Basic {}", base64::encode(pair.as_bytes()));
+            let value = format!("Basic {}", BASE64_STANDARD.encode(pair));
             headers.insert(PROXY_AUTHORIZATION, value.parse().unwrap());
             live.authenticate(&headers, site, shown)
                 .map(|user| user.to_string())

@@ -2,9 +2,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpListener;
-use tunnel_proto::process::base64;
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::{ConnectProxy, Direct};
@@ -222,7 +222,7 @@ async fn passwords_are_asked_for_and_never_passed_on() {
     let fixture = Fixture::new();
     let agent = fixture.agent();
     let auth = |pair: &str| {
-        let pair = base64::encode(pair.as_bytes());
+        let pair = BASE64_STANDARD.encode(pair);
         format!("Proxy-Authorization: Basic {pair}\r\n")
     };
     let url = "GET http://worker-1:9100/metrics?x=1 HTTP/1.1\r\nHost: elsewhere\r\n";
