@@ -5,13 +5,12 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
 /// A network: an address and the length of its prefix, as in `10.0.0.0/8`. A bare address is a
 /// network with one address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Cidr {
-    start: IpAddr,
-    prefix: u32,
-}
+pub struct Cidr(IpNet);
 
 /// The reason why a text is not a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -21,9 +20,9 @@ pub enum CidrError {
     Syntax,
     /// The prefix is not a number, or is longer than the address.
     #[error("the prefix length must be 0 to {0}")]
-    Prefix(u32),
+    Prefix(u8),
     /// Bits after the prefix are set. Most likely the address or the prefix is a typing error.
-    #[error("the network begins at {start}; write {0}", start = .0.start)]
+    #[error("the network begins at {start}; write {0}", start = .0.start())]
     HostBits(Cidr),
 }
 
@@ -32,28 +31,19 @@ impl Cidr {
     /// IPv4 address.
     #[must_use]
     pub fn contains(&self, ip: IpAddr) -> bool {
-        let ip = ip.to_canonical();
-        ip.is_ipv4() == self.start.is_ipv4() && masked(ip, self.prefix) == self.start
+        self.0.contains(&ip.to_canonical())
     }
 
     /// Returns the network's first address.
     #[must_use]
     pub fn start(&self) -> IpAddr {
-        self.start
-    }
-
-    /// Returns the length of the network's prefix in bits.
-    #[must_use]
-    pub fn prefix(&self) -> u32 {
-        self.prefix
+        self.0.addr()
     }
 
     /// Returns whether the two networks have an address in common.
     #[must_use]
     pub fn overlaps(&self, other: &Self) -> bool {
-        let common = self.prefix.min(other.prefix);
-        self.start.is_ipv4() == other.start.is_ipv4()
-            && masked(self.start, common) == masked(other.start, common)
+        self.0.contains(&other.0) || other.0.contains(&self.0)
     }
 
     /// Checks a network that a cluster object claims. A hostile node may have written the object.
@@ -62,12 +52,11 @@ impl Cidr {
     /// [`ClaimedNetworkError`] when the network is wider than that of any cluster, or has an
     /// address that is never a Pod's or Service's.
     pub fn check_claimed(&self) -> Result<(), ClaimedNetworkError> {
-        let min_prefix = if self.start.is_ipv4() {
-            CLAIMED_MIN_V4
-        } else {
-            CLAIMED_MIN_V6
+        let min_prefix = match self.0 {
+            IpNet::V4(_) => CLAIMED_MIN_V4,
+            IpNet::V6(_) => CLAIMED_MIN_V6,
         };
-        if self.prefix < min_prefix {
+        if self.0.prefix_len() < min_prefix {
             return Err(ClaimedNetworkError::TooWide(min_prefix));
         }
         let special = SPECIAL.iter().find(|(special, _)| self.overlaps(special));
@@ -86,24 +75,20 @@ impl Cidr {
 pub enum ClaimedNetworkError {
     /// The prefix is shorter than this minimum.
     #[error("the network is wider than /{0}")]
-    TooWide(u32),
+    TooWide(u8),
     /// The network contains addresses of this kind.
     #[error("the network contains {0} addresses")]
     Special(&'static str),
 }
 
 /// Shortest prefix of a claimed IPv4 network: the largest private one (RFC 1918) is a /8.
-const CLAIMED_MIN_V4: u32 = 8;
+const CLAIMED_MIN_V4: u8 = 8;
 /// Shortest prefix of a claimed IPv6 network: registries assign a /32 to a whole provider.
-const CLAIMED_MIN_V6: u32 = 32;
+const CLAIMED_MIN_V6: u8 = 32;
 
 impl From<IpAddr> for Cidr {
     fn from(ip: IpAddr) -> Self {
-        let start = ip.to_canonical();
-        Self {
-            start,
-            prefix: bits(start),
-        }
+        Self(ip.to_canonical().into())
     }
 }
 
@@ -116,47 +101,29 @@ impl FromStr for Cidr {
             None => (text, None),
         };
         let ip: IpAddr = address.parse().map_err(|_syntax| CidrError::Syntax)?;
-        let max_prefix = bits(ip);
-        let prefix = prefix.map_or(Some(max_prefix), |text| text.parse().ok());
-        let prefix = prefix
-            .filter(|prefix| *prefix <= max_prefix)
+        let max_prefix = IpNet::from(ip).max_prefix_len();
+        let network = prefix
+            .map_or(Some(max_prefix), |text| text.parse().ok())
+            .and_then(|prefix| IpNet::new(ip, prefix).ok())
             .ok_or(CidrError::Prefix(max_prefix))?;
-        let start = masked(ip, prefix);
-        let cidr = Self { start, prefix };
-        if start != ip {
-            return Err(CidrError::HostBits(cidr));
+        if network.trunc() != network {
+            return Err(CidrError::HostBits(Self(network.trunc())));
         }
-        Ok(
-            match (start.to_canonical(), prefix.checked_sub(MAPPED_BITS)) {
-                // Addresses are compared in this form.
-                (start @ IpAddr::V4(_), Some(prefix)) if ip.is_ipv6() => Self { start, prefix },
-                _ => cidr,
-            },
-        )
+        // Addresses are compared in this form.
+        if let IpNet::V6(v6) = network
+            && let Some(v4) = v6.addr().to_ipv4_mapped()
+            && let Some(prefix) = v6.prefix_len().checked_sub(MAPPED_BITS)
+            && let Ok(mapped) = Ipv4Net::new(v4, prefix)
+        {
+            return Ok(Self(mapped.into()));
+        }
+        Ok(Self(network))
     }
 }
 
 impl fmt::Display for Cidr {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{}/{}", self.start, self.prefix)
-    }
-}
-
-fn bits(ip: IpAddr) -> u32 {
-    if ip.is_ipv4() { 32 } else { 128 }
-}
-
-/// Returns `ip` with all bits after the first `prefix` cleared.
-fn masked(ip: IpAddr, prefix: u32) -> IpAddr {
-    match ip {
-        IpAddr::V4(v4) => {
-            let mask = u32::MAX.checked_shl(32 - prefix).unwrap_or(0);
-            Ipv4Addr::from_bits(v4.to_bits() & mask).into()
-        }
-        IpAddr::V6(v6) => {
-            let mask = u128::MAX.checked_shl(128 - prefix).unwrap_or(0);
-            Ipv6Addr::from_bits(v6.to_bits() & mask).into()
-        }
+        write!(formatter, "{}", self.0)
     }
 }
 
@@ -201,7 +168,7 @@ pub fn forbidden_kind(ip: IpAddr) -> Option<&'static str> {
 }
 
 /// Bits before the IPv4 address in an IPv4-mapped IPv6 address (RFC 4291, 2.5.5.2).
-const MAPPED_BITS: u32 = 96;
+const MAPPED_BITS: u8 = 96;
 
 /// Networks with addresses that are never a Pod's or a Service's. Networks of the kind
 /// "translated" are those that [`effective_ip`] maps.
@@ -222,18 +189,14 @@ const SPECIAL: [(Cidr, &str); 14] = [
     (v6([0x2002, 0, 0, 0, 0, 0, 0, 0], 16), "translated"),
 ];
 
-const fn v4([a, b, c, d]: [u8; 4], prefix: u32) -> Cidr {
-    Cidr {
-        start: IpAddr::V4(Ipv4Addr::new(a, b, c, d)),
-        prefix,
-    }
+const fn v4([a, b, c, d]: [u8; 4], prefix: u8) -> Cidr {
+    let start = Ipv4Addr::new(a, b, c, d);
+    Cidr(IpNet::V4(Ipv4Net::new_assert(start, prefix)))
 }
 
-const fn v6([a, b, c, d, e, f, g, h]: [u16; 8], prefix: u32) -> Cidr {
-    Cidr {
-        start: IpAddr::V6(Ipv6Addr::new(a, b, c, d, e, f, g, h)),
-        prefix,
-    }
+const fn v6([a, b, c, d, e, f, g, h]: [u16; 8], prefix: u8) -> Cidr {
+    let start = Ipv6Addr::new(a, b, c, d, e, f, g, h);
+    Cidr(IpNet::V6(Ipv6Net::new_assert(start, prefix)))
 }
 
 /// Addresses at which clouds provide credentials to any process on the machine.
