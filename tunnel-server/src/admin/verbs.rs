@@ -22,7 +22,9 @@ pub mod connect;
 mod healthcheck;
 mod table;
 
-pub use args::{CaArgs, DataDirArg, HealthcheckArgs, NodesArgs, NodesVerb, OutputFormat, TokenVerb};
+pub use args::{
+    CaArgs, DataDirArg, HealthcheckArgs, NodesArgs, NodesVerb, OutputFormat, TokenVerb,
+};
 use connect::ConnectArgs;
 
 /// The reason why a command failed.

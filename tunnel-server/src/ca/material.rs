@@ -58,11 +58,7 @@ impl CaMaterial {
     ///
     /// # Errors
     /// Returns a [`CaError`] with the names of the sources.
-    pub fn parse(
-        certificates: &[u8],
-        key: &[u8],
-        names: SourceNames<'_>,
-    ) -> Result<Self, CaError> {
+    pub fn parse(certificates: &[u8], key: &[u8], names: SourceNames<'_>) -> Result<Self, CaError> {
         let key = read_key(key, names.key)?;
         let pem = String::from_utf8_lossy(certificates).into_owned();
         Self::new(pem, key, names)
