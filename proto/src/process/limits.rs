@@ -132,16 +132,6 @@ pub fn count<T: TryFrom<u64>>(max: u64) -> impl Fn(&str) -> Result<T, String> {
     }
 }
 
-/// Returns the parser of a value that may be `auto`, which is `None`.
-pub fn or_auto<T>(
-    parse: impl Fn(&str) -> Result<T, String>,
-) -> impl Fn(&str) -> Result<Option<T>, String> {
-    move |text| match text {
-        "auto" => Ok(None),
-        other => parse(other).map(Some),
-    }
-}
-
 /// Checks that the timers of a session fit each other. Keep-alives are up to `keep_alive_max`
 /// apart.
 pub fn check_liveness(

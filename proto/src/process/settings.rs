@@ -2,6 +2,9 @@
 //! human-readable form.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::net::SocketAddr;
+use std::str::FromStr;
 use std::time::Duration;
 
 use crate::wire::name::Port;
@@ -50,22 +53,78 @@ pub struct ConfigErrors(Vec<String>);
 
 impl ConfigErrors {
     /// Records an error of a setting. `setting` is the name of the flag.
-    pub fn add(&mut self, setting: &str, error: impl std::fmt::Display) {
+    pub fn add(&mut self, setting: &str, error: impl Display) {
         self.0.push(format!("{setting}: {error}"));
     }
 
     /// Returns the parsed value. On an error, records it and returns `fallback`, so that checking
     /// can continue.
-    pub fn unwrap_or_record<T, E: std::fmt::Display>(
+    pub fn unwrap_or_record<T, E: Display>(
         &mut self,
         setting: &str,
         parsed: Result<T, E>,
         fallback: T,
     ) -> T {
-        parsed.unwrap_or_else(|error| {
-            self.add(setting, error);
-            fallback
-        })
+        self.ok_or_record(setting, parsed).unwrap_or(fallback)
+    }
+
+    /// Returns the parsed value. On an error, records it and returns `None`.
+    pub fn ok_or_record<T, E: Display>(
+        &mut self,
+        setting: &str,
+        parsed: Result<T, E>,
+    ) -> Option<T> {
+        parsed.map_err(|error| self.add(setting, error)).ok()
+    }
+
+    /// Parses the text of a setting. Returns `default` if the setting is absent or has an error,
+    /// which is recorded.
+    pub fn parse<T: FromStr<Err: Display>>(
+        &mut self,
+        setting: &str,
+        text: Option<&str>,
+        default: T,
+    ) -> T {
+        self.parse_with(setting, text, default, str::parse::<T>)
+    }
+
+    /// Parses the text of a setting, or the text `default` if the setting is absent. Records an
+    /// error.
+    pub fn parse_or<T: FromStr<Err: Display> + Default>(
+        &mut self,
+        setting: &str,
+        text: Option<&str>,
+        default: &str,
+    ) -> T {
+        self.parse(setting, text.or(Some(default)), T::default())
+    }
+
+    /// Parses the text of a setting with `parse`, otherwise like [`ConfigErrors::parse`].
+    pub fn parse_with<T, E: Display>(
+        &mut self,
+        setting: &str,
+        text: Option<&str>,
+        default: T,
+        parse: impl FnOnce(&str) -> Result<T, E>,
+    ) -> T {
+        match text {
+            Some(text) => self.unwrap_or_record(setting, parse(text), default),
+            None => default,
+        }
+    }
+
+    /// Parses the texts of a setting that can be repeated. Records an error for each text that
+    /// cannot be parsed.
+    pub fn parse_list<T, E: Display>(
+        &mut self,
+        setting: &str,
+        texts: impl IntoIterator<Item: AsRef<str>>,
+        parse: impl Fn(&str) -> Result<T, E>,
+    ) -> Vec<T> {
+        texts
+            .into_iter()
+            .filter_map(|text| self.ok_or_record(setting, parse(text.as_ref())))
+            .collect()
     }
 
     /// Returns `value` if there was no error.
@@ -94,6 +153,39 @@ pub fn unknown_variables(prefix: &str, known: &BTreeSet<String>) -> Vec<String> 
         .filter_map(|(name, _)| name.into_string().ok())
         .filter(|name| name.starts_with(prefix) && !known.contains(name))
         .collect()
+}
+
+/// Parses a value whose errors do not contain its text.
+///
+/// # Errors
+/// The text in quotes and the error of the type.
+pub fn parse_quoted<T: FromStr<Err: Display>>(text: &str) -> Result<T, String> {
+    text.parse::<T>()
+        .map_err(|error| format!("{text:?}: {error}"))
+}
+
+/// Parses an address with a port, such as `127.0.0.1:10264`.
+///
+/// # Errors
+/// A one-line message for users.
+pub fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_syntax| {
+        format!("{text:?} is not an address with a port, as in 127.0.0.1:10264 or [::]:10262")
+    })
+}
+
+/// Returns the parser of a value that may be `keyword`, such as `off` or `auto`, which is `None`.
+pub fn optional<T, E>(
+    keyword: &'static str,
+    parse: impl Fn(&str) -> Result<T, E>,
+) -> impl Fn(&str) -> Result<Option<T>, E> {
+    move |text| {
+        if text == keyword {
+            Ok(None)
+        } else {
+            parse(text).map(Some)
+        }
+    }
 }
 
 /// Parses a size such as `64KiB`, `2MiB`, `1GiB` or plain bytes.
@@ -162,7 +254,7 @@ impl PortSet {
     }
 }
 
-impl std::str::FromStr for PortSet {
+impl FromStr for PortSet {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -192,7 +284,7 @@ impl std::str::FromStr for PortSet {
     }
 }
 
-impl std::fmt::Display for PortSet {
+impl Display for PortSet {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (index, (low, high)) in self.0.iter().enumerate() {
             let comma = if index == 0 { "" } else { ", " };
@@ -230,6 +322,26 @@ pub fn positive(duration: Duration) -> Result<Duration, &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_have_their_default_or_a_recorded_error() {
+        let mut errors = ConfigErrors::default();
+        assert_eq!(errors.parse("--a", None, 7), 7);
+        assert_eq!(errors.parse("--a", Some("8"), 7), 8);
+        assert_eq!(errors.parse("--a", Some("x"), 7), 7);
+        let mut ports = |text| errors.parse_or::<PortSet>("--b", text, "80");
+        assert_eq!(ports(None).to_string(), "80");
+        assert_eq!(ports(Some("y")), PortSet::default());
+        let numbers = errors.parse_list("--c", ["1", "z", "2"], parse_quoted::<u8>);
+        assert_eq!(numbers, [1, 2]);
+        let listen = optional("off", parse_address);
+        assert_eq!(listen("off"), Ok(None));
+        assert_eq!(listen("[::]:1"), Ok("[::]:1".parse().ok()));
+        assert!(listen("80").is_err());
+        let ConfigError(texts) = errors.finish(()).unwrap_err();
+        let texts: Vec<&str> = texts.iter().map(|text| &text[..6]).collect();
+        assert_eq!(texts, ["--a: i", "--b: \"", "--c: \""]);
+    }
 
     #[test]
     fn sizes_are_read_with_binary_units() {

@@ -4,10 +4,8 @@
 use std::time::Duration;
 
 use tunnel_proto::process::admission::ConnLimits;
-use tunnel_proto::process::limits::{
-    check_buffer_pool, check_liveness, count, duration, or_auto, size,
-};
-use tunnel_proto::process::settings::{ConfigErrors, format_size};
+use tunnel_proto::process::limits::{check_buffer_pool, check_liveness, count, duration, size};
+use tunnel_proto::process::settings::{ConfigErrors, format_size, optional};
 use tunnel_proto::transport::liveness::LivenessLimits;
 
 use crate::dns::DnsLimits;
@@ -32,10 +30,10 @@ tunnel_proto::limits! {
     /// a Unix socket. auto: a quarter of the memory limit at 20 KiB and requestHeadBytes each, and
     /// a quarter of the open files (RLIMIT_NOFILE), at most 65536.
     callers_total ("callersTotal", counted as CallersTotal): Option<usize>
-        = "auto", or_auto(count(1 << 20));
+        = "auto", optional("auto", count(1 << 20));
     /// Connections of callers from one address (IPv6: one /64). auto: half of callersTotal.
     callers_per_source ("callersPerSource", counted as CallersPerSource): Option<usize>
-        = "auto", or_auto(count(1 << 20));
+        = "auto", optional("auto", count(1 << 20));
     /// Streams open to one agent at once; more get 503 too_many_streams. One caller without a
     /// client certificate may have half of them; all such callers together, and one caller with a
     /// certificate, three quarters.
