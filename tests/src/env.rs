@@ -356,7 +356,7 @@ impl TestEnv {
     /// # Errors
     /// Returns an error if the server does not start.
     pub async fn start_server_at(&mut self, agents: SocketAddr) -> Result<()> {
-        self.config.agent_listen = vec![agents];
+        self.config.listeners.agents = vec![agents];
         // The endpoint's own task closes its socket a moment after the server has ended.
         let deadline = tokio::time::Instant::now() + scaled(WAIT_TIMEOUT);
         loop {

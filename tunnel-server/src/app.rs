@@ -146,7 +146,7 @@ impl App {
         let serving_names = serving_names(&config);
         let certificates = serving_certificates(&config, (&ca, &serving_names), &routes, &watcher)?;
         let callers = config.client_auth.as_ref();
-        let callers = callers.map(|(path, required)| (&**path, *required));
+        let callers = callers.map(|callers| (&*callers.ca, callers.is_required));
         let listener_tls =
             targets::listener_tls("client_ca", certificates.clone(), callers, &watcher)?;
         let quic_tls = session_tls(ALPN_SESSION)?;

@@ -66,7 +66,7 @@ pub(super) async fn bind(
     listener_tls: Arc<ListenerTls>,
     meta: TcpListener,
 ) -> anyhow::Result<Sockets> {
-    let (tcp, quic) = bind_both(&config.agent_listen, "--agent-listen", |address| {
+    let (tcp, quic) = bind_both(&config.listeners.agents, "--agent-listen", |address| {
         QuicAcceptor::bind(address, quic_tls.clone(), keys, settings.clone())
     })
     .await?;
@@ -95,12 +95,12 @@ pub(super) async fn bind(
         }))
     };
     let mut listeners = Vec::new();
-    if let Some(address) = config.https_listen {
+    if let Some(address) = config.listeners.https {
         let listener = listen(address, "--https-listen").await?;
         bound.https = Some(listener.local_addr()?);
         listeners.push((listener, http_listener("https", true, None)));
     }
-    if let Some(address) = config.http_listen {
+    if let Some(address) = config.listeners.http {
         let listener = listen(address, "--http-listen").await?;
         bound.http = Some(listener.local_addr()?);
         listeners.push((listener, http_listener("http", false, None)));
@@ -110,7 +110,7 @@ pub(super) async fn bind(
         bound.proxy.push(listener.local_addr()?);
         listeners.push((listener, http_listener("proxy", https, Some(port))));
     }
-    for (address, service) in &config.services {
+    for (address, service) in &config.listeners.services {
         let listener = listen(*address, "services").await?;
         bound
             .services
@@ -210,7 +210,7 @@ pub(super) fn serving_names(config: &Config) -> ServingNames {
         .connect
         .as_ref()
         .and_then(|http_listener| http_listener.listen);
-    let listening = [config.https_listen, connect]
+    let listening = [config.listeners.https, connect]
         .into_iter()
         .flatten()
         .map(|address| address.ip());
@@ -227,8 +227,8 @@ pub(super) fn serving_names(config: &Config) -> ServingNames {
             Err(_name) => names.push(host.to_owned()),
         }
     }
-    names.extend(config.https_names.iter().cloned());
-    addresses.extend(config.https_addresses.iter().copied());
+    names.extend(config.https_certificate.names.iter().cloned());
+    addresses.extend(config.https_certificate.addresses.iter().copied());
     ServingNames::new(names, addresses)
 }
 
@@ -239,7 +239,7 @@ pub(super) fn serving_certificates(
     routes: &Routes,
     watcher: &CredentialWatcher<'_>,
 ) -> anyhow::Result<Arc<dyn ResolvesServerCert>> {
-    Ok(match &config.https_certificate {
+    Ok(match &config.https_certificate.files {
         Some(pair) => watch_pair("https_certificate", pair, watcher, |_| {})
             .context("--https-cert-file, --https-key-file")?,
         None => {

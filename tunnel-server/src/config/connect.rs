@@ -3,10 +3,9 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address};
 
 use super::RawConfig;
-use super::check::{address, parsed};
 use crate::routing::dial_policy::DirectTarget;
 
 /// The settings of the CONNECT listeners.
@@ -36,6 +35,38 @@ pub struct UnixListenerSettings {
 }
 
 impl ConnectSettings {
+    /// Returns the settings, or `None` if there is no CONNECT listener.
+    pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
+        refuse_unused(raw, errors);
+        let settings = Self {
+            listen: errors.parse_with(
+                LISTEN,
+                raw.connect_listen.as_deref(),
+                None,
+                optional(OFF, parse_address),
+            ),
+            unix: UnixListenerSettings::check(raw, errors),
+            client_ca: raw.client_ca.as_deref().map(PathBuf::from),
+            auth: raw.connect_auth.as_deref().map(PathBuf::from),
+            direct: direct(&raw.connect_direct, errors),
+        };
+        if let Some(address) = settings.listen
+            && settings.client_ca.is_none()
+            && settings.auth.is_none()
+            && !address.ip().to_canonical().is_loopback()
+            && raw.allow_unauthenticated.as_deref() != Some("true")
+        {
+            errors.add(
+                LISTEN,
+                format!(
+                    "{address} would let anyone on the network reach the nodes and more; listen on loopback, ask for \
+                     certificates (--client-ca) or passwords (--connect-auth), or set --allow-unauthenticated"
+                ),
+            );
+        }
+        (settings.listen.is_some() || settings.unix.is_some()).then_some(settings)
+    }
+
     /// Returns a warning if passwords cross a network unencrypted.
     pub(super) fn warning(&self) -> Option<String> {
         let wide = self
@@ -55,94 +86,53 @@ impl ConnectSettings {
     }
 }
 
-/// Returns the settings, or `None` if there is no CONNECT listener.
-pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<ConnectSettings> {
-    let listen = raw.connect_listen.as_deref().filter(|text| *text != OFF);
-    let path = raw.connect_uds.as_deref().filter(|text| *text != OFF);
-    refuse_unused(errors, raw, (listen.is_some(), path.is_some()));
-    let mode = raw.connect_uds_mode.as_deref().map(mode);
-    let mode = mode.map_or(DEFAULT_MODE, |mode| {
-        errors.unwrap_or_record(UDS_MODE, mode, DEFAULT_MODE)
-    });
-    let owner = raw.connect_uds_owner.as_deref().map(owner);
-    let owner = owner.and_then(|owner| errors.unwrap_or_record(UDS_OWNER, owner.map(Some), None));
-    let direct = direct(errors, &raw.connect_direct);
-    if listen.is_none() && path.is_none() {
-        return None;
-    }
-    let settings = ConnectSettings {
-        listen: listen.and_then(|text| address(errors, LISTEN, text)),
-        unix: path.map(|path| UnixListenerSettings {
+impl UnixListenerSettings {
+    fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
+        let mode = errors.parse_with(
+            UDS_MODE,
+            raw.connect_uds_mode.as_deref(),
+            DEFAULT_MODE,
+            parse_mode,
+        );
+        let owner = raw.connect_uds_owner.as_deref();
+        let owner = owner.and_then(|text| errors.ok_or_record(UDS_OWNER, parse_owner(text)));
+        let path = raw.connect_uds.as_deref().filter(|text| *text != OFF)?;
+        Some(Self {
             path: path.into(),
             mode,
             owner,
-        }),
-        client_ca: raw.client_ca.as_deref().map(PathBuf::from),
-        auth: raw.connect_auth.as_deref().map(PathBuf::from),
-        direct,
-    };
-    let allows = raw.allow_unauthenticated.as_deref();
-    let allows_unauthenticated = parsed(&mut ConfigErrors::default(), "", allows, false);
-    if let Some(address) = settings.listen
-        && settings.client_ca.is_none()
-        && settings.auth.is_none()
-        && !address.ip().to_canonical().is_loopback()
-        && !allows_unauthenticated
-    {
-        errors.add(
-            LISTEN,
-            format!(
-                "{address} would let anyone on the network reach the nodes and more; listen on loopback, ask for \
-                 certificates (--client-ca) or passwords (--connect-auth), or set --allow-unauthenticated"
-            ),
-        );
+        })
     }
-    Some(settings)
 }
 
 /// Refuses settings that have no effect without their listener, because they are likely a mistake.
-fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig, (tcp, unix): (bool, bool)) {
-    let is_off = |text: &Option<String>| text.as_deref() == Some(OFF);
-    let listeners = "--connect-listen or --connect-uds";
-    for (setting, is_unused, listener, is_listener_off) in [
-        (
-            AUTH,
-            raw.connect_auth.is_some() && !tcp,
-            LISTEN,
-            is_off(&raw.connect_listen),
-        ),
-        (
-            UDS_MODE,
-            raw.connect_uds_mode.is_some() && !unix,
-            UDS,
-            is_off(&raw.connect_uds),
-        ),
-        (
-            UDS_OWNER,
-            raw.connect_uds_owner.is_some() && !unix,
-            UDS,
-            is_off(&raw.connect_uds),
-        ),
+fn refuse_unused(raw: &RawConfig, errors: &mut ConfigErrors) {
+    // A listener that is off explicitly may have settings.
+    let (has_tcp, has_unix) = (raw.connect_listen.is_some(), raw.connect_uds.is_some());
+    let has_direct = !raw.connect_direct.is_empty();
+    for (setting, is_unused, listener) in [
+        (AUTH, raw.connect_auth.is_some() && !has_tcp, LISTEN),
+        (UDS_MODE, raw.connect_uds_mode.is_some() && !has_unix, UDS),
+        (UDS_OWNER, raw.connect_uds_owner.is_some() && !has_unix, UDS),
         (
             DIRECT,
-            !raw.connect_direct.is_empty() && !tcp && !unix,
-            listeners,
-            is_off(&raw.connect_listen) || is_off(&raw.connect_uds),
+            has_direct && !has_tcp && !has_unix,
+            "--connect-listen or --connect-uds",
         ),
     ] {
-        if is_unused && !is_listener_off {
+        if is_unused {
             errors.add(setting, format!("has no effect without {listener}"));
         }
     }
 }
 
-fn mode(text: &str) -> Result<u32, String> {
+fn parse_mode(text: &str) -> Result<u32, String> {
     let mode = u32::from_str_radix(text, 8).ok();
     mode.filter(|mode| *mode <= 0o777)
         .ok_or_else(|| format!("{text:?} is not an octal mode, as in 660"))
 }
 
-fn owner(text: &str) -> Result<(u32, Option<u32>), String> {
+fn parse_owner(text: &str) -> Result<(u32, Option<u32>), String> {
     let (user, group) = match text.split_once(':') {
         Some((user, group)) => (user, Some(group)),
         None => (text, None),
@@ -154,18 +144,9 @@ fn owner(text: &str) -> Result<(u32, Option<u32>), String> {
     Ok((number(user)?, group.map(number).transpose()?))
 }
 
-fn direct(errors: &mut ConfigErrors, values: &[String]) -> Option<Vec<DirectTarget>> {
-    if values.is_empty() {
-        return None;
-    }
-    let mut targets = Vec::new();
-    for text in values.iter().filter(|text| *text != OFF) {
-        match text.parse() {
-            Ok(target) => targets.push(target),
-            Err(problem) => errors.add(DIRECT, problem),
-        }
-    }
-    Some(targets)
+fn direct(values: &[String], errors: &mut ConfigErrors) -> Option<Vec<DirectTarget>> {
+    let targets = values.iter().filter(|text| *text != OFF);
+    (!values.is_empty()).then(|| errors.parse_list(DIRECT, targets, str::parse::<DirectTarget>))
 }
 
 const LISTEN: &str = "--connect-listen";

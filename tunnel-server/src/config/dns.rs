@@ -3,41 +3,31 @@
 use std::net::{IpAddr, SocketAddr};
 
 use tunnel_proto::process::host::primary_address;
-use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_proto::process::settings::{ConfigErrors, parse_address, parse_quoted};
 use tunnel_proto::wire::name::NodeName;
 
-use super::check::address;
 use super::{RawConfig, RawRecord};
 use crate::dns::{Addresses, ClusterDomain, DnsSettings, Node, NodeLocation, Resolvers};
 
 /// Returns the settings, or `None` if the DNS is off.
-pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<DnsSettings> {
+pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<DnsSettings> {
     let listen = raw.dns_listen.as_deref().filter(|text| *text != OFF);
     let Some(listen) = listen else {
         if raw.dns_listen.is_none() {
-            refuse_unused(errors, raw);
+            refuse_unused(raw, errors);
         }
         return None;
     };
-    let listen = address(errors, LISTEN, listen);
-    let zone = raw.dns_zone.as_deref().and_then(|text| {
-        let zone = text.parse::<NodeName>();
-        zone.map_err(|error| errors.add("--dns-zone", format!("{text:?}: {error}")))
-            .ok()
-    });
-    let (clusters, default_resolvers) = upstreams(errors, &raw.dns_upstream);
-    let answers = raw.dns_answer.iter().filter_map(|text| {
-        let address = text.parse::<IpAddr>();
-        address
-            .map_err(|error| errors.add(ANSWER, format!("{text:?}: {error}")))
-            .ok()
-    });
-    let answers: Vec<_> = answers.collect();
+    let listen = errors.ok_or_record(LISTEN, parse_address(listen));
+    let zone = raw.dns_zone.as_deref();
+    let zone = zone.and_then(|text| errors.ok_or_record("--dns-zone", parse_quoted(text)));
+    let (clusters, default_resolvers) = upstreams(&raw.dns_upstream, errors);
+    let answers = errors.parse_list(ANSWER, &raw.dns_answer, parse_quoted::<IpAddr>);
     let fixed = raw
         .dns_records
         .iter()
-        .filter_map(|record| fixed(errors, record));
-    let fixed = fixed.collect();
+        .filter_map(|record| fixed(record, errors))
+        .collect();
     let listen = listen?;
     if let Resolvers::These(resolvers) = &default_resolvers
         && let Some(own) = resolvers.iter().find(|resolver| is_own(listen, **resolver))
@@ -52,13 +42,13 @@ pub(super) fn check(errors: &mut ConfigErrors, raw: &RawConfig) -> Option<DnsSet
         zone,
         clusters,
         default_resolvers,
-        answer: answer(errors, listen, answers),
+        answer: answer(listen, &answers, errors),
         fixed,
     })
 }
 
 /// Refuses settings that have no effect without the listener, because they are likely a mistake.
-fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig) {
+fn refuse_unused(raw: &RawConfig, errors: &mut ConfigErrors) {
     for (setting, is_set) in [
         ("--dns-zone", raw.dns_zone.is_some()),
         (UPSTREAM, !raw.dns_upstream.is_empty()),
@@ -76,8 +66,8 @@ fn refuse_unused(errors: &mut ConfigErrors, raw: &RawConfig) {
 
 /// Returns the addresses in answers for edge nodes: the configured ones, or else those at which
 /// callers reach this server.
-fn answer(errors: &mut ConfigErrors, listen: SocketAddr, values: Vec<IpAddr>) -> Addresses {
-    let answer = match values.as_slice() {
+fn answer(listen: SocketAddr, values: &[IpAddr], errors: &mut ConfigErrors) -> Addresses {
+    let answer = match values {
         [] if listen.ip().is_unspecified() => {
             let own = primary_address();
             if own.is_none() {
@@ -104,27 +94,10 @@ fn answer(errors: &mut ConfigErrors, listen: SocketAddr, values: Vec<IpAddr>) ->
 }
 
 /// Parses the upstreams: `IP`, `IP:PORT`, `DOMAIN=IP`, and `off` instead of an address.
-fn upstreams(errors: &mut ConfigErrors, values: &[String]) -> (Vec<ClusterDomain>, Resolvers) {
+fn upstreams(values: &[String], errors: &mut ConfigErrors) -> (Vec<ClusterDomain>, Resolvers) {
     let mut clusters: Vec<ClusterDomain> = Vec::new();
     let mut default_resolvers = None;
-    for text in values {
-        let (domain, resolver) = match text.split_once('=') {
-            Some((domain, resolver)) => match domain.parse::<NodeName>() {
-                Ok(domain) => (Some(domain), resolver),
-                Err(error) => {
-                    errors.add(UPSTREAM, format!("{domain:?}: {error}"));
-                    continue;
-                }
-            },
-            None => (None, text.as_str()),
-        };
-        let resolver = match resolver_address(resolver) {
-            Ok(resolver) => resolver,
-            Err(problem) => {
-                errors.add(UPSTREAM, problem);
-                continue;
-            }
-        };
+    for (domain, resolver) in errors.parse_list(UPSTREAM, values, upstream) {
         let list = match domain {
             None => default_resolvers.get_or_insert_with(Vec::new),
             Some(domain) => {
@@ -152,6 +125,14 @@ fn upstreams(errors: &mut ConfigErrors, values: &[String]) -> (Vec<ClusterDomain
     )
 }
 
+/// Parses the domain of an upstream, if it has one, and its address.
+fn upstream(text: &str) -> Result<(Option<NodeName>, Option<SocketAddr>), String> {
+    match text.split_once('=') {
+        Some((domain, resolver)) => Ok((Some(parse_quoted(domain)?), resolver_address(resolver)?)),
+        None => Ok((None, resolver_address(text)?)),
+    }
+}
+
 /// Parses a resolver's address. Returns `None` for `off`.
 fn resolver_address(text: &str) -> Result<Option<SocketAddr>, String> {
     if text == OFF {
@@ -176,17 +157,10 @@ fn is_own(listen: SocketAddr, resolver: SocketAddr) -> bool {
         && (everywhere || listen.ip().to_canonical() == resolver.ip().to_canonical())
 }
 
-fn fixed(errors: &mut ConfigErrors, raw: &RawRecord) -> Option<Node> {
+fn fixed(raw: &RawRecord, errors: &mut ConfigErrors) -> Option<Node> {
     let setting = format!("dnsRecords: {}", raw.name);
-    let name = raw.name.parse::<NodeName>();
-    let name = name.map_err(|error| errors.add(&setting, error)).ok();
-    let mut addresses = Vec::new();
-    for text in &raw.addresses {
-        match text.parse() {
-            Ok(address) => addresses.push(address),
-            Err(error) => errors.add(&setting, format!("{text:?}: {error}")),
-        }
-    }
+    let name = errors.ok_or_record(&setting, raw.name.parse::<NodeName>());
+    let addresses = errors.parse_list(&setting, &raw.addresses, parse_quoted);
     if raw.addresses.is_empty() {
         errors.add(&setting, "needs at least one address");
     }

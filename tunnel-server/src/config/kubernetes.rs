@@ -3,11 +3,10 @@
 
 use std::path::PathBuf;
 
-use tunnel_proto::process::settings::ConfigErrors;
+use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
 
 use super::RawConfig;
-use super::check::parsed;
-use crate::dns::{NamePattern, NamePatternError};
+use crate::dns::NamePattern;
 
 /// Environment variable that is set in every container of a cluster.
 const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";
@@ -32,6 +31,8 @@ impl Environment {
 /// The settings for following a cluster. The default names are those of yurt-tunnel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubernetesSettings {
+    /// Whether the server runs in a container of the cluster.
+    pub in_cluster: bool,
     /// `--kubeconfig`; `None` means the ServiceAccount of the container.
     pub kubeconfig: Option<PathBuf>,
     /// `--namespace` of all objects; `None` means the container's own, or `kube-system` outside a
@@ -120,160 +121,148 @@ pub const EDGE_LABEL: &str = "openyurt.io/is-edge-worker";
 /// Default domain of Services, as in kubelets.
 const CLUSTER_DOMAIN: &str = "cluster.local";
 
-/// Returns the settings if there is a cluster to follow.
-pub(super) fn kubernetes(
-    errors: &mut ConfigErrors,
-    raw: &RawConfig,
-    environment: Environment,
-) -> Option<KubernetesSettings> {
-    let has_cluster = environment.in_cluster || raw.kubeconfig.is_some();
-    match raw.kubernetes.as_deref().unwrap_or("auto") {
-        "off" => None,
-        "auto" if !has_cluster => None,
-        "on" if !has_cluster => {
-            errors.add(
-                "--kubernetes",
-                "on needs --kubeconfig outside a container of a cluster",
-            );
-            None
-        }
-        "auto" | "on" => Some(settings(errors, raw)),
-        other => {
-            errors.add("--kubernetes", format!("{other:?} is not auto, on or off"));
-            None
-        }
-    }
-}
-
-fn settings(errors: &mut ConfigErrors, raw: &RawConfig) -> KubernetesSettings {
-    let kubeconfig = raw.kubeconfig.as_deref().map(PathBuf::from);
-    if let Some(error) = kubeconfig
-        .as_ref()
-        .and_then(|path| std::fs::File::open(path).err())
-    {
-        errors.add(
-            "--kubeconfig",
-            format!("{}: {error}", raw.kubeconfig.as_deref().unwrap_or_default()),
-        );
-    }
-    let defaults = ObjectNames::default();
-    let mut name = |setting: &str, written: &Option<String>, default: String| {
-        let name = written.clone().unwrap_or(default);
-        if !is_object_name(&name) {
-            errors.add(
-                setting,
-                format!("{name:?} is not a name of Kubernetes (a-z, 0-9, '-' and '.')"),
-            );
-        }
-        name
-    };
-    let names = ObjectNames {
-        nodes_config_map: name(
-            "--nodes-config-map",
-            &raw.nodes_config_map,
-            defaults.nodes_config_map,
-        ),
-        ports_config_map: name(
-            "--ports-config-map",
-            &raw.ports_config_map,
-            defaults.ports_config_map,
-        ),
-        internal_service: name(
-            "--internal-service",
-            &raw.internal_service,
-            defaults.internal_service,
-        ),
-        leader_lease: name("--leader-lease", &raw.leader_lease, defaults.leader_lease),
-        ca_secret: name("--ca-secret", &raw.ca_secret, defaults.ca_secret),
-        state_secret: name("--state-secret", &raw.state_secret, defaults.state_secret),
-        ca_config_map: name(
-            "--ca-config-map",
-            &raw.ca_config_map,
-            defaults.ca_config_map,
-        ),
-        replica_lease: name(
-            "--replica-lease",
-            &raw.replica_lease,
-            defaults.replica_lease,
-        ),
-    };
-    let cluster_domain = raw.cluster_domain.clone();
-    let cluster_domain = cluster_domain.map(|domain| {
-        let domain = domain.trim_end_matches('.').to_ascii_lowercase();
-        name("--cluster-domain", &Some(domain), String::new())
-    });
-    let namespace = raw
-        .namespace
-        .clone()
-        .map(|namespace| name("--namespace", &Some(namespace), String::new()));
-    let edge_by_agent = match raw.edge_nodes.as_deref().unwrap_or("label") {
-        "label" => false,
-        "label-or-agent" => true,
-        other => {
-            errors.add(
-                "--edge-nodes",
-                format!("{other:?} is not label or label-or-agent"),
-            );
-            false
-        }
-    };
-    KubernetesSettings {
-        kubeconfig,
-        namespace,
-        names,
-        edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
-        edge_by_agent,
-        record_names: record_names(errors, &raw.record_names),
-        single_replica: parsed(
-            errors,
-            "--single-replica",
-            raw.single_replica.as_deref(),
-            false,
-        ),
-        cluster_domain: cluster_domain.unwrap_or_else(|| CLUSTER_DOMAIN.into()),
-        pod_lookup: parsed(errors, "--pod-lookup", raw.pod_lookup.as_deref(), true),
-        agent_tokens: agent_tokens(errors, raw),
-    }
-}
-
-fn record_names(errors: &mut ConfigErrors, texts: &[String]) -> Vec<NamePattern> {
-    let patterns = texts.iter().map(|text| (text, text.parse()));
-    patterns
-        .filter_map(|(text, pattern)| match pattern {
-            Ok(pattern) => Some(pattern),
-            Err(problem) => {
-                let problem: NamePatternError = problem;
-                errors.add("--record-names", format!("{text:?}: {problem}"));
+impl KubernetesSettings {
+    /// Returns the settings if there is a cluster to follow.
+    pub(super) fn check(
+        raw: &RawConfig,
+        environment: Environment,
+        errors: &mut ConfigErrors,
+    ) -> Option<Self> {
+        let has_cluster = environment.in_cluster || raw.kubeconfig.is_some();
+        match raw.kubernetes.as_deref().unwrap_or("auto") {
+            "off" => None,
+            "auto" if !has_cluster => None,
+            "on" if !has_cluster => {
+                errors.add(
+                    "--kubernetes",
+                    "on needs --kubeconfig outside a container of a cluster",
+                );
                 None
             }
-        })
-        .collect()
-}
-
-fn agent_tokens(errors: &mut ConfigErrors, raw: &RawConfig) -> AgentTokens {
-    let defaults = AgentTokens::default();
-    let audience = raw.agent_token_audience.clone();
-    let audience = audience.unwrap_or(defaults.audience);
-    if audience.trim().is_empty() {
-        errors.add(
-            "--agent-token-audience",
-            "is empty: any token of the cluster would do",
-        );
-    }
-    for account in &raw.agent_service_account {
-        let parts = account.strip_prefix(ACCOUNT_PREFIX);
-        let parts = parts.and_then(|account| account.split_once(':'));
-        if !parts.is_some_and(|(namespace, name)| is_object_name(namespace) && is_object_name(name))
-        {
-            let problem = format!("{account:?} is not {ACCOUNT_PREFIX}NAMESPACE:NAME");
-            errors.add("--agent-service-account", problem);
+            "auto" | "on" => Some(Self::new(raw, environment, errors)),
+            other => {
+                errors.add("--kubernetes", format!("{other:?} is not auto, on or off"));
+                None
+            }
         }
     }
-    let accounts = match &*raw.agent_service_account {
-        [] => defaults.accounts,
-        configured => configured.to_vec(),
-    };
-    AgentTokens { audience, accounts }
+
+    fn new(raw: &RawConfig, environment: Environment, errors: &mut ConfigErrors) -> Self {
+        let namespace = raw.namespace.as_deref();
+        Self {
+            in_cluster: environment.in_cluster,
+            kubeconfig: kubeconfig(raw, errors),
+            namespace: namespace
+                .and_then(|name| errors.ok_or_record("--namespace", object_name(name))),
+            names: ObjectNames::check(raw, errors),
+            edge_label: raw.edge_label.clone().unwrap_or_else(|| EDGE_LABEL.into()),
+            edge_by_agent: errors.parse_with(
+                "--edge-nodes",
+                raw.edge_nodes.as_deref(),
+                false,
+                edge_by_agent,
+            ),
+            record_names: errors.parse_list("--record-names", &raw.record_names, parse_quoted),
+            pod_lookup: errors.parse("--pod-lookup", raw.pod_lookup.as_deref(), true),
+            agent_tokens: AgentTokens::check(raw, errors),
+            single_replica: errors.parse("--single-replica", raw.single_replica.as_deref(), false),
+            cluster_domain: errors.parse_with(
+                "--cluster-domain",
+                raw.cluster_domain.as_deref(),
+                CLUSTER_DOMAIN.to_owned(),
+                |domain| object_name(&domain.trim_end_matches('.').to_ascii_lowercase()),
+            ),
+        }
+    }
+}
+
+/// Returns the path of the kubeconfig file, which must be readable.
+fn kubeconfig(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<PathBuf> {
+    let path = raw.kubeconfig.as_ref()?;
+    if let Err(error) = std::fs::File::open(path) {
+        errors.add("--kubeconfig", format!("{path}: {error}"));
+    }
+    Some(path.into())
+}
+
+fn edge_by_agent(text: &str) -> Result<bool, String> {
+    match text {
+        "label" => Ok(false),
+        "label-or-agent" => Ok(true),
+        other => Err(format!("{other:?} is not label or label-or-agent")),
+    }
+}
+
+impl ObjectNames {
+    fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Self {
+        let defaults = Self::default();
+        let mut name = |setting: &str, text: &Option<String>, default: String| {
+            errors.parse_with(setting, text.as_deref(), default, object_name)
+        };
+        Self {
+            nodes_config_map: name(
+                "--nodes-config-map",
+                &raw.nodes_config_map,
+                defaults.nodes_config_map,
+            ),
+            ports_config_map: name(
+                "--ports-config-map",
+                &raw.ports_config_map,
+                defaults.ports_config_map,
+            ),
+            internal_service: name(
+                "--internal-service",
+                &raw.internal_service,
+                defaults.internal_service,
+            ),
+            leader_lease: name("--leader-lease", &raw.leader_lease, defaults.leader_lease),
+            ca_secret: name("--ca-secret", &raw.ca_secret, defaults.ca_secret),
+            state_secret: name("--state-secret", &raw.state_secret, defaults.state_secret),
+            ca_config_map: name(
+                "--ca-config-map",
+                &raw.ca_config_map,
+                defaults.ca_config_map,
+            ),
+            replica_lease: name(
+                "--replica-lease",
+                &raw.replica_lease,
+                defaults.replica_lease,
+            ),
+        }
+    }
+}
+
+impl AgentTokens {
+    fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Self {
+        let defaults = Self::default();
+        let audience = raw.agent_token_audience.clone();
+        let audience = audience.unwrap_or(defaults.audience);
+        if audience.trim().is_empty() {
+            errors.add(
+                "--agent-token-audience",
+                "is empty: any token of the cluster would do",
+            );
+        }
+        let accounts = &raw.agent_service_account;
+        let accounts = errors.parse_list("--agent-service-account", accounts, account);
+        Self {
+            audience,
+            accounts: if accounts.is_empty() {
+                defaults.accounts
+            } else {
+                accounts
+            },
+        }
+    }
+}
+
+/// Checks the user name of a ServiceAccount.
+fn account(text: &str) -> Result<String, String> {
+    text.strip_prefix(ACCOUNT_PREFIX)
+        .and_then(|account| account.split_once(':'))
+        .filter(|(namespace, name)| is_object_name(namespace) && is_object_name(name))
+        .map(|_| text.to_owned())
+        .ok_or_else(|| format!("{text:?} is not {ACCOUNT_PREFIX}NAMESPACE:NAME"))
 }
 
 /// The source of the CA of kubelets' client certificates.
@@ -287,14 +276,26 @@ pub enum KubeletCa {
     File(PathBuf),
 }
 
-/// Returns the source that `--kubelet-client-ca` selects.
-pub(super) fn kubelet_ca(raw: &RawConfig, has_cluster: bool) -> KubeletCa {
-    match raw.kubelet_client_ca.as_deref() {
-        Some("off") => KubeletCa::Off,
-        Some(path) => KubeletCa::File(path.into()),
-        None if has_cluster => KubeletCa::Cluster,
-        None => KubeletCa::Off,
+impl KubeletCa {
+    /// Returns the source that `--kubelet-client-ca` selects.
+    pub(super) fn new(raw: &RawConfig, has_cluster: bool) -> Self {
+        match raw.kubelet_client_ca.as_deref() {
+            Some("off") => Self::Off,
+            Some(path) => Self::File(path.into()),
+            None if has_cluster => Self::Cluster,
+            None => Self::Off,
+        }
     }
+}
+
+/// Checks the name of an object.
+fn object_name(name: &str) -> Result<String, String> {
+    if !is_object_name(name) {
+        return Err(format!(
+            "{name:?} is not a name of Kubernetes (a-z, 0-9, '-' and '.')"
+        ));
+    }
+    Ok(name.to_owned())
 }
 
 /// Returns whether `name` is a lower-case DNS subdomain (RFC 1123), like the names of objects.

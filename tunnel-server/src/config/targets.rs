@@ -25,15 +25,52 @@ pub struct TargetSettings {
     pub delegation_callers: Vec<String>,
 }
 
-/// Checks the settings. `verifies_callers` says whether callers' certificates are verified, and
-/// `in_cluster` whether there is a cluster that can sign a certificate.
-pub(super) fn targets(
-    errors: &mut ConfigErrors,
-    raw: &RawConfig,
-    (verifies_callers, in_cluster): (bool, bool),
-) -> TargetSettings {
+impl TargetSettings {
+    /// Checks the settings. `verifies_callers` says whether callers' certificates are verified, and
+    /// `has_cluster` whether there is a cluster that can sign a certificate.
+    pub(super) fn check(
+        raw: &RawConfig,
+        verifies_callers: bool,
+        has_cluster: bool,
+        errors: &mut ConfigErrors,
+    ) -> Self {
+        let ca = ca(raw, errors);
+        let identity = identity(raw, errors);
+        let signer = raw.target_cert_signer.clone();
+        let identity_setting = match (&identity, &signer) {
+            (None, None) => None,
+            (Some(_), None) => Some("--target-cert-file"),
+            (None, Some(_)) => Some("--target-cert-signer"),
+            (Some(_), Some(_)) => {
+                errors.add(
+                    "--target-cert-signer",
+                    "there is a certificate already: --target-cert-file",
+                );
+                None
+            }
+        };
+        if let Some(name) = &signer {
+            check_signer(name, has_cluster, errors);
+        }
+        if let Some(setting) = identity_setting.filter(|_| !verifies_callers) {
+            errors.add(
+                setting,
+                "client-certificate delegation needs callers' certificates; set --client-ca",
+            );
+        }
+        let can_delegate = identity.is_some() || signer.is_some();
+        Self {
+            ca,
+            identity,
+            signer,
+            delegation_callers: delegation_callers(raw, can_delegate, errors),
+        }
+    }
+}
+
+fn ca(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<PathBuf> {
     let ca = raw.target_ca.as_ref().map(PathBuf::from);
-    let ca = match (raw.target_tls.as_deref().unwrap_or("tunnel"), ca) {
+    match (raw.target_tls.as_deref().unwrap_or("tunnel"), ca) {
         ("tunnel", None) => None,
         ("tunnel", Some(_)) => {
             errors.add(
@@ -51,8 +88,11 @@ pub(super) fn targets(
             errors.add("--target-tls", format!("{other:?} is not tunnel or verify"));
             None
         }
-    };
-    let identity = match (&raw.target_cert_file, &raw.target_key_file) {
+    }
+}
+
+fn identity(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<KeyPairFiles> {
+    match (&raw.target_cert_file, &raw.target_key_file) {
         (Some(certificate), key) => Some(KeyPairFiles {
             certificate: certificate.into(),
             key: key.as_ref().unwrap_or(certificate).into(),
@@ -62,39 +102,28 @@ pub(super) fn targets(
             errors.add("--target-key-file", "needs --target-cert-file too");
             None
         }
-    };
-    let signer = raw.target_cert_signer.clone();
-    let identity_setting = match (&identity, &signer) {
-        (None, None) => None,
-        (Some(_), None) => Some("--target-cert-file"),
-        (None, Some(_)) => Some("--target-cert-signer"),
-        (Some(_), Some(_)) => {
-            errors.add(
-                "--target-cert-signer",
-                "there is a certificate already: --target-cert-file",
-            );
-            None
-        }
-    };
-    if let Some(name) = &signer {
-        if !is_signer_name(name) {
-            errors.add(
-                "--target-cert-signer",
-                format!("{name:?} is no signer, as kubernetes.io/kube-apiserver-client is"),
-            );
-        }
-        if !in_cluster {
-            errors.add("--target-cert-signer", "there is no cluster to ask");
-        }
     }
-    if let Some(setting) = identity_setting.filter(|_| !verifies_callers) {
+}
+
+fn check_signer(name: &str, has_cluster: bool, errors: &mut ConfigErrors) {
+    if !is_signer_name(name) {
         errors.add(
-            setting,
-            "client-certificate delegation needs callers' certificates; set --client-ca",
+            "--target-cert-signer",
+            format!("{name:?} is no signer, as kubernetes.io/kube-apiserver-client is"),
         );
     }
+    if !has_cluster {
+        errors.add("--target-cert-signer", "there is no cluster to ask");
+    }
+}
+
+fn delegation_callers(
+    raw: &RawConfig,
+    can_delegate: bool,
+    errors: &mut ConfigErrors,
+) -> Vec<String> {
     let named = &raw.delegation_allowed_callers;
-    if identity.is_none() && signer.is_none() && !named.is_empty() {
+    if !can_delegate && !named.is_empty() {
         errors.add(
             "--delegation-allowed-callers",
             "has no effect without --target-cert-file or --target-cert-signer",
@@ -103,16 +132,10 @@ pub(super) fn targets(
     if named.iter().any(|name| name.trim().is_empty()) {
         errors.add("--delegation-allowed-callers", "a common name is empty");
     }
-    let delegation_callers = if named.is_empty() {
+    if named.is_empty() {
         vec![APISERVER_NAME.to_owned()]
     } else {
         named.iter().map(|name| name.trim().to_owned()).collect()
-    };
-    TargetSettings {
-        ca,
-        identity,
-        signer,
-        delegation_callers,
     }
 }
 
@@ -135,7 +158,7 @@ mod tests {
     fn checked(yaml: &str, verifies_callers: bool) -> Result<TargetSettings, String> {
         let raw: RawConfig = serde_saphyr::from_str(yaml).unwrap();
         let mut errors = ConfigErrors::default();
-        let settings = targets(&mut errors, &raw, (verifies_callers, true));
+        let settings = TargetSettings::check(&raw, verifies_callers, true, &mut errors);
         errors.finish(settings).map_err(|error| error.to_string())
     }
 

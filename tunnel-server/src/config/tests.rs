@@ -1,6 +1,5 @@
 use tunnel_proto::transport::liveness::LivenessLimits;
 
-use super::check::service_target;
 use super::*;
 
 fn yaml(text: &str) -> Result<Config, String> {
@@ -11,10 +10,16 @@ fn yaml(text: &str) -> Result<Config, String> {
 #[test]
 fn defaults_are_those_of_the_contract() {
     let config = yaml("{}").unwrap();
-    assert_eq!(config.agent_listen[0].to_string(), "[::]:10262");
-    assert_eq!(config.agent_listen[1].to_string(), "0.0.0.0:10262");
-    assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
-    assert_eq!(config.http_listen.unwrap().to_string(), "127.0.0.1:10264");
+    assert_eq!(config.listeners.agents[0].to_string(), "[::]:10262");
+    assert_eq!(config.listeners.agents[1].to_string(), "0.0.0.0:10262");
+    assert_eq!(
+        config.listeners.https.unwrap().to_string(),
+        "127.0.0.1:10263"
+    );
+    assert_eq!(
+        config.listeners.http.unwrap().to_string(),
+        "127.0.0.1:10264"
+    );
     assert_eq!(config.meta_listen.to_string(), "127.0.0.1:10265");
     assert_eq!(config.ports.localhost.to_string(), "10266, 10267");
     assert_eq!(config.limits.streams_per_agent, 256);
@@ -116,7 +121,7 @@ fn listeners_open_to_the_network_need_an_explicit_flag() {
         yaml(&allowed).unwrap();
     }
     let config = yaml("{ clientCa: /ca, httpsClientAuth: require }").unwrap();
-    assert_eq!(config.https_listen.unwrap().to_string(), "[::]:10263");
+    assert_eq!(config.listeners.https.unwrap().to_string(), "[::]:10263");
 }
 
 #[test]
@@ -175,7 +180,7 @@ fn service_targets_are_ports_of_the_node_loopback_or_other_hosts() {
         localhost: "10266".parse().unwrap(),
         ..PortPolicy::default()
     };
-    let target = |text: &str| service_target(text, &ports).map(|target| target.to_string());
+    let target = |text: &str| services::target(text, &ports).map(|target| target.to_string());
     assert_eq!(target("5432").unwrap(), "node:5432");
     assert_eq!(target("10266").unwrap(), "loopback:10266");
     assert_eq!(target("127.0.0.1:22").unwrap(), "loopback:22");
@@ -237,12 +242,15 @@ fn container_of_a_cluster_follows_it_and_opens_the_https_listener() {
     assert_eq!(kubernetes.edge_label, "openyurt.io/is-edge-worker");
     assert_eq!((kubernetes.namespace, kubernetes.kubeconfig), (None, None));
     assert!(kubernetes.pod_lookup && !kubernetes.edge_by_agent);
-    assert_eq!(config.https_listen.unwrap().to_string(), "[::]:10263");
-    assert_eq!(config.proxy_port_listen, ProxyPortListen::Off);
+    assert_eq!(config.listeners.https.unwrap().to_string(), "[::]:10263");
+    assert_eq!(config.listeners.proxy_ports, ProxyPortListen::Off);
     let config = around("kubernetes: off", true).unwrap();
     assert_eq!(config.kubernetes, None);
-    assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
-    assert_eq!(config.proxy_port_listen, ProxyPortListen::WithListener);
+    assert_eq!(
+        config.listeners.https.unwrap().to_string(),
+        "127.0.0.1:10263"
+    );
+    assert_eq!(config.listeners.proxy_ports, ProxyPortListen::WithListener);
     assert!(around("{ kubernetes: off, httpListen: '[::]:10264' }", true).is_err());
 }
 
@@ -264,12 +272,15 @@ fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
         patterns.collect::<Vec<_>>(),
         ["*.edge.example.com", "gateway"]
     );
-    assert_eq!(config.https_listen.unwrap().to_string(), "127.0.0.1:10263");
-    let mistakes = around(
+    assert_eq!(
+        config.listeners.https.unwrap().to_string(),
+        "127.0.0.1:10263"
+    );
+    let errors = around(
         "{ kubeconfig: /nonexistent, namespace: A, recordNames: ['**'], edgeNodes: all, internalService: a_b, nodesConfigMap: '' }",
         false,
     );
-    let mistakes = mistakes.unwrap_err();
+    let errors = errors.unwrap_err();
     for setting in [
         "--kubeconfig: /nonexistent: ",
         "--namespace",
@@ -278,7 +289,7 @@ fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
         "--internal-service",
         "--nodes-config-map",
     ] {
-        assert!(mistakes.contains(setting), "{setting}: {mistakes}");
+        assert!(errors.contains(setting), "{setting}: {errors}");
     }
 }
 

@@ -1,0 +1,244 @@
+//! Settings of the listeners for agents and callers: addresses, ports of the nodes, TCP services.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address};
+use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS};
+
+use super::certificates::ClientAuth;
+use super::kubernetes::KubernetesSettings;
+use super::{RawConfig, services};
+use crate::ingress::service::Service;
+use crate::policy::PortPolicy;
+
+/// Default ports that agents dial on their loopback.
+pub const LOCALHOST_PORTS: &str = "10266, 10267";
+/// Maximum number of extra ports. A mistyped range must not open thousands of sockets.
+const EXTRA_PORTS_MAX: usize = 64;
+
+/// The settings of the listeners.
+#[derive(Debug, Clone)]
+pub struct ListenerSettings {
+    /// Addresses of port 10262, in order of preference.
+    pub agents: Vec<SocketAddr>,
+    /// Address of the HTTPS listener, port 10263.
+    pub https: Option<SocketAddr>,
+    /// Address of the HTTP listener, port 10264.
+    pub http: Option<SocketAddr>,
+    /// Addresses on which the extra ports are bound.
+    pub proxy_ports: ProxyPortListen,
+    /// TCP services with their listeners.
+    pub services: Vec<(SocketAddr, Service)>,
+}
+
+/// The addresses on which extra proxy ports are bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProxyPortListen {
+    /// Extra ports are not bound.
+    Off,
+    /// Each port is bound on the host of the listener with its scheme.
+    WithListener,
+    /// All ports are bound on this host.
+    Host(IpAddr),
+}
+
+impl ListenerSettings {
+    pub(super) fn check(
+        raw: &RawConfig,
+        ports: &PortPolicy,
+        client_auth: Option<&ClientAuth>,
+        kubernetes: Option<&KubernetesSettings>,
+        errors: &mut ConfigErrors,
+    ) -> Self {
+        let requires_certificates = client_auth.is_some_and(|auth| auth.is_required);
+        let in_cluster = kubernetes.is_some_and(|settings| settings.in_cluster);
+        let https_default: SocketAddr = if requires_certificates || in_cluster {
+            (Ipv6Addr::UNSPECIFIED, PORT_HTTPS).into()
+        } else {
+            loopback(PORT_HTTPS)
+        };
+        let settings = Self {
+            agents: errors.parse_with(
+                "--agent-listen",
+                raw.agent_listen.as_deref(),
+                vec![
+                    (Ipv6Addr::UNSPECIFIED, PORT_AGENTS).into(),
+                    (Ipv4Addr::UNSPECIFIED, PORT_AGENTS).into(),
+                ],
+                |text| parse_address(text).map(|address| vec![address]),
+            ),
+            https: errors.parse_with(
+                "--https-listen",
+                raw.https_listen.as_deref(),
+                Some(https_default),
+                optional("off", parse_address),
+            ),
+            http: errors.parse_with(
+                "--http-listen",
+                raw.http_listen.as_deref(),
+                Some(loopback(PORT_HTTP)),
+                optional("off", parse_address),
+            ),
+            proxy_ports: ProxyPortListen::check(raw, kubernetes.is_some(), errors),
+            services: raw
+                .services
+                .iter()
+                .filter_map(|service| services::check(service, ports, errors))
+                .collect(),
+        };
+        let allows_unauthenticated = errors.parse(
+            "--allow-unauthenticated",
+            raw.allow_unauthenticated.as_deref(),
+            false,
+        );
+        if !allows_unauthenticated && !in_cluster {
+            settings.refuse_unauthenticated(ports, requires_certificates, errors);
+        }
+        if settings.extra(ports).len() > EXTRA_PORTS_MAX {
+            errors.add(
+                "--proxy-port-listen",
+                format!("would bind more than {EXTRA_PORTS_MAX} ports"),
+            );
+        }
+        settings
+    }
+
+    /// Returns the extra proxy ports with their addresses, and whether each is https.
+    pub(super) fn extra(&self, ports: &PortPolicy) -> Vec<(SocketAddr, Port, bool)> {
+        let host = |https: bool| match self.proxy_ports {
+            ProxyPortListen::Off => None,
+            ProxyPortListen::Host(host) => Some(host),
+            ProxyPortListen::WithListener => {
+                let listener = if https { self.https } else { self.http };
+                listener.map(|address| address.ip())
+            }
+        };
+        ports
+            .extra_ports()
+            .filter_map(|(port, https)| Some(((host(https)?, port.get()).into(), port, https)))
+            .collect()
+    }
+
+    /// Returns a warning if the HTTPS listener is on the network and accepts callers without a
+    /// certificate.
+    pub(super) fn warning(
+        &self,
+        client_auth: Option<&ClientAuth>,
+        kubernetes: Option<&KubernetesSettings>,
+    ) -> Option<String> {
+        // In a cluster, callers without a certificate have tokens that kubelets verify.
+        let in_cluster = kubernetes.is_some_and(|settings| settings.in_cluster);
+        let is_authenticated = client_auth.is_some_and(|auth| auth.is_required || in_cluster);
+        let wide = self
+            .https
+            .filter(|address| !address.ip().to_canonical().is_loopback());
+        wide.filter(|_| !is_authenticated).map(|address| {
+            format!(
+                "--https-listen {address} accepts callers without a certificate: any caller that can connect reaches the nodes' \
+                 allowed ports; set --client-ca and --https-client-auth require"
+            )
+        })
+    }
+
+    /// Requires an explicit setting for listeners that anyone on the network could use.
+    fn refuse_unauthenticated(
+        &self,
+        ports: &PortPolicy,
+        requires_certificates: bool,
+        errors: &mut ConfigErrors,
+    ) {
+        let mut refuse = |setting: &str, address: SocketAddr| {
+            if !address.ip().to_canonical().is_loopback() {
+                errors.add(
+                    setting,
+                    format!(
+                        "{address} would let anyone on the network reach the nodes; listen on loopback, require \
+                         client certificates (--client-ca and --https-client-auth require, HTTPS listener only), or set \
+                         --allow-unauthenticated"
+                    ),
+                );
+            }
+        };
+        if let Some(address) = self.http {
+            refuse("--http-listen", address);
+        }
+        if let Some(address) = self.https.filter(|_| !requires_certificates) {
+            refuse("--https-listen", address);
+        }
+        for (address, _, https) in self.extra(ports) {
+            if !(https && requires_certificates) {
+                refuse("--proxy-port-listen", address);
+            }
+        }
+        for (address, service) in &self.services {
+            refuse(&format!("services: {}", service.name), *address);
+        }
+    }
+}
+
+impl ProxyPortListen {
+    fn check(raw: &RawConfig, has_cluster: bool, errors: &mut ConfigErrors) -> Self {
+        let default = if has_cluster {
+            Self::Off
+        } else {
+            Self::WithListener
+        };
+        errors.parse_with(
+            "--proxy-port-listen",
+            raw.proxy_port_listen.as_deref(),
+            default,
+            |text| match text {
+                "off" => Ok(Self::Off),
+                host => host.parse::<IpAddr>().map(Self::Host).map_err(|error| {
+                    format!("{host:?}: {error}; give an address without a port, or off")
+                }),
+            },
+        )
+    }
+}
+
+/// Returns the ports of the nodes that callers may reach. The server's own ports are added when
+/// they are bound.
+pub(super) fn ports(raw: &RawConfig, errors: &mut ConfigErrors) -> PortPolicy {
+    PortPolicy {
+        http: errors.parse_or("--http-proxy-ports", raw.http_proxy_ports.as_deref(), ""),
+        https: errors.parse_or("--https-proxy-ports", raw.https_proxy_ports.as_deref(), ""),
+        localhost: errors.parse_or(
+            "--localhost-proxy-ports",
+            raw.localhost_proxy_ports.as_deref(),
+            LOCALHOST_PORTS,
+        ),
+        own: Vec::new(),
+    }
+}
+
+/// Returns the addresses that agents dial.
+pub(super) fn advertised(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<String> {
+    let texts = raw.advertise.iter().filter(|text| !text.trim().is_empty());
+    errors.parse_list("--advertise", texts, host_and_port)
+}
+
+/// Checks an address that agents dial: `HOST:PORT` with a name or an IP address. A list may have
+/// spaces after its commas, because agents accept them.
+fn host_and_port(text: &str) -> Result<String, String> {
+    let text = text.trim();
+    let is_valid = text.rsplit_once(':').is_some_and(|(host, port)| {
+        let bare = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'));
+        let is_host = bare.map_or_else(
+            || host.parse::<NodeName>().is_ok() || host.parse::<Ipv4Addr>().is_ok(),
+            |address| address.parse::<Ipv6Addr>().is_ok(),
+        );
+        is_host && port.parse::<Port>().is_ok()
+    });
+    if !is_valid {
+        return Err(format!("{text:?} is not HOST:PORT"));
+    }
+    Ok(text.to_owned())
+}
+
+fn loopback(port: u16) -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, port).into()
+}
