@@ -1,201 +1,31 @@
-//! Settings as written in flags, environment and YAML file, and the precedence between them.
+//! Configuration: merges the layers of raw settings (`Settings`: flags, environment, YAML) and
+//! converts them to checked settings (`Config`).
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
 use tunnel_proto::process::files;
 use tunnel_proto::process::settings::ConfigError;
-use zeroize::Zeroize as _;
 
 mod checked;
 mod limits;
+mod raw;
+mod secret;
+mod server_address;
+mod token;
 
-pub use checked::{Config, ServerAddress, TokenSource, TransportChoice, meta_address};
-pub(crate) use checked::{NO_CA, NO_PIN, parse_token};
+pub use checked::{Config, TransportChoice, meta_address};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
+pub use raw::Settings;
+pub use secret::Secret;
+pub use server_address::ServerAddress;
+pub use token::TokenSource;
+pub(crate) use token::{NO_CA, NO_PIN, parse_token};
 
 pub use crate::credentials::CredentialFiles;
 pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};
 
 /// Prefix of the environment variables.
 pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
-
-tunnel_proto::layered! {
-    /// One layer of settings, as written. The doc comments of the fields are the help of `run`.
-    #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
-    #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-    pub struct Settings {
-        /// Address where tunnel-server accepts agents; repeat it for several addresses [required]
-        ///
-        /// Names are resolved again on each try, and all addresses are tried in turn. Sessions over
-        /// QUIC need UDP; enrollment and sessions over h2 need TCP on the same port (10262 unless
-        /// the server is configured otherwise).
-        #[arg(long, env = "TUNNEL_AGENT_SERVER", value_name = "HOST:PORT", value_delimiter = ',', help_heading = "Connection")]
-        pub server: Vec<String>,
-
-        /// Transport of sessions: auto, quic or h2 [default: auto]
-        ///
-        /// QUIC runs over UDP and suits most networks best. h2 is HTTP/2 in TLS over TCP, for
-        /// networks that drop UDP or allow outgoing TCP only through a proxy. auto tries QUIC first
-        /// and falls back to h2 if QUIC does not get through; with --proxy, auto means h2.
-        #[arg(long, env = "TUNNEL_AGENT_TRANSPORT", value_name = "NAME", help_heading = "Connection")]
-        pub transport: Option<String>,
-
-        /// HTTP proxy for connections to the servers, as in
-        /// http://user:password@proxy.example.com:3128, or off [default: as in HTTPS_PROXY]
-        ///
-        /// The agent sends CONNECT for each --server, and the proxy resolves the name; TLS stays
-        /// between agent and server. Only http:// proxies are supported; http:// can be left out,
-        /// and the default port is 80 (curl's is 1080). In user and password write @ : / % as %40
-        /// %3A %2F %25. A command line can be read by every user of the host: prefer the variable
-        /// or the file for a URL with a password.
-        ///
-        /// A proxy carries TCP only. A proxy set here is used for all connections: sessions use h2,
-        /// unless --transport quic leaves only enrollment to the proxy. Without this flag,
-        /// enrollment and sessions over h2 use the proxy of HTTPS_PROXY (or https_proxy), QUIC is
-        /// still tried directly, and the servers in NO_PROXY (or no_proxy) are reached without it.
-        /// NO_PROXY does not limit a proxy set here. off disables the proxy, whatever the variables
-        /// contain.
-        #[arg(long, env = "TUNNEL_AGENT_PROXY", value_name = "URL|off", hide_env_values = true, help_heading = "Connection")]
-        pub proxy: Option<Secret>,
-
-        /// Congestion control of QUIC sessions: cubic or bbr [default: bbr]
-        ///
-        /// This applies to data that this agent sends; the server has its own setting. bbr keeps
-        /// its speed on paths that lose packets at random, such as mobile networks. cubic backs off
-        /// at each loss, as most TCP does. Sessions over h2 use the system's congestion control.
-        #[arg(long, env = "TUNNEL_AGENT_QUIC_CONGESTION", value_name = "NAME", help_heading = "Connection")]
-        pub quic_congestion: Option<String>,
-
-        /// Name of this node; must equal the name in its credential [default: the host name]
-        ///
-        /// The variable NODE_NAME, as set by Kubernetes' downward API, is read as well.
-        #[arg(long, env = "TUNNEL_AGENT_NODE_NAME", value_name = "NAME", help_heading = "Identity")]
-        pub node_name: Option<String>,
-
-        /// Address of this node, where its own ports are dialed [default: address of the default
-        /// route]
-        ///
-        /// The variable NODE_IP is read as well. The address is never used for routing in the
-        /// cloud, so any number of sites may use the same address.
-        #[arg(long, env = "TUNNEL_AGENT_NODE_IP", value_name = "IP", help_heading = "Identity")]
-        pub node_ip: Option<String>,
-
-        /// Join token, as printed by `tunnel-server token create`
-        ///
-        /// The token is needed until the first certificate is in the data directory, then ignored.
-        /// Prefer --token-file or the variable: a command line can be read by every user of the
-        /// host.
-        #[arg(long, env = "TUNNEL_AGENT_TOKEN", value_name = "TOKEN", hide_env_values = true, help_heading = "Identity")]
-        pub token: Option<Secret>,
-
-        /// File that contains the join token, or the ServiceAccount token of a projected volume
-        ///
-        /// A ServiceAccount token is for servers in a cluster: its audience is the server's
-        /// --agent-token-audience, and it needs --ca-file. The file is read each time that the
-        /// token is needed, since the kubelet replaces it.
-        #[arg(long, env = "TUNNEL_AGENT_TOKEN_FILE", value_name = "FILE", help_heading = "Identity")]
-        pub token_file: Option<PathBuf>,
-
-        /// CA certificates (PEM) that the server must chain to [default: as pinned by the token,
-        /// then stored in the data directory]
-        #[arg(long, env = "TUNNEL_AGENT_CA_FILE", value_name = "FILE", help_heading = "Identity")]
-        pub ca_file: Option<PathBuf>,
-
-        /// Certificate chain of this agent (PEM, leaf first), instead of enrollment
-        ///
-        /// For certificates that the operator provides: either with the SAN URI
-        /// culvert://agent/NAME, issued by the CA in the server's --agent-ca; or, for servers in a
-        /// cluster, the kubelet's kubelet-client-current.pem. Needs --ca-file. All three files are
-        /// read again every few seconds (limits.reloadEvery) and on SIGHUP; links are followed, and
-        /// a file that others may write is refused. New sessions use the new files, and the old
-        /// session ends with its last stream.
-        #[arg(long, env = "TUNNEL_AGENT_CERT_FILE", value_name = "FILE", help_heading = "Identity")]
-        pub cert_file: Option<PathBuf>,
-
-        /// Private key (PEM) of the certificate [default: the file of --cert-file]
-        #[arg(long, env = "TUNNEL_AGENT_KEY_FILE", value_name = "FILE", help_heading = "Identity")]
-        pub key_file: Option<PathBuf>,
-
-        /// With --cert-file: DNS name or address that the server's certificate must be valid for
-        /// [default: none; it needs the role culvert://server]
-        #[arg(long, env = "TUNNEL_AGENT_SERVER_NAME", value_name = "NAME", help_heading = "Identity")]
-        pub server_name: Option<String>,
-
-        /// Directory for the key and the certificate [default: /var/lib/tunnel-agent]
-        #[arg(long, env = "TUNNEL_AGENT_DATA_DIR", value_name = "DIR", help_heading = "Identity")]
-        pub data_dir: Option<PathBuf>,
-
-        /// Loopback ports of this host that the cloud may reach [default: 10250, 10255, 10266,
-        /// 10267]
-        ///
-        /// The agent enforces this list on every request of the server.
-        #[arg(long, env = "TUNNEL_AGENT_LOCALHOST_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
-        pub localhost_ports: Option<String>,
-
-        /// Ports that are never dialed on any address [default: 2379-2381, 10248, 10249, 10257,
-        /// 10259]
-        #[arg(long, env = "TUNNEL_AGENT_DENY_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
-        pub deny_ports: Option<String>,
-
-        /// Other hosts that the cloud may reach through this agent [default: none]
-        ///
-        /// A list of CIDR:PORT or CIDR:LOW-HIGH, such as "10.0.0.0/8:5432, 192.168.1.5:80-90,
-        /// [fd00::/8]:443". The agent checks each address that a name resolves to. Link-local,
-        /// metadata and loopback addresses are never dialed.
-        #[arg(long, env = "TUNNEL_AGENT_ALLOW_TARGETS", value_name = "LIST", help_heading = "Dial policy")]
-        pub allow_targets: Option<String>,
-
-        /// Address of /livez, /readyz and /metrics, or off [default: 127.0.0.1:10266]
-        #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR|off", help_heading = "Process")]
-        pub meta_listen: Option<String>,
-
-        /// Time that open streams may continue after SIGTERM [default: 30s]
-        #[arg(long, env = "TUNNEL_AGENT_DRAIN_TIMEOUT", value_name = "DURATION", help_heading = "Process")]
-        pub drain_timeout: Option<String>,
-
-        /// Minimum level of log lines: error, warn, info, debug or trace [default: info]
-        #[arg(long, env = "TUNNEL_AGENT_LOG_LEVEL", value_name = "LEVEL", help_heading = "Process")]
-        pub log_level: Option<String>,
-
-        /// Format of log lines: text or json [default: text on a terminal, else json]
-        #[arg(long, env = "TUNNEL_AGENT_LOG_FORMAT", value_name = "FORMAT", help_heading = "Process")]
-        pub log_format: Option<String>,
-
-        /// Limits and timers, set in the file only; see [`LIMITS`].
-        #[arg(skip)]
-        pub limits: Option<RawLimits>,
-
-        /// Values of HTTPS_PROXY and NO_PROXY; they have the lowest precedence.
-        #[arg(skip)]
-        #[serde(skip)]
-        pub environment_proxy: Option<EnvironmentProxy>,
-    }
-}
-
-/// A string that logs and errors do not show. Its memory is wiped on drop.
-#[derive(Clone, PartialEq, Eq, Deserialize)]
-#[serde(transparent)]
-pub struct Secret(pub String);
-
-impl Drop for Secret {
-    fn drop(&mut self) {
-        self.0.zeroize();
-    }
-}
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("Secret(..)")
-    }
-}
-
-impl From<&str> for Secret {
-    fn from(text: &str) -> Self {
-        Self(text.to_owned())
-    }
-}
 
 /// A failure to load the configuration. Every variant is a usage error.
 #[derive(Debug, thiserror::Error)]

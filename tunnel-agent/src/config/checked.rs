@@ -1,7 +1,6 @@
 //! The typed configuration. All settings are checked together, so that all mistakes are reported at
 //! once.
 
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -14,11 +13,11 @@ use tunnel_proto::process::settings::{ConfigError, ConfigErrors, parse_duration}
 use tunnel_proto::process::telemetry::LogFormat;
 use tunnel_proto::tls::files::{KeyPairFiles, load_roots};
 use tunnel_proto::transport::CongestionControl;
-use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
-use super::{Secret, Settings};
+use super::token::{NO_PIN, TokenSource, parse_token};
+use super::{Secret, ServerAddress, Settings};
 use crate::credentials::CredentialFiles;
 use crate::policy::{self, DialPolicy};
 use crate::proxy::ProxyChoice;
@@ -61,15 +60,6 @@ pub struct Config {
     pub limits: Limits,
 }
 
-/// The source of the join token.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TokenSource {
-    Inline(JoinToken),
-    /// A file that is read when the token is needed. The file may be gone once a certificate is
-    /// stored.
-    File(PathBuf),
-}
-
 /// The transports that sessions may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransportChoice {
@@ -90,15 +80,6 @@ impl TransportChoice {
             Self::Auto | Self::Quic | Self::H2 => self,
         }
     }
-}
-
-/// A server's name or IP address, with its port.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ServerAddress {
-    /// DNS name, or IP address without brackets.
-    pub host: String,
-    /// Port of the server.
-    pub port: u16,
 }
 
 impl Config {
@@ -356,29 +337,6 @@ fn token(
     }
 }
 
-/// Parses a join token.
-///
-/// # Errors
-/// Returns a message for the operator that never contains the token.
-pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
-    if is_service_account_token(text) {
-        return Err(
-            "is a ServiceAccount token; give the file of its projected volume instead (--token-file), since the kubelet \
-             replaces it"
-                .to_owned(),
-        );
-    }
-    text.parse().map_err(|error| {
-        let pins_a_ca = text.trim().split('.').count() > 2;
-        let hint = if pins_a_ca {
-            ""
-        } else {
-            "; without its third part a token needs --ca-file"
-        };
-        format!("{error}{hint}")
-    })
-}
-
 fn ca_certificates(
     path: &Path,
     mistakes: &mut ConfigErrors,
@@ -405,50 +363,6 @@ fn level(text: &str) -> Result<LevelFilter, String> {
     }
 }
 
-/// Parses a human-readable duration.
-///
-/// # Errors
-/// Returns a message for the operator.
-impl FromStr for ServerAddress {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (host, port) = text.rsplit_once(':').ok_or_else(|| {
-            format!(
-                "{text:?} has no port; agents are usually accepted on 10262, as in {text}:10262"
-            )
-        })?;
-        let port: Port = port.parse().map_err(|error| format!("{text:?}: {error}"))?;
-        let bare = host
-            .strip_prefix('[')
-            .and_then(|rest| rest.strip_suffix(']'));
-        if bare.is_none() && host.contains(':') {
-            return Err(format!(
-                "{text:?}: write an IPv6 address in brackets, as in [2001:db8::1]:10262"
-            ));
-        }
-        let host = bare.unwrap_or(host);
-        let known = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%".contains(&byte);
-        if host.is_empty() || !host.bytes().all(known) {
-            return Err(format!("{text:?} is not HOST:PORT"));
-        }
-        Ok(Self {
-            host: host.to_owned(),
-            port: port.get(),
-        })
-    }
-}
-
-impl fmt::Display for ServerAddress {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.host.contains(':') {
-            write!(formatter, "[{}]:{}", self.host, self.port)
-        } else {
-            write!(formatter, "{}:{}", self.host, self.port)
-        }
-    }
-}
-
 impl FromStr for TransportChoice {
     type Err = String;
 
@@ -465,11 +379,5 @@ impl FromStr for TransportChoice {
 const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
-/// Error text for a ServiceAccount token without a CA.
-pub(crate) const NO_CA: &str = "is a ServiceAccount token, which pins no CA, so the CA must be given: --ca-file with the output of \
-                                'tunnel-server ca'";
-/// Error text for a token that pins no CA, without a CA.
-pub(crate) const NO_PIN: &str = "pins no CA (it has no third part), so the CA must be given: --ca-file with the output of \
-                                 'tunnel-server ca'";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
 const DEFAULT_DRAIN_TIMEOUT: &str = "30s";

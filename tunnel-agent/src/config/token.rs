@@ -1,0 +1,44 @@
+//! Tokens for enrollment, and where they come from.
+
+use std::path::PathBuf;
+
+use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
+
+/// The source of the join token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TokenSource {
+    Inline(JoinToken),
+    /// A file that is read when the token is needed. The file may be gone once a certificate is
+    /// stored.
+    File(PathBuf),
+}
+
+/// Parses a join token.
+///
+/// # Errors
+/// Returns a message for the operator that never contains the token.
+pub(crate) fn parse_token(text: &str) -> Result<JoinToken, String> {
+    if is_service_account_token(text) {
+        return Err(
+            "is a ServiceAccount token; give the file of its projected volume instead (--token-file), since the kubelet \
+             replaces it"
+                .to_owned(),
+        );
+    }
+    text.parse().map_err(|error| {
+        let pins_a_ca = text.trim().split('.').count() > 2;
+        let hint = if pins_a_ca {
+            ""
+        } else {
+            "; without its third part a token needs --ca-file"
+        };
+        format!("{error}{hint}")
+    })
+}
+
+/// Error text for a ServiceAccount token without a CA.
+pub(crate) const NO_CA: &str = "is a ServiceAccount token, which pins no CA, so the CA must be given: --ca-file with the output of \
+                                'tunnel-server ca'";
+/// Error text for a token that pins no CA, without a CA.
+pub(crate) const NO_PIN: &str = "pins no CA (it has no third part), so the CA must be given: --ca-file with the output of \
+                                 'tunnel-server ca'";
