@@ -7,6 +7,7 @@ use tunnel_proto::process::files;
 use tunnel_proto::process::settings::ConfigError;
 
 mod checked;
+mod identity;
 mod limits;
 mod raw;
 mod secret;

@@ -1,25 +1,22 @@
-//! The typed configuration. All settings are checked together, so that all mistakes are reported at
+//! The typed configuration. All settings are checked together, so that all errors are reported at
 //! once.
 
 use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rustls_pki_types::{CertificateDer, ServerName};
+use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
-use tunnel_proto::process::host::host_name;
-use tunnel_proto::process::settings::{ConfigError, ConfigErrors, parse_duration};
+use tunnel_proto::process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
 use tunnel_proto::process::telemetry::LogFormat;
-use tunnel_proto::tls::files::{KeyPairFiles, load_roots};
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
-use super::token::{NO_PIN, TokenSource, parse_token};
-use super::{Secret, ServerAddress, Settings};
+use super::{ServerAddress, Settings, TokenSource, identity};
 use crate::credentials::CredentialFiles;
-use crate::policy::{self, DialPolicy};
+use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;
 
 /// The agent's checked configuration.
@@ -86,84 +83,51 @@ impl Config {
     /// Checks every setting and fills in the defaults.
     ///
     /// # Errors
-    /// Returns [`ConfigError`] with all mistakes.
+    /// Returns [`ConfigError`] with all errors.
     pub fn check(settings: Settings) -> Result<Self, ConfigError> {
-        let mut mistakes = ConfigErrors::default();
-        let note = &mut mistakes;
-        let servers = servers(&settings.server, note);
-        let transport: Option<TransportChoice> = parsed(
-            note,
+        let mut errors = ConfigErrors::default();
+        let servers = servers(&settings.server, &mut errors);
+        let transport = errors.parse(
             "--transport",
-            settings.transport.as_deref().unwrap_or("auto"),
+            settings.transport.as_deref(),
+            TransportChoice::Auto,
         );
-        let proxy = ProxyChoice::decide(
-            settings.proxy.as_ref(),
-            settings.environment_proxy.as_ref(),
-            &servers,
+        let proxy = proxy(&settings, &servers, &mut errors);
+        let quic_congestion = errors.parse(
+            "--quic-congestion",
+            settings.quic_congestion.as_deref(),
+            CongestionControl::default(),
         );
-        let proxy = proxy.unwrap_or_else(|(setting, problem)| {
-            note.add(setting, problem);
-            ProxyChoice::default()
-        });
-        let quic_congestion = settings.quic_congestion.as_deref();
-        let quic_congestion = quic_congestion
-            .and_then(|text| parsed(note, "--quic-congestion", text))
-            .unwrap_or_default();
-        let node_name = node_name(settings.node_name, note);
-        let node_ip = node_ip(settings.node_ip, note);
-        let token = token(settings.token, settings.token_file, note);
-        let credential_files = credential_files(
-            &settings.cert_file,
-            &settings.key_file,
-            &settings.ca_file,
-            note,
-        );
-        let credential_files = server_name(settings.server_name.as_deref(), credential_files, note);
-        let ca_file = settings.ca_file;
-        let ca = ca_file
-            .as_ref()
-            .and_then(|path| ca_certificates(path, note));
-        if let Some(TokenSource::Inline(token)) = &token
-            && token.ca_hash().is_none()
-            && ca.is_none()
-        {
-            note.add("--token", NO_PIN);
-        }
-        let localhost_ports = settings
-            .localhost_ports
-            .as_deref()
-            .unwrap_or(DEFAULT_LOCALHOST_PORTS);
-        let deny_ports = settings.deny_ports.as_deref().unwrap_or(DEFAULT_DENY_PORTS);
-        let allow_targets = settings.allow_targets.as_deref().unwrap_or_default();
-        let dial_policy = DialPolicy {
-            localhost_ports: parsed(note, "--localhost-ports", localhost_ports).unwrap_or_default(),
-            deny_ports: parsed(note, "--deny-ports", deny_ports).unwrap_or_default(),
-            allow_targets: parsed(note, "--allow-targets", allow_targets).unwrap_or_default(),
-        };
-        let meta_listen = note.unwrap_or_record(
-            "--meta-listen",
-            meta_address(settings.meta_listen.as_deref()),
-            None,
-        );
-        let drain_timeout = settings
-            .drain_timeout
-            .as_deref()
-            .unwrap_or(DEFAULT_DRAIN_TIMEOUT);
-        let drain_timeout = note.unwrap_or_record(
+        let node_name = identity::node_name(settings.node_name.as_deref(), &mut errors);
+        let node_ip = identity::node_ip(settings.node_ip.as_deref(), &mut errors);
+        let token = TokenSource::check(&settings, &mut errors);
+        let credential_files = identity::credential_files(&settings, &mut errors);
+        let ca = identity::ca(&settings, token.as_ref(), &mut errors);
+        let dial_policy = dial_policy(&settings, &mut errors);
+        let meta_listen = meta_address(settings.meta_listen.as_deref());
+        let meta_listen = errors.unwrap_or_record("--meta-listen", meta_listen, None);
+        let drain_timeout = errors.parse_with(
             "--drain-timeout",
-            parse_duration(drain_timeout),
-            Duration::ZERO,
+            settings.drain_timeout.as_deref(),
+            DEFAULT_DRAIN_TIMEOUT,
+            parse_duration,
         );
-        let log_level = settings.log_level.as_deref().unwrap_or("info");
-        let log_level = note.unwrap_or_record("--log-level", level(log_level), LevelFilter::INFO);
-        let log_format = settings.log_format.map_or_else(LogFormat::detect, |text| {
-            note.unwrap_or_record("--log-format", text.parse(), LogFormat::Text)
-        });
-        let limits = Limits::check(&settings.limits.unwrap_or_default(), note);
-        let (Some(transport), Some(node_name)) = (transport, node_name) else {
-            return mistakes.finish(()).and(Err(ConfigError(Vec::new())));
+        let log_level = errors.parse_with(
+            "--log-level",
+            settings.log_level.as_deref(),
+            LevelFilter::INFO,
+            level,
+        );
+        let log_format = errors.parse(
+            "--log-format",
+            settings.log_format.as_deref(),
+            LogFormat::detect(),
+        );
+        let limits = Limits::check(&settings.limits.unwrap_or_default(), &mut errors);
+        let Some(node_name) = node_name else {
+            return errors.finish(()).and(Err(ConfigError(Vec::new())));
         };
-        mistakes.finish(Self {
+        errors.finish(Self {
             warnings: Vec::new(),
             servers,
             transport: transport.through(&proxy),
@@ -172,7 +136,7 @@ impl Config {
             node_name,
             node_ip,
             token,
-            ca_file,
+            ca_file: settings.ca_file,
             ca,
             credential_files,
             data_dir: settings.data_dir.unwrap_or_else(|| DEFAULT_DATA_DIR.into()),
@@ -191,162 +155,43 @@ impl Config {
 /// # Errors
 /// Returns a message for the operator.
 pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String> {
-    match setting.unwrap_or(DEFAULT_META_LISTEN) {
-        "off" => Ok(None),
-        text => text
-            .parse()
-            .map(Some)
-            .map_err(|_syntax| format!("{text:?} is neither IP:PORT nor \"off\"")),
-    }
+    let text = setting.unwrap_or(DEFAULT_META_LISTEN);
+    optional("off", str::parse::<SocketAddr>)(text)
+        .map_err(|_syntax| format!("{text:?} is neither IP:PORT nor \"off\""))
 }
 
-fn parsed<T: FromStr<Err = String>>(
-    mistakes: &mut ConfigErrors,
-    name: &str,
-    text: &str,
-) -> Option<T> {
-    mistakes.unwrap_or_record(name, text.parse().map(Some), None)
-}
-
-fn servers(texts: &[String], mistakes: &mut ConfigErrors) -> Vec<ServerAddress> {
+fn servers(texts: &[String], errors: &mut ConfigErrors) -> Vec<ServerAddress> {
     if texts.is_empty() {
-        mistakes.add(
+        errors.add(
             "--server",
             "is required, as in --server cloud.example.com:10262",
         );
     }
-    let mut servers = Vec::new();
-    for text in texts {
-        match text.trim().parse() {
-            Ok(server) => servers.push(server),
-            Err(problem) => {
-                let problem: String = problem;
-                mistakes.add("--server", problem);
-            }
-        }
-    }
-    servers
+    errors.parse_list("--server", texts, |text| text.trim().parse::<ServerAddress>())
 }
 
-fn node_name(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<NodeName> {
-    let parsed = match setting {
-        Some(text) => text.parse().map_err(|error| format!("{text:?}: {error}")),
-        None => host_name()
-            .map_err(|error| format!("is not given and the host name cannot be read: {error}"))
-            .and_then(|name| {
-                name.parse().map_err(|error| {
-                    format!("is not given and the host name {name:?} does not do: {error}")
-                })
-            }),
-    };
-    mistakes.unwrap_or_record("--node-name", parsed.map(Some), None)
-}
-
-fn node_ip(setting: Option<String>, mistakes: &mut ConfigErrors) -> Option<IpAddr> {
-    let text = setting?;
-    match text.trim().parse::<IpAddr>() {
-        Ok(ip) if policy::is_never_dialed(ip) => {
-            mistakes.add(
-                "--node-ip",
-                format_args!(
-                    "{ip} is never dialed: unspecified, link-local, multicast or metadata"
-                ),
-            );
-            None
-        }
-        Ok(ip) => Some(ip.to_canonical()),
-        Err(_syntax) => {
-            mistakes.add("--node-ip", format_args!("{text:?} is not an IP address"));
-            None
-        }
-    }
-}
-
-/// Requires the three files together. One file may contain both the chain and the key.
-fn credential_files(
-    certificate: &Option<PathBuf>,
-    key: &Option<PathBuf>,
-    ca: &Option<PathBuf>,
-    mistakes: &mut ConfigErrors,
-) -> Option<CredentialFiles> {
-    let Some(certificate) = certificate else {
-        if key.is_some() {
-            mistakes.add("--key-file", "needs --cert-file too");
-        }
-        return None;
-    };
-    let Some(ca) = ca else {
-        mistakes.add(
-            "--cert-file",
-            "needs --ca-file too: the CA that the server's certificate chains to",
-        );
-        return None;
-    };
-    Some(CredentialFiles {
-        pair: KeyPairFiles {
-            certificate: certificate.clone(),
-            key: key.as_ref().unwrap_or(certificate).clone(),
-        },
-        ca: ca.clone(),
-        server_name: None,
+fn proxy(settings: &Settings, servers: &[ServerAddress], errors: &mut ConfigErrors) -> ProxyChoice {
+    let (explicit, environment) = (&settings.proxy, &settings.environment_proxy);
+    let proxy = ProxyChoice::decide(explicit.as_ref(), environment.as_ref(), servers);
+    proxy.unwrap_or_else(|(setting, error)| {
+        errors.add(setting, error);
+        ProxyChoice::default()
     })
 }
 
-fn server_name(
-    name: Option<&str>,
-    credential_files: Option<CredentialFiles>,
-    mistakes: &mut ConfigErrors,
-) -> Option<CredentialFiles> {
-    let Some(name) = name else {
-        return credential_files;
-    };
-    let mut credential_files = credential_files;
-    match (ServerName::try_from(name.to_owned()), &mut credential_files) {
-        (Err(_syntax), _) => mistakes.add(
-            "--server-name",
-            format_args!("{name:?} is neither a DNS name nor an address"),
+fn dial_policy(settings: &Settings, errors: &mut ConfigErrors) -> DialPolicy {
+    DialPolicy {
+        localhost_ports: errors.parse_or(
+            "--localhost-ports",
+            settings.localhost_ports.as_deref(),
+            DEFAULT_LOCALHOST_PORTS,
         ),
-        (Ok(_), None) => mistakes.add(
-            "--server-name",
-            "is for certificates that you bring (--cert-file); with our CA the role of the server is verified",
+        deny_ports: errors.parse_or(
+            "--deny-ports",
+            settings.deny_ports.as_deref(),
+            DEFAULT_DENY_PORTS,
         ),
-        (Ok(name), Some(credential_files)) => credential_files.server_name = Some(name),
-    }
-    credential_files
-}
-
-fn token(
-    inline: Option<Secret>,
-    file: Option<PathBuf>,
-    mistakes: &mut ConfigErrors,
-) -> Option<TokenSource> {
-    let inline = inline.filter(|token| !token.0.trim().is_empty());
-    match (inline, file) {
-        (Some(_), Some(_)) => {
-            mistakes.add("--token", "and --token-file exclude each other");
-            None
-        }
-        (Some(text), None) => match parse_token(&text.0) {
-            Ok(token) => Some(TokenSource::Inline(token)),
-            Err(problem) => {
-                mistakes.add("--token", problem);
-                None
-            }
-        },
-        (None, file) => file.map(TokenSource::File),
-    }
-}
-
-fn ca_certificates(
-    path: &Path,
-    mistakes: &mut ConfigErrors,
-) -> Option<Vec<CertificateDer<'static>>> {
-    match load_roots(path) {
-        Ok(certificates) => Some(certificates),
-        Err(problem) => {
-            mistakes.add("--ca-file", problem);
-            None
-        }
+        allow_targets: errors.parse_or("--allow-targets", settings.allow_targets.as_deref(), ""),
     }
 }
 
@@ -380,4 +225,4 @@ const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
-const DEFAULT_DRAIN_TIMEOUT: &str = "30s";
+const DEFAULT_DRAIN_TIMEOUT: Duration = Duration::from_secs(30);

@@ -14,7 +14,7 @@ fn settings() -> Settings {
     }
 }
 
-fn mistakes(change: impl FnOnce(&mut Settings)) -> Vec<String> {
+fn errors(change: impl FnOnce(&mut Settings)) -> Vec<String> {
     let mut settings = settings();
     change(&mut settings);
     Config::check(settings).unwrap_err().0
@@ -136,8 +136,8 @@ fn file_takes_numbers_where_people_write_them_and_names_what_it_does_not_know() 
 }
 
 #[test]
-fn all_mistakes_are_shown_at_once() {
-    let found = mistakes(|settings| {
+fn all_errors_are_shown_at_once() {
+    let found = errors(|settings| {
         settings.server = vec!["no-port".into(), "::1:10262".into(), "a b:1".into()];
         settings.node_name = Some("under_score".into());
         settings.node_ip = Some("169.254.1.1".into());
@@ -188,7 +188,7 @@ fn all_mistakes_are_shown_at_once() {
         ],
         "{found:#?}"
     );
-    assert!(mistakes(|settings| settings.server.clear())[0].contains("required"));
+    assert!(errors(|settings| settings.server.clear())[0].contains("required"));
 }
 
 #[test]
@@ -209,12 +209,12 @@ fn tokens_are_join_tokens_and_are_never_repeated() {
     assert!(Config::check(flags).unwrap_err().0[0].contains("exclude"));
 
     let web_token = "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJrdWJlcm5ldGVzIn0.c2lnbmF0dXJl";
-    let found = mistakes(|settings| settings.token = Some(web_token.into()));
+    let found = errors(|settings| settings.token = Some(web_token.into()));
     assert!(found[0].contains("ServiceAccount"), "{found:?}");
-    let found = mistakes(|settings| settings.token = Some("abcdef012345".into()));
+    let found = errors(|settings| settings.token = Some("abcdef012345".into()));
     assert!(found[0].contains("ID.SECRET.CAHASH"), "{found:?}");
     let without_pin = token.rsplit_once('.').unwrap().0.to_owned();
-    let found = mistakes(|settings| settings.token = Some(Secret(without_pin)));
+    let found = errors(|settings| settings.token = Some(Secret(without_pin)));
     assert!(
         found[0].contains("--ca-file") && !found[0].contains("a5a5"),
         "{found:?}"

@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
+use tunnel_proto::process::settings::ConfigErrors;
 use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
+
+use super::raw::Settings;
 
 /// The source of the join token.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,6 +14,24 @@ pub enum TokenSource {
     /// A file that is read when the token is needed. The file may be gone once a certificate is
     /// stored.
     File(PathBuf),
+}
+
+impl TokenSource {
+    /// Returns the source of the token, or `None` if none is configured.
+    pub(super) fn check(settings: &Settings, errors: &mut ConfigErrors) -> Option<Self> {
+        let inline = settings.token.as_ref();
+        let inline = inline.filter(|token| !token.0.trim().is_empty());
+        match (inline, &settings.token_file) {
+            (Some(_), Some(_)) => {
+                errors.add("--token", "and --token-file exclude each other");
+                None
+            }
+            (Some(token), None) => errors
+                .ok_or_record("--token", parse_token(&token.0))
+                .map(Self::Inline),
+            (None, file) => file.clone().map(Self::File),
+        }
+    }
 }
 
 /// Parses a join token.

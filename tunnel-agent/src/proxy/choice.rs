@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_name_their_setting() {
+    fn errors_name_their_setting() {
         let servers = servers(&["cloud.example.com:10262"]);
         let explicit = Secret::from("https://u:hunter2@p:1");
         let (setting, problem) = ProxyChoice::decide(Some(&explicit), None, &servers).unwrap_err();

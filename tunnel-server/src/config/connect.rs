@@ -105,7 +105,7 @@ impl UnixListenerSettings {
     }
 }
 
-/// Refuses settings that have no effect without their listener, because they are likely a mistake.
+/// Refuses settings that have no effect without their listener, because they are likely an error.
 fn refuse_unused(raw: &RawConfig, errors: &mut ConfigErrors) {
     // A listener that is off explicitly may have settings.
     let (has_tcp, has_unix) = (raw.connect_listen.is_some(), raw.connect_uds.is_some());

@@ -47,7 +47,7 @@ pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<DnsSet
     })
 }
 
-/// Refuses settings that have no effect without the listener, because they are likely a mistake.
+/// Refuses settings that have no effect without the listener, because they are likely an error.
 fn refuse_unused(raw: &RawConfig, errors: &mut ConfigErrors) {
     for (setting, is_set) in [
         ("--dns-zone", raw.dns_zone.is_some()),
@@ -251,7 +251,7 @@ dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
     }
 
     #[test]
-    fn every_mistake_is_named() {
+    fn every_error_names_its_setting() {
         for (text, expected) in [
             ("dnsListen: 5353", "--dns-listen"),
             ("dnsZone: a..b", "--dns-zone"),

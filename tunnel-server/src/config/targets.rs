@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_would_do_nothing_are_mistakes() {
+    fn settings_without_effect_are_errors() {
         for (yaml, asks, setting) in [
             ("targetTls: strict", true, "--target-tls"),
             ("targetTls: verify", true, "--target-tls"),
