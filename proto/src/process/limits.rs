@@ -75,11 +75,7 @@ macro_rules! limits {
                     $($field: {
                         let parsed = $parse(raw.$field.as_deref().unwrap_or($default));
                         is_readable &= parsed.is_ok();
-                        errors.unwrap_or_record(
-                            concat!("limits.", $name),
-                            parsed,
-                            Default::default(),
-                        )
+                        errors.ok_or_record(concat!("limits.", $name), parsed).unwrap_or_default()
                     },)+
                 };
                 // Limits are compared with each other only if all of them could be parsed.

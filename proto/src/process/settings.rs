@@ -57,18 +57,8 @@ impl ConfigErrors {
         self.0.push(format!("{setting}: {error}"));
     }
 
-    /// Returns the parsed value. On an error, records it and returns `fallback`, so that checking
-    /// can continue.
-    pub fn unwrap_or_record<T, E: Display>(
-        &mut self,
-        setting: &str,
-        parsed: Result<T, E>,
-        fallback: T,
-    ) -> T {
-        self.ok_or_record(setting, parsed).unwrap_or(fallback)
-    }
-
-    /// Returns the parsed value. On an error, records it and returns `None`.
+    /// Returns the parsed value. On an error, records it and returns `None`, so that checking can
+    /// continue.
     pub fn ok_or_record<T, E: Display>(
         &mut self,
         setting: &str,
@@ -108,7 +98,7 @@ impl ConfigErrors {
         parse: impl FnOnce(&str) -> Result<T, E>,
     ) -> T {
         match text {
-            Some(text) => self.unwrap_or_record(setting, parse(text), default),
+            Some(text) => self.ok_or_record(setting, parse(text)).unwrap_or(default),
             None => default,
         }
     }

@@ -105,7 +105,7 @@ impl Config {
         let ca = identity::ca(&settings, token.as_ref(), &mut errors);
         let dial_policy = dial_policy(&settings, &mut errors);
         let meta_listen = meta_address(settings.meta_listen.as_deref());
-        let meta_listen = errors.unwrap_or_record("--meta-listen", meta_listen, None);
+        let meta_listen = errors.ok_or_record("--meta-listen", meta_listen).flatten();
         let drain_timeout = errors.parse_with(
             "--drain-timeout",
             settings.drain_timeout.as_deref(),
