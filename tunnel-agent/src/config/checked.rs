@@ -167,7 +167,9 @@ fn servers(texts: &[String], errors: &mut ConfigErrors) -> Vec<ServerAddress> {
             "is required, as in --server cloud.example.com:10262",
         );
     }
-    errors.parse_list("--server", texts, |text| text.trim().parse::<ServerAddress>())
+    errors.parse_list("--server", texts, |text| {
+        text.trim().parse::<ServerAddress>()
+    })
 }
 
 fn proxy(settings: &Settings, servers: &[ServerAddress], errors: &mut ConfigErrors) -> ProxyChoice {
