@@ -2,9 +2,9 @@
 //!
 //! The crate has two parts. [`wire`] defines the message format, as bytes and values without any
 //! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
-//! [`tls`] and [`identity`] (authentication of the peer), [`relay`] (copying bytes in both
-//! directions), and [`process`] (signals, meta port, logs). [`process`] is not about the wire, but
-//! both binaries share it.
+//! [`session`] (control messages and liveness of a session), [`tls`] and [`identity`]
+//! (authentication of the peer), [`relay`] (copying bytes in both directions), and [`process`]
+//! (signals, meta port, logs). [`process`] is not about the wire, but both binaries share it.
 //!
 //! Features:
 //! - `io` (default): everything except [`wire`].
@@ -22,6 +22,8 @@ pub mod identity;
 pub mod process;
 #[cfg(feature = "io")]
 pub mod relay;
+#[cfg(feature = "io")]
+pub mod session;
 #[cfg(feature = "io")]
 pub mod tcp;
 #[cfg(feature = "io")]

@@ -26,10 +26,8 @@ use crate::wire::header::StreamHeader;
 
 #[cfg(test)]
 mod contract;
-pub mod control;
 mod flow;
 pub mod h2;
-pub mod liveness;
 #[cfg(any(test, feature = "test-util"))]
 pub mod memory;
 pub mod quic;

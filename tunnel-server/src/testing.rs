@@ -17,8 +17,8 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::identity::{PeerIdentity, Role, TrustDomain};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::liveness::LivenessLimits;
+use tunnel_proto::session::LivenessLimits;
+use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::{
     BufferPool, CloseReason, Health, IncomingStream, RawStream, Session, SessionError, Stream,
     TransportKind, memory,

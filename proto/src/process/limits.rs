@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::settings::{ConfigErrors, format_size, parse_size};
-use crate::transport::liveness::LivenessLimits;
+use crate::session::LivenessLimits;
 
 /// Minimum size of a buffer pool in stream windows. A single stalled stream must not use up a
 /// session's share of the pool, which is a quarter.

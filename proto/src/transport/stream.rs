@@ -224,7 +224,7 @@ impl Stream {
 
     /// Excludes the stream from the number of open streams, because the control stream is not a
     /// pending request.
-    pub(super) fn exclude_from_count(&mut self) {
+    pub(crate) fn exclude_from_count(&mut self) {
         if std::mem::take(&mut self.is_counted) {
             self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
             self.read_monitor.finish();

@@ -13,12 +13,13 @@ use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_agent::backoff::{Backoff, ReconnectEvent};
+use tunnel_proto::session::control;
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::transport::{
-    BufferPool, CongestionControl, Dialer, HandshakeError, Session, SessionSettings, control,
+    BufferPool, CongestionControl, Dialer, HandshakeError, Session, SessionSettings,
 };
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};

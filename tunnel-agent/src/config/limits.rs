@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tunnel_proto::process::limits::{check_buffer_pool, check_liveness, count, duration, size};
 use tunnel_proto::process::settings::{ConfigErrors, parse_size};
-use tunnel_proto::transport::liveness::LivenessLimits;
+use tunnel_proto::session::LivenessLimits;
 
 tunnel_proto::limits! {
     /// Time limit for resolving a server, for dialing it until the session is ready, and for each

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use tokio::time::{Instant, timeout};
-use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};

@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug};
-use tunnel_proto::transport::control::ControlWriter;
+use tunnel_proto::session::control::ControlWriter;
 use tunnel_proto::wire::control::ControlMessage;
 
 /// Sends control messages as soon as the stream accepts them. Messages that were withdrawn in the

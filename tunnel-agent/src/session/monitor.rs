@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tunnel_proto::transport::liveness::{Liveness, LivenessLimits, LivenessState};
+use tunnel_proto::session::{Liveness, LivenessLimits, LivenessState};
 use tunnel_proto::transport::{Health, TransportKind};
 
 /// Monitors one ready session.

@@ -6,7 +6,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tunnel_proto::process::shutdown::DrainOutcome;
-use tunnel_proto::transport::control::{self, ControlWriter};
+use tunnel_proto::session::control::{self, ControlWriter};
 use tunnel_proto::transport::{Stream, TransportKind, find_cause};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 use tunnel_proto::wire::control::Welcome;

@@ -14,8 +14,8 @@ use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tunnel_proto::identity::PeerIdentity;
+use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tcp::ServerAddr;
-use tunnel_proto::transport::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::{
     CloseReason, Dialer, HandshakeError, Health, IncomingStream, RawStream, Session, SessionError,
     Stream, TransportKind,

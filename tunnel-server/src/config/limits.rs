@@ -6,7 +6,7 @@ use std::time::Duration;
 use tunnel_proto::process::admission::ConnLimits;
 use tunnel_proto::process::limits::{check_buffer_pool, check_liveness, count, duration, size};
 use tunnel_proto::process::settings::{ConfigErrors, format_size, optional};
-use tunnel_proto::transport::liveness::LivenessLimits;
+use tunnel_proto::session::LivenessLimits;
 
 use crate::dns::DnsLimits;
 

@@ -1,4 +1,4 @@
-use tunnel_proto::transport::liveness::LivenessLimits;
+use tunnel_proto::session::LivenessLimits;
 
 use super::*;
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
-use tunnel_proto::transport::control::ControlWriter;
-use tunnel_proto::transport::liveness::{
+use tunnel_proto::session::control::ControlWriter;
+use tunnel_proto::session::{
     Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle,
 };
 use tunnel_proto::transport::{CloseReason, ClosedBy};

@@ -7,10 +7,11 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
+use tunnel_proto::session::control;
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
-use tunnel_proto::transport::{BufferPool, CongestionControl, Dialer as _, TransportKind, control};
+use tunnel_proto::transport::{BufferPool, CongestionControl, Dialer as _, TransportKind};
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::InstanceId;
 

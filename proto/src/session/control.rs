@@ -8,7 +8,7 @@ use bytes::BytesMut;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::time::Instant;
 
-use super::Stream;
+use crate::transport::Stream;
 use crate::wire::control::ControlMessage;
 use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::TransportKind;
+use crate::transport::{Health, TransportKind};
 
 /// The time limits. [`LivenessLimits::default`] returns the documented values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,16 +45,16 @@ impl Default for LivenessLimits {
 /// A sample of the session at one moment.
 #[derive(Debug, Clone, Copy)]
 pub struct LivenessSample {
-    /// The value of [`Health::received`](super::Health::received).
+    /// The value of [`Health::received`].
     pub received: u64,
-    /// The value of [`Health::acknowledged`](super::Health::acknowledged).
+    /// The value of [`Health::acknowledged`].
     pub acknowledged: u64,
     /// Whether requests are pending: at least one stream is open.
     pub is_busy: bool,
 }
 
-impl From<super::Health> for LivenessSample {
-    fn from(health: super::Health) -> Self {
+impl From<Health> for LivenessSample {
+    fn from(health: Health) -> Self {
         Self {
             received: health.received,
             acknowledged: health.acknowledged,
