@@ -19,10 +19,11 @@ use tokio::sync::mpsc;
 use tokio::task::{self, Id};
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::session::SuspectLogThrottle;
 use tunnel_proto::session::control::ControlReader;
+use tunnel_proto::session::{ControlSender, SuspectLogThrottle};
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
@@ -35,12 +36,10 @@ use crate::egress::{Egress, NodeIp, SessionParams};
 use crate::metrics::{GaugeGuard, Metrics};
 
 mod admission;
-mod control_sender;
 mod monitor;
 
 pub(crate) use admission::AdmitError;
 use admission::{Admitted, admit};
-use control_sender::ControlSender;
 use monitor::{SessionMonitor, Transition};
 
 /// State shared by all sessions of an agent.
@@ -148,11 +147,19 @@ pub(crate) async fn run(
         node_ip,
         dial_timeout: welcome.target_dial_timeout,
     };
+    let (control_sender, sending) = ControlSender::new(writer);
+    let sending = async move {
+        if let Err(error) = sending.await {
+            debug!(%error, "control message was not sent");
+        }
+    };
+    let sending = TaskTracker::new().spawn(sending.in_current_span());
     let active = ActiveSession {
         context,
         handle,
         params: Arc::new(params),
-        control_sender: ControlSender::new(writer),
+        control_sender,
+        sending: AbortOnDropHandle::new(sending),
         monitor: SessionMonitor::new(
             context.limits.liveness(),
             session.transport(),
@@ -183,6 +190,8 @@ struct ActiveSession<'a> {
     handle: &'a SessionHandle,
     params: Arc<SessionParams>,
     control_sender: ControlSender,
+    /// The task that sends control messages.
+    sending: AbortOnDropHandle<()>,
     monitor: SessionMonitor,
     /// Counts the session in the gauge while it is suspect.
     suspect: Option<GaugeGuard>,
@@ -312,7 +321,7 @@ impl ActiveSession<'_> {
         if observation.probe {
             self.session.probe();
         }
-        self.control_sender.doubt(observation.is_suspect_locally);
+        self.control_sender.suspect(observation.is_suspect_locally);
         match observation.transition {
             Transition::Suspect => {
                 if observation.is_suspect_locally {
@@ -363,7 +372,8 @@ impl ActiveSession<'_> {
         let stopping = self.context.graceful_shutdown.clone();
         let session = self.session.clone();
         let replaced = !stopping.is_cancelled();
-        self.control_sender.bye(why, BYE_TIMEOUT).await;
+        self.control_sender.bye(why);
+        let _peer_may_be_gone = timeout(BYE_TIMEOUT, &mut self.sending).await;
         let mut until = Instant::now() + (session.health().rtt + LATE_STREAMS).min(BYE_TIMEOUT);
         loop {
             tokio::select! {

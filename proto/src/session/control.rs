@@ -132,7 +132,7 @@ fn invalid(error: FrameError) -> io::Error {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::time::SystemTime;
 
     use tokio::time::timeout;
@@ -146,7 +146,7 @@ mod tests {
 
     /// Returns the halves at the opener and at the acceptor, and the values that keep the sessions
     /// open.
-    async fn control_stream() -> (
+    pub(in crate::session) async fn control_stream() -> (
         (ControlReader, ControlWriter),
         (ControlReader, ControlWriter),
         impl Sized,

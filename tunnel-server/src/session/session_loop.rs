@@ -1,17 +1,14 @@
 //! The loop of an admitted session: control messages in both directions, renewal and liveness,
 //! until the session ends.
 
-use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
-use tunnel_proto::session::control::ControlWriter;
 use tunnel_proto::session::{
-    Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle,
+    ControlSender, Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle,
 };
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
@@ -39,10 +36,10 @@ impl Sessions {
         } = admitted;
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
-        let (outgoing, outgoing_rx) = watch::channel(OutgoingControl::default());
-        // The loop never waits for control messages to be sent, because they may never leave on a
-        // silent session.
-        let mut sending = pin!(send_control(writer, outgoing_rx));
+        let (control_sender, sending) = ControlSender::new(writer);
+        // Polled by the loop, because a task for each session would cost memory. The loop never waits
+        // for a message to be sent, because it may never leave on a silent session.
+        let mut sending = pin!(sending);
         let mut watch =
             SessionMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
         let mut closed = pin!(agent.session.closed());
@@ -58,12 +55,12 @@ impl Sessions {
                 () = agent.busy() => {}
                 () = self.shutdown.drain().cancelled(), if !draining => {
                     draining = true;
-                    outgoing.send_modify(|outgoing| outgoing.drain = Some(self.limits.drain));
+                    control_sender.drain(self.limits.drain);
                 }
                 message = reader.receive(), if can_recv => match message {
                     Ok(Some(ControlMessage::Renew(csr))) => {
                         if let Err((code, detail)) = renewal.begin(self, &agent, csr) {
-                            outgoing.send_modify(|outgoing| outgoing.answer(EnrollReply::Refused(code, detail)));
+                            control_sender.renewed(EnrollReply::Refused(code, detail));
                         }
                     }
                     Ok(Some(message)) => handle_control(&message, &agent, &mut watch),
@@ -78,10 +75,7 @@ impl Sessions {
                         can_recv = false;
                     }
                 },
-                issued = renewal.done() => {
-                    let reply = self.renewed(&agent, issued);
-                    outgoing.send_modify(|outgoing| outgoing.answer(reply));
-                }
+                issued = renewal.done() => control_sender.renewed(self.renewed(&agent, issued)),
                 result = &mut sending, if can_send => {
                     can_send = false;
                     if let Err(error) = result {
@@ -91,11 +85,7 @@ impl Sessions {
             }
             let now = Instant::now();
             let check = watch.check(now);
-            outgoing.send_if_modified(|outgoing| {
-                let changed = outgoing.is_suspect != check.is_suspect_locally;
-                outgoing.is_suspect = check.is_suspect_locally;
-                changed
-            });
+            control_sender.suspect(check.is_suspect_locally);
             if check.state == LivenessState::Dead {
                 break Err(check.silence);
             }
@@ -169,54 +159,6 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, watch: &mut Se
         | ControlMessage::Renewed(_)
         | ControlMessage::Unknown => {
             debug!(agent = %node, %session, "unexpected control message");
-        }
-    }
-}
-
-/// The control messages to send. Only the latest value of each is sent.
-#[derive(Debug, Clone, Default)]
-struct OutgoingControl {
-    drain: Option<Duration>,
-    is_suspect: bool,
-    /// The reply to the last certificate request. `answers` is the number of replies.
-    renewed: Option<EnrollReply>,
-    answers: u64,
-}
-
-impl OutgoingControl {
-    fn answer(&mut self, reply: EnrollReply) {
-        self.renewed = Some(reply);
-        self.answers += 1;
-    }
-}
-
-/// Sends each new value to the agent, no matter how long a message takes to leave. Returns when
-/// sending fails or the sender is dropped.
-async fn send_control(
-    mut writer: ControlWriter,
-    mut outgoing_rx: watch::Receiver<OutgoingControl>,
-) -> io::Result<()> {
-    let mut sent = OutgoingControl::default();
-    loop {
-        let outgoing = outgoing_rx.borrow_and_update().clone();
-        if let (Some(deadline), None) = (outgoing.drain, sent.drain) {
-            writer.send(&ControlMessage::Drain(deadline)).await?;
-        }
-        if outgoing.is_suspect != sent.is_suspect {
-            writer
-                .send(&ControlMessage::Suspect(outgoing.is_suspect))
-                .await?;
-        }
-        if let Some(reply) = outgoing
-            .renewed
-            .clone()
-            .filter(|_| outgoing.answers != sent.answers)
-        {
-            writer.send(&ControlMessage::Renewed(reply)).await?;
-        }
-        sent = outgoing;
-        if outgoing_rx.changed().await.is_err() {
-            return Ok(());
         }
     }
 }

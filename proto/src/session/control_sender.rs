@@ -1,0 +1,273 @@
+//! Sends the control messages that follow Welcome.
+
+use std::io;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::control::ControlWriter;
+use crate::wire::control::ControlMessage;
+use crate::wire::enroll::EnrollReply;
+
+/// The sender of control messages on a ready session. Its methods return at once, because a message
+/// may never leave on a dead path. Only the latest value of each kind is sent, and a value that was
+/// withdrawn in the meantime is not sent.
+#[derive(Debug)]
+pub struct ControlSender {
+    pending: watch::Sender<PendingMessages>,
+}
+
+impl ControlSender {
+    /// Creates the sender and the future that writes its messages. The future completes after
+    /// [`ControlSender::bye`], when the sender is dropped, or with the error of a message that
+    /// cannot be sent.
+    ///
+    /// Not cancel-safe: if the future is dropped, a part of a message may have been sent.
+    pub fn new(writer: ControlWriter) -> (Self, impl Future<Output = io::Result<()>>) {
+        let (pending, changes) = watch::channel(PendingMessages::default());
+        (Self { pending }, send_pending(writer, changes))
+    }
+
+    /// Asks the server to open no more streams.
+    pub fn withdraw(&self) {
+        self.pending.send_modify(|pending| pending.withdraw = true);
+    }
+
+    /// Asks the agent to complete its open streams within this time and to connect elsewhere.
+    pub fn drain(&self, deadline: Duration) {
+        let drain = Some(deadline);
+        self.pending.send_modify(|pending| pending.drain = drain);
+    }
+
+    /// Reports whether this end has stopped receiving from its peer.
+    pub fn suspect(&self, is_suspect: bool) {
+        self.pending.send_if_modified(|pending| {
+            std::mem::replace(&mut pending.suspect, is_suspect) != is_suspect
+        });
+    }
+
+    /// Requests another certificate with a PKCS#10 request (DER).
+    pub fn renew(&self, csr: Vec<u8>) {
+        self.pending.send_modify(|pending| {
+            pending.renew = Some(csr);
+            pending.renew_count += 1;
+        });
+    }
+
+    /// Answers the last certificate request.
+    pub fn renewed(&self, reply: EnrollReply) {
+        self.pending.send_modify(|pending| {
+            pending.renewed = Some(reply);
+            pending.renewed_count += 1;
+        });
+    }
+
+    /// Sends Bye as the last message and ends the sent half.
+    pub fn bye(&self, reason: &str) {
+        let bye = Some(reason.to_owned());
+        self.pending.send_modify(|pending| pending.bye = bye);
+    }
+}
+
+/// The latest value of each message, and how often the values that repeat were set.
+#[derive(Debug, Default)]
+struct PendingMessages {
+    withdraw: bool,
+    drain: Option<Duration>,
+    suspect: bool,
+    renew: Option<Vec<u8>>,
+    renew_count: u64,
+    renewed: Option<EnrollReply>,
+    renewed_count: u64,
+    bye: Option<String>,
+}
+
+/// The messages that were sent. Without their content, since a server has thousands of sessions.
+#[derive(Debug, Default)]
+struct SentMessages {
+    withdraw: bool,
+    drain: Option<Duration>,
+    suspect: bool,
+    renew_count: u64,
+    renewed_count: u64,
+    bye: bool,
+}
+
+impl SentMessages {
+    /// Returns the next message that leads from the sent messages to the pending ones.
+    fn next(&mut self, pending: &PendingMessages) -> Option<ControlMessage> {
+        if self.bye {
+            return None;
+        }
+        if pending.withdraw && !self.withdraw {
+            self.withdraw = true;
+            return Some(ControlMessage::Withdraw);
+        }
+        if let Some(deadline) = pending.drain
+            && pending.drain != self.drain
+        {
+            self.drain = pending.drain;
+            return Some(ControlMessage::Drain(deadline));
+        }
+        if pending.suspect != self.suspect {
+            self.suspect = pending.suspect;
+            return Some(ControlMessage::Suspect(pending.suspect));
+        }
+        if let Some(csr) = &pending.renew
+            && pending.renew_count != self.renew_count
+        {
+            self.renew_count = pending.renew_count;
+            return Some(ControlMessage::Renew(csr.clone()));
+        }
+        if let Some(reply) = &pending.renewed
+            && pending.renewed_count != self.renewed_count
+        {
+            self.renewed_count = pending.renewed_count;
+            return Some(ControlMessage::Renewed(reply.clone()));
+        }
+        let reason = pending.bye.as_ref()?;
+        self.bye = true;
+        Some(ControlMessage::Bye(reason.clone()))
+    }
+}
+
+async fn send_pending(
+    mut writer: ControlWriter,
+    mut pending: watch::Receiver<PendingMessages>,
+) -> io::Result<()> {
+    let mut sent = SentMessages::default();
+    loop {
+        let next = sent.next(&pending.borrow_and_update());
+        match next {
+            Some(message) => writer.send(&message).await?,
+            None if sent.bye => {
+                let _peer_may_be_gone = writer.finish().await;
+                return Ok(());
+            }
+            None => {
+                if pending.changed().await.is_err() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::control::tests::control_stream;
+    use crate::wire::code::EnrollCode;
+
+    const DEADLINE: Duration = Duration::from_secs(30);
+
+    fn reply() -> EnrollReply {
+        EnrollReply::Refused(EnrollCode::Unavailable, "not now".into())
+    }
+
+    /// Returns everything that is sent before the half ends.
+    async fn sent(send: impl FnOnce(&ControlSender)) -> Vec<ControlMessage> {
+        let (mut peer, own, _sessions) = control_stream().await;
+        let (control_sender, sending) = ControlSender::new(own.1);
+        send(&control_sender);
+        let receiving = async {
+            let mut received = Vec::new();
+            while let Some(message) = peer.0.receive().await.unwrap() {
+                received.push(message);
+            }
+            received
+        };
+        let (sent, received) = tokio::join!(sending, receiving);
+        sent.unwrap();
+        received
+    }
+
+    #[tokio::test]
+    async fn each_message_is_sent_once_and_bye_is_the_last() {
+        let messages = sent(|control_sender| {
+            control_sender.bye("done");
+            for _ in 0..2 {
+                control_sender.withdraw();
+                control_sender.drain(DEADLINE);
+                control_sender.suspect(true);
+            }
+            control_sender.renew(vec![7]);
+            control_sender.renewed(reply());
+        });
+        let expected = [
+            ControlMessage::Withdraw,
+            ControlMessage::Drain(DEADLINE),
+            ControlMessage::Suspect(true),
+            ControlMessage::Renew(vec![7]),
+            ControlMessage::Renewed(reply()),
+            ControlMessage::Bye("done".into()),
+        ];
+        assert_eq!(messages.await, expected);
+    }
+
+    #[tokio::test]
+    async fn latest_value_alone_is_sent() {
+        let messages = sent(|control_sender| {
+            control_sender.drain(DEADLINE * 2);
+            control_sender.drain(DEADLINE);
+            control_sender.suspect(true);
+            control_sender.suspect(false);
+            control_sender.renew(vec![7]);
+            control_sender.renew(vec![8]);
+            control_sender.bye("done");
+        });
+        let expected = [
+            ControlMessage::Drain(DEADLINE),
+            ControlMessage::Renew(vec![8]),
+            ControlMessage::Bye("done".into()),
+        ];
+        assert_eq!(messages.await, expected);
+    }
+
+    #[test]
+    fn later_values_are_sent_again_if_they_differ_and_requests_in_any_case() {
+        let (mut pending, mut sent) = (PendingMessages::default(), SentMessages::default());
+        assert_eq!(sent.next(&pending), None);
+        for suspect in [true, false] {
+            pending.suspect = suspect;
+            let message = ControlMessage::Suspect(suspect);
+            assert_eq!(sent.next(&pending), Some(message));
+            assert_eq!(sent.next(&pending), None);
+        }
+        (pending.renew, pending.renewed) = (Some(vec![7]), Some(reply()));
+        for count in 1..=2 {
+            (pending.renew_count, pending.renewed_count) = (count, count);
+            let request = ControlMessage::Renew(vec![7]);
+            assert_eq!(sent.next(&pending), Some(request));
+            let answer = ControlMessage::Renewed(reply());
+            assert_eq!(sent.next(&pending), Some(answer));
+            assert_eq!(sent.next(&pending), None);
+        }
+    }
+
+    #[test]
+    fn nothing_follows_bye() {
+        let pending = PendingMessages {
+            bye: Some("done".into()),
+            ..PendingMessages::default()
+        };
+        let mut sent = SentMessages::default();
+        assert!(matches!(sent.next(&pending), Some(ControlMessage::Bye(_))));
+        let late = PendingMessages {
+            withdraw: true,
+            suspect: true,
+            ..pending
+        };
+        assert_eq!(sent.next(&late), None);
+    }
+
+    #[tokio::test]
+    async fn dropped_sender_ends_the_future_and_cuts_the_stream() {
+        let (mut peer, own, _sessions) = control_stream().await;
+        let (control_sender, sending) = ControlSender::new(own.1);
+        drop((control_sender, own.0));
+        sending.await.unwrap();
+        let error = peer.0.receive().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    }
+}
