@@ -1,10 +1,13 @@
-//! What both ends do with a session: control messages, their sender, and liveness.
+//! What both ends do with a session: control messages, their sender, and the monitor of liveness
+//! and retirement.
 
 pub mod control;
 mod control_sender;
 mod liveness;
+mod monitor;
 
 pub use control_sender::ControlSender;
 pub use liveness::{
     Liveness, LivenessCheck, LivenessLimits, LivenessSample, LivenessState, SuspectLogThrottle,
 };
+pub use monitor::{Observation, SessionMonitor, Transition};

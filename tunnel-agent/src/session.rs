@@ -23,7 +23,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::control::ControlReader;
-use tunnel_proto::session::{ControlSender, SuspectLogThrottle};
+use tunnel_proto::session::{ControlSender, SessionMonitor, SuspectLogThrottle, Transition};
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
@@ -36,11 +36,9 @@ use crate::egress::{Egress, NodeIp, SessionParams};
 use crate::metrics::{GaugeGuard, Metrics};
 
 mod admission;
-mod monitor;
 
 pub(crate) use admission::AdmitError;
 use admission::{Admitted, admit};
-use monitor::{SessionMonitor, Transition};
 
 /// State shared by all sessions of an agent.
 #[derive(Debug)]
@@ -224,7 +222,7 @@ impl ActiveSession<'_> {
                     self.pending_renewals = self.pending_renewals.saturating_add(1);
                     self.control_sender.renew(request);
                 }
-                () = sleep_until(self.monitor.next()) => match self.check().await {
+                () = sleep_until(self.monitor.next_check()) => match self.check().await {
                     Transition::Dead => {
                         context.metrics.limit(Limit::DeadAfter);
                         let why = "no data received for too long (agent's limits.deadAfter)";

@@ -1,14 +1,15 @@
-//! Liveness of the server, time of the next check, and the end of a retired session. Pure.
+//! Liveness of the peer, time of the next check, and the end of a retired session. Pure.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tunnel_proto::session::{Liveness, LivenessLimits, LivenessState};
-use tunnel_proto::transport::{Health, TransportKind};
+
+use super::liveness::{Liveness, LivenessLimits, LivenessState};
+use crate::transport::{Health, TransportKind};
 
 /// Monitors one ready session.
 #[derive(Debug)]
-pub(super) struct SessionMonitor {
+pub struct SessionMonitor {
     liveness: Liveness,
     state: LivenessState,
     /// Whether requests were open at the last check.
@@ -29,27 +30,27 @@ enum Retired {
 
 /// The result of a check.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Observation {
+pub struct Observation {
     /// Transition of the session.
-    pub(super) transition: Transition,
+    pub transition: Transition,
     /// Whether to send a probe.
-    pub(super) probe: bool,
-    /// Whether this end, by its own observation, receives nothing from the server.
-    pub(super) is_suspect_locally: bool,
-    /// Time since the last data from the server.
-    pub(super) silence: Duration,
+    pub probe: bool,
+    /// Whether this end, by its own observation, receives nothing from the peer.
+    pub is_suspect_locally: bool,
+    /// Time since the last data from the peer.
+    pub silence: Duration,
 }
 
 /// The transition of the session since the last check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Transition {
-    /// The state of the server has not changed.
+pub enum Transition {
+    /// The state of the peer has not changed.
     Unchanged,
-    /// The server is suspect.
+    /// The peer is suspect.
     Suspect,
-    /// The server is live again.
+    /// The peer is live again.
     Live,
-    /// The server was silent for too long. The session must be closed.
+    /// The peer was silent for too long. The session must be closed.
     Dead,
     /// The session has retired and its last stream has ended. The session must be closed.
     Finished,
@@ -57,7 +58,8 @@ pub(super) enum Transition {
 
 impl SessionMonitor {
     /// Creates the monitor of a session that was live at `now`.
-    pub(super) fn new(
+    #[must_use]
+    pub fn new(
         limits: LivenessLimits,
         transport: TransportKind,
         health: Health,
@@ -73,36 +75,38 @@ impl SessionMonitor {
     }
 
     /// Returns the time of the next check.
-    pub(super) fn next(&self) -> Instant {
+    #[must_use]
+    pub fn next_check(&self) -> Instant {
         self.next
     }
 
     /// Records an accepted stream. The first one starts the busy timer.
-    pub(super) fn stream(&mut self, now: Instant) {
+    pub fn stream(&mut self, now: Instant) {
         if !self.busy {
             self.next = now;
         }
     }
 
-    /// Records whether the server suspects this end.
-    pub(super) fn peer_suspects(&mut self, doubts: bool, now: Instant) {
-        self.liveness.peer_suspects(doubts);
+    /// Records whether the peer suspects this end.
+    pub fn peer_suspects(&mut self, is_suspect: bool, now: Instant) {
+        self.liveness.peer_suspects(is_suspect);
         self.next = now;
     }
 
     /// Records that another session takes the new streams.
-    pub(super) fn retire(&mut self, now: Instant) {
+    pub fn retire(&mut self, now: Instant) {
         self.retired = Retired::Busy;
         self.next = now;
     }
 
     /// Returns whether [`SessionMonitor::retire`] was called.
-    pub(super) fn is_retired(&self) -> bool {
+    #[must_use]
+    pub fn is_retired(&self) -> bool {
         !matches!(self.retired, Retired::No)
     }
 
-    /// Checks the session.
-    pub(super) fn check(&mut self, health: Health, now: Instant) -> Observation {
+    /// Checks the session. If the result has `probe` set, the caller must send a probe.
+    pub fn check(&mut self, health: Health, now: Instant) -> Observation {
         let check = self.liveness.check(health.into(), now);
         self.busy = health.streams > 0;
         self.next = now + check.next_check;
@@ -120,7 +124,7 @@ impl SessionMonitor {
             (LivenessState::Live, LivenessState::Live) => Transition::Unchanged,
         };
         if transition == Transition::Suspect {
-            // Streams that the server opened in the meantime may still arrive.
+            // Streams that the peer opened in the meantime may still arrive.
             self.reset_idle();
         }
         Observation {
@@ -154,8 +158,8 @@ impl SessionMonitor {
 }
 
 /// Time in addition to one round trip that a retired session without streams waits for streams that
-/// the server opened before it read Withdraw. No task waits for this end, so a slow server gets
-/// some extra time.
+/// the peer opened before it read Withdraw. No task waits for this end, so a slow peer gets some
+/// extra time.
 const LINGER: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -197,7 +201,7 @@ mod tests {
         fn run(&mut self, hears: bool) -> (Transition, Duration) {
             let end = self.now + Duration::from_secs(70);
             while self.now < end {
-                self.now = self.now.max(self.monitor.next());
+                self.now = self.now.max(self.monitor.next_check());
                 self.health.received += u64::from(hears);
                 let observation = self.monitor.check(self.health, self.now);
                 if observation.probe && hears {
@@ -231,12 +235,12 @@ mod tests {
         fixture.monitor.check(fixture.health, fixture.now);
         let soon = fixture.now + Duration::from_millis(10);
         fixture.monitor.stream(soon);
-        assert_eq!(fixture.monitor.next(), soon);
+        assert_eq!(fixture.monitor.next_check(), soon);
         fixture.health.streams = 1;
         fixture.monitor.check(fixture.health, soon);
-        let next = fixture.monitor.next();
+        let next = fixture.monitor.next_check();
         fixture.monitor.stream(soon);
-        assert_eq!(fixture.monitor.next(), next);
+        assert_eq!(fixture.monitor.next_check(), next);
     }
 
     #[test]
