@@ -7,7 +7,5 @@ mod liveness;
 mod monitor;
 
 pub use control_sender::ControlSender;
-pub use liveness::{
-    Liveness, LivenessCheck, LivenessLimits, LivenessSample, LivenessState, SuspectLogThrottle,
-};
+pub use liveness::{LivenessCheck, LivenessLimits, LivenessState};
 pub use monitor::{Observation, SessionMonitor, Transition};

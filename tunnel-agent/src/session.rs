@@ -23,7 +23,9 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::control::ControlReader;
-use tunnel_proto::session::{ControlSender, SessionMonitor, SuspectLogThrottle, Transition};
+use tunnel_proto::session::{
+    ControlSender, LivenessState, Observation, SessionMonitor, Transition,
+};
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
@@ -165,7 +167,6 @@ pub(crate) async fn run(
             ready,
         ),
         suspect: None,
-        log: SuspectLogThrottle::default(),
         is_unexpected_logged: false,
         can_renew: welcome
             .capabilities
@@ -193,7 +194,6 @@ struct ActiveSession<'a> {
     monitor: SessionMonitor,
     /// Counts the session in the gauge while it is suspect.
     suspect: Option<GaugeGuard>,
-    log: SuspectLogThrottle,
     /// Whether an unexpected message was logged. The server may repeat such messages at will.
     is_unexpected_logged: bool,
     /// Whether the server issues certificates on this session.
@@ -314,17 +314,19 @@ impl ActiveSession<'_> {
 
     /// Checks the session's liveness and acts on any transition except the end.
     async fn check(&mut self) -> Transition {
-        let now = Instant::now();
-        let observation = self.monitor.check(self.session.health(), now);
-        if observation.probe {
+        let Observation {
+            transition,
+            check,
+            is_log_due,
+        } = self.monitor.check(self.session.health(), Instant::now());
+        if check.probe {
             self.session.probe();
         }
-        self.control_sender.suspect(observation.is_suspect_locally);
-        match observation.transition {
+        self.control_sender.suspect(check.is_suspect_locally);
+        match transition {
             Transition::Suspect => {
-                if observation.is_suspect_locally {
-                    let idle = observation.silence >= self.context.limits.suspect_after_idle;
-                    self.context.metrics.limit(if idle {
+                if check.is_suspect_locally {
+                    self.context.metrics.limit(if check.is_suspect_idle {
                         Limit::SuspectAfterIdle
                     } else {
                         Limit::SuspectAfterBusy
@@ -339,20 +341,20 @@ impl ActiveSession<'_> {
             }
             Transition::Unchanged | Transition::Dead | Transition::Finished => {}
         }
-        if self.log.is_due(self.suspect.is_some(), now) {
+        if is_log_due {
             let (agent, session) = (&self.context.node, self.params.session);
-            let (silence, own, transport) = (
-                observation.silence,
-                observation.is_suspect_locally,
-                self.session.transport(),
-            );
-            if self.suspect.is_some() {
-                warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
-            } else {
-                info!(%agent, %session, %transport, "session is live again");
+            let (transport, silence) = (self.session.transport(), check.silence);
+            match check.state {
+                LivenessState::Live => {
+                    info!(%agent, %session, %transport, "session is live again");
+                }
+                LivenessState::Suspect | LivenessState::Dead => {
+                    let own = check.is_suspect_locally;
+                    warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
+                }
             }
         }
-        observation.transition
+        transition
     }
 
     /// Retires the session: another session takes the new streams, and this one ends with its last

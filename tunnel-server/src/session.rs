@@ -29,6 +29,7 @@ use crate::routing::registry::{AgentSession, RegisterError, Registration, Regist
 
 pub mod acceptor;
 mod admission_rate;
+mod agent_monitor;
 mod renewal;
 mod session_loop;
 

@@ -44,13 +44,13 @@ impl Default for LivenessLimits {
 
 /// A sample of the session at one moment.
 #[derive(Debug, Clone, Copy)]
-pub struct LivenessSample {
+pub(super) struct LivenessSample {
     /// The value of [`Health::received`].
-    pub received: u64,
+    pub(super) received: u64,
     /// The value of [`Health::acknowledged`].
-    pub acknowledged: u64,
+    pub(super) acknowledged: u64,
     /// Whether requests are pending: at least one stream is open.
-    pub is_busy: bool,
+    pub(super) is_busy: bool,
 }
 
 impl From<Health> for LivenessSample {
@@ -82,6 +82,8 @@ pub struct LivenessCheck {
     /// Whether this end's own timers, without the peer's report, make the session suspect. This end
     /// reports the value to the peer.
     pub is_suspect_locally: bool,
+    /// Whether the silence is too long even for an idle session.
+    pub is_suspect_idle: bool,
     /// Whether the caller must send a probe.
     pub probe: bool,
     /// The longer of the two silences.
@@ -92,7 +94,7 @@ pub struct LivenessCheck {
 
 /// The two timers of one session.
 #[derive(Debug, Clone)]
-pub struct Liveness {
+pub(super) struct Liveness {
     limits: LivenessLimits,
     probe_timeout_busy: Duration,
     received: (u64, Instant),
@@ -109,8 +111,7 @@ pub struct Liveness {
 
 impl Liveness {
     /// Starts the timers of a session. `sample` was taken at `now`.
-    #[must_use]
-    pub fn new(
+    pub(super) fn new(
         limits: LivenessLimits,
         transport: TransportKind,
         sample: LivenessSample,
@@ -135,19 +136,13 @@ impl Liveness {
         }
     }
 
-    /// Returns whether a silence is too long even for an idle session.
-    #[must_use]
-    pub fn is_suspect_idle(&self, silence: Duration) -> bool {
-        is_reached(silence, self.limits.suspect_after_idle)
-    }
-
     /// Records whether the peer suspects this end.
-    pub fn peer_suspects(&mut self, is_suspect: bool) {
+    pub(super) fn peer_suspects(&mut self, is_suspect: bool) {
         self.peer_suspects = is_suspect;
     }
 
     /// Evaluates a sample. If the result has `probe` set, the caller must send a probe.
-    pub fn check(&mut self, sample: LivenessSample, now: Instant) -> LivenessCheck {
+    pub(super) fn check(&mut self, sample: LivenessSample, now: Instant) -> LivenessCheck {
         let before = self.exclude_pause(now);
         if sample.received != self.received.0 {
             // Data arrived at some time since the last check. Use the earliest possible time, so
@@ -169,7 +164,8 @@ impl Liveness {
         });
         let silence = receive_silence.max(probe_silence);
         let limits = &self.limits;
-        let too_long = is_reached(silence, limits.suspect_after_idle)
+        let is_suspect_idle = is_reached(silence, limits.suspect_after_idle);
+        let too_long = is_suspect_idle
             || self.busy_since.is_some_and(|since| {
                 let waited = now.saturating_duration_since(since);
                 is_reached(receive_silence.min(waited), limits.suspect_after_busy)
@@ -194,6 +190,7 @@ impl Liveness {
         LivenessCheck {
             state,
             is_suspect_locally,
+            is_suspect_idle,
             probe,
             silence,
             next_check: self
@@ -282,15 +279,14 @@ fn margin(bound: Duration) -> Duration {
 /// once, then at most one in 30 s, and a state that lasts is always logged. A bad link may flap for
 /// hours, and so may the reports of a peer.
 #[derive(Debug, Default)]
-pub struct SuspectLogThrottle {
+pub(super) struct SuspectLogThrottle {
     suspect: bool,
     at: Option<Instant>,
 }
 
 impl SuspectLogThrottle {
     /// Returns whether the state should be logged. The state may be unchanged.
-    #[must_use]
-    pub fn is_due(&mut self, suspect: bool, now: Instant) -> bool {
+    pub(super) fn is_due(&mut self, suspect: bool, now: Instant) -> bool {
         let too_soon = self
             .at
             .is_some_and(|at| now.saturating_duration_since(at) < LOG_INTERVAL);
@@ -413,6 +409,23 @@ mod tests {
             assert!(bound.contains(&suspect), "{suspect}");
             let dead = suspect + clock.first(LivenessState::Dead, 60);
             assert!((59..=61).contains(&dead), "{dead}");
+        }
+    }
+
+    #[test]
+    fn suspicion_is_slightly_early_and_names_the_limit_of_an_idle_session() {
+        for (is_busy, limit) in [(true, 5), (false, 15)] {
+            let mut clock = Clock::new(false, TransportKind::Quic);
+            clock.sample.is_busy = is_busy;
+            let check = loop {
+                let check = clock.liveness.check(clock.sample, clock.now);
+                if check.state == LivenessState::Suspect {
+                    break check;
+                }
+                clock.now += check.next_check;
+            };
+            assert!(check.silence < Duration::from_secs(limit), "{check:?}");
+            assert_eq!(check.is_suspect_idle, !is_busy);
         }
     }
 

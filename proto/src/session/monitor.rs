@@ -1,13 +1,15 @@
-//! Liveness of the peer, time of the next check, and the end of a retired session. Pure.
+//! Liveness of the peer, time of the next check, log lines that are due, and the end of a retired
+//! session. Pure.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::liveness::{Liveness, LivenessLimits, LivenessState};
+use super::liveness::{Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle};
 use crate::transport::{Health, TransportKind};
 
-/// Monitors one ready session.
+/// The monitor of a ready session: decides when the peer is suspect or dead, and when a retired
+/// session may close. The caller acts on the result of each check.
 #[derive(Debug)]
 pub struct SessionMonitor {
     liveness: Liveness,
@@ -16,6 +18,7 @@ pub struct SessionMonitor {
     busy: bool,
     next: Instant,
     retired: Retired,
+    log: SuspectLogThrottle,
 }
 
 /// Whether another session has taken over.
@@ -33,12 +36,11 @@ enum Retired {
 pub struct Observation {
     /// Transition of the session.
     pub transition: Transition,
-    /// Whether to send a probe.
-    pub probe: bool,
-    /// Whether this end, by its own observation, receives nothing from the peer.
-    pub is_suspect_locally: bool,
-    /// Time since the last data from the peer.
-    pub silence: Duration,
+    /// State and silence of the peer. If `probe` is set, the caller must send a probe.
+    pub check: LivenessCheck,
+    /// Whether the caller should log the state. The state may be unchanged, because changes of a
+    /// session that flaps are logged every 30 s.
+    pub is_log_due: bool,
 }
 
 /// The transition of the session since the last check.
@@ -71,6 +73,7 @@ impl SessionMonitor {
             busy: false,
             next: now,
             retired: Retired::No,
+            log: SuspectLogThrottle::default(),
         }
     }
 
@@ -105,7 +108,7 @@ impl SessionMonitor {
         !matches!(self.retired, Retired::No)
     }
 
-    /// Checks the session. If the result has `probe` set, the caller must send a probe.
+    /// Checks the session at a sample of its health, taken at `now`.
     pub fn check(&mut self, health: Health, now: Instant) -> Observation {
         let check = self.liveness.check(health.into(), now);
         self.busy = health.streams > 0;
@@ -129,9 +132,8 @@ impl SessionMonitor {
         }
         Observation {
             transition,
-            probe: check.probe,
-            is_suspect_locally: check.is_suspect_locally,
-            silence: check.silence,
+            check,
+            is_log_due: self.log.is_due(check.state != LivenessState::Live, now),
         }
     }
 
@@ -204,7 +206,7 @@ mod tests {
                 self.now = self.now.max(self.monitor.next_check());
                 self.health.received += u64::from(hears);
                 let observation = self.monitor.check(self.health, self.now);
-                if observation.probe && hears {
+                if observation.check.probe && hears {
                     self.health.acknowledged += 1;
                 }
                 if observation.transition != Transition::Unchanged {

@@ -7,24 +7,20 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
-use tunnel_proto::session::{
-    ControlSender, Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle,
-};
+use tunnel_proto::session::{ControlSender, Transition};
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::enroll::EnrollReply;
 
+use super::agent_monitor::AgentMonitor;
 use super::renewal::RenewalTask;
 use super::{AdmittedSession, Sessions};
 use crate::config::Limit;
-use crate::metrics::{GaugeGuard, Metrics};
-use crate::routing::registry::{AgentSession, SuspectReason};
+use crate::routing::registry::AgentSession;
 
 /// Reason text of a close with [`CloseCode::CredentialExpired`].
 const EXPIRED: &str = "certificate expired and was not renewed";
-/// Shortest poll interval. Prevents a busy loop when tests use very short limits.
-const POLL_INTERVAL_MIN: Duration = Duration::from_millis(1);
 
 impl Sessions {
     /// Runs an admitted session until it ends.
@@ -37,11 +33,11 @@ impl Sessions {
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
         let (control_sender, sending) = ControlSender::new(writer);
-        // Polled by the loop, because a task for each session would cost memory. The loop never waits
-        // for a message to be sent, because it may never leave on a silent session.
+        // The loop polls the future, because a task for each session would cost memory. The loop
+        // never waits for a message to be sent, because it may never leave on a silent session.
         let mut sending = pin!(sending);
-        let mut watch =
-            SessionMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
+        let mut monitor =
+            AgentMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
         let mut closed = pin!(agent.session.closed());
         let mut next_poll = pin!(sleep(Duration::ZERO));
         let (mut draining, mut can_recv, mut can_send) = (false, true, true);
@@ -63,7 +59,7 @@ impl Sessions {
                             control_sender.renewed(EnrollReply::Refused(code, detail));
                         }
                     }
-                    Ok(Some(message)) => handle_control(&message, &agent, &mut watch),
+                    Ok(Some(message)) => handle_control(&message, &agent, &mut monitor),
                     Ok(None) => {
                         agent.withdraw();
                         can_recv = false;
@@ -84,10 +80,10 @@ impl Sessions {
                 }
             }
             let now = Instant::now();
-            let check = watch.check(now);
-            control_sender.suspect(check.is_suspect_locally);
-            if check.state == LivenessState::Dead {
-                break Err(check.silence);
+            let observation = monitor.check(now);
+            control_sender.suspect(observation.check.is_suspect_locally);
+            if observation.transition == Transition::Dead {
+                break Err(observation.check.silence);
             }
             let expires_at = agent.valid_until() + self.limits.expiry_grace;
             let expires_at = if now < expires_at {
@@ -104,16 +100,16 @@ impl Sessions {
                     ending.close(CloseCode::CredentialExpired, EXPIRED).await;
                 });
             }
-            let pause = check.next_check.max(POLL_INTERVAL_MIN);
+            let next_check = monitor.next_check();
             let next = if now < expires_at {
-                expires_at.min(now + pause)
+                expires_at.min(next_check)
             } else {
-                now + pause
+                next_check
             };
             next_poll.as_mut().reset(next);
         };
         // Dropped before the close, which can wait for a peer that is gone.
-        drop((registration, watch));
+        drop((registration, monitor));
         let streams = agent.session.health().streams;
         let reason = match ended {
             Ok(result) => agent.end(result),
@@ -137,7 +133,7 @@ impl Sessions {
 }
 
 /// Handles a control message from the agent.
-fn handle_control(message: &ControlMessage, agent: &AgentSession, watch: &mut SessionMonitor) {
+fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut AgentMonitor) {
     let (node, session) = (&agent.node, agent.id);
     match message {
         ControlMessage::Withdraw => {
@@ -150,7 +146,7 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, watch: &mut Se
             debug!(agent = %node, %session, reason, "agent sent Bye");
             agent.withdraw();
         }
-        ControlMessage::Suspect(silent) => watch.liveness.peer_suspects(*silent),
+        ControlMessage::Suspect(silent) => monitor.peer_suspects(*silent),
         ControlMessage::Hello(_)
         | ControlMessage::Welcome(_)
         | ControlMessage::NotAdmitted(..)
@@ -160,86 +156,6 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, watch: &mut Se
         | ControlMessage::Unknown => {
             debug!(agent = %node, %session, "unexpected control message");
         }
-    }
-}
-
-/// Updates the liveness state of a session in the registry.
-struct SessionMonitor {
-    agent: Arc<AgentSession>,
-    liveness: Liveness,
-    metrics: Metrics,
-    state: LivenessState,
-    suspect: Option<GaugeGuard>,
-    log: SuspectLogThrottle,
-}
-
-impl SessionMonitor {
-    fn new(agent: Arc<AgentSession>, limits: LivenessLimits, metrics: Metrics) -> Self {
-        let (session, now) = (&agent.session, Instant::now());
-        let liveness = Liveness::new(limits, session.transport(), session.health().into(), now);
-        Self {
-            agent,
-            liveness,
-            metrics,
-            state: LivenessState::Live,
-            suspect: None,
-            log: SuspectLogThrottle::default(),
-        }
-    }
-
-    fn check(&mut self, now: Instant) -> LivenessCheck {
-        let agent = &self.agent;
-        let check = self.liveness.check(agent.session.health().into(), now);
-        if check.probe {
-            agent.session.probe();
-        }
-        let suspect_reason = match check.state {
-            LivenessState::Live => None,
-            LivenessState::Suspect | LivenessState::Dead if check.is_suspect_locally => {
-                let since = now.checked_sub(check.silence).unwrap_or(now);
-                Some(SuspectReason::Silent(since))
-            }
-            LivenessState::Suspect | LivenessState::Dead => Some(SuspectReason::PeerHearsNothing),
-        };
-        agent.set_suspect_reason(suspect_reason);
-        if self.state != check.state {
-            if self.state == LivenessState::Live && check.is_suspect_locally {
-                self.metrics.limit(self.reached(check.silence));
-            }
-            self.state = check.state;
-            self.suspect = suspect_reason.map(|_| self.metrics.suspect());
-            debug!(agent = %agent.node, session = %agent.id, state = ?check.state, "session state changed");
-        }
-        if self.log.is_due(suspect_reason.is_some(), now) {
-            log_liveness_change(agent, suspect_reason, check.silence);
-        }
-        check
-    }
-}
-
-impl SessionMonitor {
-    /// Returns the limit that makes a session suspect after this silence.
-    fn reached(&self, silence: Duration) -> Limit {
-        if self.liveness.is_suspect_idle(silence) {
-            Limit::SuspectAfterIdle
-        } else {
-            Limit::SuspectAfterBusy
-        }
-    }
-}
-
-fn log_liveness_change(
-    agent: &AgentSession,
-    suspect_reason: Option<SuspectReason>,
-    silence: Duration,
-) {
-    let (node, session, transport) = (&agent.node, agent.id, agent.session.transport());
-    match suspect_reason {
-        Some(suspect_reason) => warn!(
-            agent = %node, %session, %transport, ?silence, reason = %suspect_reason,
-            "session is suspect; no new streams are opened on it"
-        ),
-        None => info!(agent = %node, %session, %transport, "session is live again"),
     }
 }
 

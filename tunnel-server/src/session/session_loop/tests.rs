@@ -2,7 +2,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::transport::Session;
 
 use super::*;
-use crate::routing::registry::OpenError;
+use crate::routing::registry::{OpenError, SuspectReason};
 use crate::testing::{Bench, eventually, node};
 
 fn secs(seconds: u64) -> Duration {
