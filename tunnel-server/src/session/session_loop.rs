@@ -85,27 +85,9 @@ impl Sessions {
             if observation.transition == Transition::Dead {
                 break Err(observation.check.silence);
             }
-            let expires_at = agent.valid_until() + self.limits.expiry_grace;
-            let expires_at = if now < expires_at {
-                expires_at
-            } else {
-                self.registry.valid_until(&agent) + self.limits.expiry_grace
-            };
-            if now >= expires_at && !agent.is_closing() {
-                warn!(agent = %agent.node, session = %agent.id, "certificate expired and was not renewed, closing the session");
-                self.metrics.limit(Limit::CertificateLife);
-                agent.withdraw();
-                let ending = agent.clone();
-                self.shutdown.spawn_service(async move {
-                    ending.close(CloseCode::CredentialExpired, EXPIRED).await;
-                });
-            }
+            let expires_at = self.close_expired(&agent, now);
             let next_check = monitor.next_check();
-            let next = if now < expires_at {
-                expires_at.min(next_check)
-            } else {
-                next_check
-            };
+            let next = expires_at.map_or(next_check, |expires_at| expires_at.min(next_check));
             next_poll.as_mut().reset(next);
         };
         // Dropped before the close, which can wait for a peer that is gone.
@@ -113,22 +95,49 @@ impl Sessions {
         let streams = agent.session.health().streams;
         let reason = match ended {
             Ok(result) => agent.end(result),
-            Err(silence) => {
-                self.metrics.limit(Limit::DeadAfter);
-                let reason = format!(
-                    "no sign of life for {} s (limits.deadAfter)",
-                    silence.as_secs()
-                );
-                agent.close(CloseCode::Dead, &reason).await;
-                CloseReason {
-                    by: ClosedBy::Local,
-                    code: CloseCode::Dead,
-                    reason,
-                }
-            }
+            Err(silence) => self.close_dead(&agent, silence).await,
         };
         self.metrics.session_ended(reason.code);
         log_end(&agent, &reason, streams);
+    }
+
+    /// Closes the session if its certificate has ended and was not renewed, by any session of the
+    /// agent's process. Returns the time of the close while the certificate is valid.
+    fn close_expired(&self, agent: &Arc<AgentSession>, now: Instant) -> Option<Instant> {
+        let grace = self.limits.expiry_grace;
+        let expires_at = agent.valid_until() + grace;
+        if now < expires_at {
+            return Some(expires_at);
+        }
+        let expires_at = self.registry.valid_until(agent) + grace;
+        if now < expires_at {
+            return Some(expires_at);
+        }
+        if !agent.is_closing() {
+            warn!(agent = %agent.node, session = %agent.id, "certificate expired and was not renewed, closing the session");
+            self.metrics.limit(Limit::CertificateLife);
+            agent.withdraw();
+            let ending = agent.clone();
+            self.shutdown.spawn_service(async move {
+                ending.close(CloseCode::CredentialExpired, EXPIRED).await;
+            });
+        }
+        None
+    }
+
+    /// Closes the session of an agent that was silent for too long.
+    async fn close_dead(&self, agent: &AgentSession, silence: Duration) -> CloseReason {
+        self.metrics.limit(Limit::DeadAfter);
+        let reason = format!(
+            "no sign of life for {} s (limits.deadAfter)",
+            silence.as_secs()
+        );
+        agent.close(CloseCode::Dead, &reason).await;
+        CloseReason {
+            by: ClosedBy::Local,
+            code: CloseCode::Dead,
+            reason,
+        }
     }
 }
 
