@@ -13,9 +13,10 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::enroll::EnrollReply;
 
+use super::Sessions;
+use super::admission::AdmittedSession;
 use super::agent_monitor::AgentMonitor;
 use super::renewal::RenewalTask;
-use super::{AdmittedSession, Sessions};
 use crate::config::Limit;
 use crate::routing::registry::AgentSession;
 

@@ -1,0 +1,322 @@
+//! Admission of a session: from the control stream that the server opens to Welcome.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+use tracing::{debug, info, warn};
+use tunnel_proto::identity::TrustDomain;
+use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::tls::AgentTrust;
+use tunnel_proto::transport::{Session, SessionError, TransportKind};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::name::{NodeName, SessionId};
+use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
+
+use super::{AdmissionRate, Sessions};
+use crate::ca::distrusted::DISTRUSTED;
+use crate::config::Limit;
+use crate::routing::registry::{AgentSession, RegisterError, Registration};
+
+/// Shortest time for which the server probes a live session before another agent process can take
+/// over its name.
+const PROBE_TIMEOUT_MIN: Duration = Duration::from_secs(1);
+/// Interval at which the server checks for the answer to a probe.
+const PROBE_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Time that a refused agent has to acknowledge the reason.
+const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Rounds of probing before a new session is refused. More rounds occur only if sessions of one
+/// name arrive faster than the server can probe them.
+const ADMISSION_ROUNDS: usize = 3;
+
+/// Reason why a session was not admitted.
+#[derive(Debug, thiserror::Error)]
+enum AdmissionError {
+    #[error("{1}")]
+    Refused(CloseCode, String),
+    #[error("control stream failed")]
+    Control(#[from] std::io::Error),
+    #[error("session closed before Hello")]
+    Ended(#[from] SessionError),
+}
+
+impl Sessions {
+    /// Serves an authenticated session until it ends.
+    pub async fn serve(&self, session: Arc<dyn Session>) {
+        let Some(node) = session.peer().node().cloned() else {
+            // The verifier accepts only agents. This check is a second line of defense.
+            return session.close(CloseCode::Protocol, "not an agent").await;
+        };
+        if !self.admission_rate.allows(&node) {
+            let code = CloseCode::TooManySessions;
+            self.metrics.handshake(code.label());
+            self.metrics.limit(Limit::AdmissionsPerNode);
+            debug!(agent = %node, peer = %session.health().remote, "node opens sessions too fast, session refused");
+            return session.close(code, AdmissionRate::REFUSAL).await;
+        }
+        let began = Instant::now();
+        // Each step has its own box, so that the memory of admission is not held for the life of
+        // the session.
+        match Box::pin(self.establish(&session, &node)).await {
+            Ok(admitted) => {
+                self.metrics.handshake("ok");
+                let remote = session.health().remote;
+                info!(
+                    agent = %node, session = %admitted.registration.session().id, peer = %remote,
+                    transport = %session.transport(), software = admitted.registration.session().software,
+                    elapsed = ?began.elapsed(), "agent connected"
+                );
+                drop((session, node));
+                Box::pin(self.run(admitted)).await;
+            }
+            Err(error) => Box::pin(self.refuse(&session, &node, error)).await,
+        }
+    }
+
+    async fn establish(
+        &self,
+        session: &Arc<dyn Session>,
+        node: &NodeName,
+    ) -> Result<AdmittedSession, AdmissionError> {
+        let pending = timeout(self.limits.handshake, self.recv_hello(session, node));
+        match pending.await {
+            Ok(Ok(pending)) => self.admit(session, node, pending).await,
+            Ok(Err(error)) => Err(error),
+            Err(_elapsed) => Err(AdmissionError::Refused(
+                CloseCode::HandshakeTimeout,
+                "Hello was not received in time".into(),
+            )),
+        }
+    }
+
+    async fn recv_hello(
+        &self,
+        session: &Arc<dyn Session>,
+        node: &NodeName,
+    ) -> Result<PendingSession, AdmissionError> {
+        let kind = StreamKind::Control {
+            version_min: VERSION_MIN,
+            version_max: VERSION_MAX,
+        };
+        let stream = session
+            .open(&StreamHeader::new(kind), self.limits.handshake)
+            .await?;
+        let (mut reader, writer) = control::split(stream);
+        let Some(ControlMessage::Hello(hello)) = reader.receive().await? else {
+            return Err(AdmissionError::Refused(
+                CloseCode::Protocol,
+                "the first message is not Hello".into(),
+            ));
+        };
+        let refusal = match negotiate_version(hello.versions.0, hello.versions.1) {
+            None => Some((
+                CloseCode::Version,
+                format!(
+                    "agent speaks protocol versions {} to {}, this server {VERSION_MIN} to {VERSION_MAX}; upgrade the older one",
+                    hello.versions.0, hello.versions.1
+                ),
+            )),
+            Some(_) if hello.node_name != *node => Some((
+                CloseCode::NameNotInCredential,
+                format!(
+                    "agent claims to be {}, its certificate is for {node}",
+                    hello.node_name
+                ),
+            )),
+            // The handshake of this session began before the drain did.
+            Some(_) if self.shutdown.drain().is_cancelled() => Some((
+                CloseCode::Draining,
+                "this server is stopping; connect to another one".to_owned(),
+            )),
+            Some(_) => None,
+        };
+        if let Some((code, detail)) = refusal {
+            reject(writer, code, &detail).await;
+            return Err(AdmissionError::Refused(code, detail));
+        }
+        Ok(PendingSession {
+            reader,
+            writer,
+            hello,
+        })
+    }
+
+    /// Registers the session, after probing a live session of another agent process.
+    async fn admit(
+        &self,
+        session: &Arc<dyn Session>,
+        node: &NodeName,
+        pending: PendingSession,
+    ) -> Result<AdmittedSession, AdmissionError> {
+        let PendingSession {
+            reader,
+            mut writer,
+            hello,
+        } = pending;
+        let id = self.registry.next_id();
+        let mut yielded: Vec<SessionId> = Vec::new();
+        let mut registration = loop {
+            let mut entry = AgentSession::new(id, node.clone(), hello.instance, session.clone());
+            entry.software.clone_from(&hello.software);
+            entry.claimed_address.clone_from(&hello.node_ip);
+            let live = match self.registry.register(entry, &yielded) {
+                Ok(registration) => break registration,
+                Err(RegisterError::InUse(live)) => live,
+                Err(RegisterError::TooManySessions) => {
+                    let detail = format!("{node} has too many sessions; stop its other agents");
+                    reject(writer, CloseCode::TooManySessions, &detail).await;
+                    return Err(AdmissionError::Refused(CloseCode::TooManySessions, detail));
+                }
+            };
+            if yielded.len() >= ADMISSION_ROUNDS || answers_probe(&live.session).await {
+                let detail = format!(
+                    "another live agent serves {node} from {}; a cloned disk or a stolen certificate looks like this",
+                    live.session.health().remote
+                );
+                reject(writer, CloseCode::NameInUse, &detail).await;
+                return Err(AdmissionError::Refused(CloseCode::NameInUse, detail));
+            }
+            yielded.push(live.id);
+        };
+        if let Some(old) = registration.superseded() {
+            info!(agent = %node, session = %old.id, "closing the oldest session of a node at its limit");
+            self.shutdown
+                .spawn_service(async move { old.close_superseded().await });
+        }
+        // The certificate may have been revoked, or its CA removed, since the handshake. From here
+        // on, both operations find the session in the registry.
+        let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
+        let refusal = if self.revocations.is_revoked(session.peer()) {
+            Some("the node's certificate was revoked")
+        } else if self.trust.as_ref().is_some_and(|trust| !trusted(trust)) {
+            Some(DISTRUSTED)
+        } else {
+            None
+        };
+        if let Some(detail) = refusal.map(str::to_owned) {
+            reject(writer, CloseCode::CredentialRevoked, &detail).await;
+            return Err(AdmissionError::Refused(
+                CloseCode::CredentialRevoked,
+                detail,
+            ));
+        }
+        for old in self
+            .registry
+            .of_node(node)
+            .into_iter()
+            .filter(|old| yielded.contains(&old.id))
+        {
+            warn!(agent = %node, session = %old.id, "silent session is superseded by a new agent process");
+            old.withdraw();
+            self.shutdown
+                .spawn_service(async move { old.close_superseded().await });
+        }
+        let welcome = Welcome {
+            version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
+            session: id,
+            capabilities: self
+                .renewals
+                .iter()
+                // This server does not renew certificates that another CA issued.
+                .filter(|_| session.peer().domain == TrustDomain::Tunnel)
+                .map(|_| CAPABILITY_RENEW.to_owned())
+                .collect(),
+            streams_per_agent: self.limits.streams,
+            replicas: self.advertised.clone(),
+            target_dial_timeout: self.limits.target_dial,
+        };
+        let welcome = ControlMessage::Welcome(welcome);
+        let sent = timeout(self.limits.handshake, writer.send(&welcome)).await;
+        sent.map_err(|_elapsed| {
+            let detail = "Welcome was not sent in time".to_owned();
+            AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
+        })??;
+        self.nodes.record_connection(node, session.peer().not_after);
+        Ok(AdmittedSession {
+            reader,
+            writer,
+            registration,
+        })
+    }
+
+    async fn refuse(&self, session: &Arc<dyn Session>, node: &NodeName, error: AdmissionError) {
+        let peer = session.health().remote;
+        let (code, reason) = match error {
+            AdmissionError::Refused(code, detail) => (code, detail),
+            AdmissionError::Control(error) => (
+                CloseCode::Protocol,
+                format!("control stream failed: {error}"),
+            ),
+            AdmissionError::Ended(error) => (CloseCode::Protocol, error.to_string()),
+        };
+        self.metrics.handshake(code.label());
+        static REFUSED: LogRateLimit = LogRateLimit::new("agents not admitted");
+        if REFUSED.admit() {
+            warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
+        }
+        session.close(code, &reason).await;
+    }
+}
+
+struct PendingSession {
+    reader: ControlReader,
+    writer: ControlWriter,
+    hello: Hello,
+}
+
+/// A session that received Welcome.
+pub(super) struct AdmittedSession {
+    pub(super) reader: ControlReader,
+    pub(super) writer: ControlWriter,
+    pub(super) registration: Registration,
+}
+
+/// Sends the reason to the agent and waits until the agent has received it. The close that follows
+/// would otherwise cut the message.
+async fn reject(mut writer: ControlWriter, code: CloseCode, detail: &str) {
+    let sending = async {
+        writer
+            .send(&ControlMessage::NotAdmitted(code, detail.to_owned()))
+            .await?;
+        writer.finish().await
+    };
+    if let Ok(Err(error)) = timeout(REJECT_TIMEOUT, sending).await {
+        debug!(%error, "cannot send the reason of the refusal to the agent");
+    }
+}
+
+/// Returns whether the peer of a session shows a sign of life within 1 s, or within three round
+/// trips if that is longer.
+async fn answers_probe(session: &Arc<dyn Session>) -> bool {
+    let before = session.health();
+    session.probe();
+    let deadline = Instant::now() + PROBE_TIMEOUT_MIN.max(before.rtt * 3);
+    let mut interval = tokio::time::interval(PROBE_POLL_INTERVAL);
+    // On h2 the answer waits behind bulk data. Bytes that still arrive after half of the time are a
+    // sign of life as well, because data in kernel buffers has been read by then.
+    let half = Instant::now() + PROBE_TIMEOUT_MIN / 2;
+    let bulk = session.transport() == TransportKind::H2;
+    let mut received = before.received;
+    loop {
+        tokio::select! {
+            _ = session.closed() => return false,
+            now = interval.tick() => {
+                let health = session.health();
+                let still_sends = bulk && now > half && health.received > received;
+                received = health.received;
+                if health.acknowledged > before.acknowledged || still_sends {
+                    return true;
+                }
+                if now >= deadline {
+                    return false;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
