@@ -104,7 +104,7 @@ impl Sessions {
         let stream = session
             .open(&StreamHeader::new(kind), self.limits.handshake)
             .await?;
-        let (mut reader, writer) = control::split(stream);
+        let (mut reader, mut writer) = control::split(stream);
         let Some(ControlMessage::Hello(hello)) = reader.receive().await? else {
             return Err(AdmissionError::Refused(
                 CloseCode::Protocol,
@@ -134,8 +134,7 @@ impl Sessions {
             Some(_) => None,
         };
         if let Some((code, detail)) = refusal {
-            reject(writer, code, &detail).await;
-            return Err(AdmissionError::Refused(code, detail));
+            return Err(reject(&mut writer, code, detail).await);
         }
         Ok(PendingSession {
             reader,
@@ -144,7 +143,7 @@ impl Sessions {
         })
     }
 
-    /// Registers the session, after probing a live session of another agent process.
+    /// Registers the session and sends Welcome.
     async fn admit(
         &self,
         session: &Arc<dyn Session>,
@@ -156,6 +155,31 @@ impl Sessions {
             mut writer,
             hello,
         } = pending;
+        let (registration, yielded) = self.register(session, node, &hello, &mut writer).await?;
+        if let Some(detail) = self.distrust_reason(session) {
+            let code = CloseCode::CredentialRevoked;
+            return Err(reject(&mut writer, code, detail.to_owned()).await);
+        }
+        self.supersede(node, &yielded);
+        let id = registration.session().id;
+        self.send_welcome(session, id, &hello, &mut writer).await?;
+        self.nodes.record_connection(node, session.peer().not_after);
+        Ok(AdmittedSession {
+            reader,
+            writer,
+            registration,
+        })
+    }
+
+    /// Registers the session, after probing a live session of another agent process. Returns the
+    /// sessions that did not answer, too.
+    async fn register(
+        &self,
+        session: &Arc<dyn Session>,
+        node: &NodeName,
+        hello: &Hello,
+        writer: &mut ControlWriter,
+    ) -> Result<(Registration, Vec<SessionId>), AdmissionError> {
         let id = self.registry.next_id();
         let mut yielded: Vec<SessionId> = Vec::new();
         let mut registration = loop {
@@ -167,8 +191,7 @@ impl Sessions {
                 Err(RegisterError::InUse(live)) => live,
                 Err(RegisterError::TooManySessions) => {
                     let detail = format!("{node} has too many sessions; stop its other agents");
-                    reject(writer, CloseCode::TooManySessions, &detail).await;
-                    return Err(AdmissionError::Refused(CloseCode::TooManySessions, detail));
+                    return Err(reject(writer, CloseCode::TooManySessions, detail).await);
                 }
             };
             if yielded.len() >= ADMISSION_ROUNDS || answers_probe(&live.session).await {
@@ -176,8 +199,7 @@ impl Sessions {
                     "another live agent serves {node} from {}; a cloned disk or a stolen certificate looks like this",
                     live.session.health().remote
                 );
-                reject(writer, CloseCode::NameInUse, &detail).await;
-                return Err(AdmissionError::Refused(CloseCode::NameInUse, detail));
+                return Err(reject(writer, CloseCode::NameInUse, detail).await);
             }
             yielded.push(live.id);
         };
@@ -186,23 +208,25 @@ impl Sessions {
             self.shutdown
                 .spawn_service(async move { old.close_superseded().await });
         }
-        // The certificate may have been revoked, or its CA removed, since the handshake. From here
-        // on, both operations find the session in the registry.
+        Ok((registration, yielded))
+    }
+
+    /// Returns the reason why a registered session is not trusted. Its certificate may have been
+    /// revoked, or the CA removed, since the handshake. Both operations find sessions in the
+    /// registry.
+    fn distrust_reason(&self, session: &Arc<dyn Session>) -> Option<&'static str> {
         let trusted = |trust: &Arc<AgentTrust>| trust.still_accepts(&session.peer_chain());
-        let refusal = if self.revocations.is_revoked(session.peer()) {
+        if self.revocations.is_revoked(session.peer()) {
             Some("the node's certificate was revoked")
         } else if self.trust.as_ref().is_some_and(|trust| !trusted(trust)) {
             Some(DISTRUSTED)
         } else {
             None
-        };
-        if let Some(detail) = refusal.map(str::to_owned) {
-            reject(writer, CloseCode::CredentialRevoked, &detail).await;
-            return Err(AdmissionError::Refused(
-                CloseCode::CredentialRevoked,
-                detail,
-            ));
         }
+    }
+
+    /// Closes the sessions of another agent process that did not answer.
+    fn supersede(&self, node: &NodeName, yielded: &[SessionId]) {
         for old in self
             .registry
             .of_node(node)
@@ -214,6 +238,15 @@ impl Sessions {
             self.shutdown
                 .spawn_service(async move { old.close_superseded().await });
         }
+    }
+
+    async fn send_welcome(
+        &self,
+        session: &Arc<dyn Session>,
+        id: SessionId,
+        hello: &Hello,
+        writer: &mut ControlWriter,
+    ) -> Result<(), AdmissionError> {
         let welcome = Welcome {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
             session: id,
@@ -234,12 +267,7 @@ impl Sessions {
             let detail = "Welcome was not sent in time".to_owned();
             AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
         })??;
-        self.nodes.record_connection(node, session.peer().not_after);
-        Ok(AdmittedSession {
-            reader,
-            writer,
-            registration,
-        })
+        Ok(())
     }
 
     async fn refuse(&self, session: &Arc<dyn Session>, node: &NodeName, error: AdmissionError) {
@@ -274,18 +302,19 @@ pub(super) struct AdmittedSession {
     pub(super) registration: Registration,
 }
 
-/// Sends the reason to the agent and waits until the agent has received it. The close that follows
-/// would otherwise cut the message.
-async fn reject(mut writer: ControlWriter, code: CloseCode, detail: &str) {
+/// Sends the reason to the agent, waits until the agent has received it, and returns the error. The
+/// close that follows would otherwise cut the message.
+async fn reject(writer: &mut ControlWriter, code: CloseCode, detail: String) -> AdmissionError {
     let sending = async {
         writer
-            .send(&ControlMessage::NotAdmitted(code, detail.to_owned()))
+            .send(&ControlMessage::NotAdmitted(code, detail.clone()))
             .await?;
         writer.finish().await
     };
     if let Ok(Err(error)) = timeout(REJECT_TIMEOUT, sending).await {
         debug!(%error, "cannot send the reason of the refusal to the agent");
     }
+    AdmissionError::Refused(code, detail)
 }
 
 /// Returns whether the peer of a session shows a sign of life within 1 s, or within three round
