@@ -1,27 +1,26 @@
 //! Port 10262: accepts connections on UDP and TCP. Every handshake runs in its own task with a
 //! deadline.
 
-use std::future::Future;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout_at};
-use tracing::{Instrument, debug, error, info_span, warn};
+use tokio::time::Instant;
+use tracing::{Instrument, debug, error, info_span};
 use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_proto::process::admission::{ConnLimiter, LimitReached};
+use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::transport::quic::QuicAcceptor;
-use tunnel_proto::transport::{Acceptor as _, HandshakeError, Session};
 
+use super::Sessions;
 use crate::config::Limit;
-use crate::metrics::TIMEOUT;
-use crate::session::Sessions;
-use tunnel_proto::process::admission::{ConnLimiter, ConnPermit, LimitReached};
 
+mod half_open;
 mod tcp;
 
+use half_open::HalfOpenConn;
 pub use tcp::TcpHandler;
 
 /// Accepts connections from agents.
@@ -133,92 +132,5 @@ impl Acceptor {
             deadline: Instant::now() + self.handshake_limit,
             permit,
         })
-    }
-}
-
-/// A connection that has not presented a credential yet.
-#[derive(Debug)]
-struct HalfOpenConn {
-    sessions: Arc<Sessions>,
-    deadline: Instant,
-    permit: ConnPermit,
-}
-
-/// Reason why a connection was closed before it presented a credential.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-enum PreAuthError {
-    #[error("handshake did not finish in time (limits.handshakeTimeout)")]
-    Timeout,
-    #[error(
-        "connection evicted in favor of a newer one (limits.preAuthPerSource, limits.preAuthTotal)"
-    )]
-    Evicted,
-}
-
-impl PreAuthError {
-    /// Returns the value for the metric label.
-    fn label(self) -> &'static str {
-        match self {
-            Self::Timeout => TIMEOUT,
-            Self::Evicted => "evicted",
-        }
-    }
-}
-
-impl HalfOpenConn {
-    /// Runs work until the deadline, or until the connection's permit is evicted.
-    async fn with_deadline<T>(&self, work: impl Future<Output = T>) -> Result<T, PreAuthError> {
-        tokio::select! {
-            biased;
-            () = self.permit.evicted() => Err(PreAuthError::Evicted),
-            done = timeout_at(self.deadline, work) => done.map_err(|_elapsed| PreAuthError::Timeout),
-        }
-    }
-
-    /// Serves the session that the handshake produced until the session ends.
-    async fn admit(self, outcome: Result<HandshakeResult, PreAuthError>) {
-        let metrics = &self.sessions.metrics;
-        match outcome {
-            Ok(Ok(session)) => {
-                drop(self.permit);
-                self.sessions.serve(session).await;
-            }
-            Ok(Err(error)) => {
-                metrics.handshake(handshake_label(&error));
-                match error {
-                    HandshakeError::Timeout => debug!(%error, "agent handshake failed"),
-                    HandshakeError::Transport(_)
-                    | HandshakeError::CertificateRejected(..)
-                    | HandshakeError::Identity(_)
-                    | HandshakeError::Local(_)
-                    | HandshakeError::Refused
-                    | HandshakeError::Connect(_) => {
-                        static FAILED: LogRateLimit = LogRateLimit::new("agent handshakes failed");
-                        if FAILED.admit() {
-                            warn!(%error, "agent handshake failed");
-                        }
-                    }
-                }
-            }
-            Err(error) => {
-                metrics.handshake(error.label());
-                debug!(%error, "agent handshake failed");
-            }
-        }
-    }
-}
-
-type HandshakeResult = Result<Arc<dyn Session>, HandshakeError>;
-
-fn handshake_label(error: &HandshakeError) -> &'static str {
-    match error {
-        HandshakeError::Timeout => TIMEOUT,
-        HandshakeError::Transport(_) => "handshake_failed",
-        HandshakeError::Identity(_) => "no_identity",
-        // These errors occur only on the dialing end, not on the accepting end.
-        HandshakeError::Local(_)
-        | HandshakeError::Connect(_)
-        | HandshakeError::Refused
-        | HandshakeError::CertificateRejected(..) => "local",
     }
 }

@@ -16,7 +16,7 @@ use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
 use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
 
-use super::{HalfOpenConn, HandshakeResult, PreAuthError};
+use super::half_open::{HalfOpenConn, HandshakeResult, PreAuthError};
 use crate::ca::enrollment::Enrollment;
 
 /// The fatal alert `no_application_protocol` (RFC 8446, section 6; RFC 7301, section 3.2) as a
