@@ -34,7 +34,6 @@ use attempt::{Attempt, DialPurpose};
 use backoff::{Backoff, ReconnectEvent};
 use endpoint::EndpointCursor;
 use report::ConnectionLog;
-pub(crate) use report::causes;
 pub(crate) use session_task::Dialers;
 use session_task::{ConnectError, SessionExit};
 use transport_policy::{SessionTransport, TransportChange, TransportPolicy};

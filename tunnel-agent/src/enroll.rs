@@ -31,11 +31,11 @@ use zeroize::{Zeroize as _, Zeroizing};
 
 use crate::config::ServerAddress;
 use crate::config::{NO_CA, NO_PIN};
-use crate::connector::causes;
 use crate::connector::endpoint::{EndpointCursor, ResolveError};
 use crate::credentials::{
     CredentialStore, Credentials, Issued, ServiceAccountTokenFile, Stored, Token,
 };
+use crate::error::causes;
 use crate::proxy::ProxyChoice;
 
 mod error;

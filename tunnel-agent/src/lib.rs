@@ -14,6 +14,7 @@
 //! | `egress` | one stream: dial policy, dial, reply, relay |
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
 //! | `metrics` | metrics of the agent |
+//! | `error` | text of errors for log lines |
 //!
 //! Calls go `main` → `app` → `connector` → `session` → `egress`. `egress` and `policy` depend on no
 //! transport but `Stream`.
@@ -27,6 +28,7 @@ mod connector;
 mod credentials;
 mod egress;
 mod enroll;
+mod error;
 mod metrics;
 mod proxy;
 mod session;

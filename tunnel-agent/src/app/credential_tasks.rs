@@ -17,11 +17,11 @@ use tunnel_proto::tls::files::{FileError, load_roots};
 
 use super::enrollment;
 use crate::config::{Config, CredentialFiles};
-use crate::connector::causes;
 use crate::credentials::{
     CredentialError, CredentialStore, Credentials, RotatingCredentials, Token, read_token,
 };
 use crate::enroll::{EnrollProof, enroll, renew_or_enroll};
+use crate::error::causes;
 use crate::metrics::Metrics;
 
 /// Interval for checking the expiry of a certificate, since the wall clock may be changed.

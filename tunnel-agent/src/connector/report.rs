@@ -10,6 +10,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::session_task::ConnectError;
 use super::transport_policy::{SessionTransport, TransportChange};
+use crate::error::causes;
 use crate::session::SessionSummary;
 
 /// Writes the log lines. Remembers which failures of an outage were logged.
@@ -127,18 +128,6 @@ impl ConnectionLog {
     pub(super) fn broken(&self, transport: SessionTransport, panic: &dyn Error) {
         error!(agent = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }
-}
-
-/// Returns an error and its causes in one line.
-pub(crate) fn causes(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
 }
 
 /// Selects the failures of one outage to log: the first with each code, and one every 30 s.

@@ -22,6 +22,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{CredentialStore, Credentials, Issued};
 use crate::enroll::check_issued;
+use crate::error::causes;
 use crate::metrics::Metrics;
 
 /// The current credentials and their renewal state.
@@ -372,7 +373,7 @@ impl RotatingCredentials {
         match removed.await {
             Ok(Ok(())) => {}
             Ok(Err(problem)) => {
-                let error = crate::connector::causes(&problem);
+                let error = causes(&problem);
                 warn!(agent = %self.node, error, "cannot update the certificates in the data directory");
             }
             Err(panic) => {
@@ -423,7 +424,7 @@ impl RotatingCredentials {
             Ok(Err(problem)) => {
                 self.metrics.unsaved(true);
                 error!(
-                    agent = %self.node, error = crate::connector::causes(&problem),
+                    agent = %self.node, error = causes(&problem),
                     "cannot write the certificate to the data directory; it stays in use until this process ends"
                 );
             }

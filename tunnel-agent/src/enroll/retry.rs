@@ -10,7 +10,7 @@ use tunnel_proto::wire::code::EnrollCode;
 
 use super::{EndpointRotation, EnrollError, EnrollProof, Enrolled, Enrollment, attempt};
 use crate::connector::backoff::{Backoff, ReconnectEvent};
-use crate::connector::causes;
+use crate::error::causes;
 
 /// Enrolls, with retries while they may help. Cancel-safe: the key is persisted and the request may
 /// be repeated.
