@@ -10,18 +10,13 @@
 //! ```
 
 use std::io;
-use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc;
-use tokio::task::{self, Id};
 use tokio::time::{Instant, sleep_until, timeout};
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
-use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::control::ControlReader;
 use tunnel_proto::session::{
     ControlSender, LivenessState, Observation, SessionMonitor, Transition,
@@ -29,69 +24,17 @@ use tunnel_proto::session::{
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
-use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limit;
-use crate::config::Limits;
-use crate::credentials::RotatingCredentials;
-use crate::egress::{Egress, NodeIp, SessionParams};
-use crate::metrics::{GaugeGuard, Metrics};
+use crate::egress::{NodeIp, SessionParams};
+use crate::metrics::GaugeGuard;
 
 mod admission;
+mod context;
 
 pub(crate) use admission::AdmitError;
-use admission::{Admitted, admit};
-
-/// State shared by all sessions of an agent.
-#[derive(Debug)]
-pub(crate) struct SessionContext {
-    pub(crate) node: NodeName,
-    /// The node's address, if the operator configured it.
-    pub(crate) node_ip: Option<IpAddr>,
-    pub(crate) instance: InstanceId,
-    pub(crate) limits: Limits,
-    pub(crate) egress: Arc<Egress>,
-    pub(crate) metrics: Metrics,
-    pub(crate) shutdown: Shutdown,
-    /// Credentials, which sessions renew.
-    pub(crate) rotating_credentials: Arc<RotatingCredentials>,
-    /// Canceled when the drain is over and sessions should end.
-    pub(crate) graceful_shutdown: CancellationToken,
-}
-
-/// The link between a session's task and the connector.
-#[derive(Debug, Clone)]
-pub(crate) struct SessionHandle {
-    /// Canceled when another session takes the new streams, or when the attempt is abandoned.
-    pub(crate) retire: CancellationToken,
-    /// Channel to the connector.
-    pub(crate) session_event: mpsc::Sender<(Id, SessionEvent)>,
-}
-
-/// Events of a session for the connector. `Answered` and `Ready` arrive in this order. The end of
-/// the task reports the end of the session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SessionEvent {
-    /// The handshake is done.
-    Answered,
-    /// Welcome arrived: the server may open streams.
-    Ready,
-    /// The server is suspect: it was silent for too long, or reports that it receives nothing from
-    /// this end.
-    Suspect,
-    /// Data arrives from the server again.
-    Live,
-    /// The server is stopping. Sent at most once.
-    Draining,
-}
-
-impl SessionHandle {
-    /// Sends an event to the connector. Must be called in the session's task. Cancel-safe: no event
-    /// is sent if the future is dropped early.
-    pub(crate) async fn send(&self, session_event: SessionEvent) {
-        let _connector_may_be_gone = self.session_event.send((task::id(), session_event)).await;
-    }
-}
+use admission::{Admitted, CLOSE_REASON_TIMEOUT, STOPPING, admit};
+pub(crate) use context::{SessionContext, SessionEvent, SessionHandle};
 
 /// The outcome of a session that was ready.
 #[derive(Debug)]
@@ -423,15 +366,11 @@ impl ActiveSession<'_> {
     }
 }
 
-/// Reason that a draining agent sends.
-const STOPPING: &str = "agent is stopping";
 /// Reason sent on a session that another one has replaced.
 const REPLACED: &str = "replaced by another session";
 /// Upper bound for the number of streams in Welcome. quinn uses some 80 bytes for each allowed
 /// stream.
 const STREAMS_MAX: u32 = 65536;
-/// Time to wait for the reason of a session's end after its streams have failed.
-const CLOSE_REASON_TIMEOUT: Duration = Duration::from_millis(100);
 /// Time limit for each step of the close.
 const BYE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time in addition to one round trip in which streams may arrive that the server opened before it

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
@@ -11,7 +12,7 @@ use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
-use super::{CLOSE_REASON_TIMEOUT, STOPPING, SessionContext};
+use super::context::SessionContext;
 use crate::egress::NodeIp;
 
 /// The reason why a connection did not become a ready session.
@@ -175,3 +176,8 @@ fn hello(context: &SessionContext, node_ip: Option<NodeIp>) -> Hello {
         node_ip: node_ip.map_or_else(String::new, |node| node.ip.to_string()),
     }
 }
+
+/// Reason that a draining agent sends.
+pub(super) const STOPPING: &str = "agent is stopping";
+/// Time to wait for the reason of a session's end after its streams have failed.
+pub(super) const CLOSE_REASON_TIMEOUT: Duration = Duration::from_millis(100);

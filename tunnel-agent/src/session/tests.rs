@@ -4,18 +4,22 @@ use bytes::BytesMut;
 use rcgen::KeyPair;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
-use tunnel_proto::process::shutdown::DrainOutcome;
+use tokio::sync::mpsc;
+use tokio::task::{Id, JoinSet};
+use tokio_util::sync::CancellationToken;
+use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::session::control::{self, ControlWriter};
 use tunnel_proto::transport::{Stream, TransportKind, find_cause};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 use tunnel_proto::wire::control::Welcome;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
-use tunnel_proto::wire::name::{Port, SessionId};
+use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use super::*;
+use crate::config::Limits;
+use crate::credentials::RotatingCredentials;
 use crate::testing::net::FakeSession;
 use crate::testing::{Ca, context, credentials, sessions};
 

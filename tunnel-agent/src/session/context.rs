@@ -1,0 +1,66 @@
+//! What the connector gives to each session: the state that all sessions share, and the link back.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use tokio::sync::mpsc;
+use tokio::task::{self, Id};
+use tokio_util::sync::CancellationToken;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::{InstanceId, NodeName};
+
+use crate::config::Limits;
+use crate::credentials::RotatingCredentials;
+use crate::egress::Egress;
+use crate::metrics::Metrics;
+
+/// State shared by all sessions of an agent.
+#[derive(Debug)]
+pub(crate) struct SessionContext {
+    pub(crate) node: NodeName,
+    /// The node's address, if the operator configured it.
+    pub(crate) node_ip: Option<IpAddr>,
+    pub(crate) instance: InstanceId,
+    pub(crate) limits: Limits,
+    pub(crate) egress: Arc<Egress>,
+    pub(crate) metrics: Metrics,
+    pub(crate) shutdown: Shutdown,
+    /// Credentials, which sessions renew.
+    pub(crate) rotating_credentials: Arc<RotatingCredentials>,
+    /// Canceled when the drain is over and sessions should end.
+    pub(crate) graceful_shutdown: CancellationToken,
+}
+
+/// The link between a session's task and the connector.
+#[derive(Debug, Clone)]
+pub(crate) struct SessionHandle {
+    /// Canceled when another session takes the new streams, or when the attempt is abandoned.
+    pub(crate) retire: CancellationToken,
+    /// Channel to the connector.
+    pub(crate) session_event: mpsc::Sender<(Id, SessionEvent)>,
+}
+
+/// Events of a session for the connector. `Answered` and `Ready` arrive in this order. The end of
+/// the task reports the end of the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SessionEvent {
+    /// The handshake is done.
+    Answered,
+    /// Welcome arrived: the server may open streams.
+    Ready,
+    /// The server is suspect: it was silent for too long, or reports that it receives nothing from
+    /// this end.
+    Suspect,
+    /// Data arrives from the server again.
+    Live,
+    /// The server is stopping. Sent at most once.
+    Draining,
+}
+
+impl SessionHandle {
+    /// Sends an event to the connector. Must be called in the session's task. Cancel-safe: no event
+    /// is sent if the future is dropped early.
+    pub(crate) async fn send(&self, session_event: SessionEvent) {
+        let _connector_may_be_gone = self.session_event.send((task::id(), session_event)).await;
+    }
+}
