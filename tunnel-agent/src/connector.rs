@@ -24,6 +24,7 @@ use crate::session::{SessionContext, SessionEvent, SessionSummary};
 
 mod attempt;
 pub mod backoff;
+mod dial;
 pub(crate) mod endpoint;
 mod happy_eyeballs;
 mod report;
@@ -180,16 +181,15 @@ impl Connector {
             {
                 let transport = current.transport;
                 self.refresh_at = None;
-                self.start_attempt(DialPurpose::Refresh, (transport, None), now);
+                self.start_attempt(DialPurpose::Refresh, transport, None, now);
             }
             (None, Some(current)) if !current.needs_replacement() => {
-                self.start_attempt(DialPurpose::Upgrade, (SessionTransport::Quic, None), now);
+                self.start_attempt(DialPurpose::Upgrade, SessionTransport::Quic, None, now);
             }
-            (None, _) => self.start_attempt(
-                DialPurpose::Connect,
-                self.transport_policy.dial_order(),
-                now,
-            ),
+            (None, _) => {
+                let (first, second) = self.transport_policy.dial_order();
+                self.start_attempt(DialPurpose::Connect, first, second, now);
+            }
         }
     }
 

@@ -1,20 +1,12 @@
-//! Attempts to open a session, from the first packet to success or failure.
-
-use std::time::Duration;
+//! An attempt to open a session, from the first packet to success or failure.
 
 use tokio::task::Id;
-use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
-use tracing::{Instrument, debug_span};
 use tunnel_proto::wire::code::CloseCode;
 
-use super::backoff::ReconnectEvent;
 use super::endpoint::EndpointCursor;
 use super::happy_eyeballs::{DialAction, HappyEyeballs};
-use super::session_task::{ConnectError, SessionTask};
+use super::session_task::ConnectError;
 use super::transport_policy::SessionTransport;
-use super::{Connector, RunningSession};
-use crate::session::SessionHandle;
 
 /// Sessions that are being dialed. The first that is ready wins.
 pub(super) struct Attempt {
@@ -40,144 +32,49 @@ pub(super) enum DialPurpose {
     Refresh,
 }
 
-impl Connector {
-    /// Starts an attempt with the first transport of `order`.
-    pub(super) fn start_attempt(
-        &mut self,
+impl Attempt {
+    /// Creates an attempt without session tasks.
+    pub(super) fn new(
         purpose: DialPurpose,
-        order: (SessionTransport, Option<SessionTransport>),
-        now: Instant,
-    ) {
-        self.retry_at = None;
-        self.attempt = Some(Attempt {
+        happy_eyeballs: HappyEyeballs,
+        cursor: EndpointCursor,
+    ) -> Self {
+        Self {
             purpose,
-            happy_eyeballs: HappyEyeballs::new(order, now, self.context.limits.quic_head_start),
-            cursor: self.endpoints.clone(),
+            happy_eyeballs,
+            cursor,
             next_cursor: None,
             task_ids: Vec::new(),
             failures: Vec::new(),
-        });
-        self.dial(order.0, now);
-    }
-
-    /// Starts the session task of the attempt for one transport.
-    pub(super) fn dial(&mut self, transport: SessionTransport, now: Instant) {
-        let Some(attempt) = &mut self.attempt else {
-            return;
-        };
-        self.transport_policy
-            .record_dial(transport, now, rand::random());
-        let retire = CancellationToken::new();
-        let session_task = SessionTask {
-            transport,
-            cursor: attempt.cursor.clone(),
-            dialers: self.dialers.clone(),
-            context: self.context.clone(),
-            handle: SessionHandle {
-                retire: retire.clone(),
-                session_event: self.event_sender.clone(),
-            },
-        };
-        let credentials = self.context.rotating_credentials.generation();
-        let span =
-            debug_span!("session", agent = %self.context.node, transport = %transport.transport());
-        let id = self.tasks.spawn(session_task.run().instrument(span)).id();
-        attempt.task_ids.push(id);
-        let running = RunningSession {
-            transport,
-            retire,
-            credentials,
-        };
-        self.sessions.insert(id, running);
-    }
-
-    /// Abandons the attempt. A session that the server may have admitted retires after its Welcome.
-    pub(super) fn abandon(&mut self) {
-        for id in self
-            .attempt
-            .take()
-            .into_iter()
-            .flat_map(|attempt| attempt.task_ids)
-        {
-            self.retire(id);
         }
     }
 
-    /// Handles the failure of one transport of an attempt.
+    /// Records the failure of one transport, whose session task tried the endpoint at `cursor`.
     pub(super) fn failed(
         &mut self,
         transport: SessionTransport,
-        cursor: EndpointCursor,
+        mut cursor: EndpointCursor,
         error: ConnectError,
-        now: Instant,
-    ) {
-        self.count(transport, &error);
-        match error.code() {
-            Some(CloseCode::CredentialExpired) => self.context.rotating_credentials.reject(),
-            Some(CloseCode::CredentialRevoked) => self.context.rotating_credentials.revoke(),
-            Some(_) | None => {}
-        }
-        let Some(attempt) = &mut self.attempt else {
-            return;
-        };
-        if attempt.next_cursor.is_none() || transport == attempt.happy_eyeballs.first() {
-            let mut cursor = cursor;
+    ) -> DialAction {
+        if self.next_cursor.is_none() || transport == self.happy_eyeballs.first() {
             // After a failed name lookup the cursor already points to the next server.
             if !matches!(error, ConnectError::Resolve(_)) {
                 cursor.failed();
             }
-            attempt.next_cursor = Some(cursor);
+            self.next_cursor = Some(cursor);
         }
-        let action = attempt.happy_eyeballs.failed(transport, error.failure());
-        attempt.failures.retain(|(failed, _)| *failed != transport);
-        attempt.failures.push((transport, error));
-        match action {
-            DialAction::Dial(transport) => self.dial(transport, now),
-            DialAction::Wait => {}
-            DialAction::RoundFailed => self.handle_round_failure(now),
-            DialAction::Exhausted => {
-                self.handle_round_failure(now);
-                self.abandon();
-            }
-        }
+        let action = self.happy_eyeballs.failed(transport, error.failure());
+        self.failures.retain(|(failed, _)| *failed != transport);
+        self.failures.push((transport, error));
+        action
     }
 
-    /// Handles a round in which no transport gave a ready session.
-    pub(super) fn handle_round_failure(&mut self, now: Instant) {
-        let Some(attempt) = &mut self.attempt else {
-            return;
-        };
-        let failures = &attempt.failures;
-        match attempt.purpose {
-            DialPurpose::Upgrade => self.report.probe_failed(failures),
-            DialPurpose::Refresh => {
-                self.report.probe_failed(failures);
-                self.refresh_at = Some(now + REFRESH_RETRY);
-            }
-            DialPurpose::Connect => {
-                if let Some(cursor) = attempt.next_cursor.take() {
-                    self.endpoints = cursor;
-                }
-                let decisive = failures.iter().max_by_key(|(_, error)| error.failure());
-                let code = decisive.and_then(|(_, error)| error.code());
-                // A stopping server reveals nothing about the next one, which may be running by
-                // now.
-                let is_leaving = self
-                    .current
-                    .as_ref()
-                    .is_some_and(|current| current.draining);
-                let reason = match code {
-                    Some(CloseCode::Draining | CloseCode::Overloaded) if is_leaving => None,
-                    code => code,
-                };
-                let event = ReconnectEvent::Failed(reason);
-                let retry_in = self.backoff.next(event, now, rand::random());
-                self.retry_at = Some(now + retry_in);
-                self.report.failed(failures, code, retry_in, now);
-            }
-        }
+    /// Returns the close code of the decisive failure.
+    pub(super) fn code(&self) -> Option<CloseCode> {
+        let decisive = self
+            .failures
+            .iter()
+            .max_by_key(|(_, error)| error.failure());
+        decisive.and_then(|(_, error)| error.code())
     }
 }
-
-/// Wait after a failed dial with new credentials, while the old session still serves.
-const REFRESH_RETRY: Duration = Duration::from_secs(5);

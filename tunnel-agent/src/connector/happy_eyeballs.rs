@@ -71,7 +71,8 @@ enum CandidateState {
 impl HappyEyeballs {
     /// Creates a state machine whose first action is to dial the first transport.
     pub(crate) fn new(
-        (first, second): (SessionTransport, Option<SessionTransport>),
+        first: SessionTransport,
+        second: Option<SessionTransport>,
         now: Instant,
         head_start: Duration,
     ) -> Self {

@@ -7,8 +7,8 @@ fn seconds(count: u64) -> Duration {
 /// Returns happy eyeballs over QUIC, then h2.
 fn happy_eyeballs() -> (HappyEyeballs, Instant) {
     let start = Instant::now();
-    let order = (SessionTransport::Quic, Some(SessionTransport::H2));
-    (HappyEyeballs::new(order, start, seconds(3)), start)
+    let (first, second) = (SessionTransport::Quic, Some(SessionTransport::H2));
+    (HappyEyeballs::new(first, second, start, seconds(3)), start)
 }
 
 #[test]
@@ -65,8 +65,8 @@ fn definite_answer_decides() {
 
 #[test]
 fn alert_over_remembered_h2_lets_quic_run() {
-    let order = (SessionTransport::H2, Some(SessionTransport::Quic));
-    let mut happy_eyeballs = HappyEyeballs::new(order, Instant::now(), seconds(3));
+    let (first, second) = (SessionTransport::H2, Some(SessionTransport::Quic));
+    let mut happy_eyeballs = HappyEyeballs::new(first, second, Instant::now(), seconds(3));
     assert_eq!(
         happy_eyeballs.failed(SessionTransport::H2, DialFailure::HandshakeFailed),
         DialAction::Dial(SessionTransport::Quic)
@@ -140,7 +140,7 @@ fn answer_of_the_second_is_awaited() {
 #[test]
 fn single_transport_is_exhausted_with_its_failure() {
     let mut happy_eyeballs =
-        HappyEyeballs::new((SessionTransport::H2, None), Instant::now(), seconds(3));
+        HappyEyeballs::new(SessionTransport::H2, None, Instant::now(), seconds(3));
     assert_eq!(
         (happy_eyeballs.next_timeout(), happy_eyeballs.start_second()),
         (None, None)

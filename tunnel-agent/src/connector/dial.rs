@@ -1,0 +1,144 @@
+//! Dials of the connector: starts an attempt and its session tasks, and handles their failures.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, debug_span};
+use tunnel_proto::wire::code::CloseCode;
+
+use super::attempt::{Attempt, DialPurpose};
+use super::backoff::ReconnectEvent;
+use super::endpoint::EndpointCursor;
+use super::happy_eyeballs::{DialAction, HappyEyeballs};
+use super::session_task::{ConnectError, SessionTask};
+use super::transport_policy::SessionTransport;
+use super::{Connector, RunningSession};
+use crate::session::SessionHandle;
+
+impl Connector {
+    /// Starts an attempt with the first transport. The second starts if the first gives no answer.
+    pub(super) fn start_attempt(
+        &mut self,
+        purpose: DialPurpose,
+        first: SessionTransport,
+        second: Option<SessionTransport>,
+        now: Instant,
+    ) {
+        self.retry_at = None;
+        let head_start = self.context.limits.quic_head_start;
+        let happy_eyeballs = HappyEyeballs::new(first, second, now, head_start);
+        let attempt = Attempt::new(purpose, happy_eyeballs, self.endpoints.clone());
+        self.attempt = Some(attempt);
+        self.dial(first, now);
+    }
+
+    /// Starts the session task of the attempt for one transport.
+    pub(super) fn dial(&mut self, transport: SessionTransport, now: Instant) {
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
+        self.transport_policy
+            .record_dial(transport, now, rand::random());
+        let retire = CancellationToken::new();
+        let session_task = SessionTask {
+            transport,
+            cursor: attempt.cursor.clone(),
+            dialers: self.dialers.clone(),
+            context: self.context.clone(),
+            handle: SessionHandle {
+                retire: retire.clone(),
+                session_event: self.event_sender.clone(),
+            },
+        };
+        let credentials = self.context.rotating_credentials.generation();
+        let span =
+            debug_span!("session", agent = %self.context.node, transport = %transport.transport());
+        let id = self.tasks.spawn(session_task.run().instrument(span)).id();
+        attempt.task_ids.push(id);
+        let running = RunningSession {
+            transport,
+            retire,
+            credentials,
+        };
+        self.sessions.insert(id, running);
+    }
+
+    /// Abandons the attempt. A session that the server may have admitted retires after its Welcome.
+    pub(super) fn abandon(&mut self) {
+        for id in self
+            .attempt
+            .take()
+            .into_iter()
+            .flat_map(|attempt| attempt.task_ids)
+        {
+            self.retire(id);
+        }
+    }
+
+    /// Handles the failure of one transport of an attempt.
+    pub(super) fn failed(
+        &mut self,
+        transport: SessionTransport,
+        cursor: EndpointCursor,
+        error: ConnectError,
+        now: Instant,
+    ) {
+        self.count(transport, &error);
+        match error.code() {
+            Some(CloseCode::CredentialExpired) => self.context.rotating_credentials.reject(),
+            Some(CloseCode::CredentialRevoked) => self.context.rotating_credentials.revoke(),
+            Some(_) | None => {}
+        }
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
+        match attempt.failed(transport, cursor, error) {
+            DialAction::Dial(transport) => self.dial(transport, now),
+            DialAction::Wait => {}
+            DialAction::RoundFailed => self.handle_round_failure(now),
+            DialAction::Exhausted => {
+                self.handle_round_failure(now);
+                self.abandon();
+            }
+        }
+    }
+
+    /// Handles a round in which no transport gave a ready session.
+    fn handle_round_failure(&mut self, now: Instant) {
+        let Some(attempt) = &mut self.attempt else {
+            return;
+        };
+        let code = attempt.code();
+        let failures = &attempt.failures;
+        match attempt.purpose {
+            DialPurpose::Upgrade => self.report.probe_failed(failures),
+            DialPurpose::Refresh => {
+                self.report.probe_failed(failures);
+                self.refresh_at = Some(now + REFRESH_RETRY);
+            }
+            DialPurpose::Connect => {
+                if let Some(cursor) = attempt.next_cursor.take() {
+                    self.endpoints = cursor;
+                }
+                // A stopping server reveals nothing about the next one, which may be running by
+                // now.
+                let is_leaving = self
+                    .current
+                    .as_ref()
+                    .is_some_and(|current| current.draining);
+                let reason = match code {
+                    Some(CloseCode::Draining | CloseCode::Overloaded) if is_leaving => None,
+                    code => code,
+                };
+                let event = ReconnectEvent::Failed(reason);
+                let retry_in = self.backoff.next(event, now, rand::random());
+                self.retry_at = Some(now + retry_in);
+                self.report.failed(failures, code, retry_in, now);
+            }
+        }
+    }
+}
+
+/// Wait after a failed dial with new credentials, while the old session still serves.
+const REFRESH_RETRY: Duration = Duration::from_secs(5);
