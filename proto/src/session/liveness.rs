@@ -42,27 +42,6 @@ impl Default for LivenessLimits {
     }
 }
 
-/// A sample of the session at one moment.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct LivenessSample {
-    /// The value of [`Health::received`].
-    pub(super) received: u64,
-    /// The value of [`Health::acknowledged`].
-    pub(super) acknowledged: u64,
-    /// Whether requests are pending: at least one stream is open.
-    pub(super) is_busy: bool,
-}
-
-impl From<Health> for LivenessSample {
-    fn from(health: Health) -> Self {
-        Self {
-            received: health.received,
-            acknowledged: health.acknowledged,
-            is_busy: health.streams > 0,
-        }
-    }
-}
-
 /// The state of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LivenessState {
@@ -110,11 +89,11 @@ pub(super) struct Liveness {
 }
 
 impl Liveness {
-    /// Starts the timers of a session. `sample` was taken at `now`.
+    /// Starts the timers of a session. `health` was taken at `now`.
     pub(super) fn new(
         limits: LivenessLimits,
         transport: TransportKind,
-        sample: LivenessSample,
+        health: Health,
         now: Instant,
     ) -> Self {
         let probe_timeout_busy = match transport {
@@ -125,8 +104,8 @@ impl Liveness {
         Self {
             limits,
             probe_timeout_busy,
-            received: (sample.received, now),
-            acknowledged: sample.acknowledged,
+            received: (health.received, now),
+            acknowledged: health.acknowledged,
             oldest_probe: None,
             last_probe: now,
             busy_since: None,
@@ -141,19 +120,21 @@ impl Liveness {
         self.peer_suspects = is_suspect;
     }
 
-    /// Evaluates a sample. If the result has `probe` set, the caller must send a probe.
-    pub(super) fn check(&mut self, sample: LivenessSample, now: Instant) -> LivenessCheck {
+    /// Evaluates the session's health. If the result has `probe` set, the caller must send a probe.
+    pub(super) fn check(&mut self, health: Health, now: Instant) -> LivenessCheck {
+        // At least one stream is open: requests are pending.
+        let is_busy = health.streams > 0;
         let before = self.exclude_pause(now);
-        if sample.received != self.received.0 {
+        if health.received != self.received.0 {
             // Data arrived at some time since the last check. Use the earliest possible time, so
             // that no limit is exceeded.
-            self.received = (sample.received, before);
+            self.received = (health.received, before);
         }
-        if sample.acknowledged != self.acknowledged {
-            self.acknowledged = sample.acknowledged;
+        if health.acknowledged != self.acknowledged {
+            self.acknowledged = health.acknowledged;
             self.oldest_probe = None;
         }
-        self.busy_since = match (sample.is_busy, self.busy_since) {
+        self.busy_since = match (is_busy, self.busy_since) {
             (false, _) => None,
             (true, None) => Some(now),
             (true, since) => since,
@@ -182,7 +163,7 @@ impl Liveness {
         } else {
             LivenessState::Live
         };
-        let probe = self.probe_is_due(sample.is_busy, silence, now);
+        let probe = self.probe_is_due(is_busy, silence, now);
         if probe {
             self.last_probe = now;
             self.oldest_probe.get_or_insert(now);
@@ -194,7 +175,7 @@ impl Liveness {
             probe,
             silence,
             next_check: self
-                .next_check(sample.is_busy || state != LivenessState::Live)
+                .next_check(is_busy || state != LivenessState::Live)
                 .min(self.next_bound(silence))
                 .min(self.next_probe(now))
                 .max(CHECK_INTERVAL_MIN),
@@ -313,14 +294,29 @@ const CHECK_INTERVAL_MIN: Duration = Duration::from_millis(10);
 const PAUSE_FACTOR: u32 = 4;
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::net::SocketAddr;
+
     use super::*;
+
+    /// Returns the health of a session that has just begun.
+    pub(in crate::session) fn health() -> Health {
+        Health {
+            received: 0,
+            acknowledged: 0,
+            rtt: Duration::from_millis(100),
+            remote: SocketAddr::from(([192, 0, 2, 1], 1)),
+            streams: 0,
+            bytes_in: 0,
+            bytes_out: 0,
+        }
+    }
 
     struct Clock {
         liveness: Liveness,
         start: Instant,
         now: Instant,
-        sample: LivenessSample,
+        health: Health,
         answers: bool,
         sends: bool,
         period: u64,
@@ -330,20 +326,15 @@ mod tests {
     impl Clock {
         fn new(probes_idle: bool, transport: TransportKind) -> Self {
             let now = Instant::now();
-            let sample = LivenessSample {
-                received: 0,
-                acknowledged: 0,
-                is_busy: false,
-            };
             let limits = LivenessLimits {
                 probes_idle,
                 ..LivenessLimits::default()
             };
             Self {
-                liveness: Liveness::new(limits, transport, sample, now),
+                liveness: Liveness::new(limits, transport, health(), now),
                 start: now,
                 now,
-                sample,
+                health: health(),
                 answers: true,
                 sends: true,
                 period: 5,
@@ -357,12 +348,12 @@ mod tests {
         fn run(&mut self, seconds: u64) -> LivenessCheck {
             let end = self.now + Duration::from_secs(seconds);
             loop {
-                let check = self.liveness.check(self.sample, self.now);
+                let check = self.liveness.check(self.health, self.now);
                 if check.probe {
                     self.probes += 1;
                     if self.answers {
-                        self.sample.acknowledged += 1;
-                        self.sample.received += 1;
+                        self.health.acknowledged += 1;
+                        self.health.received += 1;
                     }
                 }
                 if self.now >= end {
@@ -372,7 +363,7 @@ mod tests {
                 self.now = (self.now + check.next_check).min(end);
                 let period = |at: Instant| at.duration_since(self.start).as_secs() / self.period;
                 if self.sends && period(self.now) > period(before) {
-                    self.sample.received += 1;
+                    self.health.received += 1;
                 }
             }
         }
@@ -391,7 +382,7 @@ mod tests {
                 [(true, false), (true, true), (false, false), (false, true)]
             {
                 let mut clock = Clock::new(probes_idle, transport);
-                clock.sample.is_busy = is_busy;
+                clock.health.streams = usize::from(is_busy);
                 for _ in 0..200 {
                     assert_eq!(clock.run(1).state, LivenessState::Live);
                 }
@@ -404,7 +395,8 @@ mod tests {
         for (is_busy, bound) in [(true, 5..=6), (false, 15..=16)] {
             let mut clock = Clock::new(true, TransportKind::Quic);
             clock.run(5);
-            (clock.sends, clock.answers, clock.sample.is_busy) = (false, false, is_busy);
+            (clock.sends, clock.answers) = (false, false);
+            clock.health.streams = usize::from(is_busy);
             let suspect = clock.first(LivenessState::Suspect, 60);
             assert!(bound.contains(&suspect), "{suspect}");
             let dead = suspect + clock.first(LivenessState::Dead, 60);
@@ -416,9 +408,9 @@ mod tests {
     fn suspicion_is_slightly_early_and_names_the_limit_of_an_idle_session() {
         for (is_busy, limit) in [(true, 5), (false, 15)] {
             let mut clock = Clock::new(false, TransportKind::Quic);
-            clock.sample.is_busy = is_busy;
+            clock.health.streams = usize::from(is_busy);
             let check = loop {
-                let check = clock.liveness.check(clock.sample, clock.now);
+                let check = clock.liveness.check(clock.health, clock.now);
                 if check.state == LivenessState::Suspect {
                     break check;
                 }
@@ -434,7 +426,7 @@ mod tests {
         let mut clock = Clock::new(false, TransportKind::Quic);
         (clock.sends, clock.answers) = (false, false);
         clock.run(4);
-        clock.sample.is_busy = true;
+        clock.health.streams = 1;
         assert_eq!(clock.run(4).state, LivenessState::Live);
         assert_eq!(clock.run(2).state, LivenessState::Suspect);
     }
@@ -443,7 +435,7 @@ mod tests {
     fn peer_that_sends_but_acknowledges_nothing_is_suspect() {
         for (transport, bound) in [(TransportKind::Quic, 5..=12), (TransportKind::H2, 15..=22)] {
             let mut clock = Clock::new(true, transport);
-            (clock.answers, clock.period, clock.sample.is_busy) = (false, 4, true);
+            (clock.answers, clock.period, clock.health.streams) = (false, 4, 1);
             let suspect = clock.first(LivenessState::Suspect, 60);
             assert!(bound.contains(&suspect), "{transport}: {suspect}");
         }
@@ -452,9 +444,9 @@ mod tests {
     #[test]
     fn requests_that_give_up_do_not_end_suspicion() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        (clock.sends, clock.answers, clock.sample.is_busy) = (false, false, true);
+        (clock.sends, clock.answers, clock.health.streams) = (false, false, 1);
         assert_eq!(clock.run(6).state, LivenessState::Suspect);
-        clock.sample.is_busy = false;
+        clock.health.streams = 0;
         for _ in 0..40 {
             assert_eq!(clock.run(1).state, LivenessState::Suspect);
         }
@@ -489,7 +481,7 @@ mod tests {
     #[test]
     fn probes_come_every_two_seconds_while_a_request_waits_in_silence_and_every_five_when_idle() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        (clock.sends, clock.answers, clock.sample.is_busy) = (false, false, true);
+        (clock.sends, clock.answers, clock.health.streams) = (false, false, 1);
         clock.run(20);
         assert!((8..=10).contains(&clock.probes), "{}", clock.probes);
         let mut clock = Clock::new(true, TransportKind::Quic);
@@ -503,10 +495,10 @@ mod tests {
     #[test]
     fn time_in_which_this_process_was_stopped_does_not_count() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        clock.sample.is_busy = true;
+        clock.health.streams = 1;
         clock.run(4);
         clock.now += Duration::from_secs(100);
-        let check = clock.liveness.check(clock.sample, clock.now);
+        let check = clock.liveness.check(clock.health, clock.now);
         assert_eq!(check.state, LivenessState::Live);
     }
 

@@ -68,7 +68,7 @@ impl SessionMonitor {
         now: Instant,
     ) -> Self {
         Self {
-            liveness: Liveness::new(limits, transport, health.into(), now),
+            liveness: Liveness::new(limits, transport, health, now),
             state: LivenessState::Live,
             busy: false,
             next: now,
@@ -108,9 +108,9 @@ impl SessionMonitor {
         !matches!(self.retired, Retired::No)
     }
 
-    /// Checks the session at a sample of its health, taken at `now`.
+    /// Checks the session, whose `health` was taken at `now`.
     pub fn check(&mut self, health: Health, now: Instant) -> Observation {
-        let check = self.liveness.check(health.into(), now);
+        let check = self.liveness.check(health, now);
         self.busy = health.streams > 0;
         self.next = now + check.next_check;
         let before = std::mem::replace(&mut self.state, check.state);
@@ -166,9 +166,8 @@ const LINGER: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
-    use std::net::SocketAddr;
-
     use super::*;
+    use crate::session::liveness::tests::health;
 
     struct Fixture {
         monitor: SessionMonitor,
@@ -179,16 +178,7 @@ mod tests {
 
     impl Fixture {
         fn new() -> Self {
-            let now = Instant::now();
-            let health = Health {
-                received: 0,
-                acknowledged: 0,
-                rtt: Duration::from_millis(100),
-                remote: SocketAddr::from(([192, 0, 2, 1], 1)),
-                streams: 0,
-                bytes_in: 0,
-                bytes_out: 0,
-            };
+            let (health, now) = (health(), Instant::now());
             let limits = LivenessLimits::default();
             Self {
                 monitor: SessionMonitor::new(limits, TransportKind::Quic, health, now),
