@@ -1,5 +1,5 @@
 //! Parts that the two binaries share and that are not about the wire: shutdown, the meta port,
-//! logs, files, settings.
+//! logs, files, Unix sockets, settings.
 
 pub mod accept;
 pub mod admission;
@@ -15,3 +15,4 @@ pub mod secrets;
 pub mod settings;
 pub mod shutdown;
 pub mod telemetry;
+pub mod unix_socket;

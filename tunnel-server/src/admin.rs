@@ -19,6 +19,7 @@ use tracing::{debug, info, warn};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::meta::{FullResponse, json, text};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::process::unix_socket::{self, SocketPermissions};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::ca::LocalCa;
@@ -27,7 +28,6 @@ use crate::ca::tokens::{CreateTokenError, TokenStore};
 use crate::ingress::connect::AdminTunnels;
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::DataDir;
-use crate::unix::{self, SocketPermissions};
 
 mod client;
 mod command;
@@ -77,7 +77,8 @@ impl fmt::Debug for AdminState {
 /// be created.
 pub fn start(state: AdminState, dir: &DataDir, shutdown: &Shutdown) -> io::Result<()> {
     let path = dir.admin_socket();
-    let (listener, socket) = unix::bind(&path, OWNER_ONLY).map_err(|error| match error.kind() {
+    let bound = unix_socket::bind(&path, OWNER_ONLY);
+    let (listener, socket) = bound.map_err(|error| match error.kind() {
         io::ErrorKind::AddrInUse => {
             let problem = "another tunnel-server runs with this data directory";
             io::Error::new(error.kind(), format!("{}: {problem}", path.display()))

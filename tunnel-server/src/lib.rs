@@ -21,7 +21,6 @@ pub mod policy;
 pub mod routing;
 pub mod session;
 pub mod store;
-pub mod unix;
 
 #[cfg(test)]
 mod testing;

@@ -11,6 +11,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tracing::info;
 use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::process::settings::ConfigError;
+use tunnel_proto::process::unix_socket::{self, SocketFile, SocketPermissions};
 
 use super::identity::CredentialWatcher;
 use super::sockets::{BoundAddrs, bound_ports, listen};
@@ -21,7 +22,6 @@ use crate::ingress::connect::{AdminTunnels, ConnectProxy, Direct};
 use crate::ingress::{HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::decision::Scheme;
 use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
-use crate::unix::{self, SocketFile, SocketPermissions};
 
 /// Maximum time for opening a stream on these listeners. A scrape that times out after 10 s must
 /// receive the reason before that.
@@ -46,7 +46,7 @@ impl ConnectSockets {
                 mode: connect_listener.mode,
                 owner: connect_listener.owner,
             };
-            let bound = unix::bind(&connect_listener.path, access).context("--connect-uds")?;
+            let bound = unix_socket::bind(&connect_listener.path, access).context("--connect-uds")?;
             info!(listener = "connect", path = %connect_listener.path.display(), "listening");
             anyhow::Ok(bound)
         });

@@ -1,6 +1,6 @@
-//! Unix sockets of the server. A socket is created under a temporary name and renamed when it is
-//! ready, so that it never has another mode or owner. A socket left by a dead server is replaced;
-//! one that answers is not.
+//! Unix sockets that accept connections. A socket is created under a temporary name and renamed
+//! when it is ready, so that it never has another mode or owner. A socket left by a dead process is
+//! replaced; one that answers is not.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -118,7 +118,7 @@ mod tests {
     #[tokio::test]
     async fn only_a_socket_that_nobody_answers_gives_way() {
         let folder = scratch("stale");
-        let path = folder.join("door.sock");
+        let path = folder.join("listener.sock");
         let (listener, file) = bind(&path, PRIVATE).unwrap();
         let mode = fs::metadata(&path).unwrap().mode();
         assert_eq!(mode & 0o777, 0o600);
