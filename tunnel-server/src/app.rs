@@ -42,22 +42,26 @@ use crate::session::{AdmissionRate, SessionLimits, Sessions};
 use crate::store::data_dir::DataDir;
 
 mod authority;
+mod bind;
+mod bound_addrs;
 mod cluster;
 mod connect;
+mod credential_watcher;
 mod identity;
 mod records;
+mod serving;
 mod sockets;
 mod targets;
 
 use authority::{Authority, AuthorityContext};
+use bind::listen;
+pub use bound_addrs::BoundAddrs;
 use cluster::{ClusterContext, ClusterServices, start_cluster};
-use identity::{CredentialWatcher, agent_auth, watch_kubelet_ca};
+use credential_watcher::CredentialWatcher;
+use identity::{agent_auth, watch_kubelet_ca};
 use records::DnsContext;
-pub use sockets::BoundAddrs;
-use sockets::{
-    Sockets, advertised, bind, listen, log_bound, reserved_ports, serving_certificates,
-    serving_names,
-};
+use serving::{serving_certificates, serving_names};
+use sockets::{Sockets, bind};
 
 /// A running server, created by [`App::start`] and served by [`App::run`].
 #[derive(Debug)]
@@ -183,14 +187,14 @@ impl App {
                 limits: capacity.dns,
             },
         );
-        let advertised = advertised(&config, bound.agents);
+        let advertised = bound.advertised(&config.advertise);
         data.set_advertised(&advertised)?;
 
         let drivers = TaskTracker::new();
         let ranges = LiveClusterNetworks::default();
         let policy = SharedPortPolicy::default();
         policy.replace(PortPolicy {
-            own: reserved_ports(&bound),
+            own: bound.reserved_ports(),
             ..config.ports.clone()
         });
         let targets = targets::targets(&config, &watcher, &readiness)?;
@@ -306,7 +310,7 @@ impl App {
             dns.start_loop_detection(&shutdown).await?;
         }
         drop(starting);
-        log_bound(&bound);
+        bound.log();
         Ok(Self {
             bound,
             config,

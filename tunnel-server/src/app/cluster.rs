@@ -6,7 +6,7 @@ use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
-use super::BoundAddrs;
+use super::bound_addrs::BoundAddrs;
 use super::identity::AgentAuth;
 use crate::ca::ServingNames;
 use crate::ca::attestation::Attestor;

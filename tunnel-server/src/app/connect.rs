@@ -13,8 +13,9 @@ use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::unix_socket::{self, SocketFile, SocketPermissions};
 
-use super::identity::CredentialWatcher;
-use super::sockets::{BoundAddrs, bound_ports, listen};
+use super::bind::listen;
+use super::bound_addrs::BoundAddrs;
+use super::credential_watcher::CredentialWatcher;
 use super::targets::listener_tls;
 use crate::config::{Config, ConnectSettings};
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
@@ -80,7 +81,7 @@ impl ConnectSockets {
             Some(listed) => DialPolicy::Listed(listed, ranges.clone()),
             None => DialPolicy::Cluster(ranges.clone()),
         };
-        let direct = Direct::new(dial_policy, dial_limit).with_own_ports(bound_ports(bound));
+        let direct = Direct::new(dial_policy, dial_limit).with_own_ports(bound.tcp_ports());
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {

@@ -12,7 +12,7 @@ use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles};
 
-use super::identity::{CredentialWatcher, read_pair, read_roots, report_expiry};
+use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
 use crate::config::Config;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::target_tls::TargetTls;

@@ -1,0 +1,142 @@
+//! Credential files of the operator, which are watched while the server runs.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustls::RootCertStore;
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::CertificateDer;
+use tracing::warn;
+use tunnel_proto::identity::{sha256, validity};
+use tunnel_proto::process::file_watch::{FileWatcher, Loaded};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
+use tunnel_proto::tls::{self, ReloadableKey};
+
+use crate::metrics::Metrics;
+use crate::store::data_dir::rfc3339;
+
+/// Remaining lifetime below which a certificate's expiry is logged, at start and when the
+/// certificate is replaced.
+const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86400);
+
+/// The settings and handles for watching credential files.
+pub(super) struct CredentialWatcher<'a> {
+    pub(super) interval: Duration,
+    pub(super) metrics: &'a Metrics,
+    pub(super) shutdown: &'a Shutdown,
+}
+
+impl CredentialWatcher<'_> {
+    /// Watches a file of CA certificates. `digest` identifies the content in use, and `apply`
+    /// receives new content.
+    pub(super) fn watch_roots(
+        &self,
+        what: &'static str,
+        path: &Path,
+        digest: [u8; 32],
+        mut apply: impl FnMut(Arc<RootCertStore>) -> Result<(), rustls::Error> + Send + 'static,
+    ) {
+        let (read, named) = (path.to_owned(), path.to_owned());
+        let apply =
+            move |roots| apply(roots).map_err(|error| FileError::Root(named.clone(), error));
+        self.watch(what, digest, move || read_roots(&read), apply);
+    }
+
+    /// Watches the files of a certificate chain and its key, like [`Self::watch_roots`].
+    pub(super) fn watch_pair(
+        &self,
+        what: &'static str,
+        files: &KeyPairFiles,
+        digest: [u8; 32],
+        mut apply: impl FnMut(Arc<CertifiedKey>) -> Result<(), rustls::Error> + Send + 'static,
+    ) {
+        let (read, named) = (files.clone(), files.clone());
+        let apply = move |own| {
+            apply(own).map_err(|error| {
+                FileError::Pair(named.certificate.clone(), named.key.clone(), error)
+            })
+        };
+        self.watch(what, digest, move || read_pair(&read), apply);
+    }
+
+    /// Watches files whose current content has `digest`.
+    pub(super) fn watch<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
+        &self,
+        what: &'static str,
+        digest: [u8; 32],
+        load: impl Fn() -> Result<Loaded<T>, E> + Send + Sync + 'static,
+        apply: impl FnMut(T) -> Result<(), E> + Send + 'static,
+    ) {
+        let watcher = FileWatcher {
+            what,
+            interval: self.interval,
+            reload_signal: self.shutdown.reloads(),
+            digest,
+        };
+        let metrics = self.metrics.clone();
+        self.shutdown.spawn_service(async move {
+            let on_reload = move |reload| metrics.reloaded(what, reload);
+            watcher.run(load, apply, on_reload).await;
+        });
+    }
+}
+
+/// Loads and watches a certificate chain and key. Calls `record_expiry` with the expiry of each
+/// certificate.
+pub(super) fn watch_pair(
+    what: &'static str,
+    files: &KeyPairFiles,
+    watcher: &CredentialWatcher<'_>,
+    record_expiry: impl Fn(SystemTime) + Send + Sync + 'static,
+) -> Result<Arc<ReloadableKey>, FileError> {
+    let first = read_pair(files)?;
+    report_expiry(what, &first.value, &record_expiry);
+    let held = ReloadableKey::new(first.value);
+    let swapped = held.clone();
+    let apply = move |own: Arc<CertifiedKey>| {
+        report_expiry(what, &own, &record_expiry);
+        swapped.replace(own);
+        Ok(())
+    };
+    watcher.watch_pair(what, files, first.digest, apply);
+    Ok(held)
+}
+
+/// Loads the current chain and key from their files.
+pub(super) fn read_pair(files: &KeyPairFiles) -> Result<Loaded<Arc<CertifiedKey>>, FileError> {
+    let value = files.load()?;
+    let digest = digest_of(&value.cert);
+    Ok(Loaded { digest, value })
+}
+
+/// Loads the current CA certificates from their file.
+pub(super) fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, FileError> {
+    let roots = load_roots(path)?;
+    let digest = digest_of(&roots);
+    let value = tls::roots(roots).map_err(|error| FileError::Root(path.to_owned(), error))?;
+    Ok(Loaded { digest, value })
+}
+
+/// Returns a digest that changes with any of the certificates. A key changes only with its
+/// certificate.
+fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
+    let bytes: Vec<u8> = certificates.iter().flat_map(|der| der.to_vec()).collect();
+    sha256(&bytes)
+}
+
+pub(super) fn report_expiry(what: &str, own: &CertifiedKey, record_expiry: &impl Fn(SystemTime)) {
+    let ends = own.cert.first().and_then(|leaf| validity(leaf).ok());
+    let Some((_, not_after)) = ends else {
+        return;
+    };
+    record_expiry(not_after);
+    if not_after < SystemTime::now() + EXPIRY_WARNING {
+        let not_after = rfc3339(not_after);
+        warn!(
+            what,
+            not_after, "certificate expires soon or has expired; replace its file"
+        );
+    }
+}
