@@ -9,16 +9,16 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
-use tunnel_proto::process::meta::{Meta, Readiness};
+use tunnel_proto::process::meta::Meta;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
+use super::context::ProcessContext;
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
 use crate::cluster::ClusterHandle;
 use crate::config::{Config, KubernetesSettings};
-use crate::store::data_dir::DataDir;
 
 /// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {
@@ -49,70 +49,64 @@ impl LeaseGuard {
     }
 }
 
-/// The inputs for loading the [`Authority`].
-pub(super) struct AuthorityContext<'a> {
-    pub(super) config: &'a Config,
-    pub(super) data: &'a DataDir,
-    pub(super) readiness: &'a Readiness,
-    pub(super) shutdown: &'a Shutdown,
-}
-
-impl AuthorityContext<'_> {
+impl Authority {
     /// Loads the authority. In a cluster this may wait until an operator fixes the cluster. In the
     /// meantime the meta port reports the condition.
     ///
     /// # Errors
     /// Returns an error if a file cannot be read or created, or if the server is stopped before
     /// everything is loaded.
-    pub(super) async fn authority(
-        self,
+    pub(super) async fn load(
+        process: &ProcessContext,
         meta: &TcpListener,
         registry: &mut MetricsRegistry,
-    ) -> anyhow::Result<Authority> {
-        if let Some(settings) = &self.config.kubernetes {
-            return self.shared_authority(settings, meta, registry).await;
+    ) -> anyhow::Result<Self> {
+        let (config, data) = (&process.config, &process.data);
+        if let Some(settings) = &config.kubernetes {
+            return Self::load_shared(process, settings, meta, registry).await;
         }
-        let ca = LocalCa::load_or_create(self.data)?;
-        Ok(Authority {
-            ca: Arc::new(ca.with_life(self.config.limits.certificate_life)),
-            tokens: Arc::new(TokenStore::open(self.data)?),
-            revocations: Arc::new(Revocations::open(self.data, self.is_issuer())?),
-            keys: self.data.quic_keys()?,
+        let ca = LocalCa::load_or_create(data)?;
+        Ok(Self {
+            ca: Arc::new(ca.with_life(config.limits.certificate_life)),
+            tokens: Arc::new(TokenStore::open(data)?),
+            revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
+            keys: data.quic_keys()?,
             cluster_handle: None,
             lease_guard: LeaseGuard::default(),
         })
     }
 
-    async fn shared_authority(
-        self,
+    async fn load_shared(
+        process: &ProcessContext,
         settings: &KubernetesSettings,
         meta: &TcpListener,
         registry: &mut MetricsRegistry,
-    ) -> anyhow::Result<Authority> {
-        let cluster_handle = ClusterHandle::open(settings, self.readiness, registry).await?;
-        let waiting = self.readiness.block("ca");
+    ) -> anyhow::Result<Self> {
+        let (config, data, shutdown) = (&process.config, &process.data, &process.shutdown);
+        let cluster_handle = ClusterHandle::open(settings, &process.readiness, registry).await?;
+        let waiting = process.readiness.block("ca");
         // The server's metrics are not complete yet, so this meta server exposes none.
         let meanwhile = Shutdown::new();
-        let told = Meta::new(self.readiness.clone(), MetricsRegistry::default());
+        let meta_server = Meta::new(process.readiness.clone(), MetricsRegistry::default());
         info!(address = %meta.local_addr()?, "waiting for the CA of the cluster; the meta port is open");
-        told.start(
+        meta_server.start(
             duplicate_listener(meta).context("--meta-listen")?,
             &meanwhile,
         );
-        let life = self.config.limits.certificate_life;
+        let life = config.limits.certificate_life;
         let shared = tokio::select! {
-            shared = cluster_handle.cluster_ca(settings, (self.data, life), self.shutdown) => Some(shared),
-            () = self.shutdown.drain().cancelled() => None,
-            () = self.shutdown.stop().cancelled() => None,
+            shared = cluster_handle.cluster_ca(settings, (data, life), shutdown) => Some(shared),
+            () = shutdown.drain().cancelled() => None,
+            () = shutdown.stop().cancelled() => None,
         };
         meanwhile.finish().await;
         drop(waiting);
         let shared = shared.context("stopped before the CA was loaded from the cluster")??;
         let (tokens, revocations) = (shared.tokens, shared.revocations);
-        Ok(Authority {
+        Ok(Self {
             ca: shared.ca,
             tokens: Arc::new(TokenStore::from_document(tokens)?),
-            revocations: Arc::new(Revocations::from_document(revocations, self.is_issuer())?),
+            revocations: Arc::new(Revocations::from_document(revocations, is_issuer(config))?),
             keys: shared.keys,
             cluster_handle: Some(cluster_handle),
             lease_guard: LeaseGuard {
@@ -120,11 +114,11 @@ impl AuthorityContext<'_> {
             },
         })
     }
+}
 
-    /// Returns whether the local CA issues the agents' certificates.
-    fn is_issuer(&self) -> bool {
-        self.config.agent_files.is_none()
-    }
+/// Returns whether the local CA issues the agents' certificates.
+fn is_issuer(config: &Config) -> bool {
+    config.agent_files.is_none()
 }
 
 /// Duplicates the handle of a listener.

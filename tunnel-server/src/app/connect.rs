@@ -12,17 +12,18 @@ use tracing::info;
 use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::unix_socket::{self, SocketFile, SocketPermissions};
+use tunnel_proto::wire::name::Port;
 
 use super::bind::listen;
-use super::bound_addrs::BoundAddrs;
+use super::context::ServerContext;
 use super::credential_watcher::CredentialWatcher;
-use super::targets::listener_tls;
-use crate::config::{Config, ConnectSettings};
+use super::serving::{CallerCa, listener_tls};
+use crate::config::ConnectSettings;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
 use crate::ingress::connect::{AdminTunnels, ConnectProxy, Direct};
 use crate::ingress::{HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::decision::Scheme;
-use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
+use crate::routing::dial_policy::DialPolicy;
 
 /// Maximum time for opening a stream on these listeners. A scrape that times out after 10 s must
 /// receive the reason before that.
@@ -33,6 +34,14 @@ const OPEN_MAX: Duration = Duration::from_secs(8);
 pub(super) struct ConnectSockets {
     tcp: Option<TcpListener>,
     unix: Option<(UnixListener, SocketFile)>,
+}
+
+/// The inputs of the CONNECT listeners.
+pub(super) struct ConnectInputs<'a> {
+    pub(super) ingress: &'a IngressContext,
+    pub(super) certificates: Arc<dyn ResolvesServerCert>,
+    /// Ports of this server, which the CONNECT listeners do not dial.
+    pub(super) own_ports: Vec<Port>,
 }
 
 impl ConnectSockets {
@@ -64,24 +73,24 @@ impl ConnectSockets {
     /// Starts the listeners. Returns the tunnels for the admin socket, which reach only nodes.
     pub(super) fn start(
         self,
-        config: &Config,
-        (shared, ranges, bound): (&Arc<IngressContext>, &LiveClusterNetworks, &BoundAddrs),
-        (certificates, watcher): (Arc<dyn ResolvesServerCert>, &CredentialWatcher<'_>),
+        inputs: ConnectInputs<'_>,
+        context: &ServerContext,
     ) -> anyhow::Result<AdminTunnels> {
+        let (config, watcher) = (&context.config, &context.watcher);
         let ingress = Arc::new(IngressContext {
             limits: ListenerLimits {
-                open: shared.limits.open.min(OPEN_MAX),
-                ..shared.limits
+                open: inputs.ingress.limits.open.min(OPEN_MAX),
+                ..inputs.ingress.limits
             },
-            ..IngressContext::clone(shared)
+            ..inputs.ingress.clone()
         });
         let dial_limit = config.limits.target_dial_timeout;
         let settings = config.connect.as_ref();
         let dial_policy = match settings.and_then(|settings| settings.direct.clone()) {
-            Some(listed) => DialPolicy::Listed(listed, ranges.clone()),
-            None => DialPolicy::Cluster(ranges.clone()),
+            Some(listed) => DialPolicy::Listed(listed, context.ranges.clone()),
+            None => DialPolicy::Cluster(context.ranges.clone()),
         };
-        let direct = Direct::new(dial_policy, dial_limit).with_own_ports(bound.tcp_ports());
+        let direct = Direct::new(dial_policy, dial_limit).with_own_ports(inputs.own_ports);
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {
@@ -100,13 +109,12 @@ impl ConnectSockets {
             let passwords = passwords(settings, watcher)?;
             let tls = match &settings.client_ca {
                 Some(path) => {
-                    let callers = Some((&**path, passwords.is_none()));
-                    Some(listener_tls(
-                        "connect_client_ca",
-                        certificates,
-                        callers,
-                        watcher,
-                    )?)
+                    let callers = Some(CallerCa {
+                        what: "connect_client_ca",
+                        path,
+                        is_required: passwords.is_none(),
+                    });
+                    Some(listener_tls(inputs.certificates, callers, watcher)?)
                 }
                 None => None,
             };
@@ -126,7 +134,7 @@ impl ConnectSockets {
 /// Loads the passwords and watches their file.
 fn passwords(
     settings: &ConnectSettings,
-    watcher: &CredentialWatcher<'_>,
+    watcher: &CredentialWatcher,
 ) -> anyhow::Result<Option<Arc<BasicAuth>>> {
     let Some(path) = settings.auth.clone() else {
         return Ok(None);

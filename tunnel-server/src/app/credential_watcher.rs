@@ -22,13 +22,14 @@ use crate::store::data_dir::rfc3339;
 const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86400);
 
 /// The settings and handles for watching credential files.
-pub(super) struct CredentialWatcher<'a> {
+#[derive(Debug)]
+pub(super) struct CredentialWatcher {
     pub(super) interval: Duration,
-    pub(super) metrics: &'a Metrics,
-    pub(super) shutdown: &'a Shutdown,
+    pub(super) metrics: Metrics,
+    pub(super) shutdown: Shutdown,
 }
 
-impl CredentialWatcher<'_> {
+impl CredentialWatcher {
     /// Watches a file of CA certificates. `digest` identifies the content in use, and `apply`
     /// receives new content.
     pub(super) fn watch_roots(
@@ -88,7 +89,7 @@ impl CredentialWatcher<'_> {
 pub(super) fn watch_pair(
     what: &'static str,
     files: &KeyPairFiles,
-    watcher: &CredentialWatcher<'_>,
+    watcher: &CredentialWatcher,
     record_expiry: impl Fn(SystemTime) + Send + Sync + 'static,
 ) -> Result<Arc<ReloadableKey>, FileError> {
     let first = read_pair(files)?;

@@ -1,65 +1,46 @@
 //! DNS records of a standalone server: the known nodes, which are all edge nodes, and the names of
 //! the configuration.
 
-use std::sync::Arc;
+use prometheus_client::registry::Registry as MetricsRegistry;
 
-use prometheus_client::registry::Registry;
-use tunnel_proto::process::shutdown::Shutdown;
-
-use crate::config::Config;
+use super::context::ServerContext;
 use crate::dns::{
     Dns, DnsInputs, DnsLimits, DnsMetrics, DnsSettings, DnsSockets, Node, NodeLocation, RecordSet,
-    Records, restore,
+    restore,
 };
-use crate::routing::known_nodes::KnownNodes;
-use crate::store::data_dir::DataDir;
-
-/// The server state that the embedded DNS uses.
-pub(super) struct DnsContext<'a> {
-    pub(super) data: &'a DataDir,
-    pub(super) nodes: &'a Arc<KnownNodes>,
-    pub(super) records: &'a Records,
-    pub(super) metrics: &'a mut Registry,
-    pub(super) shutdown: &'a Shutdown,
-    /// Limits of the DNS, or `None` if the DNS is not configured.
-    pub(super) limits: Option<DnsLimits>,
-}
 
 /// Starts the embedded DNS and the tasks that update its records, if the DNS is configured.
-pub(super) fn serve(
+pub(super) fn start(
     sockets: Option<DnsSockets>,
-    config: &Config,
-    context: DnsContext<'_>,
+    limits: Option<DnsLimits>,
+    metrics_registry: &mut MetricsRegistry,
+    context: &ServerContext,
 ) -> Option<Dns> {
-    let (sockets, settings, limits) = (sockets?, config.dns.as_ref()?, context.limits?);
-    let parts = DnsInputs {
+    let (sockets, settings, limits) = (sockets?, context.config.dns.as_ref()?, limits?);
+    let inputs = DnsInputs {
         sockets,
         settings,
         records: context.records.clone(),
-        data: context.data,
+        data: &context.data,
         limits,
-        metrics: DnsMetrics::new(context.metrics, context.records.clone()),
+        metrics: DnsMetrics::new(metrics_registry, context.records.clone()),
     };
     // Load the records before the first query: an unknown name would be forwarded to other
     // resolvers.
-    if config.kubernetes.is_some() {
+    if context.config.kubernetes.is_some() {
         // The watcher of the cluster's Nodes updates the records as soon as the API server answers.
-        restore(context.data, context.records);
+        restore(&context.data, &context.records);
     } else {
-        follow_nodes(context.nodes, settings, context.records, context.shutdown);
+        follow_nodes(settings, context);
     }
-    Some(Dns::start(parts, context.shutdown))
+    Some(Dns::start(inputs, &context.shutdown))
 }
 
 /// Updates the records whenever the known nodes change. If a name is in both sources, the
 /// configuration's record is used.
-fn follow_nodes(
-    nodes: &Arc<KnownNodes>,
-    settings: &DnsSettings,
-    records: &Records,
-    shutdown: &Shutdown,
-) {
-    let (nodes, settings, records) = (nodes.clone(), settings.clone(), records.clone());
+fn follow_nodes(settings: &DnsSettings, context: &ServerContext) {
+    let (nodes, records) = (context.nodes.clone(), context.records.clone());
+    let settings = settings.clone();
     let mut changed = nodes.changed();
     let rebuild = move || {
         let known = nodes.snapshot();
@@ -72,7 +53,7 @@ fn follow_nodes(
         records.replace(RecordSet::new(&all, settings.answer));
     };
     rebuild();
-    shutdown.spawn_service(async move {
+    context.shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
             rebuild();
         }

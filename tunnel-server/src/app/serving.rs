@@ -1,19 +1,58 @@
 //! Names and certificates of the HTTPS and CONNECT listeners.
 
 use std::net::{IpAddr, Ipv6Addr};
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
 use tunnel_proto::process::host::{host_name, primary_address};
 
-use super::credential_watcher::{CredentialWatcher, watch_pair};
+use super::context::ServerContext;
+use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use crate::ca::{LocalCa, ServingNames};
 use crate::config::Config;
-use crate::routing::routes::Routes;
+use crate::ingress::client_auth::ListenerTls;
+
+/// The names, certificates and TLS configuration of the listeners.
+pub(super) struct ServingCredentials {
+    pub(super) names: ServingNames,
+    pub(super) certificates: Arc<dyn ResolvesServerCert>,
+    /// TLS configuration of the HTTPS listeners.
+    pub(super) tls: Arc<ListenerTls>,
+}
+
+/// The file with the CA of callers.
+pub(super) struct CallerCa<'a> {
+    /// Name under which the file is watched.
+    pub(super) what: &'static str,
+    pub(super) path: &'a Path,
+    /// Whether callers need a certificate.
+    pub(super) is_required: bool,
+}
+
+impl ServingCredentials {
+    /// Builds the credentials and watches their files.
+    pub(super) fn build(ca: &Arc<LocalCa>, context: &ServerContext) -> anyhow::Result<Self> {
+        let names = serving_names(&context.config);
+        let certificates = serving_certificates(ca, &names, context)?;
+        let callers = context.config.client_auth.as_ref();
+        let callers = callers.map(|(path, is_required)| CallerCa {
+            what: "client_ca",
+            path,
+            is_required: *is_required,
+        });
+        let tls = listener_tls(certificates.clone(), callers, &context.watcher)?;
+        Ok(Self {
+            names,
+            certificates,
+            tls,
+        })
+    }
+}
 
 /// Returns the names of the HTTPS listener: those of this host and those of the configuration.
-pub(super) fn serving_names(config: &Config) -> ServingNames {
+fn serving_names(config: &Config) -> ServingNames {
     let mut names = vec!["localhost".to_owned()];
     names.extend(
         host_name()
@@ -50,21 +89,39 @@ pub(super) fn serving_names(config: &Config) -> ServingNames {
 }
 
 /// Returns the resolver of the listeners' serving certificates.
-pub(super) fn serving_certificates(
-    config: &Config,
-    (ca, names): (&Arc<LocalCa>, &ServingNames),
-    routes: &Routes,
-    watcher: &CredentialWatcher<'_>,
+fn serving_certificates(
+    ca: &Arc<LocalCa>,
+    names: &ServingNames,
+    context: &ServerContext,
 ) -> anyhow::Result<Arc<dyn ResolvesServerCert>> {
-    Ok(match &config.https_certificate.files {
-        Some(pair) => watch_pair("https_certificate", pair, watcher, |_| {})
+    Ok(match &context.config.https_certificate {
+        Some(pair) => watch_pair("https_certificate", pair, &context.watcher, |_| {})
             .context("--https-cert-file, --https-key-file")?,
         None => {
-            let routes = routes.clone();
+            let routes = context.routes.clone();
             ca.serving_resolver(
                 Arc::new(move |name| routes.load().knows(name)),
                 names.clone(),
             )
         }
     })
+}
+
+/// Builds the TLS configuration of listeners with the certificate `own`. If there is a CA of
+/// callers, its file is watched.
+pub(super) fn listener_tls(
+    own: Arc<dyn ResolvesServerCert>,
+    callers: Option<CallerCa<'_>>,
+    watcher: &CredentialWatcher,
+) -> anyhow::Result<Arc<ListenerTls>> {
+    let Some(callers) = callers else {
+        return Ok(ListenerTls::new(own, None, false)?);
+    };
+    let roots = read_roots(callers.path).context("--client-ca")?;
+    let tls = ListenerTls::new(own, Some(roots.value), callers.is_required);
+    let tls = tls.context("--client-ca")?;
+    let swapped = tls.clone();
+    let apply = move |roots| swapped.trust(roots);
+    watcher.watch_roots(callers.what, callers.path, roots.digest, apply);
+    Ok(tls)
 }

@@ -1,17 +1,17 @@
 //! The sockets of the server. All are bound before any component runs, so that a conflict is
 //! detected at start.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
-use tunnel_proto::transport::SessionSettings;
 use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 
 use super::bind::{bind_both, listen};
 use super::bound_addrs::BoundAddrs;
 use super::connect::ConnectSockets;
-use crate::config::Config;
+use super::context::ServerContext;
 use crate::dns::{DnsSocket, DnsSockets};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::{HttpListener, ListenerKind};
@@ -21,28 +21,36 @@ use crate::routing::decision::Scheme;
 pub(super) struct Sockets {
     pub(super) tcp: TcpListener,
     pub(super) quic: Arc<QuicAcceptor>,
-    pub(super) meta: TcpListener,
     pub(super) listeners: Vec<(TcpListener, ListenerKind)>,
     pub(super) dns: Option<DnsSockets>,
     pub(super) connect: ConnectSockets,
     pub(super) bound: BoundAddrs,
 }
 
+/// The inputs of [`bind`].
+pub(super) struct SocketInputs<'a> {
+    pub(super) quic_tls: Arc<ServerConfig>,
+    pub(super) quic_keys: &'a QuicKeys,
+    pub(super) listener_tls: Arc<ListenerTls>,
+    /// Bound address of the meta port.
+    pub(super) meta: SocketAddr,
+}
+
 pub(super) async fn bind(
-    config: &Config,
-    (quic_tls, keys, settings): (Arc<ServerConfig>, &QuicKeys, &SessionSettings),
-    listener_tls: Arc<ListenerTls>,
-    meta: TcpListener,
+    inputs: SocketInputs<'_>,
+    context: &ServerContext,
 ) -> anyhow::Result<Sockets> {
+    let (config, settings) = (&context.config, &context.session_settings);
     let (tcp, quic) = bind_both(&config.listeners.agents, "--agent-listen", |address| {
-        QuicAcceptor::bind(address, quic_tls.clone(), keys, settings.clone())
+        let tls = inputs.quic_tls.clone();
+        QuicAcceptor::bind(address, tls, inputs.quic_keys, settings.clone())
     })
     .await?;
     let mut bound = BoundAddrs {
         agents: tcp.local_addr()?,
         https: None,
         http: None,
-        meta: meta.local_addr()?,
+        meta: inputs.meta,
         proxy: Vec::new(),
         services: Vec::new(),
         dns: None,
@@ -50,7 +58,7 @@ pub(super) async fn bind(
     };
     let http_listener = |name, https: bool, implied_port| {
         let (scheme, tls) = if https {
-            (Scheme::Https, Some(listener_tls.clone()))
+            (Scheme::Https, Some(inputs.listener_tls.clone()))
         } else {
             (Scheme::Http, None)
         };
@@ -98,7 +106,6 @@ pub(super) async fn bind(
     Ok(Sockets {
         tcp,
         quic: Arc::new(quic),
-        meta,
         listeners,
         dns,
         connect,

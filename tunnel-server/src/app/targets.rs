@@ -1,20 +1,16 @@
-//! Certificate files for TLS with callers and https targets, watched while the server runs.
+//! Certificate files for TLS with https targets, watched while the server runs.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context as _;
-use rustls::server::ResolvesServerCert;
 use rustls::sign::CertifiedKey;
 use tracing::warn;
 use tunnel_proto::process::file_watch::Loaded;
-use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles};
 
-use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
-use crate::config::Config;
-use crate::ingress::client_auth::ListenerTls;
+use super::context::ServerContext;
+use super::credential_watcher::{read_pair, read_roots, report_expiry};
 use crate::ingress::target_tls::TargetTls;
 
 /// Metric label and log name of the server's own client certificate.
@@ -25,60 +21,34 @@ const CONDITION: &str = "kubelet certificate";
 /// Digest that stands for missing files. No content has it.
 const ABSENT: [u8; 32] = [0; 32];
 
-/// Builds the TLS configuration of listeners with the certificate `own`. If there is a CA of
-/// callers, its file is watched under the name `what`; the flag says whether callers need a
-/// certificate.
-pub(super) fn listener_tls(
-    what: &'static str,
-    own: Arc<dyn ResolvesServerCert>,
-    callers: Option<(&Path, bool)>,
-    watcher: &CredentialWatcher<'_>,
-) -> anyhow::Result<Arc<ListenerTls>> {
-    let Some((path, required)) = callers else {
-        return Ok(ListenerTls::new(own, None, false)?);
-    };
-    let roots = read_roots(path).context("--client-ca")?;
-    let tls = ListenerTls::new(own, Some(roots.value), required).context("--client-ca")?;
-    let swapped = tls.clone();
-    let apply = move |roots| swapped.trust(roots);
-    watcher.watch_roots(what, path, roots.digest, apply);
-    Ok(tls)
-}
-
 /// Builds the TLS configuration for https targets and client-certificate delegation.
-pub(super) fn targets(
-    config: &Config,
-    watcher: &CredentialWatcher<'_>,
-    readiness: &Readiness,
-) -> anyhow::Result<Arc<TargetTls>> {
-    let settings = &config.targets;
+pub(super) fn build(context: &ServerContext) -> anyhow::Result<Arc<TargetTls>> {
+    let settings = &context.config.targets;
     let roots = settings.ca.as_deref().map(read_roots).transpose();
     let roots = roots.context("--target-ca")?;
     let targets = TargetTls::new(roots.as_ref().map(|roots| roots.value.clone()))?;
     if let (Some(path), Some(roots)) = (&settings.ca, roots) {
         let swapped = targets.clone();
         let apply = move |roots| swapped.trust(roots);
+        let watcher = &context.watcher;
         watcher.watch_roots("target_ca", path, roots.digest, apply);
     }
     if let Some(files) = &settings.identity {
-        let may_come_later = config.kubernetes.is_some();
-        delegate(&targets, files, may_come_later, watcher, readiness)
-            .context("--target-cert-file, --target-key-file")?;
+        delegate(&targets, files, context).context("--target-cert-file, --target-key-file")?;
     }
     Ok(targets)
 }
 
 /// Loads and watches the client certificate for delegation. In a cluster the files may come from a
 /// Secret that is created after the server has started. Until then no certificate is delegated, and
-/// `readiness` reports the condition.
+/// the readiness reports the condition.
 fn delegate(
     targets: &Arc<TargetTls>,
     files: &KeyPairFiles,
-    may_come_later: bool,
-    watcher: &CredentialWatcher<'_>,
-    readiness: &Readiness,
+    context: &ServerContext,
 ) -> anyhow::Result<()> {
-    let metrics = watcher.metrics.clone();
+    let (metrics, readiness) = (context.metrics.clone(), &context.readiness);
+    let may_come_later = context.config.kubernetes.is_some();
     let note = move |not_after| metrics.credential(TARGET_CERTIFICATE, not_after);
     let digest = match read_pair(files) {
         Ok(own) => {
@@ -130,6 +100,7 @@ fn delegate(
         }
         Ok(())
     };
+    let watcher = &context.watcher;
     watcher.watch(TARGET_CERTIFICATE, digest, load, apply);
     Ok(())
 }

@@ -1,0 +1,67 @@
+//! The interfaces for operators: the admin socket and the meta port.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::net::TcpListener;
+use tunnel_proto::process::meta::{self, Meta};
+
+use super::authority::Authority;
+use super::context::ServerContext;
+use crate::admin::{self, AdminState, status};
+use crate::ingress::connect::AdminTunnels;
+use crate::routing::routes::RouteSource;
+
+/// The inputs of the admin socket and the meta port.
+pub(super) struct AdminInputs<'a> {
+    pub(super) authority: &'a Authority,
+    pub(super) advertised: Vec<String>,
+    pub(super) tunnels: AdminTunnels,
+    pub(super) meta_listener: TcpListener,
+    pub(super) metrics_registry: MetricsRegistry,
+}
+
+/// Starts the admin socket, then the meta port.
+pub(super) fn start(inputs: AdminInputs<'_>, context: &ServerContext) -> io::Result<()> {
+    let list = list_nodes(context);
+    let state = AdminState {
+        ca: inputs.authority.ca.clone(),
+        tokens: inputs.authority.tokens.clone(),
+        nodes: context.nodes.clone(),
+        revocations: inputs.authority.revocations.clone(),
+        status: list.clone(),
+        advertised: inputs.advertised,
+        can_issue: context.config.agent_files.is_none(),
+        tunnels: Some(inputs.tunnels),
+    };
+    admin::start(state, &context.data, &context.shutdown)?;
+    Meta::new(context.readiness.clone(), inputs.metrics_registry)
+        .with("/nodes", Box::new(move |peer| nodes_endpoint(peer, list())))
+        .start(inputs.meta_listener, &context.shutdown);
+    Ok(())
+}
+
+/// Returns the function that lists the nodes with their status.
+fn list_nodes(context: &ServerContext) -> Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync> {
+    let (nodes, registry) = (context.nodes.clone(), context.registry.clone());
+    let routes = context.routes.clone();
+    Arc::new(move || {
+        let list = status::list(&nodes, &routes.of(RouteSource::Cluster), &registry);
+        // A structure of texts and numbers always has a JSON form.
+        list.iter()
+            .filter_map(|node| serde_json::to_value(node).ok())
+            .collect::<Vec<_>>()
+    })
+}
+
+fn nodes_endpoint(peer: SocketAddr, nodes: Vec<serde_json::Value>) -> meta::FullResponse {
+    if !peer.ip().to_canonical().is_loopback() {
+        return meta::text(
+            http::StatusCode::FORBIDDEN,
+            "only for callers on this host\n",
+        );
+    }
+    meta::json(http::StatusCode::OK, &nodes.into())
+}

@@ -1,0 +1,162 @@
+//! The configuration and the state that the parts of the server share.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail};
+use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio_util::task::TaskTracker;
+use tracing::warn;
+use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::transport::{BufferPool, SessionSettings};
+
+use super::credential_watcher::CredentialWatcher;
+use crate::config::Config;
+use crate::dns::Records;
+use crate::metrics::Metrics;
+use crate::policy::SharedPortPolicy;
+use crate::routing::dial_policy::LiveClusterNetworks;
+use crate::routing::known_nodes::KnownNodes;
+use crate::routing::registry::{Registry, RegistryLimits};
+use crate::routing::routes::{RouteNode, RouteSource, Routes};
+use crate::store::data_dir::DataDir;
+
+/// The context of the process before the state of the server is loaded.
+pub(super) struct ProcessContext {
+    pub(super) config: Config,
+    pub(super) data: DataDir,
+    lock: File,
+    pub(super) readiness: Readiness,
+    pub(super) shutdown: Shutdown,
+}
+
+/// The configuration and the state that the parts of the server share.
+#[derive(Debug)]
+pub(super) struct ServerContext {
+    pub(super) config: Config,
+    pub(super) data: DataDir,
+    pub(super) readiness: Readiness,
+    pub(super) shutdown: Shutdown,
+    pub(super) metrics: Metrics,
+    pub(super) watcher: CredentialWatcher,
+    pub(super) session_settings: SessionSettings,
+    pub(super) registry: Arc<Registry>,
+    pub(super) nodes: Arc<KnownNodes>,
+    pub(super) routes: Routes,
+    pub(super) records: Records,
+    /// Ports that callers may reach.
+    pub(super) policy: SharedPortPolicy,
+    /// Networks of the cluster, for the dial policy of the CONNECT listeners.
+    pub(super) ranges: LiveClusterNetworks,
+    /// Tracks the tasks that drive connections to targets.
+    pub(super) drivers: TaskTracker,
+    /// Lock of the data directory, held until the process ends: one server per data directory.
+    _lock: File,
+}
+
+impl ProcessContext {
+    /// Logs the warnings of the configuration, and opens and locks the data directory.
+    pub(super) fn open(config: Config, shutdown: Shutdown) -> anyhow::Result<Self> {
+        for warning in &config.warnings {
+            warn!("{warning}");
+        }
+        let path = config.data_dir.display();
+        let data = DataDir::open(&config.data_dir).with_context(|| path.to_string())?;
+        let Some(lock) = data.lock()? else {
+            bail!("another tunnel-server uses {path}; give this one its own --data-dir");
+        };
+        Ok(Self {
+            data,
+            lock,
+            readiness: Readiness::default(),
+            shutdown,
+            config,
+        })
+    }
+}
+
+impl ServerContext {
+    /// Creates the state and loads the known nodes. The routes follow the known nodes.
+    pub(super) fn build(
+        process: ProcessContext,
+        metrics_registry: &mut MetricsRegistry,
+    ) -> anyhow::Result<Self> {
+        let ProcessContext {
+            config,
+            data,
+            lock,
+            readiness,
+            shutdown,
+        } = process;
+        let nodes = Arc::new(KnownNodes::open(&data)?);
+        let limits = &config.limits;
+        let pool = BufferPool::new(limits.buffer_pool);
+        let metrics = Metrics::new(metrics_registry, pool.clone());
+        let registry = Registry::new(RegistryLimits {
+            streams_per_agent: usize::try_from(limits.streams_per_agent)?,
+            buffer_pool: limits.buffer_pool,
+        });
+        let routes = Routes::default();
+        nodes.start(&shutdown);
+        follow_nodes(&nodes, &routes, &metrics, &shutdown);
+        Ok(Self {
+            watcher: CredentialWatcher {
+                interval: limits.reload_every,
+                metrics: metrics.clone(),
+                shutdown: shutdown.clone(),
+            },
+            session_settings: session_settings(&config, pool),
+            config,
+            data,
+            readiness,
+            shutdown,
+            metrics,
+            registry: Arc::new(registry),
+            nodes,
+            routes,
+            records: Records::default(),
+            policy: SharedPortPolicy::default(),
+            ranges: LiveClusterNetworks::default(),
+            drivers: TaskTracker::new(),
+            _lock: lock,
+        })
+    }
+}
+
+/// Returns the windows and timers of agents' sessions, for every transport.
+fn session_settings(config: &Config, pool: Arc<BufferPool>) -> SessionSettings {
+    let limits = &config.limits;
+    SessionSettings {
+        stream_window: limits.stream_window,
+        streams: limits.streams_per_agent,
+        // Agents send keep-alives. The session's liveness timers probe when one is missing.
+        keep_alive: None,
+        idle_timeout: limits.idle_timeout(),
+        congestion: config.quic_congestion,
+        pool,
+    }
+}
+
+/// Updates the routes whenever the known nodes change.
+fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shutdown: &Shutdown) {
+    let (nodes, routes, metrics) = (nodes.clone(), routes.clone(), metrics.clone());
+    let mut changed = nodes.changed();
+    let rebuild = move || {
+        let known = nodes.snapshot();
+        let known = known.iter().map(|(name, node)| RouteNode {
+            name: name.clone(),
+            hostname: None,
+            addresses: node.addresses.clone(),
+            kubelet_port: None,
+        });
+        let table = routes.set(RouteSource::Known, known.collect());
+        metrics.routes(table.len(), table.conflicts().len());
+    };
+    rebuild();
+    shutdown.spawn_service(async move {
+        while changed.changed().await.is_ok() {
+            rebuild();
+        }
+    });
+}

@@ -1,0 +1,51 @@
+//! The listeners for callers, without the CONNECT listeners.
+
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tunnel_proto::process::admission::ConnLimiter;
+
+use super::context::ServerContext;
+use crate::config::Capacity;
+use crate::ingress::client_auth::DelegationPolicy;
+use crate::ingress::target_tls::TargetTls;
+use crate::ingress::{IngressContext, ListenerKind, ListenerLimits};
+use crate::routing::pod_lookup::PodResolver;
+
+/// The inputs of the listeners.
+pub(super) struct ListenerInputs {
+    pub(super) listeners: Vec<(TcpListener, ListenerKind)>,
+    pub(super) targets: Arc<TargetTls>,
+    pub(super) pods: Option<PodResolver>,
+    pub(super) capacity: Capacity,
+}
+
+/// Starts the listeners. Returns the state that they share with the CONNECT listeners.
+pub(super) fn start(inputs: ListenerInputs, context: &ServerContext) -> Arc<IngressContext> {
+    let config = &context.config;
+    let limits = &config.limits;
+    let ingress = Arc::new(IngressContext {
+        routes: context.routes.clone(),
+        registry: context.registry.clone(),
+        policy: context.policy.clone(),
+        pods: inputs.pods,
+        targets: inputs.targets,
+        delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone()),
+        limits: ListenerLimits {
+            handshake: limits.handshake_timeout,
+            request_head_time: limits.request_head_timeout,
+            request_head_bytes: limits.request_head_bytes,
+            idle: limits.caller_idle_timeout,
+            open: limits.open_timeout,
+        },
+        callers: ConnLimiter::new(inputs.capacity.callers),
+        verified_callers: ConnLimiter::new(inputs.capacity.verified_callers),
+        metrics: context.metrics.clone(),
+        shutdown: context.shutdown.clone(),
+        drivers: context.drivers.clone(),
+    });
+    for (listener, kind) in inputs.listeners {
+        ingress.start(listener, kind);
+    }
+    ingress
+}

@@ -1,0 +1,78 @@
+//! The acceptor of agents' sessions and enrollments, port 10262.
+
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tunnel_proto::process::admission::ConnLimiter;
+use tunnel_proto::tls;
+use tunnel_proto::transport::quic::QuicAcceptor;
+use tunnel_proto::wire::ALPN_SESSION_TCP;
+
+use super::authority::Authority;
+use super::context::ServerContext;
+use super::identity::AgentAuth;
+use crate::ca::attestation::Attestor;
+use crate::ca::enrollment::Enrollment;
+use crate::config::Capacity;
+use crate::session::acceptor::{Acceptor, TcpHandler};
+use crate::session::{AdmissionRate, SessionLimits, Sessions};
+
+/// The inputs of the acceptor of sessions and enrollments.
+pub(super) struct SessionInputs<'a> {
+    pub(super) quic: Arc<QuicAcceptor>,
+    pub(super) tcp: TcpListener,
+    pub(super) agents: &'a AgentAuth,
+    pub(super) authority: &'a Authority,
+    pub(super) attestor: Option<Attestor>,
+    pub(super) advertised: Vec<String>,
+    pub(super) capacity: Capacity,
+}
+
+/// Starts to accept agents over UDP and TCP.
+pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyhow::Result<()> {
+    let SessionInputs {
+        agents, authority, ..
+    } = inputs;
+    let limits = &context.config.limits;
+    let tcp_handler = TcpHandler {
+        session_tls: agents.session_tls(ALPN_SESSION_TCP)?,
+        settings: context.session_settings.clone(),
+        enroll_tls: tls::enroll_server(agents.enrollment.clone())?,
+        enrollment: Enrollment {
+            renewals: agents.renewals.clone(),
+            tokens: authority.tokens.clone(),
+            nodes: context.nodes.clone(),
+            attestor: inputs.attestor,
+        },
+    };
+    let sessions = Sessions {
+        registry: context.registry.clone(),
+        nodes: context.nodes.clone(),
+        metrics: context.metrics.clone(),
+        shutdown: context.shutdown.clone(),
+        advertised: inputs.advertised,
+        limits: SessionLimits {
+            handshake: limits.handshake_timeout,
+            streams: limits.streams_per_agent,
+            target_dial: limits.target_dial_timeout,
+            drain: context.config.drain_timeout,
+            liveness: limits.liveness(),
+            expiry_grace: limits.expiry_grace(),
+        },
+        admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
+        revocations: authority.revocations.clone(),
+        trust: Some(agents.trust.clone()),
+        renewals: agents.renewals.clone(),
+    };
+    let acceptor = Acceptor {
+        quic: inputs.quic,
+        tcp_handler: Arc::new(tcp_handler),
+        sessions: Arc::new(sessions),
+        handshake_limit: limits.handshake_timeout,
+        pre_auth: ConnLimiter::new(inputs.capacity.half_open),
+        tcp_permits: Arc::new(Semaphore::new(inputs.capacity.agents_over_tcp)),
+    };
+    acceptor.start(inputs.tcp);
+    Ok(())
+}
