@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::Context;
 use prometheus_client::registry::Registry;
@@ -22,15 +22,16 @@ use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use crate::config::{Config, LoadError};
 use crate::connector::{Connector, Dialers, SESSION};
-use crate::credentials::{
-    CredentialError, CredentialStore, Credentials, RotatingCredentials, Stored, read_token,
-};
+use crate::credentials::{CredentialError, RotatingCredentials};
 use crate::egress::Egress;
-use crate::enroll::{EnrollProof, Enrollment, enroll, renew_or_enroll};
 use crate::metrics::Metrics;
 use crate::session::SessionContext;
 
 mod credential_tasks;
+mod initial_credentials;
+
+use credential_tasks::CredentialTasks;
+use initial_credentials::InitialCredentials;
 
 /// A started agent. One process can run any number of agents. Dropping an `App` stops it at once.
 #[derive(Debug)]
@@ -47,18 +48,6 @@ pub struct App {
     _stop_on_drop: DropGuard,
 }
 
-/// The source of the first credentials.
-#[derive(Debug)]
-enum InitialCredentials {
-    Stored(Box<Credentials>, CredentialStore),
-    /// The operator's certificate and key as read, with the digest of their files.
-    CredentialFiles(Box<Credentials>, [u8; 32]),
-    Enroll(Box<Enrollment>),
-    /// Renewal of a stored certificate that has expired: first with its key, then, if the server
-    /// refuses that, with a token.
-    Renew(Box<Enrollment>, Option<Box<Enrollment>>),
-}
-
 impl App {
     /// Binds the meta port and reads the stored credentials or the token. Does not connect to the
     /// server.
@@ -69,7 +58,7 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let shutdown = Shutdown::new();
         let stop_on_drop = shutdown.stop().clone().drop_guard();
-        let initial_credentials = load_credentials(&config)?;
+        let initial_credentials = InitialCredentials::load(&config)?;
         let (metrics, registry) = Metrics::register();
         let readiness = Readiness::default();
         let readiness_block = Some(readiness.block(SESSION));
@@ -173,10 +162,20 @@ impl App {
         let rotating_credentials = tokio::select! {
             biased;
             () = drain.cancelled() => return Ok(()),
-            rotating_credentials = self.rotating_credentials() => rotating_credentials?,
+            rotating_credentials = self.initial_credentials.rotating_credentials(
+                config,
+                &self.metrics,
+                &self.readiness,
+            ) => rotating_credentials?,
         };
         let dialers = Arc::new(dialers(config, &rotating_credentials)?);
-        self.spawn_credential_tasks(&rotating_credentials);
+        let credential_tasks = CredentialTasks {
+            rotating_credentials: &rotating_credentials,
+            config,
+            metrics: &self.metrics,
+            shutdown: &self.shutdown,
+        };
+        credential_tasks.start(&self.initial_credentials);
         let egress = Egress::new(
             config.node_name.clone(),
             config.dial_policy.clone(),
@@ -208,94 +207,6 @@ impl App {
     }
 }
 
-impl App {
-    /// Returns the first credentials, after enrollment if necessary.
-    async fn rotating_credentials(&self) -> anyhow::Result<Arc<RotatingCredentials>> {
-        let (node, metrics) = (self.config.node_name.clone(), self.metrics.clone());
-        let ca = self.config.ca.clone();
-        let rotate = |credentials: &Credentials, store| {
-            RotatingCredentials::new(node, credentials.clone(), store, ca, metrics)
-        };
-        match &self.initial_credentials {
-            InitialCredentials::Stored(credentials, store) => {
-                Ok(rotate(credentials, Some(store.clone())))
-            }
-            InitialCredentials::CredentialFiles(credentials, _) => Ok(rotate(credentials, None)),
-            InitialCredentials::Enroll(enrollment) => {
-                let _not_ready = self.readiness.block("enrollment");
-                let enrolled = enroll(enrollment).await?;
-                Ok(rotate(
-                    &enrolled.credentials,
-                    Some(enrollment.store.clone()),
-                ))
-            }
-            InitialCredentials::Renew(renewal, by_token) => {
-                let _not_ready = self.readiness.block("enrollment");
-                let enrolled = match by_token {
-                    Some(by_token) => renew_or_enroll(renewal, by_token).await?,
-                    None => enroll(renewal).await?,
-                };
-                // The expired credentials stay in use until the new ones have worked.
-                let ended: &Credentials = match &renewal.proof {
-                    EnrollProof::ExpiredCertificate(ended) => ended,
-                    EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => {
-                        &enrolled.credentials
-                    }
-                };
-                let rotating_credentials = rotate(ended, Some(renewal.store.clone()));
-                rotating_credentials
-                    .adopt(enrolled.credentials, enrolled.issued, false)
-                    .await;
-                Ok(rotating_credentials)
-            }
-        }
-    }
-
-    /// Starts the task that maintains the credentials during sessions: reloads the operator's
-    /// files, or renews an expired certificate.
-    fn spawn_credential_tasks(&self, rotating_credentials: &Arc<RotatingCredentials>) {
-        if !matches!(
-            self.initial_credentials,
-            InitialCredentials::CredentialFiles(..)
-        ) {
-            credential_tasks::watch_ca_file(
-                rotating_credentials.clone(),
-                &self.config,
-                (&self.metrics, &self.shutdown),
-            );
-        }
-        match (&self.initial_credentials, &self.config.credential_files) {
-            (InitialCredentials::CredentialFiles(_, digest), Some(credential_files)) => {
-                credential_tasks::watch_credential_files(
-                    rotating_credentials.clone(),
-                    credential_files.clone(),
-                    &self.config,
-                    *digest,
-                    (&self.metrics, &self.shutdown),
-                )
-            }
-            (InitialCredentials::CredentialFiles(..), None) => {}
-            (InitialCredentials::Stored(_, store), _) => credential_tasks::renew(
-                rotating_credentials.clone(),
-                store.clone(),
-                &self.config,
-                &self.shutdown,
-            ),
-            (
-                InitialCredentials::Enroll(enrollment) | InitialCredentials::Renew(enrollment, _),
-                _,
-            ) => {
-                credential_tasks::renew(
-                    rotating_credentials.clone(),
-                    enrollment.store.clone(),
-                    &self.config,
-                    &self.shutdown,
-                );
-            }
-        }
-    }
-}
-
 /// Returns the exit code for an error of loading, [`App::start`] or [`App::run`]: 64 if the
 /// configuration must change, else 1.
 #[must_use]
@@ -307,89 +218,6 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
                 .is_some_and(CredentialError::is_usage)
     });
     if usage { EXIT_USAGE } else { EXIT_FAILURE }
-}
-
-fn load_credentials(config: &Config) -> anyhow::Result<InitialCredentials> {
-    let node = &config.node_name;
-    if let Some(credential_files) = &config.credential_files {
-        if config.token.is_some() {
-            info!(agent = %node, "token ignored: --cert-file is given");
-        }
-        let loaded = credential_files.load(node)?;
-        return Ok(InitialCredentials::CredentialFiles(
-            Box::new(loaded.value),
-            loaded.digest,
-        ));
-    }
-    let store = CredentialStore::open(&config.data_dir)?;
-    let stored = store.load(node, config.ca.as_deref(), SystemTime::now())?;
-    let ended = match stored {
-        Stored::Valid(credentials) => {
-            if config.token.is_some() {
-                info!(agent = %node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
-            }
-            return Ok(InitialCredentials::Stored(credentials, store));
-        }
-        Stored::Expired(_, Some(ended)) => {
-            let renewal = Box::new(enrollment(
-                config,
-                EnrollProof::ExpiredCertificate(ended),
-                &store,
-            ));
-            // The token may have been deleted together with its file.
-            let token = config
-                .token
-                .as_ref()
-                .and_then(|source| read_token(source, config.ca.is_some()).ok());
-            let by_token = token.map(|token| {
-                Box::new(enrollment(
-                    config,
-                    EnrollProof::from_token(token, None),
-                    &store,
-                ))
-            });
-            return Ok(InitialCredentials::Renew(renewal, by_token));
-        }
-        Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
-        Stored::Missing => None,
-    };
-    let dir = config.data_dir.clone();
-    let token = match (&config.token, ended) {
-        (Some(source), ended) => {
-            if let Some(ended) = ended {
-                warn!(agent = %node, %ended, "stored certificate has ended; enrolling again");
-            }
-            read_token(source, config.ca.is_some())?
-        }
-        (None, Some(ended)) => {
-            return Err(CredentialError::Expired {
-                dir,
-                ended: ended.to_string(),
-                node: node.clone(),
-            }
-            .into());
-        }
-        (None, None) => {
-            let node = node.clone();
-            return Err(CredentialError::NoToken { dir, node }.into());
-        }
-    };
-    let proof = EnrollProof::from_token(token, None);
-    Ok(InitialCredentials::Enroll(Box::new(enrollment(
-        config, proof, &store,
-    ))))
-}
-
-fn enrollment(config: &Config, proof: EnrollProof, store: &CredentialStore) -> Enrollment {
-    Enrollment {
-        servers: config.servers.clone(),
-        proxy: config.proxy.clone(),
-        node: config.node_name.clone(),
-        proof,
-        ca: config.ca.clone(),
-        store: store.clone(),
-        within: config.limits.handshake_timeout,
-    }
 }
 
 async fn start_meta(

@@ -1,0 +1,156 @@
+//! The first credentials of an agent: stored ones, the operator's files, or those of an enrollment.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use tracing::{info, warn};
+use tunnel_proto::process::meta::Readiness;
+
+use crate::config::Config;
+use crate::credentials::{
+    CredentialError, CredentialStore, Credentials, RotatingCredentials, Stored, read_token,
+};
+use crate::enroll::{EnrollProof, Enrollment, enroll, renew_or_enroll};
+use crate::metrics::Metrics;
+
+/// The source of the first credentials.
+#[derive(Debug)]
+pub(super) enum InitialCredentials {
+    Stored(Box<Credentials>, CredentialStore),
+    /// The operator's certificate and key as read, with the digest of their files.
+    CredentialFiles(Box<Credentials>, [u8; 32]),
+    Enroll(Box<Enrollment>),
+    /// Renewal of a stored certificate that has expired: first with its key, then, if the server
+    /// refuses that, with a token.
+    Renew(Box<Enrollment>, Option<Box<Enrollment>>),
+}
+
+impl InitialCredentials {
+    /// Loads stored credentials, the operator's files or the token. Does not connect to the server.
+    pub(super) fn load(config: &Config) -> anyhow::Result<Self> {
+        let node = &config.node_name;
+        if let Some(credential_files) = &config.credential_files {
+            if config.token.is_some() {
+                info!(agent = %node, "token ignored: --cert-file is given");
+            }
+            let loaded = credential_files.load(node)?;
+            return Ok(Self::CredentialFiles(Box::new(loaded.value), loaded.digest));
+        }
+        let store = CredentialStore::open(&config.data_dir)?;
+        let stored = store.load(node, config.ca.as_deref(), SystemTime::now())?;
+        let ended = match stored {
+            Stored::Valid(credentials) => {
+                if config.token.is_some() {
+                    info!(agent = %node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
+                }
+                return Ok(Self::Stored(credentials, store));
+            }
+            Stored::Expired(_, Some(ended)) => {
+                let renewal = Box::new(enrollment(
+                    config,
+                    EnrollProof::ExpiredCertificate(ended),
+                    &store,
+                ));
+                // The token may have been deleted together with its file.
+                let token = config
+                    .token
+                    .as_ref()
+                    .and_then(|source| read_token(source, config.ca.is_some()).ok());
+                let by_token = token.map(|token| {
+                    Box::new(enrollment(
+                        config,
+                        EnrollProof::from_token(token, None),
+                        &store,
+                    ))
+                });
+                return Ok(Self::Renew(renewal, by_token));
+            }
+            Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
+            Stored::Missing => None,
+        };
+        let dir = config.data_dir.clone();
+        let token = match (&config.token, ended) {
+            (Some(source), ended) => {
+                if let Some(ended) = ended {
+                    warn!(agent = %node, %ended, "stored certificate has ended; enrolling again");
+                }
+                read_token(source, config.ca.is_some())?
+            }
+            (None, Some(ended)) => {
+                return Err(CredentialError::Expired {
+                    dir,
+                    ended: ended.to_string(),
+                    node: node.clone(),
+                }
+                .into());
+            }
+            (None, None) => {
+                let node = node.clone();
+                return Err(CredentialError::NoToken { dir, node }.into());
+            }
+        };
+        let proof = EnrollProof::from_token(token, None);
+        Ok(Self::Enroll(Box::new(enrollment(config, proof, &store))))
+    }
+
+    /// Returns the first credentials, after enrollment if necessary.
+    pub(super) async fn rotating_credentials(
+        &self,
+        config: &Config,
+        metrics: &Metrics,
+        readiness: &Readiness,
+    ) -> anyhow::Result<Arc<RotatingCredentials>> {
+        let (node, ca) = (config.node_name.clone(), config.ca.clone());
+        let rotate = |credentials: &Credentials, store| {
+            RotatingCredentials::new(node, credentials.clone(), store, ca, metrics.clone())
+        };
+        match self {
+            Self::Stored(credentials, store) => Ok(rotate(credentials, Some(store.clone()))),
+            Self::CredentialFiles(credentials, _) => Ok(rotate(credentials, None)),
+            Self::Enroll(enrollment) => {
+                let _not_ready = readiness.block("enrollment");
+                let enrolled = enroll(enrollment).await?;
+                Ok(rotate(
+                    &enrolled.credentials,
+                    Some(enrollment.store.clone()),
+                ))
+            }
+            Self::Renew(renewal, by_token) => {
+                let _not_ready = readiness.block("enrollment");
+                let enrolled = match by_token {
+                    Some(by_token) => renew_or_enroll(renewal, by_token).await?,
+                    None => enroll(renewal).await?,
+                };
+                // The expired credentials stay in use until the new ones have worked.
+                let ended: &Credentials = match &renewal.proof {
+                    EnrollProof::ExpiredCertificate(ended) => ended,
+                    EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => {
+                        &enrolled.credentials
+                    }
+                };
+                let rotating_credentials = rotate(ended, Some(renewal.store.clone()));
+                rotating_credentials
+                    .adopt(enrolled.credentials, enrolled.issued, false)
+                    .await;
+                Ok(rotating_credentials)
+            }
+        }
+    }
+}
+
+/// Returns an enrollment or renewal that proves the agent's identity with `proof`.
+pub(super) fn enrollment(
+    config: &Config,
+    proof: EnrollProof,
+    store: &CredentialStore,
+) -> Enrollment {
+    Enrollment {
+        servers: config.servers.clone(),
+        proxy: config.proxy.clone(),
+        node: config.node_name.clone(),
+        proof,
+        ca: config.ca.clone(),
+        store: store.clone(),
+        within: config.limits.handshake_timeout,
+    }
+}
