@@ -1,31 +1,36 @@
 //! Metrics of the server. Labels are enums and never contain text of callers or peers.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
-use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tunnel_proto::process::file_watch::ReloadOutcome;
+pub use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::StaticLabel;
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
-use tunnel_proto::transport::{BufferPool, TransportKind};
+use tunnel_proto::transport::BufferPool;
 use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::Limit;
 use crate::ingress::error::Outcome;
 
-/// Upper bounds of the buckets for opening a stream, in seconds: from one local round trip to the
-/// open timeout.
-const OPEN_SECONDS: [f64; 10] = [
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0,
-];
+mod agents;
+mod callers;
+mod credentials;
+mod labels;
+mod limits;
+
+use agents::AgentMetrics;
+use callers::CallerMetrics;
+use credentials::CredentialMetrics;
+use labels::{
+    CodeLabel, DirectionLabel, FilesLabel, LimitLabel, OutcomeLabel, ReloadLabel, ResultLabel,
+    TransportLabel,
+};
+use limits::{LimitMetrics, PoolGauges};
 
 /// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";
@@ -33,68 +38,10 @@ pub(crate) const TIMEOUT: &str = "timeout";
 /// All metrics of the server. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Metrics {
-    agents: Family<TransportLabel, Gauge>,
-    sessions_suspect: Gauge,
-    session_ends: Family<CodeLabel, Counter>,
-    streams_open: Gauge,
-    direct_open: Gauge,
-    streams: Family<OutcomeLabel, Counter>,
-    bytes: Family<DirectionLabel, Counter>,
-    open_seconds: Histogram,
-    certificate_not_after: Gauge<f64, AtomicU64>,
-    address_conflicts: Gauge,
-    known_nodes: Gauge,
-    handshakes: Family<ResultLabel, Counter>,
-    enrollments: Family<ResultLabel, Counter>,
-    evicted_callers: Counter,
-    refused_callers: Counter,
-    limits: Family<LimitLabel, Counter>,
-    renewals: Family<ResultLabel, Counter>,
-    basic_auth: Family<ResultLabel, Counter>,
-    reloads: Family<ReloadLabel, Counter>,
-    reload_failed: Family<FilesLabel, Gauge>,
-    credential_ends: Family<FilesLabel, Gauge<f64, AtomicU64>>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct TransportLabel {
-    transport: StaticLabel,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct CodeLabel {
-    code: StaticLabel,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OutcomeLabel {
-    result: Outcome,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct DirectionLabel {
-    direction: StaticLabel,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResultLabel {
-    result: StaticLabel,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ReloadLabel {
-    files: StaticLabel,
-    result: StaticLabel,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct FilesLabel {
-    files: StaticLabel,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct LimitLabel {
-    limit: Limit,
+    agents: AgentMetrics,
+    callers: CallerMetrics,
+    credentials: CredentialMetrics,
+    limits: LimitMetrics,
 }
 
 impl Metrics {
@@ -102,224 +49,81 @@ impl Metrics {
     /// scrape.
     #[must_use]
     pub fn new(root: &mut Registry, pool: Arc<BufferPool>) -> Self {
-        let metrics = Self {
-            agents: Family::default(),
-            sessions_suspect: Gauge::default(),
-            session_ends: Family::default(),
-            streams_open: Gauge::default(),
-            direct_open: Gauge::default(),
-            streams: Family::default(),
-            bytes: Family::default(),
-            open_seconds: Histogram::new(OPEN_SECONDS),
-            certificate_not_after: Gauge::default(),
-            address_conflicts: Gauge::default(),
-            known_nodes: Gauge::default(),
-            handshakes: Family::default(),
-            enrollments: Family::default(),
-            evicted_callers: Counter::default(),
-            refused_callers: Counter::default(),
-            limits: Family::default(),
-            renewals: Family::default(),
-            basic_auth: Family::default(),
-            reloads: Family::default(),
-            reload_failed: Family::default(),
-            credential_ends: Family::default(),
-        };
         let registry = root.sub_registry_with_prefix("tunnel_server");
-        registry.register("agents", "Connected agent sessions", metrics.agents.clone());
-        for transport in [TransportKind::Quic, TransportKind::H2] {
-            metrics.agent_gauge(transport.label()).set(0);
-        }
-        registry.register(
-            "sessions_suspect",
-            "Agent sessions that are suspect; suspect sessions get no new streams",
-            metrics.sessions_suspect.clone(),
-        );
-        registry.register(
-            "session_ends",
-            "Closed agent sessions by close code",
-            metrics.session_ends.clone(),
-        );
         registry.register_collector(Box::new(PoolGauges(pool)));
         registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
-        registry.register(
-            "streams_open",
-            "Streams open to agents",
-            metrics.streams_open.clone(),
-        );
-        registry.register(
-            "connect_direct_open",
-            "Open connections that the server dialed directly for callers of the CONNECT listeners",
-            metrics.direct_open.clone(),
-        );
-        registry.register(
-            "streams",
-            "Finished requests and streams of callers by result",
-            metrics.streams.clone(),
-        );
-        registry.register(
-            "stream_bytes",
-            "Payload bytes of ended streams; in is from agents, out is to agents",
-            metrics.bytes.clone(),
-        );
-        registry.register(
-            "open_duration_seconds",
-            "Time to open a stream at the server's end",
-            metrics.open_seconds.clone(),
-        );
-        registry.register(
-            "certificate_not_after_seconds",
-            "Unix time at which the server's own certificate expires",
-            metrics.certificate_not_after.clone(),
-        );
-        registry.register(
-            "address_conflicts",
-            "Addresses shared by several nodes",
-            metrics.address_conflicts.clone(),
-        );
-        registry.register(
-            "known_nodes",
-            "Nodes that may be addressed",
-            metrics.known_nodes.clone(),
-        );
-        registry.register(
-            "handshakes",
-            "Handshakes and admissions of agents by result",
-            metrics.handshakes.clone(),
-        );
-        registry.register(
-            "enrollments",
-            "Enrollment requests by result",
-            metrics.enrollments.clone(),
-        );
-        registry.register(
-            "callers_evicted",
-            "Idle caller connections that were evicted in favor of newer ones (limits.callersTotal, limits.callersPerSource)",
-            metrics.evicted_callers.clone(),
-        );
-        registry.register(
-            "callers_refused",
-            "Caller connections that were refused because no idle connection could be evicted (limits.callersTotal, limits.callersPerSource)",
-            metrics.refused_callers.clone(),
-        );
-        registry.register(
-            "limits_reached",
-            "Number of times a configured limit was reached, by limit",
-            metrics.limits.clone(),
-        );
-        for &limit in Limit::ALL {
-            // Create every series at start, so that the first increase is visible.
-            drop(metrics.limits.get_or_create(&LimitLabel { limit }));
+        Self {
+            agents: AgentMetrics::register(registry),
+            callers: CallerMetrics::register(registry),
+            credentials: CredentialMetrics::register(registry),
+            limits: LimitMetrics::register(registry),
         }
-        registry.register(
-            "renewals",
-            "Certificate renewal requests on live sessions, by result",
-            metrics.renewals.clone(),
-        );
-        registry.register(
-            "connect_passwords",
-            "Requests at the CONNECT listener by result of the password check; waiting: refused before the check",
-            metrics.basic_auth.clone(),
-        );
-        for result in ["right", "wrong", "missing", "waiting"] {
-            let label = ResultLabel {
-                result: StaticLabel(result),
-            };
-            drop(metrics.basic_auth.get_or_create(&label));
-        }
-        registry.register(
-            "credential_reloads",
-            "Number of reloads of certificate files, by result",
-            metrics.reloads.clone(),
-        );
-        registry.register(
-            "credential_files_unusable",
-            "1 while certificate files are unusable and the previous ones stay in use",
-            metrics.reload_failed.clone(),
-        );
-        registry.register(
-            "credential_not_after_seconds",
-            "Unix time at which a configured certificate expires",
-            metrics.credential_ends.clone(),
-        );
-        metrics
     }
 
     /// Counts a connected agent until the guard is dropped.
     #[must_use]
     pub fn agent(&self, transport: &'static str) -> GaugeGuard {
-        GaugeGuard::new(self.agent_gauge(transport))
-    }
-
-    fn agent_gauge(&self, transport: &'static str) -> Gauge {
-        let label = TransportLabel {
-            transport: StaticLabel(transport),
-        };
-        self.agents.get_or_create(&label).clone()
+        let transport = StaticLabel(transport);
+        let agents = &self.agents.connected;
+        GaugeGuard::new(&agents.get_or_create(&TransportLabel { transport }))
     }
 
     /// Counts a suspect session until the guard is dropped.
     #[must_use]
     pub fn suspect(&self) -> GaugeGuard {
-        GaugeGuard::new(self.sessions_suspect.clone())
+        GaugeGuard::new(&self.agents.suspect)
     }
 
     /// Counts the end of an admitted session.
     pub fn session_ended(&self, code: CloseCode) {
-        let label = CodeLabel {
-            code: StaticLabel(code.label()),
-        };
-        self.session_ends.get_or_create(&label).inc();
+        let code = StaticLabel(code.label());
+        let ends = &self.agents.session_ends;
+        ends.get_or_create(&CodeLabel { code }).inc();
     }
 
     /// Counts an open stream until the guard is dropped.
     #[must_use]
     pub fn stream(&self) -> GaugeGuard {
-        GaugeGuard::new(self.streams_open.clone())
+        GaugeGuard::new(&self.callers.streams_open)
     }
 
     /// Counts a connection that the server itself dialed until the guard is dropped.
     #[must_use]
     pub fn dialed(&self) -> GaugeGuard {
-        GaugeGuard::new(self.direct_open.clone())
+        GaugeGuard::new(&self.callers.direct_open)
     }
 
     /// Counts a finished stream or request, and the bytes received from and sent to the agent.
     pub fn ended(&self, outcome: Outcome, received: u64, sent: u64) {
-        self.streams
+        let streams = &self.callers.streams;
+        streams
             .get_or_create(&OutcomeLabel { result: outcome })
             .inc();
-        self.bytes
-            .get_or_create(&DirectionLabel {
-                direction: StaticLabel("in"),
-            })
-            .inc_by(received);
-        self.bytes
-            .get_or_create(&DirectionLabel {
-                direction: StaticLabel("out"),
-            })
-            .inc_by(sent);
+        for (direction, bytes) in [("in", received), ("out", sent)] {
+            let direction = StaticLabel(direction);
+            let counter = &self.callers.bytes;
+            counter
+                .get_or_create(&DirectionLabel { direction })
+                .inc_by(bytes);
+        }
     }
 
     /// Records the time that opening a stream took.
     pub fn opened(&self, elapsed: Duration) {
-        self.open_seconds.observe(elapsed.as_secs_f64());
+        self.callers.open_seconds.observe(elapsed.as_secs_f64());
     }
 
     /// Counts an event in which a limit was reached.
     pub fn limit(&self, limit: Limit) {
-        self.limits.get_or_create(&LimitLabel { limit }).inc();
+        let reached = &self.limits.reached;
+        reached.get_or_create(&LimitLabel { limit }).inc();
     }
 
     /// Counts a finished handshake or admission by result: `ok` or the name of the failure.
     pub fn handshake(&self, result: &'static str) {
         self.count_timeout(result);
-        self.handshakes
-            .get_or_create(&ResultLabel {
-                result: StaticLabel(result),
-            })
-            .inc();
+        count(&self.agents.handshakes, result);
     }
 
     /// Counts timeouts on the agents' port. One limit applies to all of them.
@@ -331,47 +135,37 @@ impl Metrics {
 
     /// Counts a caller whose idle connection was closed for a newer one.
     pub fn evicted_caller(&self) {
-        self.evicted_callers.inc();
+        self.callers.evicted.inc();
     }
 
     /// Counts a caller whose connection was refused because no permit was available.
     pub fn refused_caller(&self) {
-        self.refused_callers.inc();
+        self.callers.refused.inc();
     }
 
     /// Counts a renewal by result: `issued` or the name of the refusal.
     pub fn renewal(&self, result: &'static str) {
-        self.renewals
-            .get_or_create(&ResultLabel {
-                result: StaticLabel(result),
-            })
-            .inc();
+        count(&self.agents.renewals, result);
     }
 
     /// Counts a request by the result of its password check: `right`, `wrong`, `missing` or
     /// `waiting`.
     pub fn password(&self, result: &'static str) {
-        self.basic_auth
-            .get_or_create(&ResultLabel {
-                result: StaticLabel(result),
-            })
-            .inc();
+        count(&self.callers.passwords, result);
     }
 
     /// Records the result of reloading certificate files.
     pub fn reloaded(&self, files: &'static str, reload: ReloadOutcome) {
-        let result = match reload {
+        let result = StaticLabel(match reload {
             ReloadOutcome::Changed => "changed",
             ReloadOutcome::Failed => "failed",
             ReloadOutcome::Recovered => "recovered",
-        };
+        });
         let failed = reload == ReloadOutcome::Failed;
         let files = StaticLabel(files);
-        let result = StaticLabel(result);
-        self.reloads
-            .get_or_create(&ReloadLabel { files, result })
-            .inc();
-        self.reload_failed
+        let (reloads, unusable) = (&self.credentials.reloads, &self.credentials.unusable);
+        reloads.get_or_create(&ReloadLabel { files, result }).inc();
+        unusable
             .get_or_create(&FilesLabel { files })
             .set(failed.into());
     }
@@ -379,82 +173,45 @@ impl Metrics {
     /// Counts an enrollment by result: `ok` or the name of the failure.
     pub fn enrollment(&self, result: &'static str) {
         self.count_timeout(result);
-        self.enrollments
-            .get_or_create(&ResultLabel {
-                result: StaticLabel(result),
-            })
-            .inc();
+        count(&self.agents.enrollments, result);
     }
 
     /// Records the size of the route table.
     pub fn routes(&self, nodes: usize, conflicts: usize) {
-        self.known_nodes
-            .set(i64::try_from(nodes).unwrap_or(i64::MAX));
-        self.address_conflicts
-            .set(i64::try_from(conflicts).unwrap_or(i64::MAX));
+        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        self.agents.known_nodes.set(number(nodes));
+        self.agents.address_conflicts.set(number(conflicts));
     }
 
     /// Records the expiry of the server's own certificate.
-    pub fn certificate(&self, not_after: std::time::SystemTime) {
-        let since_epoch = not_after
-            .duration_since(std::time::UNIX_EPOCH)
-            .unwrap_or_default();
-        self.certificate_not_after.set(since_epoch.as_secs_f64());
+    pub fn certificate(&self, not_after: SystemTime) {
+        self.credentials.own_not_after.set(unix_seconds(not_after));
     }
 
     /// Records the expiry of another certificate that the server was given.
-    pub fn credential(&self, files: &'static str, not_after: std::time::SystemTime) {
-        let since_epoch = not_after
-            .duration_since(std::time::UNIX_EPOCH)
-            .unwrap_or_default();
-        let label = FilesLabel {
-            files: StaticLabel(files),
-        };
-        self.credential_ends
-            .get_or_create(&label)
-            .set(since_epoch.as_secs_f64());
+    pub fn credential(&self, files: &'static str, not_after: SystemTime) {
+        let files = StaticLabel(files);
+        let credentials = &self.credentials.not_after;
+        credentials
+            .get_or_create(&FilesLabel { files })
+            .set(unix_seconds(not_after));
     }
 }
 
-/// A guard that increments a gauge until it is dropped.
-#[derive(Debug)]
-pub struct GaugeGuard(Gauge);
-
-impl GaugeGuard {
-    fn new(gauge: Gauge) -> Self {
-        gauge.inc();
-        Self(gauge)
-    }
+fn count(results: &Family<ResultLabel, Counter>, result: &'static str) {
+    let result = StaticLabel(result);
+    results.get_or_create(&ResultLabel { result }).inc();
 }
 
-impl Drop for GaugeGuard {
-    fn drop(&mut self) {
-        self.0.dec();
-    }
-}
-
-/// Gauges for the bytes that stalled readers hold and may hold.
-#[derive(Debug)]
-struct PoolGauges(Arc<BufferPool>);
-
-impl Collector for PoolGauges {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let mut encode_gauge = |name, help, bytes: u64| {
-            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
-            gauge.encode(metric)
-        };
-        encode_gauge(
-            "buffer_bytes",
-            "Bytes that stalled readers hold, as charged to limits.bufferPool",
-            self.0.charged(),
-        )?;
-        encode_gauge("buffer_limit_bytes", "limits.bufferPool", self.0.limit())
-    }
+fn unix_seconds(time: SystemTime) -> f64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since_epoch.as_secs_f64()
 }
 
 #[cfg(test)]
 mod tests {
+    use tunnel_proto::transport::TransportKind;
+
     use super::*;
 
     #[test]

@@ -1,8 +1,58 @@
-//! Label values of metrics.
+//! Declaration of metrics and of their label sets, and what both binaries need to update them.
 
 use std::fmt;
+use std::hash::Hash;
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+
+/// Declares a struct of metrics once. An entry has its field, its type, its name, its help text,
+/// and its first value if that is not the default of the type.
+///
+/// The macro defines the struct, its default, and the function `register`, which creates the
+/// metrics and registers all of them.
+#[macro_export]
+macro_rules! metrics {
+    (@initial) => { Default::default() };
+    (@initial $initial:expr) => { $initial };
+    (
+        $(#[$attribute:meta])*
+        $visibility:vis struct $metrics:ident {
+            $($field:ident: $type:ty = $name:literal, $help:literal $(, $initial:expr)?;)+
+        }
+    ) => {
+        $(#[$attribute])*
+        #[derive(Debug, Clone)]
+        $visibility struct $metrics { $($visibility $field: $type,)+ }
+
+        impl Default for $metrics {
+            fn default() -> Self {
+                Self { $($field: $crate::metrics!(@initial $($initial)?),)+ }
+            }
+        }
+
+        impl $metrics {
+            /// Creates the metrics and registers all of them.
+            $visibility fn register(registry: &mut prometheus_client::registry::Registry) -> Self {
+                let metrics = Self::default();
+                $(registry.register($name, $help, metrics.$field.clone());)+
+                metrics
+            }
+        }
+    };
+}
+
+/// Declares label sets of metrics, each with its labels and their types.
+#[macro_export]
+macro_rules! label_sets {
+    ($visibility:vis $($name:ident { $($label:ident: $type:ty),+ })+) => { $(
+        #[derive(
+            Debug, Clone, PartialEq, Eq, Hash, prometheus_client::encoding::EncodeLabelSet,
+        )]
+        $visibility struct $name { $($visibility $label: $type,)+ }
+    )+ };
+}
 
 /// A label value from the program's own text, never from a caller or a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -12,4 +62,38 @@ impl EncodeLabelValue for StaticLabel {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> fmt::Result {
         self.0.encode(encoder)
     }
+}
+
+/// A guard that increments a gauge, and decrements it on drop.
+#[derive(Debug)]
+pub struct GaugeGuard(Gauge);
+
+impl GaugeGuard {
+    /// Increments the gauge until the guard is dropped.
+    #[must_use]
+    pub fn new(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for GaugeGuard {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+/// Returns a family with these series. They exist from the start, so that the first increase is
+/// visible.
+#[must_use]
+pub fn with_series<S, M>(label_sets: impl IntoIterator<Item = S>) -> Family<S, M>
+where
+    S: Clone + Eq + Hash,
+    M: Default,
+{
+    let family: Family<S, M> = Family::default();
+    for labels in label_sets {
+        drop(family.get_or_create(&labels));
+    }
+    family
 }
