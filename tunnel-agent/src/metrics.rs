@@ -19,11 +19,11 @@ mod sessions;
 mod streams;
 
 use credentials::CredentialMetrics;
-pub(crate) use labels::{ConnectResult, DialResult, Direction, StreamEnd};
 use labels::{
     ConnectLabels, DialLabels, DirectionLabels, LimitLabels, RenewalLabels, StreamLabels,
     TransportLabel, TransportLabels,
 };
+pub(crate) use labels::{ConnectResult, DialResult, Direction, StreamEnd};
 use limits::LimitMetrics;
 use sessions::SessionMetrics;
 use streams::StreamMetrics;

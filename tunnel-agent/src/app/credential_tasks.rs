@@ -149,7 +149,8 @@ impl CredentialTasks<'_> {
             trusted.map_err(|error| FileError::Root(path.clone(), error))
         };
         let on_reload = on_reload(self.metrics.clone());
-        self.shutdown.spawn_service(async move { watcher.run(load, apply, on_reload).await });
+        self.shutdown
+            .spawn_service(async move { watcher.run(load, apply, on_reload).await });
     }
 
     /// Reloads the operator's files, and warns when their certificate is about to expire.
@@ -167,7 +168,8 @@ impl CredentialTasks<'_> {
             sender.try_send(credentials).map_err(busy)
         };
         let on_reload = on_reload(self.metrics.clone());
-        self.shutdown.spawn_service(async move { watcher.run(load, apply, on_reload).await });
+        self.shutdown
+            .spawn_service(async move { watcher.run(load, apply, on_reload).await });
         let rotating_credentials = self.rotating_credentials.clone();
         let watched = rotating_credentials.clone();
         self.shutdown.spawn_service(async move {

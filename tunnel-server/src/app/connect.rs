@@ -56,7 +56,8 @@ impl ConnectSockets {
                 mode: connect_listener.mode,
                 owner: connect_listener.owner,
             };
-            let bound = unix_socket::bind(&connect_listener.path, access).context("--connect-uds")?;
+            let bound =
+                unix_socket::bind(&connect_listener.path, access).context("--connect-uds")?;
             info!(listener = "connect", path = %connect_listener.path.display(), "listening");
             anyhow::Ok(bound)
         });

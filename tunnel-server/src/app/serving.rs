@@ -37,10 +37,10 @@ impl ServingCredentials {
         let names = serving_names(&context.config);
         let certificates = serving_certificates(ca, &names, context)?;
         let callers = context.config.client_auth.as_ref();
-        let callers = callers.map(|(path, is_required)| CallerCa {
+        let callers = callers.map(|callers| CallerCa {
             what: "client_ca",
-            path,
-            is_required: *is_required,
+            path: &callers.ca,
+            is_required: callers.is_required,
         });
         let tls = listener_tls(certificates.clone(), callers, &context.watcher)?;
         Ok(Self {
@@ -94,7 +94,7 @@ fn serving_certificates(
     names: &ServingNames,
     context: &ServerContext,
 ) -> anyhow::Result<Arc<dyn ResolvesServerCert>> {
-    Ok(match &context.config.https_certificate {
+    Ok(match &context.config.https_certificate.files {
         Some(pair) => watch_pair("https_certificate", pair, &context.watcher, |_| {})
             .context("--https-cert-file, --https-key-file")?,
         None => {
