@@ -18,12 +18,10 @@ use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
 use kube::api::DynamicObject;
-use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{info, warn};
 use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
-use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
 
@@ -43,6 +41,7 @@ mod cluster_ca;
 mod conditions;
 mod events;
 mod failure;
+mod handle;
 mod hosts;
 mod kubelet_ca;
 mod leader_election;
@@ -70,6 +69,7 @@ use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 use client::Connection;
 pub use cluster_ca::LeaseGuard;
 use events::EventRecorder;
+pub use handle::ClusterHandle;
 use metrics::{ClusterMetrics, Object};
 use nodes::{AliasRules, NodeObject, NodeStore};
 use publisher::Publisher;
@@ -118,51 +118,6 @@ pub struct ClusterInputs {
     pub kubelet_ca: Option<Arc<AgentTrust>>,
     /// Signer of the client certificate for kubelets.
     pub signer: Option<SignerConfig>,
-}
-
-/// A handle to the API server, with the conditions and metrics of its users. Clones share it.
-#[derive(Clone)]
-pub struct ClusterHandle {
-    connection: Connection,
-    problems: Conditions,
-    metrics: ClusterMetrics,
-}
-
-impl ClusterHandle {
-    /// Prepares the client. Sends no request.
-    ///
-    /// # Errors
-    /// Returns [`ConfigError`] if the kubeconfig or the ServiceAccount cannot be read.
-    pub async fn open(
-        settings: &KubernetesSettings,
-        readiness: &Readiness,
-        registry: &mut MetricsRegistry,
-    ) -> Result<Self, ConfigError> {
-        let connection = client::connect(settings).await?;
-        Ok(Self::with_connection(connection, readiness, registry))
-    }
-
-    fn with_connection(
-        connection: Connection,
-        readiness: &Readiness,
-        registry: &mut MetricsRegistry,
-    ) -> Self {
-        let metrics = ClusterMetrics::new(registry);
-        Self {
-            connection,
-            problems: Conditions::new(readiness.clone(), metrics.clone()),
-            metrics,
-        }
-    }
-}
-
-impl std::fmt::Debug for ClusterHandle {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("ClusterHandle")
-            .field("namespace", &self.connection.namespace)
-            .finish_non_exhaustive()
-    }
 }
 
 /// A handle to the writers, which stop when the drain begins.

@@ -21,9 +21,10 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
 use super::failure::{ApiError, ApiErrorKind};
+use super::handle::ClusterHandle;
+use super::identity;
 use super::metrics::Object;
-use super::watches::{WatchContext, follow_one};
-use super::{ClusterHandle, identity};
+use super::watches::follow_one;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::cluster::conditions::Condition;
 use crate::config::KubernetesSettings;
@@ -164,15 +165,6 @@ fn follow(
 impl ClusterObjects {
     fn describe_secret(&self, name: &str) -> String {
         format!("Secret {}/{name}", self.namespace)
-    }
-
-    fn context(&self, object: Object) -> WatchContext {
-        WatchContext {
-            object,
-            metrics: self.cluster.metrics.clone(),
-            problems: self.cluster.problems.clone(),
-            throttle: self.cluster.connection.throttle.clone(),
-        }
     }
 
     async fn call<T>(

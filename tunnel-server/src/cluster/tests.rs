@@ -1,6 +1,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use prometheus_client::registry::Registry as MetricsRegistry;
 use serde_json::{Value, json};
 use tokio::sync::mpsc::Sender;
 use tunnel_proto::transport::BufferPool;

@@ -64,7 +64,8 @@ impl CaReconciler {
         let due = Arc::new(watch::Sender::new(()));
         let when = due.subscribe();
         let (secrets, name) = (self.cluster_objects.secrets.clone(), self.secret.clone());
-        let (context, changed) = (self.cluster_objects.context(Object::Ca), due.clone());
+        let context = self.cluster_objects.cluster.watch_context(Object::Ca);
+        let changed = due.clone();
         shutdown.spawn_service(async move {
             follow_one(secrets, &name, context, |_: Observed<Secret>| {
                 changed.send_replace(());
@@ -75,7 +76,7 @@ impl CaReconciler {
             self.cluster_objects.maps.clone(),
             settings.names.ca_config_map.clone(),
         );
-        let context = self.cluster_objects.context(Object::CaBundle);
+        let context = self.cluster_objects.cluster.watch_context(Object::CaBundle);
         shutdown.spawn_service(async move {
             follow_one(maps, &name, context, |_: Observed<ConfigMap>| {
                 due.send_replace(());

@@ -68,7 +68,7 @@ impl SharedDocuments {
         let (watched_objects, secret) = (cluster_objects.clone(), name.to_owned());
         shutdown.spawn_service(async move {
             let secrets = watched_objects.secrets.clone();
-            let context = watched_objects.context(Object::State);
+            let context = watched_objects.cluster.watch_context(Object::State);
             follow_one(
                 secrets,
                 &secret,
