@@ -12,16 +12,12 @@
 //! [`crate::routing::pod_lookup::PodResolver`].
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
-use kube::api::DynamicObject;
 use tokio::sync::{mpsc, oneshot, watch};
-use tracing::{info, warn};
+use tracing::info;
 use tunnel_proto::process::host::host_name;
-use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
 
@@ -57,30 +53,26 @@ mod serving_names;
 mod signing;
 mod snapshot;
 mod state;
+mod state_watches;
 #[cfg(test)]
 mod testing;
 mod token_review;
 mod watches;
 mod writers;
 
-use crate::cluster::conditions::Conditions;
 use crate::cluster::leader_election::Election;
 use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
+use crate::cluster::state_watches::StateWatches;
 use client::Connection;
 pub use cluster_ca::LeaseGuard;
 use events::EventRecorder;
 pub use handle::ClusterHandle;
-use metrics::{ClusterMetrics, Object};
-use nodes::{AliasRules, NodeObject, NodeStore};
+use nodes::{AliasRules, NodeStore};
 use publisher::Publisher;
 pub use service::ListenerPorts;
 use signing::KubeletCertificateTask;
 pub use signing::SignerConfig;
-use watches::{Observed, WatchContext, config, follow, follow_one};
 use writers::Writers;
-
-/// A server without persisted nodes waits this long for the first list before it reports ready.
-const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
 
 /// Inputs and outputs of the cluster controllers.
 #[derive(Debug)]
@@ -137,20 +129,17 @@ impl WritersHandle {
 pub fn start(
     settings: &KubernetesSettings,
     cluster: ClusterHandle,
-    inputs: ClusterInputs,
+    mut inputs: ClusterInputs,
 ) -> WritersHandle {
-    let ClusterHandle {
-        connection,
-        problems,
-        metrics,
-    } = cluster;
+    let shutdown = inputs.shutdown.clone();
+    let namespace = cluster.connection.namespace.clone();
     let persisted = snapshot::load(&inputs.data);
     let first_list = persisted
         .nodes
         .is_empty()
         .then(|| inputs.readiness.block("nodes of the cluster"));
     info!(
-        namespace = connection.namespace,
+        namespace,
         persisted_nodes = persisted.nodes.len(),
         "following the cluster"
     );
@@ -158,72 +147,134 @@ pub fn start(
         patterns: settings.record_names.clone(),
         owners: persisted.aliases.clone(),
     };
-    let mut store = NodeStore::new(
+    let mut nodes = NodeStore::new(
         settings.edge_label.clone(),
         persisted.nodes.clone(),
         aliases,
     );
-    let world = watch::Sender::new(ClusterState::persisted(persisted, store.nodes()));
+    let state = watch::Sender::new(ClusterState::persisted(persisted, nodes.nodes()));
     let desired = watch::Sender::new(DesiredState::default());
-    let writing = start_writers(
-        settings,
-        &connection,
-        &inputs,
-        (&world, &desired, &problems, &metrics),
-    );
-    snapshot::start(&inputs.data, world.subscribe(), &inputs.shutdown);
-    inputs.shutdown.spawn_service(serving_names::follow(
-        inputs.serving_names,
-        (
-            connection.namespace.clone(),
-            settings.cluster_domain.clone(),
-        ),
-        world.subscribe(),
-        problems.clone(),
+    let writing = start_writers(settings, &cluster, &state, &desired, &shutdown);
+    snapshot::start(&inputs.data, state.subscribe(), &shutdown);
+    shutdown.spawn_service(serving_names::follow(
+        inputs.serving_names.clone(),
+        namespace,
+        settings.cluster_domain.clone(),
+        state.subscribe(),
+        cluster.problems.clone(),
     ));
-    if let Some(questions) = inputs.questions {
-        let answering = pods::answer(connection.client.clone(), questions, problems.clone());
-        inputs.shutdown.spawn_service(answering);
-    }
-    if let Some(questions) = inputs.attestations {
-        let tokens = settings.agent_tokens.clone();
-        let answering = token_review::answer(connection.client.clone(), questions, tokens);
-        inputs.shutdown.spawn_service(answering);
-    }
-    if let Some(trust) = inputs.kubelet_ca {
-        let context = WatchContext {
-            object: Object::KubeletCa,
-            metrics: metrics.clone(),
-            problems: problems.clone(),
-            throttle: connection.throttle.clone(),
-        };
-        kubelet_ca::start(
-            &connection.client,
-            trust,
-            inputs.data.kubelet_ca(),
-            (context, problems.clone()),
-            &inputs.shutdown,
-        );
-    }
+    start_answering(settings, &cluster, &mut inputs);
+    start_kubelet_credentials(&cluster, &mut inputs);
     if inputs.ranges.is_some() {
-        let (client, namespace) = (connection.client.clone(), connection.namespace.clone());
-        let (world, problems, are_needed) =
-            (world.clone(), problems.clone(), inputs.dials_by_ranges);
-        inputs.shutdown.spawn_service(async move {
-            ranges::follow(client, world, problems, are_needed, &namespace).await;
-        });
+        shutdown.spawn_service(ranges::follow(
+            cluster.clone(),
+            state.clone(),
+            inputs.dials_by_ranges,
+        ));
     }
-    if let Some(signer) = inputs.signer {
+    let publisher = publisher(settings, &cluster, inputs, desired);
+    shutdown.spawn_service(publisher.run(state.subscribe()));
+    let watches = StateWatches {
+        cluster,
+        names: settings.names.clone(),
+        nodes,
+        state,
+        first_list,
+    };
+    watches.start(&shutdown);
+    writing
+}
+
+/// Starts the leader election and the writers that depend on it. The Lease is released after the
+/// last write has ended.
+fn start_writers(
+    settings: &KubernetesSettings,
+    cluster: &ClusterHandle,
+    state: &watch::Sender<ClusterState>,
+    desired: &watch::Sender<DesiredState>,
+    shutdown: &Shutdown,
+) -> WritersHandle {
+    let Connection {
+        client,
+        throttle,
+        namespace,
+    } = &cluster.connection;
+    let identity = identity();
+    let mut election =
+        Election::new(settings.names.leader_lease.clone(), identity.clone(), cluster);
+    let mut writers = Writers {
+        maps: Api::namespaced(client.clone(), namespace),
+        services: writers::services(client.clone(), namespace),
+        events: EventRecorder::new(
+            Api::namespaced(client.clone(), namespace),
+            namespace.clone(),
+            identity,
+        ),
+        names: settings.names.clone(),
+        world: state.subscribe(),
+        desired: desired.subscribe(),
+        leadership: election.leadership(),
+        throttle: throttle.clone(),
+        problems: cluster.problems.clone(),
+        metrics: cluster.metrics.clone(),
+        written: None,
+    };
+    let drain = shutdown.drain().clone();
+    let (end, ended) = oneshot::channel();
+    shutdown.spawn_service(async move {
+        let writing = Box::pin(writers.run(&drain));
+        let electing = Box::pin(election.run(&drain));
+        tokio::join!(writing, electing);
+        election.release().await;
+        let _nobody_waits = end.send(());
+    });
+    WritersHandle(ended)
+}
+
+/// Starts the tasks that answer pod lookups and token reviews.
+fn start_answering(
+    settings: &KubernetesSettings,
+    cluster: &ClusterHandle,
+    inputs: &mut ClusterInputs,
+) {
+    let client = &cluster.connection.client;
+    if let Some(questions) = inputs.questions.take() {
+        let answering = pods::answer(client.clone(), questions, cluster.problems.clone());
+        inputs.shutdown.spawn_service(answering);
+    }
+    if let Some(questions) = inputs.attestations.take() {
+        let tokens = settings.agent_tokens.clone();
+        let answering = token_review::answer(client.clone(), questions, tokens);
+        inputs.shutdown.spawn_service(answering);
+    }
+}
+
+/// Starts the tasks that follow the CA of kubelets, and that obtain the client certificate for
+/// kubelets.
+fn start_kubelet_credentials(cluster: &ClusterHandle, inputs: &mut ClusterInputs) {
+    if let Some(trust) = inputs.kubelet_ca.take() {
+        let persisted = inputs.data.kubelet_ca();
+        kubelet_ca::start(cluster, trust, persisted, &inputs.shutdown);
+    }
+    if let Some(signer) = inputs.signer.take() {
         let signing = KubeletCertificateTask {
-            api: Api::all(connection.client.clone()),
+            api: Api::all(cluster.connection.client.clone()),
             signer,
             data: inputs.data.clone(),
-            problems: problems.clone(),
+            problems: cluster.problems.clone(),
             metrics: inputs.metrics.clone(),
         };
         inputs.shutdown.spawn_service(signing.run());
     }
-    let publisher = Publisher {
+}
+
+fn publisher(
+    settings: &KubernetesSettings,
+    cluster: &ClusterHandle,
+    inputs: ClusterInputs,
+    desired: watch::Sender<DesiredState>,
+) -> Publisher {
+    Publisher {
         ranges: inputs.ranges,
         own: LocalFacts {
             policy: PortPolicy::clone(&inputs.policy.load()),
@@ -236,179 +287,14 @@ pub fn start(
         route_metrics: inputs.metrics,
         service: format!(
             "{}/{}",
-            connection.namespace, settings.names.internal_service
+            cluster.connection.namespace, settings.names.internal_service
         ),
-        problems: problems.clone(),
-        metrics: metrics.clone(),
+        problems: cluster.problems.clone(),
+        metrics: cluster.metrics.clone(),
         desired,
         last_nodes: None,
         last_ranges: None,
-    };
-    inputs
-        .shutdown
-        .spawn_service(publisher.run(world.subscribe()));
-    start_watches(
-        settings,
-        &connection,
-        &inputs.shutdown,
-        (store, world, first_list),
-        (problems, metrics),
-    );
-    writing
-}
-
-/// Starts the leader election and the writers that depend on it. The Lease is released after the
-/// last write has ended.
-fn start_writers(
-    settings: &KubernetesSettings,
-    connection: &Connection,
-    inputs: &ClusterInputs,
-    (world, desired, problems, metrics): (
-        &watch::Sender<ClusterState>,
-        &watch::Sender<DesiredState>,
-        &Conditions,
-        &ClusterMetrics,
-    ),
-) -> WritersHandle {
-    let Connection {
-        client,
-        throttle,
-        namespace,
-    } = connection;
-    let identity = identity();
-    let mut election = Election::new(
-        Api::<Lease>::namespaced(client.clone(), namespace),
-        (settings.names.leader_lease.clone(), identity.clone()),
-        (problems.clone(), metrics.clone()),
-        throttle.clone(),
-    );
-    let mut writers = Writers {
-        maps: Api::namespaced(client.clone(), namespace),
-        services: writers::services(client.clone(), namespace),
-        events: EventRecorder::new(
-            Api::namespaced(client.clone(), namespace),
-            namespace.clone(),
-            identity,
-        ),
-        names: settings.names.clone(),
-        world: world.subscribe(),
-        desired: desired.subscribe(),
-        leadership: election.leadership(),
-        throttle: throttle.clone(),
-        problems: problems.clone(),
-        metrics: metrics.clone(),
-        written: None,
-    };
-    let drain = inputs.shutdown.drain().clone();
-    let (end, ended) = oneshot::channel();
-    inputs.shutdown.spawn_service(async move {
-        let writing = Box::pin(writers.run(&drain));
-        let electing = Box::pin(election.run(&drain));
-        tokio::join!(writing, electing);
-        election.release().await;
-        let _nobody_waits = end.send(());
-    });
-    WritersHandle(ended)
-}
-
-fn start_watches(
-    settings: &KubernetesSettings,
-    connection: &Connection,
-    shutdown: &Shutdown,
-    (mut store, world, first_list): (
-        NodeStore,
-        watch::Sender<ClusterState>,
-        Option<ReadinessBlock>,
-    ),
-    (problems, metrics): (Conditions, ClusterMetrics),
-) {
-    let Connection {
-        client,
-        throttle,
-        namespace,
-    } = connection;
-    let names = settings.names.clone();
-    let context = |object| WatchContext {
-        object,
-        metrics: metrics.clone(),
-        problems: problems.clone(),
-        throttle: throttle.clone(),
-    };
-    let nodes = Api::<NodeObject>::all(client.clone());
-    let services = writers::services(client.clone(), namespace);
-    let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
-    let (nodes_context, service_context) = (context(Object::Nodes), context(Object::Service));
-    let (records_context, ports_context) = (context(Object::Records), context(Object::Ports));
-    let (first_list_tx, first_list_rx) = oneshot::channel();
-    let mut first_list_tx = Some(first_list_tx);
-    let world = Arc::new(world);
-    let (service_state, records_state, ports_state) = (world.clone(), world.clone(), world.clone());
-    shutdown.spawn_service(async move {
-        follow(nodes, config(), nodes_context, |events| {
-            let applied = store.apply(events);
-            if applied.is_listed {
-                metrics.synced(Object::Nodes);
-                if let Some(first_list_tx) = first_list_tx.take() {
-                    let _nobody_waits = first_list_tx.send(());
-                }
-            }
-            world.send_if_modified(|world| {
-                if applied.is_changed {
-                    world.nodes = Arc::new(store.nodes());
-                }
-                let is_first_list = applied.is_listed && !world.is_listed;
-                world.is_listed |= applied.is_listed;
-                applied.is_changed || is_first_list
-            });
-        })
-        .await;
-    });
-    let service_name = names.internal_service.clone();
-    shutdown.spawn_service(async move {
-        follow_one(
-            services,
-            &service_name,
-            service_context,
-            |observed: Observed<DynamicObject>| {
-                service_state.send_modify(|world| world.service = observed.map(with_metadata));
-            },
-        )
-        .await;
-    });
-    let (records_maps, records_name) = (maps.clone(), names.nodes_config_map.clone());
-    shutdown.spawn_service(async move {
-        follow_one(records_maps, &records_name, records_context, |observed| {
-            records_state.send_modify(|world| world.records_map = observed.map(|map| map));
-        })
-        .await;
-    });
-    shutdown.spawn_service(async move {
-        follow_one(maps, &names.ports_config_map, ports_context, |observed| {
-            ports_state.send_modify(|world| world.ports_map = observed.map(|map| map));
-        })
-        .await;
-    });
-    if let Some(first_list) = first_list {
-        shutdown.spawn_service(async move {
-            if tokio::time::timeout(FIRST_LIST_LIMIT, first_list_rx)
-                .await
-                .is_err()
-            {
-                warn!("no list of Nodes from the API server yet; serving the persisted nodes");
-            }
-            drop(first_list);
-        });
     }
-}
-
-/// Returns the fields of the Service with its name and annotations, which kube stores separately.
-fn with_metadata(service: DynamicObject) -> serde_json::Value {
-    let mut fields = service.data;
-    fields["metadata"] = serde_json::json!({
-        "name": service.metadata.name,
-        "annotations": service.metadata.annotations,
-    });
-    fields
 }
 
 /// Returns the identity of this candidate: host name and a random suffix, as client-go users do. A

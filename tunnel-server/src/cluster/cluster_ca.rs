@@ -78,7 +78,8 @@ impl ClusterHandle {
     pub(crate) async fn cluster_ca(
         &self,
         settings: &KubernetesSettings,
-        (data, life): (&DataDir, Duration),
+        data: &DataDir,
+        life: Duration,
         shutdown: &Shutdown,
     ) -> Result<ClusterAuthority, CaError> {
         let namespace = self.connection.namespace.clone();
@@ -97,12 +98,7 @@ impl ClusterHandle {
             SharedDocuments::new(&cluster_objects, &names.state_secret, &kept, shutdown);
         let ca_reconciler = CaReconciler::new(&cluster_objects, names, current.clone());
         ca_reconciler.start(settings, shutdown);
-        snapshot::start(
-            data,
-            kept.clone(),
-            (current.subscribe(), &documents),
-            shutdown,
-        );
+        snapshot::start(data, kept, current.subscribe(), &documents, shutdown);
 
         let mut known = current.subscribe();
         let material = first(&mut known).await;

@@ -36,12 +36,14 @@ impl EventRecorder {
         }
     }
 
-    /// Publishes the lines of a condition, unless they equal the last published ones.
+    /// Publishes the lines of a condition of the ConfigMap with this name, unless they equal the
+    /// last published ones. `map` is the observed ConfigMap.
     pub(super) async fn publish(
         &mut self,
         condition: Condition,
         lines: &[String],
-        (name, map): (&str, Option<&ConfigMap>),
+        name: &str,
+        map: Option<&ConfigMap>,
     ) -> Result<(), ApiError> {
         let reason = match condition {
             Condition::PortLists => "BadPorts",

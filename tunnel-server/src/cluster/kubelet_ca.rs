@@ -5,23 +5,24 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::{Api, Client};
+use kube::Api;
 use tokio::sync::watch;
 use tracing::{info, warn};
 use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, AgentTrust};
 
+use super::handle::ClusterHandle;
+use super::metrics::Object;
 use super::objects::{CLIENT_CA, CLIENT_CA_KEY};
-use super::watches::{Observed, WatchContext, follow_one};
-use crate::cluster::conditions::{Condition, Conditions};
+use super::watches::{Observed, follow_one};
+use crate::cluster::conditions::Condition;
 
 /// Starts with the persisted CA and follows the CA that the API server publishes.
 pub(super) fn start(
-    client: &Client,
+    cluster: &ClusterHandle,
     trust: Arc<AgentTrust>,
     persisted: PathBuf,
-    (context, problems): (WatchContext, Conditions),
     shutdown: &Shutdown,
 ) {
     let mut is_in_use = match files::read(&persisted).map_err(|error| error.to_string()) {
@@ -39,7 +40,9 @@ pub(super) fn start(
         }
     };
     let (namespace, name) = CLIENT_CA;
-    let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
+    let maps = Api::<ConfigMap>::namespaced(cluster.connection.client.clone(), namespace);
+    let context = cluster.watch_context(Object::KubeletCa);
+    let problems = cluster.problems.clone();
     let (latest, updates) = watch::channel(None::<String>);
     shutdown.spawn_service(persist(persisted, updates));
     shutdown.spawn_service(async move {

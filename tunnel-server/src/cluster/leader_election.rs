@@ -13,7 +13,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::client::Connection;
 use super::failure::{ApiError, ApiErrorKind, Throttle};
+use super::handle::ClusterHandle;
 use super::metrics::{ClusterMetrics, Object};
 use crate::cluster::conditions::{Condition, Conditions};
 
@@ -131,14 +133,15 @@ pub(super) struct Election {
 }
 
 impl Election {
-    pub(super) fn new(
-        api: Api<Lease>,
-        (name, identity): (String, String),
-        (problems, metrics): (Conditions, ClusterMetrics),
-        throttle: Throttle,
-    ) -> Self {
+    /// Creates a candidate for the Lease with this name.
+    pub(super) fn new(name: String, identity: String, cluster: &ClusterHandle) -> Self {
+        let Connection {
+            client,
+            throttle,
+            namespace,
+        } = &cluster.connection;
         Self {
-            api,
+            api: Api::namespaced(client.clone(), namespace),
             name,
             candidate: Candidate {
                 identity,
@@ -146,9 +149,9 @@ impl Election {
                 is_holder_alive: false,
             },
             until: watch::Sender::new(None),
-            metrics,
-            problems,
-            throttle,
+            metrics: cluster.metrics.clone(),
+            problems: cluster.problems.clone(),
+            throttle: throttle.clone(),
         }
     }
 

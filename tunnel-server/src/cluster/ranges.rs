@@ -5,13 +5,15 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use k8s_openapi::api::networking::v1::ServiceCIDR;
+use kube::Api;
 use kube::api::ListParams;
-use kube::{Api, Client};
 use tokio::sync::watch;
 use tracing::debug;
 use tunnel_proto::process::networks::Cidr;
 
-use crate::cluster::conditions::{Condition, Conditions};
+use super::client::Connection;
+use super::handle::ClusterHandle;
+use crate::cluster::conditions::Condition;
 use crate::cluster::state::ClusterState;
 
 /// The networks hardly ever change.
@@ -26,15 +28,17 @@ const CALL_LIMIT: Duration = Duration::from_secs(10);
 
 /// Keeps the networks equal to those that the cluster publishes. The networks stay as they are if
 /// the cluster does not publish them or refuses access. If Services are dialed by these networks
-/// alone (`are_needed`), `problems` receives the remedy for that. `problems` also receives networks
-/// that fail validation. `namespace` is the namespace of the server. Cancel-safe.
+/// alone (`are_needed`), the conditions receive the remedy for that. The conditions also receive
+/// networks that fail validation. Cancel-safe.
 pub(super) async fn follow(
-    client: Client,
-    world: watch::Sender<ClusterState>,
-    problems: Conditions,
+    cluster: ClusterHandle,
+    state: watch::Sender<ClusterState>,
     are_needed: bool,
-    namespace: &str,
 ) {
+    let Connection {
+        client, namespace, ..
+    } = cluster.connection;
+    let problems = cluster.problems;
     let report = |line: Option<String>| {
         if are_needed {
             problems.set(Condition::ServiceRanges, line.into_iter().collect());
@@ -49,10 +53,10 @@ pub(super) async fn follow(
                 Ok(Ok(list)) => {
                     let (networks, wrong) = networks(&list.items);
                     problems.set(Condition::ServiceNetworks, wrong);
-                    world.send_if_modified(|world| {
-                        let is_other = *world.service_networks != *networks;
+                    state.send_if_modified(|state| {
+                        let is_other = *state.service_networks != *networks;
                         if is_other {
-                            world.service_networks = networks.into();
+                            state.service_networks = networks.into();
                         }
                         is_other
                     });
@@ -60,7 +64,7 @@ pub(super) async fn follow(
                     EVERY
                 }
                 Ok(Err(kube::Error::Api(refused))) if refused.code == 403 => {
-                    report(Some(missing_right_condition(&refused.message, namespace)));
+                    report(Some(missing_right_condition(&refused.message, &namespace)));
                     AGAIN
                 }
                 Ok(Err(kube::Error::Api(refused))) if refused.code == 404 => {

@@ -23,7 +23,8 @@ const FURTHER_MAX: usize = 64;
 /// while the Service does not exist.
 pub(super) async fn follow(
     names: ServingNames,
-    (namespace, domain): (String, String),
+    namespace: String,
+    domain: String,
     mut world: watch::Receiver<ClusterState>,
     problems: Conditions,
 ) {

@@ -293,13 +293,22 @@ impl Writers {
         let ports_map = world.ports_map.present().map(AsRef::as_ref);
         let records_map = world.records_map.present().map(AsRef::as_ref);
         let publishing = async {
-            let map = (self.names.ports_config_map.as_str(), ports_map);
+            let names = &self.names;
             self.events
-                .publish(Condition::PortLists, &ports, map)
+                .publish(
+                    Condition::PortLists,
+                    &ports,
+                    &names.ports_config_map,
+                    ports_map,
+                )
                 .await?;
-            let map = (self.names.nodes_config_map.as_str(), records_map);
             self.events
-                .publish(Condition::RecordsSize, &size, map)
+                .publish(
+                    Condition::RecordsSize,
+                    &size,
+                    &names.nodes_config_map,
+                    records_map,
+                )
                 .await
         };
         let published = timeout_at(until, publishing).await;

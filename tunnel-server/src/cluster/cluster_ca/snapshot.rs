@@ -99,7 +99,8 @@ pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
 pub(super) fn start(
     data: &DataDir,
     mut last: SharedSnapshot,
-    (mut known, documents): (watch::Receiver<Option<Arc<CaMaterial>>>, &SharedDocuments),
+    mut known: watch::Receiver<Option<Arc<CaMaterial>>>,
+    documents: &SharedDocuments,
     shutdown: &Shutdown,
 ) {
     let (path, certificate) = (data.authority(), data.ca_certificate());

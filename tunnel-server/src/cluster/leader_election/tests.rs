@@ -1,3 +1,4 @@
+use prometheus_client::registry::Registry as MetricsRegistry;
 use serde_json::{Value, json};
 
 use tunnel_proto::process::meta::Readiness;
@@ -98,14 +99,17 @@ async fn holder_counts_as_alive_only_once_it_was_seen_to_renew() {
 
 fn election() -> (Election, ApiServer) {
     let (client, server) = api_server();
-    let metrics = ClusterMetrics::default();
-    let problems = Conditions::new(Readiness::default(), metrics.clone());
-    let election = Election::new(
-        Api::namespaced(client, NAMESPACE),
-        ("l".into(), "me".into()),
-        (problems, metrics),
-        Throttle::default(),
+    let connection = Connection {
+        client,
+        throttle: Throttle::default(),
+        namespace: NAMESPACE.into(),
+    };
+    let cluster = ClusterHandle::with_connection(
+        connection,
+        &Readiness::default(),
+        &mut MetricsRegistry::default(),
     );
+    let election = Election::new("l".into(), "me".into(), &cluster);
     (election, server)
 }
 
