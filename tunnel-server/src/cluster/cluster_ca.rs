@@ -23,7 +23,7 @@ use tunnel_proto::transport::quic::QuicKeys;
 use super::failure::{ApiError, ApiErrorKind};
 use super::handle::ClusterHandle;
 use super::identity;
-use super::metrics::Object;
+use super::objects::Object;
 use super::watches::follow_one;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::cluster::conditions::Condition;

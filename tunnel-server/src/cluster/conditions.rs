@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 use tunnel_proto::process::meta::Readiness;
 
-use super::metrics::{ClusterMetrics, Object};
+use super::metrics::ClusterMetrics;
+use super::objects::Object;
 
 /// Maximum number of lines stored per condition. Further lines are only counted.
 const LINES_MAX: usize = 32;

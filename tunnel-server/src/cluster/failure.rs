@@ -7,8 +7,7 @@ use kube::runtime::watcher;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use super::metrics::Object;
-use super::objects::creation;
+use super::objects::{Object, creation};
 
 /// Kinds of failures, as labels of metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,7 +6,8 @@ use tunnel_proto::process::settings::ConfigError;
 
 use super::client::{self, Connection};
 use super::conditions::Conditions;
-use super::metrics::{ClusterMetrics, Object};
+use super::metrics::ClusterMetrics;
+use super::objects::Object;
 use super::watches::WatchContext;
 use crate::config::KubernetesSettings;
 

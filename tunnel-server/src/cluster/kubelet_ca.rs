@@ -13,8 +13,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, AgentTrust};
 
 use super::handle::ClusterHandle;
-use super::metrics::Object;
-use super::objects::{CLIENT_CA, CLIENT_CA_KEY};
+use super::objects::{CLIENT_CA, CLIENT_CA_KEY, Object};
 use super::watches::{Observed, follow_one};
 use crate::cluster::conditions::Condition;
 

@@ -16,7 +16,8 @@ use tracing::{info, warn};
 use super::client::Connection;
 use super::failure::{ApiError, ApiErrorKind, Throttle};
 use super::handle::ClusterHandle;
-use super::metrics::{ClusterMetrics, Object};
+use super::metrics::ClusterMetrics;
+use super::objects::Object;
 use crate::cluster::conditions::{Condition, Conditions};
 
 /// `leaseDurationSeconds`: other candidates take a Lease that was not renewed for this long.

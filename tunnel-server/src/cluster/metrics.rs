@@ -8,60 +8,10 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-
-use super::failure::ApiErrorKind;
 use tunnel_proto::process::metrics::StaticLabel;
 
-/// An object that the server reads or writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Object {
-    Nodes,
-    /// The nodes ConfigMap.
-    Records,
-    /// The ports ConfigMap.
-    Ports,
-    Service,
-    Lease,
-    Events,
-    /// The CA of kubelet client certificates.
-    KubeletCa,
-    /// The Secret of the CA.
-    Ca,
-    /// The ConfigMap of the CA certificates.
-    CaBundle,
-    /// The Secret with tokens, revocations and QUIC keys.
-    State,
-}
-
-impl Object {
-    /// Returns the label for metrics and logs.
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Nodes => "nodes",
-            Self::Records => "records",
-            Self::Ports => "ports",
-            Self::Service => "service",
-            Self::Lease => "lease",
-            Self::Events => "events",
-            Self::KubeletCa => "kubelet_client_ca",
-            Self::Ca => "ca",
-            Self::CaBundle => "ca_certificates",
-            Self::State => "state",
-        }
-    }
-
-    /// Returns the Kubernetes kind.
-    pub(super) fn kind(self) -> &'static str {
-        match self {
-            Self::Nodes => "Node",
-            Self::Records | Self::Ports | Self::CaBundle | Self::KubeletCa => "ConfigMap",
-            Self::Service => "Service",
-            Self::Lease => "Lease",
-            Self::Events => "Event",
-            Self::Ca | Self::State => "Secret",
-        }
-    }
-}
+use super::failure::ApiErrorKind;
+use super::objects::Object;
 
 /// Metrics of the cluster controllers. Clones share them.
 #[derive(Debug, Clone, Default)]

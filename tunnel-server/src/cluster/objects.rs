@@ -1,5 +1,5 @@
-//! Cluster objects that the server reads and writes: keys, label values, ports, and the required
-//! permissions.
+//! Cluster objects that the server reads and writes: their kinds, keys, label values, and the
+//! required permissions.
 
 /// Key of the records in the nodes ConfigMap.
 pub const RECORDS_KEY: &str = "tunnel-nodes";
@@ -37,6 +37,57 @@ pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
 /// Common name of the server's client certificate for kubelets, which is its user name there. Also
 /// the name prefix of the CertificateSigningRequests.
 pub const KUBELET_CLIENT_NAME: &str = "culvert-tunnel-server";
+
+/// An object that the server reads or writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Object {
+    Nodes,
+    /// The ConfigMap of the records.
+    Records,
+    /// The ConfigMap of the ports.
+    Ports,
+    Service,
+    Lease,
+    Events,
+    /// The CA of kubelet client certificates.
+    KubeletCa,
+    /// The Secret of the CA.
+    Ca,
+    /// The ConfigMap of the CA certificates.
+    CaBundle,
+    /// The Secret with tokens, revocations and QUIC keys.
+    State,
+}
+
+impl Object {
+    /// Returns the label for metrics and logs.
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Nodes => "nodes",
+            Self::Records => "records",
+            Self::Ports => "ports",
+            Self::Service => "service",
+            Self::Lease => "lease",
+            Self::Events => "events",
+            Self::KubeletCa => "kubelet_client_ca",
+            Self::Ca => "ca",
+            Self::CaBundle => "ca_certificates",
+            Self::State => "state",
+        }
+    }
+
+    /// Returns the Kubernetes kind.
+    pub(super) fn kind(self) -> &'static str {
+        match self {
+            Self::Nodes => "Node",
+            Self::Records | Self::Ports | Self::CaBundle | Self::KubeletCa => "ConfigMap",
+            Self::Service => "Service",
+            Self::Lease => "Lease",
+            Self::Events => "Event",
+            Self::Ca | Self::State => "Secret",
+        }
+    }
+}
 
 /// Objects that a permission covers, for a row of the permission table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

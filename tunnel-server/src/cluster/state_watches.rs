@@ -16,8 +16,8 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::client::Connection;
 use super::handle::ClusterHandle;
-use super::metrics::Object;
 use super::nodes::{NodeObject, NodeStore};
+use super::objects::Object;
 use super::watches::{Observed, WatchContext, config, follow, follow_one};
 use super::writers;
 use crate::cluster::state::ClusterState;

@@ -8,7 +8,8 @@ use tunnel_proto::transport::BufferPool;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::failure::Throttle;
-use super::metrics::{ClusterMetrics, Object};
+use super::metrics::ClusterMetrics;
+use super::objects::Object;
 use super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
 use crate::config::{Config, Environment, ObjectNames, RawConfig};

@@ -14,7 +14,8 @@ use tokio::time::Instant;
 use tracing::debug;
 
 use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
-use super::metrics::{ClusterMetrics, Object};
+use super::metrics::ClusterMetrics;
+use super::objects::Object;
 use crate::cluster::conditions::{Condition, Conditions};
 
 /// Number of objects per list page. A Node can be 20 KB of JSON, and a whole page is in memory.

@@ -13,8 +13,7 @@ use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::failure::{ApiError, ApiErrorKind, Backoff};
-use super::super::metrics::Object;
-use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY};
+use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, Object};
 use super::super::watches::Observed;
 use super::{
     CONFLICTS_MAX, ClusterObjects, ca_bundle, conflicts, follow_one, pause_after_conflict,

@@ -8,8 +8,7 @@ use kube::api::{ObjectMeta, PostParams};
 use tracing::info;
 
 use super::super::failure::ApiError;
-use super::super::metrics::Object;
-use super::super::objects::CA_CERTIFICATE_KEY;
+use super::super::objects::{CA_CERTIFICATE_KEY, Object};
 use super::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
 
 /// Pure plan of the write.

@@ -11,7 +11,7 @@ use tracing::{debug, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::failure::ApiError;
-use super::super::metrics::Object;
+use super::super::objects::Object;
 use super::super::watches::Observed;
 use super::{CONFLICTS_MAX, ClusterObjects, follow_one, pause_after_conflict};
 use crate::cluster::cluster_ca::snapshot::SharedSnapshot;

@@ -20,8 +20,7 @@ use tunnel_proto::transport::quic::QuicKeys;
 use tunnel_proto::wire::enroll::hex;
 
 use super::super::failure::{ApiError, ApiErrorKind};
-use super::super::metrics::Object;
-use super::super::objects::{REPLICAS_MAX, replica_lease};
+use super::super::objects::{Object, REPLICAS_MAX, replica_lease};
 use super::documents::{REPLICAS, SharedDocuments};
 use super::{CALL_LIMIT, ClusterObjects};
 use crate::ca::CaError;
