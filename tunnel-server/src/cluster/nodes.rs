@@ -1,180 +1,19 @@
-//! Node objects: pruned on arrival, validated, and mapped to routes and records.
+//! The Nodes of the cluster: validated, and mapped to routes and records.
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
-use std::net::IpAddr;
-
-use k8s_openapi::ClusterResourceScope;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::Resource;
 use kube::runtime::watcher::Event;
-use serde::{Deserialize, Serialize};
-use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use super::objects::EDGE_VALUE;
 use crate::dns::{Node as DnsNode, NodeLocation};
 use crate::routing::dial_policy::{ClusterNetworks, PodNetwork};
 use crate::routing::routes::RouteNode;
 
 mod aliases;
 mod claims;
+mod facts;
 
 pub(super) use aliases::{AliasOwners, AliasRules};
-
-/// Maximum number of addresses of each type that are read. Kubelets write a few.
-const ADDRESSES_MAX: usize = 32;
-/// Maximum number of Pod networks that are read. The API allows one per family.
-const NETWORKS_MAX: usize = 2;
-
-/// The part of a Node object that the server uses. The parser skips the rest, most of which is the
-/// list of images.
-#[derive(Debug, Clone, Default, Deserialize)]
-pub(super) struct NodeObject {
-    #[serde(default)]
-    metadata: ObjectMeta,
-    #[serde(default)]
-    spec: Option<Spec>,
-    #[serde(default)]
-    status: Option<Status>,
-}
-
-#[derive(Debug, Clone, Default, Deserialize)]
-struct Spec {
-    #[serde(rename = "podCIDRs", default)]
-    pod_cidrs: Option<Vec<String>>,
-}
-
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Status {
-    addresses: Option<Vec<Address>>,
-    daemon_endpoints: Option<DaemonEndpoints>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Address {
-    #[serde(rename = "type")]
-    kind: String,
-    address: String,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct DaemonEndpoints {
-    kubelet_endpoint: Option<Endpoint>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Endpoint {
-    #[serde(rename = "Port")]
-    port: i32,
-}
-
-impl Resource for NodeObject {
-    type DynamicType = ();
-    type Scope = ClusterResourceScope;
-
-    fn kind((): &()) -> Cow<'_, str> {
-        "Node".into()
-    }
-
-    fn group((): &()) -> Cow<'_, str> {
-        "".into()
-    }
-
-    fn version((): &()) -> Cow<'_, str> {
-        "v1".into()
-    }
-
-    fn plural((): &()) -> Cow<'_, str> {
-        "nodes".into()
-    }
-
-    fn meta(&self) -> &ObjectMeta {
-        &self.metadata
-    }
-
-    fn meta_mut(&mut self) -> &mut ObjectMeta {
-        &mut self.metadata
-    }
-}
-
-/// Facts about a Node, in memory and on disk. The texts are not validated. [`NodeSet::new`]
-/// validates them.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub(super) struct NodeFacts {
-    hostname: Option<Box<str>>,
-    internal: Vec<IpAddr>,
-    external: Vec<IpAddr>,
-    is_edge: bool,
-    kubelet_port: Option<u16>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pod_networks: Vec<Box<str>>,
-    /// Creation time of the object in seconds of Unix time. The API server sets it, not the
-    /// kubelet.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    created: Option<i64>,
-}
-
-impl NodeFacts {
-    fn of(object: NodeObject, edge_label: &str) -> Self {
-        let labels = object.metadata.labels.unwrap_or_default();
-        let status = object.status.unwrap_or_default();
-        let addresses = status.addresses.unwrap_or_default();
-        let of_kind = |kind: &str| -> Vec<IpAddr> {
-            let texts = addresses.iter().filter(|address| address.kind == kind);
-            texts
-                .filter_map(|address| address.address.parse::<IpAddr>().ok())
-                .map(|address| address.to_canonical())
-                .filter(|address| is_valid_node_address(*address))
-                .take(ADDRESSES_MAX)
-                .collect()
-        };
-        let hostname = addresses.iter().find(|address| address.kind == "Hostname");
-        let pod_networks = object.spec.and_then(|spec| spec.pod_cidrs);
-        let endpoint = status.daemon_endpoints.and_then(|all| all.kubelet_endpoint);
-        Self {
-            internal: of_kind("InternalIP"),
-            external: of_kind("ExternalIP"),
-            is_edge: labels
-                .get(edge_label)
-                .is_some_and(|value| value == EDGE_VALUE),
-            kubelet_port: endpoint.and_then(|endpoint| u16::try_from(endpoint.port).ok()),
-            hostname: hostname.map(|address| address.address.as_str().into()),
-            pod_networks: pod_networks
-                .into_iter()
-                .flatten()
-                .filter(|network| network.parse::<Cidr>().is_ok())
-                .take(NETWORKS_MAX)
-                .map(String::into_boxed_str)
-                .collect(),
-            created: object
-                .metadata
-                .creation_timestamp
-                .map(|at| at.0.as_second()),
-        }
-    }
-
-    fn addresses(&self) -> impl Iterator<Item = IpAddr> {
-        self.internal.iter().chain(&self.external).copied()
-    }
-
-    fn networks(&self) -> impl Iterator<Item = Cidr> {
-        let texts = self.pod_networks.iter();
-        texts.filter_map(|network| network.parse().ok())
-    }
-}
-
-/// Rejects addresses that cannot belong to a node. A record with such an address would lead callers
-/// to themselves, or to the credentials of their cloud.
-fn is_valid_node_address(address: IpAddr) -> bool {
-    !address.is_loopback() && effective_ip(address) == address && forbidden_kind(address).is_none()
-}
-
-/// Node facts by object name.
-pub(super) type FactMap = BTreeMap<Box<str>, NodeFacts>;
+use facts::{ClusterNode, NodeFacts};
+pub(super) use facts::{FactMap, NodeObject};
 
 /// The Nodes as observed by list and watch.
 #[derive(Debug)]
@@ -248,14 +87,6 @@ impl NodeStore {
 pub(super) struct Applied {
     pub(super) is_changed: bool,
     pub(super) is_listed: bool,
-}
-
-/// A Node with a valid name.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct ClusterNode {
-    name: NodeName,
-    hostname: Option<NodeName>,
-    facts: NodeFacts,
 }
 
 /// All Nodes with valid names, and the reasons why others are refused.

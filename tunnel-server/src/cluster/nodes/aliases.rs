@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tunnel_proto::wire::name::NodeName;
 
-use super::ClusterNode;
+use super::facts::ClusterNode;
 use crate::dns::NamePattern;
 
 /// Owner nodes by alias.

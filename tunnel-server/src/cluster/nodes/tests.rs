@@ -1,4 +1,5 @@
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
