@@ -13,39 +13,30 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{ConfigMap, Secret};
-use kube::Api;
 use tokio::sync::watch;
 use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
-use super::failure::{ApiError, ApiErrorKind};
 use super::handle::ClusterHandle;
 use super::identity;
-use super::objects::Object;
-use super::watches::follow_one;
 use crate::ca::{CaError, CaMaterial, LocalCa};
-use crate::cluster::conditions::Condition;
 use crate::config::KubernetesSettings;
 use crate::store::data_dir::DataDir;
 use crate::store::document::SharedDocument;
 
 mod ca;
 mod ca_bundle;
+mod cluster_objects;
 mod documents;
 mod quic_key_lease;
 mod snapshot;
 
 use ca::CaReconciler;
+use cluster_objects::ClusterObjects;
 use documents::{REVOKED, SharedDocuments, TOKENS};
 pub use quic_key_lease::LeaseGuard;
 use quic_key_lease::QuicKeyLeases;
-
-/// Limit for one API call.
-const CALL_LIMIT: Duration = Duration::from_secs(5);
-/// Number of consecutive write conflicts on one object before the writer backs off.
-const CONFLICTS_MAX: u32 = 8;
 
 /// State that one server shares with the other servers of its cluster.
 #[derive(Debug)]
@@ -58,15 +49,6 @@ pub(crate) struct ClusterAuthority {
     pub(crate) keys: QuicKeys,
     /// Lease on the keys.
     pub(crate) lease_guard: Option<LeaseGuard>,
-}
-
-/// Clients for the Secrets and the ConfigMap.
-#[derive(Clone)]
-struct ClusterObjects {
-    cluster: ClusterHandle,
-    namespace: String,
-    secrets: Api<Secret>,
-    maps: Api<ConfigMap>,
 }
 
 impl ClusterHandle {
@@ -82,23 +64,21 @@ impl ClusterHandle {
         life: Duration,
         shutdown: &Shutdown,
     ) -> Result<ClusterAuthority, CaError> {
-        let namespace = self.connection.namespace.clone();
-        let client = &self.connection.client;
-        let cluster_objects = ClusterObjects {
-            cluster: self.clone(),
-            secrets: Api::namespaced(client.clone(), &namespace),
-            maps: Api::namespaced(client.clone(), &namespace),
-            namespace,
-        };
+        let cluster_objects = ClusterObjects::new(self);
         let names = &settings.names;
-        let kept = snapshot::load(data, &cluster_objects.describe_secret(&names.ca_secret));
-        let material = kept.material().map(Arc::new);
+        let persisted = snapshot::load(data, &cluster_objects.describe_secret(&names.ca_secret));
+        let material = persisted.material().map(Arc::new);
         let current = watch::Sender::new(material);
-        let documents =
-            SharedDocuments::new(&cluster_objects, &names.state_secret, &kept, shutdown);
+        let documents = SharedDocuments::new(
+            &cluster_objects,
+            &names.state_secret,
+            &persisted.documents,
+            persisted.is_whole,
+            shutdown,
+        );
         let ca_reconciler = CaReconciler::new(&cluster_objects, names, current.clone());
         ca_reconciler.start(settings, shutdown);
-        snapshot::start(data, kept, current.subscribe(), &documents, shutdown);
+        snapshot::start(data, persisted, current.subscribe(), &documents, shutdown);
 
         let mut known = current.subscribe();
         let material = first(&mut known).await;
@@ -156,77 +136,4 @@ fn follow(
             }
         }
     });
-}
-
-impl ClusterObjects {
-    fn describe_secret(&self, name: &str) -> String {
-        format!("Secret {}/{name}", self.namespace)
-    }
-
-    async fn call<T>(
-        &self,
-        call: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, ApiError> {
-        match tokio::time::timeout(CALL_LIMIT, call).await {
-            Ok(done) => done.map_err(|error| ApiError::from(&error)),
-            Err(_elapsed) => Err(ApiError::timeout()),
-        }
-    }
-
-    /// Returns the Secret, which must exist. This server never creates Secrets.
-    async fn secret(&self, name: &str) -> Result<Secret, ApiError> {
-        match self.call(self.secrets.get_opt(name)).await {
-            Ok(Some(secret)) => Ok(secret),
-            Ok(None) => Err(ApiError::absent(Object::Ca, &self.namespace, name)),
-            Err(failure) if failure.kind == ApiErrorKind::Forbidden => Err(ApiError::new(
-                failure.kind,
-                format!(
-                    "{failure}; grant get, list, watch and update on {}",
-                    self.describe_secret(name)
-                ),
-            )),
-            Err(failure) => Err(failure),
-        }
-    }
-
-    /// Counts a write. Returns `None` after a conflict.
-    fn record_write<T>(
-        &self,
-        object: Object,
-        written: Result<T, ApiError>,
-    ) -> Result<Option<T>, ApiError> {
-        let metrics = &self.cluster.metrics;
-        match written {
-            Ok(written) => {
-                metrics.record_write(object, "ok");
-                Ok(Some(written))
-            }
-            Err(failure) => {
-                metrics.record_write(object, failure.kind.label());
-                match failure.kind {
-                    ApiErrorKind::Conflict => Ok(None),
-                    _ => Err(failure),
-                }
-            }
-        }
-    }
-
-    fn condition(&self, condition: Condition, line: Option<String>) {
-        self.cluster
-            .problems
-            .set(condition, line.into_iter().collect());
-    }
-}
-
-fn conflicts() -> ApiError {
-    ApiError::new(
-        ApiErrorKind::Conflict,
-        "too many conflicts in a row: another client keeps changing the object",
-    )
-}
-
-/// The random delay keeps two conflicting writers from colliding again.
-async fn pause_after_conflict() {
-    let pause = Duration::from_millis(10).mul_f64(1.0 + rand::random::<f64>() * 9.0);
-    tokio::time::sleep(pause).await;
 }

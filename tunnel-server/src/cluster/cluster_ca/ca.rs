@@ -14,10 +14,9 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::failure::{ApiError, ApiErrorKind, Backoff};
 use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, Object};
-use super::super::watches::Observed;
-use super::{
-    CONFLICTS_MAX, ClusterObjects, ca_bundle, conflicts, follow_one, pause_after_conflict,
-};
+use super::super::watches::{Observed, follow_one};
+use super::ca_bundle;
+use super::cluster_objects::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
 use crate::ca::{CaMaterial, SourceNames};
 use crate::cluster::conditions::Condition;
 use crate::config::{KubernetesSettings, ObjectNames};

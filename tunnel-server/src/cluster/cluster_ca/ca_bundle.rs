@@ -9,7 +9,7 @@ use tracing::info;
 
 use super::super::failure::ApiError;
 use super::super::objects::{CA_CERTIFICATE_KEY, Object};
-use super::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
+use super::cluster_objects::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
 
 /// Pure plan of the write.
 #[derive(Debug, PartialEq)]

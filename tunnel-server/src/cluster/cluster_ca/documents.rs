@@ -1,6 +1,7 @@
 //! Secret with the documents that all servers change: observed by a watch, written by
 //! compare-and-swap.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use k8s_openapi::ByteString;
@@ -12,9 +13,8 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::failure::ApiError;
 use super::super::objects::Object;
-use super::super::watches::Observed;
-use super::{CONFLICTS_MAX, ClusterObjects, follow_one, pause_after_conflict};
-use crate::cluster::cluster_ca::snapshot::SharedSnapshot;
+use super::super::watches::{Observed, follow_one};
+use super::cluster_objects::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
 use crate::cluster::conditions::Condition;
 use crate::store::document::{
     CasOutcome, ClusterDocument, CompareAndSwap, SharedDocument, Snapshot,
@@ -41,16 +41,18 @@ pub(super) struct SharedDocuments {
 }
 
 impl SharedDocuments {
-    /// Starts to watch the Secret.
+    /// Starts to watch the Secret. `persisted` is the last content of the documents by key, and
+    /// `is_whole` says whether it is complete.
     pub(super) fn new(
         cluster_objects: &ClusterObjects,
         name: &str,
-        kept: &SharedSnapshot,
+        persisted: &BTreeMap<String, String>,
+        is_whole: bool,
         shutdown: &Shutdown,
     ) -> Self {
         let (swaps, swap_requests) = mpsc::channel(SWAPS_MAX);
         let content = |key: &'static str| {
-            let content = kept.documents.get(key);
+            let content = persisted.get(key);
             let content = content.map(|text| Arc::from(text.as_bytes()));
             let heard = Snapshot {
                 sequence: 0,
@@ -62,7 +64,7 @@ impl SharedDocuments {
             name: cluster_objects.describe_secret(name),
             swaps,
             contents: DOCUMENTS.map(content).into(),
-            is_observed: watch::Sender::new(kept.is_whole()),
+            is_observed: watch::Sender::new(is_whole),
         };
         let (watched, writer) = (documents.clone(), documents.clone());
         let (watched_objects, secret) = (cluster_objects.clone(), name.to_owned());
@@ -218,7 +220,7 @@ impl SharedDocuments {
             }
             pause_after_conflict().await;
         }
-        Err(super::conflicts())
+        Err(conflicts())
     }
 }
 

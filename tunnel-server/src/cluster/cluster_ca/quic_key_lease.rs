@@ -21,8 +21,8 @@ use tunnel_proto::wire::enroll::hex;
 
 use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::objects::{Object, REPLICAS_MAX, replica_lease};
+use super::cluster_objects::{CALL_LIMIT, ClusterObjects};
 use super::documents::{REPLICAS, SharedDocuments};
-use super::{CALL_LIMIT, ClusterObjects};
 use crate::ca::CaError;
 use crate::cluster::conditions::Condition;
 use crate::store::data_dir::{DataDir, random};

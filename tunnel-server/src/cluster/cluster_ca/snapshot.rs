@@ -30,8 +30,8 @@ pub(super) struct SharedSnapshot {
     #[serde(with = "wiped")]
     key: Zeroizing<String>,
     pub(super) documents: BTreeMap<String, String>,
-    /// Whether the documents were observed.
-    is_whole: bool,
+    /// Whether the documents were observed, so that the snapshot is complete enough to start with.
+    pub(super) is_whole: bool,
 }
 
 impl SharedSnapshot {
@@ -47,11 +47,6 @@ impl SharedSnapshot {
         CaMaterial::parse(self.certificates.as_bytes(), self.key.as_bytes(), names)
             .inspect_err(|error| warn!(%error, "cannot use the persisted CA"))
             .ok()
-    }
-
-    /// Returns `true` if the snapshot is complete enough to start with.
-    pub(super) fn is_whole(&self) -> bool {
-        self.is_whole
     }
 }
 
