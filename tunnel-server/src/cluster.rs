@@ -32,6 +32,7 @@ use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
 
+mod api_call;
 mod client;
 mod cluster_ca;
 mod conditions;

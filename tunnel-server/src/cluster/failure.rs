@@ -126,6 +126,12 @@ impl From<&kube::Error> for ApiError {
     }
 }
 
+impl From<kube::Error> for ApiError {
+    fn from(error: kube::Error) -> Self {
+        Self::from(&error)
+    }
+}
+
 impl From<&watcher::Error> for ApiError {
     fn from(error: &watcher::Error) -> Self {
         match error {

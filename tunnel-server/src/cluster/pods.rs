@@ -11,7 +11,8 @@ use tokio::task::JoinSet;
 use tracing::debug;
 use tunnel_proto::wire::name::NodeName;
 
-use super::failure::{ApiError, ApiErrorKind};
+use super::api_call::with_limit;
+use super::failure::ApiErrorKind;
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::routing::pod_lookup::{Pod, PodLookupError, Question};
 
@@ -86,11 +87,7 @@ impl Access {
 }
 
 async fn node_of(api: Api<PodObject>, pod: &Pod) -> Result<NodeName, PodLookupError> {
-    let found = tokio::time::timeout(CALL_LIMIT, api.get_opt(&pod.name)).await;
-    let found = found.map_or_else(
-        |_elapsed| Err(ApiError::timeout()),
-        |found| found.map_err(|error| ApiError::from(&error)),
-    );
+    let found = with_limit(CALL_LIMIT, api.get_opt(&pod.name)).await;
     let found = found.map_err(|failure| {
         debug!(error = %failure, %pod, "cannot get a pod");
         match failure.kind {

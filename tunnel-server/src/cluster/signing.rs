@@ -12,6 +12,7 @@ use rustls::sign::CertifiedKey;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
+use super::api_call::with_limit;
 use super::failure::{ApiError, ApiErrorKind, Backoff};
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::ingress::target_tls::TargetTls;
@@ -96,14 +97,14 @@ impl KubeletCertificateTask {
             return Ok(left.min(SLEEP_MAX));
         }
         let name = request_name(kept);
-        let found = with_call_limit(self.api.get_opt(&name)).await?;
+        let found = with_limit(CALL_LIMIT, self.api.get_opt(&name)).await?;
         let signer = &self.signer.name;
         match request_state(found.as_ref()) {
             RequestState::Absent => {
                 let asked = request(&name, signer, kept)
                     .map_err(|error| ApiError::new(ApiErrorKind::Invalid, error.to_string()))?;
                 let parameters = PostParams::default();
-                with_call_limit(self.api.create(&parameters, &asked)).await?;
+                with_limit(CALL_LIMIT, self.api.create(&parameters, &asked)).await?;
                 info!(
                     request = name,
                     signer, "requested a client certificate for kubelets"
@@ -185,14 +186,6 @@ fn approval_condition(name: &str) -> String {
         "CertificateSigningRequest {name} is not approved yet; until then client-certificate delegation is off; approve: kubectl certificate \
          approve {name}"
     )
-}
-
-async fn with_call_limit<T>(
-    call: impl Future<Output = Result<T, kube::Error>>,
-) -> Result<T, ApiError> {
-    let answered = tokio::time::timeout(CALL_LIMIT, call).await;
-    let answered = answered.map_err(|_elapsed| ApiError::timeout())?;
-    answered.map_err(|error| ApiError::from(&error))
 }
 
 #[cfg(test)]

@@ -11,10 +11,11 @@ use kube::api::{ApiResource, DynamicObject, PostParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::Value;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::api_call::{CALL_LIMIT, Conflicts, count_write, with_limit};
 use super::events::EventRecorder;
 use super::failure::{ApiError, ApiErrorKind, Backoff, Throttle};
 use super::hosts::{self, HostsPlan};
@@ -30,10 +31,10 @@ use crate::config::ObjectNames;
 const QUIET: Duration = Duration::from_millis(300);
 /// Maximum delay of a burst of changes.
 const BURST_MAX: Duration = Duration::from_secs(1);
-/// Limit for one API call.
-const CALL_LIMIT: Duration = Duration::from_secs(5);
 /// Number of consecutive write conflicts on one object before the writer backs off.
 const CONFLICTS_MAX: u32 = 5;
+/// Shortest pause after a conflict. Only one server writes, so the other client is another program.
+const CONFLICT_PAUSE_MIN: Duration = Duration::from_millis(20);
 /// Interval at which objects are read again, in addition to the watches.
 const RESYNC: Duration = Duration::from_secs(300);
 
@@ -160,11 +161,12 @@ impl Writers {
         let name = self.names.nodes_config_map.clone();
         let hosts = desired.records.as_ref().map(|records| records.hosts());
         let mut known = world.records_map.is_known() && !is_resync;
-        for _ in 0..CONFLICTS_MAX {
+        let mut conflicts = Conflicts::new(CONFLICTS_MAX, CONFLICT_PAUSE_MIN);
+        loop {
             let found = if known {
                 world.records_map.present().map(|map| self.newest(map))
             } else {
-                self.call(self.maps.get_opt(&name)).await?
+                with_limit(CALL_LIMIT, self.maps.get_opt(&name)).await?
             };
             known = false;
             let based_on = found.as_ref().and_then(ConfigMap::resource_version);
@@ -203,13 +205,9 @@ impl Writers {
                     self.written = Some((based_on, map));
                     return Ok(());
                 }
-                None => pause_after_conflict().await,
+                None => conflicts.wait().await?,
             }
         }
-        Err(ApiError::new(
-            ApiErrorKind::Conflict,
-            "too many conflicts in a row: another client keeps changing the object",
-        ))
     }
 
     /// Returns the observed ConfigMap, or the last written one if the watch has not caught up with
@@ -262,8 +260,10 @@ impl Writers {
                 return Ok(());
             }
         }
-        for _ in 0..CONFLICTS_MAX {
-            let Some(mut found) = self.call(self.services.get_opt(name)).await? else {
+        let mut conflicts = Conflicts::new(CONFLICTS_MAX, CONFLICT_PAUSE_MIN);
+        loop {
+            let found = with_limit(CALL_LIMIT, self.services.get_opt(name)).await?;
+            let Some(mut found) = found else {
                 return Ok(());
             };
             let Some(planned) = service::plan(&ports(&found.data), desired_ports) else {
@@ -278,16 +278,12 @@ impl Writers {
                 info!(service = name, "wrote the ports");
                 return Ok(());
             }
-            pause_after_conflict().await;
+            conflicts.wait().await?;
         }
-        Err(ApiError::new(
-            ApiErrorKind::Conflict,
-            "too many conflicts in a row: another client keeps changing the object",
-        ))
     }
 
     async fn publish(&mut self, world: &ClusterState) -> Result<(), ApiError> {
-        let until = self.until()?;
+        let limit = self.limit()?;
         let ports = self.problems.of(Condition::PortLists);
         let size = self.problems.of(Condition::RecordsSize);
         let ports_map = world.ports_map.present().map(AsRef::as_ref);
@@ -311,31 +307,23 @@ impl Writers {
                 )
                 .await
         };
-        let published = timeout_at(until, publishing).await;
-        published.unwrap_or_else(|_elapsed| Err(ApiError::timeout()))
+        with_limit(limit, publishing).await
     }
 
-    /// Counts a write. Returns `None` after a conflict, which another read and write may resolve.
+    /// Counts a write and logs its failure. Returns `None` after a conflict or a deletion, which
+    /// another read and write may resolve.
     fn record_write<T>(
         &self,
         object: Object,
         written: Result<T, ApiError>,
     ) -> Result<Option<T>, ApiError> {
-        match written {
-            Ok(written) => {
-                self.metrics.record_write(object, "ok");
-                Ok(Some(written))
-            }
+        match count_write(&self.metrics, object, written) {
+            Err(failure) if failure.kind == ApiErrorKind::NotFound => Ok(None),
             Err(failure) => {
-                self.metrics.record_write(object, failure.kind.label());
-                match failure.kind {
-                    ApiErrorKind::Conflict | ApiErrorKind::NotFound => Ok(None),
-                    _ => {
-                        warn!(object = object.label(), error = %failure, "cannot write, trying again");
-                        Err(failure)
-                    }
-                }
+                warn!(object = object.label(), error = %failure, "cannot write, trying again");
+                Err(failure)
             }
+            Ok(written) => Ok(written),
         }
     }
 
@@ -344,37 +332,18 @@ impl Writers {
         &self,
         call: impl Future<Output = Result<T, kube::Error>>,
     ) -> Result<T, ApiError> {
-        let until = self.until()?;
-        match timeout_at(until, call).await {
-            Ok(done) => done.map_err(|error| ApiError::from(&error)),
-            Err(_elapsed) => Err(ApiError::timeout()),
-        }
+        with_limit(self.limit()?, call).await
     }
 
-    async fn call<T>(
-        &self,
-        call: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, ApiError> {
-        match timeout_at(Instant::now() + CALL_LIMIT, call).await {
-            Ok(done) => done.map_err(|error| ApiError::from(&error)),
-            Err(_elapsed) => Err(ApiError::timeout()),
-        }
-    }
-
-    fn until(&self) -> Result<Instant, ApiError> {
+    /// Returns the limit for a write: that of a call, or the rest of the term.
+    fn limit(&self) -> Result<Duration, ApiError> {
         let now = Instant::now();
         let term = self.leadership.until(now);
         let term = term.ok_or_else(|| {
             ApiError::new(ApiErrorKind::Deposed, "lost the Lease before the write")
         })?;
-        Ok(term.min(now + CALL_LIMIT))
+        Ok(CALL_LIMIT.min(term - now))
     }
-}
-
-/// The random delay keeps two conflicting writers from colliding again.
-async fn pause_after_conflict() {
-    let pause = Duration::from_millis(20).mul_f64(1.0 + rand::random::<f64>() * 9.0);
-    tokio::time::sleep(pause).await;
 }
 
 /// The time of the next write.

@@ -12,11 +12,12 @@ use tokio::time::Instant;
 use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
 
+use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::{ApiError, ApiErrorKind, Backoff};
 use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, Object};
 use super::super::watches::{Observed, follow_one};
 use super::ca_bundle;
-use super::cluster_objects::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
+use super::cluster_objects::{ClusterObjects, conflicts};
 use crate::ca::{CaMaterial, SourceNames};
 use crate::cluster::conditions::Condition;
 use crate::config::{KubernetesSettings, ObjectNames};
@@ -167,7 +168,8 @@ impl CaReconciler {
     /// Returns the CA of the Secret. An empty Secret is filled with the current CA of this server,
     /// or with a new one.
     async fn adopt(&self) -> Result<Arc<CaMaterial>, ApiError> {
-        for _ in 0..CONFLICTS_MAX {
+        let mut conflicts = conflicts();
+        loop {
             // The ConfigMap is read before the Secret, because servers write it after the Secret.
             let current_ca = self.current.borrow().clone();
             let has_agents = current_ca.is_none()
@@ -199,22 +201,17 @@ impl CaReconciler {
             // The resource version makes the API server reject this write if another writer was
             // faster.
             let parameters = PostParams::default();
-            let replaced = self
-                .cluster_objects
-                .secrets
-                .replace(&self.secret, &parameters, &secret);
-            let written = self.cluster_objects.call(replaced).await;
-            if self
-                .cluster_objects
-                .record_write(Object::Ca, written)?
-                .is_some()
-            {
+            let ClusterObjects {
+                cluster, secrets, ..
+            } = &self.cluster_objects;
+            let replaced = secrets.replace(&self.secret, &parameters, &secret);
+            let written = with_limit(CALL_LIMIT, replaced).await;
+            if count_write(&cluster.metrics, Object::Ca, written)?.is_some() {
                 info!(secret = self.secret, ca = ?material, "wrote the CA");
                 return Ok(material);
             }
-            pause_after_conflict().await;
+            conflicts.wait().await?;
         }
-        Err(conflicts())
     }
 }
 

@@ -7,9 +7,10 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{ObjectMeta, PostParams};
 use tracing::info;
 
+use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::ApiError;
 use super::super::objects::{CA_CERTIFICATE_KEY, Object};
-use super::cluster_objects::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
+use super::cluster_objects::{ClusterObjects, conflicts};
 
 /// Pure plan of the write.
 #[derive(Debug, PartialEq)]
@@ -26,37 +27,32 @@ pub(super) async fn write(
     name: &str,
     certificates: &str,
 ) -> Result<(), ApiError> {
+    let ClusterObjects {
+        cluster,
+        namespace,
+        maps,
+        ..
+    } = cluster_objects;
     let parameters = PostParams::default();
-    for _ in 0..CONFLICTS_MAX {
-        let found = cluster_objects
-            .call(cluster_objects.maps.get_opt(name))
-            .await?;
+    let mut conflicts = conflicts();
+    loop {
+        let found = with_limit(CALL_LIMIT, maps.get_opt(name)).await?;
         let written = match plan(name, found, certificates) {
             Plan::Nothing => return Ok(()),
             Plan::Create(map) => {
-                let created = cluster_objects
-                    .call(cluster_objects.maps.create(&parameters, &map))
-                    .await;
-                created.map_err(|failure| {
-                    failure.of_creation(Object::CaBundle, &cluster_objects.namespace, name)
-                })
+                let created = with_limit(CALL_LIMIT, maps.create(&parameters, &map)).await;
+                created.map_err(|failure| failure.of_creation(Object::CaBundle, namespace, name))
             }
             Plan::Update(map) => {
-                cluster_objects
-                    .call(cluster_objects.maps.replace(name, &parameters, &map))
-                    .await
+                with_limit(CALL_LIMIT, maps.replace(name, &parameters, &map)).await
             }
         };
-        if cluster_objects
-            .record_write(Object::CaBundle, written)?
-            .is_some()
-        {
+        if count_write(&cluster.metrics, Object::CaBundle, written)?.is_some() {
             info!(config_map = name, "wrote the CA's certificates");
             return Ok(());
         }
-        pause_after_conflict().await;
+        conflicts.wait().await?;
     }
-    Err(conflicts())
 }
 
 /// Returns `true` if the ConfigMap contains certificates.
@@ -64,9 +60,7 @@ pub(super) async fn is_filled(
     cluster_objects: &ClusterObjects,
     name: &str,
 ) -> Result<bool, ApiError> {
-    let found = cluster_objects
-        .call(cluster_objects.maps.get_opt(name))
-        .await?;
+    let found = with_limit(CALL_LIMIT, cluster_objects.maps.get_opt(name)).await?;
     let data = found.and_then(|map| map.data).unwrap_or_default();
     let text = data.get(CA_CERTIFICATE_KEY);
     Ok(text.is_some_and(|text| text.contains("BEGIN CERTIFICATE")))

@@ -5,16 +5,17 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::Api;
 
+use crate::cluster::api_call::{CALL_LIMIT, Conflicts, with_limit};
 use crate::cluster::client::Connection;
 use crate::cluster::conditions::Condition;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
 use crate::cluster::handle::ClusterHandle;
 use crate::cluster::objects::Object;
 
-/// Limit for one API call.
-pub(super) const CALL_LIMIT: Duration = Duration::from_secs(5);
 /// Number of consecutive write conflicts on one object before the writer backs off.
-pub(super) const CONFLICTS_MAX: u32 = 8;
+const CONFLICTS_MAX: u32 = 8;
+/// Shortest pause after a conflict. All servers of the cluster may write at the same time.
+const CONFLICT_PAUSE_MIN: Duration = Duration::from_millis(10);
 
 /// Clients for the Secrets and the ConfigMap.
 #[derive(Clone)]
@@ -42,19 +43,9 @@ impl ClusterObjects {
         format!("Secret {}/{name}", self.namespace)
     }
 
-    pub(super) async fn call<T>(
-        &self,
-        call: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, ApiError> {
-        match tokio::time::timeout(CALL_LIMIT, call).await {
-            Ok(done) => done.map_err(|error| ApiError::from(&error)),
-            Err(_elapsed) => Err(ApiError::timeout()),
-        }
-    }
-
     /// Returns the Secret, which must exist. This server never creates Secrets.
     pub(super) async fn secret(&self, name: &str) -> Result<Secret, ApiError> {
-        match self.call(self.secrets.get_opt(name)).await {
+        match with_limit(CALL_LIMIT, self.secrets.get_opt(name)).await {
             Ok(Some(secret)) => Ok(secret),
             Ok(None) => Err(ApiError::absent(Object::Ca, &self.namespace, name)),
             Err(failure) if failure.kind == ApiErrorKind::Forbidden => Err(ApiError::new(
@@ -68,28 +59,6 @@ impl ClusterObjects {
         }
     }
 
-    /// Counts a write. Returns `None` after a conflict.
-    pub(super) fn record_write<T>(
-        &self,
-        object: Object,
-        written: Result<T, ApiError>,
-    ) -> Result<Option<T>, ApiError> {
-        let metrics = &self.cluster.metrics;
-        match written {
-            Ok(written) => {
-                metrics.record_write(object, "ok");
-                Ok(Some(written))
-            }
-            Err(failure) => {
-                metrics.record_write(object, failure.kind.label());
-                match failure.kind {
-                    ApiErrorKind::Conflict => Ok(None),
-                    _ => Err(failure),
-                }
-            }
-        }
-    }
-
     pub(super) fn condition(&self, condition: Condition, line: Option<String>) {
         self.cluster
             .problems
@@ -97,15 +66,7 @@ impl ClusterObjects {
     }
 }
 
-pub(super) fn conflicts() -> ApiError {
-    ApiError::new(
-        ApiErrorKind::Conflict,
-        "too many conflicts in a row: another client keeps changing the object",
-    )
-}
-
-/// The random delay keeps two conflicting writers from colliding again.
-pub(super) async fn pause_after_conflict() {
-    let pause = Duration::from_millis(10).mul_f64(1.0 + rand::random::<f64>() * 9.0);
-    tokio::time::sleep(pause).await;
+/// Returns the budget of conflicts for a change of one object.
+pub(super) fn conflicts() -> Conflicts {
+    Conflicts::new(CONFLICTS_MAX, CONFLICT_PAUSE_MIN)
 }

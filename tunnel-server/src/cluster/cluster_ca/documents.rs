@@ -11,10 +11,11 @@ use tokio::sync::{mpsc, watch};
 use tracing::{debug, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 
+use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::ApiError;
 use super::super::objects::Object;
 use super::super::watches::{Observed, follow_one};
-use super::cluster_objects::{CONFLICTS_MAX, ClusterObjects, conflicts, pause_after_conflict};
+use super::cluster_objects::{ClusterObjects, conflicts};
 use crate::cluster::conditions::Condition;
 use crate::store::document::{
     CasOutcome, ClusterDocument, CompareAndSwap, SharedDocument, Snapshot,
@@ -197,7 +198,8 @@ impl SharedDocuments {
         name: &str,
         swap: &CompareAndSwap,
     ) -> Result<CasOutcome, ApiError> {
-        for _ in 0..CONFLICTS_MAX {
+        let mut conflicts = conflicts();
+        loop {
             let mut secret = cluster_objects.secret(name).await?;
             let now = content(&secret, swap.key);
             if now.as_deref() != swap.expected.as_deref() {
@@ -212,15 +214,15 @@ impl SharedDocuments {
             data.insert(swap.key.to_owned(), ByteString(swap.content.to_vec()));
             let parameters = PostParams::default();
             let replaced = cluster_objects.secrets.replace(name, &parameters, &secret);
-            let written = cluster_objects.call(replaced).await;
-            if let Some(written) = cluster_objects.record_write(Object::State, written)? {
+            let written = with_limit(CALL_LIMIT, replaced).await;
+            let metrics = &cluster_objects.cluster.metrics;
+            if let Some(written) = count_write(metrics, Object::State, written)? {
                 debug!(secret = name, key = swap.key, "wrote");
                 self.observe(&written);
                 return Ok(CasOutcome::Written(self.sequence(swap.key)));
             }
-            pause_after_conflict().await;
+            conflicts.wait().await?;
         }
-        Err(conflicts())
     }
 }
 

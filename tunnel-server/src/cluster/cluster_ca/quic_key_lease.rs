@@ -19,9 +19,10 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 use tunnel_proto::wire::enroll::hex;
 
+use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::objects::{Object, REPLICAS_MAX, replica_lease};
-use super::cluster_objects::{CALL_LIMIT, ClusterObjects};
+use super::cluster_objects::ClusterObjects;
 use super::documents::{REPLICAS, SharedDocuments};
 use crate::ca::CaError;
 use crate::cluster::conditions::Condition;
@@ -210,7 +211,7 @@ impl QuicKeyLeases {
     /// Acquires or renews the Lease of an entry. Returns `true` if this server holds it.
     async fn acquire_or_renew(&self, claim: &LeaseClaim) -> Result<bool, ApiError> {
         let (leases, name) = (self.leases(), replica_lease(&self.lease, claim.entry));
-        let found = self.cluster_objects.call(leases.get_opt(&name)).await?;
+        let found = with_limit(CALL_LIMIT, leases.get_opt(&name)).await?;
         let wall = Timestamp::now();
         let before = found.as_ref().and_then(|lease| lease.spec.clone());
         if before
@@ -224,9 +225,7 @@ impl QuicKeyLeases {
         let written = match found {
             Some(mut lease) => {
                 lease.spec = Some(spec);
-                self.cluster_objects
-                    .call(leases.replace(&name, &parameters, &lease))
-                    .await
+                with_limit(CALL_LIMIT, leases.replace(&name, &parameters, &lease)).await
             }
             None => {
                 let lease = Lease {
@@ -236,19 +235,14 @@ impl QuicKeyLeases {
                     },
                     spec: Some(spec),
                 };
-                let created = self
-                    .cluster_objects
-                    .call(leases.create(&parameters, &lease))
-                    .await;
+                let created = with_limit(CALL_LIMIT, leases.create(&parameters, &lease)).await;
                 created.map_err(|failure| {
                     failure.of_creation(Object::Lease, &self.cluster_objects.namespace, &name)
                 })
             }
         };
-        Ok(self
-            .cluster_objects
-            .record_write(Object::Lease, written)?
-            .is_some())
+        let metrics = &self.cluster_objects.cluster.metrics;
+        Ok(count_write(metrics, Object::Lease, written)?.is_some())
     }
 
     /// Renews the Lease until it is released.
@@ -286,13 +280,13 @@ impl QuicKeyLeases {
 
     async fn clear_holder(&self, claim: &LeaseClaim) -> Result<(), ApiError> {
         let (leases, name) = (self.leases(), replica_lease(&self.lease, claim.entry));
-        let mut lease = self.cluster_objects.call(leases.get(&name)).await?;
+        let mut lease = with_limit(CALL_LIMIT, leases.get(&name)).await?;
         let spec = lease.spec.get_or_insert_default();
         if spec.holder_identity.as_deref() == Some(&claim.holder) {
             spec.holder_identity = Some(String::new());
             let parameters = PostParams::default();
             let replaced = leases.replace(&name, &parameters, &lease);
-            self.cluster_objects.call(replaced).await?;
+            with_limit(CALL_LIMIT, replaced).await?;
         }
         Ok(())
     }
