@@ -16,7 +16,6 @@ use std::sync::Arc;
 use kube::Api;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::info;
-use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::AgentTrust;
@@ -42,6 +41,7 @@ mod handle;
 mod hosts;
 mod kubelet_ca;
 mod leader_election;
+mod lease;
 mod metrics;
 mod nodes;
 pub mod objects;
@@ -62,6 +62,7 @@ mod watches;
 mod writers;
 
 use crate::cluster::leader_election::Election;
+use crate::cluster::lease::LeaseHandle;
 use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 use crate::cluster::state_watches::StateWatches;
 use client::Connection;
@@ -200,9 +201,9 @@ fn start_writers(
         throttle,
         namespace,
     } = &cluster.connection;
-    let identity = identity();
-    let mut election =
-        Election::new(settings.names.leader_lease.clone(), identity.clone(), cluster);
+    let identity = lease::identity();
+    let lease = LeaseHandle::new(settings.names.leader_lease.clone(), cluster);
+    let mut election = Election::new(lease, identity.clone(), cluster);
     let mut writers = Writers {
         maps: Api::namespaced(client.clone(), namespace),
         services: writers::services(client.clone(), namespace),
@@ -296,14 +297,6 @@ fn publisher(
         last_nodes: None,
         last_ranges: None,
     }
-}
-
-/// Returns the identity of this candidate: host name and a random suffix, as client-go users do. A
-/// restarted server is therefore a different candidate.
-fn identity() -> String {
-    let host = host_name().unwrap_or_default();
-    let random: u128 = rand::random();
-    format!("{host}_{random:032x}")
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
 use super::handle::ClusterHandle;
-use super::identity;
+use super::lease::identity;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::config::KubernetesSettings;
 use crate::store::data_dir::DataDir;

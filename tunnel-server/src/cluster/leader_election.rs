@@ -3,33 +3,27 @@
 
 use std::time::Duration;
 
-use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::coordination::v1::LeaseSpec;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
-use kube::Api;
-use kube::api::{ObjectMeta, PostParams};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::client::Connection;
 use super::failure::{ApiError, ApiErrorKind, Throttle};
 use super::handle::ClusterHandle;
+use super::lease::{LeaseHandle, spec_for};
 use super::metrics::ClusterMetrics;
 use super::objects::Object;
 use crate::cluster::conditions::{Condition, Conditions};
 
-/// `leaseDurationSeconds`: other candidates take a Lease that was not renewed for this long.
-const DURATION: Duration = Duration::from_secs(15);
 /// The leader stops writing this long after the last renewal.
 const RENEW_DEADLINE: Duration = Duration::from_secs(10);
 /// Time between attempts to acquire or renew the Lease.
 const RETRY_PERIOD: Duration = Duration::from_secs(2);
-/// Limit for one attempt.
+/// Limit for one attempt, shorter than that of its calls.
 const TRY_LIMIT: Duration = Duration::from_secs(4);
-/// Limit for releasing the Lease at a clean stop.
-const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Time until which this server may write. Clones follow the same election.
 #[derive(Debug, Clone)]
@@ -78,16 +72,11 @@ impl Candidate {
         now: Instant,
         wall: Timestamp,
     ) -> LeaseAction {
-        let fresh = LeaseSpec {
-            holder_identity: Some(self.identity.clone()),
-            lease_duration_seconds: i32::try_from(DURATION.as_secs()).ok(),
-            acquire_time: Some(MicroTime(wall)),
-            renew_time: Some(MicroTime(wall)),
-            lease_transitions: Some(0),
-            ..LeaseSpec::default()
-        };
         let Some(found) = found else {
-            return LeaseAction::Create(fresh);
+            return LeaseAction::Create(LeaseSpec {
+                lease_transitions: Some(0),
+                ..spec_for(&LeaseSpec::default(), &self.identity, wall)
+            });
         };
         let observed_at = match &self.observed {
             Some((last_spec, at)) if last_spec == found => *at,
@@ -102,30 +91,20 @@ impl Candidate {
             }
         };
         let holder = found.holder_identity.as_deref().unwrap_or_default();
-        let is_ours = holder == self.identity;
         let seconds = found.lease_duration_seconds.unwrap_or_default();
         let duration = Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
+        let is_ours = holder == self.identity;
         if !holder.is_empty() && !is_ours && now < observed_at + duration {
             return LeaseAction::Follow(holder.to_owned());
         }
-        let transitions = found.lease_transitions.unwrap_or_default();
-        LeaseAction::Take(LeaseSpec {
-            acquire_time: if is_ours {
-                found.acquire_time.clone()
-            } else {
-                fresh.acquire_time.clone()
-            },
-            lease_transitions: Some(transitions.saturating_add(i32::from(!is_ours))),
-            ..fresh
-        })
+        LeaseAction::Take(spec_for(found, &self.identity, wall))
     }
 }
 
 /// A participant in the election.
 #[derive(Debug)]
 pub(super) struct Election {
-    api: Api<Lease>,
-    name: String,
+    lease: LeaseHandle,
     candidate: Candidate,
     until: watch::Sender<Option<Instant>>,
     metrics: ClusterMetrics,
@@ -134,16 +113,10 @@ pub(super) struct Election {
 }
 
 impl Election {
-    /// Creates a candidate for the Lease with this name.
-    pub(super) fn new(name: String, identity: String, cluster: &ClusterHandle) -> Self {
-        let Connection {
-            client,
-            throttle,
-            namespace,
-        } = &cluster.connection;
+    /// Creates a candidate for the Lease.
+    pub(super) fn new(lease: LeaseHandle, identity: String, cluster: &ClusterHandle) -> Self {
         Self {
-            api: Api::namespaced(client.clone(), namespace),
-            name,
+            lease,
             candidate: Candidate {
                 identity,
                 observed: None,
@@ -152,7 +125,7 @@ impl Election {
             until: watch::Sender::new(None),
             metrics: cluster.metrics.clone(),
             problems: cluster.problems.clone(),
-            throttle: throttle.clone(),
+            throttle: cluster.connection.throttle.clone(),
         }
     }
 
@@ -195,7 +168,7 @@ impl Election {
                         self.problems
                             .set(Condition::Writing(Object::Lease), vec![line]);
                     } else if is_new_kind {
-                        warn!(lease = self.name, error = %failure, "cannot get or renew the Lease, trying again");
+                        warn!(lease = self.lease.name(), error = %failure, "cannot get or renew the Lease, trying again");
                     }
                     let is_over = self
                         .until
@@ -230,42 +203,30 @@ impl Election {
         let is_leader = self.until.borrow().is_some();
         self.set_leader(None);
         if is_leader {
-            let released = tokio::time::timeout(RELEASE_LIMIT, self.clear_holder()).await;
-            if let Ok(Ok(())) = released {
-                info!(lease = self.name, "released the Lease");
+            let identity = &self.candidate.identity;
+            let released = self.lease.release(identity, expire_at_once).await;
+            if released.is_ok() {
+                info!(lease = self.lease.name(), "released the Lease");
             }
         }
     }
 
-    async fn clear_holder(&self) -> Result<(), kube::Error> {
-        let mut lease = self.api.get(&self.name).await?;
-        let spec = lease.spec.get_or_insert_default();
-        if spec.holder_identity.as_deref() != Some(self.candidate.identity.as_str()) {
-            return Ok(());
-        }
-        let now = MicroTime(Timestamp::now());
-        spec.holder_identity = Some(String::new());
-        spec.lease_duration_seconds = Some(1);
-        spec.acquire_time = Some(now.clone());
-        spec.renew_time = Some(now);
-        let parameters = PostParams::default();
-        self.api.replace(&self.name, &parameters, &lease).await?;
-        Ok(())
-    }
-
     /// Makes one attempt. Returns `true` if this server holds the Lease.
     async fn attempt(&mut self, now: Instant) -> Result<bool, ApiError> {
-        let found = self.api.get_opt(&self.name).await;
-        let found = found.map_err(|error| ApiError::from(&error))?;
-        let spec = found.as_ref().and_then(|lease| lease.spec.as_ref());
-        let nothing = LeaseSpec::default();
-        let spec = found.as_ref().map(|_| spec.unwrap_or(&nothing));
-        let next_action = self.candidate.next_action(spec, now, Timestamp::now());
-        let parameters = PostParams::default();
-        let written = match (next_action, found) {
-            (LeaseAction::Follow(holder), _) => {
+        let found = self.lease.get().await?;
+        let spec = found
+            .as_ref()
+            .map(|lease| lease.spec.clone().unwrap_or_default());
+        let next_action = self
+            .candidate
+            .next_action(spec.as_ref(), now, Timestamp::now());
+        let spec = match next_action {
+            LeaseAction::Follow(holder) => {
                 if self.until.borrow().is_some() {
-                    warn!(lease = self.name, holder, "another server took the Lease");
+                    warn!(
+                        lease = self.lease.name(),
+                        holder, "another server took the Lease"
+                    );
                 }
                 if self.candidate.is_holder_alive {
                     self.problems
@@ -273,27 +234,9 @@ impl Election {
                 }
                 return Ok(false);
             }
-            (LeaseAction::Take(spec), Some(mut lease)) => {
-                lease.spec = Some(spec);
-                let replaced = self.api.replace(&self.name, &parameters, &lease).await;
-                replaced.map_err(|error| ApiError::from(&error))
-            }
-            (LeaseAction::Create(spec) | LeaseAction::Take(spec), _) => {
-                let lease = Lease {
-                    metadata: ObjectMeta {
-                        name: Some(self.name.clone()),
-                        ..ObjectMeta::default()
-                    },
-                    spec: Some(spec),
-                };
-                let namespace = self.api.namespace().unwrap_or_default();
-                let created = self.api.create(&parameters, &lease).await;
-                created.map_err(|error| {
-                    ApiError::from(&error).of_creation(Object::Lease, namespace, &self.name)
-                })
-            }
+            LeaseAction::Create(spec) | LeaseAction::Take(spec) => spec,
         };
-        match written {
+        match self.lease.write(found, spec).await {
             Ok(lease) => {
                 let spec = lease.spec.unwrap_or_default();
                 self.candidate.observed = Some((spec, now));
@@ -316,16 +259,24 @@ impl Election {
         self.metrics.leader(is_leader);
         if is_leader && !before {
             info!(
-                lease = self.name,
+                lease = self.lease.name(),
                 "acquired the Lease; this server writes records and ports"
             );
         } else if before && !is_leader {
             info!(
-                lease = self.name,
+                lease = self.lease.name(),
                 "lost the Lease; this server stops writing and continues to serve"
             );
         }
     }
+}
+
+/// Sets the times of a released Lease as client-go does.
+fn expire_at_once(spec: &mut LeaseSpec) {
+    let now = MicroTime(Timestamp::now());
+    spec.lease_duration_seconds = Some(1);
+    spec.acquire_time = Some(now.clone());
+    spec.renew_time = Some(now);
 }
 
 /// Returns the condition of a server that runs next to another one.

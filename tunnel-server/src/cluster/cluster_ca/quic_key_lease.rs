@@ -6,11 +6,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
-use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::api::coordination::v1::LeaseSpec;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
-use kube::Api;
-use kube::api::{ObjectMeta, PostParams};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -19,8 +16,9 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 use tunnel_proto::wire::enroll::hex;
 
-use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
+use super::super::api_call::{CALL_LIMIT, count_write};
 use super::super::failure::{ApiError, ApiErrorKind};
+use super::super::lease::{LeaseHandle, RELEASE_LIMIT, spec_for};
 use super::super::objects::{Object, REPLICAS_MAX, replica_lease};
 use super::cluster_objects::ClusterObjects;
 use super::documents::{REPLICAS, SharedDocuments};
@@ -28,8 +26,6 @@ use crate::ca::CaError;
 use crate::cluster::conditions::Condition;
 use crate::store::data_dir::{DataDir, random};
 
-/// `leaseDurationSeconds` of the Leases.
-const DURATION_SECONDS: i32 = 15;
 /// Time between renewals.
 const RENEW_EVERY: Duration = Duration::from_secs(4);
 /// A Lease that was not renewed for this long by the wall clock is free. Clock differences are
@@ -40,8 +36,6 @@ const CLAIM_LIMIT: Duration = Duration::from_secs(8);
 /// Limit for a server with a persisted claim. The server must answer DNS within a second of its
 /// start, even if the API server is unavailable.
 const CLAIM_LIMIT_PERSISTED: Duration = Duration::from_millis(500);
-/// Limit for releasing the Lease at a clean stop.
-const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 
 /// The task that claims and holds the keys of this server.
 pub(super) struct QuicKeyLeases {
@@ -200,47 +194,23 @@ impl QuicKeyLeases {
         }))
     }
 
-    fn leases(&self) -> Api<Lease> {
-        let cluster_objects = &self.cluster_objects;
-        Api::namespaced(
-            cluster_objects.cluster.connection.client.clone(),
-            &cluster_objects.namespace,
-        )
+    fn lease_of(&self, claim: &LeaseClaim) -> LeaseHandle {
+        let name = replica_lease(&self.lease, claim.entry);
+        LeaseHandle::new(name, &self.cluster_objects.cluster)
     }
 
     /// Acquires or renews the Lease of an entry. Returns `true` if this server holds it.
     async fn acquire_or_renew(&self, claim: &LeaseClaim) -> Result<bool, ApiError> {
-        let (leases, name) = (self.leases(), replica_lease(&self.lease, claim.entry));
-        let found = with_limit(CALL_LIMIT, leases.get_opt(&name)).await?;
+        let lease = self.lease_of(claim);
+        let found = lease.get().await?;
         let wall = Timestamp::now();
         let before = found.as_ref().and_then(|lease| lease.spec.clone());
-        if before
-            .as_ref()
-            .is_some_and(|spec| !is_free(spec, &claim.holder, wall))
-        {
+        let before = before.unwrap_or_default();
+        if !is_free(&before, &claim.holder, wall) {
             return Ok(false);
         }
-        let spec = spec(before.as_ref(), &claim.holder, wall);
-        let parameters = PostParams::default();
-        let written = match found {
-            Some(mut lease) => {
-                lease.spec = Some(spec);
-                with_limit(CALL_LIMIT, leases.replace(&name, &parameters, &lease)).await
-            }
-            None => {
-                let lease = Lease {
-                    metadata: ObjectMeta {
-                        name: Some(name.clone()),
-                        ..ObjectMeta::default()
-                    },
-                    spec: Some(spec),
-                };
-                let created = with_limit(CALL_LIMIT, leases.create(&parameters, &lease)).await;
-                created.map_err(|failure| {
-                    failure.of_creation(Object::Lease, &self.cluster_objects.namespace, &name)
-                })
-            }
-        };
+        let spec = spec_for(&before, &claim.holder, wall);
+        let written = lease.write(found, spec).await;
         let metrics = &self.cluster_objects.cluster.metrics;
         Ok(count_write(metrics, Object::Lease, written)?.is_some())
     }
@@ -271,24 +241,12 @@ impl QuicKeyLeases {
                     }
                 }
             }
-            let released = tokio::time::timeout(RELEASE_LIMIT, self.clear_holder(&claim)).await;
+            // Only the holder counts, so the times stay.
+            let released = self.lease_of(&claim).release(&claim.holder, |_spec| {}).await;
             debug!(?released, "released the Lease of the QUIC keys");
             let _nobody_waits = ended.send(());
         });
         LeaseGuard { end, done }
-    }
-
-    async fn clear_holder(&self, claim: &LeaseClaim) -> Result<(), ApiError> {
-        let (leases, name) = (self.leases(), replica_lease(&self.lease, claim.entry));
-        let mut lease = with_limit(CALL_LIMIT, leases.get(&name)).await?;
-        let spec = lease.spec.get_or_insert_default();
-        if spec.holder_identity.as_deref() == Some(&claim.holder) {
-            spec.holder_identity = Some(String::new());
-            let parameters = PostParams::default();
-            let replaced = leases.replace(&name, &parameters, &lease);
-            with_limit(CALL_LIMIT, replaced).await?;
-        }
-        Ok(())
     }
 }
 
@@ -314,22 +272,6 @@ fn is_free(spec: &LeaseSpec, holder: &str, wall: Timestamp) -> bool {
     let renewed = spec.renew_time.as_ref().map(|time| time.0);
     let is_stale = renewed.is_none_or(|renewed| wall.duration_since(renewed) > STALE);
     held_by.is_empty() || held_by == holder || is_stale
-}
-
-fn spec(before: Option<&LeaseSpec>, holder: &str, wall: Timestamp) -> LeaseSpec {
-    let is_ours = before.is_some_and(|spec| spec.holder_identity.as_deref() == Some(holder));
-    let transitions = before
-        .and_then(|spec| spec.lease_transitions)
-        .unwrap_or_default();
-    let acquired = before.and_then(|spec| spec.acquire_time.clone());
-    LeaseSpec {
-        holder_identity: Some(holder.to_owned()),
-        lease_duration_seconds: Some(DURATION_SECONDS),
-        acquire_time: acquired.filter(|_| is_ours).or(Some(MicroTime(wall))),
-        renew_time: Some(MicroTime(wall)),
-        lease_transitions: Some(transitions.saturating_add(i32::from(!is_ours))),
-        ..LeaseSpec::default()
-    }
 }
 
 /// Returns the keys of an entry. The first caller creates them.
@@ -401,7 +343,7 @@ mod tests {
     use super::*;
 
     fn lease(holder: &str, renewed: Timestamp) -> LeaseSpec {
-        spec(None, holder, renewed)
+        spec_for(&LeaseSpec::default(), holder, renewed)
     }
 
     #[test]
@@ -415,17 +357,6 @@ mod tests {
         assert!(is_free(&lease("b", ago(61)), "a", now));
         // The holder's clock is ahead.
         assert!(!is_free(&lease("b", ago(-300)), "a", now));
-    }
-
-    #[test]
-    fn renewals_keep_the_beginning_and_takers_count() {
-        let first = lease("a", Timestamp::UNIX_EPOCH);
-        let renewed = spec(Some(&first), "a", Timestamp::now());
-        assert_eq!(renewed.acquire_time, first.acquire_time);
-        assert_eq!(renewed.lease_transitions, first.lease_transitions);
-        let taken = spec(Some(&renewed), "b", Timestamp::now());
-        assert_ne!(taken.acquire_time, first.acquire_time);
-        assert_eq!(taken.lease_transitions, Some(2));
     }
 
     #[test]

@@ -3,6 +3,7 @@ use serde_json::{Value, json};
 
 use tunnel_proto::process::meta::Readiness;
 
+use super::super::client::Connection;
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
 
@@ -109,7 +110,8 @@ fn election() -> (Election, ApiServer) {
         &Readiness::default(),
         &mut MetricsRegistry::default(),
     );
-    let election = Election::new("l".into(), "me".into(), &cluster);
+    let lease = LeaseHandle::new("l".into(), &cluster);
+    let election = Election::new(lease, "me".into(), &cluster);
     (election, server)
 }
 
