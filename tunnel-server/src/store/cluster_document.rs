@@ -1,5 +1,5 @@
 //! A document in a Secret, as seen by the threads that decide about tokens and certificates: the
-//! last snapshot, and a compare-and-swap that the cluster's writer executes.
+//! last observed content, and a compare-and-swap that the cluster's writer executes.
 
 use std::io;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ const CHANGE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct ClusterDocument {
     name: String,
     key: &'static str,
-    snapshot: watch::Receiver<Snapshot>,
+    observed: watch::Receiver<ObservedContent>,
     swaps: mpsc::Sender<CompareAndSwap>,
 }
 
 /// The last content received from the cluster.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Snapshot {
-    /// Number of snapshots whose content differed from the previous one.
+pub(crate) struct ObservedContent {
+    /// Number of observations whose content differed from the previous one.
     pub(crate) sequence: u64,
     pub(crate) content: Option<Arc<[u8]>>,
 }
@@ -43,7 +43,7 @@ pub(crate) struct CompareAndSwap {
 /// The outcome of a [`CompareAndSwap`].
 #[derive(Debug)]
 pub(crate) enum CasOutcome {
-    /// The content was written, and the snapshot with this number contains it.
+    /// The content was written, and the observation with this number contains it.
     Written(u64),
     /// Another server changed the content to this.
     Conflict(Option<Arc<[u8]>>),
@@ -56,13 +56,13 @@ impl ClusterDocument {
     pub(crate) fn new(
         name: String,
         key: &'static str,
-        snapshot: watch::Receiver<Snapshot>,
+        observed: watch::Receiver<ObservedContent>,
         swaps: mpsc::Sender<CompareAndSwap>,
     ) -> Self {
         Self {
             name,
             key,
-            snapshot,
+            observed,
             swaps,
         }
     }
@@ -72,12 +72,12 @@ impl ClusterDocument {
     }
 
     pub(crate) fn version(&self) -> Option<u64> {
-        let snapshot = self.snapshot.borrow();
-        snapshot.content.as_ref().map(|_| snapshot.sequence)
+        let observed = self.observed.borrow();
+        observed.content.as_ref().map(|_| observed.sequence)
     }
 
     pub(crate) fn read<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
-        let content = self.snapshot.borrow().content.clone();
+        let content = self.observed.borrow().content.clone();
         self.parse(content.as_deref())
     }
 
@@ -87,7 +87,7 @@ impl ClusterDocument {
         mut merge: impl FnMut(Option<T>) -> io::Result<U>,
     ) -> io::Result<u64> {
         let deadline = Instant::now() + CHANGE_TIMEOUT;
-        let mut theirs = self.snapshot.borrow().content.clone();
+        let mut theirs = self.observed.borrow().content.clone();
         loop {
             let merged = merge(self.parse(theirs.as_deref())?)?;
             let content = serde_json::to_vec(&merged).map_err(io::Error::other)?;

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use crate::store::data_dir::{FileStamp, SharedFile};
 
 pub(crate) use crate::store::cluster_document::{
-    CasOutcome, ClusterDocument, CompareAndSwap, Snapshot,
+    CasOutcome, ClusterDocument, CompareAndSwap, ObservedContent,
 };
 
 /// A JSON document that is cached in memory and that other processes may change.
@@ -25,8 +25,8 @@ pub(crate) enum SharedDocument {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DocumentVersion {
     File(FileStamp),
-    /// Sequence number of a snapshot in this process.
-    Snapshot(u64),
+    /// Sequence number of an observation in this process.
+    Observed(u64),
 }
 
 impl SharedDocument {
@@ -42,7 +42,7 @@ impl SharedDocument {
     pub(crate) fn version(&self) -> Option<DocumentVersion> {
         match self {
             Self::File(file) => file.stamp().map(DocumentVersion::File),
-            Self::Cluster(doc) => doc.version().map(DocumentVersion::Snapshot),
+            Self::Cluster(doc) => doc.version().map(DocumentVersion::Observed),
         }
     }
 
@@ -70,7 +70,7 @@ impl SharedDocument {
             }
             Self::Cluster(doc) => doc
                 .change(merge)
-                .map(|sequence| Some(DocumentVersion::Snapshot(sequence))),
+                .map(|sequence| Some(DocumentVersion::Observed(sequence))),
         }
     }
 }

@@ -18,7 +18,7 @@ use super::super::watches::{Observed, follow_one};
 use super::cluster_objects::{ClusterObjects, conflicts};
 use crate::cluster::conditions::Condition;
 use crate::store::document::{
-    CasOutcome, ClusterDocument, CompareAndSwap, SharedDocument, Snapshot,
+    CasOutcome, ClusterDocument, CompareAndSwap, ObservedContent, SharedDocument,
 };
 
 /// Key of the join tokens.
@@ -37,7 +37,7 @@ const SWAPS_MAX: usize = 64;
 pub(super) struct SharedDocuments {
     name: String,
     swaps: mpsc::Sender<CompareAndSwap>,
-    contents: Arc<[(&'static str, watch::Sender<Snapshot>)]>,
+    contents: Arc<[(&'static str, watch::Sender<ObservedContent>)]>,
     is_observed: watch::Sender<bool>,
 }
 
@@ -55,11 +55,11 @@ impl SharedDocuments {
         let content = |key: &'static str| {
             let content = persisted.get(key);
             let content = content.map(|text| Arc::from(text.as_bytes()));
-            let heard = Snapshot {
+            let observed = ObservedContent {
                 sequence: 0,
                 content,
             };
-            (key, watch::Sender::new(heard))
+            (key, watch::Sender::new(observed))
         };
         let documents = Self {
             name: cluster_objects.describe_secret(name),
@@ -119,45 +119,46 @@ impl SharedDocuments {
     /// Returns the inner document of [`SharedDocuments::document`].
     fn plain(&self, key: &'static str) -> ClusterDocument {
         let contents = self.contents.iter().find(|(known, _)| *known == key);
-        let heard = contents.map(|(_, heard)| heard.subscribe());
+        let observed = contents.map(|(_, observed)| observed.subscribe());
         // An unknown key never has content.
-        let heard = heard.unwrap_or_else(|| watch::Sender::new(Snapshot::default()).subscribe());
+        let observed =
+            observed.unwrap_or_else(|| watch::Sender::new(ObservedContent::default()).subscribe());
         let name = format!("{}, key {key}", self.name);
-        ClusterDocument::new(name, key, heard, self.swaps.clone())
+        ClusterDocument::new(name, key, observed, self.swaps.clone())
     }
 
     /// Returns the texts to persist.
     pub(super) fn texts(&self) -> Vec<(&'static str, String)> {
-        let text = |(key, heard): &(&'static str, watch::Sender<Snapshot>)| {
-            let content = heard.borrow().content.clone()?;
+        let text = |(key, observed): &(&'static str, watch::Sender<ObservedContent>)| {
+            let content = observed.borrow().content.clone()?;
             Some((*key, String::from_utf8(content.to_vec()).ok()?))
         };
         self.contents.iter().filter_map(text).collect()
     }
 
     /// Waits until any document changes. Cancel-safe.
-    pub(super) async fn changed(observed: &mut [watch::Receiver<Snapshot>]) {
-        let all = observed.iter_mut().map(|heard| Box::pin(heard.changed()));
+    pub(super) async fn changed(observed: &mut [watch::Receiver<ObservedContent>]) {
+        let all = observed.iter_mut().map(|observed| Box::pin(observed.changed()));
         let _any = futures_util::future::select_all(all).await;
     }
 
     /// Returns receivers for [`SharedDocuments::changed`].
-    pub(super) fn subscribe(&self) -> Vec<watch::Receiver<Snapshot>> {
-        let senders = self.contents.iter().map(|(_, heard)| heard);
+    pub(super) fn subscribe(&self) -> Vec<watch::Receiver<ObservedContent>> {
+        let senders = self.contents.iter().map(|(_, observed)| observed);
         senders.map(watch::Sender::subscribe).collect()
     }
 
     /// Applies the observed Secret. A missing document leaves the previous content in place.
     fn observe(&self, secret: &Secret) {
-        for (key, heard) in self.contents.iter() {
+        for (key, observed) in self.contents.iter() {
             let Some(content) = content(secret, key) else {
                 continue;
             };
-            heard.send_if_modified(|heard| {
-                let is_changed = heard.content.as_deref() != Some(&*content);
+            observed.send_if_modified(|observed| {
+                let is_changed = observed.content.as_deref() != Some(&*content);
                 if is_changed {
-                    heard.sequence += 1;
-                    heard.content = Some(content);
+                    observed.sequence += 1;
+                    observed.content = Some(content);
                 }
                 is_changed
             });
@@ -171,7 +172,7 @@ impl SharedDocuments {
 
     fn sequence(&self, key: &str) -> u64 {
         let contents = self.contents.iter().find(|(known, _)| *known == key);
-        contents.map_or(0, |(_, heard)| heard.borrow().sequence)
+        contents.map_or(0, |(_, observed)| observed.borrow().sequence)
     }
 
     async fn write(
