@@ -4,4 +4,5 @@
 mod cluster_document;
 pub mod data_dir;
 pub(crate) mod document;
+pub(crate) mod snapshot;
 mod text;

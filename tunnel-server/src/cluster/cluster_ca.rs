@@ -68,17 +68,25 @@ impl ClusterHandle {
         let names = &settings.names;
         let persisted = snapshot::load(data, &cluster_objects.describe_secret(&names.ca_secret));
         let material = persisted.material().map(Arc::new);
-        let current = watch::Sender::new(material);
+        let (current, changes) = (watch::Sender::new(material), watch::Sender::new(()));
         let documents = SharedDocuments::new(
             &cluster_objects,
             &names.state_secret,
             &persisted.documents,
             persisted.is_whole,
+            changes.clone(),
             shutdown,
         );
-        let ca_reconciler = CaReconciler::new(&cluster_objects, names, current.clone());
+        snapshot::start(
+            data,
+            persisted,
+            current.subscribe(),
+            &documents,
+            changes.subscribe(),
+            shutdown,
+        );
+        let ca_reconciler = CaReconciler::new(&cluster_objects, names, current.clone(), changes);
         ca_reconciler.start(settings, shutdown);
-        snapshot::start(data, persisted, current.subscribe(), &documents, shutdown);
 
         let mut known = current.subscribe();
         let material = first(&mut known).await;

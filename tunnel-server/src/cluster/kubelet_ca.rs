@@ -3,10 +3,12 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::Api;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -16,34 +18,38 @@ use super::handle::ClusterHandle;
 use super::objects::{CLIENT_CA, CLIENT_CA_KEY, Object};
 use super::watches::{Observed, follow_one};
 use crate::cluster::conditions::Condition;
+use crate::store::snapshot::Snapshot;
 
-/// Starts with the persisted CA and follows the CA that the API server publishes.
+/// Starts with the CA that is persisted at `path`, and follows the CA that the API server
+/// publishes.
 pub(super) fn start(
     cluster: &ClusterHandle,
     trust: Arc<AgentTrust>,
-    persisted: PathBuf,
+    path: PathBuf,
     shutdown: &Shutdown,
 ) {
-    let mut is_in_use = match files::read(&persisted).map_err(|error| error.to_string()) {
-        Ok(None) => false,
-        Ok(Some(content)) => match adopt(&trust, &content) {
-            Ok(()) => true,
-            Err(error) => {
-                warn!(error, path = %persisted.display(), "cannot use the persisted kubelet client CA");
-                false
-            }
-        },
-        Err(error) => {
-            warn!(error, "cannot read the persisted kubelet client CA");
-            false
-        }
-    };
+    let read = files::read(&path).map_err(|error| error.to_string());
+    let persisted = read.unwrap_or_else(|error| {
+        warn!(error, "cannot read the persisted kubelet client CA");
+        None
+    });
+    let adopted = persisted.as_deref().map(|pem| adopt(&trust, pem));
+    let mut is_in_use = matches!(adopted, Some(Ok(())));
+    if let Some(Err(error)) = adopted {
+        warn!(error, path = %path.display(), "cannot use the persisted kubelet client CA");
+    }
     let (namespace, name) = CLIENT_CA;
     let maps = Api::<ConfigMap>::namespaced(cluster.connection.client.clone(), namespace);
     let context = cluster.watch_context(Object::KubeletCa);
     let problems = cluster.problems.clone();
     let (latest, updates) = watch::channel(None::<String>);
-    shutdown.spawn_service(persist(persisted, updates));
+    let persisted = persisted.and_then(|pem| String::from_utf8(pem).ok());
+    let snapshot = Snapshot::new("kubelet client CA", Duration::ZERO, persisted, move |pem| {
+        files::replace(&path, pem.as_bytes())
+    });
+    // The CA may change until the process stops.
+    let never = CancellationToken::new();
+    shutdown.spawn_service(snapshot.follow(updates, Option::clone, never));
     shutdown.spawn_service(async move {
         follow_one(maps, name, context, |observed| {
             let adopted = match published_ca(&observed) {
@@ -100,23 +106,4 @@ fn adopt(trust: &AgentTrust, pem: &[u8]) -> Result<(), String> {
     tls::roots(roots)
         .and_then(|roots| trust.replace_cluster(roots))
         .map_err(|error| format!("holds a CA that cannot be used: {error}"))
-}
-
-/// Writes the latest CA to disk.
-async fn persist(path: PathBuf, mut latest: watch::Receiver<Option<String>>) {
-    while latest.changed().await.is_ok() {
-        let Some(pem) = latest.borrow_and_update().clone() else {
-            continue;
-        };
-        let path = path.clone();
-        let write = move || match files::read(&path) {
-            Ok(Some(persisted)) if persisted == pem.as_bytes() => Ok(()),
-            Ok(_) | Err(_) => files::replace(&path, pem.as_bytes()),
-        };
-        match tokio::task::spawn_blocking(write).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => warn!(%error, "cannot persist the kubelet client CA"),
-            Err(error) => warn!(%error, "task that persists the kubelet client CA failed"),
-        }
-    }
 }

@@ -5,12 +5,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use crate::cluster::state::{ClusterState, PersistedState};
 use crate::store::data_dir::DataDir;
+use crate::store::snapshot::Snapshot;
 
 /// Changes within this time are written together.
 const PAUSE: Duration = Duration::from_secs(2);
@@ -31,24 +33,16 @@ pub(super) fn load(data: &DataDir) -> PersistedState {
 }
 
 /// Starts the task that persists the state soon after it changes.
-pub(super) fn start(data: &DataDir, mut world: watch::Receiver<ClusterState>, shutdown: &Shutdown) {
+pub(super) fn start(data: &DataDir, source: watch::Receiver<ClusterState>, shutdown: &Shutdown) {
     let path = data.cluster();
-    let mut last = world.borrow().to_persisted();
-    shutdown.spawn_service(async move {
-        while world.changed().await.is_ok() {
-            tokio::time::sleep(PAUSE).await;
-            let now = world.borrow_and_update().to_persisted();
-            if now == last {
-                continue;
-            }
-            let (path, content) = (path.clone(), now.clone());
-            match tokio::task::spawn_blocking(move || save(&path, &content)).await {
-                Ok(Ok(())) => last = now,
-                Ok(Err(error)) => warn!(%error, "cannot persist the cluster state"),
-                Err(error) => warn!(%error, "task that persists the cluster state failed"),
-            }
-        }
+    let persisted = source.borrow().to_persisted();
+    let snapshot = Snapshot::new("cluster state", PAUSE, Some(persisted), move |persisted| {
+        save(&path, persisted)
     });
+    let state = |state: &ClusterState| Some(state.to_persisted());
+    // The state may change until the process stops.
+    let never = CancellationToken::new();
+    shutdown.spawn_service(snapshot.follow(source, state, never));
 }
 
 fn save(path: &Path, persisted: &PersistedState) -> std::io::Result<()> {

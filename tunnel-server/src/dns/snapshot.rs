@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::{info, warn};
@@ -13,6 +14,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{Addresses, RecordSet, Records};
 use crate::store::data_dir::DataDir;
+use crate::store::snapshot::Snapshot;
 
 /// Restores the records of the last run, unless records are already present. A damaged file is
 /// logged and stays in the directory until the next change replaces it. Blocks the thread.
@@ -32,38 +34,17 @@ pub fn restore(data: &DataDir, records: &Records) {
 
 /// Writes the records to disk soon after each change, and once more when the drain begins.
 pub(super) fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
-    let (data, mut changed) = (data.clone(), records.changed());
+    let persisted = read(data).ok().flatten().unwrap_or_default();
+    let data = data.clone();
+    let snapshot = Snapshot::new(
+        "DNS records",
+        SAVE_PAUSE,
+        Some(Arc::new(persisted)),
+        move |records| write(&data, records),
+    );
+    let state = |records: &Arc<RecordSet>| Some(records.clone());
     let drain = shutdown.drain().clone();
-    let mut persisted = read(&data).ok().flatten().unwrap_or_default();
-    shutdown.spawn_service(async move {
-        loop {
-            let current = changed.borrow_and_update().clone();
-            if *current != persisted {
-                let (data, records) = (data.clone(), current.clone());
-                match tokio::task::spawn_blocking(move || write(&data, &records)).await {
-                    Ok(Ok(())) => persisted = RecordSet::clone(&current),
-                    Ok(Err(error)) => warn!(%error, "cannot persist the DNS records"),
-                    Err(error) => warn!(%error, "task that persists the DNS records failed"),
-                }
-            }
-            if drain.is_cancelled() {
-                return;
-            }
-            tokio::select! {
-                () = drain.cancelled() => {}
-                alive = changed.changed() => {
-                    if alive.is_err() {
-                        return;
-                    }
-                    // Nodes change in bursts.
-                    tokio::select! {
-                        () = drain.cancelled() => {}
-                        () = tokio::time::sleep(SAVE_PAUSE) => {}
-                    }
-                }
-            }
-        }
-    });
+    shutdown.spawn_service(snapshot.follow(records.changed(), state, drain));
 }
 
 fn read(data: &DataDir) -> io::Result<Option<RecordSet>> {
@@ -95,7 +76,7 @@ fn write(data: &DataDir, records: &RecordSet) -> io::Result<()> {
     files::replace(&data.dns_records(), &content)
 }
 
-/// Changes within this time are written together.
+/// Nodes change in bursts, which are written together.
 const SAVE_PAUSE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

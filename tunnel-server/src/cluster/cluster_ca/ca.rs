@@ -42,19 +42,23 @@ pub(super) struct CaReconciler {
     secret: String,
     map: String,
     current: watch::Sender<Option<Arc<CaMaterial>>>,
+    changes: watch::Sender<()>,
 }
 
 impl CaReconciler {
+    /// Creates the reconciler of `current`. `changes` is sent to after it changed.
     pub(super) fn new(
         cluster_objects: &ClusterObjects,
         names: &ObjectNames,
         current: watch::Sender<Option<Arc<CaMaterial>>>,
+        changes: watch::Sender<()>,
     ) -> Self {
         Self {
             cluster_objects: cluster_objects.clone(),
             secret: names.ca_secret.clone(),
             map: names.ca_config_map.clone(),
             current,
+            changes,
         }
     }
 
@@ -125,7 +129,7 @@ impl CaReconciler {
         let adopted = self.adopt().await;
         self.report(Condition::CaSecret, Object::Ca, &self.secret, &adopted);
         let material = adopted?;
-        self.current.send_if_modified(|current| {
+        let is_changed = self.current.send_if_modified(|current| {
             let is_other = current
                 .as_ref()
                 .is_none_or(|current_ca| !current_ca.is_same(&material));
@@ -134,6 +138,9 @@ impl CaReconciler {
             }
             is_other
         });
+        if is_changed {
+            self.changes.send_replace(());
+        }
         let written = ca_bundle::write(
             &self.cluster_objects,
             &self.map,

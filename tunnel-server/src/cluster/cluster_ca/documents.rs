@@ -39,16 +39,18 @@ pub(super) struct SharedDocuments {
     swaps: mpsc::Sender<CompareAndSwap>,
     contents: Arc<[(&'static str, watch::Sender<ObservedContent>)]>,
     is_observed: watch::Sender<bool>,
+    changes: watch::Sender<()>,
 }
 
 impl SharedDocuments {
     /// Starts to watch the Secret. `persisted` is the last content of the documents by key, and
-    /// `is_whole` says whether it is complete.
+    /// `is_whole` says whether it is complete. `changes` is sent to after a document changed.
     pub(super) fn new(
         cluster_objects: &ClusterObjects,
         name: &str,
         persisted: &BTreeMap<String, String>,
         is_whole: bool,
+        changes: watch::Sender<()>,
         shutdown: &Shutdown,
     ) -> Self {
         let (swaps, swap_requests) = mpsc::channel(SWAPS_MAX);
@@ -66,6 +68,7 @@ impl SharedDocuments {
             swaps,
             contents: DOCUMENTS.map(content).into(),
             is_observed: watch::Sender::new(is_whole),
+            changes,
         };
         let (watched, writer) = (documents.clone(), documents.clone());
         let (watched_objects, secret) = (cluster_objects.clone(), name.to_owned());
@@ -136,25 +139,14 @@ impl SharedDocuments {
         self.contents.iter().filter_map(text).collect()
     }
 
-    /// Waits until any document changes. Cancel-safe.
-    pub(super) async fn changed(observed: &mut [watch::Receiver<ObservedContent>]) {
-        let all = observed.iter_mut().map(|observed| Box::pin(observed.changed()));
-        let _any = futures_util::future::select_all(all).await;
-    }
-
-    /// Returns receivers for [`SharedDocuments::changed`].
-    pub(super) fn subscribe(&self) -> Vec<watch::Receiver<ObservedContent>> {
-        let senders = self.contents.iter().map(|(_, observed)| observed);
-        senders.map(watch::Sender::subscribe).collect()
-    }
-
     /// Applies the observed Secret. A missing document leaves the previous content in place.
     fn observe(&self, secret: &Secret) {
+        let mut is_changed = false;
         for (key, observed) in self.contents.iter() {
             let Some(content) = content(secret, key) else {
                 continue;
             };
-            observed.send_if_modified(|observed| {
+            is_changed |= observed.send_if_modified(|observed| {
                 let is_changed = observed.content.as_deref() != Some(&*content);
                 if is_changed {
                     observed.sequence += 1;
@@ -168,6 +160,9 @@ impl SharedDocuments {
             *is_observed = true;
             is_first
         });
+        if is_changed {
+            self.changes.send_replace(());
+        }
     }
 
     fn sequence(&self, key: &str) -> u64 {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -16,12 +17,13 @@ use zeroize::Zeroizing;
 use super::documents::SharedDocuments;
 use crate::ca::{CaMaterial, SourceNames};
 use crate::store::data_dir::DataDir;
+use crate::store::snapshot::Snapshot;
 
 /// Changes within this time are written together.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// Format of the file.
-#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct SharedSnapshot {
     /// Secret that the CA came from. The snapshot is ignored for another Secret.
@@ -90,43 +92,30 @@ pub(super) async fn publish(data: &DataDir, material: Arc<CaMaterial>) {
     }
 }
 
-/// Starts the task that persists the state as soon as it changes.
+/// Starts the task that persists the state soon after `changes`.
 pub(super) fn start(
     data: &DataDir,
-    mut last: SharedSnapshot,
-    mut known: watch::Receiver<Option<Arc<CaMaterial>>>,
+    persisted: SharedSnapshot,
+    current: watch::Receiver<Option<Arc<CaMaterial>>>,
     documents: &SharedDocuments,
+    changes: watch::Receiver<()>,
     shutdown: &Shutdown,
 ) {
     let (path, certificate) = (data.authority(), data.ca_certificate());
-    let documents = documents.clone();
-    shutdown.spawn_service(async move {
-        let mut contents = documents.subscribe();
-        let secret = last.secret.clone();
-        loop {
-            let now = state(&secret, known.borrow_and_update().as_deref(), &documents);
-            if now != last && !now.key.is_empty() {
-                let (path, certificate, persisted) =
-                    (path.clone(), certificate.clone(), now.clone());
-                let saving =
-                    tokio::task::spawn_blocking(move || save(&path, &certificate, &persisted))
-                        .await;
-                match saving {
-                    Ok(Ok(())) => last = now,
-                    Ok(Err(error)) => warn!(%error, "cannot persist the shared CA state"),
-                    Err(error) => warn!(%error, "task that persists the shared CA state failed"),
-                }
-            }
-            tokio::select! {
-                changed = known.changed() => if changed.is_err() { return },
-                () = SharedDocuments::changed(&mut contents) => {}
-            }
-            tokio::time::sleep(PAUSE).await;
-        }
+    let (secret, documents) = (persisted.secret.clone(), documents.clone());
+    let snapshot = Snapshot::new("shared CA state", PAUSE, Some(persisted), move |persisted| {
+        save(&path, &certificate, persisted)
     });
+    let state = move |(): &()| {
+        let state = shared_state(&secret, current.borrow().as_deref(), &documents);
+        (!state.key.is_empty()).then_some(state)
+    };
+    // The state may change until the process stops.
+    let never = CancellationToken::new();
+    shutdown.spawn_service(snapshot.follow(changes, state, never));
 }
 
-fn state(
+fn shared_state(
     secret: &str,
     material: Option<&CaMaterial>,
     documents: &SharedDocuments,
