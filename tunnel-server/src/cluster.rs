@@ -64,7 +64,6 @@ mod writers;
 use crate::cluster::leader_election::Election;
 use crate::cluster::lease::LeaseHandle;
 use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
-use crate::cluster::state_watches::StateWatches;
 use client::Connection;
 pub use cluster_ca::LeaseGuard;
 use events::EventRecorder;
@@ -176,14 +175,14 @@ pub fn start(
     }
     let publisher = publisher(settings, &cluster, inputs, desired);
     shutdown.spawn_service(publisher.run(state.subscribe()));
-    let watches = StateWatches {
-        cluster,
-        names: settings.names.clone(),
+    state_watches::start(
+        &cluster,
+        &settings.names,
         nodes,
         state,
         first_list,
-    };
-    watches.start(&shutdown);
+        &shutdown,
+    );
     writing
 }
 

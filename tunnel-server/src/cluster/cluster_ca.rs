@@ -85,8 +85,14 @@ impl ClusterHandle {
             changes.subscribe(),
             shutdown,
         );
-        let ca_reconciler = CaReconciler::new(&cluster_objects, names, current.clone(), changes);
-        ca_reconciler.start(settings, shutdown);
+        let ca_reconciler = CaReconciler {
+            cluster_objects: cluster_objects.clone(),
+            secret: names.ca_secret.clone(),
+            map: names.ca_config_map.clone(),
+            current: current.clone(),
+            changes,
+        };
+        ca_reconciler.start(shutdown);
 
         let mut known = current.subscribe();
         let material = first(&mut known).await;
@@ -95,7 +101,7 @@ impl ClusterHandle {
         let ca = Arc::new(LocalCa::new(material)?.with_life(life));
         follow(&ca, known, shutdown);
         let key_leases = QuicKeyLeases {
-            cluster_objects: cluster_objects.clone(),
+            cluster_objects,
             lease: names.replica_lease.clone(),
             is_single: settings.single_replica,
             holder: identity(),

@@ -145,17 +145,11 @@ impl Election {
                 tried = tokio::time::timeout(TRY_LIMIT, self.attempt(begun)) => tried,
             };
             match tried.unwrap_or_else(|_elapsed| Err(ApiError::timeout())) {
-                Ok(true) => {
+                Ok(is_leader) => {
                     last_logged = None;
                     self.problems
                         .set(Condition::Writing(Object::Lease), Vec::new());
-                    self.set_leader(Some(begun + RENEW_DEADLINE));
-                }
-                Ok(false) => {
-                    last_logged = None;
-                    self.problems
-                        .set(Condition::Writing(Object::Lease), Vec::new());
-                    self.set_leader(None);
+                    self.set_leader(is_leader.then(|| begun + RENEW_DEADLINE));
                 }
                 Err(failure) => {
                     self.metrics

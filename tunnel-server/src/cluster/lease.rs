@@ -77,24 +77,19 @@ impl LeaseHandle {
         holder: &str,
         change: fn(&mut LeaseSpec),
     ) -> Result<(), ApiError> {
-        with_limit(RELEASE_LIMIT, self.clear_holder(holder, change)).await
-    }
-
-    async fn clear_holder(
-        &self,
-        holder: &str,
-        change: fn(&mut LeaseSpec),
-    ) -> Result<(), kube::Error> {
-        let mut lease = self.api.get(&self.name).await?;
-        let spec = lease.spec.get_or_insert_default();
-        if spec.holder_identity.as_deref() != Some(holder) {
-            return Ok(());
-        }
-        spec.holder_identity = Some(String::new());
-        change(spec);
-        let parameters = PostParams::default();
-        self.api.replace(&self.name, &parameters, &lease).await?;
-        Ok(())
+        let releasing = async {
+            let mut lease = self.api.get(&self.name).await?;
+            let spec = lease.spec.get_or_insert_default();
+            if spec.holder_identity.as_deref() != Some(holder) {
+                return Ok(lease);
+            }
+            spec.holder_identity = Some(String::new());
+            change(spec);
+            let parameters = PostParams::default();
+            self.api.replace(&self.name, &parameters, &lease).await
+        };
+        let released = with_limit(RELEASE_LIMIT, releasing).await;
+        released.map(|_lease| ())
     }
 }
 

@@ -26,64 +26,50 @@ use crate::config::ObjectNames;
 /// A server without persisted nodes waits this long for the first list before it reports ready.
 const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
 
-/// Inputs and outputs of the watches.
-pub(super) struct StateWatches {
-    pub(super) cluster: ClusterHandle,
-    pub(super) names: ObjectNames,
-    /// The Nodes, as persisted before the first list.
-    pub(super) nodes: NodeStore,
-    /// Receives the observed state.
-    pub(super) state: watch::Sender<ClusterState>,
-    /// Blocks readiness until the first list of Nodes. `None` with persisted nodes.
-    pub(super) first_list: Option<ReadinessBlock>,
-}
-
-impl StateWatches {
-    /// Starts one task per watch.
-    pub(super) fn start(self, shutdown: &Shutdown) {
-        let Self {
-            cluster,
-            names,
-            nodes,
-            state,
-            first_list,
-        } = self;
-        let Connection {
-            client, namespace, ..
-        } = &cluster.connection;
-        let services = writers::services(client.clone(), namespace);
-        let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
-        let (first_list_tx, first_list_rx) = oneshot::channel();
-        shutdown.spawn_service(follow_nodes(
-            cluster.clone(),
-            nodes,
-            state.clone(),
-            first_list_tx,
-        ));
-        shutdown.spawn_service(follow_object(
-            services,
-            names.internal_service,
-            cluster.watch_context(Object::Service),
-            state.clone(),
-            |state, observed| state.service = observed.map(with_metadata),
-        ));
-        shutdown.spawn_service(follow_object(
-            maps.clone(),
-            names.nodes_config_map,
-            cluster.watch_context(Object::Records),
-            state.clone(),
-            |state, observed| state.records_map = observed.map(|map| map),
-        ));
-        shutdown.spawn_service(follow_object(
-            maps,
-            names.ports_config_map,
-            cluster.watch_context(Object::Ports),
-            state,
-            |state, observed| state.ports_map = observed.map(|map| map),
-        ));
-        if let Some(first_list) = first_list {
-            shutdown.spawn_service(wait_first_list(first_list, first_list_rx));
-        }
+/// Starts one task per watch. `nodes` has the Nodes as persisted, `state` receives the observed
+/// state, and `first_list` blocks readiness until the first list of Nodes.
+pub(super) fn start(
+    cluster: &ClusterHandle,
+    names: &ObjectNames,
+    nodes: NodeStore,
+    state: watch::Sender<ClusterState>,
+    first_list: Option<ReadinessBlock>,
+    shutdown: &Shutdown,
+) {
+    let Connection {
+        client, namespace, ..
+    } = &cluster.connection;
+    let (first_list_tx, first_list_rx) = oneshot::channel();
+    shutdown.spawn_service(follow_nodes(
+        cluster.clone(),
+        nodes,
+        state.clone(),
+        first_list_tx,
+    ));
+    shutdown.spawn_service(follow_object(
+        writers::services(client.clone(), namespace),
+        names.internal_service.clone(),
+        cluster.watch_context(Object::Service),
+        state.clone(),
+        |state, observed| state.service = observed.map(with_metadata),
+    ));
+    let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
+    shutdown.spawn_service(follow_object(
+        maps.clone(),
+        names.nodes_config_map.clone(),
+        cluster.watch_context(Object::Records),
+        state.clone(),
+        |state, observed| state.records_map = observed.map(|map| map),
+    ));
+    shutdown.spawn_service(follow_object(
+        maps,
+        names.ports_config_map.clone(),
+        cluster.watch_context(Object::Ports),
+        state,
+        |state, observed| state.ports_map = observed.map(|map| map),
+    ));
+    if let Some(first_list) = first_list {
+        shutdown.spawn_service(wait_first_list(first_list, first_list_rx));
     }
 }
 

@@ -20,7 +20,6 @@ use super::ca_bundle;
 use super::cluster_objects::{ClusterObjects, conflicts};
 use crate::ca::{CaMaterial, SourceNames};
 use crate::cluster::conditions::Condition;
-use crate::config::{KubernetesSettings, ObjectNames};
 
 /// Interval at which the Secret and the ConfigMap are read again, in addition to the watches.
 const RESYNC: Duration = Duration::from_secs(300);
@@ -38,33 +37,20 @@ enum Plan {
 
 /// The task that keeps the CA of this server equal to that of the Secret.
 pub(super) struct CaReconciler {
-    cluster_objects: ClusterObjects,
-    secret: String,
-    map: String,
-    current: watch::Sender<Option<Arc<CaMaterial>>>,
-    changes: watch::Sender<()>,
+    pub(super) cluster_objects: ClusterObjects,
+    /// Name of the Secret.
+    pub(super) secret: String,
+    /// Name of the ConfigMap.
+    pub(super) map: String,
+    pub(super) current: watch::Sender<Option<Arc<CaMaterial>>>,
+    /// Is sent to after `current` changed.
+    pub(super) changes: watch::Sender<()>,
 }
 
 impl CaReconciler {
-    /// Creates the reconciler of `current`. `changes` is sent to after it changed.
-    pub(super) fn new(
-        cluster_objects: &ClusterObjects,
-        names: &ObjectNames,
-        current: watch::Sender<Option<Arc<CaMaterial>>>,
-        changes: watch::Sender<()>,
-    ) -> Self {
-        Self {
-            cluster_objects: cluster_objects.clone(),
-            secret: names.ca_secret.clone(),
-            map: names.ca_config_map.clone(),
-            current,
-            changes,
-        }
-    }
-
     /// Watches both objects until `shutdown` stops.
-    pub(super) fn start(self, settings: &KubernetesSettings, shutdown: &Shutdown) {
-        let due = Arc::new(watch::Sender::new(()));
+    pub(super) fn start(self, shutdown: &Shutdown) {
+        let due = watch::Sender::new(());
         let when = due.subscribe();
         let (secrets, name) = (self.cluster_objects.secrets.clone(), self.secret.clone());
         let context = self.cluster_objects.cluster.watch_context(Object::Ca);
@@ -75,10 +61,7 @@ impl CaReconciler {
             })
             .await;
         });
-        let (maps, name) = (
-            self.cluster_objects.maps.clone(),
-            settings.names.ca_config_map.clone(),
-        );
+        let (maps, name) = (self.cluster_objects.maps.clone(), self.map.clone());
         let context = self.cluster_objects.cluster.watch_context(Object::CaBundle);
         shutdown.spawn_service(async move {
             follow_one(maps, &name, context, |_: Observed<ConfigMap>| {
@@ -90,6 +73,7 @@ impl CaReconciler {
     }
 
     async fn run(self, mut due: watch::Receiver<()>) {
+        let throttle = &self.cluster_objects.cluster.connection.throttle;
         let mut backoff = Backoff::default();
         loop {
             // An event during the reconciliation triggers another one.
@@ -103,21 +87,14 @@ impl CaReconciler {
                 }
                 Err(failure) => {
                     let wait = backoff.next_delay(&failure, now, rand::random());
-                    wait.max(
-                        self.cluster_objects
-                            .cluster
-                            .connection
-                            .throttle
-                            .remaining(now),
-                    )
+                    wait.max(throttle.remaining(now))
                 }
             };
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 changed = due.changed() => {
                     if changed.is_err() { return }
-                    let asked = self.cluster_objects.cluster.connection.throttle.remaining(Instant::now());
-                    tokio::time::sleep(asked).await;
+                    tokio::time::sleep(throttle.remaining(Instant::now())).await;
                 }
             }
         }
