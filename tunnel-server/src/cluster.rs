@@ -78,7 +78,7 @@ use writers::Writers;
 /// Inputs and outputs of the cluster controllers.
 #[derive(Debug)]
 pub struct ClusterInputs {
-    /// Receives the nodes.
+    /// Receives the nodes of the cluster.
     pub routes: Routes,
     /// Receives the DNS records.
     pub records: Records,
@@ -92,7 +92,7 @@ pub struct ClusterInputs {
     pub readiness: Readiness,
     /// Stores the snapshot of the cluster state.
     pub data: DataDir,
-    /// Stops all controllers.
+    /// Stops all controllers and their tasks.
     pub shutdown: Shutdown,
     /// Listeners that the ports of the Service target.
     pub listener_ports: ListenerPorts,

@@ -14,7 +14,7 @@ use crate::cluster::conditions::Condition;
 
 /// Maximum size of a note (Kubernetes `pkg/apis/core/validation/events.go`, `NoteLengthLimit`).
 const NOTE_MAX_BYTES: usize = 1024;
-/// Value of `reportingController`.
+/// Value of `reportingController` in Events.
 const REPORTER: &str = "culvert.dev/tunnel-server";
 
 /// A publisher of Events that publishes each condition once.

@@ -16,9 +16,9 @@ pub(super) enum ApiErrorKind {
     Conflict,
     /// Status 401 or 403.
     Forbidden,
-    /// Status 404.
+    /// Status 404: the object does not exist.
     NotFound,
-    /// Status 429.
+    /// Status 429: the API server asks for fewer requests.
     Throttled,
     /// The resource version of a watch is too old. The client must list all objects again.
     Expired,

@@ -82,7 +82,7 @@ impl NodeStore {
     }
 }
 
-/// Result of [`NodeStore::apply`].
+/// The effect of [`NodeStore::apply`] on the facts.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Applied {
     pub(super) is_changed: bool,

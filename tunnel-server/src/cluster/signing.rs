@@ -42,7 +42,7 @@ const LABEL: &str = "target_certificate";
 pub struct SignerConfig {
     /// `signerName` of the requests.
     pub name: String,
-    /// Receives the certificate.
+    /// Receives the certificate for its connections.
     pub targets: Arc<TargetTls>,
 }
 

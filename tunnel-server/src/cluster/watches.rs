@@ -196,7 +196,7 @@ pub(super) enum Observed<T> {
     Unknown,
     /// The object does not exist.
     Absent,
-    /// The object exists.
+    /// The object exists and has this content.
     Present(T),
 }
 

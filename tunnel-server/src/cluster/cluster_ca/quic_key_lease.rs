@@ -26,7 +26,7 @@ use crate::ca::CaError;
 use crate::cluster::conditions::Condition;
 use crate::store::data_dir::{DataDir, random};
 
-/// Time between renewals.
+/// Time between renewals of a Lease.
 const RENEW_EVERY: Duration = Duration::from_secs(4);
 /// A Lease that was not renewed for this long by the wall clock is free. Clock differences are
 /// smaller.

@@ -18,7 +18,7 @@ pub(in crate::cluster) type AliasOwners = BTreeMap<Box<str>, Box<str>>;
 /// Rules for aliases, in addition to the Nodes themselves.
 #[derive(Debug, Clone, Default)]
 pub(in crate::cluster) struct AliasRules {
-    /// Patterns of `--record-names`.
+    /// Patterns of `--record-names`, which allow further aliases.
     pub(in crate::cluster) patterns: Vec<NamePattern>,
     /// Previous owners of the aliases.
     pub(in crate::cluster) owners: AliasOwners,
