@@ -103,9 +103,12 @@ pub(super) fn start(
 ) {
     let (path, certificate) = (data.authority(), data.ca_certificate());
     let (secret, documents) = (persisted.secret.clone(), documents.clone());
-    let snapshot = Snapshot::new("shared CA state", PAUSE, Some(persisted), move |persisted| {
-        save(&path, &certificate, persisted)
-    });
+    let snapshot = Snapshot::new(
+        "shared CA state",
+        PAUSE,
+        Some(persisted),
+        move |persisted| save(&path, &certificate, persisted),
+    );
     let state = move |(): &()| {
         let state = shared_state(&secret, current.borrow().as_deref(), &documents);
         (!state.key.is_empty()).then_some(state)
