@@ -29,8 +29,9 @@ mod node_client;
 mod partition;
 mod path;
 mod pipe;
-mod plain;
+pub mod plain;
 mod runner;
+mod runs;
 mod site;
 mod size;
 mod stack;
@@ -41,8 +42,15 @@ mod watch;
 pub use cases::CASES;
 pub use clocks::Clocks;
 pub use findings::{Bound, Findings, Measure, Value, Verdict};
+pub use flow::{Flow, FlowEnd, Load};
+pub use node_client::{NODE, NodeClient, PendingRequests, RequestOutcome, Requester, TimedOutcome};
+pub use pipe::{Loads, Pipe};
 pub use runner::{FinishedRun, Plan, RunEvent, run};
+pub use runs::{Run, Runs, TransportMode};
+pub use site::Site;
+pub use stack::{ProcessUsage, Stack};
 pub use table::Table;
+pub use watch::{node_status, until};
 
 /// One row of the matrix on one transport.
 #[derive(Debug)]
@@ -62,17 +70,6 @@ pub struct Case {
 
 /// A run in progress.
 type Running = Pin<Box<dyn Future<Output = Result<Findings>> + Send>>;
-
-/// The transports of a case.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TransportMode {
-    /// The agent uses QUIC only.
-    Quic,
-    /// The agent uses h2 only.
-    H2,
-    /// Any transport that gets through.
-    Auto,
-}
 
 /// The machine resources that a case needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,17 +95,6 @@ impl Case {
             | (Cost::Timed | Cost::Throughput | Cost::Idle, Clocks::Full | Clocks::Short) => true,
         }
     }
-}
-
-/// One run of a case.
-#[derive(Debug, Clone, Copy)]
-struct Run {
-    seed: u64,
-    /// Timers of faults and bounds.
-    clocks: Clocks,
-    /// Timers of both binaries.
-    limits: Clocks,
-    transport_mode: TransportMode,
 }
 
 impl fmt::Display for TransportMode {

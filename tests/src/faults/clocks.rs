@@ -1,7 +1,10 @@
 //! The timers of a run: the defaults of both binaries, or ten times shorter ones with matching
 //! bounds.
 
+use std::env;
 use std::time::Duration;
+
+use anyhow::{Result, bail};
 
 /// The speed of a run's timers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,6 +16,19 @@ pub enum Clocks {
 }
 
 impl Clocks {
+    /// Returns the timers that the environment variable `CULVERT_FAULT_CLOCKS` selects, `short` by
+    /// default.
+    ///
+    /// # Errors
+    /// Returns an error if the variable is neither `full` nor `short`.
+    pub fn from_env() -> Result<Self> {
+        match env::var(VARIABLE).as_deref() {
+            Ok("full") => Ok(Self::Full),
+            Ok("short") | Err(_) => Ok(Self::Short),
+            Ok(other) => bail!("{VARIABLE}={other}: expected full or short"),
+        }
+    }
+
     /// Converts a time of the fault matrix (an outage, a pause) to this run.
     #[must_use]
     pub fn time(self, contract: Duration) -> Duration {
@@ -74,6 +90,8 @@ impl Clocks {
         }
     }
 }
+
+const VARIABLE: &str = "CULVERT_FAULT_CLOCKS";
 
 const DIVISOR: u32 = 10;
 

@@ -18,7 +18,7 @@ use crate::targets::Sha256;
 
 /// The load of a direction until it is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Load {
+pub enum Load {
     /// The direction carries no bytes.
     Quiet,
     /// 1 KiB every 20 ms, as for typing or a log.
@@ -30,7 +30,8 @@ pub(super) enum Load {
 }
 
 /// One direction in progress.
-pub(super) struct Flow {
+#[derive(Debug)]
+pub struct Flow {
     seed: u64,
     progress: Arc<Mutex<Progress>>,
     /// Bytes given to the writing end.
@@ -68,7 +69,7 @@ struct Read {
 
 /// The end of a direction.
 #[derive(Debug)]
-pub(super) struct FlowEnd {
+pub struct FlowEnd {
     name: String,
     seed: u64,
     sent: Result<Digest, WriteEnd>,
@@ -76,7 +77,7 @@ pub(super) struct FlowEnd {
     read: Option<Read>,
     received: u64,
     /// Time from the first byte written to the last one read.
-    pub(super) took: Duration,
+    pub took: Duration,
 }
 
 impl Flow {
@@ -115,12 +116,12 @@ impl Flow {
     }
 
     /// Returns the number of received bytes.
-    pub(super) fn received(&self) -> u64 {
+    pub fn received(&self) -> u64 {
         self.lock().bytes
     }
 
     /// Restarts the measurement of the longest pause.
-    pub(super) fn forget_stalls(&self) {
+    pub fn forget_stalls(&self) {
         let mut progress = self.lock();
         progress.longest_gap = Duration::ZERO;
         progress.last = Instant::now();
@@ -128,7 +129,7 @@ impl Flow {
 
     /// Returns the longest time without a byte since the start or [`Flow::forget_stalls`], up to
     /// this moment.
-    pub(super) fn stall(&self) -> Duration {
+    pub fn stall(&self) -> Duration {
         let progress = self.lock();
         let gap = if progress.ended {
             Duration::ZERO
@@ -140,7 +141,7 @@ impl Flow {
 
     /// Makes [`Flow::resumed`] wait for a byte that is not written yet, since buffers on the path
     /// may let older bytes trickle.
-    pub(super) fn mark(&self) {
+    pub fn mark(&self) {
         let mut progress = self.lock();
         progress.mark = Some((Instant::now(), self.written.load(Ordering::Relaxed)));
         progress.after_mark = None;
@@ -148,12 +149,12 @@ impl Flow {
 
     /// Returns the time from [`Flow::mark`] to the first byte written after it, once one has
     /// arrived.
-    pub(super) fn resumed(&self) -> Option<Duration> {
+    pub fn resumed(&self) -> Option<Duration> {
         self.lock().after_mark
     }
 
     /// Returns whether the reader has observed an end or a cut.
-    pub(super) fn has_ended(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.lock().ended
     }
 
@@ -232,7 +233,7 @@ impl FlowEnd {
     }
 
     /// Returns the number of bytes whose hash was compared with that of the sent bytes.
-    pub(super) fn hashed(&self) -> u64 {
+    pub fn hashed(&self) -> u64 {
         self.read.as_ref().map_or(0, |read| read.digest.bytes)
     }
 

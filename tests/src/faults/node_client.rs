@@ -8,22 +8,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, interval, sleep_until, timeout};
 
 use super::findings::Findings;
 use super::pipe::{Loads, Pipe};
+use super::runs::Run;
 use super::watch::until;
 use crate::client::{BodyEnd, Endpoint, RawRequest, request};
 use crate::eventually::scaled;
 use crate::targets::Exporter;
 
 /// The node's name in every run.
-pub(super) const NODE: &str = "worker-1";
+pub const NODE: &str = "worker-1";
 
 /// The node's targets, before any listener is known.
+#[derive(Debug)]
 pub(super) struct Targets {
     pub(super) exporter: Exporter,
     /// Target of the TCP service.
@@ -40,8 +42,9 @@ impl Targets {
 }
 
 /// The node as seen by callers.
-pub(super) struct NodeClient {
-    pub(super) requester: Requester,
+#[derive(Debug)]
+pub struct NodeClient {
+    pub requester: Requester,
     service: SocketAddr,
     targets: Targets,
     seed: u64,
@@ -75,7 +78,7 @@ impl NodeClient {
     ///
     /// # Errors
     /// Returns an error if the stream does not reach the node.
-    pub(super) async fn pipe(&self, loads: Loads) -> Result<Pipe> {
+    pub async fn pipe(&self, loads: Loads) -> Result<Pipe> {
         let number = self.pipes.fetch_add(1, Ordering::Relaxed);
         let seed = self.seed.wrapping_mul(1000).wrapping_add(number);
         Pipe::open(self.service, &self.targets.raw, seed, loads).await
@@ -85,10 +88,26 @@ impl NodeClient {
     ///
     /// # Errors
     /// Returns an error if the stream does not reach the node.
-    pub(super) async fn talk(&self) -> Result<Pipe> {
+    pub async fn talk(&self) -> Result<Pipe> {
         let pipe = self.pipe(Loads::TALK).await?;
         pipe.settled().await?;
         Ok(pipe)
+    }
+
+    /// Checks that no answer of this run had false or missing bytes.
+    ///
+    /// # Errors
+    /// Returns an error with the number of these answers.
+    pub fn ensure_equal(&self, run: Run) -> Result<()> {
+        let tally = &self.requester.tally;
+        let hashed = tally.hashed.load(Ordering::Relaxed);
+        run.report(format_args!("answers: {hashed} bytes hashed at both ends"));
+        let unequal = tally.unequal.load(Ordering::Relaxed);
+        ensure!(
+            unequal == 0,
+            "{unequal} answers with false or missing bytes"
+        );
+        Ok(())
     }
 
     /// Adds the answers to the requests of this run.
@@ -103,8 +122,8 @@ impl NodeClient {
 }
 
 /// Requests pseudo-random bytes from the node and compares their hash.
-#[derive(Clone)]
-pub(super) struct Requester {
+#[derive(Debug, Clone)]
+pub struct Requester {
     endpoint: Endpoint,
     host: String,
     seed: u64,
@@ -112,7 +131,7 @@ pub(super) struct Requester {
     tally: Arc<Tally>,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Tally {
     hashed: AtomicU64,
     unequal: AtomicU64,
@@ -120,7 +139,7 @@ struct Tally {
 
 /// The outcome of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum RequestOutcome {
+pub enum RequestOutcome {
     /// All bytes arrived and are correct.
     Served,
     /// The server refused: status and code.
@@ -135,14 +154,14 @@ pub(super) enum RequestOutcome {
 
 /// A request and its duration.
 #[derive(Debug, Clone)]
-pub(super) struct TimedOutcome {
-    pub(super) outcome: RequestOutcome,
-    pub(super) took: Duration,
+pub struct TimedOutcome {
+    pub outcome: RequestOutcome,
+    pub took: Duration,
 }
 
 impl Requester {
     /// Sends one request on a connection of its own, and waits at most for `limit`.
-    pub(super) async fn ask(&self, limit: Duration) -> TimedOutcome {
+    pub async fn ask(&self, limit: Duration) -> TimedOutcome {
         let began = Instant::now();
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let path = format!(
@@ -179,17 +198,13 @@ impl Requester {
 
     /// Sends a request every 100 ms, independent of the previous ones, until one is served. Returns
     /// its time after `since`, or `Err` if none was served within `give_up`.
-    pub(super) async fn serving(
-        &self,
-        since: Instant,
-        give_up: Duration,
-    ) -> Result<Duration, Duration> {
+    pub async fn serving(&self, since: Instant, give_up: Duration) -> Result<Duration, Duration> {
         self.serves(since, give_up, Duration::ZERO).await
     }
 
     /// Like [`Requester::serving`], but permanently: all requests sent in the second after the
     /// first served one are served too.
-    pub(super) async fn serving_on(
+    pub async fn serving_on(
         &self,
         since: Instant,
         give_up: Duration,
@@ -242,7 +257,7 @@ impl Requester {
     ///
     /// # Errors
     /// Returns an error if the node does not serve in time.
-    pub(super) async fn ready(&self) -> Result<()> {
+    pub async fn ready(&self) -> Result<()> {
         let serves = async || self.ask(ASK_LIMIT).await.outcome == RequestOutcome::Served;
         let ready = until(Instant::now(), scaled(READY), serves).await;
         ready
@@ -275,11 +290,41 @@ impl Requester {
         });
     }
 
+    /// Sends requests to a suspect node until `end`, when the node recovers.
+    ///
+    /// # Errors
+    /// Returns an error if a request was not refused with 503, or not at once.
+    pub async fn ensure_refused(&self, run: Run, end: Instant, every: Duration) -> Result<()> {
+        let mut slowest = Duration::ZERO;
+        let (mut asked, mut others) = (0_u64, Vec::new());
+        let mut ticks = interval(every);
+        loop {
+            ticks.tick().await;
+            let left = end.saturating_duration_since(Instant::now());
+            if left < every && asked > 0 {
+                break;
+            }
+            let answer = self.ask(left).await;
+            slowest = slowest.max(answer.took);
+            asked += 1;
+            if answer.outcome != RequestOutcome::Refused(503, "no_agent".into()) {
+                others.push(answer.outcome.to_string());
+            }
+        }
+        run.within("refused: the slowest request", AT_ONCE, Ok(slowest))?;
+        ensure!(
+            others.is_empty(),
+            "of {asked} requests not refused with 503 no_agent: {}",
+            others.join(", ")
+        );
+        Ok(())
+    }
+
     /// Sends a request that must be served.
     ///
     /// # Errors
     /// Returns an error if the request is not served.
-    pub(super) async fn served(&self) -> Result<()> {
+    pub async fn served(&self) -> Result<()> {
         let asked = self.ask(scaled(ASK_LIMIT)).await;
         match asked.outcome {
             RequestOutcome::Served => Ok(()),
@@ -301,14 +346,15 @@ impl fmt::Display for RequestOutcome {
 }
 
 /// Requests sent at an interval during some event. All of them are awaited.
-pub(super) struct PendingRequests {
+#[derive(Debug)]
+pub struct PendingRequests {
     asking: JoinSet<TimedOutcome>,
 }
 
 impl PendingRequests {
     /// Sends requests at an interval until `end` completes, and then waits at most `limit` for each
     /// of them.
-    pub(super) async fn during(
+    pub async fn during(
         requester: &Requester,
         every: Duration,
         limit: Duration,
@@ -333,7 +379,7 @@ impl PendingRequests {
     ///
     /// # Errors
     /// Returns an error if a request panicked.
-    pub(super) async fn outcomes(mut self) -> Result<Vec<TimedOutcome>> {
+    pub async fn outcomes(mut self) -> Result<Vec<TimedOutcome>> {
         let mut outcomes = Vec::new();
         while let Some(asked) = self.asking.join_next().await {
             outcomes.push(asked.context("a request panicked")?);

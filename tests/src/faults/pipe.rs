@@ -16,18 +16,20 @@ use crate::eventually::scaled;
 
 /// The loads of the two directions of a stream.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Loads {
+pub struct Loads {
     /// From the caller through server and agent to the target.
-    pub(super) to_edge: Load,
+    pub to_edge: Load,
     /// From the target to the caller.
-    pub(super) to_cloud: Load,
+    pub to_cloud: Load,
 }
 
 impl Loads {
     /// A little traffic in both directions all the time, as with `kubectl exec`.
     pub(super) const TALK: Self = Self::both(Load::Paced);
 
-    pub(super) const fn both(load: Load) -> Self {
+    /// Returns equal loads in both directions.
+    #[must_use]
+    pub const fn both(load: Load) -> Self {
         Self {
             to_edge: load,
             to_cloud: load,
@@ -36,9 +38,10 @@ impl Loads {
 }
 
 /// A stream in progress.
-pub(super) struct Pipe {
-    pub(super) to_edge: Flow,
-    pub(super) to_cloud: Flow,
+#[derive(Debug)]
+pub struct Pipe {
+    pub to_edge: Flow,
+    pub to_cloud: Flow,
 }
 
 impl Pipe {
@@ -82,24 +85,26 @@ impl Pipe {
         [self.to_edge.received(), self.to_cloud.received()]
     }
 
-    pub(super) fn forget_stalls(&self) {
+    /// Restarts the measurement of the longest pause.
+    pub fn forget_stalls(&self) {
         self.to_edge.forget_stalls();
         self.to_cloud.forget_stalls();
     }
 
     /// Returns the longer stall of the two directions.
-    pub(super) fn stall(&self) -> Duration {
+    pub fn stall(&self) -> Duration {
         self.to_edge.stall().max(self.to_cloud.stall())
     }
 
-    pub(super) fn mark(&self) {
+    /// Makes [`Pipe::resumed`] wait for bytes that are not written yet.
+    pub fn mark(&self) {
         self.to_edge.mark();
         self.to_cloud.mark();
     }
 
     /// Returns the time from [`Pipe::mark`] until bytes flow again in both directions. Returns
     /// `Err` if they do not within `give_up`, or if the stream was cut.
-    pub(super) async fn resumed(&self, give_up: Duration) -> Result<Duration, Duration> {
+    pub async fn resumed(&self, give_up: Duration) -> Result<Duration, Duration> {
         let marked = Instant::now();
         let both = || Some(self.to_edge.resumed()?.max(self.to_cloud.resumed()?));
         let _found = until(marked, give_up, async || {
@@ -110,12 +115,12 @@ impl Pipe {
     }
 
     /// Returns whether either reader has observed an end or a cut.
-    pub(super) fn has_ended(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.to_edge.has_ended() || self.to_cloud.has_ended()
     }
 
     /// Ends both directions and waits for both ends.
-    pub(super) async fn finish(self, limit: Duration) -> [FlowEnd; 2] {
+    pub async fn finish(self, limit: Duration) -> [FlowEnd; 2] {
         self.to_edge.stop();
         self.to_cloud.stop();
         let (to_edge, to_cloud) = tokio::join!(

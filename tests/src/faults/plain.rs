@@ -20,7 +20,7 @@ use crate::link::{Impairment, Link, TrafficClass};
 ///
 /// # Errors
 /// Returns an error if there is no connection.
-pub(super) async fn transfer(
+pub async fn transfer(
     path: Impairment,
     seed: u64,
     amount: u64,

@@ -127,6 +127,7 @@ async fn one(case: &'static Case, seed: u64, clocks: Clocks) -> FinishedRun {
     let limit = scaled(case.about * 3 + LIMIT_LEAST);
     let mut running = JoinSet::new();
     running.spawn((case.run)(Run {
+        case: case.what,
         seed,
         clocks,
         limits: match case.cost {

@@ -12,19 +12,20 @@ use tunnel_server::config::RawService;
 use tunnel_server::routing::registry::AgentSession;
 
 use super::node_client::{NODE, NodeClient, Targets};
+use super::runs::Run;
 use super::watch::{metric, until};
-use super::{Run, TransportMode};
 use crate::env::{Agent, TestEnv};
 use crate::eventually::scaled;
 use crate::link::{Impairment, Link, TrafficClass};
 
 /// A tunnel with a bad network in the middle.
-pub(super) struct Site {
-    pub(super) link: Link,
-    pub(super) node_client: NodeClient,
+#[derive(Debug)]
+pub struct Site {
+    pub link: Link,
+    pub node_client: NodeClient,
     /// Declared before the environment for the drop order: the agent ends before the server.
     agent: Option<Agent>,
-    pub(super) env: TestEnv,
+    pub env: TestEnv,
     run: Run,
 }
 
@@ -33,7 +34,7 @@ impl Site {
     ///
     /// # Errors
     /// Returns an error if a component does not start.
-    pub(super) async fn prepare(run: Run) -> Result<Self> {
+    pub async fn prepare(run: Run) -> Result<Self> {
         let targets = Targets::start().await?;
         let port = targets.raw.local_addr()?.port();
         let env = TestEnv::start_with(|settings| {
@@ -63,7 +64,7 @@ impl Site {
     ///
     /// # Errors
     /// Returns an error if requests are not served.
-    pub(super) async fn up(run: Run) -> Result<Self> {
+    pub async fn up(run: Run) -> Result<Self> {
         Self::up_over(run, Impairment::default()).await
     }
 
@@ -72,7 +73,7 @@ impl Site {
     ///
     /// # Errors
     /// Returns an error if requests are not served.
-    pub(super) async fn up_over(run: Run, path: Impairment) -> Result<Self> {
+    pub async fn up_over(run: Run, path: Impairment) -> Result<Self> {
         let mut site = Self::prepare(run).await?;
         site.link.set(TrafficClass::ALL, path);
         site.start_agent().await?;
@@ -84,7 +85,7 @@ impl Site {
     ///
     /// # Errors
     /// Returns an error if this does not happen in time.
-    pub(super) async fn ready(&self) -> Result<()> {
+    pub async fn ready(&self) -> Result<()> {
         self.node_client.requester.ready().await?;
         let is_idle = async || {
             let sessions = self.sessions();
@@ -101,7 +102,7 @@ impl Site {
     ///
     /// # Errors
     /// Returns an error if the agent does not start.
-    pub(super) async fn start_agent(&mut self) -> Result<()> {
+    pub async fn start_agent(&mut self) -> Result<()> {
         self.start_agent_towards(self.link.addr()).await
     }
 
@@ -109,7 +110,7 @@ impl Site {
     ///
     /// # Errors
     /// Returns an error if the agent does not start.
-    pub(super) async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
+    pub async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
         let Run {
             limits,
             transport_mode,
@@ -126,25 +127,26 @@ impl Site {
     }
 
     /// Returns the server's sessions with the agent, newest first.
-    pub(super) fn sessions(&self) -> Vec<Arc<AgentSession>> {
+    fn sessions(&self) -> Vec<Arc<AgentSession>> {
         NODE.parse()
             .map(|node| self.env.registry().of_node(&node))
             .unwrap_or_default()
     }
 
-    pub(super) fn ids(&self) -> Vec<SessionId> {
+    /// Returns the IDs of the server's sessions with the agent, newest first.
+    pub fn ids(&self) -> Vec<SessionId> {
         self.sessions().iter().map(|session| session.id).collect()
     }
 
     /// Returns the transport of the session that new streams use.
-    pub(super) fn transport(&self) -> Option<TransportKind> {
+    pub fn transport(&self) -> Option<TransportKind> {
         let sessions = self.sessions();
         let active = sessions.iter().find(|session| session.is_routable())?;
         Some(active.session.transport())
     }
 
     /// Waits until new streams use that transport.
-    pub(super) async fn moved_to(
+    pub async fn moved_to(
         &self,
         transport: TransportKind,
         since: Instant,
@@ -154,7 +156,7 @@ impl Site {
     }
 
     /// Waits until the server has no session that it does not suspect.
-    pub(super) async fn server_suspects(
+    pub async fn server_suspects(
         &self,
         since: Instant,
         give_up: Duration,
@@ -164,7 +166,7 @@ impl Site {
     }
 
     /// Waits until the server has closed a session.
-    pub(super) async fn server_lost(
+    pub async fn server_lost(
         &self,
         id: SessionId,
         since: Instant,
@@ -174,7 +176,7 @@ impl Site {
     }
 
     /// Waits until the agent reports that it suspects its server or has no session.
-    pub(super) async fn agent_suspects(
+    pub async fn agent_suspects(
         &self,
         since: Instant,
         give_up: Duration,
@@ -187,7 +189,7 @@ impl Site {
     }
 
     /// Waits until the agent has no session.
-    pub(super) async fn agent_lost(
+    pub async fn agent_lost(
         &self,
         since: Instant,
         give_up: Duration,
@@ -200,24 +202,9 @@ impl Site {
         connected.is_ok_and(|count| count == 0.0)
     }
 
-    /// Returns a metric of the agent.
-    ///
-    /// # Errors
-    /// Returns an error if the agent's meta port does not answer.
-    pub(super) async fn agent_metric(&self, name: &str) -> Result<f64> {
+    async fn agent_metric(&self, name: &str) -> Result<f64> {
         let meta = self.agent.as_ref().and_then(Agent::meta);
         metric(meta.context("no agent")?, name).await
-    }
-}
-
-impl TransportMode {
-    /// Returns the value of `--transport`.
-    pub(super) fn setting(self) -> &'static str {
-        match self {
-            Self::Quic => "quic",
-            Self::H2 => "h2",
-            Self::Auto => "auto",
-        }
     }
 }
 

@@ -10,29 +10,31 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use tokio::time::sleep;
 
+use super::clocks::Clocks;
 use super::node_client::{NODE, NodeClient, Targets};
+use super::runs::Run;
 use super::watch::{metric, node_status};
-use super::{Clocks, Run};
 use crate::link::Link;
 use crate::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 
 /// A tunnel of two processes.
-pub(super) struct Stack {
-    pub(super) node_client: NodeClient,
-    pub(super) agent: Process,
+#[derive(Debug)]
+pub struct Stack {
+    pub node_client: NodeClient,
+    pub agent: Process,
     agent_meta: SocketAddr,
-    pub(super) server: Server,
-    pub(super) link: Link,
+    pub server: Server,
+    pub link: Link,
     scratch: ScratchDir,
 }
 
 /// The resource usage of a process.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ProcessUsage {
-    pub(super) descriptors: u64,
-    pub(super) threads: u64,
+pub struct ProcessUsage {
+    pub descriptors: u64,
+    pub threads: u64,
     /// Resident memory in KiB.
-    pub(super) memory_kib: u64,
+    pub memory_kib: u64,
 }
 
 impl Stack {
@@ -40,7 +42,7 @@ impl Stack {
     ///
     /// # Errors
     /// Returns an error if requests are not served.
-    pub(super) async fn up(run: Run) -> Result<Self> {
+    pub async fn up(run: Run) -> Result<Self> {
         let Run {
             seed,
             limits: clocks,
@@ -94,7 +96,7 @@ impl Stack {
     ///
     /// # Errors
     /// Returns an error if the server does not answer.
-    pub(super) async fn state(&self) -> Result<String> {
+    pub async fn state(&self) -> Result<String> {
         let node = self.node().await?;
         Ok(node["state"].as_str().unwrap_or("absent").to_owned())
     }
@@ -103,7 +105,7 @@ impl Stack {
     ///
     /// # Errors
     /// Returns an error if the server does not answer.
-    pub(super) async fn node(&self) -> Result<Value> {
+    pub async fn node(&self) -> Result<Value> {
         node_status(self.server.address(Listener::Meta), NODE).await
     }
 
@@ -111,7 +113,7 @@ impl Stack {
     ///
     /// # Errors
     /// Returns an error if the server does not answer.
-    pub(super) async fn server_metric(&self, name: &str) -> Result<f64> {
+    pub async fn server_metric(&self, name: &str) -> Result<f64> {
         metric(self.server.address(Listener::Meta), name).await
     }
 
@@ -119,12 +121,12 @@ impl Stack {
     ///
     /// # Errors
     /// Returns an error if the agent does not answer.
-    pub(super) async fn agent_metric(&self, name: &str) -> Result<f64> {
+    pub async fn agent_metric(&self, name: &str) -> Result<f64> {
         metric(self.agent_meta, name).await
     }
 
     /// Returns the file of the known nodes.
-    pub(super) fn known_nodes(&self) -> PathBuf {
+    pub fn known_nodes(&self) -> PathBuf {
         self.scratch.path().join("server/nodes.json")
     }
 }
@@ -135,7 +137,7 @@ impl ProcessUsage {
     ///
     /// # Errors
     /// Returns an error if the process has ended or this system has no `/proc`.
-    pub(super) async fn sample_min(process: u32) -> Result<Self> {
+    pub async fn sample_min(process: u32) -> Result<Self> {
         let mut least = Self::now(process)?;
         for _ in 0..LOOKS {
             sleep(LOOK_EVERY).await;

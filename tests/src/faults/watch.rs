@@ -11,7 +11,7 @@ use crate::client::{RawRequest, request};
 
 /// Returns the time after `since` at which the check was first true, or `Err` with the waited time
 /// if it was not true within `give_up`.
-pub(super) async fn until<Fut: Future<Output = bool>>(
+pub async fn until<Fut: Future<Output = bool>>(
     since: Instant,
     give_up: Duration,
     mut check: impl FnMut() -> Fut,
@@ -47,7 +47,7 @@ pub(super) async fn metric(meta: SocketAddr, name: &str) -> Result<f64> {
 ///
 /// # Errors
 /// Returns an error if the port does not answer, or does not know the node.
-pub(super) async fn node_status(meta: SocketAddr, node: &str) -> Result<Value> {
+pub async fn node_status(meta: SocketAddr, node: &str) -> Result<Value> {
     let list = meta_page(meta, "/nodes").await?;
     let list: Vec<Value> = serde_json::from_str(&list).context("/nodes")?;
     let mut list = list.into_iter();
