@@ -1,6 +1,9 @@
 //! The fault matrix with short timers, on each transport of a row, with three seeds. `make faults`
 //! runs the same cases with the timers of the contract.
 
+mod fallback;
+mod partition;
+
 use tokio_util::sync::CancellationToken;
 use tunnel_tests::faults::{CASES, Clocks, Plan, Table, run};
 
@@ -26,41 +29,6 @@ async fn row(id: &str) {
     let table = Table::new(&plan, &done);
     let misses = table.misses().join("\n");
     assert!(misses.is_empty(), "{misses}\n\n{}", table.text());
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f05_partition_of_a_second_is_only_a_pause() {
-    row("F05").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f06_partition_of_half_a_minute_is_reported_to_new_requests_and_outlived_by_streams() {
-    row("F06").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f08_partition_one_way_is_noticed_at_both_ends() {
-    row("F08").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f09_half_open_tcp_is_noticed_at_both_ends() {
-    row("F09").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f10_without_udp_from_the_start_h2_serves() {
-    row("F10").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f11_h2_takes_over_from_quic_and_gives_back() {
-    row("F11").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f12_agent_finds_back_when_only_udp_is_healed() {
-    row("F12").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,8 +7,7 @@ use super::path::Shift;
 use super::size::{Since, Towards};
 use super::stopped::Who;
 use super::{Case, Cost, TransportMode};
-use super::{fallback, flapping, loss, partition, path, size, stopped};
-use crate::link::TrafficClass;
+use super::{flapping, loss, path, size, stopped};
 
 /// Declares one case per line: row, transport, required machine resources, seconds with full
 /// timers, description, and function.
@@ -28,31 +27,6 @@ macro_rules! cases {
 
 /// Every case, in the order of the matrix.
 pub static CASES: &[Case] = cases! {
-    F05 Quic Timed   4 "partition of 1 s" => partition::brief();
-    F05 H2   Timed   4 "partition of 1 s" => partition::brief();
-
-    F06 Quic Timed  50 "partition of 30 s, stream open" => partition::long(true);
-    F06 Quic Timed  36 "partition of 30 s, idle" => partition::long(false);
-    F06 H2   Timed  40 "partition of 30 s, stream open" => partition::long(true);
-    F06 H2   Timed  36 "partition of 30 s, idle" => partition::long(false);
-
-    F08 Quic Timed  65 "one way lost, to the server" => partition::one_way(TrafficClass::ALL.up());
-    F08 Quic Timed  65 "one way lost, to the agent" => partition::one_way(TrafficClass::ALL.down());
-    F08 H2   Timed  65 "one way lost, to the server" => partition::one_way(TrafficClass::ALL.up());
-    F08 H2   Timed  65 "one way lost, to the agent" => partition::one_way(TrafficClass::ALL.down());
-
-    F09 H2   Timed  65 "half-open TCP, stream open" => partition::half_open(true);
-    F09 H2   Timed  65 "half-open TCP, idle" => partition::half_open(false);
-
-    F10 Auto Timed   5 "UDP vanishes from the start" => fallback::blocked_from_start(false);
-    F10 Auto Timed   5 "UDP refused from the start" => fallback::blocked_from_start(true);
-
-    F11 Auto Timed  75 "UDP vanishes later, stream open" => fallback::blocked_later(true);
-    F11 Auto Timed  85 "UDP vanishes later, idle" => fallback::blocked_later(false);
-
-    F12 Auto Timed  40 "all lost, UDP alone back; from QUIC" => fallback::only_udp_heals(false);
-    F12 Auto Timed  45 "all lost, UDP alone back; from h2" => fallback::only_udp_heals(true);
-
     F13 Quic Throughput  32 "above 1300 lost from the start, to the edge" => size::capped(1300, Since::Start, Towards::Edge);
     F13 Quic Throughput  32 "above 1300 lost from the start, to the cloud" => size::capped(1300, Since::Start, Towards::Cloud);
     F13 Quic Throughput  22 "above 1300 lost, suddenly, to the edge" => size::capped(1300, Since::Middle, Towards::Edge);

@@ -9,19 +9,46 @@ use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
-use tokio_util::task::AbortOnDropHandle;
 use tunnel_proto::transport::TransportKind;
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::faults::{
+    Clocks, PendingRequests, RequestOutcome, Run, Runs, Site, TimedOutcome, TransportMode,
+};
+use tunnel_tests::link::{Impairment, TrafficClass};
 
-use super::findings::Findings;
-use super::node_client::{PendingRequests, RequestOutcome, TimedOutcome};
-use super::site::Site;
-use super::{Run, spawn};
-use crate::eventually::scaled;
-use crate::link::{Impairment, TrafficClass};
+#[tokio::test(flavor = "multi_thread")]
+async fn f10_without_udp_from_the_start_h2_serves() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for (case, refused) in [("UDP vanishes", false), ("UDP refused", true)] {
+        runs.start(TransportMode::Auto, case, |run| {
+            blocked_from_start(run, refused)
+        });
+    }
+    runs.finish().await
+}
 
-/// Runs F10: UDP vanishes from the start, or is refused.
-pub(super) async fn blocked_from_start(run: Run, refused: bool) -> Result<Findings> {
-    let mut findings = Findings::default();
+#[tokio::test(flavor = "multi_thread")]
+async fn f11_h2_takes_over_from_quic_and_gives_back() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for (case, busy) in [("stream open", true), ("idle", false)] {
+        runs.start(TransportMode::Auto, case, |run| blocked_later(run, busy));
+    }
+    runs.finish().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f12_agent_finds_back_when_only_udp_is_healed() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for (case, begins_over_h2) in [("from QUIC", false), ("from h2", true)] {
+        runs.start(TransportMode::Auto, case, |run| {
+            only_udp_heals(run, begins_over_h2)
+        });
+    }
+    runs.finish().await
+}
+
+/// Starts the agent where UDP vanishes or is refused.
+async fn blocked_from_start(run: Run, refused: bool) -> Result<()> {
     let mut site = Site::prepare(run).await?;
     let tcp_only = if refused {
         // Without a bound UDP socket the system answers with ICMP "port unreachable".
@@ -41,18 +68,16 @@ pub(super) async fn blocked_from_start(run: Run, refused: bool) -> Result<Findin
         .serving(began, scaled(GIVE_UP))
         .await;
     let bound = run.clocks.connect_bound(Duration::from_secs(5));
-    findings.within("served over h2 after the agent's start", bound, served);
-    is_over(TransportKind::H2, &site, &mut findings);
+    run.within("served over h2 after the agent's start", bound, served)?;
+    ensure_over(TransportKind::H2, &site)?;
     let pipe = site.node_client.talk().await?;
-    findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    run.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await)?;
+    site.node_client.ensure_equal(run)
 }
 
-/// Runs F11: UDP vanishes during a session, with or without an open stream, and returns.
-pub(super) async fn blocked_later(run: Run, busy: bool) -> Result<Findings> {
+/// Blocks UDP during a session, with or without an open stream, and heals it.
+async fn blocked_later(run: Run, busy: bool) -> Result<()> {
     let clocks = run.clocks;
-    let mut findings = Findings::default();
     let site = Site::up(run).await?;
     ensure!(
         site.transport() == Some(TransportKind::Quic),
@@ -72,8 +97,8 @@ pub(super) async fn blocked_later(run: Run, busy: bool) -> Result<Findings> {
         let waiting =
             PendingRequests::during(requester, every, scaled(OUTCOME_LIMIT), serving).await;
         let bound = clocks.connect_bound(Duration::from_secs(10));
-        findings.within("served over h2 after the block", bound, served);
-        outcomes(&waiting.outcomes().await?, &mut findings);
+        run.within("served over h2 after the block", bound, served)?;
+        ensure_answered(run, &waiting.outcomes().await?)?;
     } else {
         // A request would make the session busy.
         let moved = site
@@ -81,9 +106,9 @@ pub(super) async fn blocked_later(run: Run, busy: bool) -> Result<Findings> {
             .await;
         site.node_client.requester.served().await?;
         let bound = clocks.connect_bound(Duration::from_secs(20));
-        findings.within("served over h2 after the block", bound, moved);
+        run.within("served over h2 after the block", bound, moved)?;
     }
-    is_over(TransportKind::H2, &site, &mut findings);
+    ensure_over(TransportKind::H2, &site)?;
     let upgrading = site.node_client.talk().await?;
     sleep(clocks.time(STAY)).await;
     site.link.heal();
@@ -96,33 +121,31 @@ pub(super) async fn blocked_later(run: Run, busy: bool) -> Result<Findings> {
         .moved_to(TransportKind::Quic, healed, scaled(GIVE_UP_UPGRADE))
         .await;
     let bound = clocks.connect_bound(Duration::from_secs(60));
-    findings.within("back on QUIC after UDP is", bound, back);
+    run.within("back on QUIC after UDP is", bound, back)?;
     site.node_client.requester.served().await?;
     sleep(clocks.time(AFTER_UPGRADE)).await;
-    findings.observed(
+    run.observed(
         "longest stall of a stream through the upgrade",
         Ok(upgrading.stall()),
     );
     let ends = upgrading.finish(scaled(FINISH)).await;
-    findings.equal("stream through the upgrade: bytes equal", &ends);
+    run.equal("stream through the upgrade: bytes equal", &ends)?;
     if let Some(old) = old {
-        findings.observed(
+        run.observed(
             "stream from before goes on after",
             old.resumed(scaled(GIVE_UP)).await,
         );
         let ends = old.finish(scaled(FINISH)).await;
-        findings.equal_or_reset(
+        run.equal_or_reset(
             "stream from before: bytes equal, or the reset reported",
             &ends,
-        );
+        )?;
     }
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    site.node_client.ensure_equal(run)
 }
 
-/// Runs F12: nothing passes for a while, then only UDP does. The run begins over h2 or over QUIC.
-pub(super) async fn only_udp_heals(run: Run, begins_over_h2: bool) -> Result<Findings> {
-    let mut findings = Findings::default();
+/// Blocks everything for a while, then heals only UDP. The run begins over h2 or over QUIC.
+async fn only_udp_heals(run: Run, begins_over_h2: bool) -> Result<()> {
     let mut site = Site::prepare(run).await?;
     let first = if begins_over_h2 {
         site.link.set(TrafficClass::UDP, Impairment::black_hole());
@@ -146,56 +169,64 @@ pub(super) async fn only_udp_heals(run: Run, begins_over_h2: bool) -> Result<Fin
         .serving(healed, scaled(GIVE_UP_UPGRADE))
         .await;
     let bound = run.clocks.connect_bound(Duration::from_secs(35));
-    findings.within("served after UDP alone is back", bound, served);
-    is_over(TransportKind::Quic, &site, &mut findings);
+    run.within("served after UDP alone is back", bound, served)?;
+    ensure_over(TransportKind::Quic, &site)?;
     let pipe = site.node_client.talk().await.context("after the heal")?;
-    findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    run.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await)?;
+    site.node_client.ensure_equal(run)
 }
 
-fn is_over(transport: TransportKind, site: &Site, findings: &mut Findings) {
+fn ensure_over(transport: TransportKind, site: &Site) -> Result<()> {
     let actual = site.transport();
-    findings.holds(
-        format!("new streams go over {transport}"),
+    ensure!(
         actual == Some(transport),
-        || actual.map_or_else(|| "over nothing".to_owned(), |kind| format!("over {kind}")),
+        "new streams go over {actual:?}, not over {transport}"
     );
+    Ok(())
 }
 
 /// Checks that requests that waited during the blackout were answered or refused, and that none was
 /// forgotten.
-fn outcomes(asked: &[TimedOutcome], findings: &mut Findings) {
+fn ensure_answered(run: Run, asked: &[TimedOutcome]) -> Result<()> {
     let slowest = asked.iter().map(|asked| asked.took).max();
-    findings.observed(
-        format!("slowest of {} requests meanwhile", asked.len()),
+    run.observed(
+        &format!("slowest of {} requests meanwhile", asked.len()),
         slowest.ok_or(Duration::ZERO),
     );
-    let silent = asked.iter().filter(|asked| match &asked.outcome {
-        RequestOutcome::Served | RequestOutcome::Refused(502..=504, _) => false,
-        RequestOutcome::Refused(..)
-        | RequestOutcome::Cut(_)
-        | RequestOutcome::Silence
-        | RequestOutcome::Unequal(_) => true,
-    });
-    let silent: Vec<_> = silent.map(|asked| asked.outcome.to_string()).collect();
-    findings.holds("each was answered or refused", silent.is_empty(), || {
+    let silent: Vec<_> = asked
+        .iter()
+        .filter(|asked| match &asked.outcome {
+            RequestOutcome::Served | RequestOutcome::Refused(502..=504, _) => false,
+            RequestOutcome::Refused(..)
+            | RequestOutcome::Cut(_)
+            | RequestOutcome::Silence
+            | RequestOutcome::Unequal(_) => true,
+        })
+        .map(|asked| asked.outcome.to_string())
+        .collect();
+    ensure!(
+        silent.is_empty(),
+        "not answered or refused: {}",
         silent.join(", ")
-    });
+    );
+    Ok(())
 }
 
 /// A port that forwards TCP connections to another port and has no UDP socket.
 struct TcpOnly {
     addr: SocketAddr,
-    _accepting: AbortOnDropHandle<()>,
+    _accepting: JoinSet<()>,
 }
 
 impl TcpOnly {
     async fn start(upstream: SocketAddr) -> io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let addr = listener.local_addr()?;
+        let mut accepting = JoinSet::new();
+        accepting.spawn(forward(listener, upstream));
         Ok(Self {
-            addr: listener.local_addr()?,
-            _accepting: spawn(forward(listener, upstream)),
+            addr,
+            _accepting: accepting,
         })
     }
 }

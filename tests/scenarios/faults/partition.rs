@@ -3,19 +3,60 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use tokio::time::{Instant, sleep, sleep_until};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::faults::{Clocks, Run, Runs, Site, TransportMode, until};
+use tunnel_tests::link::{Impairment, TrafficClass};
 
-use super::findings::Findings;
-use super::site::Site;
-use super::watch::until;
-use super::{Run, TransportMode};
-use crate::eventually::scaled;
-use crate::link::{Impairment, TrafficClass};
+#[tokio::test(flavor = "multi_thread")]
+async fn f05_partition_of_a_second_is_only_a_pause() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for transport_mode in [TransportMode::Quic, TransportMode::H2] {
+        runs.start(transport_mode, "partition of 1 s", brief);
+    }
+    runs.finish().await
+}
 
-/// Runs F05: everything is lost for a second during a stream.
-pub(super) async fn brief(run: Run) -> Result<Findings> {
-    let mut findings = Findings::default();
+#[tokio::test(flavor = "multi_thread")]
+async fn f06_partition_of_half_a_minute_is_reported_to_new_requests_and_outlived_by_streams()
+-> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for transport_mode in [TransportMode::Quic, TransportMode::H2] {
+        runs.start(transport_mode, "stream open", |run| long(run, true));
+        runs.start(transport_mode, "idle", |run| long(run, false));
+    }
+    runs.finish().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f08_partition_one_way_is_noticed_at_both_ends() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let (up, down) = (TrafficClass::ALL.up(), TrafficClass::ALL.down());
+    for transport_mode in [TransportMode::Quic, TransportMode::H2] {
+        runs.start(transport_mode, "to the server", |run| {
+            silence(run, up, false)
+        });
+        runs.start(transport_mode, "to the agent", |run| {
+            silence(run, down, false)
+        });
+    }
+    runs.finish().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f09_half_open_tcp_is_noticed_at_both_ends() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for (case, busy) in [("stream open", true), ("idle", false)] {
+        runs.start(TransportMode::H2, case, |run| {
+            silence(run, TrafficClass::TCP, busy)
+        });
+    }
+    runs.finish().await
+}
+
+/// Loses everything for a second during a stream.
+async fn brief(run: Run) -> Result<()> {
     let site = Site::up(run).await?;
     let pipe = site.node_client.talk().await?;
     let before = site.ids();
@@ -28,21 +69,17 @@ pub(super) async fn brief(run: Run) -> Result<Findings> {
     // A second session would be dialed within that time, if at all.
     sleep(run.clocks.time(BRIEF)).await;
     let bound = run.clocks.bound(Duration::from_millis(1500));
-    findings.within("stall of a stream", bound, Ok(pipe.stall()));
+    run.within("stall of a stream", bound, Ok(pipe.stall()))?;
     let after = site.ids();
-    findings.holds("same session before and after", before == after, || {
-        format!("sessions {before:?}, then {after:?}")
-    });
-    findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
+    ensure!(before == after, "sessions {before:?}, then {after:?}");
+    run.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await)?;
     site.node_client.requester.served().await?;
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    site.node_client.ensure_equal(run)
 }
 
-/// Runs F06: everything is lost for 30 s, with or without an open stream.
-pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
+/// Loses everything for 30 s, with or without an open stream.
+async fn long(run: Run, busy: bool) -> Result<()> {
     let clocks = run.clocks;
-    let mut findings = Findings::default();
     let site = Site::up(run).await?;
     let pipe = match busy {
         true => Some(site.node_client.talk().await?),
@@ -53,16 +90,15 @@ pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
     let heals = began + clocks.time(LONG);
     let suspect_after = if busy { SUSPECT_BUSY } else { SUSPECT_IDLE };
     let suspected = site.server_suspects(began, heals - began).await;
-    findings.within(
+    run.within(
         "server suspects the agent",
         clocks.bound(suspect_after),
         suspected,
-    );
-    let every = clocks.time(ASK_EVERY);
+    )?;
     site.node_client
         .requester
-        .refused(heals, every, &mut findings)
-        .await;
+        .ensure_refused(run, heals, clocks.time(ASK_EVERY))
+        .await?;
     sleep_until(heals).await;
     site.link.heal();
     let healed = Instant::now();
@@ -78,35 +114,19 @@ pub(super) async fn long(run: Run, busy: bool) -> Result<Findings> {
         streams
     );
     let bound = clocks.connect_bound(Duration::from_secs(3));
-    findings.within("new requests served for good after the heal", bound, served);
+    run.within("new requests served for good after the heal", bound, served)?;
     if let (Some(resumed), Some(pipe)) = (resumed, pipe) {
         let bound = clocks.bound(Duration::from_secs(35));
-        findings.within("streams go on after the heal", bound, resumed);
-        findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
+        run.within("streams go on after the heal", bound, resumed)?;
+        run.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await)?;
     }
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    site.node_client.ensure_equal(run)
 }
 
-/// Runs F08: everything is lost in one direction, without streams.
-pub(super) async fn one_way(run: Run, class: TrafficClass) -> Result<Findings> {
-    silence(run, class, false).await
-}
-
-/// Runs F09: packets of a connection no longer arrive, with or without an open stream.
-pub(super) async fn half_open(run: Run, busy: bool) -> Result<Findings> {
-    let class = match run.transport_mode {
-        TransportMode::Quic => TrafficClass::UDP,
-        TransportMode::H2 => TrafficClass::TCP,
-        TransportMode::Auto => TrafficClass::ALL,
-    };
-    silence(run, class, busy).await
-}
-
-/// Checks that both ends mark each other suspect, then dead.
-async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<Findings> {
+/// Loses everything of a traffic class from some moment on, and checks that both ends mark each
+/// other suspect, then dead.
+async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<()> {
     let clocks = run.clocks;
-    let mut findings = Findings::default();
     let site = Site::up(run).await?;
     let pipe = match busy {
         true => Some(site.node_client.talk().await?),
@@ -126,15 +146,15 @@ async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<Findings> 
         site.server_lost(old, began, patience),
         site.agent_lost(began, patience),
     );
-    findings.within("server suspects the agent", suspect, server_suspects);
-    findings.within("agent suspects the server", suspect, agent_suspects);
-    findings.within("server closes the dead session", dead, server_lost);
-    findings.within("agent closes the dead session", dead, agent_lost);
+    run.within("server suspects the agent", suspect, server_suspects)?;
+    run.within("agent suspects the server", suspect, agent_suspects)?;
+    run.within("server closes the dead session", dead, server_lost)?;
+    run.within("agent closes the dead session", dead, agent_lost)?;
     if let Some(pipe) = pipe {
         let observed = until(Instant::now(), scaled(FINISH), async || pipe.has_ended()).await;
-        findings.observed("stream's reset reported after that", observed);
+        run.observed("stream's reset reported after that", observed);
         let ends = pipe.finish(scaled(FINISH)).await;
-        findings.equal_or_reset("stream's bytes equal, or the cut reported", &ends);
+        run.equal_or_reset("stream's bytes equal, or the cut reported", &ends)?;
     }
     site.link.heal();
     let healed = Instant::now();
@@ -143,9 +163,8 @@ async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<Findings> 
         .requester
         .serving(healed, scaled(GIVE_UP))
         .await;
-    findings.observed("served after the heal", served);
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    run.observed("served after the heal", served);
+    site.node_client.ensure_equal(run)
 }
 
 const BRIEF: Duration = Duration::from_secs(1);
