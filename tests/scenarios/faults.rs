@@ -2,7 +2,10 @@
 //! runs the same cases with the timers of the contract.
 
 mod fallback;
+mod loss;
 mod partition;
+mod path;
+mod size;
 
 use tokio_util::sync::CancellationToken;
 use tunnel_tests::faults::{CASES, Clocks, Plan, Table, run};
@@ -29,26 +32,6 @@ async fn row(id: &str) {
     let table = Table::new(&plan, &done);
     let misses = table.misses().join("\n");
     assert!(misses.is_empty(), "{misses}\n\n{}", table.text());
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f13_path_that_takes_small_datagrams_only_still_carries_half() {
-    row("F13").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f14_bytes_are_right_whatever_the_path_does_to_packets() {
-    row("F14").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f15_another_port_of_a_nat_is_a_short_stall() {
-    row("F15").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f16_another_address_of_the_agent_is_followed() {
-    row("F16").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,20 +2,50 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use tokio::time::{Instant, sleep};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::faults::{
+    Clocks, Flow, FlowEnd, Load, Loads, Pipe, Run, Runs, Site, TransportMode,
+};
+use tunnel_tests::link::{Impairment, TrafficClass};
 
-use super::Run;
-use super::findings::Findings;
-use super::flow::{Flow, FlowEnd, Load};
-use super::pipe::{Loads, Pipe};
-use super::site::Site;
-use crate::eventually::scaled;
-use crate::link::{Impairment, TrafficClass};
+#[tokio::test(flavor = "multi_thread")]
+async fn f13_path_that_takes_small_datagrams_only_still_carries_half() -> Result<()> {
+    let mut runs = Runs::throughput(Clocks::from_env()?)?;
+    for (case, cap, since, towards) in [
+        ("1300 at start, edge", 1300, Since::Start, Towards::Edge),
+        ("1300 at start, cloud", 1300, Since::Start, Towards::Cloud),
+        ("1300 suddenly, edge", 1300, Since::Middle, Towards::Edge),
+        ("1300 suddenly, cloud", 1300, Since::Middle, Towards::Cloud),
+        ("1200 at start, edge", 1200, Since::Start, Towards::Edge),
+        ("1200 at start, cloud", 1200, Since::Start, Towards::Cloud),
+        ("1200 suddenly, edge", 1200, Since::Middle, Towards::Edge),
+        ("1200 suddenly, cloud", 1200, Since::Middle, Towards::Cloud),
+    ] {
+        runs.start(TransportMode::Quic, case, |run| {
+            capped(run, cap, since, towards)
+        });
+    }
+    runs.finish().await
+}
+
+/// Runs with full clocks only, since QUIC needs up to a minute, which no setting shortens.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes 40 s with full clocks; make faults runs it"]
+async fn f13_path_that_takes_small_datagrams_only_both_ways_still_carries_half() -> Result<()> {
+    let mut runs = Runs::throughput(Clocks::Full)?;
+    for (case, cap) in [("1300, both ways", 1300), ("1200, both ways", 1200)] {
+        runs.start(TransportMode::Quic, case, |run| {
+            capped(run, cap, Since::Middle, Towards::Both)
+        });
+    }
+    runs.finish().await
+}
 
 /// The direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Towards {
+enum Towards {
     Edge,
     Cloud,
     /// Both directions at once: each direction's acknowledgements wait behind the other's data.
@@ -24,20 +54,14 @@ pub(super) enum Towards {
 
 /// The time from which larger datagrams vanish.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Since {
+enum Since {
     Start,
     /// From the middle of the transfer.
     Middle,
 }
 
 /// Runs a transfer over a path with a maximum payload and a rate limit per direction.
-pub(super) async fn capped(
-    run: Run,
-    cap: usize,
-    since: Since,
-    towards: Towards,
-) -> Result<Findings> {
-    let mut findings = Findings::default();
+async fn capped(run: Run, cap: usize, since: Since, towards: Towards) -> Result<()> {
     let path = path(run)?;
     let small = path.clone().with_size_cap(cap);
     let (site, pipe, clean, curve) = match since {
@@ -47,7 +71,7 @@ pub(super) async fn capped(
             let curve = GoodputCurve::record(&pipe, towards, run);
             let (clean, curve) = tokio::join!(clean(run, path, towards), curve);
             let (clean, ends) = clean?;
-            findings.equal("clean transfer: bytes equal", &ends);
+            run.equal("clean transfer: bytes equal", &ends)?;
             (site, pipe, clean, curve)
         }
         Since::Middle => {
@@ -59,27 +83,26 @@ pub(super) async fn capped(
             (site, pipe, clean, curve)
         }
     };
-    let what = format!(
-        "goodput from {} s on, of the clean one",
-        curve.length.as_secs()
-    );
     let share = curve.after / clean;
-    findings.at_least(what, LEAST, share);
-    findings.observed(
+    run.report(format_args!(
+        "goodput after {:?}, of the clean one: {share:.2}, bound {LEAST}",
+        curve.length
+    ));
+    run.observed(
         "below half of the clean one up to",
         curve.slow_up_to(clean * LEAST),
     );
-    findings.observed("longest stall", Ok(curve.stall));
+    run.observed("longest stall", Ok(curve.stall));
+    ensure!(share >= LEAST, "goodput is {share:.2} of the clean one");
     // The rate has been measured; buffered data need not wait for it.
     site.link.set(TrafficClass::ALL, Impairment::capped(cap));
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal("transfer completes, bytes equal", &ends);
+    run.equal("transfer completes, bytes equal", &ends)?;
     let udp = site.link.counters().udp;
     let dropped = udp.up.too_big + udp.down.too_big;
-    findings.observed_count("datagrams above the cap", dropped);
+    run.report(format_args!("datagrams above the cap: {dropped}"));
     site.node_client.requester.served().await?;
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    site.node_client.ensure_equal(run)
 }
 
 /// Measures the goodput of an equal transfer without a cap, on a separate tunnel.

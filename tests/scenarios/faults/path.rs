@@ -3,58 +3,68 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, ensure};
 use tokio::time::{Instant, sleep};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::faults::{
+    Clocks, Load, Loads, NODE, Pipe, Run, Runs, Site, TransportMode, node_status, until,
+};
 
-use super::findings::Findings;
-use super::flow::Load;
-use super::node_client::NODE;
-use super::pipe::{Loads, Pipe};
-use super::site::Site;
-use super::watch::{node_status, until};
-use super::{Run, TransportMode};
-use crate::eventually::scaled;
+#[tokio::test(flavor = "multi_thread")]
+async fn f15_another_port_of_a_nat_is_a_short_stall() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    runs.start(TransportMode::Quic, "NAT takes another port", |run| {
+        over_quic(run, Shift::Port)
+    });
+    runs.start(TransportMode::H2, "TCP connection reset", |run| {
+        over_tcp(run, Shift::Port)
+    });
+    runs.finish().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f16_another_address_of_the_agent_is_followed() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    runs.start(TransportMode::Quic, "another address", |run| {
+        over_quic(run, Shift::Address)
+    });
+    runs.start(TransportMode::H2, "another address", |run| {
+        over_tcp(run, Shift::Address)
+    });
+    runs.finish().await
+}
 
 /// The change of the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Shift {
+enum Shift {
     /// F15: a NAT drops the mapping of the agent's port.
     Port,
     /// F16: the agent gets another address.
     Address,
 }
 
-/// Runs F15 and F16 on either transport.
-pub(super) async fn shifted(run: Run, shift: Shift) -> Result<Findings> {
-    let site = Site::up(run).await?;
-    match run.transport_mode {
-        TransportMode::Quic | TransportMode::Auto => over_quic(run, shift, &site).await,
-        TransportMode::H2 => over_tcp(run, shift, &site).await,
-    }
-}
-
 /// Checks that the session continues.
-async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
-    let mut findings = Findings::default();
+async fn over_quic(run: Run, shift: Shift) -> Result<()> {
+    let site = Site::up(run).await?;
     let pipe = site.node_client.talk().await?;
     let before = site.ids();
     let mut worst = Duration::ZERO;
     for round in 0..ROUNDS {
         pipe.forget_stalls();
-        let address = shift.happen(site, run.seed, round);
+        let address = shift.happen(&site, run.seed, round);
         settle(&pipe).await;
         worst = worst.max(pipe.stall());
         if let Some(address) = address {
-            shown(site, address, &mut findings).await;
+            ensure_shown(&site, address).await?;
         }
     }
     let bound = run.clocks.bound(STALL);
-    findings.within(
+    run.within(
         "stall of a stream with data from the agent",
         bound,
         Ok(worst),
-    );
-    findings.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await);
+    )?;
+    run.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await)?;
     let quiet = Loads {
         to_edge: Load::Paced,
         to_cloud: Load::Quiet,
@@ -62,31 +72,28 @@ async fn over_quic(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
     let pipe = site.node_client.pipe(quiet).await?;
     until_received(&pipe).await?;
     pipe.to_edge.mark();
-    shift.happen(site, run.seed, ROUNDS);
+    shift.happen(&site, run.seed, ROUNDS);
     let resumed = until(Instant::now(), scaled(GIVE_UP), async || {
         pipe.to_edge.resumed().is_some() || pipe.has_ended()
     });
     let resumed = resumed
         .await
         .and_then(|_| pipe.to_edge.resumed().ok_or(GIVE_UP));
-    findings.observed("stall while the agent sends nothing", resumed);
+    run.observed("stall while the agent sends nothing", resumed);
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal("that stream's bytes equal", &ends);
+    run.equal("that stream's bytes equal", &ends)?;
     let after = site.ids();
-    findings.holds("same session before and after", before == after, || {
-        format!("sessions {before:?}, then {after:?}")
-    });
+    ensure!(before == after, "sessions {before:?}, then {after:?}");
     site.node_client.requester.served().await?;
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    site.node_client.ensure_equal(run)
 }
 
 /// Checks that the connection is lost and a new one is made.
-async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
-    let mut findings = Findings::default();
+async fn over_tcp(run: Run, shift: Shift) -> Result<()> {
+    let site = Site::up(run).await?;
     let pipe = site.node_client.talk().await?;
     let before = site.ids();
-    let address = shift.happen(site, run.seed, 0);
+    let address = shift.happen(&site, run.seed, 0);
     let began = Instant::now();
     site.link.reset_tcp();
     // The server may not have noticed the reset when the first request arrives, so the run waits
@@ -102,19 +109,18 @@ async fn over_tcp(run: Run, shift: Shift, site: &Site) -> Result<Findings> {
         Err(waited) => Err(waited),
     };
     let bound = run.clocks.connect_bound(Duration::from_secs(3));
-    findings.within("reconnected and served", bound, served);
+    run.within("reconnected and served", bound, served)?;
     if let Some(address) = address {
-        shown(site, address, &mut findings).await;
+        ensure_shown(&site, address).await?;
     }
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal_or_reset("stream's bytes equal, or the cut reported", &ends);
+    run.equal_or_reset("stream's bytes equal, or the cut reported", &ends)?;
     let pipe = site.node_client.talk().await.context("after the reset")?;
-    findings.equal(
+    run.equal(
         "next stream's bytes equal",
         &pipe.finish(scaled(FINISH)).await,
-    );
-    site.node_client.report(&mut findings);
-    Ok(findings)
+    )?;
+    site.node_client.ensure_equal(run)
 }
 
 impl Shift {
@@ -136,7 +142,7 @@ impl Shift {
 }
 
 /// Checks that `/nodes` contains the new address of the node.
-async fn shown(site: &Site, address: IpAddr, findings: &mut Findings) {
+async fn ensure_shown(site: &Site, address: IpAddr) -> Result<()> {
     let meta = site.env.bound().meta;
     let observed = async || match node_status(meta, NODE).await {
         Ok(node) => node["address"].as_str().unwrap_or("nothing").to_owned(),
@@ -148,11 +154,11 @@ async fn shown(site: &Site, address: IpAddr, findings: &mut Findings) {
     };
     let shown = until(Instant::now(), scaled(SHOWN), shows).await;
     let last = observed().await;
-    findings.holds(
-        format!("nodes shows {NODE} at its new address"),
+    ensure!(
         shown.is_ok(),
-        || format!("{last}, not {address}"),
+        "nodes shows {NODE} at {last}, not at {address}"
     );
+    Ok(())
 }
 
 /// Waits until lost data has been sent again.
@@ -168,7 +174,7 @@ async fn until_received(pipe: &Pipe) -> Result<()> {
     });
     runs.await
         .map(drop)
-        .map_err(|waited| anyhow::anyhow!("nothing came in {waited:?}"))
+        .map_err(|waited| anyhow!("nothing came in {waited:?}"))
 }
 
 const ROUNDS: u8 = 3;

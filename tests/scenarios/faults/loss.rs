@@ -2,20 +2,38 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::faults::{Clocks, Load, Loads, Run, Runs, Site, TransportMode, plain};
+use tunnel_tests::link::{Impairment, TrafficClass};
 
-use super::findings::Findings;
-use super::flow::Load;
-use super::pipe::Loads;
-use super::plain;
-use super::site::Site;
-use super::{Run, TransportMode};
-use crate::eventually::scaled;
-use crate::link::{Impairment, TrafficClass};
+#[tokio::test(flavor = "multi_thread")]
+async fn f14_bytes_are_right_whatever_the_path_does_to_packets() -> Result<()> {
+    let mut runs = Runs::throughput(Clocks::from_env()?)?;
+    for (transport_mode, case, spoil) in [
+        (TransportMode::Quic, "1 % lost", Spoil::Lose(0.01)),
+        (TransportMode::Quic, "5 % lost", Spoil::Lose(COMPARED)),
+        (TransportMode::Quic, "20 % lost", Spoil::Lose(0.2)),
+        (
+            TransportMode::Quic,
+            "20 % lost, suddenly",
+            Spoil::LoseSuddenly(0.2),
+        ),
+        (TransportMode::Quic, "25 % out of order", Spoil::Reorder),
+        (TransportMode::Quic, "10 % twice", Spoil::Duplicate),
+        (TransportMode::Quic, "1 % corrupt", Spoil::Corrupt),
+        (TransportMode::H2, "1 % lost", Spoil::Lose(0.01)),
+        (TransportMode::H2, "5 % lost", Spoil::Lose(COMPARED)),
+        (TransportMode::H2, "20 % lost", Spoil::Lose(0.2)),
+    ] {
+        runs.start(transport_mode, case, |run| spoilt(run, spoil));
+    }
+    runs.finish().await
+}
 
 /// The effect of the path on packets.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Spoil {
+enum Spoil {
     /// Loses this share in each direction.
     Lose(f64),
     /// Loses this share, starting during a session that began on a clean path.
@@ -29,8 +47,7 @@ pub(super) enum Spoil {
 }
 
 /// Runs transfers of equal size in both directions at once.
-pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
-    let mut findings = Findings::default();
+async fn spoilt(run: Run, spoil: Spoil) -> Result<()> {
     let amount = run.clocks.pick(AMOUNT_FULL, AMOUNT_SHORT);
     let path = spoil.path();
     let begins_with = match spoil {
@@ -45,37 +62,33 @@ pub(super) async fn spoilt(run: Run, spoil: Spoil) -> Result<Findings> {
         .pipe(Loads::both(Load::Exactly(amount)))
         .await?;
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal_or_reset("bytes equal, or the cut reported", &ends);
+    run.equal_or_reset("bytes equal, or the cut reported", &ends)?;
     let after = site.ids();
-    findings.holds("session survives", before == after, || {
-        format!("sessions {before:?}, then {after:?}")
-    });
+    ensure!(before == after, "sessions {before:?}, then {after:?}");
     site.node_client.requester.served().await?;
-    site.node_client.report(&mut findings);
+    site.node_client.ensure_equal(run)?;
     drop(site);
-    let whole = ends.iter().all(|end| end.hashed() == amount);
-    findings.holds("transfer completes", whole, || {
-        let ends: Vec<_> = ends.iter().map(ToString::to_string).collect();
-        ends.join("; ")
-    });
+    let [to_edge, to_cloud] = &ends;
+    ensure!(
+        to_edge.hashed() == amount && to_cloud.hashed() == amount,
+        "the transfer is not complete: {to_edge}; {to_cloud}"
+    );
     let took = ends.map(|end| end.took);
-    findings.observed("transfer took", Ok(took[0].max(took[1])));
+    run.observed("transfer took", Ok(took[0].max(took[1])));
     if spoil == Spoil::Lose(COMPARED) && run.transport_mode == TransportMode::Quic {
         let plain = plain::transfer(path, run.seed, amount, scaled(FINISH)).await?;
-        findings.equal("plain quinn's bytes equal", &plain);
+        run.equal("plain quinn's bytes equal", &plain)?;
         for (direction, ours, theirs) in [
             ("edge", took[0], plain[0].took),
             ("cloud", took[1], plain[1].took),
         ] {
             let share = theirs.as_secs_f64() / ours.as_secs_f64();
-            findings.at_least(
-                format!("goodput to the {direction}, of plain quinn's"),
-                LEAST,
-                share,
-            );
+            let figure = format!("goodput to the {direction}, of plain quinn's: {share:.2}");
+            run.report(format_args!("{figure}, bound {LEAST}"));
+            ensure!(share >= LEAST, "{figure}");
         }
     }
-    Ok(findings)
+    Ok(())
 }
 
 impl Spoil {
@@ -91,7 +104,7 @@ impl Spoil {
 }
 
 /// Loss at which the goodput is compared with that of plain quinn.
-pub(super) const COMPARED: f64 = 0.05;
+const COMPARED: f64 = 0.05;
 /// Minimum share of plain quinn's goodput.
 const LEAST: f64 = 0.6;
 /// Slow enough that the machine does not affect the result.
