@@ -3,6 +3,8 @@
 ARGS ?=
 HOURS ?= 1
 ROUNDS ?= 5
+CLOCKS ?= full
+SEEDS ?= 1,2,3
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests
@@ -18,9 +20,11 @@ demo: ## runs the guided tour; ARGS=--once checks each answer and exits
 test: tools ## runs all tests and lists those that were skipped because this machine lacks a program or a right
 	@tests/run.sh
 
-faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F14 SEEDS=1 ARGS=--quick (ARGS=--help lists all options)
-	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin faults
-	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/faults $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F14 SEEDS=1,2,3 CLOCKS=short
+	cargo build --release -p tunnel-server -p tunnel-agent --bin tunnel-server --bin tunnel-agent
+	@echo "load: $$(cat /proc/loadavg)"
+	CULVERT_FAULT_CLOCKS=$(CLOCKS) CULVERT_FAULT_SEEDS=$(SEEDS) cargo nextest run --release --profile faults \
+	  -p tunnel-tests --test scenarios --run-ignored all -E "test(/^faults::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/)" $(ARGS)
 
 soak: ## runs the tests that are too long for `make test`, with full timers; takes about HOURS=1 hours
 	cargo build --workspace --bins

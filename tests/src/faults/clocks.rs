@@ -76,19 +76,6 @@ impl Clocks {
     pub fn agent_limits(self) -> &'static str {
         self.pick("{}", AGENT_LIMITS)
     }
-
-    /// Describes what a short run adds to its bounds.
-    #[must_use]
-    pub fn describe(self) -> String {
-        match self {
-            Self::Full => "full clocks: the defaults of both programs".to_owned(),
-            Self::Short => format!(
-                "short clocks: limits, faults and bounds are divided by {DIVISOR}; bounds get {SLACK:?} more for timers \
-                 that no setting shortens, or {CONNECT:?} where a session has to be made (up to 2 s of backoff, \
-                 handshakes); F32 lasts 20 s"
-            ),
-        }
-    }
 }
 
 const VARIABLE: &str = "CULVERT_FAULT_CLOCKS";

@@ -13,7 +13,6 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::spawn;
 use crate::targets::Sha256;
 
 /// The load of a direction until it is stopped.
@@ -380,6 +379,13 @@ async fn read(mut reader: impl AsyncRead + Unpin, progress: Arc<Mutex<Progress>>
         digest: Digest::new(sha256),
         cut,
     }
+}
+
+#[expect(clippy::disallowed_methods, reason = "owned by the returned handle")]
+fn spawn<T: Send + 'static>(
+    future: impl Future<Output = T> + Send + 'static,
+) -> AbortOnDropHandle<T> {
+    AbortOnDropHandle::new(tokio::spawn(future))
 }
 
 /// Small enough to make a pause of 20 ms visible, and a multiple of the generator's word.

@@ -13,7 +13,6 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, interval, sleep_until, timeout};
 
-use super::findings::Findings;
 use super::pipe::{Loads, Pipe};
 use super::runs::Run;
 use super::watch::until;
@@ -108,16 +107,6 @@ impl NodeClient {
             "{unequal} answers with false or missing bytes"
         );
         Ok(())
-    }
-
-    /// Adds the answers to the requests of this run.
-    pub(super) fn report(&self, findings: &mut Findings) {
-        let tally = &self.requester.tally;
-        findings.hashed += tally.hashed.load(Ordering::Relaxed);
-        let unequal = tally.unequal.load(Ordering::Relaxed);
-        if unequal > 0 {
-            findings.at_most("answers with false or missing bytes", 0, unequal);
-        }
     }
 }
 
@@ -263,31 +252,6 @@ impl Requester {
         ready
             .map(drop)
             .map_err(|waited| anyhow::anyhow!("the node does not serve after {waited:?}"))
-    }
-
-    /// Sends requests to a suspect node until `end`, when the node recovers. Each request must be
-    /// refused at once.
-    pub(super) async fn refused(&self, end: Instant, every: Duration, findings: &mut Findings) {
-        let mut slowest = Duration::ZERO;
-        let (mut asked, mut others) = (0_u64, Vec::new());
-        let mut ticks = interval(every);
-        loop {
-            ticks.tick().await;
-            let left = end.saturating_duration_since(Instant::now());
-            if left < every && asked > 0 {
-                break;
-            }
-            let answer = self.ask(left).await;
-            slowest = slowest.max(answer.took);
-            asked += 1;
-            if answer.outcome != RequestOutcome::Refused(503, "no_agent".into()) {
-                others.push(answer.outcome.to_string());
-            }
-        }
-        findings.within("refused: the slowest request", AT_ONCE, Ok(slowest));
-        findings.holds("refused with 503 no_agent", others.is_empty(), || {
-            format!("of {asked} requests not: {}", others.join(", "))
-        });
     }
 
     /// Sends requests to a suspect node until `end`, when the node recovers.

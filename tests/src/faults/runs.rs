@@ -220,8 +220,42 @@ fn seeds() -> Result<Vec<u64>> {
 
 const SEEDS_VARIABLE: &str = "CULVERT_FAULT_SEEDS";
 
-/// The largest row with three seeds, F06, has twelve runs.
+/// The largest rows have twelve runs with three seeds.
 const TIMED_AT_ONCE: usize = 16;
 const THROUGHPUT_AT_ONCE: usize = 2;
 /// With short timers the transfers are smaller.
 const THROUGHPUT_AT_ONCE_SHORT: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn event_that_came_too_late_or_never_is_an_error() {
+        let run = Run {
+            case: "idle",
+            seed: 1,
+            clocks: Clocks::Full,
+            limits: Clocks::Full,
+            transport_mode: TransportMode::Quic,
+        };
+        let bound = Duration::from_secs(1);
+        assert!(run.within("served", bound, Ok(bound / 2)).is_ok());
+        assert!(run.within("served", bound, Ok(bound * 10_000)).is_err());
+        assert!(run.within("served", bound, Err(bound / 2)).is_err());
+    }
+
+    #[tokio::test]
+    async fn failed_runs_are_listed_with_their_cases() {
+        let mut runs = Runs::timed(Clocks::Short).unwrap();
+        runs.start(TransportMode::H2, "good", |_run| async { Ok(()) });
+        runs.start(TransportMode::H2, "bad", |_run| async {
+            Err(anyhow!("lost"))
+        });
+        let error = runs.finish().await.unwrap_err().to_string();
+        assert!(error.starts_with("h2, bad, seed "), "{error}");
+        assert!(error.ends_with(": lost"), "{error}");
+    }
+}

@@ -65,7 +65,7 @@ impl Stack {
             "--config",
             &server_file.to_string_lossy(),
         ]);
-        let mut server = setup.in_own_group().start().await?;
+        let mut server = setup.start().await?;
         let service = server.process();
         let service = service
             .wait_for_line("service", START, opened_service)
@@ -76,7 +76,6 @@ impl Stack {
         let mut agent = setup
             .args(&["--token", &token, "--transport", transport_mode.setting()])
             .args(&["--config", &agent_file.to_string_lossy()])
-            .in_own_group()
             .start()?;
         let agent_meta = agent.wait_for_line("meta", START, |line| Listener::Meta.opened(line));
         let agent_meta = agent_meta.await?;
@@ -97,16 +96,8 @@ impl Stack {
     /// # Errors
     /// Returns an error if the server does not answer.
     pub async fn state(&self) -> Result<String> {
-        let node = self.node().await?;
+        let node = node_status(self.server.address(Listener::Meta), NODE).await?;
         Ok(node["state"].as_str().unwrap_or("absent").to_owned())
-    }
-
-    /// Returns the node's entry in `/nodes`.
-    ///
-    /// # Errors
-    /// Returns an error if the server does not answer.
-    pub async fn node(&self) -> Result<Value> {
-        node_status(self.server.address(Listener::Meta), NODE).await
     }
 
     /// Returns a metric of the server.

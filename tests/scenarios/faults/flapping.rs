@@ -7,21 +7,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, interval, sleep, sleep_until};
-use tokio_util::task::AbortOnDropHandle;
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::faults::{
+    Clocks, ProcessUsage, RequestOutcome, Requester, Run, Runs, Stack, TimedOutcome, TransportMode,
+};
+use tunnel_tests::link::{Script, TrafficClass};
 
-use super::findings::Findings;
-use super::node_client::{RequestOutcome, Requester, TimedOutcome};
-use super::stack::{ProcessUsage, Stack};
-use super::{Run, spawn};
-use crate::eventually::scaled;
-use crate::link::{Script, TrafficClass};
+#[tokio::test(flavor = "multi_thread")]
+async fn f32_flapping_link_leaves_nothing_behind() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for transport_mode in [TransportMode::Quic, TransportMode::H2, TransportMode::Auto] {
+        runs.start(transport_mode, "3 s up, 3 s down", flapping);
+    }
+    runs.finish().await
+}
 
 /// Runs the flapping link, with requests while it is up and a stream throughout.
-pub(super) async fn flapping(run: Run) -> Result<Findings> {
+async fn flapping(run: Run) -> Result<()> {
     let clocks = run.clocks;
-    let mut findings = Findings::default();
     let mut stack = Stack::up(run).await?;
     let half = clocks.time(HALF);
     // Not divided by ten: a tenth of the times would show little of any growth.
@@ -44,28 +50,28 @@ pub(super) async fn flapping(run: Run) -> Result<Findings> {
     }
     sleep_until(began + half * 2 * times).await;
     let now = lines(&mut stack);
-    ups.report(&mut findings);
-    grown(&samples, length, &mut findings);
+    ups.ensure_served(run)?;
+    ensure_no_growth(run, &samples, length)?;
     let most = length.as_secs().div_ceil(10);
-    findings.at_most("rewrites of the known nodes", most, rewrites.count());
-    findings.at_most(
-        "server's log lines without the access log",
-        most,
-        now[0] - logged[0],
-    );
-    findings.at_most("agent's log lines", most, now[1] - logged[1]);
+    for (what, count) in [
+        ("rewrites of the known nodes", rewrites.count()),
+        ("server's log lines, no access log", now[0] - logged[0]),
+        ("agent's log lines", now[1] - logged[1]),
+    ] {
+        run.report(format_args!("{what}: {count}, bound {most}"));
+        ensure!(count <= most, "{what}: {count}, bound {most}");
+    }
     let made = stack
         .server_metric("tunnel_server_handshakes_total")
         .await?;
-    findings.observed_count("sessions made in total", whole(made));
+    run.report(format_args!("sessions made in total: {made}"));
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal_or_reset(
+    run.equal_or_reset(
         "stream during all of it: bytes equal, or the reset reported",
         &ends,
-    );
+    )?;
     stack.node_client.requester.ready().await?;
-    stack.node_client.report(&mut findings);
-    Ok(findings)
+    stack.node_client.ensure_equal(run)
 }
 
 /// The times in which the link was up.
@@ -108,21 +114,29 @@ impl Ups {
         }
     }
 
-    fn report(&self, findings: &mut Findings) {
-        findings.observed_count("times the link was up", self.all);
-        findings.observed_count("of these with a request served", self.served);
-        findings.observed("slowest first answer in these", Ok(self.slowest));
-        findings.observed_count("requests after the first answer", self.inside);
-        findings.holds(
-            "all of them served",
-            self.inside > 0 && self.failed.is_empty(),
-            || {
-                let shown: Vec<_> = self.failed.iter().take(SHOWN).cloned().collect();
-                let (failed, inside) = (self.failed.len(), self.inside);
-                format!("{failed} of {inside} not: {}", shown.join(", "))
-            },
+    /// Checks that all requests after the first answer of an up-time were served.
+    fn ensure_served(&self, run: Run) -> Result<()> {
+        let Self {
+            all,
+            served,
+            slowest,
+            inside,
+            failed,
+            overtaken,
+        } = self;
+        run.report(format_args!(
+            "the link was up {all} times, {served} with a request served, the slowest first answer \
+             after {slowest:.2?}; of {inside} requests after the first answer {} failed, and \
+             {overtaken} were overtaken by the next down",
+            failed.len()
+        ));
+        ensure!(
+            *inside > 0 && failed.is_empty(),
+            "{} of {inside} requests not served: {}",
+            failed.len(),
+            failed[..failed.len().min(SHOWN)].join(", ")
         );
-        findings.observed_count("further ones, overtaken by the next down", self.overtaken);
+        Ok(())
     }
 }
 
@@ -151,65 +165,78 @@ impl Sample {
 /// Compares the maximum of the first half with the minimum of the end. A leak continues to grow,
 /// while sessions that are being dialed or retired come and go with the link, and an allocator
 /// needs a minute or two to fill its arenas.
-fn grown(samples: &[(Duration, Sample)], length: Duration, findings: &mut Findings) {
-    let mut compare = |what: &str, factor: f64, of: fn(&Sample) -> u64| {
-        let values = |within: fn(Duration, Duration) -> bool| {
-            let samples = samples.iter().filter(move |(at, _)| within(*at, length));
-            samples.map(|(_, sample)| of(sample))
-        };
-        let before = values(|at, length| at < length / 2).max();
-        let last = values(|at, length| at + (length / CHUNKS).max(PART_LEAST) >= length).min();
-        findings.growth(what, factor, (before.unwrap_or(0), last.unwrap_or(0)));
-    };
-    compare("sessions, first half and last minute", 1.0, |sample| {
-        sample.sessions
-    });
-    compare("streams", 1.0, |sample| sample.streams);
-    compare("server's descriptors", 1.0, |sample| {
-        sample.server.descriptors
-    });
-    compare("agent's descriptors", 1.0, |sample| {
-        sample.agent.descriptors
-    });
-    compare("server's threads", 1.0, |sample| sample.server.threads);
-    compare("agent's threads", 1.0, |sample| sample.agent.threads);
-    compare("server's memory, KiB", MEMORY_NOISE, |sample| {
-        sample.server.memory_kib
-    });
-    compare("agent's memory, KiB", MEMORY_NOISE, |sample| {
-        sample.agent.memory_kib
-    });
+fn ensure_no_growth(run: Run, samples: &[(Duration, Sample)], length: Duration) -> Result<()> {
+    let compared: [(&str, f64, fn(&Sample) -> u64); 8] = [
+        ("sessions", 1.0, |sample| sample.sessions),
+        ("streams", 1.0, |sample| sample.streams),
+        ("server's descriptors", 1.0, |sample| {
+            sample.server.descriptors
+        }),
+        ("agent's descriptors", 1.0, |sample| {
+            sample.agent.descriptors
+        }),
+        ("server's threads", 1.0, |sample| sample.server.threads),
+        ("agent's threads", 1.0, |sample| sample.agent.threads),
+        ("server's memory, KiB", MEMORY_NOISE, |sample| {
+            sample.server.memory_kib
+        }),
+        ("agent's memory, KiB", MEMORY_NOISE, |sample| {
+            sample.agent.memory_kib
+        }),
+    ];
+    let end = length.saturating_sub((length / CHUNKS).max(PART_LEAST));
+    for (what, factor, value) in compared {
+        let first = samples
+            .iter()
+            .filter(|(at, _)| *at < length / 2)
+            .map(|(_, sample)| value(sample))
+            .max()
+            .unwrap_or(0);
+        let last = samples
+            .iter()
+            .filter(|(at, _)| *at >= end)
+            .map(|(_, sample)| value(sample))
+            .min()
+            .unwrap_or(0);
+        let figure = format!("{what}: {first} in the first half, {last} at the end");
+        run.report(format_args!("{figure}, bound x {factor}"));
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+        let has_grown = last as f64 > first as f64 * factor;
+        ensure!(!has_grown, "{figure}, bound x {factor}");
+    }
+    Ok(())
 }
 
 /// Counts how often a file was replaced.
 struct Rewrites {
-    byte_count: Arc<AtomicU64>,
-    _watching: AbortOnDropHandle<()>,
+    counted: Arc<AtomicU64>,
+    _watching: JoinSet<()>,
 }
 
 impl Rewrites {
     fn watch(file: PathBuf) -> Self {
-        let byte_count: Arc<AtomicU64> = Arc::default();
-        let counted = byte_count.clone();
-        let watching = spawn(async move {
+        let counted: Arc<AtomicU64> = Arc::default();
+        let counter = counted.clone();
+        let mut watching = JoinSet::new();
+        watching.spawn(async move {
             let mut last = changed(&file);
             loop {
                 sleep(LOOK_EVERY).await;
                 let now = changed(&file);
                 if now != last {
-                    counted.fetch_add(1, Ordering::Relaxed);
+                    counter.fetch_add(1, Ordering::Relaxed);
                     last = now;
                 }
             }
         });
         Self {
-            byte_count,
+            counted,
             _watching: watching,
         }
     }
 
     fn count(&self) -> u64 {
-        self.byte_count.load(Ordering::Relaxed)
+        self.counted.load(Ordering::Relaxed)
     }
 }
 

@@ -4,25 +4,35 @@ use std::time::Duration;
 
 use anyhow::Result;
 use tokio::time::{Instant, sleep_until};
+use tunnel_tests::eventually::scaled;
+use tunnel_tests::faults::{Clocks, Run, Runs, Stack, TransportMode, until};
+use tunnel_tests::process::Signal;
 
-use super::Run;
-use super::findings::Findings;
-use super::stack::Stack;
-use super::watch::until;
-use crate::eventually::scaled;
-use crate::process::Signal;
+#[tokio::test(flavor = "multi_thread")]
+async fn f35_process_that_stands_still_is_suspect_and_goes_on_without_a_double_delivery()
+-> Result<()> {
+    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    for transport_mode in [TransportMode::Quic, TransportMode::H2] {
+        runs.start(transport_mode, "agent stopped", |run| {
+            stopped(run, Who::Agent)
+        });
+        runs.start(transport_mode, "server stopped", |run| {
+            stopped(run, Who::Server)
+        });
+    }
+    runs.finish().await
+}
 
 /// The process that is suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Who {
+enum Who {
     Agent,
     Server,
 }
 
 /// Sends SIGSTOP during a stream, and SIGCONT.
-pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
+async fn stopped(run: Run, who: Who) -> Result<()> {
     let clocks = run.clocks;
-    let mut findings = Findings::default();
     let mut stack = Stack::up(run).await?;
     let pipe = stack.node_client.talk().await?;
     let began = Instant::now();
@@ -33,10 +43,10 @@ pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
         Who::Server => agent_suspects(&stack, began, continues).await,
     };
     let bound = clocks.bound(Duration::from_secs(5));
-    findings.within("the other end suspects it", bound, suspected);
+    run.within("the other end suspects it", bound, suspected)?;
     if who == Who::Agent {
         let (requester, every) = (&stack.node_client.requester, clocks.time(ASK_EVERY));
-        requester.refused(continues, every, &mut findings).await;
+        requester.ensure_refused(run, continues, every).await?;
     }
     sleep_until(continues).await;
     signal(&mut stack, who, Signal::Cont)?;
@@ -50,19 +60,18 @@ pub(super) async fn stopped(run: Run, who: Who) -> Result<Findings> {
         pipe.resumed(scaled(GIVE_UP))
     );
     let bound = clocks.connect_bound(Duration::from_secs(3));
-    findings.within(
+    run.within(
         "new requests served for good after it goes on",
         bound,
         served,
-    );
+    )?;
     let bound = clocks.bound(Duration::from_secs(35));
-    findings.within("streams go on after it does", bound, resumed);
+    run.within("streams go on after it does", bound, resumed)?;
     // Additional or different bytes would mean that data was delivered twice.
     let ends = pipe.finish(scaled(FINISH)).await;
-    findings.equal("stream's bytes equal, none twice", &ends);
+    run.equal("stream's bytes equal, none twice", &ends)?;
     stack.node_client.requester.served().await?;
-    stack.node_client.report(&mut findings);
-    Ok(findings)
+    stack.node_client.ensure_equal(run)
 }
 
 fn signal(stack: &mut Stack, who: Who, signal: Signal) -> Result<()> {
