@@ -30,6 +30,7 @@ pub mod client_auth;
 pub mod connect;
 pub mod error;
 pub mod http;
+pub mod outcome;
 pub mod peer;
 pub mod service;
 pub mod target_tls;

@@ -15,7 +15,7 @@ use tunnel_proto::transport::BufferPool;
 use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::Limit;
-use crate::ingress::error::Outcome;
+use crate::ingress::outcome::Outcome;
 
 mod agents;
 mod callers;

@@ -12,7 +12,8 @@ use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::SessionId;
 
 use super::peer::{CallerAddr, CallerIdentity};
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
+use crate::ingress::outcome::Outcome;
 use crate::metrics::{GaugeGuard, Metrics};
 
 /// Longest text from a caller in an access log line, in bytes.

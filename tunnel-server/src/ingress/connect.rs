@@ -25,12 +25,13 @@ use super::http::{Caller, Forwarded, ForwardedBody};
 use super::peer::CallerIdentity;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::discard_input;
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::{ExchangeGuard, RequestBody};
 use crate::ingress::http::headers::{
     rewrite_request, rewrite_response, trace_parent, validate_response,
 };
 use crate::ingress::http::upstream::{UpstreamBodyGuard, exchange_direct};
+use crate::ingress::outcome::Outcome;
 use crate::routing::decision::{Destination, Scheme};
 use crate::routing::registry::CallerKey;
 

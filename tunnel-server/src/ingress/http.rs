@@ -2,6 +2,7 @@
 //! sends the request through a stream to the target.
 
 pub mod body;
+mod error_response;
 pub(crate) mod head_check;
 pub(crate) mod headers;
 pub(crate) mod timeouts;
@@ -41,7 +42,7 @@ use crate::config::Limit;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::{CallerClosed, CloseMode, ResponseGuard, discard_input};
 use crate::ingress::connect::basic_auth::Credentials;
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::{ExchangeGuard, RequestBody, ResponseBody};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{
@@ -52,6 +53,7 @@ use crate::ingress::http::timeouts::{
     ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
 };
 use crate::ingress::http::upstream::{PoolKey, UpstreamBodyGuard, UpstreamPool, UpstreamRequest};
+use crate::ingress::outcome::Outcome;
 use crate::routing::decision::delegated::{self, Decision, DelegatedRequest, ResolvedDestination};
 use crate::routing::decision::{RequestFacts, Scheme, decide};
 use crate::routing::registry::CallerKey;

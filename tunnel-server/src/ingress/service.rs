@@ -14,7 +14,8 @@ use super::IngressContext;
 use super::peer::CallerIdentity;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::{CallerStream, CloseMode, discard_input};
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
+use crate::ingress::outcome::Outcome;
 use crate::routing::decision::Destination;
 
 /// One entry of `services:`.

@@ -8,8 +8,9 @@ use http::{HeaderMap, HeaderName, Method, Uri};
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::has_supported_coding;
+use crate::ingress::outcome::Outcome;
 use crate::policy::{PortPolicy, PortPolicyError};
 use crate::routing::routes::RouteTable;
 

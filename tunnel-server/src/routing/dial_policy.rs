@@ -17,7 +17,8 @@ use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
+use crate::ingress::outcome::Outcome;
 use crate::routing::routes::{RouteError, RouteTable};
 
 /// One entry of `--connect-direct`: a network, and its ports if the entry does not allow all ports.

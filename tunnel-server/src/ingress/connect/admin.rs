@@ -18,9 +18,10 @@ use super::{ConnectProxy, Direct, Tunnel, open, relay_tunnel, route, subject};
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::CloseMode;
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::ExchangeGuard;
 use crate::ingress::http::headers::trace_parent;
+use crate::ingress::outcome::Outcome;
 use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::routing::registry::CallerKey;
 

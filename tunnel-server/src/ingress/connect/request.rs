@@ -6,7 +6,8 @@ use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE};
 use http::{HeaderMap, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
+use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
 use crate::routing::decision::{
     Destination, Host, HostPort, bad_request, check_path, route_failure,

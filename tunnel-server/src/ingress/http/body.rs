@@ -11,9 +11,9 @@ use hyper::body::{Body, Frame, Incoming, SizeHint};
 use super::upstream::UpstreamBodyGuard;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::ResponseGuard;
-use crate::ingress::error::Outcome;
 use crate::ingress::http::headers::strip_trailers;
 use crate::ingress::http::timeouts::RequestGuard;
+use crate::ingress::outcome::Outcome;
 
 /// The body of a response to a caller.
 #[derive(Debug)]

@@ -9,8 +9,11 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Status
 use hyper::body::Body;
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
-use crate::ingress::error::ERROR_HEADER;
 use crate::routing::decision::{SELECT_DEST, SELECT_HOST};
+
+/// Header that carries the code of a response that the server generated. Responses of targets do
+/// not have this header.
+pub(crate) const ERROR_HEADER: HeaderName = HeaderName::from_static("x-tunnel-error");
 
 /// Hop-by-hop fields (RFC 9110, section 7.6.1). The server does not forward them in either
 /// direction.

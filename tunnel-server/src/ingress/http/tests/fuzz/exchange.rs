@@ -19,7 +19,7 @@ use hyper::service::service_fn;
 
 use super::strict::{self, Head, Parsed};
 use crate::ingress::ListenerLimits;
-use crate::ingress::error::{Outcome, ProxyError};
+use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::{RequestBody, ResponseBody};
 use crate::ingress::http::builder;
 use crate::ingress::http::head_check::{BodyFraming, HeadCheck, HeadError};
@@ -28,6 +28,7 @@ use crate::ingress::http::headers::{
     rewrite_response, validate_response,
 };
 use crate::ingress::http::upstream::client;
+use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
 use crate::routing::decision::{Destination, RequestFacts, Scheme, decide};
 use crate::routing::routes::RouteTable;

@@ -1,0 +1,146 @@
+//! The result of a request or stream. One code determines the status, the header `X-Tunnel-Error`,
+//! the log field and the metric label.
+
+use http::StatusCode;
+use prometheus_client::encoding::EncodeLabelValue;
+
+/// Result of a request or stream, from the tunnel's point of view.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// The server forwarded the target's response or bytes completely.
+    Ok,
+    /// The request is malformed or contradicts itself.
+    BadRequest,
+    /// Host does not name a known node.
+    UnknownNode,
+    /// Host is an address that several nodes share.
+    AmbiguousAddress,
+    /// The server's or the agent's policy forbids the target.
+    RefusedByPolicy,
+    /// The CONNECT listener requires valid credentials.
+    ProxyAuth,
+    /// The request target is longer than 8 KiB.
+    UriTooLong,
+    /// The target refused the connection or is unreachable.
+    TargetRefused,
+    /// The TLS handshake with the target failed.
+    TargetTls,
+    /// The target's response is not HTTP, is incomplete or does not match the request.
+    TargetBadResponse,
+    /// The session with the agent was lost.
+    AgentLost,
+    /// No agent is connected for the node, or the agent's session is suspect.
+    NoAgent,
+    /// The agent has reached its limit of open streams, or stalled readers hold as much memory as
+    /// they may.
+    TooManyStreams,
+    /// The agent is draining.
+    Draining,
+    /// The target did not accept the connection in time.
+    TargetTimeout,
+    /// The agent did not answer in time.
+    AgentTimeout,
+    /// The target or the tunnel aborted the response after it had begun.
+    Cut,
+    /// The caller disconnected first.
+    CallerGone,
+}
+
+impl Outcome {
+    /// Every outcome, for the documentation and for tests.
+    pub const ALL: [Self; 18] = [
+        Self::Ok,
+        Self::BadRequest,
+        Self::UnknownNode,
+        Self::AmbiguousAddress,
+        Self::RefusedByPolicy,
+        Self::ProxyAuth,
+        Self::UriTooLong,
+        Self::TargetRefused,
+        Self::TargetTls,
+        Self::TargetBadResponse,
+        Self::AgentLost,
+        Self::NoAgent,
+        Self::TooManyStreams,
+        Self::Draining,
+        Self::TargetTimeout,
+        Self::AgentTimeout,
+        Self::Cut,
+        Self::CallerGone,
+    ];
+
+    /// Returns the code that appears in `X-Tunnel-Error`, logs and metric labels.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::BadRequest => "bad_request",
+            Self::UnknownNode => "unknown_node",
+            Self::AmbiguousAddress => "ambiguous_address",
+            Self::RefusedByPolicy => "refused_by_policy",
+            Self::ProxyAuth => "proxy_auth_required",
+            Self::UriTooLong => "uri_too_long",
+            Self::TargetRefused => "target_refused",
+            Self::TargetTls => "target_tls",
+            Self::TargetBadResponse => "target_bad_response",
+            Self::AgentLost => "agent_lost",
+            Self::NoAgent => "no_agent",
+            Self::TooManyStreams => "too_many_streams",
+            Self::Draining => "draining",
+            Self::TargetTimeout => "target_timeout",
+            Self::AgentTimeout => "agent_timeout",
+            Self::Cut => "cut",
+            Self::CallerGone => "caller_gone",
+        }
+    }
+
+    /// Returns the HTTP status of a response with this code.
+    #[must_use]
+    pub fn status(self) -> StatusCode {
+        match self {
+            Self::Ok => StatusCode::OK,
+            Self::BadRequest | Self::UnknownNode | Self::AmbiguousAddress => {
+                StatusCode::BAD_REQUEST
+            }
+            Self::RefusedByPolicy => StatusCode::FORBIDDEN,
+            Self::ProxyAuth => StatusCode::PROXY_AUTHENTICATION_REQUIRED,
+            Self::UriTooLong => StatusCode::URI_TOO_LONG,
+            Self::TargetRefused | Self::TargetTls | Self::TargetBadResponse | Self::AgentLost => {
+                StatusCode::BAD_GATEWAY
+            }
+            Self::NoAgent | Self::TooManyStreams | Self::Draining => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            Self::TargetTimeout | Self::AgentTimeout => StatusCode::GATEWAY_TIMEOUT,
+            // These outcomes are never sent as a response. The connection is aborted instead.
+            Self::Cut | Self::CallerGone => StatusCode::BAD_GATEWAY,
+        }
+    }
+}
+
+impl std::fmt::Display for Outcome {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(self.label())
+    }
+}
+
+impl EncodeLabelValue for Outcome {
+    fn encode(
+        &self,
+        encoder: &mut prometheus_client::encoding::LabelValueEncoder<'_>,
+    ) -> Result<(), std::fmt::Error> {
+        self.label().encode(encoder)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_distinct() {
+        let labels: std::collections::BTreeSet<_> =
+            Outcome::ALL.iter().map(|outcome| outcome.label()).collect();
+        assert_eq!(labels.len(), Outcome::ALL.len());
+    }
+}
