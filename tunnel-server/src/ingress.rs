@@ -36,10 +36,9 @@ pub mod service;
 pub mod target_tls;
 
 use crate::ingress::caller_stream::{CallerClosed, CallerSocket, CallerStream, CloseMode};
-use crate::routing::decision::Scheme;
+use crate::routing::destination::{Scheme, Service};
 use connect::ConnectProxy;
 use peer::{CallerAddr, CallerIdentity};
-use service::Service;
 
 /// State that all listeners share.
 #[derive(Debug, Clone)]

@@ -2,6 +2,7 @@
 //! that the server may dial without an agent.
 
 pub mod decision;
+pub mod destination;
 pub mod dial_policy;
 pub mod known_nodes;
 pub mod pod_lookup;

@@ -22,7 +22,7 @@ use crate::config::ConnectSettings;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
 use crate::ingress::connect::{AdminTunnels, ConnectProxy, Direct};
 use crate::ingress::{HttpListener, IngressContext, ListenerKind, ListenerLimits};
-use crate::routing::decision::Scheme;
+use crate::routing::destination::Scheme;
 use crate::routing::dial_policy::DialPolicy;
 
 /// Maximum time for opening a stream on these listeners. A scrape that times out after 10 s must

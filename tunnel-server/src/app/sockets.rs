@@ -15,7 +15,7 @@ use super::context::ServerContext;
 use crate::dns::{DnsSocket, DnsSockets};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::{HttpListener, ListenerKind};
-use crate::routing::decision::Scheme;
+use crate::routing::destination::Scheme;
 
 /// The bound sockets of the server.
 pub(super) struct Sockets {

@@ -9,7 +9,7 @@ use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS};
 use super::certificates::ClientAuth;
 use super::kubernetes::KubernetesSettings;
 use super::{RawConfig, services};
-use crate::ingress::service::Service;
+use crate::routing::destination::Service;
 use crate::policy::PortPolicy;
 
 /// Default ports that agents dial on their loopback.

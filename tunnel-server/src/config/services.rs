@@ -7,9 +7,9 @@ use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::RawService;
-use crate::ingress::service::Service;
+use crate::routing::destination::Service;
 use crate::policy::PortPolicy;
-use crate::routing::decision::Destination;
+use crate::routing::destination::Destination;
 
 /// Returns the service and the address of its listener.
 pub(super) fn check(

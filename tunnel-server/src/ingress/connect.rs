@@ -32,7 +32,7 @@ use crate::ingress::http::headers::{
 };
 use crate::ingress::http::upstream::{UpstreamBodyGuard, exchange_direct};
 use crate::ingress::outcome::Outcome;
-use crate::routing::decision::{Destination, Scheme};
+use crate::routing::destination::{Destination, Scheme};
 use crate::routing::registry::CallerKey;
 
 mod admin;

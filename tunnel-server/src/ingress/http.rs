@@ -55,7 +55,8 @@ use crate::ingress::http::timeouts::{
 use crate::ingress::http::upstream::{PoolKey, UpstreamBodyGuard, UpstreamPool, UpstreamRequest};
 use crate::ingress::outcome::Outcome;
 use crate::routing::decision::delegated::{self, Decision, DelegatedRequest, ResolvedDestination};
-use crate::routing::decision::{RequestFacts, Scheme, decide};
+use crate::routing::decision::{RequestFacts, decide};
+use crate::routing::destination::Scheme;
 use crate::routing::registry::CallerKey;
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of

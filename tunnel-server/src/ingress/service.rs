@@ -16,16 +16,7 @@ use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::{CallerStream, CloseMode, discard_input};
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
-use crate::routing::decision::Destination;
-
-/// One entry of `services:`.
-#[derive(Debug, Clone)]
-pub struct Service {
-    /// Name of the service, for logs.
-    pub name: String,
-    /// Destination of the service's connections.
-    pub destination: Destination,
-}
+use crate::routing::destination::Service;
 
 /// Forwards one connection. If anything fails before or after the first byte, the caller receives a
 /// TCP reset and never a clean end. The access log contains the reason.

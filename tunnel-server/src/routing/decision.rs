@@ -3,15 +3,14 @@
 
 use std::net::{IpAddr, Ipv6Addr};
 
-use http::header::HOST;
-use http::{HeaderMap, HeaderName, Method, Uri};
-use tunnel_proto::wire::header::Target;
+use http::header::{HOST, TRANSFER_ENCODING};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::headers::has_supported_coding;
 use crate::ingress::outcome::Outcome;
 use crate::policy::{PortPolicy, PortPolicyError};
+use crate::routing::destination::{Destination, Scheme};
 use crate::routing::routes::RouteTable;
 
 pub(crate) mod delegated;
@@ -22,26 +21,6 @@ pub const SELECT_HOST: HeaderName = HeaderName::from_static("x-tunnel-proxy-host
 pub const SELECT_DEST: HeaderName = HeaderName::from_static("x-tunnel-proxy-dest");
 /// Longest request target, in bytes.
 const URI_MAX_BYTES: usize = 8 * 1024;
-
-/// Scheme of a listener. A listener with TLS also uses TLS towards its targets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Scheme {
-    /// Plain HTTP, without TLS.
-    Http,
-    /// HTTP over TLS (https).
-    Https,
-}
-
-impl Scheme {
-    /// Returns the port that applies when Host contains none.
-    #[must_use]
-    pub fn default_port(self) -> u16 {
-        match self {
-            Self::Http => 80,
-            Self::Https => 443,
-        }
-    }
-}
 
 /// The facts of a request that determine its destination.
 #[derive(Debug, Clone, Copy)]
@@ -56,34 +35,6 @@ pub struct RequestFacts<'a> {
     pub scheme: Scheme,
     /// Port of an additional proxy port. Applies when Host contains no port.
     pub implied_port: Option<Port>,
-}
-
-/// The destination of a request.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Destination {
-    /// The node whose agent carries the request.
-    pub node: NodeName,
-    /// The target that the agent dials.
-    pub target: Target,
-}
-
-impl Destination {
-    /// Returns the Host field for the target: `node:port`, or the loopback address for loopback
-    /// targets.
-    #[must_use]
-    pub fn host_field(&self) -> String {
-        match &self.target {
-            Target::Loopback(port) => format!("127.0.0.1:{port}"),
-            Target::Node(port) => format!("{}:{port}", self.node),
-            Target::Host(host, port) => format!("{host}:{port}"),
-        }
-    }
-}
-
-impl std::fmt::Display for Destination {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(formatter, "{} {}", self.node, self.target)
-    }
 }
 
 /// Returns the destination of a request.
@@ -173,6 +124,18 @@ pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), ProxyErro
         ));
     }
     Ok(())
+}
+
+/// Returns whether a message has no Transfer-Encoding or only `chunked`. Other codings would be
+/// lost, because the field is hop-by-hop.
+pub(crate) fn has_supported_coding(headers: &HeaderMap) -> bool {
+    let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
+    let first = codings.next();
+    let chunked = |coding: &HeaderValue| {
+        let coding = coding.as_bytes().trim_ascii();
+        coding.eq_ignore_ascii_case(b"chunked")
+    };
+    codings.next().is_none() && first.is_none_or(chunked)
 }
 
 fn choose_node(

@@ -9,9 +9,8 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
-use crate::routing::decision::{
-    Destination, Host, HostPort, bad_request, check_path, route_failure,
-};
+use crate::routing::decision::{Host, HostPort, bad_request, check_path, route_failure};
+use crate::routing::destination::Destination;
 use crate::routing::dial_policy::{AddressOwner, ClusterNetworks};
 use crate::routing::routes::{RouteError, RouteTable};
 

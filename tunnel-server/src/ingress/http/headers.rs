@@ -9,7 +9,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Status
 use hyper::body::Body;
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
-use crate::routing::decision::{SELECT_DEST, SELECT_HOST};
+use crate::routing::decision::{SELECT_DEST, SELECT_HOST, has_supported_coding};
 
 /// Header that carries the code of a response that the server generated. Responses of targets do
 /// not have this header.
@@ -89,18 +89,6 @@ pub(crate) fn close_unless_upgraded<B>(upgrade: Option<&HeaderValue>, response: 
         let close = HeaderValue::from_static("close");
         response.headers_mut().insert(CONNECTION, close);
     }
-}
-
-/// Returns whether a message has no Transfer-Encoding or only `chunked`. Other codings would be
-/// lost, because the field is hop-by-hop.
-pub(crate) fn has_supported_coding(headers: &HeaderMap) -> bool {
-    let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
-    let first = codings.next();
-    let chunked = |coding: &HeaderValue| {
-        let coding = coding.as_bytes().trim_ascii();
-        coding.eq_ignore_ascii_case(b"chunked")
-    };
-    codings.next().is_none() && first.is_none_or(chunked)
 }
 
 /// Returns whether a message declares its length in two ways. Another recipient can choose the

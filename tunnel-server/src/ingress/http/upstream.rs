@@ -29,7 +29,7 @@ use crate::ingress::access_log::AccessLog;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::target_tls::{TlsProfile, server_name};
-use crate::routing::decision::{Destination, Scheme};
+use crate::routing::destination::{Destination, Scheme};
 use crate::routing::registry::CallerKey;
 
 mod pool;

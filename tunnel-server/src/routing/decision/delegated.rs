@@ -22,10 +22,13 @@ use http::header::{CONNECTION, HOST, UPGRADE};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::{
-    Destination, Host, HostPort, Outcome, ProxyError, RequestFacts, bad_request, check_form,
-    choose_node, refused_port, route_failure, single_value,
+    Host, HostPort, RequestFacts, bad_request, check_form, choose_node, refused_port,
+    route_failure, single_value,
 };
+use crate::ingress::error::ProxyError;
+use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
+use crate::routing::destination::Destination;
 use crate::routing::pod_lookup::{KubeletPath, Pod, PodLookupError};
 use crate::routing::routes::{RouteError, RouteTable};
 

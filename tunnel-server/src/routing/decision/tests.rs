@@ -1,4 +1,4 @@
-use http::HeaderValue;
+use tunnel_proto::wire::header::Target;
 
 use super::*;
 

@@ -25,7 +25,7 @@ use crate::ingress::target_tls::TargetTls;
 use crate::ingress::{CallerConn, HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::metrics::Metrics;
 use crate::policy::{PortPolicy, SharedPortPolicy};
-use crate::routing::decision::Scheme;
+use crate::routing::destination::Scheme;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, session, within};

@@ -11,7 +11,7 @@ use tokio_util::task::TaskTracker;
 
 use super::Upstream;
 use crate::ingress::target_tls::TlsProfileId;
-use crate::routing::decision::Destination;
+use crate::routing::destination::Destination;
 use crate::routing::registry::Registry;
 
 /// Time for which an idle connection is kept after a response. The time is enough for callers that

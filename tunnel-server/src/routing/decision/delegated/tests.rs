@@ -2,8 +2,8 @@ use std::net::IpAddr;
 
 use http::{HeaderValue, Method, Uri};
 
-use super::super::Scheme;
 use super::*;
+use crate::routing::destination::Scheme;
 use crate::routing::routes::RouteNode;
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";

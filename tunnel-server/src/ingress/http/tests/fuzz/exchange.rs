@@ -30,7 +30,8 @@ use crate::ingress::http::headers::{
 use crate::ingress::http::upstream::client;
 use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
-use crate::routing::decision::{Destination, RequestFacts, Scheme, decide};
+use crate::routing::decision::{RequestFacts, decide};
+use crate::routing::destination::{Destination, Scheme};
 use crate::routing::routes::RouteTable;
 
 /// The result of an exchange.
