@@ -26,10 +26,11 @@ use super::peer::CallerIdentity;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::discard_input;
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::{ExchangeGuard, RequestBody};
+use crate::ingress::http::body::ExchangeGuard;
 use crate::ingress::http::headers::{
     rewrite_request, rewrite_response, trace_parent, validate_response,
 };
+use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::http::upstream::{UpstreamBodyGuard, exchange_direct};
 use crate::ingress::outcome::Outcome;
 use crate::routing::destination::{Destination, Scheme};
@@ -289,12 +290,8 @@ async fn fetch_direct(
     access_log.dialed(bytes.clone());
     // The framing of the request marks its end.
     socket.finish();
-    let exchanged = exchange_direct(
-        ingress,
-        (socket, bytes),
-        request.map(RequestBody),
-        proxy_request,
-    );
+    let request = request.map(StrippedBody);
+    let exchanged = exchange_direct(ingress, socket, bytes, request, proxy_request);
     let (mut response, upstream) = exchanged.await?;
     validate_response(None::<&HeaderValue>, &response).map_err(|what| {
         let text = format!("{proxy_request}: the target {what}");

@@ -5,6 +5,7 @@ pub mod body;
 mod error_response;
 pub(crate) mod head_check;
 pub(crate) mod headers;
+pub(crate) mod stripped_body;
 pub(crate) mod timeouts;
 pub(crate) mod upstream;
 
@@ -43,12 +44,13 @@ use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::{CallerClosed, CloseMode, ResponseGuard, discard_input};
 use crate::ingress::connect::basic_auth::Credentials;
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::{ExchangeGuard, RequestBody, ResponseBody};
+use crate::ingress::http::body::{ExchangeGuard, ResponseBody};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{
     can_reuse_connection, close_unless_upgraded, has_conflicting_framing, requested_upgrade,
     rewrite_request, rewrite_response, trace_parent, validate_response,
 };
+use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::http::timeouts::{
     ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
 };
@@ -503,7 +505,7 @@ impl Caller {
             pool: pool_key.as_ref().map(|pool_key| (&*self.pool, pool_key)),
         };
         let (mut response, upstream) = upstream_request
-            .exchange(request.map(RequestBody), access_log)
+            .exchange(request.map(StrippedBody), access_log)
             .await?;
         let switches = validate_response(upgrade, &response).map_err(|what| {
             let text = format!("{target_label}: the target {what}");

@@ -1,5 +1,5 @@
-//! Bodies on the listeners: request bodies of callers, short texts of the server, and response
-//! bodies of targets. A response body detects that it was not forwarded completely.
+//! Bodies of responses to callers: short texts of the server, and bodies of targets. A body detects
+//! that it was not forwarded completely.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -11,7 +11,7 @@ use hyper::body::{Body, Frame, Incoming, SizeHint};
 use super::upstream::UpstreamBodyGuard;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::ResponseGuard;
-use crate::ingress::http::headers::strip_trailers;
+use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::http::timeouts::RequestGuard;
 use crate::ingress::outcome::Outcome;
 
@@ -32,17 +32,13 @@ enum Inner {
 /// A response body that is forwarded from a target to the caller.
 #[derive(Debug)]
 struct TargetBody {
-    body: Incoming,
+    body: StrippedBody,
     /// `None` once the body has ended.
     exchange_guard: Option<ExchangeGuard>,
     /// Dropping the guard before the end drops the connection to the target, which closes the
     /// target's side at once.
     upstream_guard: Option<UpstreamBodyGuard>,
 }
-
-/// A request body that is forwarded from a caller to the target.
-#[derive(Debug)]
-pub(crate) struct RequestBody(pub(crate) Incoming);
 
 /// Guards that complete when a body ends: the caller's connection and the access log.
 #[derive(Debug)]
@@ -82,7 +78,7 @@ impl ResponseBody {
         upstream_guard: UpstreamBodyGuard,
     ) -> Self {
         Self::new(Inner::Target(Box::new(TargetBody {
-            body,
+            body: StrippedBody(body),
             exchange_guard: Some(exchange_guard),
             upstream_guard: Some(upstream_guard),
         })))
@@ -118,7 +114,7 @@ impl Body for ResponseBody {
                 .poll_frame(cx)
                 .map_err(|never| match never {}),
             Inner::Target(target) => {
-                let frame = ready!(poll_stripped(&mut target.body, cx));
+                let frame = ready!(Pin::new(&mut target.body).poll_frame(cx));
                 match &frame {
                     // Nothing follows trailer fields, and hyper does not poll again.
                     Some(Ok(frame)) if frame.is_trailers() => target.finish(),
@@ -143,42 +139,6 @@ impl Body for ResponseBody {
             Inner::Own(body) => body.size_hint(),
             Inner::Target(target) => target.body.size_hint(),
         }
-    }
-}
-
-/// Returns the next frame of a body. Hop-by-hop fields and the tunnel's fields are removed from
-/// trailers.
-fn poll_stripped(
-    body: &mut Incoming,
-    cx: &mut Context<'_>,
-) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-    let frame = ready!(Pin::new(body).poll_frame(cx));
-    Poll::Ready(frame.map(|frame| {
-        let mut frame = frame?;
-        if let Some(trailers) = frame.trailers_mut() {
-            strip_trailers(trailers);
-        }
-        Ok(frame)
-    }))
-}
-
-impl Body for RequestBody {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        poll_stripped(&mut self.0, cx)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.0.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.0.size_hint()
     }
 }
 

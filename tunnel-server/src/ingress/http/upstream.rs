@@ -1,69 +1,34 @@
-//! Connection to a target: a stream through the node's agent, TLS inside the stream for HTTPS
-//! listeners, and an HTTP client on top.
+//! One exchange with a target: a stream through the node's agent, TLS inside the stream for HTTPS
+//! listeners, and an HTTP connection on top, or an idle connection that is used again.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
-use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
-use hyper::client::conn::http1::{Builder, SendRequest};
-use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
-use tokio_util::task::{AbortOnDropHandle, TaskTracker};
-use tracing::debug;
 use tunnel_proto::transport::{ByteCount, Stream};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::SessionId;
 
 use crate::config::Limit;
-
-use super::body::RequestBody;
 use crate::ingress::IngressContext;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::error::ProxyError;
+use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::target_tls::{TlsProfile, server_name};
 use crate::routing::destination::{Destination, Scheme};
 use crate::routing::registry::CallerKey;
 
+pub(crate) mod connection;
 mod pool;
 mod read_counter;
 
-pub(crate) use crate::ingress::http::upstream::pool::{PoolKey, UpstreamPool};
-use read_counter::{CountingStream, ReadCounter};
-
-/// Time that a connection to a target has to close after a complete response.
-const CLOSE_LIMIT: Duration = Duration::from_secs(1);
-
-/// Largest head of a target's response, and largest size of its trailer fields. Go's clients accept
-/// 1 MiB, but nothing that runs on nodes needs that much.
-const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
-
-/// Interim responses (1xx) to one request that are skipped. More are an error.
-const INTERIM_MAX: usize = 64;
-
-/// The caller's body, or an empty body for a request that is sent again.
-type SentBody = Either<RequestBody, Empty<Bytes>>;
-
-/// The sender of requests on a connection, and the task that drives the connection.
-type Connection = (SendRequest<SentBody>, AbortOnDropHandle<()>);
-
-#[derive(Debug)]
-pub(crate) struct Upstream {
-    sender: SendRequest<SentBody>,
-    /// The task that drives the connection. Dropping the handle closes the target's side at once.
-    driver: AbortOnDropHandle<()>,
-    /// `None` for a connection that the server dialed directly.
-    session: Option<SessionId>,
-    bytes: Arc<ByteCount>,
-    read_counter: ReadCounter,
-}
+use connection::{Carrier, SentBody, Upstream};
+pub(crate) use pool::{PoolKey, UpstreamPool};
 
 /// The destination of a request and the parameters of the connection to it.
 #[derive(Debug)]
@@ -90,13 +55,6 @@ struct AttemptError {
     session: Option<SessionId>,
 }
 
-/// A request that received no response on a connection.
-struct SendError {
-    failure: ProxyError,
-    /// The request, if no byte of it was sent.
-    unsent: Option<Request<SentBody>>,
-}
-
 impl UpstreamRequest<'_> {
     /// Sends a request and waits for the head of the response. If the agent refuses the stream
     /// because it is draining, nothing was started at the target. A request without a body is then
@@ -109,7 +67,7 @@ impl UpstreamRequest<'_> {
     /// Returns a [`ProxyError`] with the response for the caller.
     pub(crate) async fn exchange(
         &self,
-        request: Request<RequestBody>,
+        request: Request<StrippedBody>,
         access_log: &mut AccessLog,
     ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let (head, body) = request.into_parts();
@@ -119,14 +77,14 @@ impl UpstreamRequest<'_> {
             .pool
             .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.registry))
         {
-            access_log.carried(upstream.session, upstream.bytes.clone());
-            let before = upstream.read_counter.bytes();
+            access_log.carried(upstream.carrier.session, upstream.carrier.bytes.clone());
+            let before = upstream.bytes_read();
             let target_label = self.destination.to_string();
-            match send(&mut upstream, request, &target_label).await {
+            match upstream.send(request, &target_label).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(send_error) => {
                     let ended = send_error.failure.outcome == Outcome::TargetBadResponse
-                        && upstream.read_counter.bytes() == before;
+                        && upstream.bytes_read() == before;
                     request = match (send_error.unsent, &retry_head) {
                         (Some(unsent), _) => unsent,
                         (None, Some(head)) if ended => {
@@ -176,19 +134,13 @@ impl UpstreamRequest<'_> {
         })?;
         let (session, bytes) = (opened.session, opened.stream.bytes());
         access_log.opened(session, bytes.clone(), began.elapsed());
+        let carrier = Carrier {
+            session: Some(session),
+            bytes,
+        };
         let exchanged = async {
-            let read_counter = ReadCounter::default();
-            let (sender, driver) = self
-                .connect(opened.stream, &read_counter, &target_label)
-                .await?;
-            let mut upstream = Upstream {
-                sender,
-                driver,
-                session: Some(session),
-                bytes,
-                read_counter,
-            };
-            let response = send(&mut upstream, request, &target_label).await;
+            let mut upstream = self.connect(opened.stream, carrier, &target_label).await?;
+            let response = upstream.send(request, &target_label).await;
             Ok((response.map_err(|send_error| send_error.failure)?, upstream))
         };
         exchanged.await.map_err(|failure| AttemptError {
@@ -203,12 +155,12 @@ impl UpstreamRequest<'_> {
     async fn connect(
         &self,
         stream: Stream,
-        read_counter: &ReadCounter,
+        carrier: Carrier,
         target_label: &str,
-    ) -> Result<Connection, ProxyError> {
-        let ingress = self.ingress;
+    ) -> Result<Upstream, ProxyError> {
+        let (limits, drivers) = (&self.ingress.limits, &self.ingress.drivers);
         match self.scheme {
-            Scheme::Http => handshake(ingress, stream, read_counter, target_label).await,
+            Scheme::Http => Upstream::start(stream, carrier, drivers, target_label).await,
             Scheme::Https => {
                 let name = server_name(&self.destination.node);
                 let name = name.map_err(|error| {
@@ -218,7 +170,7 @@ impl UpstreamRequest<'_> {
                     TlsConnector::from(self.tls_profile.tls.clone()).connect(name, stream);
                 // The agent's reply has its own timeout inside the stream. This timeout covers a
                 // target that does not respond in the TLS handshake.
-                let limit = ingress.limits.open + ingress.limits.handshake;
+                let limit = limits.open + limits.handshake;
                 let stream = match timeout(limit, connecting).await {
                     Ok(Ok(stream)) => stream,
                     Ok(Err(error)) => return Err(tls_failure(&error, target_label)),
@@ -230,40 +182,10 @@ impl UpstreamRequest<'_> {
                         return Err(failure.with_limit(Limit::HandshakeTimeout));
                     }
                 };
-                handshake(ingress, stream, read_counter, target_label).await
+                Upstream::start(stream, carrier, drivers, target_label).await
             }
         }
     }
-}
-
-/// Sends a request on a connection and waits for the final response head.
-async fn send(
-    upstream: &mut Upstream,
-    mut request: Request<SentBody>,
-    target_label: &str,
-) -> Result<Response<Incoming>, Box<SendError>> {
-    let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
-    let notify = too_many.clone();
-    hyper::ext::on_informational(&mut request, move |_| {
-        if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
-            notify.notify_one();
-        }
-    });
-    let sent = tokio::select! {
-        biased;
-        sent = upstream.sender.try_send_request(request) => sent,
-        () = too_many.notified() => {
-            let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
-            let failure = ProxyError::new(Outcome::TargetBadResponse, text);
-            return Err(Box::new(SendError { failure, unsent: None }));
-        }
-    };
-    sent.map_err(|mut error| {
-        let unsent = error.take_message();
-        let bad = Outcome::TargetBadResponse;
-        let failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
-        Box::new(SendError { failure, unsent })
-    })
 }
 
 /// Sends a request on a plain connection that the server has dialed directly. The connection
@@ -272,24 +194,21 @@ async fn send(
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
 pub(crate) async fn exchange_direct<S>(
-    ingress: &Arc<IngressContext>,
-    (connection, bytes): (S, Arc<ByteCount>),
-    request: Request<RequestBody>,
+    ingress: &IngressContext,
+    connection: S,
+    bytes: Arc<ByteCount>,
+    request: Request<StrippedBody>,
     target_label: &str,
 ) -> Result<(Response<Incoming>, Upstream), ProxyError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let read_counter = ReadCounter::default();
-    let (sender, driver) = handshake(ingress, connection, &read_counter, target_label).await?;
-    let mut upstream = Upstream {
-        sender,
-        driver,
+    let carrier = Carrier {
         session: None,
         bytes,
-        read_counter,
     };
-    let sent = send(&mut upstream, request.map(Either::Left), target_label).await;
+    let mut upstream = Upstream::start(connection, carrier, &ingress.drivers, target_label).await?;
+    let sent = upstream.send(request.map(Either::Left), target_label).await;
     Ok((sent.map_err(|send_error| send_error.failure)?, upstream))
 }
 
@@ -316,17 +235,6 @@ impl UpstreamBodyGuard {
     }
 }
 
-impl Upstream {
-    /// Closes the connection gracefully, so that the target receives an end and not a reset. The
-    /// connection is aborted if the target does not read the rest of an obsolete request within
-    /// [`CLOSE_LIMIT`].
-    pub(crate) fn close(self, drivers: &TaskTracker) {
-        let Self { sender, driver, .. } = self;
-        drop(sender);
-        drivers.spawn(timeout(CLOSE_LIMIT, driver));
-    }
-}
-
 fn tls_failure(error: &std::io::Error, target_label: &str) -> ProxyError {
     let failure = ProxyError::from_stream(error, target_label, Outcome::TargetTls);
     match failure.outcome {
@@ -337,38 +245,4 @@ fn tls_failure(error: &std::io::Error, target_label: &str) -> ProxyError {
         ),
         _ => failure,
     }
-}
-
-async fn handshake<S>(
-    ingress: &Arc<IngressContext>,
-    stream: S,
-    read_counter: &ReadCounter,
-    target_label: &str,
-) -> Result<Connection, ProxyError>
-where
-    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-{
-    let stream = CountingStream {
-        stream,
-        read_counter: read_counter.clone(),
-    };
-    let built = client().handshake(TokioIo::new(stream)).await;
-    let (sender, connection) = built.map_err(|error| {
-        ProxyError::from_stream(&error, target_label, Outcome::TargetBadResponse)
-    })?;
-    let drive = async move {
-        if let Err(error) = connection.with_upgrades().await {
-            debug!(%error, "connection to a target ended");
-        }
-    };
-    Ok((sender, AbortOnDropHandle::new(ingress.drivers.spawn(drive))))
-}
-
-/// Returns the hyper builder with the settings for connections to targets.
-pub(crate) fn client() -> Builder {
-    let mut builder = Builder::new();
-    builder
-        .preserve_header_case(true)
-        .max_header_size(ANSWER_HEAD_MAX_BYTES);
-    builder
 }

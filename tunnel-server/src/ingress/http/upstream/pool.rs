@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::TaskTracker;
 
-use super::Upstream;
+use super::connection::Upstream;
 use crate::ingress::target_tls::TlsProfileId;
 use crate::routing::destination::Destination;
 use crate::routing::registry::Registry;
@@ -63,6 +63,7 @@ impl UpstreamPool {
     pub(crate) fn put(&self, upstream: Upstream, pool_key: PoolKey, registry: &Registry) {
         let node = &pool_key.destination.node;
         let may_stay = upstream
+            .carrier
             .session
             .is_some_and(|session| registry.can_reuse(node, session));
         if upstream.sender.is_closed() || !may_stay {
@@ -91,8 +92,8 @@ impl UpstreamPool {
         let fits = current_key == *pool_key
             && until > Instant::now()
             && upstream.sender.is_ready()
-            && upstream.session.is_some()
-            && registry.active(&pool_key.destination.node) == upstream.session;
+            && upstream.carrier.session.is_some()
+            && registry.active(&pool_key.destination.node) == upstream.carrier.session;
         if fits {
             return Some(upstream);
         }

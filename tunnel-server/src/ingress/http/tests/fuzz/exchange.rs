@@ -20,14 +20,15 @@ use hyper::service::service_fn;
 use super::strict::{self, Head, Parsed};
 use crate::ingress::ListenerLimits;
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::{RequestBody, ResponseBody};
+use crate::ingress::http::body::ResponseBody;
 use crate::ingress::http::builder;
 use crate::ingress::http::head_check::{BodyFraming, HeadCheck, HeadError};
 use crate::ingress::http::headers::{
     can_reuse_connection, close_unless_upgraded, requested_upgrade, rewrite_request,
     rewrite_response, validate_response,
 };
-use crate::ingress::http::upstream::client;
+use crate::ingress::http::stripped_body::StrippedBody;
+use crate::ingress::http::upstream::connection::client;
 use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
 use crate::routing::decision::{RequestFacts, decide};
@@ -243,7 +244,7 @@ async fn ask(
 ) -> Result<Response<TargetBody>, hyper::Error> {
     let (mut sender, connection) = client().handshake(wire.clone()).await?;
     let mut driver: Driver = Box::pin(connection);
-    let mut sent = pin!(sender.send_request(request.map(RequestBody)));
+    let mut sent = pin!(sender.send_request(request.map(StrippedBody)));
     let mut fed = false;
     let mut ended = false;
     let response = std::future::poll_fn(|cx| {

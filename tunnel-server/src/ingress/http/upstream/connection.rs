@@ -1,0 +1,150 @@
+//! A connection to a target: an HTTP client on top of a stream or a socket.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::{Either, Empty};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::{Builder, SendRequest};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+use tracing::debug;
+use tunnel_proto::transport::ByteCount;
+use tunnel_proto::wire::name::SessionId;
+
+use super::read_counter::{CountingStream, ReadCounter};
+use crate::ingress::error::ProxyError;
+use crate::ingress::http::stripped_body::StrippedBody;
+use crate::ingress::outcome::Outcome;
+
+/// Time that a connection to a target has to close after a complete response.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+
+/// Largest head of a target's response, and largest size of its trailer fields. Go's clients accept
+/// 1 MiB, but nothing that runs on nodes needs that much.
+const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
+
+/// Interim responses (1xx) to one request that are skipped. More are an error.
+const INTERIM_MAX: usize = 64;
+
+/// The caller's body, or an empty body for a request that is sent again.
+pub(super) type SentBody = Either<StrippedBody, Empty<Bytes>>;
+
+/// What carries an HTTP connection to a target, without the stream.
+#[derive(Debug)]
+pub(crate) struct Carrier {
+    /// `None` for a connection that the server dialed directly.
+    pub(crate) session: Option<SessionId>,
+    /// Counter of the bytes on the stream or socket.
+    pub(crate) bytes: Arc<ByteCount>,
+}
+
+/// An HTTP connection to a target.
+#[derive(Debug)]
+pub(crate) struct Upstream {
+    pub(super) sender: SendRequest<SentBody>,
+    /// The task that drives the connection. Dropping the handle closes the target's side at once.
+    driver: AbortOnDropHandle<()>,
+    pub(super) carrier: Carrier,
+    read_counter: ReadCounter,
+}
+
+/// A request that received no response on a connection.
+pub(super) struct SendError {
+    pub(super) failure: ProxyError,
+    /// The request, if no byte of it was sent.
+    pub(super) unsent: Option<Request<SentBody>>,
+}
+
+impl Upstream {
+    /// Starts an HTTP connection on a stream. A task of `drivers` drives the connection.
+    pub(super) async fn start<S>(
+        stream: S,
+        carrier: Carrier,
+        drivers: &TaskTracker,
+        target_label: &str,
+    ) -> Result<Self, ProxyError>
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let read_counter = ReadCounter::default();
+        let stream = CountingStream {
+            stream,
+            read_counter: read_counter.clone(),
+        };
+        let built = client().handshake(TokioIo::new(stream)).await;
+        let (sender, connection) = built.map_err(|error| {
+            ProxyError::from_stream(&error, target_label, Outcome::TargetBadResponse)
+        })?;
+        let drive = async move {
+            if let Err(error) = connection.with_upgrades().await {
+                debug!(%error, "connection to a target ended");
+            }
+        };
+        Ok(Self {
+            sender,
+            driver: AbortOnDropHandle::new(drivers.spawn(drive)),
+            carrier,
+            read_counter,
+        })
+    }
+
+    /// Returns the number of HTTP bytes that the target has sent.
+    pub(super) fn bytes_read(&self) -> u64 {
+        self.read_counter.bytes()
+    }
+
+    /// Sends a request and waits for the final response head.
+    pub(super) async fn send(
+        &mut self,
+        mut request: Request<SentBody>,
+        target_label: &str,
+    ) -> Result<Response<Incoming>, Box<SendError>> {
+        let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
+        let notify = too_many.clone();
+        hyper::ext::on_informational(&mut request, move |_| {
+            if interim.fetch_add(1, Ordering::Relaxed) >= INTERIM_MAX {
+                notify.notify_one();
+            }
+        });
+        let sent = tokio::select! {
+            biased;
+            sent = self.sender.try_send_request(request) => sent,
+            () = too_many.notified() => {
+                let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
+                let failure = ProxyError::new(Outcome::TargetBadResponse, text);
+                return Err(Box::new(SendError { failure, unsent: None }));
+            }
+        };
+        sent.map_err(|mut error| {
+            let unsent = error.take_message();
+            let bad = Outcome::TargetBadResponse;
+            let failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
+            Box::new(SendError { failure, unsent })
+        })
+    }
+
+    /// Closes the connection gracefully, so that the target receives an end and not a reset. The
+    /// connection is aborted if the target does not read the rest of an obsolete request within
+    /// [`CLOSE_LIMIT`].
+    pub(crate) fn close(self, drivers: &TaskTracker) {
+        let Self { sender, driver, .. } = self;
+        drop(sender);
+        drivers.spawn(timeout(CLOSE_LIMIT, driver));
+    }
+}
+
+/// Returns the hyper builder with the settings for connections to targets.
+pub(crate) fn client() -> Builder {
+    let mut builder = Builder::new();
+    builder
+        .preserve_header_case(true)
+        .max_header_size(ANSWER_HEAD_MAX_BYTES);
+    builder
+}
