@@ -2,32 +2,26 @@
 //! connection does the rest.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::{TcpListener, UnixListener};
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
-use tokio_util::task::TaskTracker;
 use tracing::{Instrument, debug, info_span};
-use tunnel_proto::identity::{CallerError, caller_name, common_name};
+use tunnel_proto::identity::{caller_name, common_name};
 use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::admission::{ConnLimiter, ConnPermit, LimitReached};
-use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::process::admission::{ConnPermit, LimitReached};
 
 use crate::config::Limit;
-use crate::ingress::client_auth::{DelegationPolicy, ListenerTls};
-use crate::ingress::target_tls::TargetTls;
-use crate::metrics::Metrics;
-use crate::policy::SharedPortPolicy;
-use crate::routing::pod_lookup::PodResolver;
-use crate::routing::registry::Registry;
-use crate::routing::routes::Routes;
+use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
+use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::peer::{CallerAddr, CallerIdentity};
+use crate::routing::destination::Service;
 
 pub mod access_log;
 pub mod caller_stream;
 pub mod client_auth;
 pub mod connect;
+mod context;
 pub mod error;
 pub mod http;
 pub mod outcome;
@@ -35,72 +29,8 @@ pub mod peer;
 pub mod service;
 pub mod target_tls;
 
-use crate::ingress::caller_stream::{CallerClosed, CallerSocket, CallerStream, CloseMode};
-use crate::routing::destination::{Scheme, Service};
-use connect::ConnectProxy;
-use peer::{CallerAddr, CallerIdentity};
-
-/// State that all listeners share.
-#[derive(Debug, Clone)]
-pub struct IngressContext {
-    /// Names and addresses of nodes.
-    pub routes: Routes,
-    /// Sessions of connected agents.
-    pub registry: Arc<Registry>,
-    /// Ports that callers may reach.
-    pub policy: SharedPortPolicy,
-    /// Looks up the node of a Pod, for callers with delegation. Set only in a cluster.
-    pub pods: Option<PodResolver>,
-    /// TLS configuration for connections to https targets.
-    pub targets: Arc<TargetTls>,
-    /// Callers that have client-certificate delegation.
-    pub delegation_callers: DelegationPolicy,
-    /// Timeouts and size limits of the listeners.
-    pub limits: ListenerLimits,
-    /// Limiter of callers' connections. A connection holds its permit until it ends.
-    pub callers: Arc<ConnLimiter>,
-    /// Limiter with additional permits. Only callers that are verified by a client certificate or
-    /// connect over a Unix socket can use them.
-    pub verified_callers: Arc<ConnLimiter>,
-    /// Metrics of the server.
-    pub metrics: Metrics,
-    /// Shutdown signals and the tasks that they cover.
-    pub shutdown: Shutdown,
-    /// Tracks the tasks that drive connections to targets. Each task also ends when its handle is
-    /// dropped.
-    pub drivers: TaskTracker,
-}
-
-/// Timeouts and size limits of the listeners.
-#[derive(Debug, Clone, Copy)]
-pub struct ListenerLimits {
-    /// Timeout of a TLS handshake with a caller.
-    pub handshake: Duration,
-    /// Timeout of a request head.
-    pub request_head_time: Duration,
-    /// Largest size of a request head, in bytes.
-    pub request_head_bytes: usize,
-    /// Timeout of a connection without a request.
-    pub idle: Duration,
-    /// Timeout of opening a stream, including the agent's reply.
-    pub open: Duration,
-}
-
-/// A listener for HTTP callers and its settings.
-#[derive(Debug)]
-pub struct HttpListener {
-    /// Name of the listener for logs: `http`, `https`, `proxy` or `connect`.
-    pub name: &'static str,
-    /// Scheme towards callers and towards targets.
-    pub scheme: Scheme,
-    /// Port of the target if Host contains none.
-    pub implied_port: Option<Port>,
-    /// TLS configuration. Set on HTTPS listeners, and on CONNECT listeners that authenticate
-    /// callers by certificate.
-    pub tls: Option<Arc<ListenerTls>>,
-    /// Set only on CONNECT listeners. Their requests name the target in place of a node in Host.
-    pub connect: Option<ConnectProxy>,
-}
+use context::CallerConn;
+pub use context::{ConnectProxy, HttpListener, IngressContext, ListenerLimits};
 
 /// The protocol of a listener.
 #[derive(Debug, Clone)]
@@ -118,24 +48,6 @@ impl ListenerKind {
             Self::Service(_) => "service",
         }
     }
-}
-
-/// A caller's connection and the facts about the caller, without the stream.
-#[derive(Debug)]
-struct CallerConn {
-    peer: CallerAddr,
-    name: CallerIdentity,
-    close_mode: Arc<CloseMode>,
-    caller_closed: CallerClosed,
-    /// Permit of the connection from the limiter of callers.
-    permit: Arc<ConnPermit>,
-    /// The caller has client-certificate delegation.
-    has_delegation: bool,
-    /// The server name (SNI) from the caller's TLS handshake. Set only for callers with delegation,
-    /// whose requests it can route to a node.
-    server_name: Option<NodeName>,
-    /// Reason why the caller's certificate is not a caller certificate.
-    refused: Option<CallerError>,
 }
 
 impl IngressContext {

@@ -20,8 +20,8 @@ use super::credential_watcher::CredentialWatcher;
 use super::serving::{CallerCa, listener_tls};
 use crate::config::ConnectSettings;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
-use crate::ingress::connect::{AdminTunnels, ConnectProxy, Direct};
-use crate::ingress::{HttpListener, IngressContext, ListenerKind, ListenerLimits};
+use crate::ingress::connect::{AdminTunnels, Direct};
+use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::destination::Scheme;
 use crate::routing::dial_policy::DialPolicy;
 

@@ -20,7 +20,7 @@ use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
-use super::IngressContext;
+use super::context::{ConnectProxy, IngressContext};
 use super::http::{Caller, Forwarded, ForwardedBody};
 use super::peer::CallerIdentity;
 use crate::ingress::access_log::AccessLog;
@@ -38,30 +38,18 @@ use crate::routing::registry::CallerKey;
 
 mod admin;
 pub mod basic_auth;
-mod dial;
+pub(super) mod dial;
 mod request;
 #[cfg(test)]
 pub(crate) mod table;
 mod throttle;
 
-use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError};
+use crate::ingress::connect::basic_auth::BasicAuthError;
 use crate::ingress::connect::request::{DialTarget, ProxyRequest, RequestKind, Route};
 use crate::routing::dial_policy::AddressClaims;
 pub use admin::AdminTunnels;
 pub use dial::Direct;
 use dial::DirectSocket;
-
-/// Authentication and dialing on a CONNECT listener.
-#[derive(Debug, Clone)]
-pub struct ConnectProxy {
-    /// Credentials for callers without a client certificate. With `None`, no credentials are
-    /// required.
-    pub passwords: Option<Arc<BasicAuth>>,
-    /// Callers can connect without TLS as well.
-    pub is_tls_optional: bool,
-    /// Dialer for targets that the server reaches without an agent.
-    pub direct: Arc<Direct>,
-}
 
 /// An open connection to a target.
 #[derive(Debug)]

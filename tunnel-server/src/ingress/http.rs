@@ -37,8 +37,8 @@ use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::wire::name::NodeName;
 
 use super::connect::{self, Tunnel};
+use super::context::{CallerConn, HttpListener, IngressContext, ListenerLimits};
 use super::peer::{CallerAddr, CallerIdentity};
-use super::{CallerConn, HttpListener, IngressContext, ListenerLimits};
 use crate::config::Limit;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::{CallerClosed, CloseMode, ResponseGuard, discard_input};

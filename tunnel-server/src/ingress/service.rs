@@ -10,7 +10,7 @@ use tracing::debug;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
-use super::IngressContext;
+use super::context::IngressContext;
 use super::peer::CallerIdentity;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::{CallerStream, CloseMode, discard_input};

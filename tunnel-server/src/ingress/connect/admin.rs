@@ -12,9 +12,9 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 use tokio::sync::Semaphore;
 
-use super::super::IngressContext;
+use super::super::context::{ConnectProxy, IngressContext};
 use super::super::peer::{CallerAddr, CallerIdentity};
-use super::{ConnectProxy, Direct, Tunnel, open, relay_tunnel, route, subject};
+use super::{Direct, Tunnel, open, relay_tunnel, route, subject};
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::CloseMode;
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};

@@ -7,9 +7,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tunnel_proto::wire::code::RefusalCode;
 
-use super::{ConnectProxy, Direct};
-use crate::ingress::HttpListener;
+use super::Direct;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthUsers};
+use crate::ingress::context::{ConnectProxy, HttpListener};
 use crate::ingress::http::tests::fixture::{Fixture, HI, head};
 use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::testing::within;

@@ -14,8 +14,8 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::SessionId;
 
 use crate::config::Limit;
-use crate::ingress::IngressContext;
 use crate::ingress::access_log::AccessLog;
+use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::outcome::Outcome;

@@ -16,13 +16,15 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
 
+use crate::ingress::ListenerKind;
 use crate::ingress::caller_stream::CallerClosed;
 use crate::ingress::client_auth::DelegationPolicy;
-use crate::ingress::connect::ConnectProxy;
+use crate::ingress::context::{
+    CallerConn, ConnectProxy, HttpListener, IngressContext, ListenerLimits,
+};
 use crate::ingress::http::serve;
 use crate::ingress::peer::CallerIdentity;
 use crate::ingress::target_tls::TargetTls;
-use crate::ingress::{CallerConn, HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::metrics::Metrics;
 use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::destination::Scheme;

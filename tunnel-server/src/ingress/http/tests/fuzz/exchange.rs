@@ -18,7 +18,7 @@ use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper::service::service_fn;
 
 use super::strict::{self, Head, Parsed};
-use crate::ingress::ListenerLimits;
+use crate::ingress::context::ListenerLimits;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::ResponseBody;
 use crate::ingress::http::builder;

@@ -1,0 +1,115 @@
+//! State and settings that the listeners share, and the facts about a caller's connection.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::task::TaskTracker;
+use tunnel_proto::identity::CallerError;
+use tunnel_proto::process::admission::{ConnLimiter, ConnPermit};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::caller_stream::{CallerClosed, CloseMode};
+use super::client_auth::{DelegationPolicy, ListenerTls};
+use super::connect::basic_auth::BasicAuth;
+use super::connect::dial::Direct;
+use super::peer::{CallerAddr, CallerIdentity};
+use super::target_tls::TargetTls;
+use crate::metrics::Metrics;
+use crate::policy::SharedPortPolicy;
+use crate::routing::destination::Scheme;
+use crate::routing::pod_lookup::PodResolver;
+use crate::routing::registry::Registry;
+use crate::routing::routes::Routes;
+
+/// State that all listeners share.
+#[derive(Debug, Clone)]
+pub struct IngressContext {
+    /// Names and addresses of nodes.
+    pub routes: Routes,
+    /// Sessions of connected agents.
+    pub registry: Arc<Registry>,
+    /// Ports that callers may reach.
+    pub policy: SharedPortPolicy,
+    /// Looks up the node of a Pod, for callers with delegation. Set only in a cluster.
+    pub pods: Option<PodResolver>,
+    /// TLS configuration for connections to https targets.
+    pub targets: Arc<TargetTls>,
+    /// Callers that have client-certificate delegation.
+    pub delegation_callers: DelegationPolicy,
+    /// Timeouts and size limits of the listeners.
+    pub limits: ListenerLimits,
+    /// Limiter of callers' connections. A connection holds its permit until it ends.
+    pub callers: Arc<ConnLimiter>,
+    /// Limiter with additional permits. Only callers that are verified by a client certificate or
+    /// connect over a Unix socket can use them.
+    pub verified_callers: Arc<ConnLimiter>,
+    /// Metrics of the server.
+    pub metrics: Metrics,
+    /// Shutdown signals and the tasks that they cover.
+    pub shutdown: Shutdown,
+    /// Tracks the tasks that drive connections to targets. Each task also ends when its handle is
+    /// dropped.
+    pub drivers: TaskTracker,
+}
+
+/// Timeouts and size limits of the listeners.
+#[derive(Debug, Clone, Copy)]
+pub struct ListenerLimits {
+    /// Timeout of a TLS handshake with a caller.
+    pub handshake: Duration,
+    /// Timeout of a request head.
+    pub request_head_time: Duration,
+    /// Largest size of a request head, in bytes.
+    pub request_head_bytes: usize,
+    /// Timeout of a connection without a request.
+    pub idle: Duration,
+    /// Timeout of opening a stream, including the agent's reply.
+    pub open: Duration,
+}
+
+/// A listener for HTTP callers and its settings.
+#[derive(Debug)]
+pub struct HttpListener {
+    /// Name of the listener for logs: `http`, `https`, `proxy` or `connect`.
+    pub name: &'static str,
+    /// Scheme towards callers and towards targets.
+    pub scheme: Scheme,
+    /// Port of the target if Host contains none.
+    pub implied_port: Option<Port>,
+    /// TLS configuration. Set on HTTPS listeners, and on CONNECT listeners that authenticate
+    /// callers by certificate.
+    pub tls: Option<Arc<ListenerTls>>,
+    /// Set only on CONNECT listeners. Their requests name the target in place of a node in Host.
+    pub connect: Option<ConnectProxy>,
+}
+
+/// Authentication and dialing on a CONNECT listener.
+#[derive(Debug, Clone)]
+pub struct ConnectProxy {
+    /// Credentials for callers without a client certificate. With `None`, no credentials are
+    /// required.
+    pub passwords: Option<Arc<BasicAuth>>,
+    /// Callers can connect without TLS as well.
+    pub is_tls_optional: bool,
+    /// Dialer for targets that the server reaches without an agent.
+    pub direct: Arc<Direct>,
+}
+
+/// A caller's connection and the facts about the caller, without the stream.
+#[derive(Debug)]
+pub(super) struct CallerConn {
+    pub(super) peer: CallerAddr,
+    pub(super) name: CallerIdentity,
+    pub(super) close_mode: Arc<CloseMode>,
+    pub(super) caller_closed: CallerClosed,
+    /// Permit of the connection from the limiter of callers.
+    pub(super) permit: Arc<ConnPermit>,
+    /// The caller has client-certificate delegation.
+    pub(super) has_delegation: bool,
+    /// The server name (SNI) from the caller's TLS handshake. Set only for callers with delegation,
+    /// whose requests it can route to a node.
+    pub(super) server_name: Option<NodeName>,
+    /// Reason why the caller's certificate is not a caller certificate.
+    pub(super) refused: Option<CallerError>,
+}
