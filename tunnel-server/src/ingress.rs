@@ -28,6 +28,7 @@ pub mod outcome;
 pub mod peer;
 pub mod service;
 pub mod target_tls;
+mod tunnel;
 
 use context::CallerConn;
 pub use context::{ConnectProxy, HttpListener, IngressContext, ListenerLimits};

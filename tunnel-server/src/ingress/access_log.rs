@@ -12,6 +12,7 @@ use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::SessionId;
 
 use super::peer::{CallerAddr, CallerIdentity};
+use crate::ingress::caller_stream::ResponseGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::metrics::{GaugeGuard, Metrics};
@@ -133,6 +134,24 @@ impl AccessLog {
         if let Some(limit) = failure.limit {
             self.metrics.limit(limit);
         }
+    }
+}
+
+/// A response or byte stream in progress: the access log entry, and the caller's connection that
+/// the response completes or resets.
+#[derive(Debug)]
+pub struct ExchangeGuard {
+    /// Resets the caller's connection unless finished.
+    pub response_guard: ResponseGuard,
+    /// The access log entry, written when dropped.
+    pub access_log: AccessLog,
+}
+
+impl ExchangeGuard {
+    /// Marks the exchange as complete.
+    pub fn finish(mut self) {
+        self.access_log.set_outcome(Outcome::Ok);
+        self.response_guard.finish();
     }
 }
 

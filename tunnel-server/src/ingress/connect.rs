@@ -7,9 +7,7 @@
 //! `proxy_url` sends CONNECT for https targets, and the whole URL for http targets. TLS inside a
 //! tunnel is between the caller and the target.
 
-use std::sync::Arc;
-
-use http::{HeaderValue, Request, Response};
+use http::{Request, Response};
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
@@ -21,17 +19,14 @@ use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::context::{ConnectProxy, IngressContext};
-use super::http::{Caller, Forwarded, ForwardedBody};
+use super::http::caller::Caller;
+use super::http::exchange::{Exchange, Forwarded, ForwardedBody, forward_direct};
 use super::peer::CallerIdentity;
-use crate::ingress::access_log::AccessLog;
+use super::tunnel::Tunnel;
+use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::discard_input;
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::ExchangeGuard;
-use crate::ingress::http::headers::{
-    rewrite_request, rewrite_response, trace_parent, validate_response,
-};
-use crate::ingress::http::stripped_body::StrippedBody;
-use crate::ingress::http::upstream::{UpstreamBodyGuard, exchange_direct};
+use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
 use crate::routing::destination::{Destination, Scheme};
 use crate::routing::registry::CallerKey;
@@ -50,15 +45,6 @@ use crate::routing::dial_policy::AddressClaims;
 pub use admin::AdminTunnels;
 pub use dial::Direct;
 use dial::DirectSocket;
-
-/// An open connection to a target.
-#[derive(Debug)]
-pub(super) enum Tunnel {
-    /// A stream through an agent.
-    Agent(Stream),
-    /// A socket that the server dialed.
-    Direct(DirectSocket),
-}
 
 impl ConnectProxy {
     /// Returns the identity of the caller, after checking its credentials if the listener requires
@@ -150,20 +136,21 @@ pub(super) async fn forward(
             let request = in_origin_form(request);
             match route {
                 Route::Agent(destination) => {
-                    let target = (destination.into(), Scheme::Http);
-                    let passed = caller.forward_to(request, target, &key, None, access_log);
-                    passed.await
+                    let exchange = Exchange {
+                        caller,
+                        key: &key,
+                        scheme: Scheme::Http,
+                        upgrade: None,
+                    };
+                    exchange
+                        .forward(request, destination.into(), access_log)
+                        .await
                 }
                 Route::Direct(target) => {
                     let socket =
                         dial(ingress, proxy, (&proxy_request, &target), access_log).await?;
-                    fetch_direct(
-                        ingress,
-                        (socket, &proxy_request.to_string()),
-                        request,
-                        access_log,
-                    )
-                    .await
+                    let target_label = proxy_request.to_string();
+                    forward_direct(caller, socket, request, &target_label, access_log).await
                 }
             }
         }
@@ -266,38 +253,6 @@ async fn open_stream(
     }
 }
 
-/// Sends a plain HTTP request to a target that the server dialed.
-async fn fetch_direct(
-    ingress: &Arc<IngressContext>,
-    (mut socket, proxy_request): (DirectSocket, &str),
-    mut request: Request<Incoming>,
-    access_log: &mut AccessLog,
-) -> Result<Forwarded, ProxyError> {
-    rewrite_request(&mut request, proxy_request, None, true);
-    let bytes = socket.bytes();
-    access_log.dialed(bytes.clone());
-    // The framing of the request marks its end.
-    socket.finish();
-    let request = request.map(StrippedBody);
-    let exchanged = exchange_direct(ingress, socket, bytes, request, proxy_request);
-    let (mut response, upstream) = exchanged.await?;
-    validate_response(None::<&HeaderValue>, &response).map_err(|what| {
-        let text = format!("{proxy_request}: the target {what}");
-        ProxyError::new(Outcome::TargetBadResponse, text)
-    })?;
-    rewrite_response(&mut response, false);
-    let (head, body) = response.into_parts();
-    let upstream_guard = UpstreamBodyGuard {
-        upstream,
-        ingress: ingress.clone(),
-        reuse: None,
-    };
-    Ok(Forwarded {
-        head: Response::from_parts(head, ()),
-        forwarded_body: ForwardedBody::Body(body, upstream_guard),
-    })
-}
-
 /// Rewrites the request target to the origin form that targets expect (RFC 9112, section 3.2.1).
 fn in_origin_form(mut request: Request<Incoming>) -> Request<Incoming> {
     let mut parts = http::uri::Parts::default();
@@ -338,13 +293,13 @@ where
     };
     match end {
         RelayEnd::Clean => {
-            finish(&mut tunnel);
+            tunnel.finish();
             exchange_guard.finish();
         }
         RelayEnd::ReaderClosed(side) => {
             debug!(?side, "tunnel ended with unread bytes");
             exchange_guard.access_log.set_outcome(Outcome::Cut);
-            finish(&mut tunnel);
+            tunnel.finish();
             discard_input(&mut caller).await;
             exchange_guard.response_guard.finish();
         }
@@ -352,14 +307,6 @@ where
             debug!(?side, %error, "tunnel was reset");
             exchange_guard.access_log.set_outcome(Outcome::Cut);
         }
-    }
-}
-
-fn finish(tunnel: &mut Tunnel) {
-    match tunnel {
-        // A stream is finished when both of its halves have ended.
-        Tunnel::Agent(_) => {}
-        Tunnel::Direct(socket) => socket.finish(),
     }
 }
 

@@ -1,8 +1,10 @@
-//! HTTP reverse proxy: hyper serves the caller's connection, the server routes each request, and hyper
-//! sends the request through a stream to the target.
+//! HTTP reverse proxy: hyper serves the caller's connection, the server routes each request, and
+//! hyper sends the request through a stream to the target.
 
 pub mod body;
+pub(crate) mod caller;
 mod error_response;
+pub(crate) mod exchange;
 pub(crate) mod head_check;
 pub(crate) mod headers;
 pub(crate) mod stripped_body;
@@ -18,48 +20,38 @@ use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use http::header::{AUTHORIZATION, HOST};
 use http::{HeaderValue, Method, Request, Response};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1::{Builder, Parts};
 use hyper::service::service_fn;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
-use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tracing::debug;
-use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::admission::ConnPermit;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::relay::{RelayEnd, relay};
-use tunnel_proto::wire::name::NodeName;
 
-use super::connect::{self, Tunnel};
+use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext, ListenerLimits};
-use super::peer::{CallerAddr, CallerIdentity};
 use crate::config::Limit;
-use crate::ingress::access_log::AccessLog;
-use crate::ingress::caller_stream::{CallerClosed, CloseMode, ResponseGuard, discard_input};
-use crate::ingress::connect::basic_auth::Credentials;
+use crate::ingress::access_log::{AccessLog, ExchangeGuard};
+use crate::ingress::caller_stream::{CallerClosed, ResponseGuard, discard_input};
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::{ExchangeGuard, ResponseBody};
+use crate::ingress::http::body::ResponseBody;
+use crate::ingress::http::caller::{Caller, CallerUpgrade};
+use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
-use crate::ingress::http::headers::{
-    can_reuse_connection, close_unless_upgraded, has_conflicting_framing, requested_upgrade,
-    rewrite_request, rewrite_response, trace_parent, validate_response,
-};
-use crate::ingress::http::stripped_body::StrippedBody;
+use crate::ingress::http::headers::{close_unless_upgraded, requested_upgrade};
 use crate::ingress::http::timeouts::{
     ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
 };
-use crate::ingress::http::upstream::{PoolKey, UpstreamBodyGuard, UpstreamPool, UpstreamRequest};
+use crate::ingress::http::upstream::UpstreamPool;
 use crate::ingress::outcome::Outcome;
 use crate::routing::decision::delegated::{self, Decision, DelegatedRequest, ResolvedDestination};
 use crate::routing::decision::{RequestFacts, decide};
 use crate::routing::destination::Scheme;
-use crate::routing::registry::CallerKey;
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
 /// an idle connection.
@@ -184,45 +176,6 @@ enum ConnEnd {
     Gone,
     /// The connection was idle, and a newer connection needed its permit.
     Evicted,
-}
-
-/// A caller's connection that carries a byte stream after an upgrade, such as after a 101.
-pub(super) type UpgradedCaller = Box<dyn CallerIo>;
-
-/// Resolves once hyper has written the head that grants the upgrade. Fails if the connection ends
-/// before that.
-pub(super) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
-
-/// The I/O traits of an upgraded connection.
-pub(super) trait CallerIo: AsyncRead + AsyncWrite + Send + Unpin {}
-
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> CallerIo for S {}
-
-/// State of one caller's connection that its requests share.
-pub(super) struct Caller {
-    pub(super) ingress: Arc<IngressContext>,
-    listener: Arc<HttpListener>,
-    pub(super) peer: CallerAddr,
-    pub(super) name: CallerIdentity,
-    close_mode: Arc<CloseMode>,
-    /// The caller has client-certificate delegation: connections to targets use the server's client
-    /// certificate.
-    has_delegation: bool,
-    /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
-    server_name: Option<NodeName>,
-    /// Reason why the server forwards no request of this caller.
-    refused: Option<CallerError>,
-    /// The last credentials that passed authentication, on a CONNECT listener that requires them.
-    pub(super) credentials: Mutex<Option<Credentials>>,
-    /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the
-    /// target.
-    is_connecting: AtomicBool,
-    timeouts: Arc<ConnTimeouts>,
-    /// Permit of the connection from the limiter of callers.
-    permit: Arc<ConnPermit>,
-    pool: Arc<UpstreamPool>,
-    /// Receives the connection once hyper has finished with it, if an upgrade was granted.
-    upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
 }
 
 impl Caller {
@@ -376,18 +329,6 @@ impl Caller {
         ConnEnd::Evicted
     }
 
-    /// Requests the connection once hyper has written the response to the current request. That
-    /// response must grant an upgrade.
-    pub(super) fn take_upgrade(&self) -> CallerUpgrade {
-        let (granted, upgrade) = oneshot::channel();
-        *self.upgrade_slot() = Some(granted);
-        upgrade
-    }
-
-    fn upgrade_slot(&self) -> MutexGuard<'_, Option<oneshot::Sender<UpgradedCaller>>> {
-        self.upgrade.lock()
-    }
-
     /// Records that hyper has read a head, and returns the error in the head, if any.
     fn start(&self, request: &Request<Incoming>) -> (RequestGuard, Option<HeadError>) {
         self.is_connecting
@@ -468,72 +409,14 @@ impl Caller {
         upgrade: Option<&HeaderValue>,
         access_log: &mut AccessLog,
     ) -> Result<Forwarded, ProxyError> {
-        let addressed = self.destination(&request).await?;
-        let (scheme, key) = (self.listener.scheme, self.name.key(self.peer));
-        self.forward_to(request, (addressed, scheme), &key, upgrade, access_log)
-            .await
-    }
-
-    /// Forwards a request to its destination.
-    pub(super) async fn forward_to(
-        &self,
-        mut request: Request<Incoming>,
-        (addressed, scheme): (ResolvedDestination, Scheme),
-        caller: &CallerKey,
-        upgrade: Option<&HeaderValue>,
-        access_log: &mut AccessLog,
-    ) -> Result<Forwarded, ProxyError> {
-        let host = host_field(&addressed, &request);
-        let destination = addressed.destination;
-        access_log.destination(&destination);
-        let target_label = destination.to_string();
-        let is_reusable = can_reuse_connection(&request);
-        rewrite_request(&mut request, &host, upgrade, !is_reusable);
-        let tls_profile = self.ingress.targets.tls_profile(self.has_delegation);
-        let pool_key = is_reusable.then(|| PoolKey {
-            destination: destination.clone(),
-            tls_profile: tls_profile.id,
-            authorization: request.headers().get(AUTHORIZATION).cloned(),
-        });
-        let upstream_request = UpstreamRequest {
-            ingress: &self.ingress,
-            scheme,
-            tls_profile,
-            destination: &destination,
-            caller,
-            trace_parent: trace_parent(request.headers()),
-            pool: pool_key.as_ref().map(|pool_key| (&*self.pool, pool_key)),
+        let resolved = self.destination(&request).await?;
+        let exchange = Exchange {
+            caller: self,
+            key: &self.name.key(self.peer),
+            scheme: self.listener.scheme,
+            upgrade,
         };
-        let (mut response, upstream) = upstream_request
-            .exchange(request.map(StrippedBody), access_log)
-            .await?;
-        let switches = validate_response(upgrade, &response).map_err(|what| {
-            let text = format!("{target_label}: the target {what}");
-            ProxyError::new(Outcome::TargetBadResponse, text)
-        })?;
-        let switched = switches.then(|| hyper::upgrade::on(&mut response));
-        let has_clear_framing = !has_conflicting_framing(response.headers());
-        rewrite_response(&mut response, switched.is_some());
-        let switched = switched.map(|target| (self.take_upgrade(), target));
-        let reuse = pool_key
-            .filter(|_| has_clear_framing)
-            .map(|pool_key| (self.pool.clone(), pool_key));
-        let (head, body) = response.into_parts();
-        let forwarded_body = match switched {
-            Some((caller, target)) => ForwardedBody::Upgraded { caller, target },
-            None => ForwardedBody::Body(
-                body,
-                UpstreamBodyGuard {
-                    upstream,
-                    ingress: self.ingress.clone(),
-                    reuse,
-                },
-            ),
-        };
-        Ok(Forwarded {
-            head: Response::from_parts(head, ()),
-            forwarded_body,
-        })
+        exchange.forward(request, resolved, access_log).await
     }
 
     async fn destination(
@@ -578,35 +461,6 @@ fn stream_from_parts<S, F>(parts: Parts<TokioIo<TimedStream<S>>, F>) -> TimedStr
     let mut stream = parts.io.into_inner();
     stream.put_back(parts.read_buf);
     stream
-}
-
-/// Returns the Host field of the request to the target.
-fn host_field(addressed: &ResolvedDestination, request: &Request<Incoming>) -> String {
-    let own = request
-        .headers()
-        .get(HOST)
-        .filter(|_| addressed.keeps_host)
-        .and_then(|host| host.to_str().ok());
-    own.map_or_else(|| addressed.destination.host_field(), str::to_owned)
-}
-
-/// The head of a response and the body or stream that follows it.
-pub(super) struct Forwarded {
-    pub(super) head: Response<()>,
-    pub(super) forwarded_body: ForwardedBody,
-}
-
-pub(super) enum ForwardedBody {
-    Body(Incoming, UpstreamBodyGuard),
-    Upgraded {
-        caller: CallerUpgrade,
-        target: OnUpgrade,
-    },
-    /// A byte stream to the target of a CONNECT.
-    Tunnel {
-        caller: CallerUpgrade,
-        tunnel: Box<Tunnel>,
-    },
 }
 
 impl ForwardedBody {

@@ -14,14 +14,14 @@ use tokio::sync::Semaphore;
 
 use super::super::context::{ConnectProxy, IngressContext};
 use super::super::peer::{CallerAddr, CallerIdentity};
-use super::{Direct, Tunnel, open, relay_tunnel, route, subject};
-use crate::ingress::access_log::AccessLog;
+use super::{Direct, open, relay_tunnel, route, subject};
+use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CloseMode;
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::ExchangeGuard;
 use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::tunnel::Tunnel;
 use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
 use crate::routing::registry::CallerKey;
 

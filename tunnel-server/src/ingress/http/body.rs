@@ -9,8 +9,7 @@ use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 
 use super::upstream::UpstreamBodyGuard;
-use crate::ingress::access_log::AccessLog;
-use crate::ingress::caller_stream::ResponseGuard;
+use crate::ingress::access_log::ExchangeGuard;
 use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::http::timeouts::RequestGuard;
 use crate::ingress::outcome::Outcome;
@@ -38,23 +37,6 @@ struct TargetBody {
     /// Dropping the guard before the end drops the connection to the target, which closes the
     /// target's side at once.
     upstream_guard: Option<UpstreamBodyGuard>,
-}
-
-/// Guards that complete when a body ends: the caller's connection and the access log.
-#[derive(Debug)]
-pub struct ExchangeGuard {
-    /// Resets the caller's connection unless finished.
-    pub response_guard: ResponseGuard,
-    /// The access log entry, written when dropped.
-    pub access_log: AccessLog,
-}
-
-impl ExchangeGuard {
-    /// Marks the exchange as complete.
-    pub fn finish(mut self) {
-        self.access_log.set_outcome(Outcome::Ok);
-        self.response_guard.finish();
-    }
 }
 
 impl ResponseBody {

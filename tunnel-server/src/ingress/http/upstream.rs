@@ -6,15 +6,15 @@ use std::sync::Arc;
 use http::{Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
-use tunnel_proto::transport::{ByteCount, Stream};
+use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::SessionId;
 
 use crate::config::Limit;
 use crate::ingress::access_log::AccessLog;
+use crate::ingress::connect::dial::DirectSocket;
 use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::stripped_body::StrippedBody;
@@ -193,21 +193,17 @@ impl UpstreamRequest<'_> {
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
-pub(crate) async fn exchange_direct<S>(
+pub(super) async fn exchange_direct(
     ingress: &IngressContext,
-    connection: S,
-    bytes: Arc<ByteCount>,
+    socket: DirectSocket,
     request: Request<StrippedBody>,
     target_label: &str,
-) -> Result<(Response<Incoming>, Upstream), ProxyError>
-where
-    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-{
+) -> Result<(Response<Incoming>, Upstream), ProxyError> {
     let carrier = Carrier {
         session: None,
-        bytes,
+        bytes: socket.bytes(),
     };
-    let mut upstream = Upstream::start(connection, carrier, &ingress.drivers, target_label).await?;
+    let mut upstream = Upstream::start(socket, carrier, &ingress.drivers, target_label).await?;
     let sent = upstream.send(request.map(Either::Left), target_label).await;
     Ok((sent.map_err(|send_error| send_error.failure)?, upstream))
 }

@@ -1,0 +1,163 @@
+//! One HTTP exchange: a request of a caller is sent to a target, and the response is prepared for
+//! the caller.
+
+use http::header::{AUTHORIZATION, HOST};
+use http::{HeaderValue, Request, Response};
+use hyper::body::Incoming;
+use hyper::upgrade::OnUpgrade;
+
+use super::caller::{Caller, CallerUpgrade};
+use super::headers::{
+    can_reuse_connection, has_conflicting_framing, rewrite_request, rewrite_response, trace_parent,
+    validate_response,
+};
+use super::stripped_body::StrippedBody;
+use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamRequest, exchange_direct};
+use crate::ingress::access_log::AccessLog;
+use crate::ingress::connect::dial::DirectSocket;
+use crate::ingress::error::ProxyError;
+use crate::ingress::outcome::Outcome;
+use crate::ingress::tunnel::Tunnel;
+use crate::routing::decision::delegated::ResolvedDestination;
+use crate::routing::destination::Scheme;
+use crate::routing::registry::CallerKey;
+
+/// The head of a response and the body or stream that follows it.
+pub(in crate::ingress) struct Forwarded {
+    pub(in crate::ingress) head: Response<()>,
+    pub(in crate::ingress) forwarded_body: ForwardedBody,
+}
+
+pub(in crate::ingress) enum ForwardedBody {
+    Body(Incoming, UpstreamBodyGuard),
+    Upgraded {
+        caller: CallerUpgrade,
+        target: OnUpgrade,
+    },
+    /// A byte stream to the target of a CONNECT.
+    Tunnel {
+        caller: CallerUpgrade,
+        tunnel: Box<Tunnel>,
+    },
+}
+
+/// The parameters of an exchange with a target behind an agent.
+pub(in crate::ingress) struct Exchange<'a> {
+    pub(in crate::ingress) caller: &'a Caller,
+    /// Key that counts the streams of the caller.
+    pub(in crate::ingress) key: &'a CallerKey,
+    /// Scheme of the target.
+    pub(in crate::ingress) scheme: Scheme,
+    /// Protocols that the request asks to switch to.
+    pub(in crate::ingress) upgrade: Option<&'a HeaderValue>,
+}
+
+impl Exchange<'_> {
+    /// Forwards a request to its destination.
+    pub(in crate::ingress) async fn forward(
+        &self,
+        mut request: Request<Incoming>,
+        resolved: ResolvedDestination,
+        access_log: &mut AccessLog,
+    ) -> Result<Forwarded, ProxyError> {
+        let caller = self.caller;
+        let host = host_field(&resolved, &request);
+        let destination = resolved.destination;
+        access_log.destination(&destination);
+        let is_reusable = can_reuse_connection(&request);
+        rewrite_request(&mut request, &host, self.upgrade, !is_reusable);
+        let tls_profile = caller.ingress.targets.tls_profile(caller.has_delegation);
+        let pool_key = is_reusable.then(|| PoolKey {
+            destination: destination.clone(),
+            tls_profile: tls_profile.id,
+            authorization: request.headers().get(AUTHORIZATION).cloned(),
+        });
+        let upstream_request = UpstreamRequest {
+            ingress: &caller.ingress,
+            scheme: self.scheme,
+            tls_profile,
+            destination: &destination,
+            caller: self.key,
+            trace_parent: trace_parent(request.headers()),
+            pool: pool_key.as_ref().map(|pool_key| (&*caller.pool, pool_key)),
+        };
+        let (mut response, upstream) = upstream_request
+            .exchange(request.map(StrippedBody), access_log)
+            .await?;
+        let switches = check_response(self.upgrade, &response, &destination)?;
+        let switched = switches.then(|| hyper::upgrade::on(&mut response));
+        let has_clear_framing = !has_conflicting_framing(response.headers());
+        rewrite_response(&mut response, switched.is_some());
+        let switched = switched.map(|target| (caller.take_upgrade(), target));
+        let reuse = pool_key
+            .filter(|_| has_clear_framing)
+            .map(|pool_key| (caller.pool.clone(), pool_key));
+        let (head, body) = response.into_parts();
+        let forwarded_body = match switched {
+            Some((caller, target)) => ForwardedBody::Upgraded { caller, target },
+            None => ForwardedBody::Body(
+                body,
+                UpstreamBodyGuard {
+                    upstream,
+                    ingress: caller.ingress.clone(),
+                    reuse,
+                },
+            ),
+        };
+        Ok(Forwarded {
+            head: Response::from_parts(head, ()),
+            forwarded_body,
+        })
+    }
+}
+
+/// Sends a plain HTTP request to a target that the server dialed.
+pub(in crate::ingress) async fn forward_direct(
+    caller: &Caller,
+    mut socket: DirectSocket,
+    mut request: Request<Incoming>,
+    target_label: &str,
+    access_log: &mut AccessLog,
+) -> Result<Forwarded, ProxyError> {
+    rewrite_request(&mut request, target_label, None, true);
+    access_log.dialed(socket.bytes());
+    // The framing of the request marks its end.
+    socket.finish();
+    let request = request.map(StrippedBody);
+    let exchanged = exchange_direct(&caller.ingress, socket, request, target_label);
+    let (mut response, upstream) = exchanged.await?;
+    check_response(None, &response, &target_label)?;
+    rewrite_response(&mut response, false);
+    let (head, body) = response.into_parts();
+    let upstream_guard = UpstreamBodyGuard {
+        upstream,
+        ingress: caller.ingress.clone(),
+        reuse: None,
+    };
+    Ok(Forwarded {
+        head: Response::from_parts(head, ()),
+        forwarded_body: ForwardedBody::Body(body, upstream_guard),
+    })
+}
+
+/// Returns whether the response switches protocols. Fails if it does not match the request.
+fn check_response(
+    upgrade: Option<&HeaderValue>,
+    response: &Response<Incoming>,
+    target_label: &dyn std::fmt::Display,
+) -> Result<bool, ProxyError> {
+    validate_response(upgrade, response).map_err(|what| {
+        let text = format!("{target_label}: the target {what}");
+        ProxyError::new(Outcome::TargetBadResponse, text)
+    })
+}
+
+/// Returns the Host field of the request to the target.
+fn host_field(resolved: &ResolvedDestination, request: &Request<Incoming>) -> String {
+    let own = request
+        .headers()
+        .get(HOST)
+        .filter(|_| resolved.keeps_host)
+        .and_then(|host| host.to_str().ok());
+    own.map_or_else(|| resolved.destination.host_field(), str::to_owned)
+}
