@@ -8,3 +8,4 @@ pub mod known_nodes;
 pub mod pod_lookup;
 pub mod registry;
 pub mod routes;
+pub mod via;

@@ -31,7 +31,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use crate::ca::revocation::Revocations;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
-use crate::routing::registry::{CallerKey, OpenError, OpenedStream, Registry, RegistryLimits};
+use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
 use crate::session::{SessionLimits, Sessions};
 use crate::store::data_dir::testing::Scratch;
 
@@ -279,7 +279,7 @@ impl Bench {
         line.map(|value| value.trim().parse().unwrap())
     }
 
-    pub(crate) async fn open(&self) -> Result<OpenedStream, OpenError> {
+    pub(crate) async fn open(&self) -> Result<Opened, OpenError> {
         let registry = &self.sessions.registry;
         let operator = CallerKey::Local(None);
         registry

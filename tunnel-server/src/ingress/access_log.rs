@@ -9,13 +9,14 @@ use tracing::info;
 use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
-use tunnel_proto::wire::name::SessionId;
 
 use super::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::ResponseGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::metrics::{GaugeGuard, Metrics};
+use crate::routing::registry::Opened;
+use crate::routing::via::Via;
 
 /// Longest text from a caller in an access log line, in bytes.
 const FIELD_MAX_BYTES: usize = 256;
@@ -30,7 +31,7 @@ pub struct AccessLog {
     /// Method and path, or the name of the TCP service.
     subject: String,
     destination: String,
-    session: Option<SessionId>,
+    via: Option<Via>,
     status: Option<u16>,
     outcome: Outcome,
     error: String,
@@ -64,7 +65,7 @@ impl AccessLog {
             began: Instant::now(),
             subject,
             destination: String::new(),
-            session: None,
+            via: None,
             status: None,
             outcome: Outcome::CallerGone,
             error: String::new(),
@@ -94,19 +95,14 @@ impl AccessLog {
 
     /// Records that a new stream carries the request. `elapsed` is the time that opening the stream
     /// took.
-    pub fn opened(
-        &mut self,
-        session: SessionId,
-        bytes: Arc<ByteCount>,
-        elapsed: std::time::Duration,
-    ) {
-        self.carried(Some(session), bytes);
+    pub fn opened(&mut self, opened: &Opened, elapsed: std::time::Duration) {
+        self.carried(Some(opened.via.clone()), opened.stream.bytes());
         self.metrics.opened(elapsed);
     }
 
     /// Records the stream that carries the request. The stream may have carried earlier requests.
-    pub fn carried(&mut self, session: Option<SessionId>, bytes: Arc<ByteCount>) {
-        self.session = session;
+    pub fn carried(&mut self, via: Option<Via>, bytes: Arc<ByteCount>) {
+        self.via = via;
         self.before = bytes.read();
         self.bytes = bytes;
         self.open = Some(self.metrics.stream());
@@ -171,7 +167,7 @@ impl Drop for AccessLog {
             caller = non_empty(&self.caller),
             request = self.subject,
             target = non_empty(&self.destination),
-            session = self.session.map(|session| session.0),
+            session = self.via.as_ref().map(Via::session_number),
             status = self.status,
             code = %self.outcome,
             error = non_empty(&self.error),

@@ -10,18 +10,17 @@
 use http::{Request, Response};
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::time::Instant;
 use tracing::debug;
 use tunnel_proto::process::admission::source;
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::transport::Stream;
-use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::context::{ConnectProxy, IngressContext};
 use super::http::caller::Caller;
 use super::http::exchange::{Exchange, Forwarded, ForwardedBody, forward_direct};
 use super::peer::CallerIdentity;
+use super::stream_opener::StreamOpener;
 use super::tunnel::Tunnel;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::discard_input;
@@ -215,8 +214,7 @@ async fn dial(
         .await
 }
 
-/// Opens a stream and waits until the agent reports that the target is connected. An agent that is
-/// draining has not started anything, so the server tries another session of the node once.
+/// Opens a stream and waits until the agent reports that the target is connected.
 async fn open_stream(
     ingress: &IngressContext,
     destination: &Destination,
@@ -224,32 +222,15 @@ async fn open_stream(
     caller: &CallerKey,
     access_log: &mut AccessLog,
 ) -> Result<Stream, ProxyError> {
-    let target = destination.to_string();
-    let header = StreamHeader {
-        kind: StreamKind::Target(destination.target.clone()),
-        trace_parent,
-    };
-    let (registry, limit) = (&ingress.registry, ingress.limits.open);
-    let mut refused: Option<(ProxyError, _)> = None;
+    let mut opener = StreamOpener::new(ingress, destination, caller, trace_parent);
     loop {
-        let except = refused.as_ref().map(|(_, session)| *session);
-        let began = Instant::now();
-        let opened = registry.open(&destination.node, &header, caller, limit, except);
-        let mut opened = match (opened.await, refused.take()) {
-            (Ok(opened), _) => opened,
-            // No other session can carry the stream, so the caller receives the refusal.
-            (Err(_), Some((failure, _))) => return Err(failure),
-            (Err(error), None) => return Err(ProxyError::from_open(&error, &target)),
-        };
-        access_log.opened(opened.session, opened.stream.bytes(), began.elapsed());
+        let mut opened = opener.open(access_log).await?;
         let Err(error) = opened.stream.accepted().await else {
             return Ok(opened.stream);
         };
-        let failure = ProxyError::from_stream(&error, &target, Outcome::AgentLost);
-        if failure.outcome != Outcome::Draining || except.is_some() {
-            return Err(failure);
-        }
-        refused = Some((failure, opened.session));
+        let target_label = destination.to_string();
+        let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
+        opener.retry_after(failure, opened.via)?;
     }
 }
 

@@ -5,13 +5,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::net::TcpStream;
-use tokio::time::Instant;
 use tracing::debug;
 use tunnel_proto::relay::{RelayEnd, relay};
-use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::context::IngressContext;
 use super::peer::CallerIdentity;
+use super::stream_opener::StreamOpener;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::caller_stream::{CallerStream, CloseMode, discard_input};
 use crate::ingress::error::ProxyError;
@@ -34,21 +33,12 @@ pub async fn serve(
     // Dropped before the socket, so that an end without `finish` is a reset.
     let response_guard = close_mode.start();
     let target_label = service.destination.to_string();
-    let header = StreamHeader::new(StreamKind::Target(service.destination.target.clone()));
-    let began = Instant::now();
     let key = CallerIdentity::Anonymous.key(peer.into());
-    let opening = ingress.registry.open(
-        &service.destination.node,
-        &header,
-        &key,
-        ingress.limits.open,
-        None,
-    );
-    let mut opened = match opening.await {
+    let opener = StreamOpener::new(&ingress, &service.destination, &key, String::new());
+    let mut opened = match opener.open(&mut access_log).await {
         Ok(opened) => opened,
-        Err(error) => return access_log.fail(&ProxyError::from_open(&error, &target_label)),
+        Err(failure) => return access_log.fail(&failure),
     };
-    access_log.opened(opened.session, opened.stream.bytes(), began.elapsed());
     match relay(&mut caller, &mut opened.stream).await.end {
         RelayEnd::Clean => {
             access_log.set_outcome(Outcome::Ok);

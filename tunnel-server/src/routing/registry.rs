@@ -15,6 +15,8 @@ use tunnel_proto::transport::{SessionError, Stream};
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, SessionId};
 
+use crate::routing::via::Via;
+
 mod agent_session;
 mod limiter;
 
@@ -73,13 +75,13 @@ pub enum OpenError {
     Timeout,
 }
 
-/// A stream and the session that carries it.
+/// A stream to a node.
 #[derive(Debug)]
-pub struct OpenedStream {
+pub struct Opened {
     /// The stream. Dropping it releases its permit.
     pub stream: Stream,
-    /// Session that carries the stream, for logs.
-    pub session: SessionId,
+    /// What carries the stream.
+    pub via: Via,
 }
 
 /// The sessions of all connected agents. The sessions of a node are ordered from newest to oldest.
@@ -244,8 +246,8 @@ impl Registry {
 
     /// Opens a stream of `caller` to a node's agent within `limit`. The same limit bounds the wait
     /// for the agent's reply. If the active session turns out to be gone, one spare session is
-    /// tried, because no data of the caller has been sent yet. The session `except`, which has
-    /// already refused the stream, is left out.
+    /// tried, because no data of the caller has been sent yet. `except`, which has already refused
+    /// the stream, is left out.
     ///
     /// Cancel-safe: if the future is dropped early, the stream is reset.
     ///
@@ -257,8 +259,8 @@ impl Registry {
         header: &StreamHeader,
         caller: &CallerKey,
         limit: Duration,
-        except: Option<SessionId>,
-    ) -> Result<OpenedStream, OpenError> {
+        except: Option<&Via>,
+    ) -> Result<Opened, OpenError> {
         let mut failure = OpenError::NoAgent;
         // When a session is replaced while the server tries it, its successor is registered by the
         // next round.
@@ -277,17 +279,17 @@ impl Registry {
         header: &StreamHeader,
         caller: &CallerKey,
         limit: Duration,
-        except: Option<SessionId>,
-    ) -> Result<OpenedStream, OpenError> {
+        except: Option<&Via>,
+    ) -> Result<Opened, OpenError> {
         let (routable, permit) = self.admit(node, caller, except)?;
         let mut failure = OpenError::NoAgent;
         for agent in routable {
             match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
                     stream.attach((permit, agent.count_stream()));
-                    return Ok(OpenedStream {
+                    return Ok(Opened {
                         stream,
-                        session: agent.id,
+                        via: Via::Local(agent.id),
                     });
                 }
                 Ok(Err(SessionError::NotOpening)) => failure = OpenError::Draining,
@@ -301,22 +303,22 @@ impl Registry {
         Err(failure)
     }
 
-    /// Returns the session that a new stream to a node tries first.
+    /// Returns what a new stream to a node tries first.
     #[must_use]
-    pub fn active(&self, node: &NodeName) -> Option<SessionId> {
+    pub fn active(&self, node: &NodeName) -> Option<Via> {
         let nodes = self.lock();
         let active = nodes.get(node)?.active();
-        active.map(|agent| agent.id)
+        active.map(|agent| Via::Local(agent.id))
     }
 
-    /// Returns whether an idle stream over `session` can be kept for another request. New streams
-    /// must use the same session, and at most a quarter of the streams of the node's agent may be
-    /// open.
+    /// Returns whether an idle stream over `via` can be kept for another request. New streams must
+    /// use the same session, and at most a quarter of the streams of the node's agent may be open.
     #[must_use]
-    pub fn can_reuse(&self, node: &NodeName, session: SessionId) -> bool {
+    pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
+        let Via::Local(session) = via;
         let nodes = self.lock();
         nodes.get(node).is_some_and(|node| {
-            node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == session)
+            node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == *session)
         })
     }
 
@@ -326,7 +328,7 @@ impl Registry {
         &self,
         node: &NodeName,
         caller: &CallerKey,
-        except: Option<SessionId>,
+        except: Option<&Via>,
     ) -> Result<(Vec<Arc<AgentSession>>, StreamPermit), OpenError> {
         let (sessions, limiter) = match self.lock().get(node) {
             Some(node) => (node.sessions.clone(), node.limiter.clone()),
@@ -335,7 +337,7 @@ impl Registry {
         let mut suspect_reason = None;
         let mut routable = Vec::new();
         for agent in &sessions {
-            if agent.is_withdrawn() || except == Some(agent.id) {
+            if agent.is_withdrawn() || except == Some(&Via::Local(agent.id)) {
                 continue;
             }
             match agent.suspect_reason() {

@@ -6,11 +6,9 @@ use std::sync::Arc;
 use http::{Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::transport::Stream;
-use tunnel_proto::wire::header::{StreamHeader, StreamKind};
-use tunnel_proto::wire::name::SessionId;
 
 use crate::config::Limit;
 use crate::ingress::access_log::AccessLog;
@@ -19,9 +17,10 @@ use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::stream_opener::StreamOpener;
 use crate::ingress::target_tls::{TlsProfile, server_name};
 use crate::routing::destination::{Destination, Scheme};
-use crate::routing::registry::CallerKey;
+use crate::routing::registry::{CallerKey, Opened};
 
 pub(crate) mod connection;
 mod pool;
@@ -49,12 +48,6 @@ pub(crate) struct UpstreamRequest<'a> {
     pub(crate) pool: Option<(&'a UpstreamPool, &'a PoolKey)>,
 }
 
-/// A failed exchange, and the session that carried it, if any.
-struct AttemptError {
-    failure: ProxyError,
-    session: Option<SessionId>,
-}
-
 impl UpstreamRequest<'_> {
     /// Sends a request and waits for the head of the response. If the agent refuses the stream
     /// because it is draining, nothing was started at the target. A request without a body is then
@@ -77,7 +70,7 @@ impl UpstreamRequest<'_> {
             .pool
             .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.registry))
         {
-            access_log.carried(upstream.carrier.session, upstream.carrier.bytes.clone());
+            access_log.carried(upstream.carrier.via.clone(), upstream.carrier.bytes.clone());
             let before = upstream.bytes_read();
             let target_label = self.destination.to_string();
             match upstream.send(request, &target_label).await {
@@ -95,58 +88,37 @@ impl UpstreamRequest<'_> {
                 }
             }
         }
-        let refused = match self.attempt(request, None, access_log).await {
-            Ok(complete) => return Ok(complete),
-            Err(attempt) => attempt,
-        };
-        let stopping = refused.failure.outcome == Outcome::Draining && refused.session.is_some();
-        let Some(head) = retry_head.filter(|_| stopping) else {
-            return Err(refused.failure);
-        };
-        let request = Request::from_parts(head, Either::Right(Empty::new()));
-        let second = self.attempt(request, refused.session, access_log).await;
-        second.map_err(|attempt| match attempt.session {
-            Some(_) => attempt.failure,
-            // No other session can carry the request, so the caller receives the refusal.
-            None => refused.failure,
-        })
+        let trace_parent = self.trace_parent.clone();
+        let mut opener =
+            StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
+        loop {
+            let opened = opener.open(access_log).await?;
+            let via = opened.via.clone();
+            let failure = match self.attempt(opened, request).await {
+                Ok(complete) => return Ok(complete),
+                Err(failure) => failure,
+            };
+            let Some(head) = &retry_head else {
+                return Err(failure);
+            };
+            opener.retry_after(failure, via)?;
+            request = Request::from_parts(head.clone(), Either::Right(Empty::new()));
+        }
     }
 
     async fn attempt(
         &self,
+        opened: Opened,
         request: Request<SentBody>,
-        except: Option<SessionId>,
-        access_log: &mut AccessLog,
-    ) -> Result<(Response<Incoming>, Upstream), AttemptError> {
+    ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let target_label = self.destination.to_string();
-        let kind = StreamKind::Target(self.destination.target.clone());
-        let header = StreamHeader {
-            kind,
-            trace_parent: self.trace_parent.clone(),
-        };
-        let (node, limit) = (&self.destination.node, self.ingress.limits.open);
-        let began = Instant::now();
-        let registry = &self.ingress.registry;
-        let opened = registry.open(node, &header, self.caller, limit, except);
-        let opened = opened.await.map_err(|error| AttemptError {
-            failure: ProxyError::from_open(&error, &target_label),
-            session: None,
-        })?;
-        let (session, bytes) = (opened.session, opened.stream.bytes());
-        access_log.opened(session, bytes.clone(), began.elapsed());
         let carrier = Carrier {
-            session: Some(session),
-            bytes,
+            via: Some(opened.via),
+            bytes: opened.stream.bytes(),
         };
-        let exchanged = async {
-            let mut upstream = self.connect(opened.stream, carrier, &target_label).await?;
-            let response = upstream.send(request, &target_label).await;
-            Ok((response.map_err(|send_error| send_error.failure)?, upstream))
-        };
-        exchanged.await.map_err(|failure| AttemptError {
-            failure,
-            session: Some(session),
-        })
+        let mut upstream = self.connect(opened.stream, carrier, &target_label).await?;
+        let response = upstream.send(request, &target_label).await;
+        Ok((response.map_err(|send_error| send_error.failure)?, upstream))
     }
 
     /// Prepares a stream for a request. On plain listeners this method does not wait for the
@@ -200,7 +172,7 @@ pub(super) async fn exchange_direct(
     target_label: &str,
 ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
     let carrier = Carrier {
-        session: None,
+        via: None,
         bytes: socket.bytes(),
     };
     let mut upstream = Upstream::start(socket, carrier, &ingress.drivers, target_label).await?;

@@ -32,6 +32,10 @@ impl Member {
     fn id(&self) -> SessionId {
         self.session().id
     }
+
+    fn via(&self) -> Via {
+        Via::Local(self.id())
+    }
 }
 
 fn try_join(
@@ -55,7 +59,7 @@ fn join(registry: &Arc<Registry>) -> Member {
     try_join(registry, node(), 1, &[]).unwrap()
 }
 
-async fn open(registry: &Registry) -> Result<OpenedStream, OpenError> {
+async fn open(registry: &Registry) -> Result<Opened, OpenError> {
     registry
         .open(&node(), &header(), &OPERATOR, LIMIT, None)
         .await
@@ -129,7 +133,7 @@ async fn lost_session_gives_way_to_the_spare() {
     assert!(matches!(open(&registry).await, Err(OpenError::NoAgent)));
     let (spare, active) = (join(&registry), join(&registry));
     active.far.close(CloseCode::Normal, "gone").await;
-    assert_eq!(open(&registry).await.unwrap().session, spare.id());
+    assert_eq!(open(&registry).await.unwrap().via, spare.via());
 }
 
 #[tokio::test]
@@ -138,7 +142,7 @@ async fn newer_session_of_the_same_agent_takes_new_streams_and_the_older_keeps_i
     let old = join(&registry);
     let mut before = open(&registry).await.unwrap().stream;
     let new = join(&registry);
-    assert_eq!(open(&registry).await.unwrap().session, new.id());
+    assert_eq!(open(&registry).await.unwrap().via, new.via());
     let incoming = old.far.accept().await.unwrap();
     let (_, mut accepted) = incoming
         .header(Instant::now() + WAIT_TIMEOUT)
@@ -158,9 +162,9 @@ async fn suspect_session_is_left_out_until_it_is_trusted_again() {
     active
         .session()
         .set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
-    assert_eq!(open(&registry).await.unwrap().session, spare.id());
+    assert_eq!(open(&registry).await.unwrap().via, spare.via());
     active.session().set_suspect_reason(None);
-    assert_eq!(open(&registry).await.unwrap().session, active.id());
+    assert_eq!(open(&registry).await.unwrap().via, active.via());
 }
 
 #[tokio::test(start_paused = true)]
@@ -205,7 +209,7 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
         .await;
     assert!(opened.is_ok());
     drop(first);
-    assert_eq!(open(&registry).await.unwrap().session, new.id());
+    assert_eq!(open(&registry).await.unwrap().via, new.via());
 }
 
 #[tokio::test]
@@ -229,12 +233,12 @@ async fn session_that_refused_is_left_out() {
     let only = join(&registry);
     let again = async || {
         registry
-            .open(&node(), &header(), &OPERATOR, LIMIT, Some(only.id()))
+            .open(&node(), &header(), &OPERATOR, LIMIT, Some(&only.via()))
             .await
     };
     assert!(matches!(again().await, Err(OpenError::Draining)));
     let new = join(&registry);
-    assert_eq!(again().await.unwrap().session, new.id());
+    assert_eq!(again().await.unwrap().via, new.via());
 }
 
 #[tokio::test]

@@ -16,12 +16,12 @@ use tokio::time::timeout;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
 use tunnel_proto::transport::ByteCount;
-use tunnel_proto::wire::name::SessionId;
 
 use super::read_counter::{CountingStream, ReadCounter};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::outcome::Outcome;
+use crate::routing::via::Via;
 
 /// Time that a connection to a target has to close after a complete response.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
@@ -40,7 +40,7 @@ pub(super) type SentBody = Either<StrippedBody, Empty<Bytes>>;
 #[derive(Debug)]
 pub(crate) struct Carrier {
     /// `None` for a connection that the server dialed directly.
-    pub(crate) session: Option<SessionId>,
+    pub(crate) via: Option<Via>,
     /// Counter of the bytes on the stream or socket.
     pub(crate) bytes: Arc<ByteCount>,
 }

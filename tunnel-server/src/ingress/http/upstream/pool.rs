@@ -64,8 +64,9 @@ impl UpstreamPool {
         let node = &pool_key.destination.node;
         let may_stay = upstream
             .carrier
-            .session
-            .is_some_and(|session| registry.can_reuse(node, session));
+            .via
+            .as_ref()
+            .is_some_and(|via| registry.can_reuse(node, via));
         if upstream.sender.is_closed() || !may_stay {
             return upstream.close(&self.drivers);
         }
@@ -81,8 +82,8 @@ impl UpstreamPool {
         }
     }
 
-    /// Returns the idle connection if it is open, matches `pool_key` and uses the session that a
-    /// new stream would use. Otherwise the connection is closed.
+    /// Returns the idle connection if it is open, matches `pool_key` and uses what a new stream
+    /// would use. Otherwise the connection is closed.
     pub(crate) fn take(&self, pool_key: &PoolKey, registry: &Registry) -> Option<Upstream> {
         let IdleConnection {
             upstream,
@@ -92,8 +93,8 @@ impl UpstreamPool {
         let fits = current_key == *pool_key
             && until > Instant::now()
             && upstream.sender.is_ready()
-            && upstream.carrier.session.is_some()
-            && registry.active(&pool_key.destination.node) == upstream.carrier.session;
+            && upstream.carrier.via.is_some()
+            && registry.active(&pool_key.destination.node) == upstream.carrier.via;
         if fits {
             return Some(upstream);
         }
