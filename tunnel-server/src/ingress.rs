@@ -22,6 +22,7 @@ pub mod caller_stream;
 pub mod client_auth;
 pub mod connect;
 mod context;
+mod dispatch;
 pub mod error;
 pub mod http;
 pub mod outcome;

@@ -9,11 +9,8 @@
 
 use http::{Request, Response};
 use hyper::body::Incoming;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tracing::debug;
 use tunnel_proto::process::admission::source;
 use tunnel_proto::process::host::is_own_address;
-use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::transport::Stream;
 
 use super::context::{ConnectProxy, IngressContext};
@@ -22,8 +19,7 @@ use super::http::exchange::{Exchange, Forwarded, ForwardedBody, forward_direct};
 use super::peer::CallerIdentity;
 use super::stream_opener::StreamOpener;
 use super::tunnel::Tunnel;
-use crate::ingress::access_log::{AccessLog, ExchangeGuard};
-use crate::ingress::caller_stream::discard_input;
+use crate::ingress::access_log::AccessLog;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
@@ -243,52 +239,6 @@ fn in_origin_form(mut request: Request<Incoming>) -> Request<Incoming> {
         *request.uri_mut() = uri;
     }
     request
-}
-
-/// Relays bytes in both directions once the caller has its 200.
-pub(super) async fn relay_tunnel<S, E>(
-    caller: impl Future<Output = Result<S, E>>,
-    tunnel: Tunnel,
-    exchange_guard: ExchangeGuard,
-) where
-    S: AsyncRead + AsyncWrite + Send + Unpin,
-    E: std::fmt::Display,
-{
-    match caller.await {
-        Ok(caller) => relay_both_ways(caller, tunnel, exchange_guard).await,
-        Err(error) => debug!(%error, "caller disconnected before the tunnel was open"),
-    }
-}
-
-/// Relays bytes in both directions. Half-closes are forwarded. A reset of one side resets the
-/// other.
-async fn relay_both_ways<S>(mut caller: S, mut tunnel: Tunnel, exchange_guard: ExchangeGuard)
-where
-    S: AsyncRead + AsyncWrite + Send + Unpin,
-{
-    // Dropped before the caller's connection, so that an aborted relay ends in a reset.
-    let mut exchange_guard = exchange_guard;
-    let end = match &mut tunnel {
-        Tunnel::Agent(stream) => relay(&mut caller, stream).await.end,
-        Tunnel::Direct(socket) => relay(&mut caller, socket).await.end,
-    };
-    match end {
-        RelayEnd::Clean => {
-            tunnel.finish();
-            exchange_guard.finish();
-        }
-        RelayEnd::ReaderClosed(side) => {
-            debug!(?side, "tunnel ended with unread bytes");
-            exchange_guard.access_log.set_outcome(Outcome::Cut);
-            tunnel.finish();
-            discard_input(&mut caller).await;
-            exchange_guard.response_guard.finish();
-        }
-        RelayEnd::Cut(side, error) => {
-            debug!(?side, %error, "tunnel was reset");
-            exchange_guard.access_log.set_outcome(Outcome::Cut);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -31,13 +31,13 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
 use tunnel_proto::process::telemetry::LogRateLimit;
-use tunnel_proto::relay::{RelayEnd, relay};
 
 use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext, ListenerLimits};
 use crate::config::Limit;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
-use crate::ingress::caller_stream::{CallerClosed, ResponseGuard, discard_input};
+use crate::ingress::caller_stream::CallerClosed;
+use crate::ingress::dispatch::{relay_granted, relay_tunnel};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::ResponseBody;
 use crate::ingress::http::caller::{Caller, CallerUpgrade};
@@ -49,6 +49,7 @@ use crate::ingress::http::timeouts::{
 };
 use crate::ingress::http::upstream::UpstreamPool;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::tunnel::Tunnel;
 use crate::routing::decision::delegated::{self, Decision, DelegatedRequest, ResolvedDestination};
 use crate::routing::decision::{RequestFacts, decide};
 use crate::routing::destination::Scheme;
@@ -470,39 +471,34 @@ impl ForwardedBody {
         access_log: AccessLog,
         caller: &Caller,
     ) -> Response<ResponseBody> {
-        let response_guard = caller.close_mode.start();
+        let exchange_guard = ExchangeGuard {
+            response_guard: caller.close_mode.start(),
+            access_log,
+        };
         let shutdown = &caller.ingress.shutdown;
         let in_use = caller.permit.in_use();
         match self {
             Self::Body(body, upstream_guard) => {
-                let exchange_guard = ExchangeGuard {
-                    response_guard,
-                    access_log,
-                };
                 return head.map(|()| ResponseBody::target(body, exchange_guard, upstream_guard));
             }
             Self::Upgraded {
-                caller: caller_side,
+                caller: upgrade,
                 target,
             } => {
                 caller.close_mode.upgrade();
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
-                    relay_upgraded(caller_side, target, response_guard, access_log).await;
+                    relay_upgraded(upgrade, target, exchange_guard).await;
                 });
             }
             Self::Tunnel {
-                caller: caller_side,
+                caller: upgrade,
                 tunnel,
             } => {
                 caller.close_mode.upgrade();
-                let exchange_guard = ExchangeGuard {
-                    response_guard,
-                    access_log,
-                };
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
-                    connect::relay_tunnel(caller_side, *tunnel, exchange_guard).await;
+                    relay_granted(upgrade, *tunnel, exchange_guard).await;
                 });
             }
         }
@@ -510,36 +506,15 @@ impl ForwardedBody {
     }
 }
 
-/// Relays bytes in both directions after a 101, including half-closes, until both directions have
-/// ended or one is reset.
-async fn relay_upgraded(
-    caller: CallerUpgrade,
-    target: OnUpgrade,
-    response_guard: ResponseGuard,
-    mut access_log: AccessLog,
-) {
-    let (mut caller, target) = match tokio::join!(caller, target) {
-        (Ok(caller), Ok(target)) => (caller, target),
-        (Err(error), _) => return debug!(%error, "caller disconnected before the upgrade"),
-        (Ok(_), Err(error)) => return debug!(%error, "target connection failed before the upgrade"),
-    };
-    let mut target = TokioIo::new(target);
-    // Dropped before the caller's connection, so that an aborted relay ends in a reset.
-    let response_guard = response_guard;
-    match relay(&mut caller, &mut target).await.end {
-        RelayEnd::Clean => {
-            access_log.set_outcome(Outcome::Ok);
-            response_guard.finish();
+/// Relays bytes in both directions after a 101.
+async fn relay_upgraded(caller: CallerUpgrade, target: OnUpgrade, exchange_guard: ExchangeGuard) {
+    match tokio::join!(caller, target) {
+        (Ok(caller), Ok(target)) => {
+            let target = Tunnel::Upgraded(TokioIo::new(target));
+            relay_tunnel(caller, target, exchange_guard).await;
         }
-        RelayEnd::ReaderClosed(_) => {
-            access_log.set_outcome(Outcome::Cut);
-            discard_input(&mut caller).await;
-            response_guard.finish();
-        }
-        RelayEnd::Cut(side, error) => {
-            debug!(?side, %error, "upgraded stream was reset");
-            access_log.set_outcome(Outcome::Cut);
-        }
+        (Err(error), _) => debug!(%error, "caller disconnected before the upgrade"),
+        (Ok(_), Err(error)) => debug!(%error, "target connection failed before the upgrade"),
     }
 }
 

@@ -1,5 +1,9 @@
 //! Connections to targets that carry the bytes of a caller.
 
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::transport::Stream;
 
 use super::connect::dial::DirectSocket;
@@ -7,18 +11,48 @@ use super::connect::dial::DirectSocket;
 /// An open connection to a target.
 #[derive(Debug)]
 pub(super) enum Tunnel {
-    /// A stream through an agent.
+    /// A stream through an agent that has connected to the target.
     Agent(Stream),
+    /// A stream through an agent that has not replied yet.
+    Pending {
+        stream: Stream,
+        /// The node and the target, for the error if the agent refuses.
+        target_label: String,
+    },
     /// A socket that the server dialed.
     Direct(DirectSocket),
+    /// An HTTP connection after a 101.
+    Upgraded(TokioIo<Upgraded>),
 }
 
 impl Tunnel {
-    /// Marks the connection as complete. A stream is finished when both of its halves have ended.
+    /// Relays bytes in both directions. Half-closes are forwarded.
+    pub(super) async fn relay<C>(&mut self, caller: &mut C) -> RelayEnd
+    where
+        C: AsyncRead + AsyncWrite + Unpin,
+    {
+        match self {
+            Self::Agent(stream) | Self::Pending { stream, .. } => relay(caller, stream).await.end,
+            Self::Direct(socket) => relay(caller, socket).await.end,
+            Self::Upgraded(target) => relay(caller, target).await.end,
+        }
+    }
+
+    /// Marks the connection as complete. Other connections than those that the server dialed are
+    /// complete when both of their halves have ended.
     pub(super) fn finish(&mut self) {
         match self {
-            Self::Agent(_) => {}
+            Self::Agent(_) | Self::Pending { .. } | Self::Upgraded(_) => {}
             Self::Direct(socket) => socket.finish(),
+        }
+    }
+
+    /// Returns the name of the connection for logs.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Agent(_) | Self::Direct(_) => "tunnel",
+            Self::Pending { .. } => "service stream",
+            Self::Upgraded(_) => "upgraded stream",
         }
     }
 }

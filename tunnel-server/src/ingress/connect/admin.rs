@@ -14,10 +14,11 @@ use tokio::sync::Semaphore;
 
 use super::super::context::{ConnectProxy, IngressContext};
 use super::super::peer::{CallerAddr, CallerIdentity};
-use super::{Direct, open, relay_tunnel, route, subject};
+use super::{Direct, open, route, subject};
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CloseMode;
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
+use crate::ingress::dispatch::relay_granted;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
@@ -92,7 +93,7 @@ impl AdminTunnels {
         };
         self.ingress.shutdown.spawn_work(async move {
             let _permit = permit;
-            relay_tunnel(caller, tunnel, exchange_guard).await;
+            relay_granted(caller, tunnel, exchange_guard).await;
         });
         Response::default()
     }
