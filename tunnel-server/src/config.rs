@@ -17,7 +17,6 @@ use tunnel_proto::wire::name::Port;
 
 use crate::dns::DnsSettings;
 use crate::policy::PortPolicy;
-use crate::routing::destination::Service;
 
 mod capacity;
 mod certificates;

@@ -9,8 +9,8 @@ use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS};
 use super::certificates::ClientAuth;
 use super::kubernetes::KubernetesSettings;
 use super::{RawConfig, services};
-use crate::routing::destination::Service;
 use crate::policy::PortPolicy;
+use crate::routing::destination::Service;
 
 /// Default ports that agents dial on their loopback.
 pub const LOCALHOST_PORTS: &str = "10266, 10267";

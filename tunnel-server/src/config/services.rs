@@ -7,9 +7,9 @@ use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::RawService;
-use crate::routing::destination::Service;
 use crate::policy::PortPolicy;
 use crate::routing::destination::Destination;
+use crate::routing::destination::Service;
 
 /// Returns the service and the address of its listener.
 pub(super) fn check(

@@ -57,11 +57,9 @@ pub(super) async fn relay_tunnel<C>(
                     access_log.set_outcome(Outcome::Cut);
                 }
                 // The error can be the agent's refusal.
-                Tunnel::Pending { target_label, .. } => access_log.fail(&ProxyError::from_stream(
-                    &error,
-                    target_label,
-                    Outcome::Cut,
-                )),
+                Tunnel::Pending { target_label, .. } => {
+                    access_log.fail(&ProxyError::from_stream(&error, target_label, Outcome::Cut))
+                }
             }
         }
     }

@@ -3,7 +3,7 @@
 use tunnel_proto::process::metrics::StaticLabel;
 
 use crate::config::Limit;
-use crate::ingress::error::Outcome;
+use crate::ingress::outcome::Outcome;
 
 tunnel_proto::label_sets! {
     pub(super)

@@ -25,7 +25,10 @@ pub(in crate::ingress) type UpgradedCaller = Box<dyn CallerIo>;
 pub(in crate::ingress) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
 
 /// The I/O traits of an upgraded connection.
-pub(in crate::ingress) trait CallerIo: AsyncRead + AsyncWrite + Send + Unpin {}
+pub(in crate::ingress) trait CallerIo:
+    AsyncRead + AsyncWrite + Send + Unpin
+{
+}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> CallerIo for S {}
 
