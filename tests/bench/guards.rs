@@ -14,9 +14,11 @@ use tunnel_proto::relay::relay;
 use tunnel_proto::wire::frame::{self, STREAM_MESSAGE_MAX};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_server::ingress::peer::CallerIdentity;
 use tunnel_server::policy::PortPolicy;
+use tunnel_server::policy::authorize::{Access, AccessCaller, authorize};
 use tunnel_server::routing::decision::{RequestFacts, decide};
-use tunnel_server::routing::destination::Scheme;
+use tunnel_server::routing::destination::{RequestedDestination, Scheme};
 use tunnel_server::routing::routes::RouteTable;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
@@ -121,8 +123,18 @@ fn policy(times: u32) -> Result<()> {
             scheme: Scheme::Http,
             implied_port: None,
         };
-        let decided = decide(black_box(&facts), &table, &policy);
-        ensure!(black_box(decided).is_ok(), "the request is refused");
+        let requested = decide(black_box(&facts), &table)?;
+        let access = Access {
+            caller: AccessCaller {
+                identity: &CallerIdentity::Anonymous,
+                must_authenticate: false,
+                has_delegation: false,
+            },
+            destination: RequestedDestination::<()>::Node(requested),
+            verb: Some(&method),
+        };
+        let authorized = authorize(&policy, access);
+        ensure!(black_box(authorized).is_ok(), "the request is refused");
     }
     Ok(())
 }

@@ -9,6 +9,8 @@ use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::Port;
 
+pub mod authorize;
+
 /// Ports of the kubelet, TLS and plain read-only. Both are always allowed.
 pub const KUBELET_PORTS: [u16; 2] = [10250, 10255];
 

@@ -10,36 +10,30 @@
 use http::{Request, Response};
 use hyper::body::Incoming;
 use tunnel_proto::process::admission::source;
-use tunnel_proto::process::host::is_own_address;
-use tunnel_proto::transport::Stream;
 
-use super::context::{ConnectProxy, IngressContext};
+use super::access_log::AccessLog;
+use super::context::ConnectProxy;
+use super::dispatch::{self, IngressRequest, IngressTarget, TunnelParams, open_tunnel, route};
+use super::error::ProxyError;
 use super::http::caller::Caller;
-use super::http::exchange::{Exchange, Forwarded, ForwardedBody, forward_direct};
+use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
+use super::http::headers::trace_parent;
+use super::outcome::Outcome;
 use super::peer::CallerIdentity;
-use super::stream_opener::StreamOpener;
-use super::tunnel::Tunnel;
-use crate::ingress::access_log::AccessLog;
-use crate::ingress::error::ProxyError;
-use crate::ingress::http::headers::trace_parent;
-use crate::ingress::outcome::Outcome;
-use crate::routing::destination::{Destination, Scheme};
-use crate::routing::registry::CallerKey;
+use crate::policy::authorize::{AccessCaller, CREDENTIALS_REQUIRED};
 
 mod admin;
 pub mod basic_auth;
 pub(super) mod dial;
-mod request;
+pub(super) mod request;
 #[cfg(test)]
 pub(crate) mod table;
 mod throttle;
 
-use crate::ingress::connect::basic_auth::BasicAuthError;
-use crate::ingress::connect::request::{DialTarget, ProxyRequest, RequestKind, Route};
-use crate::routing::dial_policy::AddressClaims;
 pub use admin::AdminTunnels;
+use basic_auth::BasicAuthError;
 pub use dial::Direct;
-use dial::DirectSocket;
+use request::{ProxyRequest, RequestKind};
 
 impl ConnectProxy {
     /// Returns the identity of the caller, after checking its credentials if the listener requires
@@ -49,35 +43,34 @@ impl ConnectProxy {
         caller: &Caller,
         request: &Request<Incoming>,
     ) -> Result<CallerIdentity, ProxyError> {
-        let identity = &caller.name;
-        let Some(passwords) = &self.passwords else {
-            return Ok(identity.clone());
+        let access = self.access(&caller.name, caller.has_delegation);
+        let passwords = self.passwords.as_ref();
+        let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
+            return Ok(caller.name.clone());
         };
-        match identity {
-            CallerIdentity::Certificate(_) | CallerIdentity::Uid(_) | CallerIdentity::User(_) => {
-                Ok(identity.clone())
-            }
-            CallerIdentity::Anonymous => {
-                let source = source(caller.peer.source());
-                let admitted =
-                    passwords.authenticate(request.headers(), source, &caller.credentials);
-                caller.ingress.metrics.password(match admitted {
-                    Ok(_) => "right",
-                    Err(BasicAuthError::Missing) => "missing",
-                    Err(BasicAuthError::Wrong) => "wrong",
-                    Err(BasicAuthError::Throttled(_)) => "waiting",
-                });
-                admitted.map(CallerIdentity::User).map_err(refused)
-            }
+        let source = source(caller.peer.source());
+        let admitted = passwords.authenticate(request.headers(), source, &caller.credentials);
+        caller.ingress.metrics.password(match admitted {
+            Ok(_) => "right",
+            Err(BasicAuthError::Missing) => "missing",
+            Err(BasicAuthError::Wrong) => "wrong",
+            Err(BasicAuthError::Throttled(_)) => "waiting",
+        });
+        admitted.map(CallerIdentity::User).map_err(refused)
+    }
+
+    fn access<'a>(&self, identity: &'a CallerIdentity, has_delegation: bool) -> AccessCaller<'a> {
+        AccessCaller {
+            identity,
+            must_authenticate: self.passwords.is_some(),
+            has_delegation,
         }
     }
 }
 
 fn refused(refusal: BasicAuthError) -> ProxyError {
     let text = match refusal {
-        BasicAuthError::Missing | BasicAuthError::Wrong => {
-            "proxy authentication required; send a name and password of --connect-auth".to_owned()
-        }
+        BasicAuthError::Missing | BasicAuthError::Wrong => CREDENTIALS_REQUIRED.to_owned(),
         BasicAuthError::Throttled(left) => format!(
             "too many failed proxy authentication attempts from this address; retry in {} s",
             left.as_secs() + 1
@@ -106,19 +99,26 @@ pub(super) async fn forward(
     access_log.caller(&name);
     let key = name.key(caller.peer);
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
-    let ingress = &caller.ingress;
-    let route = route(ingress, proxy, &proxy_request)?;
+    let access = IngressRequest {
+        caller: proxy.access(&name, caller.has_delegation),
+        target: IngressTarget::Proxy {
+            request: &proxy_request,
+            dialer: &proxy.direct,
+        },
+        verb: match proxy_request.kind {
+            RequestKind::Connect => None,
+            RequestKind::Read => Some(request.method()),
+        },
+    };
+    let route = route(&caller.ingress, access).await?;
     match proxy_request.kind {
         RequestKind::Connect => {
-            let trace_parent = trace_parent(request.headers());
-            let tunnel = open(
-                ingress,
-                proxy,
-                (&proxy_request, route, trace_parent),
-                &key,
-                access_log,
-            )
-            .await?;
+            let params = TunnelParams {
+                key: &key,
+                trace_parent: trace_parent(request.headers()),
+                awaits_reply: true,
+            };
+            let tunnel = open_tunnel(&caller.ingress, route, params, access_log).await?;
             Ok(Forwarded {
                 head: Response::new(()),
                 forwarded_body: ForwardedBody::Tunnel {
@@ -128,105 +128,13 @@ pub(super) async fn forward(
             })
         }
         RequestKind::Read => {
-            let request = in_origin_form(request);
-            match route {
-                Route::Agent(destination) => {
-                    let exchange = Exchange {
-                        caller,
-                        key: &key,
-                        scheme: Scheme::Http,
-                        upgrade: None,
-                    };
-                    exchange
-                        .forward(request, destination.into(), access_log)
-                        .await
-                }
-                Route::Direct(target) => {
-                    let socket =
-                        dial(ingress, proxy, (&proxy_request, &target), access_log).await?;
-                    let target_label = proxy_request.to_string();
-                    forward_direct(caller, socket, request, &target_label, access_log).await
-                }
-            }
+            let exchange = Exchange {
+                caller,
+                key: &key,
+                upgrade: None,
+            };
+            dispatch::forward(&exchange, route, in_origin_form(request), access_log).await
         }
-    }
-}
-
-fn route(
-    ingress: &IngressContext,
-    proxy: &ConnectProxy,
-    proxy_request: &ProxyRequest,
-) -> Result<Route, ProxyError> {
-    proxy_request.route(
-        &ingress.routes.load(),
-        &ingress.policy.load(),
-        &proxy.direct.dial_policy().cluster(),
-        |node| ingress.registry.has(node),
-    )
-}
-
-/// Opens a connection to the target and waits until the target has accepted it.
-async fn open(
-    ingress: &IngressContext,
-    proxy: &ConnectProxy,
-    (proxy_request, route, trace_parent): (&ProxyRequest, Route, String),
-    caller: &CallerKey,
-    access_log: &mut AccessLog,
-) -> Result<Tunnel, ProxyError> {
-    match route {
-        Route::Agent(destination) => {
-            access_log.destination(&destination);
-            let stream =
-                open_stream(ingress, &destination, trace_parent, caller, access_log).await?;
-            Ok(Tunnel::Agent(stream))
-        }
-        Route::Direct(target) => {
-            let socket = dial(ingress, proxy, (proxy_request, &target), access_log).await?;
-            access_log.dialed(socket.bytes());
-            Ok(Tunnel::Direct(socket))
-        }
-    }
-}
-
-/// Dials a target directly, with the routes and sessions that are known at this moment.
-async fn dial(
-    ingress: &IngressContext,
-    proxy: &ConnectProxy,
-    (proxy_request, target): (&ProxyRequest, &DialTarget),
-    access_log: &mut AccessLog,
-) -> Result<DirectSocket, ProxyError> {
-    let text = proxy_request.to_string();
-    access_log.destination(&format!("direct {text}"));
-    let routes = ingress.routes.load();
-    let claims = AddressClaims {
-        routes: &routes,
-        has_agent: &|node| ingress.registry.has(node),
-        is_own: &is_own_address,
-        own_ports: proxy.direct.own_ports(),
-    };
-    proxy
-        .direct
-        .dial(target, proxy_request.port, &text, &claims)
-        .await
-}
-
-/// Opens a stream and waits until the agent reports that the target is connected.
-async fn open_stream(
-    ingress: &IngressContext,
-    destination: &Destination,
-    trace_parent: String,
-    caller: &CallerKey,
-    access_log: &mut AccessLog,
-) -> Result<Stream, ProxyError> {
-    let mut opener = StreamOpener::new(ingress, destination, caller, trace_parent);
-    loop {
-        let mut opened = opener.open(access_log).await?;
-        let Err(error) = opened.stream.accepted().await else {
-            return Ok(opened.stream);
-        };
-        let target_label = destination.to_string();
-        let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
-        opener.retry_after(failure, opened.via)?;
     }
 }
 

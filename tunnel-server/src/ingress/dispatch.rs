@@ -1,15 +1,230 @@
-//! The end of the path of a request: bytes between a caller and its target, and the entry in the
-//! access log.
+//! The path of a request from its listener to its target: resolve, authorize, open, and relay or
+//! exchange. Each listener turns its bytes into an [`IngressRequest`], and the entry in the access
+//! log that it begins is written when the response or the stream ends.
 
+use std::sync::Arc;
+
+use http::{Method, Request};
+use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tracing::debug;
+use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::relay::RelayEnd;
 
-use super::access_log::ExchangeGuard;
+use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::discard_input;
+use super::connect::dial::{Direct, DirectSocket};
+use super::connect::request::ProxyRequest;
+use super::context::IngressContext;
 use super::error::ProxyError;
+use super::http::exchange::{Exchange, Forwarded, forward_direct};
 use super::outcome::Outcome;
+use super::stream_opener::StreamOpener;
 use super::tunnel::Tunnel;
+use crate::policy::authorize::{Access, AccessCaller, Authorized, authorize};
+use crate::routing::decision::delegated::{self, Decision, DelegatedRequest};
+use crate::routing::decision::{RequestFacts, decide};
+use crate::routing::destination::{DialTarget, Destination, RequestedDestination, RequestedNode};
+use crate::routing::dial_policy::AddressClaims;
+use crate::routing::registry::CallerKey;
+
+/// A request of a caller, as its listener has read it.
+#[derive(Debug)]
+pub(super) struct IngressRequest<'a> {
+    pub(super) caller: AccessCaller<'a>,
+    pub(super) target: IngressTarget<'a>,
+    /// Method of an HTTP request, or `None` for a byte stream.
+    pub(super) verb: Option<&'a Method>,
+}
+
+/// The part of a request that names its target.
+#[derive(Debug)]
+pub(super) enum IngressTarget<'a> {
+    /// Host and the selector headers.
+    Host(RequestFacts<'a>),
+    /// The server name from TLS, or the path, for a caller with delegation.
+    Delegated(DelegatedRequest<'a>),
+    /// The target of a CONNECT or of an absolute-form request, and the dialer of the listener.
+    Proxy {
+        request: &'a ProxyRequest,
+        dialer: &'a Arc<Direct>,
+    },
+    /// The target of a TCP service.
+    Service(&'a Destination),
+}
+
+/// The route of a request that the policy allows.
+pub(super) type Route = Authorized<DirectRoute>;
+
+/// A route to a target that the server dials.
+#[derive(Debug)]
+pub(super) struct DirectRoute {
+    dialer: Arc<Direct>,
+    request: ProxyRequest,
+    target: DialTarget,
+}
+
+/// The parameters of a byte stream to a target.
+#[derive(Debug)]
+pub(super) struct TunnelParams<'a> {
+    /// Key that counts the streams of the caller.
+    pub(super) key: &'a CallerKey,
+    /// Trace context for the agent's access log.
+    pub(super) trace_parent: String,
+    /// The tunnel is open only once the target has accepted.
+    pub(super) awaits_reply: bool,
+}
+
+/// Returns the route of a request, if the policy allows one.
+///
+/// # Errors
+/// Returns a [`ProxyError`] with the response for the caller.
+pub(super) async fn route(
+    ingress: &IngressContext,
+    request: IngressRequest<'_>,
+) -> Result<Route, ProxyError> {
+    let destination = resolve(ingress, &request.target).await?;
+    let access = Access {
+        caller: request.caller,
+        destination,
+        verb: request.verb,
+    };
+    authorize(&ingress.policy.load(), access)
+}
+
+async fn resolve(
+    ingress: &IngressContext,
+    target: &IngressTarget<'_>,
+) -> Result<RequestedDestination<DirectRoute>, ProxyError> {
+    match target {
+        IngressTarget::Host(facts) => {
+            decide(facts, &ingress.routes.load()).map(RequestedDestination::Node)
+        }
+        IngressTarget::Delegated(request) => resolve_delegated(ingress, request)
+            .await
+            .map(RequestedDestination::Node),
+        IngressTarget::Proxy { request, dialer } => resolve_proxy(ingress, request, dialer),
+        IngressTarget::Service(destination) => {
+            Ok(RequestedDestination::Configured((*destination).clone()))
+        }
+    }
+}
+
+async fn resolve_delegated(
+    ingress: &IngressContext,
+    request: &DelegatedRequest<'_>,
+) -> Result<RequestedNode, ProxyError> {
+    let routes = &ingress.routes;
+    let decision = delegated::decide(request, &routes.load())?;
+    let pod = match decision {
+        Decision::Forward(requested) => return Ok(requested),
+        Decision::LookUp(pod) => pod,
+    };
+    let Some(pods) = &ingress.pods else {
+        return delegated::decide_by_host(request, &routes.load());
+    };
+    let node_result = pods.node_of(pod.clone()).await;
+    delegated::decide_by_pod(request, &pod, node_result, &routes.load())
+}
+
+fn resolve_proxy(
+    ingress: &IngressContext,
+    request: &ProxyRequest,
+    dialer: &Arc<Direct>,
+) -> Result<RequestedDestination<DirectRoute>, ProxyError> {
+    let cluster = dialer.dial_policy().cluster();
+    let requested = request.resolve(&ingress.routes.load(), &cluster, |node| {
+        ingress.registry.has(node)
+    })?;
+    Ok(requested.map_direct(|target| DirectRoute {
+        dialer: dialer.clone(),
+        request: request.clone(),
+        target,
+    }))
+}
+
+impl DirectRoute {
+    /// Dials the target, with the routes and sessions that are known at this moment.
+    async fn dial(
+        &self,
+        ingress: &IngressContext,
+        access_log: &mut AccessLog,
+    ) -> Result<DirectSocket, ProxyError> {
+        let target_label = self.request.to_string();
+        access_log.destination(&format!("direct {target_label}"));
+        let routes = ingress.routes.load();
+        let claims = AddressClaims {
+            routes: &routes,
+            has_agent: &|node| ingress.registry.has(node),
+            is_own: &is_own_address,
+            own_ports: self.dialer.own_ports(),
+        };
+        self.dialer
+            .dial(&self.target, self.request.port, &target_label, &claims)
+            .await
+    }
+}
+
+/// Forwards an HTTP request over its route. Returns the response for the caller.
+///
+/// # Errors
+/// Returns a [`ProxyError`] with the response for the caller.
+pub(super) async fn forward(
+    exchange: &Exchange<'_>,
+    route: Route,
+    request: Request<Incoming>,
+    access_log: &mut AccessLog,
+) -> Result<Forwarded, ProxyError> {
+    match route {
+        Route::Agent(target) => exchange.forward(request, target, access_log).await,
+        Route::Direct(direct) => {
+            // Only few requests need the memory of a dial.
+            let forwarded = async {
+                let socket = direct.dial(&exchange.caller.ingress, access_log).await?;
+                let target_label = direct.request.to_string();
+                forward_direct(exchange.caller, socket, request, &target_label, access_log).await
+            };
+            Box::pin(forwarded).await
+        }
+    }
+}
+
+/// Opens a connection to the target of a route.
+///
+/// # Errors
+/// Returns a [`ProxyError`] with the response for the caller.
+pub(super) async fn open_tunnel(
+    ingress: &IngressContext,
+    route: Route,
+    params: TunnelParams<'_>,
+    access_log: &mut AccessLog,
+) -> Result<Tunnel, ProxyError> {
+    let destination = match route {
+        Route::Agent(target) => target.destination,
+        Route::Direct(direct) => {
+            let socket = direct.dial(ingress, access_log).await?;
+            access_log.dialed(socket.bytes());
+            return Ok(Tunnel::Direct(socket));
+        }
+    };
+    access_log.destination(&destination);
+    let target_label = destination.to_string();
+    let mut opener = StreamOpener::new(ingress, &destination, params.key, params.trace_parent);
+    loop {
+        let mut opened = opener.open(access_log).await?;
+        if !params.awaits_reply {
+            return Ok(Tunnel::Pending {
+                stream: opened.stream,
+                target_label,
+            });
+        }
+        let Err(error) = opened.stream.accepted().await else {
+            return Ok(Tunnel::Agent(opened.stream));
+        };
+        let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
+        opener.retry_after(failure, opened.via)?;
+    }
+}
 
 /// Relays bytes in both directions once the caller has the response that grants the tunnel.
 pub(super) async fn relay_granted<C, E>(

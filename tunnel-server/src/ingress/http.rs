@@ -37,7 +37,9 @@ use super::context::{CallerConn, HttpListener, IngressContext, ListenerLimits};
 use crate::config::Limit;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CallerClosed;
-use crate::ingress::dispatch::{relay_granted, relay_tunnel};
+use crate::ingress::dispatch::{
+    self, IngressRequest, IngressTarget, relay_granted, relay_tunnel, route,
+};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::ResponseBody;
 use crate::ingress::http::caller::{Caller, CallerUpgrade};
@@ -50,8 +52,9 @@ use crate::ingress::http::timeouts::{
 use crate::ingress::http::upstream::UpstreamPool;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
-use crate::routing::decision::delegated::{self, Decision, DelegatedRequest, ResolvedDestination};
-use crate::routing::decision::{RequestFacts, decide};
+use crate::policy::authorize::AccessCaller;
+use crate::routing::decision::RequestFacts;
+use crate::routing::decision::delegated::DelegatedRequest;
 use crate::routing::destination::Scheme;
 
 /// Idle time after which a connection frees hyper's buffers. The buffers are most of the memory of
@@ -410,20 +413,25 @@ impl Caller {
         upgrade: Option<&HeaderValue>,
         access_log: &mut AccessLog,
     ) -> Result<Forwarded, ProxyError> {
-        let resolved = self.destination(&request).await?;
+        let access = IngressRequest {
+            caller: AccessCaller {
+                identity: &self.name,
+                must_authenticate: false,
+                has_delegation: self.has_delegation,
+            },
+            target: self.target(&request),
+            verb: Some(request.method()),
+        };
+        let route = route(&self.ingress, access).await?;
         let exchange = Exchange {
             caller: self,
             key: &self.name.key(self.peer),
-            scheme: self.listener.scheme,
             upgrade,
         };
-        exchange.forward(request, resolved, access_log).await
+        dispatch::forward(&exchange, route, request, access_log).await
     }
 
-    async fn destination(
-        &self,
-        request: &Request<Incoming>,
-    ) -> Result<ResolvedDestination, ProxyError> {
+    fn target<'a>(&'a self, request: &'a Request<Incoming>) -> IngressTarget<'a> {
         let facts = RequestFacts {
             method: request.method(),
             uri: request.uri(),
@@ -431,29 +439,13 @@ impl Caller {
             scheme: self.listener.scheme,
             implied_port: self.listener.implied_port,
         };
-        let (routes, policy) = (&self.ingress.routes, &self.ingress.policy);
         if !self.has_delegation || self.listener.scheme != Scheme::Https {
-            return decide(&facts, &routes.load(), &policy.load()).map(ResolvedDestination::from);
+            return IngressTarget::Host(facts);
         }
-        let request = DelegatedRequest {
+        IngressTarget::Delegated(DelegatedRequest {
             facts,
             server_name: self.server_name.as_ref(),
-        };
-        let decision = delegated::decide(&request, &routes.load(), &policy.load())?;
-        let pod = match decision {
-            Decision::Forward(addressed) => return Ok(addressed),
-            Decision::LookUp(pod) => pod,
-        };
-        let Some(pods) = &self.ingress.pods else {
-            return delegated::decide_by_host(&request, &routes.load(), &policy.load());
-        };
-        let node_result = pods.node_of(pod.clone()).await;
-        delegated::decide_by_pod(
-            &request,
-            (&pod, node_result),
-            &routes.load(),
-            &policy.load(),
-        )
+        })
     }
 }
 

@@ -9,10 +9,13 @@ use tokio::net::TcpStream;
 use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::{CallerStream, CloseMode};
 use super::context::IngressContext;
-use super::dispatch::relay_tunnel;
+use super::dispatch::{
+    IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_tunnel, route,
+};
+use super::error::ProxyError;
 use super::peer::CallerIdentity;
-use super::stream_opener::StreamOpener;
 use super::tunnel::Tunnel;
+use crate::policy::authorize::AccessCaller;
 use crate::routing::destination::Service;
 
 /// Forwards one connection. If anything fails before or after the first byte, the caller receives a
@@ -23,26 +26,43 @@ pub async fn serve(
     tcp: TcpStream,
     peer: SocketAddr,
 ) {
-    let mut access_log = AccessLog::start("service", peer, &service.name, &ingress.metrics);
-    access_log.destination(&service.destination);
     let close_mode = Arc::new(CloseMode::default());
     close_mode.upgrade();
     let caller = CallerStream::new(tcp, close_mode.clone());
     // Dropped before the socket, so that an end without `finish` is a reset.
     let mut exchange_guard = ExchangeGuard {
         response_guard: close_mode.start(),
-        access_log,
+        access_log: AccessLog::start("service", peer, &service.name, &ingress.metrics),
     };
-    let key = CallerIdentity::Anonymous.key(peer.into());
-    let opener = StreamOpener::new(&ingress, &service.destination, &key, String::new());
-    match opener.open(&mut exchange_guard.access_log).await {
-        Ok(opened) => {
-            let tunnel = Tunnel::Pending {
-                stream: opened.stream,
-                target_label: service.destination.to_string(),
-            };
-            relay_tunnel(caller, tunnel, exchange_guard).await;
-        }
+    // The box is freed before the relay, which lasts as long as the connection.
+    let opening = Box::pin(open(&ingress, &service, peer, &mut exchange_guard.access_log));
+    match opening.await {
+        Ok(tunnel) => relay_tunnel(caller, tunnel, exchange_guard).await,
         Err(failure) => exchange_guard.access_log.fail(&failure),
     }
+}
+
+async fn open(
+    ingress: &IngressContext,
+    service: &Service,
+    peer: SocketAddr,
+    access_log: &mut AccessLog,
+) -> Result<Tunnel, ProxyError> {
+    let identity = CallerIdentity::Anonymous;
+    let request = IngressRequest {
+        caller: AccessCaller {
+            identity: &identity,
+            must_authenticate: false,
+            has_delegation: false,
+        },
+        target: IngressTarget::Service(&service.destination),
+        verb: None,
+    };
+    let route = route(ingress, request).await?;
+    let params = TunnelParams {
+        key: &identity.key(peer.into()),
+        trace_parent: String::new(),
+        awaits_reply: false,
+    };
+    open_tunnel(ingress, route, params, access_log).await
 }

@@ -1,4 +1,4 @@
-//! Routing decision: maps the facts of a request to a node and port, or to a refusal. All functions
+//! Routing decision: maps the facts of a request to a node and port, or to an error. All functions
 //! are pure (docs/reference/http.md describes the rules).
 
 use std::net::{IpAddr, Ipv6Addr};
@@ -9,8 +9,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
-use crate::policy::{PortPolicy, PortPolicyError};
-use crate::routing::destination::{Destination, Scheme};
+use crate::routing::destination::{RequestedNode, RequestedPort, Scheme};
 use crate::routing::routes::RouteTable;
 
 pub(crate) mod delegated;
@@ -37,15 +36,11 @@ pub struct RequestFacts<'a> {
     pub implied_port: Option<Port>,
 }
 
-/// Returns the destination of a request.
+/// Returns the node and port of a request.
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
-pub fn decide(
-    facts: &RequestFacts<'_>,
-    routes: &RouteTable,
-    policy: &PortPolicy,
-) -> Result<Destination, ProxyError> {
+pub fn decide(facts: &RequestFacts<'_>, routes: &RouteTable) -> Result<RequestedNode, ProxyError> {
     check_form(facts)?;
     let host = single_value(facts.headers, &HOST)?
         .ok_or_else(|| bad_request("the request has no Host"))?;
@@ -76,15 +71,8 @@ pub fn decide(
         select_dest.as_ref().map(|dest| &dest.host),
         routes,
     )?;
-    let target = policy
-        .target(port)
-        .map_err(|refusal| refused_port(&node, port, &refusal))?;
-    Ok(Destination { node, target })
-}
-
-fn refused_port(node: &NodeName, port: Port, refusal: &PortPolicyError) -> ProxyError {
-    let text = format!("{node} port {port}: {refusal}");
-    ProxyError::new(Outcome::RefusedByPolicy, text)
+    let port = RequestedPort::Named(port);
+    Ok(RequestedNode { node, port })
 }
 
 /// Rejects requests that are not in origin form, because these listeners are not a forward proxy.

@@ -1,7 +1,76 @@
-//! The destination of a request or stream: a node, and the target that its agent dials.
+//! The destination of a request or stream, as a caller asks for it and as the server reaches it.
+
+use std::net::IpAddr;
 
 use tunnel_proto::wire::header::Target;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, Port};
+
+/// The destination that a request asks for. `D` is what the server needs to dial a target itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RequestedDestination<D> {
+    /// A port of a node.
+    Node(RequestedNode),
+    /// The target of a TCP service.
+    Configured(Destination),
+    /// A target that the server dials.
+    Direct(D),
+}
+
+impl<D> RequestedDestination<D> {
+    /// Maps what the server needs to dial a target itself.
+    #[must_use]
+    pub fn map_direct<E>(self, map: impl FnOnce(D) -> E) -> RequestedDestination<E> {
+        match self {
+            Self::Node(requested) => RequestedDestination::Node(requested),
+            Self::Configured(destination) => RequestedDestination::Configured(destination),
+            Self::Direct(direct) => RequestedDestination::Direct(map(direct)),
+        }
+    }
+}
+
+/// The node and the port that a request asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RequestedNode {
+    /// The node whose agent carries the request.
+    pub node: NodeName,
+    /// The port on the node.
+    pub port: RequestedPort,
+}
+
+/// The port of a node that a request asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RequestedPort {
+    /// The port that the caller names.
+    Named(Port),
+    /// The port of the node's kubelet. Only for callers with delegation.
+    Kubelet(Port),
+    /// A port that the caller names, or whose user does. The port of the kubelet applies if the
+    /// lists do not contain the named port. Only for callers with delegation.
+    NamedOrKubelet {
+        /// The port in Host.
+        named: Port,
+        /// The port of the node's kubelet.
+        kubelet: Port,
+    },
+}
+
+/// A target that the server dials.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DialTarget {
+    /// A name that must be resolved.
+    Name(NodeName),
+    /// Addresses in order of preference.
+    Addresses(Vec<IpAddr>),
+}
+
+/// A destination behind an agent, and the choice of the Host field for the target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AgentTarget {
+    /// The node and the target.
+    pub destination: Destination,
+    /// The target receives the caller's Host unchanged.
+    pub keeps_host: bool,
+}
 
 /// The destination of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -14,11 +14,13 @@ use tokio::sync::Semaphore;
 
 use super::super::context::{ConnectProxy, IngressContext};
 use super::super::peer::{CallerAddr, CallerIdentity};
-use super::{Direct, open, route, subject};
+use super::{Direct, subject};
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CloseMode;
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
-use crate::ingress::dispatch::relay_granted;
+use crate::ingress::dispatch::{
+    IngressRequest, IngressTarget, TunnelParams, open_tunnel, relay_granted, route,
+};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::trace_parent;
 use crate::ingress::outcome::Outcome;
@@ -67,13 +69,7 @@ impl AdminTunnels {
             &subject(&request),
             &self.ingress.metrics,
         );
-        if let Some(user) = user {
-            access_log.caller(&CallerIdentity::Uid(user));
-        }
-        // A caller that has access to this socket can also stop the server, so it counts as a
-        // caller with a certificate.
-        let operator = CallerKey::Local(user);
-        let opened = Box::pin(self.open(&request, &operator, &mut access_log)).await;
+        let opened = Box::pin(self.open(&request, user, &mut access_log)).await;
         let (tunnel, permit) = match opened {
             Ok(opened) => opened,
             Err(failure) => {
@@ -101,9 +97,11 @@ impl AdminTunnels {
     async fn open(
         &self,
         request: &Request<Incoming>,
-        caller: &CallerKey,
+        user: Option<u32>,
         access_log: &mut AccessLog,
     ) -> Result<(Tunnel, tokio::sync::OwnedSemaphorePermit), ProxyError> {
+        let identity = user.map(CallerIdentity::Uid).unwrap_or_default();
+        access_log.caller(&identity);
         let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers())?;
         let permit = self.permits.clone().try_acquire_owned().map_err(|_full| {
             let text = format!("the limit of {TUNNELS_MAX} tunnels on the admin socket is reached; close one and retry");
@@ -114,9 +112,23 @@ impl AdminTunnels {
             RequestKind::Connect,
             "the admin socket accepts CONNECT only"
         );
-        let route = route(&self.ingress, &self.proxy, &proxy_request)?;
-        let dial_args = (&proxy_request, route, trace_parent(request.headers()));
-        let tunnel = open(&self.ingress, &self.proxy, dial_args, caller, access_log).await?;
+        let access = IngressRequest {
+            caller: self.proxy.access(&identity, false),
+            target: IngressTarget::Proxy {
+                request: &proxy_request,
+                dialer: &self.proxy.direct,
+            },
+            verb: None,
+        };
+        let route = route(&self.ingress, access).await?;
+        let params = TunnelParams {
+            // A caller that has access to this socket can also stop the server, so it counts as a
+            // caller with a certificate.
+            key: &CallerKey::Local(user),
+            trace_parent: trace_parent(request.headers()),
+            awaits_reply: true,
+        };
+        let tunnel = open_tunnel(&self.ingress, route, params, access_log).await?;
         Ok((tunnel, permit))
     }
 }

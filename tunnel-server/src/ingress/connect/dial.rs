@@ -18,9 +18,9 @@ use tunnel_proto::wire::name::Port;
 
 use crate::config::Limit;
 use crate::ingress::caller_stream::{CallerStream, CloseMode, ResponseGuard};
-use crate::ingress::connect::request::DialTarget;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
+use crate::routing::destination::DialTarget;
 use crate::routing::dial_policy::{AddressClaims, DialPolicy, DialRefusal};
 
 /// Concurrent name lookups. Each occupies a thread while the system's resolver works.

@@ -1,6 +1,4 @@
-//! Parsing and routing of a request on a CONNECT listener. All functions are pure.
-
-use std::net::IpAddr;
+//! Parsing of a request on a CONNECT listener, and its destination. All functions are pure.
 
 use http::header::{CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, UPGRADE};
 use http::{HeaderMap, Method, Uri};
@@ -8,9 +6,8 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
-use crate::policy::PortPolicy;
 use crate::routing::decision::{Host, HostPort, bad_request, check_path, route_failure};
-use crate::routing::destination::Destination;
+use crate::routing::destination::{DialTarget, RequestedDestination, RequestedNode, RequestedPort};
 use crate::routing::dial_policy::{AddressOwner, ClusterNetworks};
 use crate::routing::routes::{RouteError, RouteTable};
 
@@ -101,24 +98,24 @@ impl ProxyRequest {
         })
     }
 
-    /// Returns the route to the target. `has_agent` returns whether a node has a connected agent.
+    /// Returns the destination of the request. `has_agent` returns whether a node has a connected
+    /// agent.
     ///
     /// # Errors
     /// Returns a [`ProxyError`] with the response for the caller.
-    pub(in crate::ingress) fn route(
+    pub(in crate::ingress) fn resolve(
         &self,
         routes: &RouteTable,
-        policy: &PortPolicy,
         cluster: &ClusterNetworks,
         has_agent: impl Fn(&NodeName) -> bool,
-    ) -> Result<Route, ProxyError> {
+    ) -> Result<RequestedDestination<DialTarget>, ProxyError> {
         let direct =
-            |address: IpAddr| Route::Direct(DialTarget::Addresses(vec![address.to_canonical()]));
+            |addresses| Ok(RequestedDestination::Direct(DialTarget::Addresses(addresses)));
         let node = match &self.host {
             Host::Name(name) => match routes.by_name(name) {
                 Ok(node) => node,
                 Err(RouteError::UnknownName(name)) => {
-                    return Ok(Route::Direct(DialTarget::Name(name)));
+                    return Ok(RequestedDestination::Direct(DialTarget::Name(name)));
                 }
                 Err(
                     error @ (RouteError::UnknownAddress(_)
@@ -129,7 +126,7 @@ impl ProxyRequest {
             Host::Address(address) => match cluster.owner(*address, routes, &has_agent) {
                 AddressOwner::Agent(node) => node,
                 AddressOwner::CloudNode | AddressOwner::Network | AddressOwner::Unknown => {
-                    return Ok(direct(*address));
+                    return direct(vec![address.to_canonical()]);
                 }
                 AddressOwner::Conflicting(conflict) => {
                     return Err(ProxyError::new(
@@ -142,33 +139,11 @@ impl ProxyRequest {
         // A node in the cloud has no agent, so the server reaches it over the network like any
         // other host.
         if let Some(addresses) = cluster.cloud_node(&node).filter(|_| !has_agent(&node)) {
-            return Ok(Route::Direct(DialTarget::Addresses(addresses.to_vec())));
+            return direct(addresses.to_vec());
         }
-        let port = self.port;
-        let target = policy.target(port).map_err(|refusal| {
-            let text = format!("{node} port {port}: {refusal}");
-            ProxyError::new(Outcome::RefusedByPolicy, text)
-        })?;
-        Ok(Route::Agent(Destination { node, target }))
+        let port = RequestedPort::Named(self.port);
+        Ok(RequestedDestination::Node(RequestedNode { node, port }))
     }
-}
-
-/// The route to a target.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::ingress) enum Route {
-    /// A stream through the node's agent.
-    Agent(Destination),
-    /// A connection that the server dials, if the dial policy allows it.
-    Direct(DialTarget),
-}
-
-/// A target that the server dials directly.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::ingress) enum DialTarget {
-    /// A name that must be resolved.
-    Name(NodeName),
-    /// Addresses in order of preference.
-    Addresses(Vec<IpAddr>),
 }
 
 fn host_and_port(uri: &Uri) -> Result<(Host, Option<Port>), ProxyError> {

@@ -6,8 +6,10 @@ use http::Request;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::dial::filter_allowed;
-use crate::ingress::connect::request::{DialTarget, ProxyRequest, Route};
+use crate::ingress::connect::request::ProxyRequest;
 use crate::policy::PortPolicy;
+use crate::policy::authorize::{Authorized, authorize_anonymous};
+use crate::routing::destination::DialTarget;
 use crate::routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use crate::routing::routes::RouteTable;
 
@@ -35,11 +37,13 @@ impl ClusterFixture {
         let has_agent = |node: &NodeName| self.agents.contains(node);
         let proxy_request =
             ProxyRequest::of(request.method(), request.uri(), request.headers()).unwrap();
-        let route = proxy_request.route(&self.routes, &policy, &self.ranges.load(), has_agent);
+        let route = proxy_request
+            .resolve(&self.routes, &self.ranges.load(), has_agent)
+            .and_then(|requested| authorize_anonymous(&policy, requested));
         let addresses = match route {
-            Ok(Route::Agent(destination)) => return format!("agent {}", destination.node),
-            Ok(Route::Direct(DialTarget::Name(name))) => return format!("name {name}"),
-            Ok(Route::Direct(DialTarget::Addresses(addresses))) => addresses,
+            Ok(Authorized::Agent(target)) => return format!("agent {}", target.destination.node),
+            Ok(Authorized::Direct(DialTarget::Name(name))) => return format!("name {name}"),
+            Ok(Authorized::Direct(DialTarget::Addresses(addresses))) => addresses,
             Err(failure) => return failure.outcome.status().as_u16().to_string(),
         };
         let claims = AddressClaims {

@@ -18,8 +18,7 @@ use crate::ingress::connect::dial::DirectSocket;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
-use crate::routing::decision::delegated::ResolvedDestination;
-use crate::routing::destination::Scheme;
+use crate::routing::destination::AgentTarget;
 use crate::routing::registry::CallerKey;
 
 /// The head of a response and the body or stream that follows it.
@@ -46,8 +45,6 @@ pub(in crate::ingress) struct Exchange<'a> {
     pub(in crate::ingress) caller: &'a Caller,
     /// Key that counts the streams of the caller.
     pub(in crate::ingress) key: &'a CallerKey,
-    /// Scheme of the target.
-    pub(in crate::ingress) scheme: Scheme,
     /// Protocols that the request asks to switch to.
     pub(in crate::ingress) upgrade: Option<&'a HeaderValue>,
 }
@@ -57,12 +54,12 @@ impl Exchange<'_> {
     pub(in crate::ingress) async fn forward(
         &self,
         mut request: Request<Incoming>,
-        resolved: ResolvedDestination,
+        target: AgentTarget,
         access_log: &mut AccessLog,
     ) -> Result<Forwarded, ProxyError> {
         let caller = self.caller;
-        let host = host_field(&resolved, &request);
-        let destination = resolved.destination;
+        let host = host_field(&target, &request);
+        let destination = target.destination;
         access_log.destination(&destination);
         let is_reusable = can_reuse_connection(&request);
         rewrite_request(&mut request, &host, self.upgrade, !is_reusable);
@@ -74,7 +71,7 @@ impl Exchange<'_> {
         });
         let upstream_request = UpstreamRequest {
             ingress: &caller.ingress,
-            scheme: self.scheme,
+            scheme: caller.listener.scheme,
             tls_profile,
             destination: &destination,
             caller: self.key,
@@ -153,11 +150,11 @@ fn check_response(
 }
 
 /// Returns the Host field of the request to the target.
-fn host_field(resolved: &ResolvedDestination, request: &Request<Incoming>) -> String {
+fn host_field(target: &AgentTarget, request: &Request<Incoming>) -> String {
     let own = request
         .headers()
         .get(HOST)
-        .filter(|_| resolved.keeps_host)
+        .filter(|_| target.keeps_host)
         .and_then(|host| host.to_str().ok());
-    own.map_or_else(|| resolved.destination.host_field(), str::to_owned)
+    own.map_or_else(|| target.destination.host_field(), str::to_owned)
 }

@@ -22,13 +22,11 @@ use http::header::{CONNECTION, HOST, UPGRADE};
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::{
-    Host, HostPort, RequestFacts, bad_request, check_form, choose_node, refused_port,
-    route_failure, single_value,
+    Host, HostPort, RequestFacts, bad_request, check_form, choose_node, route_failure, single_value,
 };
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
-use crate::policy::PortPolicy;
-use crate::routing::destination::Destination;
+use crate::routing::destination::{RequestedNode, RequestedPort};
 use crate::routing::pod_lookup::{KubeletPath, Pod, PodLookupError};
 use crate::routing::routes::{RouteError, RouteTable};
 
@@ -44,27 +42,10 @@ pub(crate) struct DelegatedRequest<'a> {
 /// The next step for a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
-    /// The destination is known.
-    Forward(ResolvedDestination),
-    /// The destination is the node that this Pod runs on.
+    /// The node is known.
+    Forward(RequestedNode),
+    /// The node is the one that this Pod runs on.
     LookUp(Pod),
-}
-
-/// A destination, and the choice of the Host field for the target.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct ResolvedDestination {
-    pub(crate) destination: Destination,
-    /// The target receives the caller's Host unchanged.
-    pub(crate) keeps_host: bool,
-}
-
-impl From<Destination> for ResolvedDestination {
-    fn from(destination: Destination) -> Self {
-        Self {
-            destination,
-            keeps_host: false,
-        }
-    }
 }
 
 /// Returns the next step for a request. Selector headers are ignored.
@@ -74,7 +55,6 @@ impl From<Destination> for ResolvedDestination {
 pub(crate) fn decide(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
-    policy: &PortPolicy,
 ) -> Result<Decision, ProxyError> {
     let facts = &request.facts;
     check_form(facts)?;
@@ -82,7 +62,7 @@ pub(crate) fn decide(
         return Err(bad_request("the request has no Host"));
     }
     match request.server_name.map(|name| routes.by_name(name)) {
-        Some(Ok(node)) => return addressed(request, node, routes, policy).map(Decision::Forward),
+        Some(Ok(node)) => return requested(request, node, routes).map(Decision::Forward),
         // The caller has named a node by SNI. The user's Host must not choose between the nodes
         // that share the name.
         Some(Err(error @ RouteError::AmbiguousName(..))) => return Err(route_failure(&error)),
@@ -95,7 +75,7 @@ pub(crate) fn decide(
     }
 }
 
-/// Returns the destination of a request without a node in SNI. The path contains no Pod, or no
+/// Returns the node and port of a request without a node in SNI. The path contains no Pod, or no
 /// resolver is available.
 ///
 /// # Errors
@@ -103,8 +83,7 @@ pub(crate) fn decide(
 pub(crate) fn decide_by_host(
     request: &DelegatedRequest<'_>,
     routes: &RouteTable,
-    policy: &PortPolicy,
-) -> Result<ResolvedDestination, ProxyError> {
+) -> Result<RequestedNode, ProxyError> {
     let facts = &request.facts;
     if is_upgrade(facts.headers) {
         return Err(no_node_by_tls(request));
@@ -113,25 +92,25 @@ pub(crate) fn decide_by_host(
     let host =
         host.ok_or_else(|| bad_request("Host is not a name or address with an optional port"))?;
     let node = choose_node(&host.host, None, None, routes)?;
-    addressed(request, node, routes, policy)
+    requested(request, node, routes)
 }
 
-/// Returns the destination of a request after the lookup of its Pod.
+/// Returns the node and port of a request after the lookup of its Pod.
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller. A failed lookup never falls back to
 /// the node in Host.
 pub(crate) fn decide_by_pod(
     request: &DelegatedRequest<'_>,
-    (pod, found): (&Pod, Result<NodeName, PodLookupError>),
+    pod: &Pod,
+    node_result: Result<NodeName, PodLookupError>,
     routes: &RouteTable,
-    policy: &PortPolicy,
-) -> Result<ResolvedDestination, ProxyError> {
+) -> Result<RequestedNode, ProxyError> {
     let unknown = |why: &dyn std::fmt::Display| {
         let text = format!("cannot find the node of pod {pod}: {why}");
         ProxyError::new(Outcome::UnknownNode, text)
     };
-    let node = found.map_err(|error| unknown(&error))?;
+    let node = node_result.map_err(|error| unknown(&error))?;
     // The name is that of a Node object. Another node with this name as its host name must not
     // match.
     if !routes.is_node(&node) {
@@ -140,62 +119,56 @@ pub(crate) fn decide_by_pod(
         );
         return Err(unknown(&why));
     }
-    addressed(request, node, routes, policy)
+    requested(request, node, routes)
 }
 
-/// Returns the destination on a node. The port comes from Host if Host names this node, because
-/// callers other than kube-apiserver can have delegation. Otherwise the port is that of the
-/// kubelet.
-fn addressed(
+/// Returns the node and its port. The port comes from Host if Host names this node, because callers
+/// other than kube-apiserver can have delegation. Otherwise the port is that of the kubelet.
+fn requested(
     request: &DelegatedRequest<'_>,
     node: NodeName,
     routes: &RouteTable,
-    policy: &PortPolicy,
-) -> Result<ResolvedDestination, ProxyError> {
+) -> Result<RequestedNode, ProxyError> {
     let kubelet = routes
         .kubelet_port(&node)
         .ok_or_else(|| bad_request("the kubelet port of the node is unknown"))?;
-    let port = port_of_host(request, &node, routes, policy).unwrap_or(kubelet);
-    let keeps_host = port == kubelet;
-    let target = if keeps_host {
-        policy.kubelet(port)
-    } else {
-        policy
-            .target(port)
-            .map_err(|refusal| refused_port(&node, port, &refusal))?
-    };
-    Ok(ResolvedDestination {
-        destination: Destination { node, target },
-        keeps_host,
-    })
+    let port = port_of_host(request, &node, kubelet, routes);
+    let port = port.unwrap_or(RequestedPort::Kubelet(kubelet));
+    Ok(RequestedNode { node, port })
 }
 
-/// Returns the port for this node from Host, if Host contains one that applies.
+/// Returns the port for this node from Host, if Host contains one that is not the kubelet's.
 fn port_of_host(
     request: &DelegatedRequest<'_>,
     node: &NodeName,
+    kubelet: Port,
     routes: &RouteTable,
-    policy: &PortPolicy,
-) -> Option<Port> {
+) -> Option<RequestedPort> {
     let facts = &request.facts;
     let host = HostPort::parse(single_value(facts.headers, &HOST).ok()??)?;
-    let (named, is_address) = match &host.host {
+    let (route, is_address) = match &host.host {
         Host::Name(name) => (routes.by_name(name), false),
         Host::Address(address) => (routes.by_address(*address), true),
     };
-    if named.as_ref() != Ok(node) {
+    if route.as_ref() != Ok(node) {
         return None;
     }
-    let port = host.port.or(facts.implied_port);
-    let port = port.or_else(|| Port::new(facts.scheme.default_port()))?;
+    let named = host.port.or(facts.implied_port);
+    let named = named.or_else(|| Port::new(facts.scheme.default_port()))?;
+    if named == kubelet {
+        return None;
+    }
     // kube-apiserver itself can listen on a port of a node with an agent, and its user's Host then
     // contains that port. Only kubelets serve the stream paths. A direct caller that puts a node's
     // name into SNI does not put an address into Host.
     let is_stream = matches!(KubeletPath::of(facts.uri.path()), KubeletPath::Stream(_));
     let server_name = request.server_name.map(|name| routes.by_name(name));
     let is_by_tls = server_name.is_some_and(|found| found.as_ref() == Ok(node));
-    let may_be_of_a_user = is_stream || (is_by_tls && is_address);
-    (!may_be_of_a_user || policy.target(port).is_ok()).then_some(port)
+    Some(if is_stream || (is_by_tls && is_address) {
+        RequestedPort::NamedOrKubelet { named, kubelet }
+    } else {
+        RequestedPort::Named(named)
+    })
 }
 
 /// Returns whether kube-apiserver forwards a request as an upgrade, with its user's Host: the

@@ -1,6 +1,9 @@
 use tunnel_proto::wire::header::Target;
 
 use super::*;
+use crate::policy::PortPolicy;
+use crate::policy::authorize::authorize_node;
+use crate::routing::destination::Destination;
 
 fn routes() -> RouteTable {
     let (one, two, three): (NodeName, NodeName, NodeName) = (
@@ -26,6 +29,12 @@ fn policy() -> PortPolicy {
     }
 }
 
+/// Returns the destination that the policy allows.
+fn destination(facts: &RequestFacts<'_>) -> Result<Destination, ProxyError> {
+    let requested = decide(facts, &routes())?;
+    authorize_node(&policy(), false, requested).map(|target| target.destination)
+}
+
 /// Returns the decision as "node target" or as the error code. `fields` are `Host` and selectors.
 fn answer(request: &str, fields: &[(&str, &str)], scheme: Scheme, implied: Option<u16>) -> String {
     let (method, uri) = request.split_once(' ').unwrap();
@@ -45,7 +54,7 @@ fn answer(request: &str, fields: &[(&str, &str)], scheme: Scheme, implied: Optio
         scheme,
         implied_port,
     };
-    match decide(&facts, &routes(), &policy()) {
+    match destination(&facts) {
         Ok(destination) => destination.to_string(),
         Err(failure) => failure.outcome.to_string(),
     }
@@ -282,7 +291,7 @@ fn own_port_is_explained() {
         scheme: Scheme::Http,
         implied_port: None,
     };
-    let failure = decide(&facts, &routes(), &policy()).unwrap_err();
+    let failure = destination(&facts).unwrap_err();
     assert!(
         failure.text.contains("10264 is the tunnel's own port"),
         "{}",

@@ -1,6 +1,11 @@
+use std::net::IpAddr;
+
 use http::{HeaderValue, Request};
 
 use super::*;
+use crate::policy::PortPolicy;
+use crate::policy::authorize::{Authorized, authorize_anonymous};
+use crate::routing::destination::{AgentTarget, Destination};
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -115,18 +120,20 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     let route = |target: &str, agents: &[&NodeName]| {
         let parse = parse("CONNECT", target, &[]).unwrap();
         parse
-            .route(&routes, &policy, &cluster, |node| agents.contains(&node))
+            .resolve(&routes, &cluster, |node| agents.contains(&node))
+            .and_then(|requested| authorize_anonymous(&policy, requested))
             .map_err(|failure| failure.outcome)
     };
     let agent = |node: &NodeName, port| {
         let target = policy.target(Port::new(port).unwrap()).unwrap();
-        Ok(Route::Agent(Destination {
-            node: node.clone(),
-            target,
+        let node = node.clone();
+        Ok(Authorized::Agent(AgentTarget {
+            destination: Destination { node, target },
+            keeps_host: false,
         }))
     };
     let direct =
-        |addresses: &[IpAddr]| Ok(Route::Direct(DialTarget::Addresses(addresses.to_vec())));
+        |addresses: &[IpAddr]| Ok(Authorized::Direct(DialTarget::Addresses(addresses.to_vec())));
     assert_eq!(route("edge-1:10250", &[]), agent(&edge, 10250));
     assert_eq!(route("10.0.0.1:9100", &[]), agent(&edge, 9100));
     assert_eq!(route("[::ffff:10.0.0.1]:9100", &[]), agent(&edge, 9100));
@@ -155,6 +162,8 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     );
     assert_eq!(
         route("hook.default.svc:443", &[]),
-        Ok(Route::Direct(DialTarget::Name(name("hook.default.svc"))))
+        Ok(Authorized::Direct(DialTarget::Name(name(
+            "hook.default.svc"
+        ))))
     );
 }

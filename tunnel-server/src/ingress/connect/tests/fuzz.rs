@@ -11,12 +11,13 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 
-use crate::ingress::connect::request::{ProxyRequest, RequestKind, Route};
+use crate::ingress::connect::request::{ProxyRequest, RequestKind};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::body::ResponseBody;
 use crate::ingress::http::builder;
 use crate::ingress::http::tests::fuzz::exchange::{LIMITS, POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
+use crate::policy::authorize::{Authorized, authorize_anonymous};
 use crate::routing::dial_policy::ClusterNetworks;
 
 /// Heads of ordinary callers and of attackers.
@@ -44,9 +45,9 @@ struct Observed {
 fn judge(request: &Request<Incoming>) -> Observed {
     let proxy_request = ProxyRequest::of(request.method(), request.uri(), request.headers());
     let result = proxy_request.and_then(|proxy_request| {
-        let route =
-            proxy_request.route(&ROUTES, &POLICY, &ClusterNetworks::default(), |_| false)?;
-        Ok((proxy_request, matches!(route, Route::Agent(_))))
+        let requested = proxy_request.resolve(&ROUTES, &ClusterNetworks::default(), |_| false)?;
+        let route = authorize_anonymous(&POLICY, requested)?;
+        Ok((proxy_request, matches!(route, Authorized::Agent(_))))
     });
     Observed {
         method: request.method().to_string(),

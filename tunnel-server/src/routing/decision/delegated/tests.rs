@@ -3,7 +3,9 @@ use std::net::IpAddr;
 use http::{HeaderValue, Method, Uri};
 
 use super::*;
-use crate::routing::destination::Scheme;
+use crate::policy::PortPolicy;
+use crate::policy::authorize::authorize_node;
+use crate::routing::destination::{AgentTarget, Scheme};
 use crate::routing::routes::RouteNode;
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";
@@ -43,6 +45,11 @@ fn policy() -> PortPolicy {
     }
 }
 
+/// Returns the target that the policy allows a caller with delegation.
+fn authorized(requested: RequestedNode) -> Result<AgentTarget, ProxyError> {
+    authorize_node(&policy(), true, requested)
+}
+
 /// A request: method and path, the server name in TLS (`-` for none), and Host.
 type Asked<'a> = (&'a str, &'a str, &'a str);
 
@@ -69,16 +76,14 @@ fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
         },
         server_name: server_name.as_ref(),
     };
-    let (routes, policy) = (routes(), policy());
-    let decided = match decide(&request, &routes, &policy) {
-        Ok(Decision::Forward(addressed)) => Ok(addressed),
+    let routes = routes();
+    let decided = match decide(&request, &routes) {
+        Ok(Decision::Forward(requested)) => Ok(requested),
         Ok(Decision::LookUp(_)) if on == NO_QUESTION => return "asked".to_owned(),
-        Ok(Decision::LookUp(pod)) => {
-            decide_by_pod(&request, (&pod, Ok(node(on))), &routes, &policy)
-        }
+        Ok(Decision::LookUp(pod)) => decide_by_pod(&request, &pod, Ok(node(on)), &routes),
         Err(failure) => Err(failure),
     };
-    match decided {
+    match decided.and_then(authorized) {
         Ok(addressed) if addressed.keeps_host => addressed.destination.to_string(),
         Ok(addressed) => format!("{}, own Host", addressed.destination),
         Err(failure) if failure.text.contains("--kubelet-certificate-authority") => {
@@ -268,8 +273,8 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
         },
         server_name: None,
     };
-    let (routes, policy) = (routes(), policy());
-    let Ok(Decision::LookUp(pod)) = decide(&request, &routes, &policy) else {
+    let routes = routes();
+    let Ok(Decision::LookUp(pod)) = decide(&request, &routes) else {
         panic!("no question");
     };
     for (found, says) in [
@@ -288,7 +293,7 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
             "it runs on host-1, which is not a known node",
         ),
     ] {
-        let failure = decide_by_pod(&request, (&pod, found), &routes, &policy).unwrap_err();
+        let failure = decide_by_pod(&request, &pod, found, &routes).unwrap_err();
         assert_eq!(failure.outcome, Outcome::UnknownNode);
         assert!(failure.text.contains("pod default/web-0"), "{failure}");
         assert!(failure.text.contains(says), "{failure}");
@@ -303,7 +308,7 @@ fn without_lookups_logs_go_by_host_and_upgrades_are_refused() {
         Uri::from_static("/containerLogs/default/web-0/app"),
     );
     let mut headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static("edge-2:10250"))]);
-    let (routes, policy) = (routes(), policy());
+    let routes = routes();
     let ask = |headers: &HeaderMap| {
         let facts = RequestFacts {
             method: &method,
@@ -316,7 +321,7 @@ fn without_lookups_logs_go_by_host_and_upgrades_are_refused() {
             facts,
             server_name: None,
         };
-        decide_by_host(&request, &routes, &policy)
+        decide_by_host(&request, &routes).and_then(authorized)
     };
     let addressed = ask(&headers).unwrap();
     assert_eq!(addressed.destination.to_string(), "edge-2 node:10250");

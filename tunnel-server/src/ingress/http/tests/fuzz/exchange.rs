@@ -31,6 +31,7 @@ use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::http::upstream::connection::client;
 use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
+use crate::policy::authorize::authorize_node;
 use crate::routing::decision::{RequestFacts, decide};
 use crate::routing::destination::{Destination, Scheme};
 use crate::routing::routes::RouteTable;
@@ -187,11 +188,12 @@ async fn serve(
     };
     let decided = match head_error {
         Some(head_error) => Err(ProxyError::new(Outcome::BadRequest, head_error.to_string())),
-        None => decide(&facts, &ROUTES, &POLICY),
+        None => decide(&facts, &ROUTES)
+            .and_then(|requested| authorize_node(&POLICY, false, requested)),
     };
     let mut response = match decided {
         Err(failure) => fail(failure),
-        Ok(destination) => {
+        Ok(agent_target) => {
             let text = |name: &str| {
                 let value = request.headers().get(name);
                 value.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
@@ -206,7 +208,7 @@ async fn serve(
                 wanted: wanted
                     .as_ref()
                     .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned()),
-                destination,
+                destination: agent_target.destination,
                 bytes: Vec::new(),
             };
             let shares = can_reuse_connection(&request);
