@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use rustls::ServerConnection;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
@@ -73,8 +74,8 @@ impl IngressContext {
             let ingress = self.clone();
             let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &kind {
                 ListenerKind::Http(http_listener) => {
-                    let caller = (peer.into(), CallerIdentity::Anonymous);
-                    Box::pin(ingress.serve(http_listener.clone(), tcp.into(), caller))
+                    let (listener, name) = (http_listener.clone(), CallerIdentity::Anonymous);
+                    Box::pin(ingress.serve(listener, tcp.into(), peer.into(), name))
                 }
                 ListenerKind::Service(service) => {
                     let service = service.clone();
@@ -114,12 +115,11 @@ impl IngressContext {
                 let name = socket
                     .peer_cred()
                     .map(|user| CallerIdentity::Uid(user.uid()));
-                let caller = (CallerAddr::Unix, name.unwrap_or_default());
+                let (name, peer) = (name.unwrap_or_default(), CallerAddr::Unix);
                 let connection_task =
                     ingress
                         .clone()
-                        .serve(http_listener.clone(), socket.into(), caller);
-                let peer = CallerAddr::Unix;
+                        .serve(http_listener.clone(), socket.into(), peer, name);
                 ingress
                     .shutdown
                     .spawn_work(Box::pin(connection_task).instrument(info_span!("conn", %peer)));
@@ -162,7 +162,8 @@ impl IngressContext {
         self: Arc<Self>,
         http_listener: Arc<HttpListener>,
         socket: CallerSocket,
-        (peer, name): (CallerAddr, CallerIdentity),
+        peer: CallerAddr,
+        name: CallerIdentity,
     ) {
         let admitted = match peer {
             CallerAddr::Tcp(_) if http_listener.tls.is_none() => {
@@ -212,18 +213,7 @@ impl IngressContext {
         };
         match handshake_result {
             Ok(Ok(stream)) => {
-                let chain = stream.get_ref().1.peer_certificates();
-                conn.has_delegation = self.delegation_callers.admit(chain);
-                if conn.has_delegation {
-                    let name = stream.get_ref().1.server_name();
-                    conn.server_name = name.and_then(|name| name.parse().ok());
-                }
-                if let Some(leaf) = chain.and_then(<[_]>::first) {
-                    let name = common_name(leaf).unwrap_or_default();
-                    conn.name = CallerIdentity::Certificate(name.into());
-                    conn.refused = caller_name(leaf).err();
-                }
-                let is_verified = chain.is_some() && conn.refused.is_none();
+                let is_verified = self.identify(&mut conn, stream.get_ref().1);
                 if must_verify && !is_verified {
                     return self.metrics.refused_caller();
                 }
@@ -237,6 +227,22 @@ impl IngressContext {
                 debug!("TLS handshake with a caller timed out (limits.handshakeTimeout)");
             }
         }
+    }
+
+    /// Records what a TLS handshake says about a caller. Returns whether the caller has a
+    /// certificate that is a caller certificate.
+    fn identify(&self, conn: &mut CallerConn, tls: &ServerConnection) -> bool {
+        let chain = tls.peer_certificates();
+        conn.has_delegation = self.delegation_callers.admit(chain);
+        if conn.has_delegation {
+            conn.server_name = tls.server_name().and_then(|name| name.parse().ok());
+        }
+        if let Some(leaf) = chain.and_then(<[_]>::first) {
+            let name = common_name(leaf).unwrap_or_default();
+            conn.name = CallerIdentity::Certificate(name.into());
+            conn.refused = caller_name(leaf).err();
+        }
+        chain.is_some() && conn.refused.is_none()
     }
 }
 

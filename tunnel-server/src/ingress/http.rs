@@ -208,15 +208,7 @@ impl Caller {
         builder.half_close(self.listener.connect.is_some());
         let mut connection = builder.serve_connection(TokioIo::new(stream), service);
         let mut expire = pin!(self.pool.expire());
-        let mut gone = pin!(async {
-            caller_closed.closed().await;
-            // Between requests, hyper detects the end after it has read the data that was sent
-            // before the end.
-            self.timeouts.wait_for_request().await;
-            if self.is_connecting.load(Ordering::Relaxed) {
-                std::future::pending().await
-            }
-        });
+        let mut gone = pin!(self.gone(caller_closed));
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut write_blocked = pin!(self.timeouts.write_blocked_for(self.ingress.limits.idle));
@@ -230,22 +222,14 @@ impl Caller {
                     polled => polled,
                 }) => {
                     let stream = stream_from_parts(connection.into_parts());
-                    match ended {
-                        Ok(()) if evicted => return Err(self.evict(stream)),
-                        Ok(()) => self.finish(stream).await,
-                        Err(error) => {
-                            // hyper has answered a request that it could not parse. If output is
-                            // still unwritten, the connection is reset so that the caller notices
-                            // the loss.
-                            if self.timeouts.is_write_blocked() {
-                                self.close_mode.cut();
-                            } else if error.is_parse() {
-                                close_gracefully(stream).await;
-                            }
-                            return Err(ConnEnd::Http(error));
+                    return match ended {
+                        Ok(()) if evicted => Err(self.evict(stream)),
+                        Ok(()) => {
+                            self.finish(stream).await;
+                            Ok(None)
                         }
-                    }
-                    return Ok(None);
+                        Err(error) => Err(self.fail(stream, error).await),
+                    };
                 }
                 () = self.permit.evicted(), if !evicted => {
                     if self.timeouts.is_idle() {
@@ -274,6 +258,33 @@ impl Caller {
             }
             Pin::new(&mut connection).graceful_shutdown();
         }
+    }
+
+    /// Completes once the caller has disconnected while a request was in progress. Never completes
+    /// during a CONNECT.
+    async fn gone(&self, caller_closed: &CallerClosed) {
+        caller_closed.closed().await;
+        // Between requests, hyper detects the end after it has read the data that was sent before
+        // the end.
+        self.timeouts.wait_for_request().await;
+        if self.is_connecting.load(Ordering::Relaxed) {
+            std::future::pending().await
+        }
+    }
+
+    /// Closes the connection after an error of hyper.
+    async fn fail<S>(&self, stream: TimedStream<S>, error: hyper::Error) -> ConnEnd
+    where
+        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        // hyper has answered a request that it could not parse. If output is still unwritten, the
+        // connection is reset so that the caller notices the loss.
+        if self.timeouts.is_write_blocked() {
+            self.close_mode.cut();
+        } else if error.is_parse() {
+            close_gracefully(stream).await;
+        }
+        ConnEnd::Http(error)
     }
 
     /// Waits without hyper until the caller sends data, and then returns the stream.

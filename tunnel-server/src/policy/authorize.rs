@@ -36,9 +36,9 @@ impl AccessCaller<'_> {
 /// The access that a request asks for. `D` is what the server needs to dial a target itself.
 #[derive(Debug)]
 pub struct Access<'a, D> {
-    /// The caller.
+    /// The caller of the request.
     pub caller: AccessCaller<'a>,
-    /// The destination.
+    /// The destination that the request asks for.
     pub destination: RequestedDestination<D>,
     /// Method of an HTTP request, or `None` for a byte stream. No rule depends on the method.
     pub verb: Option<&'a Method>,
