@@ -24,7 +24,7 @@ use super::tunnel::Tunnel;
 use crate::policy::authorize::{Access, AccessCaller, Authorized, authorize};
 use crate::routing::decision::delegated::{self, Decision, DelegatedRequest};
 use crate::routing::decision::{RequestFacts, decide};
-use crate::routing::destination::{DialTarget, Destination, RequestedDestination, RequestedNode};
+use crate::routing::destination::{Destination, DialTarget, RequestedDestination, RequestedNode};
 use crate::routing::dial_policy::AddressClaims;
 use crate::routing::registry::CallerKey;
 

@@ -35,7 +35,12 @@ pub async fn serve(
         access_log: AccessLog::start("service", peer, &service.name, &ingress.metrics),
     };
     // The box is freed before the relay, which lasts as long as the connection.
-    let opening = Box::pin(open(&ingress, &service, peer, &mut exchange_guard.access_log));
+    let opening = Box::pin(open(
+        &ingress,
+        &service,
+        peer,
+        &mut exchange_guard.access_log,
+    ));
     match opening.await {
         Ok(tunnel) => relay_tunnel(caller, tunnel, exchange_guard).await,
         Err(failure) => exchange_guard.access_log.fail(&failure),

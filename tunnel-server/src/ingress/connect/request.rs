@@ -109,8 +109,11 @@ impl ProxyRequest {
         cluster: &ClusterNetworks,
         has_agent: impl Fn(&NodeName) -> bool,
     ) -> Result<RequestedDestination<DialTarget>, ProxyError> {
-        let direct =
-            |addresses| Ok(RequestedDestination::Direct(DialTarget::Addresses(addresses)));
+        let direct = |addresses| {
+            Ok(RequestedDestination::Direct(DialTarget::Addresses(
+                addresses,
+            )))
+        };
         let node = match &self.host {
             Host::Name(name) => match routes.by_name(name) {
                 Ok(node) => node,

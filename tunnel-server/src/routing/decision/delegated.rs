@@ -71,7 +71,7 @@ pub(crate) fn decide(
     match KubeletPath::of(facts.uri.path()) {
         KubeletPath::Stream(pod) => Ok(Decision::LookUp(pod)),
         KubeletPath::Malformed => Err(bad_request("the kubelet path does not name a valid pod")),
-        KubeletPath::Other => decide_by_host(request, routes, policy).map(Decision::Forward),
+        KubeletPath::Other => decide_by_host(request, routes).map(Decision::Forward),
     }
 }
 

@@ -132,8 +132,11 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
             keeps_host: false,
         }))
     };
-    let direct =
-        |addresses: &[IpAddr]| Ok(Authorized::Direct(DialTarget::Addresses(addresses.to_vec())));
+    let direct = |addresses: &[IpAddr]| {
+        Ok(Authorized::Direct(DialTarget::Addresses(
+            addresses.to_vec(),
+        )))
+    };
     assert_eq!(route("edge-1:10250", &[]), agent(&edge, 10250));
     assert_eq!(route("10.0.0.1:9100", &[]), agent(&edge, 9100));
     assert_eq!(route("[::ffff:10.0.0.1]:9100", &[]), agent(&edge, 9100));
