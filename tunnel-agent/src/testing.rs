@@ -10,7 +10,6 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PublicKe
 use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::identity::{PeerIdentity, Role, TrustDomain};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::transport::{Session, memory};
@@ -107,14 +106,8 @@ impl Drop for TempDir {
 
 /// Returns a session in memory: the server's end and the agent's.
 pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
-    let identity = |role| PeerIdentity {
-        domain: TrustDomain::Tunnel,
-        role,
-        not_before: SystemTime::UNIX_EPOCH,
-        not_after: SystemTime::now() + Duration::from_secs(3600),
-    };
-    let agent = Role::Agent("worker-1".parse().unwrap());
-    memory::pair(identity(Role::Server), identity(agent))
+    let (server, agent) = memory::pair();
+    (server, agent)
 }
 
 /// Returns credentials of worker-1 that are not renewed.

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::BytesMut;
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_proto::identity::{PeerIdentity, Role, TrustDomain};
+use tunnel_proto::identity::PeerIdentity;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::LivenessLimits;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
@@ -52,13 +52,7 @@ pub(crate) fn header() -> StreamHeader {
 
 /// Returns the server's end and the agent's end of an in-memory session.
 pub(crate) fn session() -> (Arc<FakeSession>, Arc<dyn Session>) {
-    let identity = |role| PeerIdentity {
-        domain: TrustDomain::Tunnel,
-        role,
-        not_before: SystemTime::UNIX_EPOCH,
-        not_after: SystemTime::now() + Duration::from_secs(30 * 86400),
-    };
-    let (server, agent) = memory::pair(identity(Role::Server), identity(Role::Agent(node())));
+    let (server, agent) = memory::pair();
     let fake = FakeSession {
         inner: server,
         silent: AtomicBool::new(false),

@@ -133,13 +133,10 @@ fn invalid(error: FrameError) -> io::Error {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::time::SystemTime;
-
     use tokio::time::timeout;
 
     use super::*;
-    use crate::identity::{PeerIdentity, Role, TrustDomain};
-    use crate::transport::memory;
+    use crate::transport::{Session, memory};
     use crate::wire::header::{StreamHeader, StreamKind};
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -151,13 +148,7 @@ pub(super) mod tests {
         (ControlReader, ControlWriter),
         impl Sized,
     ) {
-        let server = PeerIdentity {
-            domain: TrustDomain::Tunnel,
-            role: Role::Server,
-            not_before: SystemTime::UNIX_EPOCH,
-            not_after: SystemTime::now(),
-        };
-        let (first, second) = memory::pair(server.clone(), server);
+        let (first, second) = memory::pair();
         let header = StreamHeader::new(StreamKind::Control {
             version_min: 1,
             version_max: 1,

@@ -1,4 +1,5 @@
-//! In-process sessions for tests: the semantics of a transport without a network.
+//! In-process sessions for tests: the semantics of a transport without a network, and faults that a
+//! test sets. With a paused clock, hours of outage take milliseconds.
 
 use std::collections::VecDeque;
 use std::io;
@@ -7,17 +8,21 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::{Buf, BytesMut};
 use parking_lot::{Mutex, MutexGuard};
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::stream::{IncomingStream, RawStream, Stream, StreamCut, Traffic};
-use super::{CloseReason, ClosedBy, Health, Session, SessionError, TransportKind};
-use crate::identity::PeerIdentity;
+use super::{
+    CloseReason, ClosedBy, Dialer, HandshakeError, Health, Session, SessionError, TransportKind,
+};
+use crate::identity::{PeerIdentity, Role, TrustDomain};
+use crate::tcp::ServerAddr;
 use crate::wire::code::{CloseCode, ResetCode};
 use crate::wire::header::StreamHeader;
 
@@ -26,49 +31,101 @@ const WINDOW_BYTES: usize = 256 * 1024;
 /// Number of streams that wait for the peer to accept them.
 const ACCEPT_BACKLOG: usize = 4096;
 
-/// Returns two connected sessions. The peer of the first one has `second_identity`.
+/// Returns the ends of a new session between a server and the agent of worker-1: the server's end,
+/// then the agent's end.
 #[must_use]
-pub fn pair(
-    first_identity: PeerIdentity,
-    second_identity: PeerIdentity,
-) -> (Arc<dyn Session>, Arc<dyn Session>) {
-    let (to_second, from_first) = mpsc::channel(ACCEPT_BACKLOG);
-    let (to_first, from_second) = mpsc::channel(ACCEPT_BACKLOG);
-    let (closed, closed_receiver) = watch::channel(None);
-    let closed = Arc::new(closed);
-    let session = |peer, outgoing, incoming, end| {
+#[expect(clippy::unwrap_used, reason = "the node name is valid")]
+pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
+    let (to_agent, from_server) = mpsc::channel(ACCEPT_BACKLOG);
+    let (to_server, from_agent) = mpsc::channel(ACCEPT_BACKLOG);
+    let closed = Arc::new(watch::Sender::new(None));
+    let session = |peer_role, outgoing, incoming, end| {
         Arc::new(MemorySession {
-            peer,
+            peer: PeerIdentity {
+                domain: TrustDomain::Tunnel,
+                role: peer_role,
+                not_before: SystemTime::UNIX_EPOCH,
+                not_after: SystemTime::now() + Duration::from_secs(30 * 86400),
+            },
             outgoing,
             incoming: AsyncMutex::new(incoming),
             end,
             closed: closed.clone(),
-            closed_receiver: closed_receiver.clone(),
             opening: AtomicBool::new(true),
             probes: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
             traffic: Arc::default(),
+            script: Mutex::default(),
         })
     };
+    let agent = Role::Agent("worker-1".parse().unwrap());
     (
-        session(second_identity, to_second, from_second, 0),
-        session(first_identity, to_first, from_first, 1),
+        session(agent, to_agent, from_agent, 0),
+        session(Role::Server, to_server, from_server, 1),
     )
 }
 
+/// Returns a stream whose peer has sent `bytes` and sends nothing more. If `panics` is set, a read
+/// beyond `bytes` panics, as a bug would.
+#[must_use]
+pub fn incoming_stream(bytes: &[u8], panics: bool) -> IncomingStream {
+    let (stream, peer) = MemoryStream::pair(WINDOW_BYTES, &Arc::new(watch::Sender::new(None)));
+    let mut pipe = peer.outbound.lock();
+    pipe.bytes.extend(bytes);
+    pipe.panics = panics;
+    IncomingStream::new(Box::new(stream), Arc::default(), Arc::default())
+}
+
+/// The behavior of one end of a session, as a test sets it.
+#[derive(Debug, Default)]
+pub struct Script {
+    /// Whether answers to this end's probes are withheld. They arrive when the silence ends.
+    pub is_silent: bool,
+    /// Whether stalled readers hold too much, see [`Session::has_room`].
+    pub is_full: bool,
+    /// Whether opening a stream panics, as a bug would.
+    pub is_panicking: bool,
+    /// Whether closing takes one second, as a transport may take to deliver its last data.
+    pub is_slow_to_close: bool,
+    /// Bytes that each direction of the next opened stream buffers unread. Default 256 KiB.
+    pub next_window: Option<usize>,
+    /// Transport that the session reports. Default [`TransportKind::Memory`].
+    pub transport: Option<TransportKind>,
+}
+
+/// One end of an in-process session.
 #[derive(Debug)]
-struct MemorySession {
+pub struct MemorySession {
     peer: PeerIdentity,
     outgoing: mpsc::Sender<MemoryStream>,
     incoming: AsyncMutex<mpsc::Receiver<MemoryStream>>,
     end: u8,
-    closed: Arc<watch::Sender<Option<(u8, CloseCode, String)>>>,
-    closed_receiver: watch::Receiver<Option<(u8, CloseCode, String)>>,
+    closed: Arc<watch::Sender<Closed>>,
     opening: AtomicBool,
     probes: AtomicU64,
+    answered: AtomicU64,
     traffic: Arc<Traffic>,
+    script: Mutex<Script>,
 }
 
+/// The end that closed a session, and its code and reason.
+type Closed = Option<(u8, CloseCode, String)>;
+
 impl MemorySession {
+    /// Returns the behavior of this end, for a test to change.
+    pub fn script(&self) -> MutexGuard<'_, Script> {
+        self.script.lock()
+    }
+
+    /// Returns the number of probes that the peer has answered.
+    fn answered(&self) -> u64 {
+        if !self.script().is_silent {
+            let probes = self.probes.load(Ordering::Relaxed);
+            self.answered.store(probes, Ordering::Relaxed);
+        }
+        self.answered.load(Ordering::Relaxed)
+    }
+
     fn reason(&self, (end, code, reason): (u8, CloseCode, String)) -> CloseReason {
         let by = if end == self.end {
             ClosedBy::Local
@@ -86,6 +143,7 @@ impl Session for MemorySession {
         header: &StreamHeader,
         reply_timeout: Duration,
     ) -> Result<Stream, SessionError> {
+        assert!(!self.script().is_panicking, "as a bug would");
         if !self.opening.load(Ordering::Relaxed) {
             return Err(SessionError::NotOpening);
         }
@@ -96,23 +154,21 @@ impl Session for MemorySession {
         if let Some(closed) = self.closed.borrow().clone() {
             return Err(self.reason(closed).into());
         }
-        let (to_peer, from_peer) = (Arc::new(Pipe::default()), Arc::new(Pipe::default()));
-        let mut ours = MemoryStream::new(
-            from_peer.clone(),
-            to_peer.clone(),
-            self.closed_receiver.clone(),
-        );
-        let theirs = MemoryStream::new(to_peer, from_peer, self.closed_receiver.clone());
-        let _within_window = ours.write_all(&buffer).await;
+        let window = self.script().next_window.take().unwrap_or(WINDOW_BYTES);
+        let (ours, theirs) = MemoryStream::pair(window, &self.closed);
         if self.outgoing.send(theirs).await.is_err() {
             return Err(self.closed().await.into());
         }
-        Ok(Stream::opened(
+        let mut stream = Stream::opened(
             Box::new(ours),
             self.traffic.clone(),
             Arc::default(),
             reply_timeout,
-        ))
+        );
+        // A window that is narrower than the header is read by the peer in the meantime. The
+        // stream's reader receives the error of a cut.
+        let _cut = stream.write_header(&buffer).await;
+        Ok(stream)
     }
 
     async fn accept(&self) -> Result<IncomingStream, SessionError> {
@@ -128,11 +184,12 @@ impl Session for MemorySession {
 
     fn probe(&self) {
         self.probes.fetch_add(1, Ordering::Relaxed);
+        self.answered();
     }
 
     fn health(&self) -> Health {
         let (bytes_in, bytes_out, streams) = self.traffic.read();
-        let answered = self.probes.load(Ordering::Relaxed);
+        let answered = self.answered();
         Health {
             received: answered,
             acknowledged: answered,
@@ -151,10 +208,14 @@ impl Session for MemorySession {
     fn set_max_concurrent_streams(&self, _count: u32) {}
 
     fn has_room(&self) -> bool {
-        true
+        !self.script().is_full
     }
 
     async fn close(&self, code: CloseCode, reason: &str) {
+        let is_slow = self.script().is_slow_to_close;
+        if is_slow {
+            sleep(Duration::from_secs(1)).await;
+        }
         self.closed.send_if_modified(|closed| {
             let first = closed.is_none();
             if first {
@@ -165,7 +226,7 @@ impl Session for MemorySession {
     }
 
     async fn closed(&self) -> CloseReason {
-        let mut watch = self.closed_receiver.clone();
+        let mut watch = self.closed.subscribe();
         let ended = watch
             .wait_for(Option::is_some)
             .await
@@ -179,8 +240,108 @@ impl Session for MemorySession {
     }
 
     fn transport(&self) -> TransportKind {
-        TransportKind::Memory
+        self.script().transport.unwrap_or(TransportKind::Memory)
     }
+}
+
+/// The outcome of dials of a [`MemoryDialer`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Path {
+    /// The server answers at once.
+    Open,
+    /// The server answers after this time.
+    Slow(Duration),
+    /// No answer arrives. Packets are repeated after 1, 3 and 7 s at the latest, so a path that
+    /// opens is found.
+    Silent,
+    /// The peer answers "Connection refused".
+    Refused,
+    /// The peer answers with a TLS alert.
+    Alert,
+}
+
+/// A transport whose dials end as the test specifies.
+#[derive(Debug)]
+pub struct MemoryDialer {
+    transport: TransportKind,
+    path: Mutex<Path>,
+    dials: Mutex<Vec<Instant>>,
+    connections: mpsc::Sender<MemoryConnection>,
+}
+
+/// A connection of a [`MemoryDialer`].
+#[derive(Debug)]
+pub struct MemoryConnection {
+    /// Name that the agent dialed.
+    pub name: String,
+    /// Server's end of the session.
+    pub server: Arc<MemorySession>,
+    /// Agent's end of the session, which the dial returned.
+    pub agent: Arc<MemorySession>,
+}
+
+impl MemoryDialer {
+    /// Creates a dialer that reports to be `transport`, and whose path is open.
+    #[must_use]
+    pub fn new(transport: TransportKind, connections: mpsc::Sender<MemoryConnection>) -> Arc<Self> {
+        Arc::new(Self {
+            transport,
+            path: Mutex::new(Path::Open),
+            dials: Mutex::default(),
+            connections,
+        })
+    }
+
+    /// Sets the outcome of dials, also of those that are running.
+    pub fn set(&self, path: Path) {
+        *self.path.lock() = path;
+    }
+
+    /// Returns and clears the times of the dials.
+    pub fn dials(&self) -> Vec<Instant> {
+        std::mem::take(&mut *self.dials.lock())
+    }
+}
+
+#[async_trait]
+impl Dialer for MemoryDialer {
+    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
+        let began = Instant::now();
+        self.dials.lock().push(began);
+        for repeat in [0, 1, 3, 7, 15, 31, 63] {
+            sleep_until(began + Duration::from_secs(repeat)).await;
+            let path = *self.path.lock();
+            match path {
+                Path::Silent => continue,
+                Path::Open => {}
+                Path::Slow(delay) => sleep(delay).await,
+                Path::Refused => {
+                    let refused = io::ErrorKind::ConnectionRefused.into();
+                    return Err(HandshakeError::Connect(refused));
+                }
+                Path::Alert => {
+                    let text = "received fatal alert: CertificateRevoked".to_owned();
+                    return Err(HandshakeError::Transport(text));
+                }
+            }
+            let (server, agent) = pair();
+            agent.script().transport = Some(self.transport);
+            let connection = MemoryConnection {
+                name: remote.name.clone(),
+                server,
+                agent: agent.clone(),
+            };
+            let _test_has_ended = self.connections.send(connection).await;
+            return Ok(agent);
+        }
+        Err(HandshakeError::Timeout)
+    }
+
+    fn transport(&self) -> TransportKind {
+        self.transport
+    }
+
+    async fn wait_idle(&self) {}
 }
 
 /// One direction of a stream.
@@ -194,6 +355,8 @@ struct PipeState {
     drained: bool,
     reset: Option<ResetCode>,
     stopped: Option<ResetCode>,
+    /// Whether a read beyond `bytes` panics.
+    panics: bool,
     reader: Option<Waker>,
     writer: Option<Waker>,
 }
@@ -219,20 +382,21 @@ impl PipeState {
 struct MemoryStream {
     inbound: Arc<Pipe>,
     outbound: Arc<Pipe>,
-    closed: watch::Receiver<Option<(u8, CloseCode, String)>>,
+    window: usize,
+    closed: Arc<watch::Sender<Closed>>,
 }
 
 impl MemoryStream {
-    fn new(
-        inbound: Arc<Pipe>,
-        outbound: Arc<Pipe>,
-        closed: watch::Receiver<Option<(u8, CloseCode, String)>>,
-    ) -> Self {
-        Self {
-            inbound,
-            outbound,
-            closed,
-        }
+    /// Returns the two ends of a stream that buffers `window` bytes in each direction.
+    fn pair(window: usize, closed: &Arc<watch::Sender<Closed>>) -> (Self, Self) {
+        let (there, back) = (Arc::<Pipe>::default(), Arc::<Pipe>::default());
+        let end = |inbound: &Arc<Pipe>, outbound: &Arc<Pipe>| Self {
+            inbound: inbound.clone(),
+            outbound: outbound.clone(),
+            window,
+            closed: closed.clone(),
+        };
+        (end(&back, &there), end(&there, &back))
     }
 
     fn is_closed(&self) -> bool {
@@ -280,6 +444,7 @@ impl AsyncRead for MemoryStream {
             if self.is_closed() {
                 return Poll::Ready(Err(StreamCut::SessionLost.into()));
             }
+            assert!(!pipe.panics, "as a bug would");
             pipe.reader = Some(cx.waker().clone());
             return Poll::Pending;
         }
@@ -308,9 +473,7 @@ impl AsyncWrite for MemoryStream {
         if pipe.finished || pipe.reset.is_some() {
             return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
         }
-        let count = data
-            .len()
-            .min(WINDOW_BYTES.saturating_sub(pipe.bytes.len()));
+        let count = data.len().min(self.window.saturating_sub(pipe.bytes.len()));
         if count == 0 && !data.is_empty() {
             pipe.writer = Some(cx.waker().clone());
             return Poll::Pending;

@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use super::{Pair, Windows};
-use crate::identity::{PeerIdentity, Role, TrustDomain};
+use crate::identity::Role;
 use crate::tcp::{Direct, ServerAddr, configure_session};
 use crate::tls::{self, test_ca::TestCa};
 use crate::transport::{BufferPool, CongestionControl, Session, SessionSettings};
@@ -19,19 +19,8 @@ fn agent() -> Role {
 }
 
 pub(super) async fn memory(_windows: Windows) -> Pair {
-    let identity = |role| PeerIdentity {
-        domain: TrustDomain::Tunnel,
-        role,
-        not_before: std::time::SystemTime::UNIX_EPOCH,
-        not_after: std::time::SystemTime::UNIX_EPOCH,
-    };
-    let (opener, acceptor) =
-        crate::transport::memory::pair(identity(Role::Server), identity(agent()));
-    Pair {
-        opener,
-        acceptor,
-        _keep: Box::new(()),
-    }
+    let (opener, acceptor) = crate::transport::memory::pair();
+    joined(opener, acceptor, ())
 }
 
 fn settings(windows: Windows, keep_alive: Option<Duration>) -> SessionSettings {
