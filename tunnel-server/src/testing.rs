@@ -1,29 +1,16 @@
-//! Test support: in-memory sessions whose agent the test plays, and whose liveness the test
-//! controls.
+//! Test support: the state of a server, and agents that the test plays over in-memory sessions.
 
 use std::future::Future;
-use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
-use async_trait::async_trait;
-use bytes::BytesMut;
-use parking_lot::Mutex;
 use prometheus_client::registry::Registry as MetricsRegistry;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf};
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_proto::identity::PeerIdentity;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::LivenessLimits;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::{
-    BufferPool, CloseReason, Health, IncomingStream, RawStream, Session, SessionError, Stream,
-    TransportKind, memory,
-};
-use tunnel_proto::wire::code::{CloseCode, ResetCode};
+use tunnel_proto::transport::memory::{self, MemorySession};
+use tunnel_proto::transport::{BufferPool, Session, Stream};
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
@@ -50,20 +37,6 @@ pub(crate) fn header() -> StreamHeader {
     StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())))
 }
 
-/// Returns the server's end and the agent's end of an in-memory session.
-pub(crate) fn session() -> (Arc<FakeSession>, Arc<dyn Session>) {
-    let (server, agent) = memory::pair();
-    let fake = FakeSession {
-        inner: server,
-        silent: AtomicBool::new(false),
-        full: AtomicBool::new(false),
-        slow_to_close: AtomicBool::new(false),
-        panicking: AtomicBool::new(false),
-        control: Mutex::default(),
-    };
-    (Arc::new(fake), agent)
-}
-
 /// Waits until `holds` returns `true`.
 pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let waiting = async {
@@ -73,151 +46,6 @@ pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     };
     if timeout(Duration::from_secs(10), waiting).await.is_err() {
         panic!("not seen: {what}");
-    }
-}
-
-/// A session that can be made silent, full, slow to close, or panicking.
-#[derive(Debug)]
-pub(crate) struct FakeSession {
-    inner: Arc<dyn Session>,
-    silent: AtomicBool,
-    full: AtomicBool,
-    slow_to_close: AtomicBool,
-    panicking: AtomicBool,
-    /// Server's end of the control stream, if the control stream bypasses the session.
-    control: Mutex<Option<DuplexStream>>,
-}
-
-impl FakeSession {
-    /// Sets whether probes stay unanswered.
-    pub(crate) fn set_silent(&self, silent: bool) {
-        self.silent.store(silent, Ordering::Relaxed);
-    }
-
-    /// Sets whether the session reports that stalled readers hold too much.
-    pub(crate) fn set_full(&self, full: bool) {
-        self.full.store(full, Ordering::Relaxed);
-    }
-
-    /// Makes opening a stream panic, as a bug would.
-    pub(crate) fn set_panicking(&self) {
-        self.panicking.store(true, Ordering::Relaxed);
-    }
-
-    /// Makes closing take one second, as a transport may take to deliver its last data.
-    pub(crate) fn set_slow_to_close(&self) {
-        self.slow_to_close.store(true, Ordering::Relaxed);
-    }
-}
-
-#[async_trait]
-impl Session for FakeSession {
-    async fn open(
-        &self,
-        header: &StreamHeader,
-        reply_timeout: Duration,
-    ) -> Result<Stream, SessionError> {
-        assert!(!self.panicking.load(Ordering::Relaxed), "as a bug would");
-        let control = self.control.lock().take();
-        let Some(mut pipe) = control else {
-            return self.inner.open(header, reply_timeout).await;
-        };
-        let mut buffer = BytesMut::new();
-        header.encode(&mut buffer).unwrap();
-        pipe.write_all(&buffer).await.unwrap();
-        let raw = Box::new(Pipe(pipe));
-        Ok(Stream::opened(
-            raw,
-            Arc::default(),
-            Arc::default(),
-            reply_timeout,
-        ))
-    }
-
-    async fn accept(&self) -> Result<IncomingStream, SessionError> {
-        self.inner.accept().await
-    }
-
-    fn probe(&self) {
-        if !self.silent.load(Ordering::Relaxed) {
-            self.inner.probe();
-        }
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-
-    fn stop_opening(&self) {
-        self.inner.stop_opening();
-    }
-
-    fn set_max_concurrent_streams(&self, count: u32) {
-        self.inner.set_max_concurrent_streams(count);
-    }
-
-    fn has_room(&self) -> bool {
-        !self.full.load(Ordering::Relaxed)
-    }
-
-    async fn close(&self, code: CloseCode, reason: &str) {
-        if self.slow_to_close.load(Ordering::Relaxed) {
-            sleep(Duration::from_secs(1)).await;
-        }
-        self.inner.close(code, reason).await;
-    }
-
-    async fn closed(&self) -> CloseReason {
-        self.inner.closed().await
-    }
-
-    fn peer(&self) -> &PeerIdentity {
-        self.inner.peer()
-    }
-
-    fn peer_chain(&self) -> Vec<rustls_pki_types::CertificateDer<'static>> {
-        self.inner.peer_chain()
-    }
-
-    fn transport(&self) -> TransportKind {
-        self.inner.transport()
-    }
-}
-
-/// A control stream with a buffer of the size that the test needs.
-#[derive(Debug)]
-struct Pipe(DuplexStream);
-
-impl RawStream for Pipe {
-    fn reset(&mut self, _code: ResetCode) {}
-    fn stop(&mut self, _code: ResetCode) {}
-}
-
-impl AsyncRead for Pipe {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        out: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(cx, out)
-    }
-}
-
-impl AsyncWrite for Pipe {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        data: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(cx, data)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(cx)
     }
 }
 
@@ -302,14 +130,12 @@ impl Bench {
     /// Connects an agent that sends Hello. The control stream buffers `control_bytes` in each
     /// direction.
     pub(crate) async fn hello(&self, instance: u8, control_bytes: usize) -> Agent {
-        let (near, far) = session();
-        let (server_end, agent_end) = tokio::io::duplex(control_bytes);
-        *near.control.lock() = Some(server_end);
+        let (near, far) = memory::pair();
+        near.script().next_window = Some(control_bytes);
         let (sessions, serving) = (self.sessions.clone(), near.clone());
         let serve = async move { sessions.serve(serving).await };
         self.sessions.shutdown.spawn_service(serve);
-        let incoming =
-            IncomingStream::new(Box::new(Pipe(agent_end)), Arc::default(), Arc::default());
+        let incoming = within(far.accept()).await.unwrap();
         let (_, mut stream) = incoming
             .header(Instant::now() + WAIT_TIMEOUT)
             .await
@@ -343,7 +169,7 @@ impl Drop for Bench {
 /// An agent played by the test.
 pub(crate) struct Agent {
     /// Server's end of the session.
-    pub(crate) near: Arc<FakeSession>,
+    pub(crate) near: Arc<MemorySession>,
     /// Agent's end of the session.
     pub(crate) far: Arc<dyn Session>,
     pub(crate) reader: ControlReader,

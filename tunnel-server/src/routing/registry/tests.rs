@@ -1,11 +1,12 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
+use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::InstanceId;
 
 use super::*;
-use crate::testing::{FakeSession, POOL, WAIT_TIMEOUT, header, node, session};
+use crate::testing::{POOL, WAIT_TIMEOUT, header, node};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const OPERATOR: CallerKey = CallerKey::Local(None);
@@ -20,7 +21,7 @@ fn registry() -> Arc<Registry> {
 /// A registered session, with the server's end and the agent's end.
 struct Member {
     registration: Registration,
-    near: Arc<FakeSession>,
+    near: Arc<MemorySession>,
     far: Arc<dyn Session>,
 }
 
@@ -44,7 +45,7 @@ fn try_join(
     instance: u8,
     yielded: &[SessionId],
 ) -> Result<Member, RegisterError> {
-    let (near, far) = session();
+    let (near, far) = memory::pair();
     let instance = InstanceId::new([instance; 16]);
     let entry = AgentSession::new(registry.next_id(), node, instance, near.clone());
     let registration = registry.register(entry, yielded)?;
@@ -216,14 +217,14 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
 async fn agent_whose_stalled_readers_hold_too_much_gets_no_new_streams_on_any_session() {
     let registry = registry();
     let (old, _new) = (join(&registry), join(&registry));
-    old.near.set_full(true);
+    old.near.script().is_full = true;
     let error = open(&registry).await.unwrap_err();
     assert!(matches!(error, OpenError::BufferPoolFull(POOL)), "{error}");
     assert!(
         error.to_string().contains("limits.bufferPool, 64MiB"),
         "{error}"
     );
-    old.near.set_full(false);
+    old.near.script().is_full = false;
     assert!(open(&registry).await.is_ok());
 }
 

@@ -1,4 +1,5 @@
 use tokio::time::sleep;
+use tunnel_proto::transport::memory;
 
 use super::*;
 use crate::testing::{Bench, node};
@@ -66,7 +67,7 @@ async fn process_with_four_sessions_gets_a_fifth_when_one_is_withdrawn() {
 async fn silent_session_gives_way_to_another_instance_after_a_second() {
     let bench = Bench::new();
     let first = bench.agent(1).await;
-    first.near.set_silent(true);
+    first.near.script().is_silent = true;
     let began = Instant::now();
     let _second = bench.agent(2).await;
     let probed = began.elapsed();
@@ -131,8 +132,8 @@ async fn f36_panic_in_a_session_costs_that_session_alone() {
     tunnel_proto::process::panics::install_hook();
     let before = tunnel_proto::process::panics::count();
     let bench = Bench::new();
-    let (near, far) = crate::testing::session();
-    near.set_panicking();
+    let (near, far) = memory::pair();
+    near.script().is_panicking = true;
     let (sessions, serving) = (bench.sessions.clone(), near.clone());
     let serve = async move { sessions.serve(serving).await };
     bench.sessions.shutdown.spawn_service(serve);

@@ -21,7 +21,7 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
     let mut opened = bench.open().await.unwrap().stream;
     let mut accepted = agent.stream().await;
     accepted.accept("").await.unwrap();
-    agent.near.set_silent(true);
+    agent.near.script().is_silent = true;
     sleep(secs(4)).await;
     assert_eq!(suspect_reason(&bench), None, "5 s have not passed");
     // The 5 s of the request, and up to one probe interval since the last sign of life.
@@ -40,7 +40,7 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
     accepted.write_all(b"late").await.unwrap();
     let mut late = [0; 4];
     opened.read_exact(&mut late).await.unwrap();
-    agent.near.set_silent(false);
+    agent.near.script().is_silent = false;
     assert_eq!(agent.recv().await, ControlMessage::Suspect(false));
     assert_eq!(suspect_reason(&bench), None);
     assert!(bench.open().await.is_ok());
@@ -55,7 +55,7 @@ async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
     sleep(secs(61)).await;
     let probes = agent.near.health().acknowledged - before;
     assert!((11..=13).contains(&probes), "{probes} probes in a minute");
-    agent.near.set_silent(true);
+    agent.near.script().is_silent = true;
     sleep(secs(9)).await;
     assert_eq!(suspect_reason(&bench), None);
     sleep(secs(7)).await;
@@ -66,7 +66,7 @@ async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
 async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
     let bench = Bench::new();
     let agent = bench.agent(1).await;
-    agent.near.set_silent(true);
+    agent.near.script().is_silent = true;
     // Between two checks of an idle session, which run every second.
     sleep(Duration::from_millis(5_100)).await;
     let _opened = bench.open().await.unwrap();
@@ -84,8 +84,8 @@ async fn dead_session_is_closed_after_a_minute_and_its_streams_are_cut() {
     let bench = Bench::new();
     let agent = bench.agent(1).await;
     let mut opened = bench.open().await.unwrap().stream;
-    agent.near.set_silent(true);
-    agent.near.set_slow_to_close();
+    agent.near.script().is_silent = true;
+    agent.near.script().is_slow_to_close = true;
     sleep(secs(55)).await;
     assert_eq!(bench.sessions.registry.all().len(), 1);
     sleep(Duration::from_millis(5500)).await;
@@ -124,17 +124,17 @@ async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
     let (agent, answer) = bench.connect_agent(1, 2).await;
     assert!(matches!(answer, ControlMessage::Welcome(_)));
     let _opened = bench.open().await.unwrap();
-    agent.near.set_silent(true);
+    agent.near.script().is_silent = true;
     sleep(secs(10)).await;
     assert!(suspect_reason(&bench).is_some());
-    agent.near.set_silent(false);
+    agent.near.script().is_silent = false;
     sleep(secs(3)).await;
     assert_eq!(
         suspect_reason(&bench),
         None,
         "nobody waits for the message to leave"
     );
-    agent.near.set_silent(true);
+    agent.near.script().is_silent = true;
     let began = Instant::now();
     let reason = crate::testing::within(agent.far.closed()).await;
     assert_eq!(reason.code, CloseCode::Dead);
@@ -191,7 +191,7 @@ async fn reached_clocks_of_sessions_are_counted_by_their_limit() {
         bench.metric(&series).unwrap_or_default()
     };
     let idle = bench.agent(1).await;
-    idle.near.set_silent(true);
+    idle.near.script().is_silent = true;
     sleep(secs(9)).await;
     assert_eq!(reached(Limit::SuspectAfterIdle), 0);
     sleep(secs(7)).await;
@@ -203,7 +203,7 @@ async fn reached_clocks_of_sessions_are_counted_by_their_limit() {
     assert_eq!(reached(Limit::SuspectAfterBusy), 0);
     let busy = bench.agent(2).await;
     let _opened = bench.open().await.unwrap();
-    busy.near.set_silent(true);
+    busy.near.script().is_silent = true;
     sleep(secs(4)).await;
     assert_eq!(reached(Limit::SuspectAfterBusy), 0);
     sleep(secs(4)).await;

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::{BufferPool, Session, Stream};
+use tunnel_proto::transport::{BufferPool, Session, Stream, memory};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::InstanceId;
@@ -30,7 +30,7 @@ use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::destination::Scheme;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
-use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, session, within};
+use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 
 /// A plain HTTP listener, and agents that the test controls.
 pub(in crate::ingress) struct Fixture {
@@ -150,7 +150,7 @@ impl Fixture {
     }
 
     pub(in crate::ingress) fn agent(&self) -> Agent {
-        let (near, far) = session();
+        let (near, far) = memory::pair();
         let id = self.ingress.registry.next_id();
         let entry = AgentSession::new(id, node(), InstanceId::new([1; 16]), near);
         Agent {

@@ -3,11 +3,12 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::process::panics;
+use tunnel_proto::transport::memory;
 use tunnel_proto::wire::name::InstanceId;
 
 use super::fixture::{Fixture, get};
 use crate::routing::registry::AgentSession;
-use crate::testing::{STREAMS, eventually, node, session};
+use crate::testing::{STREAMS, eventually, node};
 
 #[tokio::test]
 async fn f36_panic_in_a_request_costs_its_connection_alone() {
@@ -16,8 +17,8 @@ async fn f36_panic_in_a_request_costs_its_connection_alone() {
     let request = format!("{}Connection: close\r\n\r\n", get("/"));
     let mut waiting = fixture.connect();
     waiting.write_all(b"GET").await.unwrap();
-    let (near, _far) = session();
-    near.set_panicking();
+    let (near, _far) = memory::pair();
+    near.script().is_panicking = true;
     let registry = fixture.ingress.registry.clone();
     let entry = AgentSession::new(registry.next_id(), node(), InstanceId::new([9; 16]), near);
     let broken = registry.register(entry, &[]).unwrap();
