@@ -1,4 +1,4 @@
-//! Shared test support: a CA, scratch directories, and sessions in memory.
+//! Shared test support: a CA, scratch directories, and the shared state of sessions.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,6 @@ use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
-use tunnel_proto::transport::{Session, memory};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limits;
@@ -102,12 +101,6 @@ impl Drop for TempDir {
     fn drop(&mut self) {
         let _gone = std::fs::remove_dir_all(&self.0);
     }
-}
-
-/// Returns a session in memory: the server's end and the agent's.
-pub(crate) fn sessions() -> (Arc<dyn Session>, Arc<dyn Session>) {
-    let (server, agent) = memory::pair();
-    (server, agent)
 }
 
 /// Returns credentials of worker-1 that are not renewed.

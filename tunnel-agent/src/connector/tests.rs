@@ -3,6 +3,7 @@ use std::time::SystemTime;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
+use tunnel_proto::transport::memory::Path;
 use tunnel_proto::transport::{Stream, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -12,7 +13,7 @@ use crate::config::{Limits, Secret, ServerAddress};
 use crate::credentials::{CredentialStore, RotatingCredentials, Stored};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
-use crate::testing::net::{AGES, FakeNetwork, Path, Peer};
+use crate::testing::net::{AGES, FakeNetwork, Peer};
 use crate::testing::{Ca, TempDir, context};
 
 mod changes;

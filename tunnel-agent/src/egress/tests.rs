@@ -1,20 +1,16 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use std::pin::Pin;
-use std::task::{Context, Poll};
-
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Session, StreamCut, find_cause};
 use tunnel_proto::wire::name::Port;
 
 use super::*;
-use crate::testing::sessions;
 
 const LONG: Duration = Duration::from_secs(10);
 const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -24,7 +20,7 @@ struct Agent {
     server: Arc<dyn Session>,
     metrics: Metrics,
     draining: CancellationToken,
-    room: Arc<AtomicBool>,
+    session: Arc<MemorySession>,
     tasks: JoinSet<()>,
 }
 
@@ -35,7 +31,7 @@ impl Agent {
 
     /// Creates an agent whose node address counts as configured by the operator.
     fn with(dial_policy: DialPolicy, node_ip: Option<IpAddr>, streams: u32) -> Self {
-        let (server, agent) = sessions();
+        let (server, session) = memory::pair();
         let limits = Limits {
             streams_per_agent: streams,
             target_dial_timeout: Duration::from_millis(500),
@@ -57,14 +53,13 @@ impl Agent {
             }),
             dial_timeout: Duration::ZERO,
         });
-        let has_room = Arc::new(AtomicBool::new(true));
-        let room = has_room.clone();
+        let agent = session.clone();
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
             let mut streams = JoinSet::new();
             while let Ok(incoming) = agent.accept().await {
                 let (egress, params) = (egress.clone(), params.clone());
-                let has_room = room.load(Ordering::Relaxed);
+                let has_room = agent.has_room();
                 streams.spawn(async move { egress.serve(incoming, has_room, &params).await });
             }
         });
@@ -72,7 +67,7 @@ impl Agent {
             server,
             metrics,
             draining,
-            room: has_room,
+            session,
             tasks,
         }
     }
@@ -341,7 +336,7 @@ async fn full_buffer_pool_refuses_new_streams_and_keeps_old_ones() {
     let (listener, port) = target().await;
     let mut first = agent.open(Target::Node(port)).await;
     let mut socket = accept(&listener).await;
-    agent.room.store(false, Ordering::Relaxed);
+    agent.session.script().is_full = true;
     let refusal = timeout(LONG, agent.refusal(Target::Node(port))).await;
     let refusal = refusal.unwrap();
     assert_eq!(refusal.code, RefusalCode::TooManyStreams);
@@ -351,7 +346,7 @@ async fn full_buffer_pool_refuses_new_streams_and_keeps_old_ones() {
     let mut answer = Vec::new();
     first.read_to_end(&mut answer).await.unwrap();
     assert_eq!(answer, b"late");
-    agent.room.store(true, Ordering::Relaxed);
+    agent.session.script().is_full = false;
     let mut second = agent.open(Target::Node(port)).await;
     second.accepted().await.unwrap();
 }
@@ -398,57 +393,6 @@ async fn loopback_is_tried_on_both_families() {
     assert_eq!(stream.accepted().await.unwrap(), address.to_string());
 }
 
-/// A stream whose server is scripted by the test.
-struct ScriptedStream {
-    first: Vec<u8>,
-    /// Behavior of reads after the first bytes: panic, as a bug would, or stay silent.
-    panics: bool,
-}
-
-impl tunnel_proto::transport::RawStream for ScriptedStream {
-    fn reset(&mut self, _code: ResetCode) {}
-    fn stop(&mut self, _code: ResetCode) {}
-}
-
-impl AsyncRead for ScriptedStream {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        _cx: &mut Context<'_>,
-        out: &mut ReadBuf<'_>,
-    ) -> Poll<std::io::Result<()>> {
-        if self.first.is_empty() {
-            assert!(!self.panics, "as a bug would");
-            return Poll::Pending;
-        }
-        let count = out.remaining().min(self.first.len());
-        out.put_slice(&self.first.drain(..count).collect::<Vec<_>>());
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for ScriptedStream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        _cx: &mut Context<'_>,
-        data: &[u8],
-    ) -> Poll<std::io::Result<usize>> {
-        Poll::Ready(Ok(data.len()))
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-}
-
-fn scripted_stream(first: Vec<u8>, panics: bool) -> IncomingStream {
-    let raw = Box::new(ScriptedStream { first, panics });
-    IncomingStream::new(raw, Arc::default(), Arc::default())
-}
-
 /// Returns an egress, the parameters of its streams, and their metrics and shutdown.
 fn served(streams: u32) -> (Arc<Egress>, Arc<SessionParams>, Metrics, Shutdown) {
     let limits = Limits {
@@ -491,11 +435,11 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     StreamHeader::new(kind).encode(&mut header).unwrap();
     // Sequential, and more than there are permits.
     for _ in 0..3 {
-        serve(scripted_stream(header.to_vec(), true));
+        serve(memory::incoming_stream(&header, true));
         let mut socket = accept(&listener).await;
         let ended = timeout(LONG, socket.read_u8()).await.unwrap();
         ended.expect_err("the target sees a cut");
-        serve(scripted_stream(vec![9, 1], true));
+        serve(memory::incoming_stream(&[9, 1], true));
     }
     timeout(LONG, async {
         while shutdown.work_left() > 0 {
@@ -505,7 +449,7 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     .await
     .unwrap();
     assert_eq!(tunnel_proto::process::panics::count() - before, 6);
-    serve(scripted_stream(header.to_vec(), false));
+    serve(memory::incoming_stream(&header, false));
     let _served = accept(&listener).await;
     assert!(!shutdown.drain().is_cancelled());
     shutdown.stop().cancel();
@@ -519,7 +463,7 @@ async fn s22_streams_of_one_byte_are_given_up_at_the_head_timeout() {
     let (egress, params, metrics, shutdown) = served(512);
     for _ in 0..STREAMS {
         let (egress, params) = (egress.clone(), params.clone());
-        let incoming = scripted_stream(vec![20], false);
+        let incoming = memory::incoming_stream(&[20], false);
         shutdown.spawn_work(async move { egress.serve(incoming, true, &params).await });
     }
     tokio::time::sleep(egress.head_timeout - Duration::from_millis(20)).await;

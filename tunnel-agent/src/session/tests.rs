@@ -1,6 +1,5 @@
 use std::time::SystemTime;
 
-use bytes::BytesMut;
 use rcgen::KeyPair;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -9,6 +8,7 @@ use tokio::task::{Id, JoinSet};
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::session::control::{self, ControlWriter};
+use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Stream, TransportKind, find_cause};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 use tunnel_proto::wire::control::Welcome;
@@ -20,8 +20,7 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 use super::*;
 use crate::config::Limits;
 use crate::credentials::RotatingCredentials;
-use crate::testing::net::FakeSession;
-use crate::testing::{Ca, context, credentials, sessions};
+use crate::testing::{Ca, context, credentials};
 
 const LONG: Duration = Duration::from_secs(10);
 /// Longer than any silence of a session in these tests.
@@ -35,8 +34,8 @@ type SessionResult = Result<SessionSummary, AdmitError>;
 
 /// An agent's session and the scripted server at its other end.
 struct TestEnv {
-    server: Arc<dyn Session>,
-    fake_session: Arc<FakeSession>,
+    server: Arc<MemorySession>,
+    agent_session: Arc<MemorySession>,
     shutdown: Shutdown,
     graceful_shutdown: CancellationToken,
     retire: CancellationToken,
@@ -50,8 +49,8 @@ impl TestEnv {
     }
 
     fn with(context: SessionContext) -> Self {
-        let (server, session) = sessions();
-        let fake_session = FakeSession::new(TransportKind::Quic, session);
+        let (server, agent_session) = memory::pair();
+        agent_session.script().transport = Some(TransportKind::Quic);
         let (event_sender, session_event) = mpsc::channel(8);
         let retire = CancellationToken::new();
         let handle = SessionHandle {
@@ -61,11 +60,11 @@ impl TestEnv {
         let (shutdown, graceful_shutdown) =
             (context.shutdown.clone(), context.graceful_shutdown.clone());
         let mut agent = JoinSet::new();
-        let session = fake_session.clone();
+        let session = agent_session.clone();
         agent.spawn(async move { run(session, &context, &handle, Instant::now()).await });
         Self {
             server,
-            fake_session,
+            agent_session,
             shutdown,
             graceful_shutdown,
             retire,
@@ -297,13 +296,13 @@ async fn cut_control_stream_ends_the_session() {
 async fn suspicion_is_reported_to_both_and_withdrawn() {
     let mut env = TestEnv::start();
     let (mut reader, _writer) = env.ready().await;
-    env.fake_session.cut(true);
+    env.agent_session.script().is_silent = true;
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
     assert_eq!(
         env.recv_control(&mut reader).await,
         Some(ControlMessage::Suspect(true))
     );
-    env.fake_session.cut(false);
+    env.agent_session.script().is_silent = false;
     assert_eq!(env.session_event().await, SessionEvent::Live);
     assert_eq!(
         env.recv_control(&mut reader).await,
@@ -353,23 +352,12 @@ async fn flood_of_control_messages_before_welcome_ends_the_session() {
 
 #[tokio::test(start_paused = true)]
 async fn silent_session_is_dead_at_its_limit_though_its_messages_are_not_read() {
-    let (raw, mut server) = tokio::io::duplex(1);
     let mut env = TestEnv::start();
-    env.fake_session.offer(raw);
-    let mut hello = Vec::new();
-    let mut header = BytesMut::new();
-    StreamHeader::new(CURRENT).encode(&mut header).unwrap();
-    server.write_all(&header).await.unwrap();
-    // Reads the reply and Hello, up to the node's name.
-    while !hello.ends_with(b"127.0.0.1") {
-        hello.push(server.read_u8().await.unwrap());
-    }
-    let mut message = BytesMut::new();
-    welcome().encode(&mut message).unwrap();
-    server.write_all(&message).await.unwrap();
-    assert_eq!(env.session_event().await, SessionEvent::Ready);
+    // The stream is too narrow for a single message that is not read.
+    env.server.script().next_window = Some(1);
+    let _control = env.ready().await;
     let ready = Instant::now();
-    env.fake_session.cut(true);
+    env.agent_session.script().is_silent = true;
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
     let summary = env.outcome().await.unwrap();
     assert_eq!(summary.reason.code, CloseCode::Dead);
@@ -381,7 +369,7 @@ async fn silent_session_is_dead_at_its_limit_though_its_messages_are_not_read() 
 async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_session() {
     let mut env = TestEnv::start();
     let _control = env.ready().await;
-    env.fake_session.cut(true);
+    env.agent_session.script().is_silent = true;
     // A time between two checks of an idle session.
     tokio::time::sleep(Duration::from_millis(7300)).await;
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();

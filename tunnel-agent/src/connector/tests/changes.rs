@@ -78,7 +78,7 @@ async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
     env.net.quic.set(Path::Silent);
     env.net.h2.set(Path::Silent);
     env.net.quic.dials();
-    peer.fake_session.cut(true);
+    peer.agent_session.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
     let waited = env.lap();
@@ -86,7 +86,7 @@ async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
     env.advance(20).await;
     assert!(env.net.quic.dials().len() >= 3 && !env.net.h2.dials().is_empty());
 
-    peer.fake_session.cut(false);
+    peer.agent_session.script().is_silent = false;
     env.until(TestEnv::is_ready).await;
     env.net.quic.dials();
     env.advance(120).await;
@@ -109,7 +109,7 @@ async fn suspect_session_is_replaced_and_keeps_its_streams() {
     let mut old = env.peer(TransportKind::Quic).await;
     let running = Busy::on(&old).await;
     env.net.quic.set(Path::Silent);
-    old.fake_session.cut(true);
+    old.agent_session.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
     let new = env.peer(TransportKind::H2).await;
@@ -122,7 +122,7 @@ async fn suspect_session_is_replaced_and_keeps_its_streams() {
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
 
     env.advance(20).await;
-    old.fake_session.cut(false);
+    old.agent_session.script().is_silent = false;
     assert_eq!(
         old.recv_control().await,
         Some(ControlMessage::Suspect(false))
@@ -138,11 +138,11 @@ async fn recovery_of_a_retired_quic_session_brings_quic_back() {
     let mut env = TestEnv::start(AUTO);
     let mut old = env.peer(TransportKind::Quic).await;
     env.net.quic.set(Path::Silent);
-    old.fake_session.cut(true);
+    old.agent_session.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
     let mut h2 = env.peer(TransportKind::H2).await;
     env.net.quic.set(Path::Open);
-    old.fake_session.cut(false);
+    old.agent_session.script().is_silent = false;
     assert_eq!(
         old.recv_control().await,
         Some(ControlMessage::Suspect(true))
@@ -164,7 +164,7 @@ async fn idle_session_that_is_silent_is_replaced_within_20_seconds() {
     let old = env.peer(TransportKind::Quic).await;
     env.advance(100).await;
     env.net.quic.set(Path::Silent);
-    old.fake_session.cut(true);
+    old.agent_session.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
     let _new = env.peer(TransportKind::H2).await;
@@ -182,7 +182,7 @@ async fn dead_session_leaves_the_search_for_another_as_it_is() {
     let old = env.peer(TransportKind::Quic).await;
     env.net.quic.set(Path::Silent);
     env.net.h2.set(Path::Silent);
-    old.fake_session.cut(true);
+    old.agent_session.script().is_silent = true;
     assert_eq!(old.closed().await.code, CloseCode::Dead);
     let dead = Instant::now();
     assert!(!env.is_ready());
@@ -202,7 +202,7 @@ async fn close_of_a_suspect_session_shows_that_the_server_is_back() {
     let old = env.peer(TransportKind::Quic).await;
     env.net.quic.set(Path::Silent);
     env.net.h2.set(Path::Silent);
-    old.fake_session.cut(true);
+    old.agent_session.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
     env.advance(8).await;
     env.net.quic.set(Path::Open);
@@ -268,7 +268,7 @@ async fn dropped_connector_cuts_its_sessions() {
     let peer = env.peer(TransportKind::Quic).await;
     env.agent.shutdown().await;
     // The agent's end is gone; the test holds the last handle.
-    assert_eq!(Arc::strong_count(&peer.fake_session), 1);
+    assert_eq!(Arc::strong_count(&peer.agent_session), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -357,9 +357,9 @@ async fn stopping_server_that_falls_silent_and_recovers_is_still_replaced() {
     env.net.h2.set(Path::Refused);
     old.send_drain().await;
     env.advance(1).await;
-    old.fake_session.cut(true);
+    old.agent_session.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
-    old.fake_session.cut(false);
+    old.agent_session.script().is_silent = false;
     env.until(TestEnv::is_ready).await;
     env.net.quic.set(Path::Open);
     env.lap();
