@@ -38,12 +38,12 @@ soak: ## runs the tests that are too long for `make test`, with full timers; tak
 bench: ## runs the benchmark, about 13 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/reference/benchmarks.md
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin bench
 	@set -e; target=$${CARGO_TARGET_DIR:-target}; binaries=$${BINARIES:-$(if $(FULL),$$(deploy/static.sh))}; \
-	  exec env $${binaries:+CULVERT_BIN_DIR="$$binaries"} $$target/release/bench run --rounds $(ROUNDS) $(if $(CASE),--case $(CASE)) \
-	  $(if $(FULL),--full --docs docs/reference/benchmarks.md) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)
+	  report=$$(env $${binaries:+CULVERT_BIN_DIR="$$binaries"} $$target/release/bench run --rounds $(ROUNDS) \
+	    $(if $(CASE),--case $(CASE)) $(if $(FULL),--full) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)); \
+	  exec python3 tests/bench/report.py show "$$report" $(if $(FULL),--docs docs/reference/benchmarks.md)
 
 bench-compare: ## compares target/bench/report.json with an older report, BASE=file; exits with 1 when a cost became worse
-	cargo build --release -p tunnel-tests --bin bench
-	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/bench compare $(BASE)
+	@exec python3 tests/bench/report.py compare $(BASE)
 
 bench-guards: ## counts instructions and allocations of parts of a request with valgrind, and compares them with limits
 	cargo build --release -p tunnel-tests --bin bench

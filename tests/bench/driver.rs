@@ -1,20 +1,23 @@
 //! `bench run`: enters a network namespace, starts all systems, runs the rounds and writes the
 //! report.
 
+use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{ExitCode, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
 use tunnel_tests::netns::Namespace;
 use tunnel_tests::process::ScratchDir;
+use tunnel_tests::tools::{bin_dir, target_dir};
 
 use crate::bench::{BenchRun, Options};
 use crate::cases::{CASES, Case};
 use crate::machine;
-use crate::report::{self, Report};
-use crate::systems::Systems;
+use crate::report;
+use crate::systems::{NAMES, Systems};
 
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Run {
@@ -36,9 +39,6 @@ pub(crate) struct Run {
     /// Folder of the report; target/bench by default.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Document whose tables are replaced by those of the report.
-    #[arg(long)]
-    docs: Option<PathBuf>,
     /// Factor for the duration of each measurement, below 1 for quick trials.
     #[arg(long, default_value_t = 1.0)]
     hurry: f64,
@@ -155,37 +155,59 @@ impl Run {
                     .with_context(|| format!("case {number}"))?;
             }
         }
-        let foreign_most = if self.noisy { 1.0 } else { FOREIGN_MOST };
-        let report = Report {
-            commit: self.commit(),
-            when: humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string(),
-            command: std::env::args()
-                .skip(1)
-                .take_while(|word| word != "--inside")
-                .collect::<Vec<_>>()
-                .join(" "),
-            machine: machine::describe(),
-            build: build(),
-            load: (load_before, machine::load()),
-            namespace: self.inside,
-            took_seconds: began.elapsed().as_secs(),
-            foreign_most,
-            rathole: self.rathole.is_some(),
-            samples: bench.samples,
-            errors: bench.errors,
-        };
+        let report = self.report(&bench, began.elapsed(), [load_before, machine::load()]);
+        self.write(&report)?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Returns the conditions of the run, the definitions of its figures, and the samples. `load`
+    /// is the load average before and after the run.
+    fn report(&self, bench: &BenchRun, took: Duration, load: [f64; 2]) -> Value {
+        let command: Vec<_> = std::env::args()
+            .skip(1)
+            .take_while(|word| word != "--inside")
+            .collect();
+        let samples: Vec<_> = bench.samples.iter().map(report::sample_value).collect();
+        json!({
+            "commit": self.commit(),
+            "when": humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+            "command": command.join(" "),
+            "machine": machine::describe(),
+            "build": build(),
+            "load": load,
+            "namespace": self.inside,
+            "tookSeconds": took.as_secs(),
+            "foreignMost": if self.noisy { 1.0 } else { FOREIGN_MOST },
+            "rathole": self.rathole.is_some(),
+            "errors": bench.errors,
+            "systems": NAMES,
+            "metrics": report::metrics(),
+            "cases": report::cases(),
+            "samples": samples,
+        })
+    }
+
+    /// Writes the report and prints its path.
+    fn write(&self, report: &Value) -> Result<()> {
         let folder = match &self.out {
             Some(out) => out.clone(),
-            None => report::folder()?,
+            None => target_dir()
+                .context("the build's target folder")?
+                .join("bench"),
         };
-        report.write(&folder, self.docs.as_deref())?;
-        Ok(ExitCode::SUCCESS)
+        fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
+        let path = folder.join("report.json");
+        let text = serde_json::to_string_pretty(report)? + "\n";
+        fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+        writeln!(std::io::stdout(), "{}", path.display())?;
+        Ok(())
     }
 }
 
-/// Returns the name of the folder of the binaries.
+/// Returns the build profile of the binaries, which is the name of their folder: `release`, or
+/// `dist` for delivered binaries.
 fn build() -> String {
-    let folder = tunnel_tests::tools::bin_dir().unwrap_or_default();
+    let folder = bin_dir().unwrap_or_default();
     let name = folder.file_name().unwrap_or_default();
     name.to_string_lossy().into_owned()
 }

@@ -65,11 +65,6 @@ impl Metric {
             gate: Some(0.20),
         }
     }
-
-    /// Returns the metric with this name.
-    pub(crate) fn named(name: &str) -> Option<&'static Self> {
-        ALL.iter().find(|metric| metric.name == name)
-    }
 }
 
 pub(crate) const DOWN: Metric = Metric::rate("down", "MB/s");

@@ -1,4 +1,4 @@
-//! Targets for figures, and the check whether a figure meets its target.
+//! Targets for figures. `report.py` checks whether a figure meets its target.
 
 use crate::metric::Metric;
 
@@ -41,34 +41,6 @@ impl Target {
             metric,
             of,
             bound,
-        }
-    }
-}
-
-impl Bound {
-    pub(crate) fn holds(self, value: f64) -> bool {
-        match self {
-            Self::AtLeast(least) => value >= least,
-            Self::AtMost(most) => value <= most,
-        }
-    }
-}
-
-impl std::fmt::Display for Bound {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::AtLeast(least) => write!(formatter, "at least {least}"),
-            Self::AtMost(most) => write!(formatter, "at most {most}"),
-        }
-    }
-}
-
-impl std::fmt::Display for Of {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Itself => Ok(()),
-            Self::Ratio(other) => write!(formatter, " of {other}"),
-            Self::Above(other) => write!(formatter, " above {other}"),
         }
     }
 }

@@ -4,36 +4,19 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 use tunnel_tests::process::{Finished, Program, ScratchDir};
-
-/// CPU time that the relays waste on each read, many times the cost of a read.
-const WASTE: &str = "500us";
-
-async fn bench(words: &[&str]) -> Result<Finished> {
-    let program = Program::at(Path::new(env!("CARGO_BIN_EXE_bench")));
-    program.args(words.iter().copied()).run().await
-}
-
-/// Runs the floor case alone, which needs no release build.
-async fn floor(out: &str, waste: &str) -> Result<()> {
-    let run = [
-        "run", "--case", "0", "--rounds", "3", "--hurry", "0.1", "--noisy",
-    ];
-    let ran = bench(&[&run[..], &["--out", out, "--waste", waste]].concat()).await?;
-    ensure!(ran.code() == Some(0), "{ran}");
-    Ok(())
-}
+use tunnel_tests::tools::{Tool, or_skip};
 
 #[tokio::test]
 async fn planted_slowdown_is_found() -> Result<()> {
+    let Some(python) = or_skip(Program::tool(Tool::Python)) else {
+        return Ok(());
+    };
     let scratch = ScratchDir::new()?;
-    let folder = |name: &str| scratch.path().join(name).to_string_lossy().into_owned();
-    let (before, slower) = (folder("before"), folder("slower"));
-    floor(&before, "0s").await?;
-    floor(&slower, WASTE).await?;
-    let report = |folder: &str| format!("{folder}/report.json");
-    let same = bench(&["compare", &report(&before), &report(&before)]).await?;
+    let before = floor(&scratch.path().join("before"), "0s").await?;
+    let slower = floor(&scratch.path().join("slower"), WASTE).await?;
+    let same = report(&python, &["compare", &before, &before]).await?;
     ensure!(same.code() == Some(0), "{same}");
-    let worse = bench(&["compare", &report(&before), &report(&slower)]).await?;
+    let worse = report(&python, &["compare", &before, &slower]).await?;
     ensure!(worse.code() == Some(1), "{worse}");
     ensure!(
         worse.out.contains("case 0, floor, down, server + agent"),
@@ -41,3 +24,59 @@ async fn planted_slowdown_is_found() -> Result<()> {
     );
     Ok(())
 }
+
+#[tokio::test]
+async fn tables_of_a_page_and_plots_are_written() -> Result<()> {
+    let Some(python) = or_skip(Program::tool(Tool::Python)) else {
+        return Ok(());
+    };
+    let scratch = ScratchDir::new()?;
+    let page = scratch.file("page.md", PAGE)?;
+    let docs = page.to_string_lossy().into_owned();
+    let json = floor(&scratch.path().join("shown"), "0s").await?;
+    let shown = report(&python, &["show", &json, "--docs", &docs]).await?;
+    ensure!(shown.code() == Some(0), "{shown}");
+    let text = std::fs::read_to_string(&page)?;
+    ensure!(text.contains("| down, MB/s | |"), "{text}");
+    ensure!(!text.contains("replaced"), "{text}");
+    ensure!(
+        scratch.path().join("shown/case-0.svg").is_file(),
+        "no plot: {shown}"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn report_script_passes_its_own_tests() -> Result<()> {
+    let Some(python) = or_skip(Program::tool(Tool::Python)) else {
+        return Ok(());
+    };
+    let ran = python.arg(REPORT_TESTS).run().await?;
+    ensure!(ran.code() == Some(0), "{ran}");
+    Ok(())
+}
+
+/// Runs the floor case alone, which needs no release build. Returns the path of its report.
+async fn floor(out: &Path, waste: &str) -> Result<String> {
+    let args = [
+        "run", "--case", "0", "--rounds", "3", "--hurry", "0.1", "--noisy", "--waste", waste,
+    ];
+    let program = Program::at(Path::new(env!("CARGO_BIN_EXE_bench")));
+    let ran = program.args(args).arg("--out").arg(out).run().await?;
+    Ok(ran.ok()?.trim().to_owned())
+}
+
+async fn report(python: &Program, args: &[&str]) -> Result<Finished> {
+    python
+        .clone()
+        .arg(REPORT)
+        .args(args.iter().copied())
+        .run()
+        .await
+}
+
+/// CPU time that the relays waste on each read, many times the cost of a read.
+const WASTE: &str = "500us";
+const PAGE: &str = "<!-- tables of the benchmark -->\nreplaced\n<!-- end of the tables -->\n";
+const REPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/report.py");
+const REPORT_TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/test_report.py");

@@ -39,6 +39,8 @@ pub enum Tool {
     Sshd,
     /// The program `ansible` of ansible-core.
     Ansible,
+    /// The program `python3`.
+    Python,
     /// A Python that has aioquic.
     Aioquic,
 }
@@ -64,6 +66,7 @@ impl Tool {
             Self::SshKeygen => "ssh-keygen",
             Self::Sshd => "sshd",
             Self::Ansible => "ansible",
+            Self::Python => "python3",
             Self::Aioquic => "aioquic-python",
         }
     }
