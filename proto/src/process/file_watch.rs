@@ -61,15 +61,10 @@ impl FileWatcher {
         let load = Arc::new(load);
         let what = self.what;
         let mut last_error: Option<String> = None;
-        let mut is_signal_open = true;
         loop {
             tokio::select! {
                 () = tokio::time::sleep(self.interval) => {}
-                reload_signal = self.reload_signal.changed(), if is_signal_open => {
-                    is_signal_open = reload_signal.is_ok();
-                    if !is_signal_open {
-                        continue;
-                    }
+                Ok(()) = self.reload_signal.changed() => {
                     debug!(what, "reading files again on request");
                 }
             }
@@ -98,15 +93,14 @@ impl FileWatcher {
                         on_reload(ReloadOutcome::Recovered);
                     }
                 }
+                Err(new) if last_error.as_ref() == Some(&new) => {}
                 Err(new) => {
-                    if last_error.as_ref() != Some(&new) {
-                        error!(
-                            what,
-                            error = new,
-                            "cannot use the changed files; the last good content stays in use"
-                        );
-                        on_reload(ReloadOutcome::Failed);
-                    }
+                    error!(
+                        what,
+                        error = new,
+                        "cannot use the changed files; the last good content stays in use"
+                    );
+                    on_reload(ReloadOutcome::Failed);
                     last_error = Some(new);
                 }
             }

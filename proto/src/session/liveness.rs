@@ -124,21 +124,8 @@ impl Liveness {
     pub(super) fn check(&mut self, health: Health, now: Instant) -> LivenessCheck {
         // At least one stream is open: requests are pending.
         let is_busy = health.streams > 0;
-        let before = self.exclude_pause(now);
-        if health.received != self.received.0 {
-            // Data arrived at some time since the last check. Use the earliest possible time, so
-            // that no limit is exceeded.
-            self.received = (health.received, before);
-        }
-        if health.acknowledged != self.acknowledged {
-            self.acknowledged = health.acknowledged;
-            self.oldest_probe = None;
-        }
-        self.busy_since = match (is_busy, self.busy_since) {
-            (false, _) => None,
-            (true, None) => Some(now),
-            (true, since) => since,
-        };
+        self.record(&health, now);
+        self.busy_since = is_busy.then_some(self.busy_since.unwrap_or(now));
         let receive_silence = now.saturating_duration_since(self.received.1);
         let probe_silence = self.oldest_probe.map_or(Duration::ZERO, |oldest_probe| {
             now.saturating_duration_since(oldest_probe)
@@ -179,6 +166,20 @@ impl Liveness {
                 .min(self.next_bound(silence))
                 .min(self.next_probe(now))
                 .max(CHECK_INTERVAL_MIN),
+        }
+    }
+
+    /// Records what the session has received since the last check.
+    fn record(&mut self, health: &Health, now: Instant) {
+        let before = self.exclude_pause(now);
+        if health.received != self.received.0 {
+            // Data arrived at some time since the last check. Use the earliest possible time, so
+            // that no limit is exceeded.
+            self.received = (health.received, before);
+        }
+        if health.acknowledged != self.acknowledged {
+            self.acknowledged = health.acknowledged;
+            self.oldest_probe = None;
         }
     }
 

@@ -17,7 +17,7 @@ use rustls_pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::{Mutex as AsyncMutex, mpsc};
-use tokio_rustls::{TlsConnector, server};
+use tokio_rustls::{TlsConnector, client, server};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::flow::connection_window;
@@ -134,27 +134,15 @@ impl H2Dialer {
             connect,
         }
     }
-}
 
-#[async_trait]
-impl Dialer for H2Dialer {
-    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
-        let local = |error: &dyn std::fmt::Display| HandshakeError::Local(error.to_string());
-        // The server may reject the certificate at any time after the client's part of the
-        // handshake.
-        let failed = |alert: Option<u8>, text: String| match alert.and_then(tls::alert_meaning) {
-            Some((code, reason)) => HandshakeError::CertificateRejected(code, reason.to_owned()),
-            None => HandshakeError::Transport(text),
-        };
-        let socket = self
-            .connect
-            .connect(remote)
-            .await
-            .map_err(HandshakeError::Connect)?;
-        tcp::configure_session(&socket).map_err(|error| local(&error))?;
-        let address = address(&socket)?;
-        let name = ServerName::try_from(SERVER_NAME).map_err(|error| local(&error))?;
-        let stream = TlsConnector::from(self.tls.clone())
+    /// Runs the client's part of the TLS handshake.
+    async fn handshake_tls(
+        &self,
+        socket: TcpStream,
+    ) -> Result<client::TlsStream<TcpStream>, HandshakeError> {
+        let name = ServerName::try_from(SERVER_NAME)
+            .map_err(|error| HandshakeError::Local(error.to_string()))?;
+        TlsConnector::from(self.tls.clone())
             .connect(name, socket)
             .await
             .map_err(|error| {
@@ -164,8 +152,23 @@ impl Dialer for H2Dialer {
                     return HandshakeError::Connect(error);
                 }
                 let text = format!("{error}{}", tls::clock_hint(&error));
-                failed(tls::received_alert(&error), text)
-            })?;
+                handshake_failure(tls::received_alert(&error), text)
+            })
+    }
+}
+
+#[async_trait]
+impl Dialer for H2Dialer {
+    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
+        let socket = self
+            .connect
+            .connect(remote)
+            .await
+            .map_err(HandshakeError::Connect)?;
+        tcp::configure_session(&socket)
+            .map_err(|error| HandshakeError::Local(error.to_string()))?;
+        let remote = address(&socket)?;
+        let stream = self.handshake_tls(socket).await?;
         let peer =
             PeerIdentity::from_server_certificate(leaf(stream.get_ref().1.peer_certificates())?)?;
         let (io, conn_state) = ConnIo::new(stream, PREFACE_BYTES);
@@ -185,13 +188,13 @@ impl Dialer for H2Dialer {
         let connection = builder
             .handshake::<_, Bytes>(io)
             .await
-            .map_err(|error| failed(Some(conn_state.alert()), error.to_string()))?;
+            .map_err(|error| handshake_failure(Some(conn_state.alert()), error.to_string()))?;
         let shared = SessionShared::new(conn_state, None);
         let connection = Connection::Server(connection);
         let peer_info = PeerInfo {
             peer,
             chain: Vec::new(),
-            remote: address,
+            remote,
         };
         let session = start(connection, None, shared.clone(), peer_info, &self.settings);
         match shared.established().await {
@@ -251,6 +254,15 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
         incoming: AsyncMutex::new(incoming),
         _driver: AbortOnDropHandle::new(driver),
     })
+}
+
+/// Returns the error of a handshake. The server may reject the certificate at any time after the
+/// client's part of the handshake.
+fn handshake_failure(alert: Option<u8>, text: String) -> HandshakeError {
+    match alert.and_then(tls::alert_meaning) {
+        Some((code, reason)) => HandshakeError::CertificateRejected(code, reason.to_owned()),
+        None => HandshakeError::Transport(text),
+    }
 }
 
 fn leaf<'a>(
