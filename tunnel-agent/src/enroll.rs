@@ -254,20 +254,8 @@ async fn request(
     let csr = CertificateParams::default()
         .serialize_request(key)
         .map_err(|error| prepare(error.to_string()))?;
-    let trust = match &enrollment.ca {
-        Some(given) => Trust::Roots(
-            tls::roots(given.iter().cloned()).map_err(|error| prepare(error.to_string()))?,
-        ),
-        None => match &enrollment.proof {
-            EnrollProof::ExpiredCertificate(ended) => ended.trust(),
-            EnrollProof::Token(token) => match token.ca_hash() {
-                Some(hash) => Trust::Pin(*hash),
-                None => return Err(prepare(format!("the token {NO_PIN}"))),
-            },
-            EnrollProof::ServiceAccount(..) => return Err(prepare(format!("the token {NO_CA}"))),
-        },
-    };
-    let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
+    let config =
+        tls::enroll_client(trust(enrollment)?).map_err(|error| prepare(error.to_string()))?;
     let within = enrollment.within;
     let at = || endpoint.clone();
     let tcp = limited(within, enrollment.proxy.connect(&endpoint.remote))
@@ -306,6 +294,24 @@ async fn request(
         endpoint: at(),
         source,
     })
+}
+
+/// Returns what the chain of the server must lead to.
+fn trust(enrollment: &Enrollment) -> Result<Trust, EnrollError> {
+    if let Some(given) = &enrollment.ca {
+        return tls::roots(given.iter().cloned())
+            .map(Trust::Roots)
+            .map_err(|error| EnrollError::Prepare(error.to_string()));
+    }
+    let problem = match &enrollment.proof {
+        EnrollProof::ExpiredCertificate(ended) => return Ok(ended.trust()),
+        EnrollProof::Token(token) => match token.ca_hash() {
+            Some(hash) => return Ok(Trust::Pin(*hash)),
+            None => NO_PIN,
+        },
+        EnrollProof::ServiceAccount(..) => NO_CA,
+    };
+    Err(EnrollError::Prepare(format!("the token {problem}")))
 }
 
 /// Signs, with the certificate's key, a value that only the two ends of this connection know.

@@ -23,7 +23,8 @@ use tunnel_proto::session::{
 };
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage};
+use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Welcome};
+use tunnel_proto::wire::enroll::EnrollReply;
 
 use crate::config::Limit;
 use crate::egress::{NodeIp, SessionParams};
@@ -58,20 +59,9 @@ pub(crate) async fn run(
         }),
         None => NodeIp::for_route_to(remote),
     };
-    let Admitted {
-        reader,
-        writer,
-        welcome,
-    } = admit(&session, context, node_ip).await?;
-    session.set_max_concurrent_streams(
-        // One more for the control stream, and room for streams that have ended at the server but
-        // not yet here.
-        welcome
-            .streams_per_agent
-            .min(STREAMS_MAX)
-            .saturating_mul(2)
-            .saturating_add(1),
-    );
+    let admitted = admit(&session, context, node_ip).await?;
+    let welcome = &admitted.welcome;
+    session.set_max_concurrent_streams(max_concurrent_streams(welcome));
     let _connected = context.metrics.session(session.transport());
     info!(
         agent = %context.node,
@@ -90,39 +80,23 @@ pub(crate) async fn run(
         node_ip,
         dial_timeout: welcome.target_dial_timeout,
     };
-    let (control_sender, sending) = ControlSender::new(writer);
-    let sending = async move {
-        if let Err(error) = sending.await {
-            debug!(%error, "control message was not sent");
-        }
-    };
-    let sending = TaskTracker::new().spawn(sending.in_current_span());
-    let active = ActiveSession {
-        context,
-        handle,
-        params: Arc::new(params),
-        control_sender,
-        sending: AbortOnDropHandle::new(sending),
-        monitor: SessionMonitor::new(
-            context.limits.liveness(),
-            session.transport(),
-            session.health(),
-            ready,
-        ),
-        suspect: None,
-        is_unexpected_logged: false,
-        can_renew: welcome
-            .capabilities
-            .iter()
-            .any(|able| able == CAPABILITY_RENEW),
-        pending_renewals: 0,
-        session,
-    };
+    let (active, reader) = ActiveSession::new(session, admitted, params, context, handle);
     let reason = active.run(reader).await;
     Ok(SessionSummary {
         ready_for: ready.elapsed(),
         reason,
     })
+}
+
+/// Returns the number of streams that the server may have open at a time.
+fn max_concurrent_streams(welcome: &Welcome) -> u32 {
+    // One more for the control stream, and room for streams that have ended at the server but not
+    // yet here.
+    welcome
+        .streams_per_agent
+        .min(STREAMS_MAX)
+        .saturating_mul(2)
+        .saturating_add(1)
 }
 
 /// A session that serves streams.
@@ -137,6 +111,8 @@ struct ActiveSession<'a> {
     monitor: SessionMonitor,
     /// Counts the session in the gauge while it is suspect.
     suspect: Option<GaugeGuard>,
+    /// Whether the connector knows that the server is stopping.
+    is_draining: bool,
     /// Whether an unexpected message was logged. The server may repeat such messages at will.
     is_unexpected_logged: bool,
     /// Whether the server issues certificates on this session.
@@ -145,12 +121,45 @@ struct ActiveSession<'a> {
     pending_renewals: u32,
 }
 
-impl ActiveSession<'_> {
+impl<'a> ActiveSession<'a> {
+    fn new(
+        session: Arc<dyn Session>,
+        admitted: Admitted,
+        params: SessionParams,
+        context: &'a SessionContext,
+        handle: &'a SessionHandle,
+    ) -> (Self, ControlReader) {
+        let (control_sender, sending) = ControlSender::new(admitted.writer);
+        let sending = async move {
+            if let Err(error) = sending.await {
+                debug!(%error, "control message was not sent");
+            }
+        };
+        let sending = TaskTracker::new().spawn(sending.in_current_span());
+        let capabilities = &admitted.welcome.capabilities;
+        let (limits, now) = (context.limits.liveness(), Instant::now());
+        let active = Self {
+            context,
+            handle,
+            params: Arc::new(params),
+            control_sender,
+            sending: AbortOnDropHandle::new(sending),
+            monitor: SessionMonitor::new(limits, session.transport(), session.health(), now),
+            suspect: None,
+            is_draining: false,
+            is_unexpected_logged: false,
+            can_renew: capabilities.iter().any(|able| able == CAPABILITY_RENEW),
+            pending_renewals: 0,
+            session,
+        };
+        (active, admitted.reader)
+    }
+
     async fn run(mut self, mut reader: ControlReader) -> CloseReason {
         let (context, handle) = (self.context, self.handle);
         let session = self.session.clone();
         let mut closed = pin!(session.closed());
-        let (mut withdrawn, mut listening, mut draining) = (false, true, false);
+        let (mut withdrawn, mut listening) = (false, true);
         loop {
             tokio::select! {
                 biased;
@@ -180,27 +189,11 @@ impl ActiveSession<'_> {
                         return self.after_bye().await;
                     }
                     Ok(Some(ControlMessage::Renewed(reply))) => {
-                        // The session is closed: a server that sends a certificate without a
-                        // request is faulty or hostile, and should carry no requests either.
-                        let Some(left) = self.pending_renewals.checked_sub(1) else {
-                            context.metrics.renewal("unasked");
-                            let why = "received a certificate that was not requested";
-                            warn!(agent = %context.node, session = %self.params.session, "{why}; closing the session");
+                        if let Err(why) = self.handle_renewed(reply) {
                             return self.end(CloseCode::Protocol, why).await;
-                        };
-                        self.pending_renewals = left;
-                        let rotating_credentials = context.rotating_credentials.clone();
-                        context.shutdown.spawn_service(async move { rotating_credentials.handle_reply(reply).await });
+                        }
                     }
-                    Ok(Some(ControlMessage::Drain(deadline))) if !draining => {
-                        draining = true;
-                        info!(
-                            agent = %context.node, session = %self.params.session, ?deadline,
-                            "server is stopping; dialing another session, open streams go on"
-                        );
-                        handle.send(SessionEvent::Draining).await;
-                    }
-                    Ok(Some(message)) => self.handle_control(&message),
+                    Ok(Some(message)) => self.handle_control(&message).await,
                     Ok(None) => listening = false,
                     Err(error) => return self.control_failed(&error).await,
                 },
@@ -230,12 +223,39 @@ impl ActiveSession<'_> {
         self.monitor.stream(Instant::now());
     }
 
-    fn handle_control(&mut self, message: &ControlMessage) {
+    /// Passes a reply to a certificate request on. Returns the reason to close the session if no
+    /// certificate was requested: such a server is faulty or hostile, and should carry no requests
+    /// either.
+    fn handle_renewed(&mut self, reply: EnrollReply) -> Result<(), &'static str> {
+        let context = self.context;
+        let Some(left) = self.pending_renewals.checked_sub(1) else {
+            context.metrics.renewal("unasked");
+            let why = "received a certificate that was not requested";
+            warn!(agent = %context.node, session = %self.params.session, "{why}; closing the session");
+            return Err(why);
+        };
+        self.pending_renewals = left;
+        let rotating_credentials = context.rotating_credentials.clone();
+        context
+            .shutdown
+            .spawn_service(async move { rotating_credentials.handle_reply(reply).await });
+        Ok(())
+    }
+
+    async fn handle_control(&mut self, message: &ControlMessage) {
         let (agent, session) = (&self.context.node, self.params.session);
         match message {
             ControlMessage::Suspect(doubts) => {
                 debug!(%agent, %session, doubts, "server reported whether it doubts this session");
                 self.monitor.peer_suspects(*doubts, Instant::now());
+            }
+            ControlMessage::Drain(deadline) if !self.is_draining => {
+                self.is_draining = true;
+                info!(
+                    %agent, %session, ?deadline,
+                    "server is stopping; dialing another session, open streams go on"
+                );
+                self.handle.send(SessionEvent::Draining).await;
             }
             ControlMessage::Unknown => {
                 debug!(%agent, %session, "message of a later version ignored")

@@ -45,26 +45,7 @@ impl InitialCredentials {
                 }
                 return Ok(Self::Stored(credentials, store));
             }
-            Stored::Expired(_, Some(ended)) => {
-                let renewal = Box::new(enrollment(
-                    config,
-                    EnrollProof::ExpiredCertificate(ended),
-                    &store,
-                ));
-                // The token may have been deleted together with its file.
-                let token = config
-                    .token
-                    .as_ref()
-                    .and_then(|source| read_token(source, config.ca.is_some()).ok());
-                let by_token = token.map(|token| {
-                    Box::new(enrollment(
-                        config,
-                        EnrollProof::from_token(token, None),
-                        &store,
-                    ))
-                });
-                return Ok(Self::Renew(renewal, by_token));
-            }
+            Stored::Expired(_, Some(ended)) => return Ok(Self::renewal(config, ended, &store)),
             Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
             Stored::Missing => None,
         };
@@ -91,6 +72,19 @@ impl InitialCredentials {
         };
         let proof = EnrollProof::from_token(token, None);
         Ok(Self::Enroll(Box::new(enrollment(config, proof, &store))))
+    }
+
+    /// Returns the renewal of an expired certificate.
+    fn renewal(config: &Config, ended: Box<Credentials>, store: &CredentialStore) -> Self {
+        let renewal = enrollment(config, EnrollProof::ExpiredCertificate(ended), store);
+        // The token may have been deleted together with its file.
+        let token = config
+            .token
+            .as_ref()
+            .and_then(|source| read_token(source, config.ca.is_some()).ok());
+        let by_token =
+            token.map(|token| enrollment(config, EnrollProof::from_token(token, None), store));
+        Self::Renew(Box::new(renewal), by_token.map(Box::new))
     }
 
     /// Returns the first credentials, after enrollment if necessary.

@@ -103,28 +103,31 @@ async fn candidates(
             ])
         }
         Target::Host(host, port) => {
-            let resolved = timeout_at(deadline, lookup_host((&**host, port.get()))).await;
-            let problem = match resolved {
-                Ok(Ok(addresses)) => {
-                    let found: Vec<_> = addresses
-                        .take(ADDRESSES_MAX)
-                        .map(|address| (TargetClass::Host, address))
-                        .collect();
-                    if !found.is_empty() {
-                        return Ok(found);
-                    }
-                    "has no address".to_owned()
-                }
-                Ok(Err(error)) => format!("cannot be resolved: {error}"),
-                Err(_elapsed) => {
-                    let problem = format!("{host}: was not resolved within {:?}", context.limit);
-                    return Err(refusal(RefusalCode::TargetTimeout, &problem));
-                }
-            };
-            let problem = format!("{host}: {problem}");
-            Err(refusal(RefusalCode::TargetRefused, &problem))
+            let resolved = timeout_at(deadline, resolve(host, *port)).await;
+            resolved.unwrap_or_else(|_elapsed| {
+                let problem = format!("{host}: was not resolved within {:?}", context.limit);
+                Err(refusal(RefusalCode::TargetTimeout, &problem))
+            })
         }
     }
+}
+
+async fn resolve(host: &str, port: Port) -> Result<Vec<(TargetClass, SocketAddr)>, Refusal> {
+    let problem = match lookup_host((host, port.get())).await {
+        Ok(addresses) => {
+            let found: Vec<_> = addresses
+                .take(ADDRESSES_MAX)
+                .map(|address| (TargetClass::Host, address))
+                .collect();
+            if !found.is_empty() {
+                return Ok(found);
+            }
+            "has no address".to_owned()
+        }
+        Err(error) => format!("cannot be resolved: {error}"),
+    };
+    let problem = format!("{host}: {problem}");
+    Err(refusal(RefusalCode::TargetRefused, &problem))
 }
 
 fn loopback_v4(port: Port) -> SocketAddr {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
+use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::StreamKind;
@@ -103,55 +103,10 @@ async fn handshake(
             return Err(AdmitError::Protocol("session accepts no streams"));
         }
     };
-    let handshake = async {
-        let deadline = Instant::now() + context.limits.handshake_timeout;
-        let (header, mut stream) = incoming.header(deadline).await?;
-        let StreamKind::Control {
-            version_min,
-            version_max,
-        } = header.kind
-        else {
-            return Err(AdmitError::Protocol(
-                "first stream is not the control stream",
-            ));
-        };
-        negotiate_version(version_min, version_max)
-            .ok_or(AdmitError::Version(version_min, version_max))?;
-        stream.accept("").await?;
-        let (mut reader, mut writer) = control::split(stream);
-        writer
-            .send(&ControlMessage::Hello(hello(context, node_ip)))
-            .await?;
-        loop {
-            match reader.receive().await? {
-                Some(ControlMessage::Welcome(welcome)) => {
-                    return Ok(Admitted {
-                        reader,
-                        writer,
-                        welcome,
-                    });
-                }
-                Some(ControlMessage::NotAdmitted(code, detail)) => {
-                    return Err(AdmitError::NotAdmitted { code, detail });
-                }
-                Some(ControlMessage::Unknown) => {}
-                Some(
-                    ControlMessage::Hello(_)
-                    | ControlMessage::Drain(_)
-                    | ControlMessage::Withdraw
-                    | ControlMessage::Bye(_)
-                    | ControlMessage::Renew(_)
-                    | ControlMessage::Renewed(_)
-                    | ControlMessage::Suspect(_),
-                ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),
-                None => return Err(AdmitError::Protocol("control stream ended before Welcome")),
-            }
-        }
-    };
     let outcome = tokio::select! {
         biased;
         // First, since the server's messages before the close contain more than the close code.
-        outcome = handshake => outcome,
+        outcome = exchange_hello(incoming, context, node_ip) => outcome,
         reason = session.closed() => Err(reason.into()),
     };
     match outcome {
@@ -163,6 +118,60 @@ async fn handshake(
             }
         }
         outcome => outcome,
+    }
+}
+
+/// Accepts the control stream, sends Hello, and waits for Welcome.
+async fn exchange_hello(
+    incoming: IncomingStream,
+    context: &SessionContext,
+    node_ip: Option<NodeIp>,
+) -> Result<Admitted, AdmitError> {
+    let deadline = Instant::now() + context.limits.handshake_timeout;
+    let (header, mut stream) = incoming.header(deadline).await?;
+    let StreamKind::Control {
+        version_min,
+        version_max,
+    } = header.kind
+    else {
+        return Err(AdmitError::Protocol(
+            "first stream is not the control stream",
+        ));
+    };
+    negotiate_version(version_min, version_max)
+        .ok_or(AdmitError::Version(version_min, version_max))?;
+    stream.accept("").await?;
+    let (mut reader, mut writer) = control::split(stream);
+    writer
+        .send(&ControlMessage::Hello(hello(context, node_ip)))
+        .await?;
+    let welcome = recv_welcome(&mut reader).await?;
+    Ok(Admitted {
+        reader,
+        writer,
+        welcome,
+    })
+}
+
+async fn recv_welcome(reader: &mut ControlReader) -> Result<Welcome, AdmitError> {
+    loop {
+        match reader.receive().await? {
+            Some(ControlMessage::Welcome(welcome)) => return Ok(welcome),
+            Some(ControlMessage::NotAdmitted(code, detail)) => {
+                return Err(AdmitError::NotAdmitted { code, detail });
+            }
+            Some(ControlMessage::Unknown) => {}
+            Some(
+                ControlMessage::Hello(_)
+                | ControlMessage::Drain(_)
+                | ControlMessage::Withdraw
+                | ControlMessage::Bye(_)
+                | ControlMessage::Renew(_)
+                | ControlMessage::Renewed(_)
+                | ControlMessage::Suspect(_),
+            ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),
+            None => return Err(AdmitError::Protocol("control stream ended before Welcome")),
+        }
     }
 }
 
