@@ -140,33 +140,17 @@ async fn answer(
         }
         ("DELETE", ["tokens", id]) => {
             let id = (*id).to_owned();
-            let revoked = blocking(state, move |state| {
-                let found = state.tokens.revoke(&id, SystemTime::now());
-                found.map(|found| (found, id))
-            });
-            match revoked.await? {
-                Ok((true, token)) => {
-                    info!(token, "join token revoked");
-                    Ok(text(StatusCode::NO_CONTENT, ""))
-                }
-                Ok((false, id)) => {
-                    Err(RequestError::not_found(format!("no token has the id {id}")))
-                }
-                Err(error) => Err(RequestError::internal(&error)),
-            }
+            blocking(state, move |state| revoke_token(&state, &id)).await??;
+            Ok(text(StatusCode::NO_CONTENT, ""))
         }
         ("GET", ["nodes"]) => value(StatusCode::OK, &(state.status)()),
         ("DELETE", ["nodes", name]) => {
-            let node = name
-                .parse()
-                .map_err(|error| RequestError::bad_request(format!("{name:?}: {error}")))?;
+            let node = node_name(name)?;
             blocking(state, move |state| forget_node(&state, &node)).await??;
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
         ("POST", ["nodes", name, "revoke"]) => {
-            let node = name
-                .parse()
-                .map_err(|error| RequestError::bad_request(format!("{name:?}: {error}")))?;
+            let node = node_name(name)?;
             let revoked = blocking(state, move |state| {
                 revoke_node(&state.revocations, &state.tokens, &node).map(|tokens| (node, tokens))
             });
@@ -229,6 +213,18 @@ fn create_token(
     ))
 }
 
+/// Revokes a token. Blocks the thread.
+fn revoke_token(state: &AdminState, id: &str) -> Result<(), RequestError> {
+    match state.tokens.revoke(id, SystemTime::now()) {
+        Ok(true) => {
+            info!(token = id, "join token revoked");
+            Ok(())
+        }
+        Ok(false) => Err(RequestError::not_found(format!("no token has the id {id}"))),
+        Err(error) => Err(RequestError::internal(&error)),
+    }
+}
+
 /// Revokes a node's tokens and certificates. Returns the number of revoked tokens that had not
 /// expired. Blocks the thread.
 ///
@@ -278,6 +274,11 @@ async fn blocking<T: Send + 'static>(
     tokio::task::spawn_blocking(move || work(state))
         .await
         .map_err(|panic| RequestError::internal(&panic))
+}
+
+fn node_name(name: &str) -> Result<NodeName, RequestError> {
+    name.parse::<NodeName>()
+        .map_err(|error| RequestError::bad_request(format!("{name:?}: {error}")))
 }
 
 async fn read<T: serde::de::DeserializeOwned>(

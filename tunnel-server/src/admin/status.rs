@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::routing::known_nodes::KnownNodes;
-use crate::routing::registry::Registry;
+use crate::routing::registry::{AgentSession, Registry};
 use crate::routing::routes::RouteNode;
 
 /// The status of one known node, connected or not.
@@ -90,34 +91,41 @@ pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> V
                 addresses,
                 ..NodeStatus::default()
             };
-            let sessions = registry.of_node(name);
-            let active = sessions.iter().find(|session| session.is_routable());
-            if let Some(agent) = active.or_else(|| sessions.first()) {
-                let health = agent.session.health();
-                status.connected = true;
-                status.transport = Some(agent.session.transport().to_string());
-                let state = agent.suspect_reason().map_or("live", |_| "suspect");
-                status.state = Some(state.to_owned());
-                status.address = Some(health.remote.to_string());
-                status.version = Some(agent.software.clone());
-                status.connected_since = Some(timestamp(agent.since));
-                status.rtt_millis = u64::try_from(health.rtt.as_millis()).ok();
-                let streams = sessions
-                    .iter()
-                    .map(|agent| agent.session.health().streams as u64);
-                status.streams = streams.sum();
-                status.bytes_in = health.bytes_in;
-                status.bytes_out = health.bytes_out;
-                // A certificate renewed on a session is newer than the one of its handshake.
-                let begun_with = agent.session.peer().not_after;
-                let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
-                status.certificate_not_after = Some(timestamp(latest));
-                status.claimed_address =
-                    Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
-            }
+            status.set_sessions(&registry.of_node(name), certificate);
             status
         })
         .collect()
+}
+
+impl NodeStatus {
+    /// Sets the fields that describe the sessions of the node. `certificate` is the expiry of the
+    /// last known certificate.
+    fn set_sessions(&mut self, sessions: &[Arc<AgentSession>], certificate: Option<SystemTime>) {
+        let active = sessions.iter().find(|session| session.is_routable());
+        let Some(agent) = active.or_else(|| sessions.first()) else {
+            return;
+        };
+        let health = agent.session.health();
+        self.connected = true;
+        self.transport = Some(agent.session.transport().to_string());
+        let state = agent.suspect_reason().map_or("live", |_| "suspect");
+        self.state = Some(state.to_owned());
+        self.address = Some(health.remote.to_string());
+        self.version = Some(agent.software.clone());
+        self.connected_since = Some(timestamp(agent.since));
+        self.rtt_millis = u64::try_from(health.rtt.as_millis()).ok();
+        let streams = sessions
+            .iter()
+            .map(|agent| agent.session.health().streams as u64);
+        self.streams = streams.sum();
+        self.bytes_in = health.bytes_in;
+        self.bytes_out = health.bytes_out;
+        // A certificate renewed on a session is newer than the one of its handshake.
+        let begun_with = agent.session.peer().not_after;
+        let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
+        self.certificate_not_after = Some(timestamp(latest));
+        self.claimed_address = Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
+    }
 }
 
 fn timestamp(time: SystemTime) -> String {

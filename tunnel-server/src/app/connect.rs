@@ -19,6 +19,7 @@ use super::context::ServerContext;
 use super::credential_watcher::CredentialWatcher;
 use super::serving::{CallerCa, listener_tls};
 use crate::config::ConnectSettings;
+use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
 use crate::ingress::connect::{AdminTunnels, Direct};
 use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, ListenerLimits};
@@ -108,18 +109,8 @@ impl ConnectSockets {
         };
         if let (Some(listener), Some(settings)) = (self.tcp, settings) {
             let passwords = passwords(settings, watcher)?;
-            let tls = match &settings.client_ca {
-                Some(path) => {
-                    let callers = Some(CallerCa {
-                        what: "connect_client_ca",
-                        path,
-                        is_required: passwords.is_none(),
-                    });
-                    Some(listener_tls(inputs.certificates, callers, watcher)?)
-                }
-                None => None,
-            };
             let is_tls_optional = passwords.is_some();
+            let tls = caller_tls(settings, inputs.certificates, !is_tls_optional, watcher)?;
             ingress.start(
                 listener,
                 ListenerKind::Http(connect_listener(tls, passwords, is_tls_optional)),
@@ -130,6 +121,24 @@ impl ConnectSockets {
         }
         Ok(AdminTunnels::new(ingress, dial_limit))
     }
+}
+
+/// Returns the TLS configuration of the TCP listener if callers authenticate by certificates.
+fn caller_tls(
+    settings: &ConnectSettings,
+    certificates: Arc<dyn ResolvesServerCert>,
+    is_required: bool,
+    watcher: &CredentialWatcher,
+) -> anyhow::Result<Option<Arc<ListenerTls>>> {
+    let Some(path) = &settings.client_ca else {
+        return Ok(None);
+    };
+    let callers = CallerCa {
+        what: "connect_client_ca",
+        path,
+        is_required,
+    };
+    listener_tls(certificates, Some(callers), watcher).map(Some)
 }
 
 /// Loads the passwords and watches their file.

@@ -12,6 +12,7 @@ use super::bind::{bind_both, listen};
 use super::bound_addrs::BoundAddrs;
 use super::connect::ConnectSockets;
 use super::context::ServerContext;
+use crate::config::Config;
 use crate::dns::{DnsSocket, DnsSockets};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::{HttpListener, ListenerKind};
@@ -56,9 +57,36 @@ pub(super) async fn bind(
         dns: None,
         connect: None,
     };
+    let listeners = bind_listeners(config, &inputs.listener_tls, &mut bound).await?;
+    let connect = ConnectSockets::bind(config.connect.as_ref()).await?;
+    bound.connect = connect.address()?;
+    let dns = match &config.dns {
+        Some(settings) => {
+            let (tcp, udp) = bind_both(&[settings.listen], "--dns-listen", DnsSocket::bind).await?;
+            bound.dns = Some(tcp.local_addr()?);
+            Some(DnsSockets { udp, tcp })
+        }
+        None => None,
+    };
+    Ok(Sockets {
+        tcp,
+        quic: Arc::new(quic),
+        listeners,
+        dns,
+        connect,
+        bound,
+    })
+}
+
+/// Binds the HTTP and HTTPS listeners and those of TCP services. Adds their addresses to `bound`.
+async fn bind_listeners(
+    config: &Config,
+    tls: &Arc<ListenerTls>,
+    bound: &mut BoundAddrs,
+) -> anyhow::Result<Vec<(TcpListener, ListenerKind)>> {
     let http_listener = |name, https: bool, implied_port| {
         let (scheme, tls) = if https {
-            (Scheme::Https, Some(inputs.listener_tls.clone()))
+            (Scheme::Https, Some(tls.clone()))
         } else {
             (Scheme::Http, None)
         };
@@ -93,22 +121,5 @@ pub(super) async fn bind(
             .push((service.name.clone(), listener.local_addr()?));
         listeners.push((listener, ListenerKind::Service(Arc::new(service.clone()))));
     }
-    let connect = ConnectSockets::bind(config.connect.as_ref()).await?;
-    bound.connect = connect.address()?;
-    let dns = match &config.dns {
-        Some(settings) => {
-            let (tcp, udp) = bind_both(&[settings.listen], "--dns-listen", DnsSocket::bind).await?;
-            bound.dns = Some(tcp.local_addr()?);
-            Some(DnsSockets { udp, tcp })
-        }
-        None => None,
-    };
-    Ok(Sockets {
-        tcp,
-        quic: Arc::new(quic),
-        listeners,
-        dns,
-        connect,
-        bound,
-    })
+    Ok(listeners)
 }

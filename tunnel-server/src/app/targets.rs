@@ -7,11 +7,13 @@ use anyhow::Context as _;
 use rustls::sign::CertifiedKey;
 use tracing::warn;
 use tunnel_proto::process::file_watch::Loaded;
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles};
 
 use super::context::ServerContext;
 use super::credential_watcher::{read_pair, read_roots, report_expiry};
 use crate::ingress::target_tls::TargetTls;
+use crate::metrics::Metrics;
 
 /// Metric label and log name of the server's own client certificate.
 const TARGET_CERTIFICATE: &str = "target_certificate";
@@ -47,62 +49,89 @@ fn delegate(
     files: &KeyPairFiles,
     context: &ServerContext,
 ) -> anyhow::Result<()> {
-    let (metrics, readiness) = (context.metrics.clone(), &context.readiness);
     let may_come_later = context.config.kubernetes.is_some();
-    let note = move |not_after| metrics.credential(TARGET_CERTIFICATE, not_after);
+    let mut delegated = DelegatedFiles {
+        files: files.clone(),
+        targets: targets.clone(),
+        metrics: context.metrics.clone(),
+        readiness: context.readiness.clone(),
+        is_awaited: AtomicBool::new(false),
+    };
     let digest = match read_pair(files) {
         Ok(own) => {
-            report_expiry(TARGET_CERTIFICATE, &own.value, &note);
+            delegated.report_expiry(&own.value);
             targets.delegate(own.value)?;
             own.digest
         }
         Err(error) if may_come_later && error.is_absent() => {
             let text = no_client_certificate(&error);
             warn!("{text}; retrying");
-            readiness.set_conditions(CONDITION, vec![text]);
+            context.readiness.set_conditions(CONDITION, vec![text]);
+            delegated.is_awaited = AtomicBool::new(true);
             ABSENT
         }
         Err(error) => return Err(error.into()),
     };
-    let waits = Arc::new(AtomicBool::new(digest == ABSENT));
-    let (read, named) = (files.clone(), files.clone());
-    let (still, waiting) = (waits.clone(), readiness.clone());
-    let load = move || match read_pair(&read) {
-        Err(error) if still.load(Ordering::Relaxed) => {
-            waiting.set_conditions(CONDITION, vec![no_client_certificate(&error)]);
-            let absent = Loaded {
-                digest: ABSENT,
-                value: None,
-            };
-            if error.is_absent() {
-                Ok(absent)
-            } else {
-                Err(error)
-            }
-        }
-        pair => pair.map(|own| Loaded {
-            digest: own.digest,
-            value: Some(own.value),
-        }),
-    };
-    let (swapped, readiness) = (targets.clone(), readiness.clone());
-    let apply = move |own: Option<Arc<CertifiedKey>>| {
-        let Some(own) = own else {
-            return Ok(());
-        };
-        let delegated = swapped.delegate(own.clone());
-        delegated.map_err(|error| {
-            FileError::Pair(named.certificate.clone(), named.key.clone(), error)
-        })?;
-        report_expiry(TARGET_CERTIFICATE, &own, &note);
-        if waits.swap(false, Ordering::Relaxed) {
-            readiness.set_conditions(CONDITION, Vec::new());
-        }
-        Ok(())
-    };
+    let delegated = Arc::new(delegated);
+    let loaded = delegated.clone();
+    let (load, apply) = (move || loaded.load(), move |own| delegated.apply(own));
     let watcher = &context.watcher;
     watcher.watch(TARGET_CERTIFICATE, digest, load, apply);
     Ok(())
+}
+
+/// The watched files of the client certificate for delegation.
+struct DelegatedFiles {
+    files: KeyPairFiles,
+    targets: Arc<TargetTls>,
+    metrics: Metrics,
+    readiness: Readiness,
+    /// Whether there was no certificate yet.
+    is_awaited: AtomicBool,
+}
+
+impl DelegatedFiles {
+    /// Loads the files. Absent files are no error while the certificate is awaited.
+    fn load(&self) -> Result<Loaded<Option<Arc<CertifiedKey>>>, FileError> {
+        let read = read_pair(&self.files);
+        if let Err(error) = &read
+            && self.is_awaited.load(Ordering::Relaxed)
+        {
+            let text = no_client_certificate(error);
+            self.readiness.set_conditions(CONDITION, vec![text]);
+            if error.is_absent() {
+                return Ok(Loaded {
+                    digest: ABSENT,
+                    value: None,
+                });
+            }
+        }
+        read.map(|own| Loaded {
+            digest: own.digest,
+            value: Some(own.value),
+        })
+    }
+
+    fn apply(&self, own: Option<Arc<CertifiedKey>>) -> Result<(), FileError> {
+        let Some(own) = own else {
+            return Ok(());
+        };
+        let KeyPairFiles { certificate, key } = &self.files;
+        self.targets
+            .delegate(own.clone())
+            .map_err(|error| FileError::Pair(certificate.clone(), key.clone(), error))?;
+        self.report_expiry(&own);
+        if self.is_awaited.swap(false, Ordering::Relaxed) {
+            self.readiness.set_conditions(CONDITION, Vec::new());
+        }
+        Ok(())
+    }
+
+    fn report_expiry(&self, own: &CertifiedKey) {
+        report_expiry(TARGET_CERTIFICATE, own, &|not_after| {
+            self.metrics.credential(TARGET_CERTIFICATE, not_after);
+        });
+    }
 }
 
 fn no_client_certificate(error: &FileError) -> String {

@@ -89,36 +89,23 @@ impl Renewals {
         exported: &[u8; RENEW_EXPORT_BYTES],
         now: SystemTime,
     ) -> Result<RenewedCertificate, EnrollRefusal> {
-        let bad = |detail: &str| (EnrollCode::BadProof, detail.to_owned());
         let chain: Vec<CertificateDer<'_>> = proof
             .chain
             .iter()
             .map(|der| CertificateDer::from(der.as_slice()))
             .collect();
-        let leaf = chain.first().ok_or_else(|| bad("no certificate"))?;
+        let leaf = chain.first().ok_or_else(|| bad_proof("no certificate"))?;
         // Verify the proof first, so that a sender without the key learns nothing about the
         // certificate.
         verify_proof(leaf, exported, &proof.signature, proof.scheme)
-            .map_err(|error| bad(&error.to_string()))?;
-        let (not_before, not_after) = validity(leaf).map_err(|error| bad(&error.to_string()))?;
+            .map_err(|error| bad_proof(error.to_string()))?;
+        let (not_before, not_after) =
+            validity(leaf).map_err(|error| bad_proof(error.to_string()))?;
         if now < not_before {
             return Err(clock_wrong(not_before, now));
         }
         let revoked = self.revocations.of_node(claimed);
-        let judged_at = now.min(not_after);
-        let since = judged_at
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default();
-        let peer = match self.trust.verify(&chain, UnixTime::since_unix_epoch(since)) {
-            Ok(peer) => peer,
-            Err(Error::InvalidCertificate(CertificateError::Revoked)) => {
-                return Err(self.revoked(claimed));
-            }
-            Err(error) => return Err(bad(&format!("the certificate is not accepted: {error}"))),
-        };
-        if peer.domain != TrustDomain::Tunnel {
-            return Err(bad("the certificate is not of the CA of this server"));
-        }
+        let peer = self.verify_at(now.min(not_after), &chain, claimed)?;
         if now > not_after + RENEWAL_GRACE {
             let detail = format!(
                 "the certificate ended at {}, more than {} days ago by this server's clock ({})",
@@ -134,7 +121,7 @@ impl Renewals {
         };
         let request = AgentCsr::parse(csr).map_err(refusal)?;
         if spki_sha256(leaf).ok() != Some(request.key_sha256()) {
-            return Err(bad("the request is not for the certificate's key"));
+            return Err(bad_proof("the request is not for the certificate's key"));
         }
         self.issue(&request, node, revoked, now)
     }
@@ -170,6 +157,26 @@ impl Renewals {
         })
     }
 
+    /// Verifies the chain that the agent of `claimed` presents, as of a time at which it was valid.
+    fn verify_at(
+        &self,
+        time: SystemTime,
+        chain: &[CertificateDer<'_>],
+        claimed: &NodeName,
+    ) -> Result<PeerIdentity, EnrollRefusal> {
+        let since = time
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default();
+        match self.trust.verify(chain, UnixTime::since_unix_epoch(since)) {
+            Ok(peer) if peer.domain == TrustDomain::Tunnel => Ok(peer),
+            Ok(_cluster) => Err(bad_proof("the certificate is not of the CA of this server")),
+            Err(Error::InvalidCertificate(CertificateError::Revoked)) => Err(self.revoked(claimed)),
+            Err(error) => Err(bad_proof(format!(
+                "the certificate is not accepted: {error}"
+            ))),
+        }
+    }
+
     fn revoked(&self, node: &NodeName) -> EnrollRefusal {
         let at = self.revocations.of_node(node);
         let detail = at.map_or_else(
@@ -178,6 +185,10 @@ impl Renewals {
         );
         (EnrollCode::Revoked, detail)
     }
+}
+
+fn bad_proof(detail: impl Into<String>) -> EnrollRefusal {
+    (EnrollCode::BadProof, detail.into())
 }
 
 /// Returns a refusal that names both clocks and the minimum difference between them.

@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::{FutureExt as _, StreamExt as _};
+use futures_util::{FutureExt as _, Stream, StreamExt as _};
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
@@ -67,30 +67,14 @@ pub(super) async fn follow<K>(
         let mut is_expired = false;
         while !is_expired {
             let next = tokio::time::timeout_at(errors.recovery_deadline(), events.next()).await;
-            let mut taken = match next {
-                Ok(Some(next)) => Some(next),
+            let (batch, failed) = match next {
+                Ok(Some(first)) => take_available(first, &mut events),
                 Ok(None) => break,
                 Err(_recovered) => {
                     errors.clear();
                     continue;
                 }
             };
-            let mut batch = Vec::new();
-            let mut failed = None;
-            while let Some(next) = taken {
-                match next {
-                    Ok(event) => batch.push(event),
-                    Err(error) => {
-                        failed = Some(error);
-                        break;
-                    }
-                }
-                taken = if batch.len() < BATCH_EVENTS {
-                    events.next().now_or_never().flatten()
-                } else {
-                    None
-                };
-            }
             errors.is_listing |= batch.iter().any(|event| matches!(event, Event::Init));
             let is_listed = batch.iter().any(|event| matches!(event, Event::InitDone));
             if !batch.is_empty() {
@@ -108,6 +92,27 @@ pub(super) async fn follow<K>(
             }
         }
     }
+}
+
+/// Returns the events that are available together, and the failure that follows them, if any.
+fn take_available<K>(
+    first: Result<Event<K>, watcher::Error>,
+    events: &mut (impl Stream<Item = Result<Event<K>, watcher::Error>> + Unpin),
+) -> (Vec<Event<K>>, Option<watcher::Error>) {
+    let mut batch = Vec::new();
+    let mut next = Some(first);
+    while let Some(taken) = next {
+        match taken {
+            Ok(event) => batch.push(event),
+            Err(error) => return (batch, Some(error)),
+        }
+        next = if batch.len() < BATCH_EVENTS {
+            events.next().now_or_never().flatten()
+        } else {
+            None
+        };
+    }
+    (batch, None)
 }
 
 /// Consecutive failures of one watch.

@@ -1,6 +1,7 @@
 //! The loop of an admitted session: control messages in both directions, renewal and liveness,
 //! until the session ends.
 
+use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,14 +27,10 @@ const EXPIRED: &str = "certificate expired and was not renewed";
 impl Sessions {
     /// Runs an admitted session until it ends.
     pub(super) async fn run(&self, admitted: AdmittedSession) {
-        let AdmittedSession {
-            mut reader,
-            writer,
-            registration,
-        } = admitted;
+        let (mut reader, registration) = (admitted.reader, admitted.registration);
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
-        let (control_sender, sending) = ControlSender::new(writer);
+        let (control_sender, sending) = ControlSender::new(admitted.writer);
         // The loop polls the future, because a task for each session would cost memory. The loop
         // never waits for a message to be sent, because it may never leave on a silent session.
         let mut sending = pin!(sending);
@@ -43,7 +40,6 @@ impl Sessions {
         let mut next_poll = pin!(sleep(Duration::ZERO));
         let (mut draining, mut can_recv, mut can_send) = (false, true, true);
         let mut renewal = RenewalTask::default();
-        // The reason of the close from the transport, or the time of silence on a dead session.
         let ended = loop {
             tokio::select! {
                 biased;
@@ -54,22 +50,16 @@ impl Sessions {
                     draining = true;
                     control_sender.drain(self.limits.drain);
                 }
-                message = reader.receive(), if can_recv => match message {
+                received = reader.receive(), if can_recv => match received {
                     Ok(Some(ControlMessage::Renew(csr))) => {
                         if let Err((code, detail)) = renewal.begin(self, &agent, csr) {
                             control_sender.renewed(EnrollReply::Refused(code, detail));
                         }
                     }
                     Ok(Some(message)) => handle_control(&message, &agent, &mut monitor),
-                    Ok(None) => {
-                        agent.withdraw();
+                    ended @ (Ok(None) | Err(_)) => {
                         can_recv = false;
-                    }
-                    Err(error) => {
-                        debug!(agent = %agent.node, session = %agent.id, %error, "control stream ended");
-                        let reason = format!("control stream ended: {error}");
-                        agent.close(CloseCode::Protocol, &reason).await;
-                        can_recv = false;
+                        control_ended(&agent, ended.err()).await;
                     }
                 },
                 issued = renewal.done() => control_sender.renewed(self.renewed(&agent, issued)),
@@ -80,26 +70,33 @@ impl Sessions {
                     }
                 }
             }
-            let now = Instant::now();
-            let observation = monitor.check(now);
-            control_sender.suspect(observation.check.is_suspect_locally);
-            if observation.transition == Transition::Dead {
-                break Err(observation.check.silence);
+            match self.check(&agent, &mut monitor, &control_sender) {
+                Ok(next) => next_poll.as_mut().reset(next),
+                Err(silence) => break Err(silence),
             }
-            let expires_at = self.close_expired(&agent, now);
-            let next_check = monitor.next_check();
-            let next = expires_at.map_or(next_check, |expires_at| expires_at.min(next_check));
-            next_poll.as_mut().reset(next);
         };
         // Dropped before the close, which can wait for a peer that is gone.
         drop((registration, monitor));
-        let streams = agent.session.health().streams;
-        let reason = match ended {
-            Ok(result) => agent.end(result),
-            Err(silence) => self.close_dead(&agent, silence).await,
-        };
-        self.metrics.session_ended(reason.code);
-        log_end(&agent, &reason, streams);
+        self.end(&agent, ended).await;
+    }
+
+    /// Checks the liveness of the agent and the life of its certificate. Returns the time of the
+    /// next check, or the time of silence on a dead session.
+    fn check(
+        &self,
+        agent: &Arc<AgentSession>,
+        monitor: &mut AgentMonitor,
+        control_sender: &ControlSender,
+    ) -> Result<Instant, Duration> {
+        let now = Instant::now();
+        let observation = monitor.check(now);
+        control_sender.suspect(observation.check.is_suspect_locally);
+        if observation.transition == Transition::Dead {
+            return Err(observation.check.silence);
+        }
+        let expires_at = self.close_expired(agent, now);
+        let next_check = monitor.next_check();
+        Ok(expires_at.map_or(next_check, |expires_at| expires_at.min(next_check)))
     }
 
     /// Closes the session if its certificate has ended and was not renewed, by any session of the
@@ -124,6 +121,18 @@ impl Sessions {
             });
         }
         None
+    }
+
+    /// Reports the end of a session. `ended` is the reason of the close from the transport, or the
+    /// time of silence on a dead session, which is closed first.
+    async fn end(&self, agent: &AgentSession, ended: Result<CloseReason, Duration>) {
+        let streams = agent.session.health().streams;
+        let reason = match ended {
+            Ok(result) => agent.end(result),
+            Err(silence) => self.close_dead(agent, silence).await,
+        };
+        self.metrics.session_ended(reason.code);
+        log_end(agent, &reason, streams);
     }
 
     /// Closes the session of an agent that was silent for too long.
@@ -167,6 +176,16 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut 
             debug!(agent = %node, %session, "unexpected control message");
         }
     }
+}
+
+/// Handles the end of the control stream: the agent sends no more, or violated the protocol.
+async fn control_ended(agent: &AgentSession, error: Option<io::Error>) {
+    let Some(error) = error else {
+        return agent.withdraw();
+    };
+    debug!(agent = %agent.node, session = %agent.id, %error, "control stream ended");
+    let reason = format!("control stream ended: {error}");
+    agent.close(CloseCode::Protocol, &reason).await;
 }
 
 fn log_end(agent: &AgentSession, reason: &CloseReason, streams: usize) {

@@ -70,36 +70,31 @@ impl SharedDocuments {
             is_observed: watch::Sender::new(is_whole),
             changes,
         };
-        let (watched, writer) = (documents.clone(), documents.clone());
-        let (watched_objects, secret) = (cluster_objects.clone(), name.to_owned());
-        shutdown.spawn_service(async move {
-            let secrets = watched_objects.secrets.clone();
-            let context = watched_objects.cluster.watch_context(Object::State);
-            follow_one(
-                secrets,
-                &secret,
-                context,
-                |observed: Observed<Secret>| match observed {
-                    Observed::Present(found) => {
-                        watched.observe(&found);
-                        watched_objects.cluster.metrics.synced(Object::State);
-                        watched_objects.condition(Condition::State, None);
-                    }
-                    Observed::Absent => {
-                        let namespace = &watched_objects.namespace;
-                        let absent = ApiError::absent(Object::State, namespace, &secret);
-                        watched_objects.condition(Condition::State, Some(absent.to_string()));
-                    }
-                    Observed::Unknown => {}
-                },
-            )
-            .await;
-        });
+        let watching = documents.clone();
+        shutdown.spawn_service(watching.watch(cluster_objects.clone(), name.to_owned()));
+        let writing = documents.clone();
         let (cluster_objects, secret) = (cluster_objects.clone(), name.to_owned());
-        shutdown.spawn_service(async move {
-            writer.write(cluster_objects, secret, swap_requests).await
-        });
+        shutdown.spawn_service(writing.write(cluster_objects, secret, swap_requests));
         documents
+    }
+
+    /// Applies each observed content of the Secret.
+    async fn watch(self, cluster_objects: ClusterObjects, secret: String) {
+        let secrets = cluster_objects.secrets.clone();
+        let context = cluster_objects.cluster.watch_context(Object::State);
+        let change = |observed: Observed<Secret>| match observed {
+            Observed::Present(found) => {
+                self.observe(&found);
+                cluster_objects.cluster.metrics.synced(Object::State);
+                cluster_objects.condition(Condition::State, None);
+            }
+            Observed::Absent => {
+                let absent = ApiError::absent(Object::State, &cluster_objects.namespace, &secret);
+                cluster_objects.condition(Condition::State, Some(absent.to_string()));
+            }
+            Observed::Unknown => {}
+        };
+        follow_one(secrets, &secret, context, change).await;
     }
 
     /// Waits until the Secret was observed or a complete snapshot was loaded.
