@@ -1,7 +1,6 @@
 //! The tunnel-agent binary: verbs and exit codes. All other code is in the library.
 
 use std::io::Write;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -102,7 +101,7 @@ fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {
         .ok_or_else(|| {
             config::LoadError::meta_listen("is off; set an address to check readiness".to_owned())
         })?;
-    let address = reachable(address);
+    let address = meta::dialable(address);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -113,16 +112,6 @@ fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {
     print(body.as_bytes())?;
     anyhow::ensure!(status.is_success(), "agent is not ready");
     Ok(())
-}
-
-/// Returns the address at which this host reaches a listener on `address`.
-fn reachable(address: SocketAddr) -> SocketAddr {
-    let ip = match address.ip() {
-        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
-        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
-        ip => ip,
-    };
-    SocketAddr::new(ip, address.port())
 }
 
 fn print_line(line: &str) -> anyhow::Result<()> {

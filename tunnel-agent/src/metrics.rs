@@ -21,7 +21,7 @@ mod streams;
 use credentials::CredentialMetrics;
 use labels::{
     ConnectLabels, DialLabels, DirectionLabels, LimitLabels, RenewalLabels, StreamLabels,
-    TransportLabel, TransportLabels,
+    TransportLabels,
 };
 pub(crate) use labels::{ConnectResult, DialResult, Direction, StreamEnd};
 use limits::LimitMetrics;
@@ -60,7 +60,7 @@ impl Metrics {
 
     /// Counts a ready session until the guard is dropped.
     pub(crate) fn session(&self, transport: TransportKind) -> GaugeGuard {
-        let transport = TransportLabel(transport);
+        let transport = StaticLabel(transport.label());
         let sessions = &self.sessions.connected;
         GaugeGuard::new(&sessions.get_or_create(&TransportLabels { transport }))
     }
@@ -88,6 +88,7 @@ impl Metrics {
     /// Counts a stream that ended.
     pub(crate) fn stream_ended(&self, result: StreamEnd) {
         let ended = &self.streams.ended;
+        let result = StaticLabel(result.label());
         ended.get_or_create(&StreamLabels { result }).inc();
     }
 
@@ -105,7 +106,7 @@ impl Metrics {
 
     /// Counts a dialed session.
     pub(crate) fn connect_attempt(&self, transport: TransportKind, result: ConnectResult) {
-        let transport = TransportLabel(transport);
+        let transport = StaticLabel(transport.label());
         let attempts = &self.sessions.connect_attempts;
         attempts
             .get_or_create(&ConnectLabels { transport, result })
@@ -115,7 +116,7 @@ impl Metrics {
     /// Returns the number of dialed sessions with a result.
     #[cfg(test)]
     pub(crate) fn connect_attempts(&self, transport: TransportKind, result: ConnectResult) -> u64 {
-        let transport = TransportLabel(transport);
+        let transport = StaticLabel(transport.label());
         let attempts = &self.sessions.connect_attempts;
         attempts
             .get_or_create(&ConnectLabels { transport, result })

@@ -3,9 +3,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tracing::debug;
 
 use super::accept::RetryingListener;
@@ -48,8 +48,8 @@ pub struct Meta {
     endpoints: Vec<(&'static str, EndpointHandler)>,
 }
 
-impl std::fmt::Debug for Meta {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Meta {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("Meta")
             .field("readiness", &self.readiness)
@@ -165,57 +165,76 @@ impl Meta {
                 "metrics cannot be encoded\n",
             );
         }
-        let mut response = text(StatusCode::OK, body);
-        let kind = http::HeaderValue::from_static(
+        response(
+            StatusCode::OK,
             "application/openmetrics-text; version=1.0.0; charset=utf-8",
-        );
-        response
-            .headers_mut()
-            .insert(http::header::CONTENT_TYPE, kind);
-        response
+            body,
+        )
     }
 }
 
 /// Returns a plain text response.
 #[must_use]
 pub fn text(status: StatusCode, body: impl Into<Bytes>) -> FullResponse {
-    let mut response = Response::new(Full::new(body.into()));
-    *response.status_mut() = status;
-    let kind = http::HeaderValue::from_static("text/plain; charset=utf-8");
-    response
-        .headers_mut()
-        .insert(http::header::CONTENT_TYPE, kind);
-    response
+    response(status, "text/plain; charset=utf-8", body)
 }
 
 /// Returns a JSON response.
 #[must_use]
 pub fn json(status: StatusCode, value: &serde_json::Value) -> FullResponse {
-    let mut response = text(status, format!("{value}\n"));
-    let kind = http::HeaderValue::from_static("application/json");
+    response(status, "application/json", format!("{value}\n"))
+}
+
+fn response(
+    status: StatusCode,
+    content_type: &'static str,
+    body: impl Into<Bytes>,
+) -> FullResponse {
+    let mut response = Response::new(Full::new(body.into()));
+    *response.status_mut() = status;
+    let content_type = http::HeaderValue::from_static(content_type);
     response
         .headers_mut()
-        .insert(http::header::CONTENT_TYPE, kind);
+        .insert(http::header::CONTENT_TYPE, content_type);
     response
+}
+
+/// Returns the address at which this host reaches a listener on `address`: loopback if the listener
+/// is on all addresses.
+#[must_use]
+pub fn dialable(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    SocketAddr::new(ip, address.port())
 }
 
 /// Requests `path` from the meta port at `address`, within 5 s. Cancel-safe.
 ///
 /// # Errors
 /// When there is no response, or it is not plain text of at most 1 MiB.
-pub async fn get(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
+pub async fn get(
+    address: impl ToSocketAddrs + fmt::Display,
+    path: &str,
+) -> io::Result<(StatusCode, String)> {
     tokio::time::timeout(HEAD_TIMEOUT, send_get(address, path))
         .await
         .unwrap_or_else(|_elapsed| Err(io::ErrorKind::TimedOut.into()))
 }
 
-async fn send_get(address: SocketAddr, path: &str) -> io::Result<(StatusCode, String)> {
+async fn send_get(
+    address: impl ToSocketAddrs + fmt::Display,
+    path: &str,
+) -> io::Result<(StatusCode, String)> {
+    let host = address.to_string();
     let socket = TcpStream::connect(address).await?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
         .await
         .map_err(io::Error::other)?;
     let request = Request::get(path)
-        .header(http::header::HOST, address.to_string())
+        .header(http::header::HOST, host)
         .body(Empty::<Bytes>::new())
         .map_err(io::Error::other)?;
     let exchange = async move {

@@ -54,6 +54,31 @@ macro_rules! label_sets {
     )+ };
 }
 
+/// Declares the values of a label once, as an enum. An entry has its variant and its text.
+#[macro_export]
+macro_rules! label_values {
+    (
+        $(#[$attribute:meta])*
+        $visibility:vis enum $name:ident {
+            $($(#[$variant_attribute:meta])* $variant:ident = $text:literal,)+
+        }
+    ) => {
+        $(#[$attribute])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        $visibility enum $name { $($(#[$variant_attribute])* $variant,)+ }
+
+        impl prometheus_client::encoding::EncodeLabelValue for $name {
+            fn encode(
+                &self,
+                encoder: &mut prometheus_client::encoding::LabelValueEncoder<'_>,
+            ) -> Result<(), std::fmt::Error> {
+                let text = match self { $(Self::$variant => $text,)+ };
+                prometheus_client::encoding::EncodeLabelValue::encode(&text, encoder)
+            }
+        }
+    };
+}
+
 /// A label value from the program's own text, never from a caller or a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StaticLabel(pub &'static str);

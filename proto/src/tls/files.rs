@@ -12,6 +12,7 @@ use rustls_pki_types::pem::{self, PemObject};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::certified_key;
+use crate::identity::sha256;
 use crate::process::files;
 
 /// Maximum number of certificates that are read from one file.
@@ -99,6 +100,19 @@ pub fn load_roots(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError
     })?;
     super::roots(roots.iter().cloned()).map_err(|error| FileError::Root(path.to_owned(), error))?;
     Ok(roots)
+}
+
+/// Returns a digest that changes with any of the certificates. A key changes only with its
+/// certificate.
+#[must_use]
+pub fn digest_of<'a, 'b: 'a>(
+    certificates: impl IntoIterator<Item = &'a CertificateDer<'b>>,
+) -> [u8; 32] {
+    let bytes: Vec<u8> = certificates
+        .into_iter()
+        .flat_map(|der| der.to_vec())
+        .collect();
+    sha256(&bytes)
 }
 
 /// Returns the certificates in a PEM text, at least one. Other objects are ignored.

@@ -7,13 +7,11 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use rustls_pki_types::CertificateDer;
 use tokio::time::sleep;
 use tracing::{error, warn};
-use tunnel_proto::identity::sha256;
 use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::tls::files::{FileError, load_roots};
+use tunnel_proto::tls::files::{FileError, digest_of, load_roots};
 
 use super::initial_credentials::{InitialCredentials, enrollment};
 use crate::config::{Config, CredentialFiles};
@@ -221,9 +219,4 @@ fn until_expiry(not_after: SystemTime) -> Duration {
         .unwrap_or_default();
     // Certificates have whole seconds; check shortly after that second.
     (left + Duration::from_millis(100)).min(CHECK_INTERVAL)
-}
-
-fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
-    let bytes: Vec<u8> = certificates.iter().flat_map(|der| der.to_vec()).collect();
-    sha256(&bytes)
 }

@@ -64,7 +64,7 @@ pub(super) enum ConnectError {
     /// The server has no address.
     #[error(transparent)]
     Resolve(#[from] ResolveError),
-    /// The connection failed.
+    /// The connection to the server failed.
     #[error("{remote}")]
     Dial {
         remote: ServerAddr,

@@ -3,11 +3,11 @@
 
 use std::path::PathBuf;
 
-use rustls_pki_types::{CertificateDer, ServerName};
-use tunnel_proto::identity::{PeerIdentity, sha256, validity};
+use rustls_pki_types::ServerName;
+use tunnel_proto::identity::{PeerIdentity, validity};
 use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::tls;
-use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
+use tunnel_proto::tls::files::{FileError, KeyPairFiles, digest_of, load_roots};
 use tunnel_proto::wire::name::NodeName;
 
 use super::{CredentialError, Credentials};
@@ -29,12 +29,7 @@ impl CredentialFiles {
     pub(crate) fn load(&self, node: &NodeName) -> Result<Loaded<Credentials>, CredentialError> {
         let own = self.pair.load()?;
         let roots = load_roots(&self.ca)?;
-        let content: Vec<u8> = own
-            .cert
-            .iter()
-            .chain(&roots)
-            .flat_map(|der: &CertificateDer<'_>| der.to_vec())
-            .collect();
+        let digest = digest_of(own.cert.iter().chain(&roots));
         let unusable = |error| FileError::Root(self.pair.certificate.clone(), error);
         let leaf = own
             .cert
@@ -55,7 +50,7 @@ impl CredentialFiles {
             validity(leaf).map_err(|error| unusable(rustls::Error::General(error.to_string())))?;
         let roots = tls::roots(roots).map_err(|error| FileError::Root(self.ca.clone(), error))?;
         Ok(Loaded {
-            digest: sha256(&content),
+            digest,
             value: Credentials {
                 own,
                 roots,

@@ -11,6 +11,7 @@ use tunnel_proto::wire::name::NodeName;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::{AgentSession, Registry};
 use crate::routing::routes::RouteNode;
+use crate::store::data_dir::rfc3339;
 
 /// The status of one known node, connected or not.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,7 +84,7 @@ pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> V
             let certificate = known.get(name).and_then(|node| node.certificate_not_after);
             let mut status = NodeStatus {
                 node: name.to_string(),
-                certificate_not_after: certificate.map(timestamp),
+                certificate_not_after: certificate.map(rfc3339),
                 address_conflicts: addresses
                     .iter()
                     .filter_map(|address| Some((*address, owners.get(address)?.clone())))
@@ -112,7 +113,7 @@ impl NodeStatus {
         self.state = Some(state.to_owned());
         self.address = Some(health.remote.to_string());
         self.version = Some(agent.software.clone());
-        self.connected_since = Some(timestamp(agent.since));
+        self.connected_since = Some(rfc3339(agent.since));
         self.rtt_millis = u64::try_from(health.rtt.as_millis()).ok();
         let streams = sessions
             .iter()
@@ -123,13 +124,9 @@ impl NodeStatus {
         // A certificate renewed on a session is newer than the one of its handshake.
         let begun_with = agent.session.peer().not_after;
         let latest = certificate.map_or(begun_with, |at| at.max(begun_with));
-        self.certificate_not_after = Some(timestamp(latest));
+        self.certificate_not_after = Some(rfc3339(latest));
         self.claimed_address = Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
     }
-}
-
-fn timestamp(time: SystemTime) -> String {
-    humantime::format_rfc3339_seconds(time).to_string()
 }
 
 #[cfg(test)]

@@ -6,12 +6,11 @@ use std::time::{Duration, SystemTime};
 
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
-use rustls_pki_types::CertificateDer;
 use tracing::warn;
-use tunnel_proto::identity::{sha256, validity};
+use tunnel_proto::identity::validity;
 use tunnel_proto::process::file_watch::{FileWatcher, Loaded};
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
+use tunnel_proto::tls::files::{FileError, KeyPairFiles, digest_of, load_roots};
 use tunnel_proto::tls::{self, ReloadableKey};
 
 use crate::metrics::Metrics;
@@ -118,13 +117,6 @@ pub(super) fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, File
     let digest = digest_of(&roots);
     let value = tls::roots(roots).map_err(|error| FileError::Root(path.to_owned(), error))?;
     Ok(Loaded { digest, value })
-}
-
-/// Returns a digest that changes with any of the certificates. A key changes only with its
-/// certificate.
-fn digest_of(certificates: &[CertificateDer<'_>]) -> [u8; 32] {
-    let bytes: Vec<u8> = certificates.iter().flat_map(|der| der.to_vec()).collect();
-    sha256(&bytes)
 }
 
 pub(super) fn report_expiry(what: &str, own: &CertifiedKey, record_expiry: &impl Fn(SystemTime)) {

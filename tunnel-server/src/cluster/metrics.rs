@@ -3,7 +3,6 @@
 use std::sync::atomic::AtomicU64;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -13,76 +12,36 @@ use tunnel_proto::process::metrics::StaticLabel;
 use super::failure::ApiErrorKind;
 use super::objects::Object;
 
-/// Metrics of the cluster controllers. Clones share them.
-#[derive(Debug, Clone, Default)]
-pub(super) struct ClusterMetrics {
-    leader: Gauge,
-    synced: Family<ObjectLabel, Gauge<f64, AtomicU64>>,
-    writes: Family<WriteLabel, Counter>,
-    watch_failures: Family<WriteLabel, Counter>,
-    problems: Family<ObjectLabel, Gauge>,
-    records: Gauge,
-    records_bytes: Gauge,
-    records_too_large: Gauge,
+tunnel_proto::metrics! {
+    /// Metrics of the cluster controllers. Clones share them.
+    pub(super) struct ClusterMetrics {
+        leader: Gauge = "kubernetes_leader",
+            "1 while this server holds the leader Lease and writes to the cluster";
+        synced: Family<ObjectLabel, Gauge<f64, AtomicU64>> = "kubernetes_synced_timestamp_seconds",
+            "Unix time of the last successful reconciliation, by object";
+        writes: Family<WriteLabel, Counter> = "kubernetes_writes",
+            "Writes to the cluster by result: ok, conflict, forbidden, throttled, invalid, too_large, timeout, unavailable";
+        watch_failures: Family<WriteLabel, Counter> = "kubernetes_watch_failures",
+            "Failures to list or watch by kind";
+        problems: Family<ObjectLabel, Gauge> = "kubernetes_problems",
+            "Conditions that /readyz?verbose lists, by condition";
+        records: Gauge = "kubernetes_records", "Names with a record";
+        records_bytes: Gauge = "kubernetes_records_bytes", "Size of the records in the ConfigMap";
+        records_too_large: Gauge = "kubernetes_records_too_large",
+            "1 while the records exceed the size limit of the ConfigMap, which keeps the previous records";
+    }
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ObjectLabel {
-    object: StaticLabel,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct WriteLabel {
-    object: StaticLabel,
-    result: StaticLabel,
+tunnel_proto::label_sets! {
+    pub(super)
+    ObjectLabel { object: StaticLabel }
+    WriteLabel { object: StaticLabel, result: StaticLabel }
 }
 
 impl ClusterMetrics {
     /// Registers all metrics under `tunnel_server_`.
     pub(super) fn new(root: &mut Registry) -> Self {
-        let metrics = Self::default();
-        let registry = root.sub_registry_with_prefix("tunnel_server");
-        registry.register(
-            "kubernetes_leader",
-            "1 while this server holds the leader Lease and writes to the cluster",
-            metrics.leader.clone(),
-        );
-        registry.register(
-            "kubernetes_synced_timestamp_seconds",
-            "Unix time of the last successful reconciliation, by object",
-            metrics.synced.clone(),
-        );
-        registry.register(
-            "kubernetes_writes",
-            "Writes to the cluster by result: ok, conflict, forbidden, throttled, invalid, too_large, timeout, unavailable",
-            metrics.writes.clone(),
-        );
-        registry.register(
-            "kubernetes_watch_failures",
-            "Failures to list or watch by kind",
-            metrics.watch_failures.clone(),
-        );
-        registry.register(
-            "kubernetes_problems",
-            "Conditions that /readyz?verbose lists, by condition",
-            metrics.problems.clone(),
-        );
-        registry.register(
-            "kubernetes_records",
-            "Names with a record",
-            metrics.records.clone(),
-        );
-        registry.register(
-            "kubernetes_records_bytes",
-            "Size of the records in the ConfigMap",
-            metrics.records_bytes.clone(),
-        );
-        registry.register(
-            "kubernetes_records_too_large",
-            "1 while the records exceed the size limit of the ConfigMap, which keeps the previous records",
-            metrics.records_too_large.clone(),
-        );
-        metrics
+        Self::register(root.sub_registry_with_prefix("tunnel_server"))
     }
 
     /// Records whether this server is the leader.

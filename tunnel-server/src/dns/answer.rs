@@ -14,39 +14,41 @@ use hickory_proto::serialize::binary::{BinDecodable, BinDecoder};
 use super::names::{NameResolution, Names};
 use super::{Addresses, RecordSet};
 
-/// Transport of a query and of its answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Transport {
-    /// UDP. An answer that does not fit is truncated and marked (TC), and the client retries over
-    /// TCP.
-    Udp,
-    /// TCP. Each message is preceded by its length.
-    Tcp,
+tunnel_proto::label_values! {
+    /// Transport of a query and of its answer.
+    pub enum Transport {
+        /// UDP. An answer that does not fit is truncated and marked (TC), and the client retries
+        /// over TCP.
+        Udp = "udp",
+        /// TCP. Each message is preceded by its length.
+        Tcp = "tcp",
+    }
 }
 
-/// Outcome of a query.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum QueryOutcome {
-    /// The server answered with the address of a node.
-    Node,
-    /// The name is local but has no record of the requested type.
-    NoData,
-    /// The name does not exist.
-    NoName,
-    /// Another resolver answered the query.
-    Forwarded,
-    /// No other resolver answered in time: SERVFAIL.
-    UpstreamFailed,
-    /// The limit of forwarded queries is reached: SERVFAIL.
-    Busy,
-    /// This server does not support the query, or no resolver is configured for the name.
-    Refused,
-    /// The message is not a valid query.
-    Malformed,
-    /// The client exceeded its rate limit. The server does not answer.
-    Limited,
-    /// The query is a probe of this server that a resolver sent back.
-    Loop,
+tunnel_proto::label_values! {
+    /// Outcome of a query.
+    pub enum QueryOutcome {
+        /// The server answered with the address of a node.
+        Node = "node",
+        /// The name is local but has no record of the requested type.
+        NoData = "no_data",
+        /// The name does not exist.
+        NoName = "no_name",
+        /// Another resolver answered the query.
+        Forwarded = "forwarded",
+        /// No other resolver answered in time: SERVFAIL.
+        UpstreamFailed = "upstream_failed",
+        /// The limit of forwarded queries is reached: SERVFAIL.
+        Busy = "busy",
+        /// This server does not support the query, or no resolver is configured for the name.
+        Refused = "refused",
+        /// The message is not a valid query.
+        Malformed = "malformed",
+        /// The client exceeded its rate limit. The server does not answer.
+        Limited = "limited",
+        /// The query is a probe of this server that a resolver sent back.
+        Loop = "loop",
+    }
 }
 
 /// Inputs for answering a query.

@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{
-    DescriptorEncoder, EncodeLabelSet, EncodeLabelValue, EncodeMetric, LabelValueEncoder,
-};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
@@ -73,34 +71,6 @@ impl DnsMetrics {
     /// Records how long a forwarded query took.
     pub fn forwarded(&self, elapsed: Duration) {
         self.forward_seconds.observe(elapsed.as_secs_f64());
-    }
-}
-
-impl EncodeLabelValue for QueryOutcome {
-    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let word = match self {
-            Self::Node => "node",
-            Self::NoData => "no_data",
-            Self::NoName => "no_name",
-            Self::Forwarded => "forwarded",
-            Self::UpstreamFailed => "upstream_failed",
-            Self::Busy => "busy",
-            Self::Refused => "refused",
-            Self::Malformed => "malformed",
-            Self::Limited => "limited",
-            Self::Loop => "loop",
-        };
-        word.encode(encoder)
-    }
-}
-
-impl EncodeLabelValue for Transport {
-    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
-        let word = match self {
-            Self::Udp => "udp",
-            Self::Tcp => "tcp",
-        };
-        word.encode(encoder)
     }
 }
 

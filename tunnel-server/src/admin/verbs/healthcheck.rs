@@ -1,21 +1,19 @@
 //! The command `healthcheck`: one request to the server's meta port, for images without a shell.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use bytes::Bytes;
-use http::{Request, StatusCode};
-use http_body_util::{BodyExt, Empty, Limited};
-use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
+use http::StatusCode;
+use tunnel_proto::process::meta;
 
 /// Requests `/readyz` at the address on which the server listens. Returns why the server is not
 /// ready.
 pub(super) async fn check_ready(listen: &str) -> Result<(), String> {
     let address = dialable(listen);
-    let (status, body) = tokio::time::timeout(TIMEOUT, read(&address))
+    let (status, body) = tokio::time::timeout(TIMEOUT, meta::get(&address, "/readyz?verbose"))
         .await
-        .unwrap_or_else(|_elapsed| Err(format!("no answer in {} s", TIMEOUT.as_secs())))
+        .map_err(|_elapsed| format!("no answer in {} s", TIMEOUT.as_secs()))
+        .and_then(|answer| answer.map_err(|error| error.to_string()))
         .map_err(|problem| format!("{address}: {problem}"))?;
     if status == StatusCode::OK {
         return Ok(());
@@ -31,52 +29,16 @@ pub(super) async fn check_ready(listen: &str) -> Result<(), String> {
     })
 }
 
-async fn read(address: &str) -> Result<(StatusCode, String), String> {
-    let socket = TcpStream::connect(address)
-        .await
-        .map_err(|error| error.to_string())?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
-        .await
-        .map_err(|error| error.to_string())?;
-    let request = Request::get("/readyz?verbose")
-        .header(http::header::HOST, "tunnel-server")
-        .body(Empty::<Bytes>::new())
-        .map_err(|error| error.to_string())?;
-    let exchange = async move {
-        let answer = sender
-            .send_request(request)
-            .await
-            .map_err(|error| error.to_string())?;
-        let status = answer.status();
-        let body = Limited::new(answer.into_body(), BODY_MAX_BYTES);
-        let body = body.collect().await.map_err(|error| error.to_string())?;
-        drop(sender);
-        Ok((
-            status,
-            String::from_utf8_lossy(&body.to_bytes()).into_owned(),
-        ))
-    };
-    tokio::join!(exchange, connection).0
-}
-
 /// Converts a listen address to one that can be dialed: an unspecified address becomes loopback.
 fn dialable(listen: &str) -> String {
-    match listen.parse::<SocketAddr>() {
-        Ok(address) if address.ip().is_unspecified() => {
-            let loopback = if address.is_ipv4() {
-                IpAddr::V4(Ipv4Addr::LOCALHOST)
-            } else {
-                IpAddr::V6(Ipv6Addr::LOCALHOST)
-            };
-            SocketAddr::new(loopback, address.port()).to_string()
-        }
-        Ok(_) | Err(_) => listen.to_owned(),
-    }
+    listen.parse::<SocketAddr>().map_or_else(
+        |_is_name| listen.to_owned(),
+        |address| meta::dialable(address).to_string(),
+    )
 }
 
 /// Timeout of the check, shorter than the timeouts of container runtimes.
 const TIMEOUT: Duration = Duration::from_secs(3);
-const BODY_MAX_BYTES: usize = 64 * 1024;
 
 #[cfg(test)]
 mod tests {
