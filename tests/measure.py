@@ -2,7 +2,8 @@
 """Prints a Markdown table of the code's size and shape, long functions, and circles of files.
 
 `--compare REV` adds a column for a git revision. `--list` prints short doc blocks and tuples as
-parameters, too. With `--check` the exit code is 1 if the work tree exceeds a bound.
+parameters, too. With `--check` the exit code is 1 if the work tree exceeds a bound. Goals are not
+enforced.
 
 Product is `src` of proto, tunnel-server and tunnel-agent without the items and files behind
 `cfg(test)` or the feature `test-util`. The script matches text and does not expand macros.
@@ -19,16 +20,19 @@ import tempfile
 from bisect import bisect_left
 from pathlib import Path
 
+# `--check` enforces the bounds.
 BOUNDS = {
-    "all tests per product line": 1.5,
     "product files: p90 of lines": 330,
     "functions: p99 of lines": 55,
     "functions: max of lines": 80,
+    "functions with a tuple as parameter": 0,
     "unwrap and expect per 1,000 product lines": 0.5,
     "doc blocks of three words or fewer, product": 0,
     "entries of tunnel-server/src": 16,
     "circles of files": 0,
 }
+# Goals are printed only.
+GOALS = {"all tests per product line": 1.5}
 CRATES = ("proto", "tunnel-server", "tunnel-agent")
 LONG_FUNCTION = BOUNDS["functions: max of lines"]
 SHORT_DOC_WORDS = 3
@@ -312,11 +316,12 @@ def main():
     rows, lists, details = measure(root)
     before = measure_revision(root, args.compare) if args.compare else None
 
-    headings = ["", *([args.compare] if before else []), "work tree", "bound"]
+    headings = ["", *([args.compare] if before else []), "work tree", "bound", "goal"]
     print(f"| {' | '.join(headings)} |\n|---|{'---:|' * (len(headings) - 1)}")
     for name, value in rows.items():
-        broken = " (exceeded)" if value > BOUNDS.get(name, math.inf) else ""
-        numbers = [*([before[name]] if before else []), value, f"{BOUNDS.get(name, '')}{broken}"]
+        limits = [f"{limits.get(name, '')}{' (exceeded)' * (value > limits.get(name, math.inf))}"
+                  for limits in (BOUNDS, GOALS)]
+        numbers = [*([before[name]] if before else []), value, *limits]
         cells = [f"{number:,}" if isinstance(number, int) else str(number) for number in numbers]
         print(f"| {' | '.join([name, *cells])} |")
     for title, lines in (lists | (details if args.list else {})).items():

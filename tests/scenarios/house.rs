@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use tunnel_tests::reference::{PAGES, render};
+use tunnel_tests::tools::{Tool, or_skip};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -62,6 +63,24 @@ fn files_that_the_map_names_exist() {
         .filter(|word| word.contains("/src/") && word.ends_with(".rs"));
     let missing: Vec<_> = named.filter(|path| !root().join(path).exists()).collect();
     assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
+fn shape_of_the_code_is_within_its_bounds() {
+    let Some(mut python) = or_skip(Tool::Python.command()) else {
+        return;
+    };
+    let output = python
+        .args(["tests/measure.py", "--check"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
 }
 
 #[test]
