@@ -187,7 +187,7 @@ impl App {
             node: config.node_name.clone(),
             node_ip: config.node_ip,
             instance: self.instance,
-            limits: config.limits.clone(),
+            limits: config.limits,
             egress: Arc::new(egress),
             metrics: self.metrics.clone(),
             shutdown: self.shutdown.clone(),

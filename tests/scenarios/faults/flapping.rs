@@ -162,11 +162,14 @@ impl Sample {
     }
 }
 
+/// The name of a figure, the factor by which it may grow, and the figure of a sample.
+type Compared = (&'static str, f64, fn(&Sample) -> u64);
+
 /// Compares the maximum of the first half with the minimum of the end. A leak continues to grow,
 /// while sessions that are being dialed or retired come and go with the link, and an allocator
 /// needs a minute or two to fill its arenas.
 fn ensure_no_growth(run: Run, samples: &[(Duration, Sample)], length: Duration) -> Result<()> {
-    let compared: [(&str, f64, fn(&Sample) -> u64); 8] = [
+    let compared: [Compared; 8] = [
         ("sessions", 1.0, |sample| sample.sessions),
         ("streams", 1.0, |sample| sample.streams),
         ("server's descriptors", 1.0, |sample| {
