@@ -229,8 +229,8 @@ pub(super) async fn open_tunnel(
 /// Relays bytes in both directions once the caller has the response that grants the tunnel.
 pub(super) async fn relay_granted<C, E>(
     caller: impl Future<Output = Result<C, E>>,
-    tunnel: Tunnel,
-    exchange_guard: ExchangeGuard,
+    tunnel: Box<Tunnel>,
+    exchange_guard: Box<ExchangeGuard>,
 ) where
     C: AsyncRead + AsyncWrite + Send + Unpin,
     E: std::fmt::Display,
@@ -243,15 +243,16 @@ pub(super) async fn relay_granted<C, E>(
 
 /// Relays bytes in both directions until both have ended or one is reset, and records the outcome.
 /// Half-closes are forwarded. A reset of one side resets the other.
+///
+/// The arguments are boxed, because a future holds each argument twice. The guard is the last
+/// argument and so is dropped first: an aborted relay ends in a reset.
 pub(super) async fn relay_tunnel<C>(
     mut caller: C,
-    mut tunnel: Tunnel,
-    exchange_guard: ExchangeGuard,
+    mut tunnel: Box<Tunnel>,
+    mut exchange_guard: Box<ExchangeGuard>,
 ) where
     C: AsyncRead + AsyncWrite + Send + Unpin,
 {
-    // Dropped before the caller's connection, so that an aborted relay ends in a reset.
-    let mut exchange_guard = exchange_guard;
     match tunnel.relay(&mut caller).await {
         RelayEnd::Clean => {
             tunnel.finish();
@@ -267,7 +268,7 @@ pub(super) async fn relay_tunnel<C>(
         RelayEnd::Cut(side, error) => {
             debug!(?side, %error, "{} was reset", tunnel.name());
             let access_log = &mut exchange_guard.access_log;
-            match &tunnel {
+            match &*tunnel {
                 Tunnel::Agent(_) | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
                     access_log.set_outcome(Outcome::Cut);
                 }

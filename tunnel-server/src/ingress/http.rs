@@ -489,6 +489,7 @@ impl ForwardedBody {
                 target,
             } => {
                 caller.close_mode.upgrade();
+                let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
                     relay_upgraded(upgrade, target, exchange_guard).await;
@@ -499,9 +500,10 @@ impl ForwardedBody {
                 tunnel,
             } => {
                 caller.close_mode.upgrade();
+                let exchange_guard = Box::new(exchange_guard);
                 shutdown.spawn_work(async move {
                     let _in_use = in_use;
-                    relay_granted(upgrade, *tunnel, exchange_guard).await;
+                    relay_granted(upgrade, tunnel, exchange_guard).await;
                 });
             }
         }
@@ -510,14 +512,23 @@ impl ForwardedBody {
 }
 
 /// Relays bytes in both directions after a 101.
-async fn relay_upgraded(caller: CallerUpgrade, target: OnUpgrade, exchange_guard: ExchangeGuard) {
+async fn relay_upgraded(
+    caller: CallerUpgrade,
+    target: OnUpgrade,
+    mut exchange_guard: Box<ExchangeGuard>,
+) {
     match tokio::join!(caller, target) {
         (Ok(caller), Ok(target)) => {
-            let target = Tunnel::Upgraded(TokioIo::new(target));
+            let target = Box::new(Tunnel::Upgraded(TokioIo::new(target)));
             relay_tunnel(caller, target, exchange_guard).await;
         }
         (Err(error), _) => debug!(%error, "caller disconnected before the upgrade"),
-        (Ok(_), Err(error)) => debug!(%error, "target connection failed before the upgrade"),
+        (Ok(_caller), Err(error)) => {
+            debug!(%error, "target connection failed before the upgrade");
+            exchange_guard.access_log.set_outcome(Outcome::Cut);
+            // Dropped before the caller's connection, which therefore ends in a reset.
+            drop(exchange_guard);
+        }
     }
 }
 

@@ -30,10 +30,10 @@ pub async fn serve(
     close_mode.upgrade();
     let caller = CallerStream::new(tcp, close_mode.clone());
     // Dropped before the socket, so that an end without `finish` is a reset.
-    let mut exchange_guard = ExchangeGuard {
+    let mut exchange_guard = Box::new(ExchangeGuard {
         response_guard: close_mode.start(),
         access_log: AccessLog::start("service", peer, &service.name, &ingress.metrics),
-    };
+    });
     // The box is freed before the relay, which lasts as long as the connection.
     let opening = Box::pin(open(
         &ingress,
@@ -42,7 +42,7 @@ pub async fn serve(
         &mut exchange_guard.access_log,
     ));
     match opening.await {
-        Ok(tunnel) => relay_tunnel(caller, tunnel, exchange_guard).await,
+        Ok(tunnel) => relay_tunnel(caller, Box::new(tunnel), exchange_guard).await,
         Err(failure) => exchange_guard.access_log.fail(&failure),
     }
 }

@@ -83,13 +83,13 @@ impl AdminTunnels {
         access_log.status(http::StatusCode::OK);
         let caller = hyper::upgrade::on(&mut request).map_ok(TokioIo::new);
         let close_mode = Arc::new(CloseMode::default());
-        let exchange_guard = ExchangeGuard {
+        let exchange_guard = Box::new(ExchangeGuard {
             response_guard: close_mode.start(),
             access_log,
-        };
+        });
         self.ingress.shutdown.spawn_work(async move {
             let _permit = permit;
-            relay_granted(caller, tunnel, exchange_guard).await;
+            relay_granted(caller, Box::new(tunnel), exchange_guard).await;
         });
         Response::default()
     }
