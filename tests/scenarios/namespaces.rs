@@ -1,35 +1,26 @@
 //! Edges that have the same address, behind NAT, in separate network namespaces.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-use anyhow::{Context, Result, ensure};
-use tunnel_tests::demo::{Tally, dial, get, site, tally};
-use tunnel_tests::netns::{EDGE_ADDRESS, NODES, Topology};
-use tunnel_tests::process::{Fleet, Listener, Process};
-use tunnel_tests::tools::or_skip;
+use anyhow::{Context, Result, bail, ensure};
+use tunnel_tests::demo::site;
+use tunnel_tests::netns::{EDGE_ADDRESS, NODES, Namespace, Topology};
+use tunnel_tests::process::{Fleet, Listener, Process, Program, ScratchDir};
+use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn edges_with_one_address_are_distinguished_by_name() -> Result<()> {
-    let Some(sites) = or_skip(Topology::new()) else {
+    let Some(sites) = or_skip(topology()) else {
         return Ok(());
     };
     let _exporters = exporters(&sites).await?;
     let mut fleet = Fleet::start(&sites, &["--http-proxy-ports", "9100"]).await?;
-    let cloud = Some(sites.cloud());
+    let cloud = sites.cloud();
     let endpoint = fleet.server().address(Listener::Http);
 
     // The requests to both edges run at the same time, so that a mix-up can occur.
-    let by_name = NODES.map(|node| async move {
-        tally(
-            cloud,
-            endpoint,
-            &format!("{node}:9100"),
-            "/metrics",
-            REQUESTS,
-        )
-        .await
-    });
-    let [first, second] = by_name;
+    let [first, second] = NODES.map(|node| tally(cloud, endpoint, node));
     let (first, second) = tokio::join!(first, second);
     for (answers, node) in [first?, second?].into_iter().zip(NODES) {
         let expected = Tally::from([(format!("200 # node {node}"), REQUESTS)]);
@@ -58,26 +49,21 @@ async fn edges_with_one_address_are_distinguished_by_name() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn edges_cannot_be_dialed_from_the_cloud() -> Result<()> {
-    let Some(sites) = or_skip(Topology::new()) else {
+    let Some(sites) = or_skip(topology()) else {
         return Ok(());
     };
     let _exporters = exporters(&sites).await?;
-    let exporter = exporter();
 
-    let direct = dial(Some(sites.cloud()), exporter).await?;
-    ensure!(direct.is_err(), "the cloud reached {exporter}");
+    let direct = dial(sites.cloud()).await?;
+    ensure!(!direct, "the cloud reached {}", exporter());
     for (site, edge) in (1..).zip(sites.edges()) {
-        let near = dial(Some(edge.router()), exporter).await?;
-        ensure!(
-            near.is_ok(),
-            "the router of {} does not reach it: {near:?}",
-            edge.node_name()
-        );
+        let near = dial(edge.router()).await?;
+        ensure!(near, "no answer at the router of {}", edge.node_name());
         let route = format!("{EDGE_ADDRESS}/32 via 10.77.{site}.2");
         sites.cloud().script(&format!("$IP route add {route}"))?;
-        let routed = dial(Some(sites.cloud()), exporter).await?;
+        let routed = dial(sites.cloud()).await?;
         ensure!(
-            routed.is_err(),
+            !routed,
             "the cloud reached {} through its router",
             edge.node_name()
         );
@@ -87,13 +73,8 @@ async fn edges_cannot_be_dialed_from_the_cloud() -> Result<()> {
 }
 
 async fn by_address_is_ambiguous(sites: &Topology, endpoint: SocketAddr) -> Result<()> {
-    let (head, body) = get(
-        Some(sites.cloud()),
-        endpoint,
-        &exporter().to_string(),
-        "/metrics",
-    )
-    .await?;
+    let host = exporter().to_string();
+    let (head, body) = get(sites.cloud(), endpoint, &host, "/metrics").await?;
     ensure!(head.starts_with("HTTP/1.1 400"), "{head}");
     ensure!(has_code(&head, "ambiguous_address"), "{head}");
     ensure!(
@@ -125,6 +106,71 @@ async fn nodes_shows_the_shared_address(fleet: &Fleet) -> Result<()> {
         ensure!(row.contains(&address), "{table}");
     }
     Ok(())
+}
+
+/// Requests `path` with `Host: host` from `address` inside `namespace`. Returns head and body of
+/// the answer.
+pub(super) async fn get(
+    namespace: &Namespace,
+    address: SocketAddr,
+    host: &str,
+    path: &str,
+) -> Result<(String, String)> {
+    let curl = curl()?
+        .args(["-i", "-H", &format!("Host: {host}")])
+        .arg(format!("http://{address}{path}"));
+    let printed = curl.inside(Some(namespace)).run().await?.ok()?;
+    let (head, body) = printed
+        .split_once("\r\n\r\n")
+        .context("no end of the head")?;
+    Ok((head.to_owned(), body.to_owned()))
+}
+
+/// Number of answers of each kind, by status and first line of the body: `200 # node worker-1`.
+type Tally = BTreeMap<String, u64>;
+
+/// Requests the metrics of `node` [`REQUESTS`] times from `endpoint`, on eight keep-alive
+/// connections.
+async fn tally(namespace: &Namespace, endpoint: SocketAddr, node: &str) -> Result<Tally> {
+    let scratch = ScratchDir::new()?;
+    let curl = curl()?
+        .args(["--parallel", "--parallel-max", "8"])
+        .args(["-H", &format!("Host: {node}:9100")])
+        .args(["-w", "%{http_code} %{filename_effective}\n", "-o"])
+        .arg(scratch.path().join("#1"))
+        .arg(format!("http://{endpoint}/metrics?[1-{REQUESTS}]"));
+    let written = curl.inside(Some(namespace)).run().await?.ok()?;
+    let mut tally = Tally::new();
+    for line in written.lines() {
+        let (status, file) = line.split_once(' ').context("no status")?;
+        let body = std::fs::read_to_string(file)?;
+        let kind = format!("{status} {}", body.lines().next().unwrap_or_default());
+        *tally.entry(kind).or_default() += 1;
+    }
+    Ok(tally)
+}
+
+/// Returns whether an exporter answers inside `namespace` without the tunnel.
+async fn dial(namespace: &Namespace) -> Result<bool> {
+    let curl = curl()?
+        .args(["--connect-timeout", "1"])
+        .arg(format!("http://{}/metrics", exporter()));
+    let finished = curl.inside(Some(namespace)).run().await?;
+    match finished.code() {
+        Some(0) => Ok(true),
+        // No connection, or none within the time limit.
+        Some(7 | 28) => Ok(false),
+        _ => bail!("{finished}"),
+    }
+}
+
+fn curl() -> Result<Program, Skip> {
+    Ok(Program::tool(Tool::Curl)?.args(["-sS", "--noproxy", "*"]))
+}
+
+fn topology() -> Result<Topology, Skip> {
+    require(&[Tool::Curl])?;
+    Topology::new()
 }
 
 fn has_code(head: &str, code: &str) -> bool {

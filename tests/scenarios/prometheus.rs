@@ -6,15 +6,16 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
-use tunnel_tests::demo::get;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
+use crate::namespaces::get;
+
 #[tokio::test(flavor = "multi_thread")]
 async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule() -> Result<()> {
-    let tools = require(&[Tool::Prometheus, Tool::NodeExporter]);
+    let tools = require(&[Tool::Prometheus, Tool::NodeExporter, Tool::Curl]);
     let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
         return Ok(());
     };
@@ -29,7 +30,7 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     let prometheus = prometheus(sites.cloud(), &scratch, SCRAPES, API)?;
 
     eventually("four targets to be up", SCRAPE_TIMEOUT, async || {
-        let targets = active_targets(&sites).await?;
+        let targets = active_targets(sites.cloud(), API).await?;
         let up = |job: &str, instance: &str| {
             targets.iter().any(|target| {
                 let labels = &target["labels"];
@@ -57,7 +58,7 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     {
         let query = format!("culvert_site{{instance=\"{node}:9100\",job=\"{job}\"}}");
         eventually("the sample of the right node", SCRAPE_TIMEOUT, async || {
-            let found = query_prometheus(&sites, &query).await?;
+            let found = query_prometheus(sites.cloud(), API, &query).await?;
             let results = found["data"]["result"].as_array().context("no result")?;
             let names: Vec<_> = results
                 .iter()
@@ -72,8 +73,8 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     for edge in sites.edges() {
         let host = format!("{}:9100", edge.node_name());
         let at_cloud = SocketAddr::new(CLOUD_ADDRESS.into(), 9100);
-        let (_, tunnelled) = get(Some(sites.cloud()), at_cloud, &host, "/metrics").await?;
-        let (_, local) = get(Some(edge.node()), exporter(), &host, "/metrics").await?;
+        let (_, tunnelled) = get(sites.cloud(), at_cloud, &host, "/metrics").await?;
+        let (_, local) = get(edge.node(), exporter(), &host, "/metrics").await?;
         ensure!(
             stable_part(&tunnelled) == stable_part(&local),
             "{host}: body differs"
@@ -92,7 +93,7 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_targets()
 -> Result<()> {
-    let tools = require(&[Tool::Prometheus, Tool::NodeExporter]);
+    let tools = require(&[Tool::Prometheus, Tool::NodeExporter, Tool::Curl]);
     let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
         return Ok(());
     };
@@ -120,7 +121,7 @@ async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_
         "the targets of the guide and the spared one",
         SCRAPE_TIMEOUT,
         async || {
-            let targets = active_targets(&sites).await?;
+            let targets = active_targets(sites.cloud(), API).await?;
             let mut found: Vec<_> = targets
                 .iter()
                 .map(|target| {
@@ -210,21 +211,25 @@ pub(super) fn prometheus(
     program.inside(Some(namespace)).start()
 }
 
-async fn active_targets(sites: &Topology) -> Result<Vec<Value>> {
-    let answer = ask_prometheus(sites, "/api/v1/targets?state=active").await?;
-    Ok(answer["data"]["activeTargets"]
-        .as_array()
-        .context("no targets")?
-        .clone())
+/// Returns the active targets of a Prometheus inside `namespace`.
+pub(super) async fn active_targets(namespace: &Namespace, api: &str) -> Result<Vec<Value>> {
+    let answer = ask_prometheus(namespace, api, "/api/v1/targets?state=active").await?;
+    let targets = answer["data"]["activeTargets"].as_array();
+    Ok(targets.context("no targets")?.clone())
 }
 
-async fn query_prometheus(sites: &Topology, query: &str) -> Result<Value> {
+/// Returns the answer of a Prometheus inside `namespace` to a PromQL query.
+pub(super) async fn query_prometheus(
+    namespace: &Namespace,
+    api: &str,
+    query: &str,
+) -> Result<Value> {
     let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
-    ask_prometheus(sites, &format!("/api/v1/query?query={encoded}")).await
+    ask_prometheus(namespace, api, &format!("/api/v1/query?query={encoded}")).await
 }
 
-async fn ask_prometheus(sites: &Topology, path: &str) -> Result<Value> {
-    let (_, body) = get(Some(sites.cloud()), API.parse()?, API, path).await?;
+async fn ask_prometheus(namespace: &Namespace, api: &str, path: &str) -> Result<Value> {
+    let (_, body) = get(namespace, api.parse()?, api, path).await?;
     serde_json::from_str(&body).with_context(|| format!("Prometheus answered {body}"))
 }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::json;
+use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::{Families, Kind, Node, Objects, cloud, edge};
 use tunnel_tests::eventually::{eventually, scaled};
 
@@ -322,8 +323,8 @@ async fn t14_records_that_do_not_fit_are_not_written_and_the_server_goes_on(
     cluster_env.objects().add(&edge("worker-2")).await?;
     let meta = server.address(tunnel_tests::process::Listener::Meta);
     eventually("the alarm", scaled(FIRST), async || {
-        let (_, ready_text) =
-            tunnel_tests::demo::get(None, meta, "meta", "/readyz?verbose").await?;
+        let readyz = RawRequest::get("meta", "/readyz?verbose");
+        let ready_text = request(meta, &readyz).await?.text();
         ensure!(
             ready_text.contains("bytes") || ready_text.contains("too large"),
             "readyz reports {ready_text}"

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use tunnel_tests::client::EgressDialer;
+use tunnel_tests::client::{EgressDialer, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, Kind, cloud, edge};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
@@ -135,7 +135,8 @@ async fn default_ranges_are_cloud_nodes_their_pods_and_services() -> Result<()> 
     }
     let meta = fixture.env.bound().meta;
     eventually("the conditions", WAIT_TIMEOUT, async || {
-        let (_, shown) = tunnel_tests::demo::get(None, meta, "meta", "/readyz?verbose").await?;
+        let readyz = RawRequest::get("meta", "/readyz?verbose");
+        let shown = request(meta, &readyz).await?.text();
         for line in [
             "[!] service networks: ServiceCIDR of-the-test: 127.1.0.0/16 is not used",
             "[!] node claims: node hostile: 127.2.0.0/16 of its podCIDRs is not used",

@@ -5,21 +5,19 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
 use tunnel_tests::ca::Leaf;
-use tunnel_tests::demo::get;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Topology};
 use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 use super::{NODE, Pki};
-use crate::prometheus::prometheus;
+use crate::prometheus::{active_targets, prometheus, query_prometheus};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password_is_down()
 -> Result<()> {
-    let tools = require(&[Tool::Prometheus, Tool::NodeExporter]);
+    let tools = require(&[Tool::Prometheus, Tool::NodeExporter, Tool::Curl]);
     let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
         return Ok(());
     };
@@ -81,7 +79,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
         ("wrong-https", "down", "password of --connect-auth"),
     ];
     eventually("the scrapes", WAIT_TIMEOUT, async || {
-        let targets = active_targets(&sites).await?;
+        let targets = active_targets(sites.cloud(), API).await?;
         for (job, health, hint) in expected {
             let target = targets.iter().find(|target| target["labels"]["job"] == job);
             let target = target.with_context(|| format!("{job} is missing"))?;
@@ -96,21 +94,10 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     })
     .await;
     // PromQL reports the target as down, too.
-    let query = "/api/v1/query?query=up%7Bjob%3D%22wrong-http%22%7D";
-    let found = ask(&sites, query).await?;
+    let query = "up{job=\"wrong-http\"}";
+    let found = query_prometheus(sites.cloud(), API, query).await?;
     ensure!(found["data"]["result"][0]["value"][1] == "0", "{found}");
     Ok(())
-}
-
-async fn active_targets(sites: &Topology) -> Result<Vec<Value>> {
-    let answer = ask(sites, "/api/v1/targets?state=active").await?;
-    let targets = answer["data"]["activeTargets"].as_array();
-    Ok(targets.context("no targets")?.clone())
-}
-
-async fn ask(sites: &Topology, path: &str) -> Result<Value> {
-    let (_, body) = get(Some(sites.cloud()), API.parse()?, API, path).await?;
-    serde_json::from_str::<Value>(&body).with_context(|| format!("Prometheus answered {body}"))
 }
 
 /// Scrape jobs with targets by address, as service discovery finds them, one target by name, and

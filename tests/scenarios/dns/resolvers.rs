@@ -3,16 +3,15 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use serde_json::Value;
-use tunnel_tests::demo::{get, resolver, site};
+use anyhow::{Result, ensure};
+use tunnel_tests::demo::{resolver, site};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
 use super::report_figure;
-use crate::prometheus::prometheus;
+use crate::prometheus::{active_targets, prometheus};
 
 /// The guide's search list followed by the host's domain, in the form that the kubelet writes for a
 /// pod with dnsPolicy None.
@@ -160,12 +159,7 @@ async fn prometheus_scrapes_by_name(site: &Site) -> Result<()> {
     let scratch = ScratchDir::new()?;
     let prometheus = prometheus(&site.clients.searching, &scratch, SCRAPES, API)?;
     eventually("both nodes up in Prometheus", SCRAPE_TIMEOUT, async || {
-        let cloud = Some(site.sites.cloud());
-        let (_, body) = get(cloud, API.parse()?, API, "/api/v1/targets?state=active").await?;
-        let answer: Value = serde_json::from_str(&body)?;
-        let targets = answer["data"]["activeTargets"]
-            .as_array()
-            .context("no targets")?;
+        let targets = active_targets(site.sites.cloud(), API).await?;
         let up = targets
             .iter()
             .filter(|target| target["health"] == "up")
