@@ -2,6 +2,7 @@
 //! namespaces.
 
 mod demo_env;
+mod folder;
 mod net_probe;
 mod terminal;
 mod tour;

@@ -7,7 +7,8 @@ use anyhow::{Context, Result};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::demo_env::{DemoEnv, quote};
+use super::demo_env::DemoEnv;
+use super::folder::quote;
 use super::terminal::Terminal;
 use crate::netns::{EDGE_ADDRESS, NODES};
 use crate::process::Listener;
