@@ -1,22 +1,22 @@
-//! The guided tour (`make demo`), and the small programs that the tour and the scenarios run inside
+//! The guided tour (`make demo`), and the fake servers that the tour and the scenarios run inside
 //! namespaces.
 
 mod demo_env;
+mod fakes;
 mod folder;
-mod net_probe;
 mod terminal;
 mod tour;
 
 use std::io;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
 use self::demo_env::DemoEnv;
 use self::terminal::Terminal;
 
-pub use net_probe::{ApiServer, Tally, api_server, dial, get, resolver, site, tally};
+pub use fakes::{ApiServer, api_server, resolver, site};
 
 /// Runs the program `demo` with its arguments.
 ///
@@ -31,10 +31,10 @@ pub async fn run(arguments: &[String]) -> Result<ExitCode> {
             io::Write::write_all(&mut io::stdout(), HELP.as_bytes()).context("print help")?;
             Ok(ExitCode::SUCCESS)
         }
-        [net_probe, ref probe_args @ ..] if !net_probe.starts_with('-') => {
-            net_probe::run(net_probe, probe_args).await
+        _ => {
+            fakes::run(&args).await?;
+            Ok(ExitCode::SUCCESS)
         }
-        [unknown, ..] => bail!("unknown argument {unknown}; see --help"),
     }
 }
 
@@ -80,14 +80,8 @@ Usage: demo [--once]
 
   --once    show the tour, check each answer, exit with 0 or 1; without it everything stays up until Ctrl-C
 
-Small programs that the tour and the tests run inside namespaces:
-  demo site NODE [--exporter ADDR] [--kubelet ADDR]   fake targets of a node
-  demo get ADDR HOST PATH [--ca FILE] [--head] [--lines N]
-                                                      one request to ADDR, with that Host
-  demo exec ADDR HOST PATH TEXT [--ca FILE]           upgrades, sends TEXT, prints what comes back
-  demo tally ADDR HOST PATH COUNT CONNECTIONS         counts the answers to many requests by status and first line
-  demo dns ADDR NAME                                  the addresses that the DNS at ADDR has for NAME
-  demo resolver ADDR answers|silent                   a fake resolver that prints each query
-  demo apiserver NAMESPACE/ACCOUNT...                 a fake API server; prints the paths of its kubeconfigs
-  demo dial ADDR                                      checks whether ADDR accepts a TCP connection
+Fake servers that the tour and the tests run inside namespaces:
+  demo site NODE [--exporter ADDR] [--kubelet ADDR]   targets of a node
+  demo resolver ADDR answers|silent                   a resolver that prints each query
+  demo apiserver NAMESPACE/ACCOUNT...                 an API server that prints the paths of its kubeconfigs
 ";

@@ -1,19 +1,19 @@
 //! The environment of the tour: the server, two agents and their targets.
 
 use std::fs;
-use std::iter;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, bail};
 use tokio::net::TcpListener;
 
-use super::folder::Folder;
-use super::net_probe::site;
+use super::fakes::site;
+use super::folder::{Folder, binary, shell_line};
 use super::terminal::Terminal;
-use crate::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Namespace, Topology};
+use crate::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
 use crate::process::{AgentSetup, Listener, Process, Server, ServerSetup};
+use crate::tools::{Tool, require};
 
 /// All processes of the tour.
 #[derive(Debug)]
@@ -22,89 +22,61 @@ pub(super) struct DemoEnv {
     sites: Vec<Process>,
     server: Server,
     dns: SocketAddr,
-    /// A caller whose `resolv.conf` names the server. The namespace must live as long as its script
-    /// is used.
-    resolver: Option<Namespace>,
     network: Network,
     folder: Folder,
+    curl: String,
+    dig: String,
 }
 
-/// The network of the tour.
+/// The network of the tour: namespaces with equal addresses for both edges, or a loopback address
+/// for each edge.
 #[derive(Debug)]
-enum Network {
-    /// A namespace for each process, with equal addresses for both edges.
-    Namespaces(Box<Topology>),
-    /// A loopback address for each edge.
-    Loopback(LoopbackPorts),
-}
-
-/// Target ports that are free on this machine.
-#[derive(Debug)]
-struct LoopbackPorts {
-    exporter: u16,
-    kubelet: u16,
+struct Network {
+    /// A caller in the cloud whose `resolv.conf` names the server.
+    caller: Option<Namespace>,
+    topology: Option<Topology>,
+    exporter_port: u16,
+    kubelet_port: u16,
 }
 
 impl DemoEnv {
     /// Starts all processes and waits until both agents are connected. Prints its progress.
     pub(super) async fn start(terminal: &Terminal) -> Result<Self> {
+        require(&[Tool::Curl, Tool::Dig])
+            .map_err(|missing| anyhow!("cannot show the tour: {missing}; {INSTALL}"))?;
         let folder = Folder::new()?;
-        let network = match Topology::new() {
-            Ok(sites) => {
-                terminal.message(&format!(
-                    "A cloud and two edge sites, each in network namespaces of its own. Both edges are {EDGE_ADDRESS}, \
-                     behind NAT, and can only dial out."
-                ));
-                folder.enter_by_script("cloud", sites.cloud())?;
-                for (edge, name) in sites.edges().iter().zip(["edge-1", "edge-2"]) {
-                    folder.enter_by_script(name, edge.node())?;
-                }
-                Network::Namespaces(Box::new(sites))
-            }
-            Err(skip) => {
-                let ports = LoopbackPorts::choose().await?;
-                terminal.message(&format!(
-                    "NOTE: network namespaces cannot be used here ({skip}).\nThe two edges have the addresses 127.0.0.2 \
-                     and 127.0.0.3: that edges with EQUAL addresses are told apart is NOT shown by this run."
-                ));
-                Network::Loopback(ports)
-            }
-        };
+        let (curl, dig) = (folder.tool(Tool::Curl)?, folder.tool(Tool::Dig)?);
+        let network = Network::new(terminal, &folder).await?;
         terminal.heading("The server");
-        let setup = network.server(&folder.path("server")).in_own_group();
-        let run = iter::once("run".to_owned()).chain(setup.arguments().iter().cloned());
-        terminal.command(&network.in_cloud(&folder, &folder.program("tunnel-server", run)));
+        let setup = network.server(Path::new(&folder.path("server")));
+        let run = run_line("tunnel-server", setup.arguments());
+        terminal.command(&folder.inside(network.cloud(), &run));
         let mut server = setup.start().await?;
         let dns = server
             .process()
             .wait_for_line("DNS", START, |line| Listener::Dns.opened(line))
             .await?;
-        let resolver = network.resolver(&folder)?;
         let mut demo_env = Self {
             agents: Vec::new(),
             sites: Vec::new(),
             server,
             dns,
-            resolver,
             network,
             folder,
+            curl,
+            dig,
         };
-        demo_env.add_edges(terminal).await?;
-        Ok(demo_env)
-    }
-
-    async fn add_edges(&mut self, terminal: &Terminal) -> Result<()> {
         terminal.heading(
             "Two edges, each with a join token, an exporter, a stand-in kubelet and an agent",
         );
-        for (number, node) in NODES.into_iter().enumerate() {
-            self.add_edge(terminal, number, node).await?;
+        for (index, node) in NODES.into_iter().enumerate() {
+            demo_env.add_edge(terminal, index, node).await?;
         }
-        self.server.wait_until_connected(&NODES).await;
-        Ok(())
+        demo_env.server.wait_until_connected(&NODES).await;
+        Ok(demo_env)
     }
 
-    async fn add_edge(&mut self, terminal: &Terminal, number: usize, node: &str) -> Result<()> {
+    async fn add_edge(&mut self, terminal: &Terminal, index: usize, node: &str) -> Result<()> {
         let file = self.file(&format!("{node}.token"));
         let address = EDGE_ADDRESS.to_string();
         let create = ["token", "create", "--node", node, "--ip", &address];
@@ -112,35 +84,29 @@ impl DemoEnv {
         let token = self.server.token(node, Some(EDGE_ADDRESS.into())).await?;
         fs::write(&file, token).with_context(|| format!("write {file}"))?;
 
-        let script = format!("edge-{}", number + 1);
-        let (namespace, ip) = match &self.network {
-            Network::Namespaces(sites) => {
-                let edge = sites.edges().get(number).map(|edge| edge.node());
-                (edge, EDGE_ADDRESS.into())
-            }
-            Network::Loopback(_) => (None, loopback_of(number)),
-        };
+        let (namespace, ip) = self.network.edge(index);
         let [exporter, kubelet] =
             [self.exporter_port(), self.kubelet_port()].map(|port| SocketAddr::new(ip, port));
-        let (listen, serve) = (exporter.to_string(), kubelet.to_string());
-        let targets = self.net_probe(&["site", node, "--exporter", &listen, "--kubelet", &serve]);
-        terminal.command(&self.network.inside(&self.folder, &script, &targets));
+        let targets = format!(
+            "{} site {node} --exporter {exporter} --kubelet {kubelet}",
+            binary("demo")
+        );
+        terminal.command(&self.folder.inside(namespace, &targets));
         self.sites
             .push(site(node, Some(exporter), Some(kubelet), namespace).await?);
 
-        let data = self.folder.path(node);
-        let agent = AgentSetup::new(node, self.agents_address(), &data, namespace)
+        let server = self.address_at(CLOUD_ADDRESS, Listener::Agents);
+        let data = self.file(node);
+        let agent = AgentSetup::new(node, server, Path::new(&data), namespace)
             .args(&["--token-file", &file])
             .in_own_group();
-        let agent = match &self.network {
-            Network::Namespaces(_) => agent,
-            Network::Loopback(_) => {
-                agent.args(&["--node-ip", &ip.to_string(), "--meta-listen", "127.0.0.1:0"])
-            }
+        let agent = if self.has_equal_addresses() {
+            agent
+        } else {
+            agent.args(&["--node-ip", &ip.to_string(), "--meta-listen", "127.0.0.1:0"])
         };
-        let args = iter::once("run".to_owned()).chain(agent.arguments().iter().cloned());
-        let run = self.folder.program("tunnel-agent", args);
-        terminal.command(&self.network.inside(&self.folder, &script, &run));
+        let run = run_line("tunnel-agent", agent.arguments());
+        terminal.command(&self.folder.inside(namespace, &run));
         self.agents.push(agent.start()?);
         Ok(())
     }
@@ -156,43 +122,45 @@ impl DemoEnv {
 
     /// Returns whether both edges have equal addresses.
     pub(super) fn has_equal_addresses(&self) -> bool {
-        matches!(self.network, Network::Namespaces(_))
-    }
-
-    /// Returns the shell line that runs `line` in the network of the server's callers.
-    pub(super) fn in_cloud(&self, line: &str) -> String {
-        self.network.in_cloud(&self.folder, line)
+        self.network.topology.is_some()
     }
 
     /// Returns the shell line for a verb of the server.
     pub(super) fn server_verb(&self, args: &[&str]) -> String {
-        let data = self.folder.path("server").display().to_string();
-        let args = args
-            .iter()
-            .copied()
-            .chain(["--data-dir", &data])
-            .map(str::to_owned);
-        self.folder.program("tunnel-server", args)
+        let (server, data) = (binary("tunnel-server"), self.file("server"));
+        shell_line([&[server.as_str()][..], args, &["--data-dir", &data]].concat())
     }
 
-    /// Returns the shell line for one of the probe programs.
-    pub(super) fn net_probe(&self, args: &[&str]) -> String {
-        self.folder
-            .program("demo", args.iter().map(|arg| (*arg).to_owned()))
+    /// Returns the shell line of a curl in the network of the server's callers.
+    pub(super) fn curl(&self, args: &[&str]) -> String {
+        let line = shell_line([&[self.curl.as_str()][..], args].concat());
+        self.folder.inside(self.network.cloud(), &line)
     }
 
-    /// Returns the path for a file of that name.
+    /// Returns the shell line that asks the server's DNS for `name`.
+    pub(super) fn dig(&self, name: &str) -> String {
+        let (port, ip) = (self.dns.port(), self.dns.ip());
+        let line = format!("{} +noall +answer -p {port} @{ip} {name}", self.dig);
+        self.folder.inside(self.network.cloud(), &line)
+    }
+
+    /// Returns the shell lines that print a `resolv.conf` that names the server, and request `url`
+    /// with it. Returns `None` without namespaces.
+    pub(super) fn by_resolver(&self, url: &str) -> Option<[String; 2]> {
+        let caller = self.network.caller.as_ref()?;
+        let request = shell_line([self.curl.as_str(), "-sS", url]);
+        let lines = ["cat /etc/resolv.conf", &request];
+        Some(lines.map(|line| self.folder.inside(Some(caller), line)))
+    }
+
+    /// Returns the path of the file of that name.
     pub(super) fn file(&self, name: &str) -> String {
-        self.folder.path(name).display().to_string()
+        self.folder.path(name)
     }
 
     /// Returns the address at which the server's callers reach a listener.
     pub(super) fn listener_addr(&self, listener: Listener) -> SocketAddr {
-        let mut address = self.server.address(listener);
-        if address.ip().is_unspecified() {
-            address.set_ip(Ipv4Addr::LOCALHOST.into());
-        }
-        address
+        self.address_at(Ipv4Addr::LOCALHOST, listener)
     }
 
     /// Returns the address where the server answers DNS.
@@ -200,90 +168,103 @@ impl DemoEnv {
         self.dns
     }
 
-    /// Returns the shell line that runs `line` with a `resolv.conf` that names the server, or
-    /// `None` without namespaces.
-    pub(super) fn by_resolver(&self, line: &str) -> Option<String> {
-        let script = self.resolver.as_ref()?.name();
-        Some(self.network.inside(&self.folder, script, line))
-    }
-
     /// Returns the port of the exporters.
     pub(super) fn exporter_port(&self) -> u16 {
-        match &self.network {
-            Network::Namespaces(_) => EXPORTER_PORT,
-            Network::Loopback(ports) => ports.exporter,
-        }
+        self.network.exporter_port
     }
 
     /// Returns the port of the kubelets.
     pub(super) fn kubelet_port(&self) -> u16 {
-        match &self.network {
-            Network::Namespaces(_) => KUBELET_PORT,
-            Network::Loopback(ports) => ports.kubelet,
-        }
+        self.network.kubelet_port
     }
 
-    fn agents_address(&self) -> SocketAddr {
-        match &self.network {
-            Network::Namespaces(_) => SocketAddr::new(
-                CLOUD_ADDRESS.into(),
-                self.server.address(Listener::Agents).port(),
-            ),
-            Network::Loopback(_) => self.server.address(Listener::Agents),
+    /// Returns the address of a listener, with `ip` for one that is bound to all addresses.
+    fn address_at(&self, ip: Ipv4Addr, listener: Listener) -> SocketAddr {
+        let mut address = self.server.address(listener);
+        if address.ip().is_unspecified() {
+            address.set_ip(ip.into());
         }
+        address
     }
 }
 
 impl Network {
-    fn server(&self, data: &Path) -> ServerSetup {
-        match self {
-            // The extra port is bound on all addresses, since in the cloud the nodes' names resolve
-            // to the server's.
-            Self::Namespaces(sites) => ServerSetup::new(data, Some(sites.cloud()))
-                .args(&["--advertise", &format!("{CLOUD_ADDRESS}:10262")])
-                .args(&["--http-proxy-ports", &EXPORTER_PORT.to_string()])
-                .args(&["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"])
-                .args(&["--dns-listen", &format!("{CLOUD_ADDRESS}:53")])
-                .args(&["--dns-upstream", "off"]),
-            Self::Loopback(ports) => ServerSetup::on_loopback(data)
-                .args(&["--dns-listen", "127.0.0.1:0", "--dns-upstream", "off"])
-                .args(&["--http-proxy-ports", &ports.exporter.to_string()])
-                .args(&["--https-proxy-ports", &ports.kubelet.to_string()]),
+    /// Creates the namespaces and their scripts, or chooses ports on loopback.
+    async fn new(terminal: &Terminal, folder: &Folder) -> Result<Self> {
+        match Topology::new() {
+            Ok(topology) => {
+                terminal.message(&format!(
+                    "A cloud and two edge sites, each in network namespaces of its own. Both edges are {EDGE_ADDRESS}, \
+                     behind NAT, and can only dial out."
+                ));
+                let resolv_conf = format!("nameserver {CLOUD_ADDRESS}\noptions ndots:0\n");
+                let cloud = topology.cloud();
+                let caller = cloud.with_resolver("caller", folder.scratch(), &resolv_conf)?;
+                let edges = topology.edges().iter().map(Edge::node);
+                for namespace in [cloud, &caller].into_iter().chain(edges) {
+                    folder.enter_by_script(namespace)?;
+                }
+                Ok(Self {
+                    caller: Some(caller),
+                    topology: Some(topology),
+                    exporter_port: EXPORTER_PORT,
+                    kubelet_port: KUBELET_PORT,
+                })
+            }
+            Err(skip) => {
+                let (exporter_port, kubelet_port) = (free_port().await?, free_port().await?);
+                terminal.message(&format!(
+                    "NOTE: network namespaces cannot be used here ({skip}).\nThe two edges have the addresses 127.0.0.2 \
+                     and 127.0.0.3: that edges with EQUAL addresses are told apart is NOT shown by this run."
+                ));
+                Ok(Self {
+                    caller: None,
+                    topology: None,
+                    exporter_port,
+                    kubelet_port,
+                })
+            }
         }
     }
 
-    /// Creates the namespace of a caller in the cloud that resolves names only through the server.
-    fn resolver(&self, folder: &Folder) -> Result<Option<Namespace>> {
-        let Self::Namespaces(sites) = self else {
-            return Ok(None);
+    fn server(&self, data: &Path) -> ServerSetup {
+        let setup = match &self.topology {
+            // The extra port is bound on all addresses, since in the cloud the nodes' names resolve
+            // to the server's.
+            Some(topology) => ServerSetup::new(data, Some(topology.cloud()))
+                .args(&["--advertise", &format!("{CLOUD_ADDRESS}:10262")])
+                .args(&["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"])
+                .args(&["--dns-listen", &format!("{CLOUD_ADDRESS}:53")]),
+            None => ServerSetup::on_loopback(data)
+                .args(&["--https-proxy-ports", &self.kubelet_port.to_string()])
+                .args(&["--dns-listen", "127.0.0.1:0"]),
         };
-        let resolv_conf = format!("nameserver {CLOUD_ADDRESS}\noptions ndots:0\n");
-        let cloud = sites.cloud();
-        let caller = cloud.with_resolver("caller", folder.scratch(), &resolv_conf)?;
-        folder.enter_by_script("caller", &caller)?;
-        Ok(Some(caller))
+        setup
+            .args(&["--http-proxy-ports", &self.exporter_port.to_string()])
+            .args(&["--dns-upstream", "off"])
+            .in_own_group()
     }
 
-    fn in_cloud(&self, folder: &Folder, line: &str) -> String {
-        self.inside(folder, "cloud", line)
+    fn cloud(&self) -> Option<&Namespace> {
+        self.topology.as_ref().map(Topology::cloud)
     }
 
-    fn inside(&self, folder: &Folder, script: &str, line: &str) -> String {
-        match self {
-            Self::Namespaces(_) => format!("{} {line}", folder.path(script).display()),
-            Self::Loopback(_) => line.to_owned(),
+    /// Returns the namespace and the address of an edge, given by its index in [`NODES`].
+    fn edge(&self, index: usize) -> (Option<&Namespace>, IpAddr) {
+        match &self.topology {
+            Some(topology) => {
+                let edge = topology.edges().get(index);
+                (edge.map(Edge::node), EDGE_ADDRESS.into())
+            }
+            None => (None, loopback_of(index)),
         }
     }
 }
 
-impl LoopbackPorts {
-    /// Chooses ports that the server and both edges can bind.
-    async fn choose() -> Result<Self> {
-        Ok(Self {
-            exporter: free_port().await?,
-            kubelet: free_port().await?,
-        })
-    }
+/// Returns the shell line that runs the server or an agent.
+fn run_line(name: &str, arguments: &[String]) -> String {
+    let program = [binary(name), "run".to_owned()];
+    shell_line(program.iter().chain(arguments))
 }
 
 /// Returns a port that is free on all three loopback addresses in use. If another program takes the
@@ -300,12 +281,16 @@ async fn free_port() -> Result<u16> {
             return Ok(port);
         }
     }
-    anyhow::bail!("no port is free on 127.0.0.1, 127.0.0.2 and 127.0.0.3")
+    bail!("no port is free on 127.0.0.1, 127.0.0.2 and 127.0.0.3")
 }
 
 fn loopback_of(edge: usize) -> IpAddr {
     Ipv4Addr::new(127, 0, 0, if edge == 0 { 2 } else { 3 }).into()
 }
+
+/// The fix for a machine where `tests/tools.sh` cannot install the tools.
+const INSTALL: &str = "install curl and dig, on Debian with `apt-get install curl bind9-dnsutils`, \
+                       then run `make demo` again";
 
 /// Time limit for the first log line of a running server.
 const START: Duration = Duration::from_secs(5);

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 
 use crate::netns::Namespace;
 use crate::process::ScratchDir;
-use crate::tools::{bin_dir, target_dir};
+use crate::tools::{Tool, bin_dir, target_dir};
 
 /// The directory for the files of all processes, with a name that is short enough to read and to
 /// type.
@@ -33,10 +33,10 @@ impl Folder {
         Ok(Self { scratch, link })
     }
 
-    /// Returns the name of a file in the directory, relative to where the tour was started.
-    pub(super) fn path(&self, name: &str) -> PathBuf {
+    /// Returns the path of a file in the directory, relative to where the tour was started.
+    pub(super) fn path(&self, name: &str) -> String {
         let folder = self.link.as_deref().unwrap_or_else(|| self.scratch.path());
-        shorten(folder).join(name)
+        shorten(folder).join(name).display().to_string()
     }
 
     /// Returns the path of the directory.
@@ -44,27 +44,44 @@ impl Folder {
         self.scratch.path()
     }
 
-    /// Returns the shell line that runs one of the binaries.
-    pub(super) fn program(&self, name: &str, args: impl IntoIterator<Item = String>) -> String {
-        let program =
-            bin_dir().map_or_else(|| PathBuf::from(name), |folder| shorten(&folder).join(name));
-        let mut line = program.display().to_string();
-        for arg in args {
-            line.push(' ');
-            line.push_str(&quote(&arg));
+    /// Returns the word that runs `tool` in a shell line. A tool that was only unpacked needs its
+    /// libraries, so its word is a script.
+    pub(super) fn tool(&self, tool: Tool) -> Result<String> {
+        let command = tool.command()?;
+        let mut argv = vec!["env".to_owned()];
+        for (name, value) in command.get_envs() {
+            let value = value.unwrap_or_default().to_string_lossy();
+            argv.push(format!("{}={value}", name.to_string_lossy()));
         }
-        line
+        let name = tool.program();
+        if argv.len() == 1 {
+            return Ok(name.to_owned());
+        }
+        argv.push(command.get_program().to_string_lossy().into_owned());
+        self.write_script(name, &argv)?;
+        Ok(self.path(name))
+    }
+
+    /// Returns the shell line that runs `line` inside `namespace`, if there is one. Its script must
+    /// have been written.
+    pub(super) fn inside(&self, namespace: Option<&Namespace>, line: &str) -> String {
+        match namespace {
+            Some(namespace) => format!("{} {line}", self.path(namespace.name())),
+            None => line.to_owned(),
+        }
     }
 
     /// Writes a script that runs its arguments inside `namespace`.
-    pub(super) fn enter_by_script(&self, name: &str, namespace: &Namespace) -> Result<()> {
+    pub(super) fn enter_by_script(&self, namespace: &Namespace) -> Result<()> {
+        let enter = namespace.enter();
+        let argv: Vec<_> = enter.iter().map(|arg| arg.to_string_lossy()).collect();
+        self.write_script(namespace.name(), &argv)
+    }
+
+    /// Writes a script that runs `argv` with its own arguments behind it.
+    fn write_script(&self, name: &str, argv: &[impl AsRef<str>]) -> Result<()> {
         let file = self.scratch.path().join(name);
-        let args: Vec<String> = namespace
-            .enter()
-            .iter()
-            .map(|arg| quote(&arg.to_string_lossy()))
-            .collect();
-        let script = format!("#!/bin/sh\nexec {} \"$@\"\n", args.join(" "));
+        let script = format!("#!/bin/sh\nexec {} \"$@\"\n", shell_line(argv));
         fs::write(&file, script)
             .and_then(|()| fs::set_permissions(&file, fs::Permissions::from_mode(0o755)))
             .with_context(|| format!("write {}", file.display()))
@@ -81,6 +98,18 @@ impl Drop for Folder {
     }
 }
 
+/// Returns the word that runs one of the binaries in a shell line.
+pub(super) fn binary(name: &str) -> String {
+    let file = bin_dir().map_or_else(|| PathBuf::from(name), |folder| shorten(&folder).join(name));
+    file.display().to_string()
+}
+
+/// Returns the shell line of these words.
+pub(super) fn shell_line<W: AsRef<str>>(words: impl IntoIterator<Item = W>) -> String {
+    let words: Vec<_> = words.into_iter().map(|arg| quote(arg.as_ref())).collect();
+    words.join(" ")
+}
+
 /// Returns `path` relative to the current directory if it lies in it.
 fn shorten(path: &Path) -> PathBuf {
     let here = std::env::current_dir().unwrap_or_default();
@@ -88,7 +117,7 @@ fn shorten(path: &Path) -> PathBuf {
 }
 
 /// Quotes `arg` for a shell.
-pub(super) fn quote(arg: &str) -> String {
+fn quote(arg: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+…[]".contains(c);
     if !arg.is_empty() && arg.chars().all(plain) {
         arg.to_owned()
