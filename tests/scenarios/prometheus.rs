@@ -27,10 +27,10 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     let extra_port = ["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"];
     let arguments = [&["--http-proxy-ports", "9100"][..], &extra_port].concat();
     let fleet = Fleet::start(&sites, &arguments).await?;
-    let prometheus = prometheus(sites.cloud(), &scratch, SCRAPES, API)?;
+    let prometheus = prometheus(sites.cloud(), &scratch, SCRAPES)?;
 
     eventually("four targets to be up", SCRAPE_TIMEOUT, async || {
-        let targets = active_targets(sites.cloud(), API).await?;
+        let targets = active_targets(sites.cloud()).await?;
         let up = |job: &str, instance: &str| {
             targets.iter().any(|target| {
                 let labels = &target["labels"];
@@ -58,7 +58,7 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
     {
         let query = format!("culvert_site{{instance=\"{node}:9100\",job=\"{job}\"}}");
         eventually("the sample of the right node", SCRAPE_TIMEOUT, async || {
-            let found = query_prometheus(sites.cloud(), API, &query).await?;
+            let found = query_prometheus(sites.cloud(), &query).await?;
             let results = found["data"]["result"].as_array().context("no result")?;
             let names: Vec<_> = results
                 .iter()
@@ -116,12 +116,12 @@ async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_
         "--allow-unauthenticated",
     ];
     let fleet = Fleet::start(&sites, &arguments).await?;
-    let prometheus = prometheus(sites.cloud(), &scratch, MONITORS, API)?;
+    let prometheus = prometheus(sites.cloud(), &scratch, MONITORS)?;
     eventually(
         "the targets of the guide and the spared one",
         SCRAPE_TIMEOUT,
         async || {
-            let targets = active_targets(sites.cloud(), API).await?;
+            let targets = active_targets(sites.cloud()).await?;
             let mut found: Vec<_> = targets
                 .iter()
                 .map(|target| {
@@ -192,13 +192,11 @@ fn node_exporter(edge: &Edge, scratch: &Path) -> Result<Process> {
     program.inside(Some(edge.node())).start()
 }
 
-/// Starts a Prometheus inside `namespace` with the scrape configuration `scrapes`, and its API on
-/// `api`.
+/// Starts a Prometheus inside `namespace` with the scrape configuration `scrapes`.
 pub(super) fn prometheus(
     namespace: &Namespace,
     scratch: &ScratchDir,
     scrapes: &str,
-    api: &str,
 ) -> Result<Process> {
     let configuration = scratch.file("prometheus.yml", scrapes)?;
     let program = Program::tool(Tool::Prometheus)?
@@ -207,29 +205,25 @@ pub(super) fn prometheus(
             "--storage.tsdb.path={}",
             scratch.path().join("data").display()
         ))
-        .arg(format!("--web.listen-address={api}"));
+        .arg(format!("--web.listen-address={API}"));
     program.inside(Some(namespace)).start()
 }
 
-/// Returns the active targets of a Prometheus inside `namespace`.
-pub(super) async fn active_targets(namespace: &Namespace, api: &str) -> Result<Vec<Value>> {
-    let answer = ask_prometheus(namespace, api, "/api/v1/targets?state=active").await?;
+/// Returns the active targets of the Prometheus inside `namespace`.
+pub(super) async fn active_targets(namespace: &Namespace) -> Result<Vec<Value>> {
+    let answer = ask_prometheus(namespace, "/api/v1/targets?state=active").await?;
     let targets = answer["data"]["activeTargets"].as_array();
     Ok(targets.context("no targets")?.clone())
 }
 
-/// Returns the answer of a Prometheus inside `namespace` to a PromQL query.
-pub(super) async fn query_prometheus(
-    namespace: &Namespace,
-    api: &str,
-    query: &str,
-) -> Result<Value> {
+/// Returns the answer of the Prometheus inside `namespace` to a PromQL query.
+pub(super) async fn query_prometheus(namespace: &Namespace, query: &str) -> Result<Value> {
     let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
-    ask_prometheus(namespace, api, &format!("/api/v1/query?query={encoded}")).await
+    ask_prometheus(namespace, &format!("/api/v1/query?query={encoded}")).await
 }
 
-async fn ask_prometheus(namespace: &Namespace, api: &str, path: &str) -> Result<Value> {
-    let (_, body) = get(namespace, api.parse()?, api, path).await?;
+async fn ask_prometheus(namespace: &Namespace, path: &str) -> Result<Value> {
+    let (_, body) = get(namespace, API.parse()?, API, path).await?;
     serde_json::from_str(&body).with_context(|| format!("Prometheus answered {body}"))
 }
 
@@ -291,7 +285,7 @@ scrape_configs:
         target_label: __address__
 "#;
 
-/// Address of Prometheus in the cloud's namespace.
+/// Address of Prometheus in its namespace.
 const API: &str = "127.0.0.1:9090";
 
 /// Time limit for the start of Prometheus and a few scrapes.

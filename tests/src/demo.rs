@@ -16,7 +16,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use self::demo_env::DemoEnv;
 use self::terminal::Terminal;
 
-pub use fakes::{ApiServer, api_server, resolver, site};
+pub use fakes::{ApiServer, api_server, edge_sites, resolver};
 
 /// Runs the program `demo` with its arguments.
 ///
@@ -31,10 +31,7 @@ pub async fn run(arguments: &[String]) -> Result<ExitCode> {
             io::Write::write_all(&mut io::stdout(), HELP.as_bytes()).context("print help")?;
             Ok(ExitCode::SUCCESS)
         }
-        _ => {
-            fakes::run(&args).await?;
-            Ok(ExitCode::SUCCESS)
-        }
+        _ => fakes::run(&args).await.map(|()| ExitCode::SUCCESS),
     }
 }
 
@@ -81,7 +78,7 @@ Usage: demo [--once]
   --once    show the tour, check each answer, exit with 0 or 1; without it everything stays up until Ctrl-C
 
 Fake servers that the tour and the tests run inside namespaces:
-  demo site NODE [--exporter ADDR] [--kubelet ADDR]   targets of a node
-  demo resolver ADDR answers|silent                   a resolver that prints each query
-  demo apiserver NAMESPACE/ACCOUNT...                 an API server that prints the paths of its kubeconfigs
+  demo site NODE --exporter ADDR --kubelet ADDR   targets of a node
+  demo resolver ADDR answers|silent               a resolver that prints each query
+  demo apiserver NAMESPACE/ACCOUNT                an API server that prints the paths of its kubeconfigs
 ";

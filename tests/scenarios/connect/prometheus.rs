@@ -68,7 +68,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     server.wait_until_connected(&[NODE]).await;
 
     let scrapes = SCRAPES.replace("CA", &ca.to_string_lossy());
-    let prometheus = prometheus(sites.cloud(), &scratch, &scrapes, API)?;
+    let prometheus = prometheus(sites.cloud(), &scratch, &scrapes)?;
     let expected = [
         ("by-name", "up", ""),
         ("http", "up", ""),
@@ -79,7 +79,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
         ("wrong-https", "down", "password of --connect-auth"),
     ];
     eventually("the scrapes", WAIT_TIMEOUT, async || {
-        let targets = active_targets(sites.cloud(), API).await?;
+        let targets = active_targets(sites.cloud()).await?;
         for (job, health, hint) in expected {
             let target = targets.iter().find(|target| target["labels"]["job"] == job);
             let target = target.with_context(|| format!("{job} is missing"))?;
@@ -95,7 +95,7 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     .await;
     // PromQL reports the target as down, too.
     let query = "up{job=\"wrong-http\"}";
-    let found = query_prometheus(sites.cloud(), API, query).await?;
+    let found = query_prometheus(sites.cloud(), query).await?;
     ensure!(found["data"]["result"][0]["value"][1] == "0", "{found}");
     Ok(())
 }
@@ -128,9 +128,6 @@ scrape_configs:
     tls_config: { ca_file: CA, server_name: worker-1 }
     static_configs: [{ targets: ["192.168.33.221:9101"] }]
 "#;
-
-/// Address of Prometheus in the cloud's namespace.
-const API: &str = "127.0.0.1:9090";
 
 /// Time limit for the start of Prometheus and a few scrapes.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -4,13 +4,14 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use tunnel_tests::demo::{resolver, site};
+use tunnel_tests::demo::{edge_sites, resolver};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, NODES, Namespace, Topology};
+use tunnel_tests::netns::{CLOUD_ADDRESS, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
-use tunnel_tests::tools::{Skip, Tool, or_skip, require};
+use tunnel_tests::tools::{Tool, or_skip, require};
 
 use super::report_figure;
+use crate::namespaces::curl;
 use crate::prometheus::{active_targets, prometheus};
 
 /// The guide's search list followed by the host's domain, in the form that the kubelet writes for a
@@ -42,18 +43,18 @@ async fn set_up(behavior: &str) -> Result<Option<Site>> {
     let server = format!("nameserver {CLOUD_ADDRESS}\n");
     let plain = format!("{server}options ndots:0\n");
     let searching = format!("{server}{SEARCH}\noptions ndots:5\n");
-    let clients = client(&sites, &scratch, "plain", &plain).and_then(|plain| {
-        let searching = client(&sites, &scratch, "searching", &searching)?;
+    let client = |name: &str, resolv_conf: &str| {
+        let cloud = sites.cloud();
+        cloud.with_resolver(name, scratch.path(), resolv_conf)
+    };
+    let clients = client("plain", &plain).and_then(|plain| {
+        let searching = client("searching", &searching)?;
         Ok(Clients { plain, searching })
     });
     let Some(clients) = or_skip(clients) else {
         return Ok(None);
     };
-    let mut exporters = Vec::new();
-    for edge in sites.edges() {
-        let address = (EDGE_ADDRESS, 9100).into();
-        exporters.push(site(edge.node_name(), Some(address), None, Some(edge.node())).await?);
-    }
+    let exporters = edge_sites(&sites).await?;
     let upstream = resolver(Some(sites.cloud()), UPSTREAM.parse()?, behavior).await?;
     let (listen, answer) = (format!("{CLOUD_ADDRESS}:53"), CLOUD_ADDRESS.to_string());
     let dns = [
@@ -80,18 +81,6 @@ async fn set_up(behavior: &str) -> Result<Option<Site>> {
         sites,
         _scratch: scratch,
     }))
-}
-
-/// Returns a namespace in the cloud's network with its own `resolv.conf`.
-fn client(
-    sites: &Topology,
-    scratch: &ScratchDir,
-    name: &str,
-    resolv_conf: &str,
-) -> Result<Namespace, Skip> {
-    sites
-        .cloud()
-        .with_resolver(name, scratch.path(), resolv_conf)
 }
 
 /// Returns the names that were forwarded to the other resolver, from its log.
@@ -144,11 +133,8 @@ async fn dig_curl_and_prometheus_find_nodes_by_resolv_conf() -> Result<()> {
     // DNS-12: curl reaches the listeners by the node's name alone.
     for namespace in [plain, &site.clients.searching] {
         for node in NODES {
-            let curl = Program::tool(Tool::Curl)?.args(["-sS", "--max-time", "10"]);
-            let page = curl
-                .arg(format!("http://{node}:9100/metrics"))
-                .inside(Some(namespace));
-            let page = page.run().await?.ok()?;
+            let curl = curl()?.arg(format!("http://{node}:9100/metrics"));
+            let page = curl.inside(Some(namespace)).run().await?.ok()?;
             ensure!(page.contains(&format!("node=\"{node}\"")), "{page}");
         }
     }
@@ -157,9 +143,9 @@ async fn dig_curl_and_prometheus_find_nodes_by_resolv_conf() -> Result<()> {
 
 async fn prometheus_scrapes_by_name(site: &Site) -> Result<()> {
     let scratch = ScratchDir::new()?;
-    let prometheus = prometheus(&site.clients.searching, &scratch, SCRAPES, API)?;
+    let prometheus = prometheus(&site.clients.searching, &scratch, SCRAPES)?;
     eventually("both nodes up in Prometheus", SCRAPE_TIMEOUT, async || {
-        let targets = active_targets(site.sites.cloud(), API).await?;
+        let targets = active_targets(site.sites.cloud()).await?;
         let up = targets
             .iter()
             .filter(|target| target["health"] == "up")
@@ -181,16 +167,8 @@ async fn p13_curl_finds_a_node_beside_a_black_hole_and_no_single_label_leaves() 
         (&site.clients.plain, Duration::from_millis(50)),
         (&site.clients.searching, Duration::from_secs(2)),
     ] {
-        let curl = Program::tool(Tool::Curl)?
-            .args([
-                "-sS",
-                "-o",
-                "/dev/null",
-                "--max-time",
-                "10",
-                "-w",
-                "%{time_namelookup}",
-            ])
+        let curl = curl()?
+            .args(["-o", "/dev/null", "-w", "%{time_namelookup}"])
             .arg("http://worker-1:9100/metrics");
         let stdout = curl.inside(Some(namespace)).run().await?.ok()?;
         let lookup = Duration::from_secs_f64(stdout.trim().parse()?);
@@ -204,12 +182,8 @@ async fn p13_curl_finds_a_node_beside_a_black_hole_and_no_single_label_leaves() 
     // For a misspelled name the client tries every suffix, and curl reports that the name does not
     // exist.
     for namespace in [&site.clients.plain, &site.clients.searching] {
-        let curl = Program::tool(Tool::Curl)?.args(["-sS", "--max-time", "10"]);
-        let failed = curl
-            .arg("http://worker-9:9100/")
-            .inside(Some(namespace))
-            .run()
-            .await?;
+        let curl = curl()?.arg("http://worker-9:9100/");
+        let failed = curl.inside(Some(namespace)).run().await?;
         ensure!(failed.code() == Some(6), "{failed}");
     }
     let left = asked(&site.upstream);
@@ -230,7 +204,6 @@ async fn p13_curl_finds_a_node_beside_a_black_hole_and_no_single_label_leaves() 
 }
 
 const UPSTREAM: &str = "127.0.0.9:5300";
-const API: &str = "127.0.0.1:9091";
 const SCRAPES: &str = r#"
 global: { scrape_interval: 1s, scrape_timeout: 1s }
 scrape_configs:

@@ -2,7 +2,6 @@
 //! arguments, environment, mounts and user of the applied objects. In their networks the Services
 //! lead to the ports that the objects name. The only credential of the agent is its pod's token.
 
-use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
@@ -12,7 +11,7 @@ use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{EgressDialer, ask_through};
-use tunnel_tests::demo::{ApiServer, api_server, site};
+use tunnel_tests::demo::{ApiServer, api_server, edge_sites};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::manifests::{Container, Facts, find, folder, items, overlay, pod_program};
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
@@ -37,7 +36,7 @@ impl ShipFixture {
         let Some((files, sites)) = or_skip(sites) else {
             return Ok(None);
         };
-        let api = api_server(Some(sites.cloud()), &["kube-system/tunnel-server"]).await?;
+        let api = api_server(sites.cloud(), "kube-system/tunnel-server").await?;
         Ok(Some(Self {
             api,
             kubectl: files.into_iter().next().context("one at least")?,
@@ -239,7 +238,7 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     });
     fixture.create(&secret).await?;
 
-    let token = kubeconfig(&fixture.api.accounts[0])?["users"][0]["user"]["token"].clone();
+    let token = kubeconfig(&fixture.api.account)?["users"][0]["user"]["token"].clone();
     let token = token.as_str().context("a token")?;
     let cloud = Facts {
         node: "master-1".into(),
@@ -273,8 +272,7 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     })
     .await;
     let edge = &fixture.sites.edges()[0];
-    let at = |port| Some(SocketAddr::new(EDGE_ADDRESS.into(), port));
-    let _site = site("worker-1", at(9100), at(10250), Some(edge.node())).await?;
+    let _targets = edge_sites(&fixture.sites).await?;
     let agent = ("DaemonSet", "tunnel-agent");
     let token = fixture.pod_token(agent, "worker-1").await?;
     let facts = Facts {
@@ -404,7 +402,7 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
     fixture.create(&webhook).await?;
     fixture.create(&ranges).await?;
     fixture.proxy().await?;
-    let token = kubeconfig(&fixture.api.accounts[0])?["users"][0]["user"]["token"].clone();
+    let token = kubeconfig(&fixture.api.account)?["users"][0]["user"]["token"].clone();
     let token = token.as_str().context("a token")?;
     let facts = Facts {
         node: "master-1".into(),

@@ -1,14 +1,13 @@
 //! The environment of the tour: the server, two agents and their targets.
 
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
-use tokio::net::TcpListener;
+use anyhow::{Context, Result, anyhow};
 
-use super::fakes::site;
+use super::fakes::{EXPORTER_PORT, KUBELET_PORT, site};
 use super::folder::{Folder, binary, shell_line};
 use super::terminal::Terminal;
 use crate::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
@@ -21,7 +20,8 @@ pub(super) struct DemoEnv {
     agents: Vec<Process>,
     sites: Vec<Process>,
     server: Server,
-    dns: SocketAddr,
+    /// The address where the server answers DNS.
+    pub(super) dns: SocketAddr,
     network: Network,
     folder: Folder,
     curl: String,
@@ -46,7 +46,7 @@ impl DemoEnv {
             .map_err(|missing| anyhow!("cannot show the tour: {missing}; {INSTALL}"))?;
         let folder = Folder::new()?;
         let (curl, dig) = (folder.tool(Tool::Curl)?, folder.tool(Tool::Dig)?);
-        let network = Network::new(terminal, &folder).await?;
+        let network = Network::new(terminal, &folder)?;
         terminal.heading("The server");
         let setup = network.server(Path::new(&folder.path("server")));
         let run = run_line("tunnel-server", setup.arguments());
@@ -93,7 +93,7 @@ impl DemoEnv {
         );
         terminal.command(&self.folder.inside(namespace, &targets));
         self.sites
-            .push(site(node, Some(exporter), Some(kubelet), namespace).await?);
+            .push(site(node, exporter, kubelet, namespace).await?);
 
         let server = self.address_at(CLOUD_ADDRESS, Listener::Agents);
         let data = self.file(node);
@@ -163,11 +163,6 @@ impl DemoEnv {
         self.address_at(Ipv4Addr::LOCALHOST, listener)
     }
 
-    /// Returns the address where the server answers DNS.
-    pub(super) fn dns(&self) -> SocketAddr {
-        self.dns
-    }
-
     /// Returns the port of the exporters.
     pub(super) fn exporter_port(&self) -> u16 {
         self.network.exporter_port
@@ -190,7 +185,7 @@ impl DemoEnv {
 
 impl Network {
     /// Creates the namespaces and their scripts, or chooses ports on loopback.
-    async fn new(terminal: &Terminal, folder: &Folder) -> Result<Self> {
+    fn new(terminal: &Terminal, folder: &Folder) -> Result<Self> {
         match Topology::new() {
             Ok(topology) => {
                 terminal.message(&format!(
@@ -212,7 +207,7 @@ impl Network {
                 })
             }
             Err(skip) => {
-                let (exporter_port, kubelet_port) = (free_port().await?, free_port().await?);
+                let (exporter_port, kubelet_port) = (free_port()?, free_port()?);
                 terminal.message(&format!(
                     "NOTE: network namespaces cannot be used here ({skip}).\nThe two edges have the addresses 127.0.0.2 \
                      and 127.0.0.3: that edges with EQUAL addresses are told apart is NOT shown by this run."
@@ -267,21 +262,11 @@ fn run_line(name: &str, arguments: &[String]) -> String {
     shell_line(program.iter().chain(arguments))
 }
 
-/// Returns a port that is free on all three loopback addresses in use. If another program takes the
-/// port first, the tour reports it and ends.
-async fn free_port() -> Result<u16> {
-    for _ in 0..PORT_TRIES {
-        let first = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-            .await
-            .context("bind a loopback port")?;
-        let port = first.local_addr().context("loopback port")?.port();
-        let others =
-            [loopback_of(0), loopback_of(1)].map(|ip| std::net::TcpListener::bind((ip, port)));
-        if others.iter().all(Result::is_ok) {
-            return Ok(port);
-        }
-    }
-    bail!("no port is free on 127.0.0.1, 127.0.0.2 and 127.0.0.3")
+/// Returns a port that is free on all addresses. If another program takes the port first, the tour
+/// reports it and ends.
+fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).context("bind a free port")?;
+    Ok(listener.local_addr().context("free port")?.port())
 }
 
 fn loopback_of(edge: usize) -> IpAddr {
@@ -297,9 +282,3 @@ const START: Duration = Duration::from_secs(5);
 
 /// Time limit for the end of the tour, when no request is in progress.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-
-const EXPORTER_PORT: u16 = 9100;
-const KUBELET_PORT: u16 = 10250;
-
-/// Number of tries; a port that is free on one address is nearly always free on the others.
-const PORT_TRIES: usize = 20;

@@ -5,33 +5,39 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use tokio::time::interval;
 
 use crate::apiserver::{FakeApiServer, Setup};
 use crate::dns::{Behavior, FakeResolver};
-use crate::netns::Namespace;
+use crate::netns::{EDGE_ADDRESS, Namespace, Topology};
 use crate::process::{Process, Program};
 use crate::targets::{Exporter, FakeKubelet, TargetTls};
 
-/// Starts fake targets of `node` inside `namespace`: an exporter on the first address, a kubelet on
-/// the second.
+/// Starts the fake targets of both edges: an exporter on port 9100 and a kubelet on port 10250.
 ///
 /// # Errors
 /// Returns an error with their output if they cannot be started.
-pub async fn site(
+pub async fn edge_sites(topology: &Topology) -> Result<Vec<Process>> {
+    let [exporter, kubelet] =
+        [EXPORTER_PORT, KUBELET_PORT].map(|port| SocketAddr::new(EDGE_ADDRESS.into(), port));
+    let mut sites = Vec::new();
+    for edge in topology.edges() {
+        sites.push(site(edge.node_name(), exporter, kubelet, Some(edge.node())).await?);
+    }
+    Ok(sites)
+}
+
+/// Starts the fake targets of `node` inside `namespace`.
+pub(super) async fn site(
     node: &str,
-    exporter: Option<SocketAddr>,
-    kubelet: Option<SocketAddr>,
+    exporter: SocketAddr,
+    kubelet: SocketAddr,
     namespace: Option<&Namespace>,
 ) -> Result<Process> {
-    let mut program = Program::ours(PROGRAM)?.args(["site", node]);
-    for (flag, address) in [("--exporter", exporter), ("--kubelet", kubelet)] {
-        if let Some(address) = address {
-            program = program.arg(flag).arg(address.to_string());
-        }
-    }
-    start(program, namespace).await
+    let (exporter, kubelet) = (exporter.to_string(), kubelet.to_string());
+    let args = ["site", node, "--exporter", &exporter, "--kubelet", &kubelet];
+    start(Program::ours(PROGRAM)?.args(args), namespace).await
 }
 
 /// Starts a resolver on `address` inside `namespace` that prints `asked NAME` for each query. The
@@ -55,31 +61,28 @@ pub struct ApiServer {
     pub process: Process,
     /// Kubeconfig with all permissions.
     pub admin: PathBuf,
-    /// Kubeconfigs of the ServiceAccounts in the requested order.
-    pub accounts: Vec<PathBuf>,
+    /// Kubeconfig of the ServiceAccount.
+    pub account: PathBuf,
 }
 
-/// Starts a fake API server inside `namespace`, with ServiceAccounts written `NAMESPACE/NAME`.
+/// Starts a fake API server inside `namespace`, with a ServiceAccount written `NAMESPACE/NAME`.
 ///
 /// # Errors
 /// Returns an error with its output if it cannot be started.
-pub async fn api_server(namespace: Option<&Namespace>, accounts: &[&str]) -> Result<ApiServer> {
-    let program = Program::ours(PROGRAM)?
-        .arg("apiserver")
-        .args(accounts.to_vec());
-    let process = start(program, namespace).await?;
-    let mut files: Vec<PathBuf> = process
-        .log()
-        .lines()
+pub async fn api_server(namespace: &Namespace, account: &str) -> Result<ApiServer> {
+    let program = Program::ours(PROGRAM)?.args(["apiserver", account]);
+    let process = start(program, Some(namespace)).await?;
+    let lines = process.log().lines();
+    let mut files = lines
         .iter()
-        .filter_map(|line| line.strip_prefix(KUBECONFIG).map(PathBuf::from))
-        .collect();
-    ensure!(files.len() == 1 + accounts.len(), "kubeconfigs: {process}");
-    let admin = files.remove(0);
+        .filter_map(|line| line.strip_prefix(KUBECONFIG))
+        .map(PathBuf::from);
+    let files = files.next().zip(files.next());
+    let (admin, account) = files.with_context(|| format!("no kubeconfigs; {process}"))?;
     Ok(ApiServer {
         process,
         admin,
-        accounts: files,
+        account,
     })
 }
 
@@ -95,35 +98,24 @@ async fn start(program: Program, namespace: Option<&Namespace>) -> Result<Proces
 /// Runs the fake server that the arguments name.
 pub(super) async fn run(args: &[&str]) -> Result<()> {
     match *args {
-        ["site", node, ref listeners @ ..] => serve_site(node, listeners).await,
+        ["site", node, "--exporter", exporter, "--kubelet", kubelet] => {
+            serve_site(node, exporter.parse()?, kubelet.parse()?).await
+        }
         ["resolver", address, behavior] => serve_resolver(address.parse()?, behavior).await,
-        ["apiserver", ref accounts @ ..] => serve_api(accounts).await,
+        ["apiserver", account] => serve_api(account).await,
         _ => bail!("unknown arguments {args:?}; see --help"),
     }
 }
 
-async fn serve_site(node: &str, listeners: &[&str]) -> Result<()> {
-    let (mut exporters, mut kubelets) = (Vec::new(), Vec::new());
-    for listener in listeners.chunks(2) {
-        match *listener {
-            ["--exporter", address] => {
-                exporters.push(Exporter::start_on(address.parse()?, node, None).await?);
-            }
-            ["--kubelet", address] => {
-                let address: SocketAddr = address.parse()?;
-                let tls = TargetTls::self_signed(&[node, &address.ip().to_string()])?;
-                kubelets.push(FakeKubelet::start_on(address, node, Some(tls)).await?);
-            }
-            _ => bail!("unknown arguments {listener:?}; see --help"),
-        }
-    }
+async fn serve_site(node: &str, exporter: SocketAddr, kubelet: SocketAddr) -> Result<()> {
+    let _exporter = Exporter::start_on(exporter, node, None).await?;
+    let tls = TargetTls::self_signed(&[node, &kubelet.ip().to_string()])?;
+    let kubelet = FakeKubelet::start_on(kubelet, node, Some(tls)).await?;
     print(READY)?;
     let mut pace = interval(LOG_PACE);
     for number in 1_u64.. {
         pace.tick().await;
-        for kubelet in &kubelets {
-            kubelet.emit(&format!("{node}: line {number}"));
-        }
+        kubelet.emit(&format!("{node}: line {number}"));
     }
     Ok(())
 }
@@ -148,21 +140,16 @@ async fn serve_resolver(address: SocketAddr, behavior: &str) -> Result<()> {
     }
 }
 
-async fn serve_api(accounts: &[&str]) -> Result<()> {
-    let split = |account: &&str| {
-        let (namespace, name) = account.split_once('/')?;
-        Some((namespace.to_owned(), name.to_owned()))
-    };
-    let service_accounts: Option<Vec<_>> = accounts.iter().map(split).collect();
-    let service_accounts = service_accounts.context("accounts are NAMESPACE/NAME")?;
+async fn serve_api(account: &str) -> Result<()> {
+    let (namespace, name) = account
+        .split_once('/')
+        .context("an account is NAMESPACE/NAME")?;
     let server = FakeApiServer::start(Setup {
-        service_accounts: service_accounts.clone(),
+        service_accounts: vec![(namespace.to_owned(), name.to_owned())],
         ..Setup::default()
     })?;
-    let admin = server.admin_kubeconfig()?;
-    print(&format!("{KUBECONFIG}{}", admin.display()))?;
-    for (namespace, name) in service_accounts {
-        let file = server.service_account_kubeconfig(&namespace, &name)?;
+    let account = server.service_account_kubeconfig(namespace, name)?;
+    for file in [server.admin_kubeconfig()?, account] {
         print(&format!("{KUBECONFIG}{}", file.display()))?;
     }
     print(READY)?;
@@ -175,6 +162,9 @@ fn print(line: &str) -> Result<()> {
         .and_then(|()| out.flush())
         .context("print")
 }
+
+pub(super) const EXPORTER_PORT: u16 = 9100;
+pub(super) const KUBELET_PORT: u16 = 10250;
 
 /// Name of the binary that contains the fake servers.
 const PROGRAM: &str = "demo";

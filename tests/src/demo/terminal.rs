@@ -10,10 +10,10 @@ pub(super) struct Terminal {
 
 #[derive(Debug, Clone, Copy)]
 enum Style {
-    Bold,
-    Dim,
-    Green,
-    Red,
+    Bold = 1,
+    Dim = 2,
+    Red = 31,
+    Green = 32,
 }
 
 impl Terminal {
@@ -70,13 +70,7 @@ impl Terminal {
         if !self.colour {
             return text.to_owned();
         }
-        let code = match style {
-            Style::Bold => 1,
-            Style::Dim => 2,
-            Style::Green => 32,
-            Style::Red => 31,
-        };
-        format!("\u{1b}[{code}m{text}\u{1b}[0m")
+        format!("\u{1b}[{}m{text}\u{1b}[0m", style as u8)
     }
 }
 

@@ -69,16 +69,16 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
     let port = demo_env.exporter_port();
     let over_http = NODES.map(|node| {
         let line = demo_env.over_http("-sS", &format!("{node}:{port}"), "/metrics");
-        Step::new(line, &[&sample_of(node)])
+        Step::metrics(node, line)
     });
     let ca_file = shell_line([demo_env.file(CA_FILE)]);
     let ca = format!("{} >{ca_file}", demo_env.server_verb(&["ca"]));
     let mut over_https = vec![Step::new(ca, &[])];
     over_https.extend(NODES.map(|node| {
         let line = demo_env.over_https(&["-sS"], node, "/metrics");
-        Step::new(line, &[&sample_of(node)])
+        Step::metrics(node, line)
     }));
-    let extra_port = Step::new(demo_env.through_extra_port(second), &[&sample_of(second)]);
+    let extra_port = Step::metrics(second, demo_env.through_extra_port(second));
     let nodes = demo_env.server_verb(&["nodes"]);
     let nodes = Step::new(nodes, &[first, second, &EDGE_ADDRESS.to_string()]);
     let mut sections = vec![
@@ -128,13 +128,13 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
 /// Returns the steps in which the server resolves the nodes' names itself.
 fn by_name(demo_env: &DemoEnv) -> Vec<Step> {
     let [first, second] = NODES;
-    let answer = demo_env.dns().ip().to_string();
+    let answer = demo_env.dns.ip().to_string();
     let mut steps = vec![Step::new(demo_env.dig(first), &[first, &answer])];
     let url = format!("http://{second}:{}/metrics", demo_env.exporter_port());
     if let Some([resolv_conf, request]) = demo_env.by_resolver(&url) {
         let server = format!("nameserver {answer}");
         steps.push(Step::new(resolv_conf, &[&server]));
-        steps.push(Step::new(request, &[&sample_of(second)]));
+        steps.push(Step::metrics(second, request));
     }
     steps
 }
@@ -236,25 +236,22 @@ impl Step {
         }
     }
 
+    /// Creates a step whose answer is the metrics of `node`.
+    fn metrics(node: &str, line: String) -> Self {
+        Self::new(line, &[&format!("node=\"{node}\"")])
+    }
+
     fn check(&self, output: &Output) -> Result<(), String> {
-        let text = printed(output);
         if output.status.success() == self.fails {
             return Err(format!("ended with {}", output.status));
         }
-        match self
-            .expected
-            .iter()
-            .find(|expected| !text.contains(expected.as_str()))
-        {
+        let text = printed(output);
+        let mut expected = self.expected.iter();
+        match expected.find(|part| !text.contains(part.as_str())) {
             Some(missing) => Err(format!("no {missing:?} in the answer")),
             None => Ok(()),
         }
     }
-}
-
-/// Returns a text that only the metrics of `node` contain.
-fn sample_of(node: &str) -> String {
-    format!("node=\"{node}\"")
 }
 
 async fn run(line: &str) -> Result<Output> {
