@@ -26,7 +26,7 @@ use crate::dns::Records;
 use crate::metrics::Metrics;
 use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::dial_policy::LiveClusterNetworks;
-use crate::routing::pod_lookup::Question;
+use crate::routing::pod_lookup::PodLookupRequest;
 use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
@@ -104,9 +104,9 @@ pub struct ClusterInputs {
     /// Receives the names of the HTTPS serving certificate.
     pub serving_names: ServingNames,
     /// Pod lookups from the listeners.
-    pub questions: Option<mpsc::Receiver<Question>>,
+    pub pod_lookups: Option<mpsc::Receiver<PodLookupRequest>>,
     /// Token reviews for enrollments.
-    pub attestations: Option<mpsc::Receiver<crate::ca::attestation::Question>>,
+    pub attestations: Option<mpsc::Receiver<crate::ca::attestation::TokenReviewRequest>>,
     /// Receives the CA of kubelet client certificates.
     pub kubelet_ca: Option<Arc<AgentTrust>>,
     /// Signer of the client certificate for kubelets.
@@ -239,7 +239,7 @@ fn start_answering(
     inputs: &mut ClusterInputs,
 ) {
     let client = &cluster.connection.client;
-    if let Some(questions) = inputs.questions.take() {
+    if let Some(questions) = inputs.pod_lookups.take() {
         let answering = pods::answer(client.clone(), questions, cluster.problems.clone());
         inputs.shutdown.spawn_service(answering);
     }

@@ -61,7 +61,7 @@ pub(super) fn start_cluster(
         return ClusterServices::default();
     };
     let pods = settings.pod_lookup.then(PodResolver::new);
-    let (finder, questions) = pods.unzip();
+    let (finder, pod_lookups) = pods.unzip();
     // ServiceAccount tokens only serve to obtain certificates of the local CA, so reviews need that
     // CA.
     let reviews = agents.renewals.is_some().then(Attestor::new);
@@ -82,7 +82,7 @@ pub(super) fn start_cluster(
             https: bound.https.map_or(PORT_HTTPS, |address| address.port()),
         },
         serving_names: serving_names.clone(),
-        questions,
+        pod_lookups,
         attestations,
         kubelet_ca: (config.kubelet_ca == KubeletCa::Cluster).then(|| agents.trust.clone()),
         signer: config.targets.signer.clone().map(|name| SignerConfig {

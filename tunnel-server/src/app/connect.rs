@@ -21,7 +21,7 @@ use super::serving::{CallerCa, listener_tls};
 use crate::config::ConnectSettings;
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
-use crate::ingress::connect::{AdminTunnels, Direct};
+use crate::ingress::connect::{AdminTunnels, DirectDialer};
 use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::destination::Scheme;
 use crate::routing::dial_policy::DialPolicy;
@@ -92,7 +92,7 @@ impl ConnectSockets {
             Some(listed) => DialPolicy::Listed(listed, context.ranges.clone()),
             None => DialPolicy::Cluster(context.ranges.clone()),
         };
-        let direct = Direct::new(dial_policy, dial_limit).with_own_ports(inputs.own_ports);
+        let direct = DirectDialer::new(dial_policy, dial_limit).with_own_ports(inputs.own_ports);
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {

@@ -17,7 +17,7 @@ pub use crate::ca::key_binding::KeyBinding;
 use crate::ca::key_binding::KeyBindings;
 use crate::ca::tokens::{FAILURES_PER_MINUTE, FailureWindow};
 
-/// Maximum number of queued questions. An enrollment that finds the queue full is refused and may
+/// Maximum number of queued requests. An enrollment that finds the queue full is refused and may
 /// retry.
 const QUEUE_MAX: usize = 64;
 /// Time for which an enrollment waits for an answer. The whole connection has 5 s.
@@ -45,7 +45,7 @@ impl ServiceAccountToken {
 
 impl fmt::Debug for ServiceAccountToken {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("AccountToken(..)")
+        formatter.write_str("ServiceAccountToken(..)")
     }
 }
 
@@ -116,7 +116,7 @@ impl AttestError {
 
 /// A token to review and the channel for the answer.
 #[derive(Debug)]
-pub struct Question {
+pub struct TokenReviewRequest {
     pub token: ServiceAccountToken,
     pub answer: oneshot::Sender<Result<AttestedToken, AttestError>>,
 }
@@ -124,19 +124,19 @@ pub struct Question {
 /// A client of the cluster module that resolves tokens to nodes. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct Attestor {
-    questions: mpsc::Sender<Question>,
+    requests: mpsc::Sender<TokenReviewRequest>,
     /// Failures by the SHA-256 of the token.
     failures: Arc<Mutex<HashMap<[u8; 32], FailureWindow>>>,
     first_keys: KeyBindings,
 }
 
 impl Attestor {
-    /// Creates an attestor and the receiver of its questions.
+    /// Creates an attestor and the receiver of its requests.
     #[must_use]
-    pub fn new() -> (Self, mpsc::Receiver<Question>) {
-        let (questions, receiver) = mpsc::channel(QUEUE_MAX);
+    pub fn new() -> (Self, mpsc::Receiver<TokenReviewRequest>) {
+        let (requests, receiver) = mpsc::channel(QUEUE_MAX);
         let attestor = Self {
-            questions,
+            requests,
             failures: Arc::default(),
             first_keys: KeyBindings::default(),
         };
@@ -144,7 +144,7 @@ impl Attestor {
     }
 
     /// Returns the node of a token within 4.5 s. A token that failed often is refused without a
-    /// question to the cluster; failures of other tokens have no effect. Cancel-safe.
+    /// request to the cluster; failures of other tokens have no effect. Cancel-safe.
     ///
     /// # Errors
     /// Returns the reason why the token proves no node.
@@ -158,9 +158,9 @@ impl Attestor {
             return Err(AttestError::RateLimited);
         }
         let (answer, answered) = oneshot::channel();
-        let question = Question { token, answer };
-        self.questions
-            .try_send(question)
+        let request = TokenReviewRequest { token, answer };
+        self.requests
+            .try_send(request)
             .map_err(|_full| AttestError::Unavailable)?;
         let answered = tokio::time::timeout(ANSWER_TIMEOUT, answered).await;
         let Ok(Ok(answered)) = answered else {
@@ -208,24 +208,24 @@ impl Attestor {
 mod tests {
     use super::*;
 
-    /// Answers every question with `with` and returns the number of questions.
+    /// Answers every request with `with` and returns the number of requests.
     async fn answered(
-        mut questions: mpsc::Receiver<Question>,
+        mut requests: mpsc::Receiver<TokenReviewRequest>,
         with: Result<AttestedToken, AttestError>,
     ) -> usize {
         let mut count = 0;
-        while let Some(question) = questions.recv().await {
+        while let Some(request) = requests.recv().await {
             count += 1;
-            question.answer.send(with.clone()).unwrap();
+            request.answer.send(with.clone()).unwrap();
         }
         count
     }
 
     #[tokio::test]
     async fn bad_token_is_asked_about_five_times_a_minute_and_others_as_before() {
-        let (attestor, questions) = Attestor::new();
+        let (attestor, requests) = Attestor::new();
         let refusal = AttestError::NotAccepted("tunnel-server".into());
-        let side = answered(questions, Err(refusal.clone()));
+        let side = answered(requests, Err(refusal.clone()));
         let asking = async move {
             let now = SystemTime::now();
             let ask = async |token: &str, now| {
@@ -245,7 +245,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn nobody_who_answers_is_a_reason_to_come_again_and_counts_for_nothing() {
-        let (attestor, questions) = Attestor::new();
+        let (attestor, requests) = Attestor::new();
         let ask = async || {
             let token = ServiceAccountToken::new("good");
             attestor.node_of(token, SystemTime::now()).await
@@ -255,7 +255,7 @@ mod tests {
             assert_eq!(error, AttestError::Unavailable);
             assert!(error.code().is_retryable());
         }
-        drop(questions);
+        drop(requests);
         assert_eq!(ask().await, Err(AttestError::Unavailable));
     }
 

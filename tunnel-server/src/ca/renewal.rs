@@ -139,9 +139,9 @@ impl Renewals {
         revoked: Option<SystemTime>,
         now: SystemTime,
     ) -> Result<RenewedCertificate, EnrollRefusal> {
-        let dated = revocation::issue_time(revoked, now);
-        let issued = self.ca.issue(request, node, dated).map_err(refusal)?;
-        if !self.revocations.confirm(node, revoked, dated) {
+        let issued_at = revocation::issue_time(revoked, now);
+        let issued = self.ca.issue(request, node, issued_at).map_err(refusal)?;
+        if !self.revocations.confirm(node, revoked, issued_at) {
             return Err(self.revoked(node));
         }
         let bytes = |certificates: &[CertificateDer<'_>]| {

@@ -61,23 +61,23 @@ struct RevocationEntry {
 }
 
 impl Revocations {
-    /// Opens the revocations of a data directory. `ours` means that the local CA issues the agents'
-    /// certificates, whose validity begins some minutes before the issue.
+    /// Opens the revocations of a data directory. `is_local_ca` means that the local CA issues the
+    /// agents' certificates, whose validity begins some minutes before the issue.
     ///
     /// # Errors
     /// Returns an error with the path if the file cannot be read or is damaged.
-    pub fn open(dir: &DataDir, ours: bool) -> io::Result<Self> {
+    pub fn open(dir: &DataDir, is_local_ca: bool) -> io::Result<Self> {
         Self::from_document(
             SharedDocument::File(SharedFile::new(dir, dir.revoked())),
-            ours,
+            is_local_ca,
         )
     }
 
-    /// Opens the revocations of a document; `ours` as for [`Revocations::open`].
+    /// Opens the revocations of a document; `is_local_ca` as for [`Revocations::open`].
     ///
     /// # Errors
     /// Returns an error with the document's name if the document cannot be read or is damaged.
-    pub(crate) fn from_document(doc: SharedDocument, ours: bool) -> io::Result<Self> {
+    pub(crate) fn from_document(doc: SharedDocument, is_local_ca: bool) -> io::Result<Self> {
         let mut state = State::default();
         state.refresh(&doc)?;
         Ok(Self {
@@ -85,7 +85,7 @@ impl Revocations {
             state: Mutex::new(state),
             writing: Mutex::default(),
             version: watch::Sender::new(0),
-            backdated: if ours { BACKDATED } else { Duration::ZERO },
+            backdated: if is_local_ca { BACKDATED } else { Duration::ZERO },
         })
     }
 
@@ -152,13 +152,13 @@ impl Revocations {
     }
 
     /// Returns whether the node's revocation is still `revoked`. If so, records a certificate
-    /// issued at `dated`, so that the next revocation covers it.
+    /// issued at `issued_at`, so that the next revocation covers it.
     #[must_use]
-    pub fn confirm(&self, node: &NodeName, revoked: Option<SystemTime>, dated: SystemTime) -> bool {
+    pub fn confirm(&self, node: &NodeName, revoked: Option<SystemTime>, issued_at: SystemTime) -> bool {
         let mut state = self.lock();
         let is_same = state.of_node(node, &self.doc) == revoked;
         if is_same {
-            state.record_issued(node, whole_seconds(dated));
+            state.record_issued(node, whole_seconds(issued_at));
         }
         is_same
     }

@@ -14,7 +14,7 @@ use tunnel_proto::wire::name::NodeName;
 use super::api_call::with_limit;
 use super::failure::ApiErrorKind;
 use crate::cluster::conditions::{Condition, Conditions};
-use crate::routing::pod_lookup::{Pod, PodLookupError, Question};
+use crate::routing::pod_lookup::{Pod, PodLookupError, PodLookupRequest};
 
 /// Maximum number of concurrent API calls. Further lookups wait.
 const CALLS_MAX: usize = 16;
@@ -28,12 +28,12 @@ const FORBIDDEN: &str = "the server may not get Pods, so exec, attach, cp and po
 /// Answers lookups until the listeners are gone.
 pub(super) async fn answer(
     client: Client,
-    mut questions: mpsc::Receiver<Question>,
+    mut requests: mpsc::Receiver<PodLookupRequest>,
     problems: Conditions,
 ) {
     let mut calls: JoinSet<Option<Access>> = JoinSet::new();
     loop {
-        let question = tokio::select! {
+        let request = tokio::select! {
             Some(ended) = calls.join_next(), if !calls.is_empty() => {
                 match ended {
                     Ok(Some(Access::Granted)) => problems.set(Condition::PodLookup, Vec::new()),
@@ -45,19 +45,19 @@ pub(super) async fn answer(
                 }
                 continue;
             }
-            question = questions.recv(), if calls.len() < CALLS_MAX => question,
+            request = requests.recv(), if calls.len() < CALLS_MAX => request,
         };
-        let Some(question) = question else {
+        let Some(request) = request else {
             return;
         };
-        if question.answer.is_closed() {
+        if request.answer.is_closed() {
             continue;
         }
-        let api = Api::<PodObject>::namespaced(client.clone(), &question.pod.namespace);
+        let api = Api::<PodObject>::namespaced(client.clone(), &request.pod.namespace);
         calls.spawn(async move {
-            let found = node_of(api, &question.pod).await;
+            let found = node_of(api, &request.pod).await;
             let access = Access::of(&found);
-            let _asker_is_gone = question.answer.send(found);
+            let _asker_is_gone = request.answer.send(found);
             access
         });
     }

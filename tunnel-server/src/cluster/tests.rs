@@ -43,7 +43,7 @@ fn fixture(data: &DataDir) -> Fixture {
         namespace: NAMESPACE.into(),
     };
     let mut counters = MetricsRegistry::default();
-    let (pods, questions) = PodResolver::new();
+    let (pods, pod_lookups) = PodResolver::new();
     let policy = SharedPortPolicy::default();
     policy.replace(config.ports.clone());
     let inputs = ClusterInputs {
@@ -63,7 +63,7 @@ fn fixture(data: &DataDir) -> Fixture {
             https: 10263,
         },
         serving_names: ServingNames::new(Vec::new(), Vec::new()),
-        questions: Some(questions),
+        pod_lookups: Some(pod_lookups),
         attestations: None,
         kubelet_ca: None,
         ranges: None,

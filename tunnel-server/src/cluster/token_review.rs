@@ -17,7 +17,7 @@ use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::name::NodeName;
 
 use super::failure::{ApiError, ApiErrorKind};
-use crate::ca::attestation::{AttestError, AttestedToken, Question, ServiceAccountToken};
+use crate::ca::attestation::{AttestError, AttestedToken, TokenReviewRequest, ServiceAccountToken};
 use crate::config::AgentTokens;
 
 /// Maximum number of tokens that are reviewed concurrently. Further tokens wait.
@@ -34,27 +34,27 @@ const ACCOUNT_PREFIX: &str = "system:serviceaccount:";
 /// Answers requests until all senders are gone.
 pub(super) async fn answer(
     client: Client,
-    mut questions: mpsc::Receiver<Question>,
+    mut requests: mpsc::Receiver<TokenReviewRequest>,
     settings: AgentTokens,
 ) {
     let mut calls: JoinSet<()> = JoinSet::new();
     loop {
-        let question = tokio::select! {
-            question = questions.recv(), if calls.len() < CALLS_MAX => question,
+        let request = tokio::select! {
+            request = requests.recv(), if calls.len() < CALLS_MAX => request,
             Some(_ended) = calls.join_next(), if !calls.is_empty() => continue,
         };
-        let Some(Question { token, answer }) = question else {
+        let Some(TokenReviewRequest { token, answer }) = request else {
             return;
         };
         let (client, settings) = (client.clone(), settings.clone());
-        calls.spawn(handle_question(client, token, settings, answer));
+        calls.spawn(handle_request(client, token, settings, answer));
     }
 }
 
 /// Anyone who reaches the agent port can cause these log messages.
 static REVIEW_FAILED: LogRateLimit = LogRateLimit::new("ServiceAccount tokens cannot be reviewed");
 
-async fn handle_question(
+async fn handle_request(
     client: Client,
     token: ServiceAccountToken,
     settings: AgentTokens,

@@ -32,7 +32,7 @@ mod throttle;
 
 pub use admin::AdminTunnels;
 use basic_auth::BasicAuthError;
-pub use dial::Direct;
+pub use dial::DirectDialer;
 use request::{ProxyRequest, RequestKind};
 
 impl ConnectProxy {

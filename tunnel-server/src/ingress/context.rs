@@ -12,7 +12,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use super::caller_stream::{CallerClosed, CloseMode};
 use super::client_auth::{DelegationPolicy, ListenerTls};
 use super::connect::basic_auth::BasicAuth;
-use super::connect::dial::Direct;
+use super::connect::dial::DirectDialer;
 use super::peer::{CallerAddr, CallerIdentity};
 use super::target_tls::TargetTls;
 use crate::metrics::Metrics;
@@ -93,7 +93,7 @@ pub struct ConnectProxy {
     /// Callers can connect without TLS as well.
     pub is_tls_optional: bool,
     /// Dialer for targets that the server reaches without an agent.
-    pub direct: Arc<Direct>,
+    pub direct: Arc<DirectDialer>,
 }
 
 /// A caller's connection and the facts about the caller, without the stream.

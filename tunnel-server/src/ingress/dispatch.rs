@@ -13,7 +13,7 @@ use tunnel_proto::relay::RelayEnd;
 
 use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::discard_input;
-use super::connect::dial::{Direct, DirectSocket};
+use super::connect::dial::{DirectDialer, DirectSocket};
 use super::connect::request::ProxyRequest;
 use super::context::IngressContext;
 use super::error::ProxyError;
@@ -47,7 +47,7 @@ pub(super) enum IngressTarget<'a> {
     /// The target of a CONNECT or of an absolute-form request, and the dialer of the listener.
     Proxy {
         request: &'a ProxyRequest,
-        dialer: &'a Arc<Direct>,
+        dialer: &'a Arc<DirectDialer>,
     },
     /// The target of a TCP service.
     Service(&'a Destination),
@@ -59,7 +59,7 @@ pub(super) type Route = Authorized<DirectRoute>;
 /// A route to a target that the server dials.
 #[derive(Debug)]
 pub(super) struct DirectRoute {
-    dialer: Arc<Direct>,
+    dialer: Arc<DirectDialer>,
     request: ProxyRequest,
     target: DialTarget,
 }
@@ -130,7 +130,7 @@ async fn resolve_delegated(
 fn resolve_proxy(
     ingress: &IngressContext,
     request: &ProxyRequest,
-    dialer: &Arc<Direct>,
+    dialer: &Arc<DirectDialer>,
 ) -> Result<RequestedDestination<DirectRoute>, ProxyError> {
     let cluster = dialer.dial_policy().cluster();
     let requested = request.resolve(&ingress.routes.load(), &cluster, |node| {
@@ -222,7 +222,7 @@ pub(super) async fn open_tunnel(
             return Ok(Tunnel::Agent(opened.stream));
         };
         let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
-        opener.retry_after(failure, opened.via)?;
+        opener.retry_on_other_session(failure, opened.via)?;
     }
 }
 

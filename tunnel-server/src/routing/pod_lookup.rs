@@ -106,7 +106,7 @@ pub enum PodLookupError {
 
 /// A query with the channel for its answer.
 #[derive(Debug)]
-pub struct Question {
+pub struct PodLookupRequest {
     /// The Pod to look up.
     pub pod: Pod,
     /// Receives the node, by the name of its Node object.
@@ -115,14 +115,14 @@ pub struct Question {
 
 /// A client that looks up the nodes of Pods. Clones share the queue.
 #[derive(Debug, Clone)]
-pub struct PodResolver(mpsc::Sender<Question>);
+pub struct PodResolver(mpsc::Sender<PodLookupRequest>);
 
 impl PodResolver {
     /// Creates a resolver and the receiver of its queries.
     #[must_use]
-    pub fn new() -> (Self, mpsc::Receiver<Question>) {
-        let (questions, receiver) = mpsc::channel(QUEUE_MAX);
-        (Self(questions), receiver)
+    pub fn new() -> (Self, mpsc::Receiver<PodLookupRequest>) {
+        let (requests, receiver) = mpsc::channel(QUEUE_MAX);
+        (Self(requests), receiver)
     }
 
     /// Returns the node that a Pod is bound to, within 10 s. Cancel-safe: a query whose caller is
@@ -134,7 +134,7 @@ impl PodResolver {
         let (answer, answered) = oneshot::channel();
         let asking = async {
             let stopped = || PodLookupError::Unavailable("the server is stopping".to_owned());
-            let sent = self.0.send(Question { pod, answer }).await;
+            let sent = self.0.send(PodLookupRequest { pod, answer }).await;
             sent.map_err(|_closed| stopped())?;
             answered.await.map_err(|_dropped| stopped())?
         };
@@ -214,8 +214,8 @@ mod tests {
 
     #[tokio::test]
     async fn question_without_an_answering_side_is_an_error() {
-        let (finder, questions) = PodResolver::new();
-        drop(questions);
+        let (finder, requests) = PodResolver::new();
+        drop(requests);
         let answer = finder.node_of(pod()).await;
         assert!(
             matches!(answer, Err(PodLookupError::Unavailable(_))),
@@ -225,7 +225,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn more_questions_than_the_queue_holds_wait_and_are_answered() {
-        let (finder, mut questions) = PodResolver::new();
+        let (finder, mut requests) = PodResolver::new();
         let mut asking = tokio::task::JoinSet::new();
         for _ in 0..3 * QUEUE_MAX {
             let finder = finder.clone();
@@ -233,9 +233,9 @@ mod tests {
         }
         let answering = async {
             for _ in 0..3 * QUEUE_MAX {
-                let question = questions.recv().await.unwrap();
+                let request = requests.recv().await.unwrap();
                 let node = "worker-1".parse().unwrap();
-                question.answer.send(Ok(node)).unwrap();
+                request.answer.send(Ok(node)).unwrap();
             }
         };
         let (answers, ()) = tokio::join!(asking.join_all(), answering);

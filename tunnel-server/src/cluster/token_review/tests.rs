@@ -136,8 +136,8 @@ fn pod_counts_only_when_it_is_the_very_one_and_runs_somewhere() {
 #[tokio::test]
 async fn review_asks_for_the_audience_and_an_older_server_for_the_pod() {
     let (client, mut server) = api_server();
-    let (attestor, questions) = Attestor::new();
-    let responder = answer(client, questions, settings());
+    let (attestor, requests) = Attestor::new();
+    let responder = answer(client, requests, settings());
     let token = token(&json!({ "iat": 1_700_000_000 }));
     let sent = token.reveal().to_owned();
     let asked = async move {

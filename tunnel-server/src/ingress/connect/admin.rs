@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 
 use super::super::context::{ConnectProxy, IngressContext};
 use super::super::peer::{CallerAddr, CallerIdentity};
-use super::{Direct, subject};
+use super::{DirectDialer, subject};
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::CloseMode;
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
@@ -50,7 +50,7 @@ impl AdminTunnels {
             proxy: ConnectProxy {
                 passwords: None,
                 is_tls_optional: true,
-                direct: Arc::new(Direct::new(nothing, dial_limit)),
+                direct: Arc::new(DirectDialer::new(nothing, dial_limit)),
             },
             permits: Arc::new(Semaphore::new(TUNNELS_MAX)),
         }

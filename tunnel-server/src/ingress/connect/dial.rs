@@ -70,7 +70,7 @@ impl Resolve for SystemResolver {
 
 /// Dials targets that the dial policy allows.
 #[derive(Debug)]
-pub struct Direct {
+pub struct DirectDialer {
     dial_policy: DialPolicy,
     resolver: Box<dyn Resolve>,
     lookups: Arc<Semaphore>,
@@ -78,7 +78,7 @@ pub struct Direct {
     own_ports: Vec<Port>,
 }
 
-impl Direct {
+impl DirectDialer {
     /// Creates a dialer that allows the addresses in `dial_policy`, uses the system's resolver, and
     /// dials within `limit`.
     #[must_use]

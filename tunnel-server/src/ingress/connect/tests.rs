@@ -7,7 +7,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tunnel_proto::wire::code::RefusalCode;
 
-use super::Direct;
+use super::DirectDialer;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthUsers};
 use crate::ingress::context::{ConnectProxy, HttpListener};
 use crate::ingress::http::tests::fixture::{Fixture, HI, head};
@@ -37,7 +37,7 @@ fn connect_listener(passwords: Option<&str>, direct: &[&str]) -> Arc<HttpListene
     Fixture::connect_proxy(ConnectProxy {
         passwords,
         is_tls_optional: true,
-        direct: Arc::new(Direct::new(dial_policy, Duration::from_secs(5))),
+        direct: Arc::new(DirectDialer::new(dial_policy, Duration::from_secs(5))),
     })
 }
 

@@ -101,7 +101,7 @@ impl UpstreamRequest<'_> {
             let Some(head) = &retry_head else {
                 return Err(failure);
             };
-            opener.retry_after(failure, via)?;
+            opener.retry_on_other_session(failure, via)?;
             request = Request::from_parts(head.clone(), Either::Right(Empty::new()));
         }
     }

@@ -69,7 +69,7 @@ async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_di
         asked: asked.clone(),
         ..Flipping::default()
     };
-    let direct = Direct::with_resolver(dial_policy(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
+    let direct = DirectDialer::with_resolver(dial_policy(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
     let port = Port::new(port).unwrap();
     let dial_target = named("flip.example");
     for round in 0..3 {
@@ -100,7 +100,7 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
     let claims = AddressClaims::none(&routes);
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
-    let direct = Direct::new(dial_policy(&["0.0.0.0/0", "::/0"]), LIMIT);
+    let direct = DirectDialer::new(dial_policy(&["0.0.0.0/0", "::/0"]), LIMIT);
     for spelling in [
         "2130706433",
         "0x7f000001",
@@ -163,7 +163,7 @@ async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allow
         ..Flipping::default()
     };
     let port = Port::new(1).unwrap();
-    let nothing = Direct::with_resolver(dial_policy(&[]), LIMIT, Box::new(resolver));
+    let nothing = DirectDialer::with_resolver(dial_policy(&[]), LIMIT, Box::new(resolver));
     let failure = nothing
         .dial(&named("a.example"), port, "a.example:1", &claims)
         .await;
@@ -171,7 +171,7 @@ async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allow
     assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
     assert!(failure.text.contains("--connect-direct"), "{failure}");
     assert_eq!(asked.load(Ordering::Relaxed), 0);
-    let direct = Direct::new(dial_policy(&["127.0.0.0/8"]), LIMIT);
+    let direct = DirectDialer::new(dial_policy(&["127.0.0.0/8"]), LIMIT);
     let closed = DialTarget::Addresses(vec!["127.0.0.1".parse().unwrap()]);
     let failure = direct
         .dial(&closed, port, "127.0.0.1:1", &claims)
@@ -200,7 +200,7 @@ async fn names_lead_past_no_agent_and_to_no_contested_address() {
             ..Flipping::default()
         };
         let direct =
-            Direct::with_resolver(dial_policy(&["127.0.0.0/8"]), LIMIT, Box::new(resolver));
+            DirectDialer::with_resolver(dial_policy(&["127.0.0.0/8"]), LIMIT, Box::new(resolver));
         let claims = AddressClaims::none(&routes);
         let dial_target = named("a.example");
         let dialed = direct.dial(&dial_target, port, "a.example", &claims).await;
