@@ -2,13 +2,12 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
 pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::StaticLabel;
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
-use tunnel_proto::transport::TransportKind;
+use tunnel_proto::transport::{ByteCount, TransportKind};
 
 use crate::config::Limit;
 
@@ -20,10 +19,10 @@ mod streams;
 
 use credentials::CredentialMetrics;
 use labels::{
-    ConnectLabels, DialLabels, DirectionLabels, LimitLabels, RenewalLabels, StreamLabels,
-    TransportLabels,
+    ConnectLabels, DialLabels, Direction, DirectionLabels, LimitLabels, RenewalLabels,
+    StreamLabels, TransportLabels,
 };
-pub(crate) use labels::{ConnectResult, DialResult, Direction, StreamEnd};
+pub(crate) use labels::{ConnectResult, DialResult, StreamEnd};
 use limits::LimitMetrics;
 use sessions::SessionMetrics;
 use streams::StreamMetrics;
@@ -92,10 +91,12 @@ impl Metrics {
         ended.get_or_create(&StreamLabels { result }).inc();
     }
 
-    /// Returns the counter of a direction, which the caller advances while bytes move.
-    pub(crate) fn bytes(&self, direction: Direction) -> Counter {
+    /// Returns the counters of the bytes from targets and to targets, which the caller advances
+    /// while bytes move.
+    pub(crate) fn bytes(&self) -> ByteCount {
         let bytes = &self.streams.bytes;
-        bytes.get_or_create_owned(&DirectionLabels { direction })
+        let counter = |direction| bytes.get_or_create_owned(&DirectionLabels { direction });
+        ByteCount::new(counter(Direction::FromTarget), counter(Direction::ToTarget))
     }
 
     /// Counts an attempt to connect to an address of a target.
@@ -177,7 +178,7 @@ mod tests {
         let (metrics, registry) = Metrics::register();
         let session = metrics.session(TransportKind::Quic);
         metrics.stream_ended(StreamEnd::Refused(RefusalCode::Policy));
-        metrics.bytes(Direction::ToTarget).inc_by(5);
+        metrics.bytes().add_sent(5);
         metrics.dialed(DialResult::Connected);
         metrics.connect_attempt(TransportKind::Quic, ConnectResult::NoAnswer);
         metrics.connect_attempt(TransportKind::H2, ConnectResult::Ready);

@@ -10,6 +10,7 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::BytesMut;
+use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Sleep;
 
@@ -111,31 +112,35 @@ impl Traffic {
     }
 }
 
-/// The payload bytes of one stream, without its header and reply.
-#[derive(Debug, Default)]
+/// The payload bytes of one stream, without its header and reply, or of a connection. Clones share
+/// their values.
+#[derive(Debug, Clone, Default)]
 pub struct ByteCount {
-    received: AtomicU64,
-    sent: AtomicU64,
+    received: Counter,
+    sent: Counter,
 }
 
 impl ByteCount {
+    /// Creates a byte count that advances these counters, which may belong to a metric.
+    #[must_use]
+    pub fn new(received: Counter, sent: Counter) -> Self {
+        Self { received, sent }
+    }
+
     /// Returns the bytes received from the peer and sent to it so far.
     #[must_use]
     pub fn read(&self) -> (u64, u64) {
-        (
-            self.received.load(Ordering::Relaxed),
-            self.sent.load(Ordering::Relaxed),
-        )
+        (self.received.get(), self.sent.get())
     }
 
     /// Adds bytes received from the peer, for connections that are not streams of a session.
     pub fn add_received(&self, bytes: usize) {
-        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.received.inc_by(bytes as u64);
     }
 
     /// Adds bytes sent to the peer.
     pub fn add_sent(&self, bytes: usize) {
-        self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.sent.inc_by(bytes as u64);
     }
 }
 
@@ -151,7 +156,7 @@ pub struct Stream {
     waiters: [Option<Waker>; 2],
     read_ended: bool,
     shut_down: bool,
-    bytes: Arc<ByteCount>,
+    bytes: ByteCount,
     traffic: Arc<Traffic>,
     is_counted: bool,
     read_monitor: Arc<ReadMonitor>,
@@ -214,7 +219,7 @@ impl Stream {
             waiters: [None, None],
             read_ended: false,
             shut_down: false,
-            bytes: Arc::default(),
+            bytes: ByteCount::default(),
             traffic,
             is_counted: true,
             read_monitor,
@@ -245,7 +250,7 @@ impl Stream {
 
     /// Returns the stream's byte counters. They may outlive the stream, for its access log.
     #[must_use]
-    pub fn bytes(&self) -> Arc<ByteCount> {
+    pub fn bytes(&self) -> ByteCount {
         self.bytes.clone()
     }
 
@@ -416,7 +421,7 @@ impl AsyncRead for Stream {
                 .for_each(Waker::wake);
         }
         read?;
-        this.bytes.received.fetch_add(count, Ordering::Relaxed);
+        this.bytes.received.inc_by(count);
         this.traffic.bytes_in.fetch_add(count, Ordering::Relaxed);
         Poll::Ready(Ok(()))
     }
@@ -432,7 +437,7 @@ impl AsyncWrite for Stream {
         if this.deferred_write_error.is_none() {
             match ready!(Pin::new(&mut this.raw).poll_write(cx, data)) {
                 Ok(count) => {
-                    this.bytes.sent.fetch_add(count as u64, Ordering::Relaxed);
+                    this.bytes.add_sent(count);
                     this.traffic
                         .bytes_out
                         .fetch_add(count as u64, Ordering::Relaxed);

@@ -5,11 +5,11 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tunnel_proto::transport::ByteCount;
 
-use crate::metrics::{Direction, Metrics};
+use crate::metrics::Metrics;
 
 /// A connection to a target. The connection is reset if the value is dropped before
 /// [`TargetSocket::close`], so that the target does not take a cut of the tunnel or of this process
@@ -17,8 +17,7 @@ use crate::metrics::{Direction, Metrics};
 #[derive(Debug)]
 pub(crate) struct TargetSocket {
     tcp: TcpStream,
-    to_target: Counter,
-    from_target: Counter,
+    bytes: ByteCount,
     reset_on_drop: bool,
 }
 
@@ -28,8 +27,7 @@ impl TargetSocket {
         let _best_effort = tunnel_proto::tcp::configure(&tcp);
         Self {
             tcp,
-            to_target: metrics.bytes(Direction::ToTarget),
-            from_target: metrics.bytes(Direction::FromTarget),
+            bytes: metrics.bytes(),
             reset_on_drop: true,
         }
     }
@@ -56,8 +54,7 @@ impl AsyncRead for TargetSocket {
     ) -> Poll<io::Result<()>> {
         let before = out.filled().len();
         ready!(Pin::new(&mut self.tcp).poll_read(cx, out))?;
-        self.from_target
-            .inc_by((out.filled().len() - before) as u64);
+        self.bytes.add_received(out.filled().len() - before);
         Poll::Ready(Ok(()))
     }
 }
@@ -69,7 +66,7 @@ impl AsyncWrite for TargetSocket {
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         let count = ready!(Pin::new(&mut self.tcp).poll_write(cx, data))?;
-        self.to_target.inc_by(count as u64);
+        self.bytes.add_sent(count);
         Poll::Ready(Ok(count))
     }
 

@@ -2,8 +2,6 @@
 //! request or stream ends. Heads that cannot be parsed are all counted, but only a sample of them
 //! is logged.
 
-use std::sync::Arc;
-
 use tokio::time::Instant;
 use tracing::info;
 use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
@@ -35,7 +33,7 @@ pub struct AccessLog {
     status: Option<u16>,
     outcome: Outcome,
     error: String,
-    bytes: Arc<ByteCount>,
+    bytes: ByteCount,
     /// Bytes received and sent on the stream before this request.
     before: (u64, u64),
     metrics: Metrics,
@@ -69,7 +67,7 @@ impl AccessLog {
             status: None,
             outcome: Outcome::CallerGone,
             error: String::new(),
-            bytes: Arc::default(),
+            bytes: ByteCount::default(),
             before: (0, 0),
             metrics: metrics.clone(),
             open: None,
@@ -83,7 +81,7 @@ impl AccessLog {
     }
 
     /// Records that a connection which the server dialed carries the request.
-    pub fn dialed(&mut self, bytes: Arc<ByteCount>) {
+    pub fn dialed(&mut self, bytes: ByteCount) {
         self.bytes = bytes;
         self.open = Some(self.metrics.dialed());
     }
@@ -101,7 +99,7 @@ impl AccessLog {
     }
 
     /// Records the stream that carries the request. The stream may have carried earlier requests.
-    pub fn carried(&mut self, via: Option<Via>, bytes: Arc<ByteCount>) {
+    pub fn carried(&mut self, via: Option<Via>, bytes: ByteCount) {
         self.via = via;
         self.before = bytes.read();
         self.bytes = bytes;

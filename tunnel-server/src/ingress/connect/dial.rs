@@ -232,7 +232,7 @@ pub(in crate::ingress) struct DirectSocket {
     // Dropped before the socket, so that an end without `finish` is a reset.
     response_guard: Option<ResponseGuard>,
     socket: CallerStream,
-    bytes: Arc<ByteCount>,
+    bytes: ByteCount,
 }
 
 impl DirectSocket {
@@ -243,12 +243,12 @@ impl DirectSocket {
         Self {
             response_guard,
             socket: CallerStream::new(tcp, close_mode),
-            bytes: Arc::default(),
+            bytes: ByteCount::default(),
         }
     }
 
     /// Returns the counter of the bytes that the connection has carried.
-    pub(in crate::ingress) fn bytes(&self) -> Arc<ByteCount> {
+    pub(in crate::ingress) fn bytes(&self) -> ByteCount {
         self.bytes.clone()
     }
 

@@ -42,7 +42,7 @@ pub(crate) struct Carrier {
     /// `None` for a connection that the server dialed directly.
     pub(crate) via: Option<Via>,
     /// Counter of the bytes on the stream or socket.
-    pub(crate) bytes: Arc<ByteCount>,
+    pub(crate) bytes: ByteCount,
 }
 
 /// An HTTP connection to a target.
