@@ -3,8 +3,9 @@
 //! The crate has two parts. [`wire`] defines the message format, as bytes and values without any
 //! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
 //! [`session`] (control messages and liveness of a session), [`tls`] and [`identity`]
-//! (authentication of the peer), [`relay`] (copying bytes in both directions), and [`process`]
-//! (signals, meta port, logs). [`process`] is not about the wire, but both binaries share it.
+//! (authentication of the peer), [`relay`] (copying bytes in both directions), [`egress`] (the
+//! socket to a target), and [`process`] (signals, meta port, logs). [`process`] is not about the
+//! wire, but both binaries share it.
 //!
 //! Features:
 //! - `io` (default): everything except [`wire`].
@@ -16,6 +17,8 @@ pub mod wire;
 
 #[cfg(feature = "io")]
 mod buffers;
+#[cfg(feature = "io")]
+pub mod egress;
 #[cfg(feature = "io")]
 pub mod identity;
 #[cfg(feature = "io")]

@@ -8,6 +8,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
+use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
 use tunnel_proto::relay::{RelayEnd, RelaySide, relay};
 use tunnel_proto::transport::{IncomingStream, Stream};
@@ -22,13 +23,11 @@ use crate::policy::DialPolicy;
 
 mod dial;
 mod node_ip;
-mod socket;
 #[cfg(test)]
 mod tests;
 
 use dial::{DialContext, dial};
 pub(crate) use node_ip::NodeIp;
-use socket::TargetSocket;
 
 /// Serves the streams of all sessions.
 #[derive(Debug)]
@@ -211,7 +210,7 @@ impl Egress {
         };
         match dial(target, &context).await {
             Ok((tcp, address)) => {
-                let socket = TargetSocket::new(tcp, &self.metrics);
+                let socket = TargetSocket::new(tcp, self.metrics.bytes());
                 let outcome = relay_stream(stream, socket, &address.to_string()).await;
                 StreamOutcome {
                     dialed: address.to_string(),
@@ -240,11 +239,11 @@ async fn relay_stream(mut stream: Stream, mut socket: TargetSocket, dialed: &str
     let relayed = relay(&mut stream, &mut socket).await;
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => {
-            socket.close();
+            socket.finish();
             (StreamEnd::Ok, String::new())
         }
         RelayEnd::ReaderClosed(_) => {
-            socket.close();
+            socket.finish();
             (StreamEnd::ReaderClosed, String::new())
         }
         // The socket is dropped and resets here, the stream below.

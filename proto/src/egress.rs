@@ -1,0 +1,142 @@
+//! The socket to a target. The agent dials the targets of its node, the server dials targets that
+//! have no agent.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use crate::tcp::{abort_on_close, configure};
+use crate::transport::ByteCount;
+
+/// A connection to a target. Dropping it resets the connection unless it was finished and shut
+/// down, so that the target does not take a cut of the tunnel or of this process for a clean end.
+#[derive(Debug)]
+pub struct TargetSocket {
+    tcp: TcpStream,
+    bytes: ByteCount,
+    is_finished: bool,
+    is_shut_down: bool,
+}
+
+impl TargetSocket {
+    /// Wraps a new connection, whose bytes advance `bytes`.
+    #[must_use]
+    pub fn new(tcp: TcpStream, bytes: ByteCount) -> Self {
+        let _best_effort = configure(&tcp);
+        Self {
+            tcp,
+            bytes,
+            is_finished: false,
+            is_shut_down: false,
+        }
+    }
+
+    /// Returns the counters of the bytes that the connection has carried.
+    #[must_use]
+    pub fn bytes(&self) -> ByteCount {
+        self.bytes.clone()
+    }
+
+    /// Marks the data as complete. After `shutdown`, a drop is then a clean end.
+    pub fn finish(&mut self) {
+        self.is_finished = true;
+    }
+}
+
+impl Drop for TargetSocket {
+    fn drop(&mut self) {
+        if !(self.is_finished && self.is_shut_down) {
+            let _gone_anyway = abort_on_close(&self.tcp);
+        }
+    }
+}
+
+impl AsyncRead for TargetSocket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = out.filled().len();
+        ready!(Pin::new(&mut self.tcp).poll_read(cx, out))?;
+        self.bytes.add_received(out.filled().len() - before);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for TargetSocket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let count = ready!(Pin::new(&mut self.tcp).poll_write(cx, data))?;
+        self.bytes.add_sent(count);
+        Poll::Ready(Ok(count))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.tcp).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(Pin::new(&mut self.tcp).poll_shutdown(cx))?;
+        self.is_shut_down = true;
+        Poll::Ready(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn targets_get_small_requests_at_once() {
+        let (socket, _target) = connected().await;
+        assert!(socket.tcp.nodelay().unwrap());
+    }
+
+    #[tokio::test]
+    async fn only_a_socket_that_is_finished_and_shut_down_ends_cleanly() {
+        let reset = Err(io::ErrorKind::ConnectionReset);
+        for (is_finished, is_shut_down, expected) in [
+            (false, false, reset),
+            (true, false, reset),
+            (true, true, Ok(0)),
+        ] {
+            let (mut socket, mut target) = connected().await;
+            if is_finished {
+                socket.finish();
+            }
+            if is_shut_down {
+                socket.shutdown().await.unwrap();
+            }
+            drop(socket);
+            let end = target.read(&mut [0]).await.map_err(|error| error.kind());
+            assert_eq!(end, expected, "{is_finished} {is_shut_down}");
+        }
+    }
+
+    #[tokio::test]
+    async fn bytes_of_both_directions_are_counted() {
+        let (mut socket, mut target) = connected().await;
+        socket.write_all(b"question").await.unwrap();
+        target.write_all(b"answer").await.unwrap();
+        socket.read_exact(&mut [0; 6]).await.unwrap();
+        assert_eq!(socket.bytes().read(), (6, 8));
+    }
+
+    async fn connected() -> (TargetSocket, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let tcp = TcpStream::connect(address).await.unwrap();
+        let (target, _) = listener.accept().await.unwrap();
+        (TargetSocket::new(tcp, ByteCount::default()), target)
+    }
+}
