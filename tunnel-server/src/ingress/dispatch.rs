@@ -8,12 +8,13 @@ use http::{Method, Request};
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tracing::debug;
+use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::relay::RelayEnd;
 
 use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::discard_input;
-use super::connect::dial::{DirectDialer, DirectSocket};
+use super::connect::dial::DirectDialer;
 use super::connect::request::ProxyRequest;
 use super::context::IngressContext;
 use super::error::ProxyError;
@@ -149,7 +150,7 @@ impl DirectRoute {
         &self,
         ingress: &IngressContext,
         access_log: &mut AccessLog,
-    ) -> Result<DirectSocket, ProxyError> {
+    ) -> Result<TargetSocket, ProxyError> {
         let target_label = self.request.to_string();
         access_log.destination(&format!("direct {target_label}"));
         let routes = ingress.routes.load();

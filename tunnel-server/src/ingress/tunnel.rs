@@ -3,10 +3,9 @@
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::{RelayEnd, relay};
 use tunnel_proto::transport::Stream;
-
-use super::connect::dial::DirectSocket;
 
 /// An open connection to a target.
 #[derive(Debug)]
@@ -20,7 +19,7 @@ pub(super) enum Tunnel {
         target_label: String,
     },
     /// A socket that the server dialed.
-    Direct(DirectSocket),
+    Direct(TargetSocket),
     /// An HTTP connection after a 101.
     Upgraded(TokioIo<Upgraded>),
 }

@@ -6,18 +6,16 @@ use std::io;
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
+use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::name::Port;
 
 use crate::config::Limit;
-use crate::ingress::caller_stream::{CallerStream, CloseMode, ResponseGuard};
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::routing::destination::DialTarget;
@@ -125,7 +123,7 @@ impl DirectDialer {
         port: Port,
         target_label: &str,
         claims: &AddressClaims<'_>,
-    ) -> Result<DirectSocket, ProxyError> {
+    ) -> Result<TargetSocket, ProxyError> {
         if self.dial_policy.is_deny_all() {
             let text = format!(
                 "{target_label} is not a node with an agent, and --connect-direct does not allow any other target"
@@ -143,7 +141,7 @@ impl DirectDialer {
             );
             for address in candidates {
                 match timeout(self.limit / count, TcpStream::connect(address)).await {
-                    Ok(Ok(tcp)) => return Ok(DirectSocket::new(tcp)),
+                    Ok(Ok(tcp)) => return Ok(TargetSocket::new(tcp, ByteCount::default())),
                     Ok(Err(error)) => {
                         let text = format!("{target_label} ({address}): {error}");
                         failure = ProxyError::new(Outcome::TargetRefused, text);
@@ -223,74 +221,6 @@ pub(super) fn filter_allowed(
 fn dial_timeout_error(what: &str) -> ProxyError {
     let text = format!("{what}: did not accept the connection in time");
     ProxyError::new(Outcome::TargetTimeout, text).with_limit(Limit::TargetDialTimeout)
-}
-
-/// A connection that the server dialed. The connection ends in a reset unless it is finished, and
-/// counts its bytes.
-#[derive(Debug)]
-pub(in crate::ingress) struct DirectSocket {
-    // Dropped before the socket, so that an end without `finish` is a reset.
-    response_guard: Option<ResponseGuard>,
-    socket: CallerStream,
-    bytes: ByteCount,
-}
-
-impl DirectSocket {
-    fn new(tcp: TcpStream) -> Self {
-        let close_mode = Arc::new(CloseMode::default());
-        close_mode.upgrade();
-        let response_guard = Some(close_mode.start());
-        Self {
-            response_guard,
-            socket: CallerStream::new(tcp, close_mode),
-            bytes: ByteCount::default(),
-        }
-    }
-
-    /// Returns the counter of the bytes that the connection has carried.
-    pub(in crate::ingress) fn bytes(&self) -> ByteCount {
-        self.bytes.clone()
-    }
-
-    /// Marks the stream as complete. A close is then a clean end.
-    pub(in crate::ingress) fn finish(&mut self) {
-        if let Some(response_guard) = self.response_guard.take() {
-            response_guard.finish();
-        }
-    }
-}
-
-impl AsyncRead for DirectSocket {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        out: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = out.filled().len();
-        ready!(Pin::new(&mut self.socket).poll_read(cx, out))?;
-        self.bytes.add_received(out.filled().len() - before);
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for DirectSocket {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        data: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let count = ready!(Pin::new(&mut self.socket).poll_write(cx, data))?;
-        self.bytes.add_sent(count);
-        Poll::Ready(Ok(count))
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_shutdown(cx)
-    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use http::header::{AUTHORIZATION, HOST};
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
+use tunnel_proto::egress::TargetSocket;
 
 use super::caller::{Caller, CallerUpgrade};
 use super::headers::{
@@ -14,7 +15,6 @@ use super::headers::{
 use super::stripped_body::StrippedBody;
 use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamRequest, exchange_direct};
 use crate::ingress::access_log::AccessLog;
-use crate::ingress::connect::dial::DirectSocket;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
@@ -111,7 +111,7 @@ impl Exchange<'_> {
 /// Sends a plain HTTP request to a target that the server dialed.
 pub(in crate::ingress) async fn forward_direct(
     caller: &Caller,
-    mut socket: DirectSocket,
+    mut socket: TargetSocket,
     mut request: Request<Incoming>,
     target_label: &str,
     access_log: &mut AccessLog,

@@ -8,11 +8,11 @@ use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::transport::Stream;
 
 use crate::config::Limit;
 use crate::ingress::access_log::AccessLog;
-use crate::ingress::connect::dial::DirectSocket;
 use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::stripped_body::StrippedBody;
@@ -167,7 +167,7 @@ impl UpstreamRequest<'_> {
 /// Returns a [`ProxyError`] with the response for the caller.
 pub(super) async fn exchange_direct(
     ingress: &IngressContext,
-    socket: DirectSocket,
+    socket: TargetSocket,
     request: Request<StrippedBody>,
     target_label: &str,
 ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
