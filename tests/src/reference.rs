@@ -150,7 +150,7 @@ services:
 
 ## `dnsRecords:` of the file
 
-Names that the embedded DNS answers beside those of the known nodes, with the first address of each family: cloud nodes,
+Names that the embedded DNS answers in addition to those of the known nodes, with the first address of each family: cloud nodes,
 which are reached directly. A name that is also a known node's is answered as written here.
 
 ```yaml

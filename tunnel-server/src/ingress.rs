@@ -133,7 +133,7 @@ impl IngressContext {
         self.admitted(self.callers.acquire(peer.source()))
     }
 
-    /// Acquires a permit for a caller that can be verified. The returned flag tells whether the
+    /// Acquires a permit for a caller that can be verified. The returned flag says whether the
     /// permit is one that is reserved for verified callers.
     fn admit_verifiable(&self, peer: CallerAddr) -> Option<(Arc<ConnPermit>, bool)> {
         let acquired = self.callers.acquire(peer.source());

@@ -458,7 +458,7 @@ mod tests {
         let limiter = of(1, 1);
         let first = limiter.acquire(ip("10.0.0.1")).unwrap();
         let wait = timeout(MIN_IDLE, first.evicted());
-        assert!(wait.await.is_err(), "nobody else is there");
+        assert!(wait.await.is_err(), "evicted although alone");
         let _second = limiter.acquire(ip("10.0.0.1")).unwrap();
         first.evicted().await;
     }

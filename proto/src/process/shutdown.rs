@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(
             end,
             DrainOutcome::Complete,
-            "nobody waits for what panicked"
+            "the drain waits for a panicked task"
         );
         shutdown.finish().await;
     }

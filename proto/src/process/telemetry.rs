@@ -122,7 +122,7 @@ pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<LogGuard> {
 }
 
 /// Writes a line to standard error when the process cannot continue. Waits at most 1 s, so that an
-/// output that nobody reads does not block the process.
+/// unread output does not block the process.
 pub fn print_error(line: &str) {
     let (done, written) = mpsc::channel();
     let text = format!("{line}\n");

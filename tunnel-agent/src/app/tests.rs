@@ -129,17 +129,17 @@ async fn drain_under_way(transport: &str) {
         .unwrap()
         .unwrap();
     assert!(received == answer, "{} bytes", received.len());
-    let said = timeout(LONG, async {
-        let mut said = Vec::new();
+    let messages = timeout(LONG, async {
+        let mut messages = Vec::new();
         while let Some(message) = reader.receive().await.unwrap() {
-            said.push(message);
+            messages.push(message);
         }
-        said
+        messages
     });
-    let said = said.await.unwrap();
+    let messages = messages.await.unwrap();
     assert!(
-        matches!(said[..], [ControlMessage::Withdraw, ControlMessage::Bye(_)]),
-        "{said:?}"
+        matches!(messages[..], [ControlMessage::Withdraw, ControlMessage::Bye(_)]),
+        "{messages:?}"
     );
     let reason = timeout(LONG, session.closed()).await.unwrap();
     assert_eq!(reason.code, CloseCode::Normal);

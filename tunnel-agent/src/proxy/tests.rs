@@ -257,7 +257,7 @@ async fn dropped_attempt_closes_its_connection() {
     let (proxy, server) = (proxy(&fake_proxy, ""), remote("cloud:1"));
     let mut attempt = proxy.connect(&server);
     let (_, mut socket) = tokio::select! {
-        _ = &mut attempt => panic!("nobody answered"),
+        _ = &mut attempt => panic!("ended without an answer"),
         asked = timeout(LONG, fake_proxy.request()) => asked.unwrap(),
     };
     drop(attempt);

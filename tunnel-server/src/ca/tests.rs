@@ -284,12 +284,12 @@ fn another_ca_or_name_makes_new_serving_certificates_at_once() {
         (own.clone(), node.clone())
     );
 
-    let further = std::collections::BTreeSet::from(["doors.ns.svc".to_owned()]);
+    let further = std::collections::BTreeSet::from(["edge.ns.svc".to_owned()]);
     assert!(names.set_additional(&further, &Default::default()));
     assert!(!names.set_additional(&further, &Default::default()));
-    let renamed = leaf("doors.ns.svc");
+    let renamed = leaf("edge.ns.svc");
     assert_ne!(renamed, own);
-    assert!(String::from_utf8_lossy(&renamed).contains("doors.ns.svc"));
+    assert!(String::from_utf8_lossy(&renamed).contains("edge.ns.svc"));
     assert_eq!(leaf("worker-1"), node, "a node's own is not touched");
 
     let old = ca.root();

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn waits_double_up_to_the_longest_and_begin_anew_after_quiet() {
+    async fn waits_double_up_to_the_longest_and_begin_again_after_quiet() {
         let (mut backoff, now) = (Backoff::default(), Instant::now());
         let away = failure(ApiErrorKind::Unavailable);
         let waits: Vec<_> = (0..8)

@@ -121,16 +121,16 @@ mod tests {
     #[test]
     fn a_service_is_called_by_its_names_addresses_and_annotation() {
         let service = json!({
-            "metadata": { "name": "doors", "annotations": { NAMES_ANNOTATION: "tunnel.example, 192.0.2.9,,no name" } },
+            "metadata": { "name": "edge", "annotations": { NAMES_ANNOTATION: "tunnel.example, 192.0.2.9,,no name" } },
             "spec": { "clusterIP": "10.96.0.7", "clusterIPs": ["10.96.0.7", "fd00::7"], "externalIPs": ["198.51.100.4"] },
             "status": { "loadBalancer": { "ingress": [{ "ip": "203.0.113.5" }, { "hostname": "lb.example" }] } },
         });
         let service_names = names_of_service(&service, "ns", "cluster.local");
         let names = [
-            "doors",
-            "doors.ns",
-            "doors.ns.svc",
-            "doors.ns.svc.cluster.local",
+            "edge",
+            "edge.ns",
+            "edge.ns.svc",
+            "edge.ns.svc.cluster.local",
             "lb.example",
             "tunnel.example",
         ];
@@ -156,7 +156,7 @@ mod tests {
     fn headless_services_have_names_alone_and_annotations_have_a_limit() {
         let many: Vec<_> = (0..100).map(|n| format!("n{n}.example")).collect();
         let service = json!({
-            "metadata": { "name": "doors", "annotations": { NAMES_ANNOTATION: many.join(",") } },
+            "metadata": { "name": "edge", "annotations": { NAMES_ANNOTATION: many.join(",") } },
             "spec": { "clusterIP": "None", "clusterIPs": ["None"] },
         });
         let service_names = names_of_service(&service, "ns", "cluster.local");

@@ -266,7 +266,7 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     drop(second.server);
     assert!(second.readiness.read().0.is_empty());
     let records = second.records.clone();
-    eventually("what was kept", || records.load().hosts() == both).await;
+    eventually("the persisted records", || records.load().hosts() == both).await;
     assert!(serves_9100(&second.policy));
     assert!(second.routes.load().knows(&"worker-2".parse().unwrap()));
     second.shutdown.finish().await;

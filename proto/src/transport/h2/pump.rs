@@ -216,7 +216,7 @@ impl Future for Pump {
         match (&state.input_end, sent) {
             (Some(_), true) => Poll::Ready(()),
             (None, true) if state.is_discarding => {
-                // Unread data is not wanted. NO_ERROR tells the peer that our half was complete
+                // Unread data is not wanted. NO_ERROR means that our half was complete
                 // (RFC 9113, section 8.1).
                 this.send.send_reset(Reason::NO_ERROR);
                 this.shared.end_input(&mut state, Ok(()));

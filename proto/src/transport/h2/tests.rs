@@ -38,7 +38,7 @@ use raw::{
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
 const WINDOW: u32 = 256 << 10;
-/// The bytes that a stream accepts after its first message when nobody reads.
+/// The bytes that a stream accepts after its first message while the peer reads nothing.
 const ALMOST_WINDOW: u64 = WINDOW as u64 - 1024;
 const STREAMS: u32 = 256;
 /// Windows with which a raw peer never makes our end wait.

@@ -135,15 +135,15 @@ async fn peer_may_open_few_streams_until_more_are_in_use() {
 
 /// Returns the time from the first packet of a dial to its next packet when nothing answers.
 async fn sends_again_after(dialer: &QuicDialer) -> Duration {
-    let nobody = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let remote = at(nobody.local_addr().unwrap());
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let remote = at(socket.local_addr().unwrap());
     let packets = async {
         let mut packet = [0; 2048];
-        nobody.recv(&mut packet).await.unwrap();
+        socket.recv(&mut packet).await.unwrap();
         let first = Instant::now();
         // The ClientHello takes two packets, which are sent together.
         while first.elapsed() < Duration::from_millis(10) {
-            nobody.recv(&mut packet).await.unwrap();
+            socket.recv(&mut packet).await.unwrap();
         }
         first.elapsed()
     };

@@ -133,9 +133,9 @@ async fn valid_answer_is_installed_and_stored_and_invalid_ones_change_nothing() 
     let fixture = Fixture::aged(LONG / 2);
     let before = fixture.rotating_credentials.identity().own();
     let uri = "culvert://agent/worker-1";
-    let stranger = KeyPair::generate().unwrap();
+    let other_key = KeyPair::generate().unwrap();
     for bad in [
-        fixture.issued(&stranger, uri),
+        fixture.issued(&other_key, uri),
         fixture.issued(&fixture.signer, "culvert://agent/worker-2"),
         fixture.issued(&fixture.signer, "culvert://server"),
         EnrollReply::Issued {
@@ -249,16 +249,16 @@ async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
 #[tokio::test]
 async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
     let fixture = Fixture::aged(LONG / 2);
-    let (ours, stranger) = (&fixture.ca, Ca::new());
+    let (ours, other_ca) = (&fixture.ca, Ca::new());
     let ended = EnrollReply::Issued {
         chain: vec![ours.issue_ended(&*fixture.signer, WORKER_1).to_vec()],
         roots: vec![ours.der().to_vec()],
     };
     let before = fixture.in_use();
     for bad in [
-        fixture.issued_by(&stranger, &[&stranger]),
-        fixture.issued_by(ours, &[&stranger]),
-        fixture.issued_by(&stranger, &[ours]),
+        fixture.issued_by(&other_ca, &[&other_ca]),
+        fixture.issued_by(ours, &[&other_ca]),
+        fixture.issued_by(&other_ca, &[ours]),
         ended,
     ] {
         fixture.rotating_credentials.handle_reply(bad).await;
@@ -267,7 +267,7 @@ async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
     assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 4"));
     assert!(!fixture.scratch.path().join("agent.crt").exists());
     // Like during the replacement of the CA.
-    let both = fixture.issued_by(&stranger, &[ours, &stranger]);
+    let both = fixture.issued_by(&other_ca, &[ours, &other_ca]);
     fixture.rotating_credentials.handle_reply(both).await;
     assert_ne!(fixture.in_use(), before);
 }

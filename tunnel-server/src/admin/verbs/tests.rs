@@ -130,8 +130,8 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
     let scratch = Scratch::new();
     let dir = &scratch.0;
     std::fs::write(dir.authority(), "{}").unwrap();
-    let told = verb(&scratch, "ca").await.err().unwrap();
-    assert!(matches!(told, VerbError::CaNotStored(_)), "{told}");
+    let error = verb(&scratch, "ca").await.err().unwrap();
+    assert!(matches!(error, VerbError::CaNotStored(_)), "{error}");
     assert!(!dir.ca_key().exists(), "no other CA is made");
     std::fs::write(dir.ca_certificate(), "the cluster's\n").unwrap();
     assert_eq!(out(&scratch, "ca").await, "the cluster's\n");
@@ -141,12 +141,12 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
         "token revoke abcdef012345",
         "nodes revoke worker-1",
     ] {
-        let told = verb(&scratch, line).await.err().unwrap();
+        let error = verb(&scratch, line).await.err().unwrap();
         assert!(
-            matches!(told, VerbError::ClusterManaged(_)),
-            "{line}: {told}"
+            matches!(error, VerbError::ClusterManaged(_)),
+            "{line}: {error}"
         );
-        assert!(told.to_string().contains("Secrets"), "{told}");
+        assert!(error.to_string().contains("Secrets"), "{error}");
     }
     assert!(!dir.tokens().exists() && !dir.revoked().exists());
 }

@@ -119,9 +119,9 @@ fn only_the_keys_own_name_and_connection_count() {
         Err(EnrollCode::BadProof)
     );
     // The certificate is of another CA, or the chain is empty.
-    let stranger = Holder::new(&Renewals::of(&foreign.0), "worker-1", now);
-    let proof = stranger.proof(&[7; 32]);
-    let refused = renew_expired(&proof, &csr(&stranger.pair), &[7; 32]);
+    let other_holder = Holder::new(&Renewals::of(&foreign.0), "worker-1", now);
+    let proof = other_holder.proof(&[7; 32]);
+    let refused = renew_expired(&proof, &csr(&other_holder.pair), &[7; 32]);
     assert_eq!(refused, Err(EnrollCode::BadProof));
     let none = RenewalProof {
         chain: Vec::new(),

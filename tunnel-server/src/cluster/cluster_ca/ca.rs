@@ -171,7 +171,7 @@ impl CaReconciler {
                 None if has_agents => {
                     let condition = format!(
                         "it is empty, and ConfigMap {}/{} has the certificates of a CA that agents trust: put the CA back from a \
-                         backup, or empty that ConfigMap, too, to begin anew with new agents",
+                         backup, or empty that ConfigMap, too, to start over with new agents",
                         self.cluster_objects.namespace, self.map
                     );
                     return Err(ApiError::new(ApiErrorKind::Invalid, condition));

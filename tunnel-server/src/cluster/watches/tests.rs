@@ -120,7 +120,7 @@ async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
 
 /// F21: repeated status 410, at the start of a watch and within it.
 #[tokio::test(start_paused = true)]
-async fn expired_version_is_listed_anew_at_most_every_thirty_seconds() {
+async fn expired_version_is_listed_again_at_most_every_thirty_seconds() {
     let (mut server, versions, _tasks) = followed();
     let (start, mut lists) = (Instant::now(), 0);
     while start.elapsed() < Duration::from_secs(300) {

@@ -294,8 +294,8 @@ async fn records_that_do_not_fit_stay_old_with_an_alarm_and_an_event() {
         );
         assert_eq!(event.body["reason"], "RecordsTooLarge");
         assert_eq!(event.body["regarding"]["name"], "yurt-tunnel-nodes");
-        let said = event.body.clone();
-        event.answer(&said);
+        let body = event.body.clone();
+        event.answer(&body);
         fixture.server.is_quiet_for(Duration::from_secs(60)).await;
         assert_eq!(fixture.problems.of(Condition::RecordsSize).len(), 1);
         fixture.observe_records_map(&map("2", &json!({"tunnel-nodes": "old"})));

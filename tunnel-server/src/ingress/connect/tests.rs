@@ -167,7 +167,7 @@ async fn refusals_are_reported_and_the_connection_can_be_reused() {
     let mut caller = fixture.connect_at(open_connect_listener(&[]));
     for (target, code) in [
         ("worker-1:22", "refused_by_policy"),
-        ("stranger:443", "refused_by_policy"),
+        ("unknown:443", "refused_by_policy"),
         ("169.254.169.254:80", "refused_by_policy"),
     ] {
         let ask = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");

@@ -175,7 +175,7 @@ impl ConnTimeouts {
     }
 
     /// Starts a request whose head hyper has read. Returns a guard that ends the request when
-    /// dropped, and the error in the head, if any. `body` tells whether the request has a body.
+    /// dropped, and the error in the head, if any. `body` says whether the request has a body.
     /// Must be called before hyper reads further.
     pub(crate) fn request(
         self: &Arc<Self>,

@@ -246,29 +246,29 @@ async fn session_that_refused_is_left_out() {
 async fn busy_is_reported_for_the_first_stream_only() {
     let registry = registry();
     let member = join(&registry);
-    let told = async || {
+    let is_busy = async || {
         let busy = tokio::time::timeout(Duration::from_millis(20), member.session().busy());
         busy.await.is_ok()
     };
     let first = open(&registry).await.unwrap();
-    assert!(told().await);
+    assert!(is_busy().await);
     let second = open(&registry).await.unwrap();
-    assert!(!told().await);
+    assert!(!is_busy().await);
     drop((first, second));
     let _third = open(&registry).await.unwrap();
-    assert!(told().await);
+    assert!(is_busy().await);
 }
 
 #[tokio::test]
 async fn end_is_reported_with_the_reason_that_closed_it_first_unless_the_agent_or_network_did() {
     let registry = registry();
     let member = join(&registry);
-    let told = |by| CloseReason {
+    let reason = |by| CloseReason {
         by,
         code: CloseCode::Normal,
         reason: "closed".into(),
     };
-    let end = |by| member.session().end(told(by)).code;
+    let end = |by| member.session().end(reason(by)).code;
     assert_eq!(end(ClosedBy::Local), CloseCode::Normal);
     member.session().close(CloseCode::Dead, "silent").await;
     member

@@ -38,12 +38,12 @@ fn connect_takes_its_target_from_the_request_line_alone() {
         ("http://worker-1:10250/", Err(Outcome::BadRequest)),
         ("/worker-1:10250", Err(Outcome::BadRequest)),
     ] {
-        let told = parse("CONNECT", uri, &[("host", "whatever:1")]);
-        let told = told.map(|parse| {
+        let parsed = parse("CONNECT", uri, &[("host", "whatever:1")]);
+        let parsed = parsed.map(|parse| {
             assert_eq!(parse.kind, RequestKind::Connect);
             parse.to_string()
         });
-        assert_eq!(told.as_deref(), expected.as_ref().copied(), "{uri}");
+        assert_eq!(parsed.as_deref(), expected.as_ref().copied(), "{uri}");
     }
     let with_body = |field| parse("CONNECT", "worker-1:1", &[field]);
     assert_eq!(with_body(("content-length", "5")), Err(Outcome::BadRequest));
@@ -57,9 +57,9 @@ fn connect_takes_its_target_from_the_request_line_alone() {
 fn s44_plain_requests_only_read_and_never_switch_protocols() {
     let url = "http://worker-1:9100/metrics?a=b";
     for method in ["GET", "HEAD"] {
-        let told = parse(method, url, &[]).unwrap();
+        let parsed = parse(method, url, &[]).unwrap();
         assert_eq!(
-            (told.kind, told.to_string().as_str()),
+            (parsed.kind, parsed.to_string().as_str()),
             (RequestKind::Read, "worker-1:9100")
         );
     }

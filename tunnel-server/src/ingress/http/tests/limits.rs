@@ -312,7 +312,7 @@ async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
         timeout(Duration::from_secs(20), flood).await.is_ok(),
         "never cut"
     );
-    crate::testing::eventually("its place is free", || {
+    crate::testing::eventually("the permit is free", || {
         fixture.ingress.callers.admitted() == 0
     })
     .await;

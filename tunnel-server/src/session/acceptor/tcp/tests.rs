@@ -110,7 +110,7 @@ impl Listener {
 
     /// Connects with these protocols, and with or without a certificate. Returns the negotiated
     /// protocol, or the error that ends the connection.
-    async fn knock(
+    async fn connect(
         &self,
         offer: &[&[u8]],
         key: Option<Arc<CertifiedKey>>,
@@ -142,8 +142,8 @@ impl Listener {
         self.bench.metric(&metric)
     }
 
-    async fn all_places_are_free(&self) {
-        eventually("every place is free", || self.limiter.admitted() == 0).await;
+    async fn all_permits_are_free(&self) {
+        eventually("every permit is free", || self.limiter.admitted() == 0).await;
     }
 }
 
@@ -180,33 +180,33 @@ async fn other_protocols_none_and_both_end_in_the_handshake() {
     ];
     for offer in offers {
         for key in [None, Some(test_listener.agent_key())] {
-            let told = test_listener.knock(offer, key).await.unwrap_err();
-            assert!(told.contains("NoApplicationProtocol"), "{offer:?}: {told}");
+            let error = test_listener.connect(offer, key).await.unwrap_err();
+            assert!(error.contains("NoApplicationProtocol"), "{offer:?}: {error}");
         }
     }
     assert_eq!(test_listener.handshakes("unknown_protocol"), Some(10));
-    test_listener.all_places_are_free().await;
+    test_listener.all_permits_are_free().await;
 }
 
 #[tokio::test]
 async fn enrollment_needs_no_certificate_and_a_session_does() {
     let test_listener = Listener::open(Duration::from_secs(5)).await;
-    let agreed = test_listener.knock(&[ALPN_ENROLL], None).await;
+    let agreed = test_listener.connect(&[ALPN_ENROLL], None).await;
     assert_eq!(agreed.as_deref(), Ok("culvert-enroll/1"));
-    let told = test_listener
-        .knock(&[ALPN_SESSION_TCP], None)
+    let error = test_listener
+        .connect(&[ALPN_SESSION_TCP], None)
         .await
         .unwrap_err();
-    assert!(told.contains("CertificateRequired"), "{told}");
+    assert!(error.contains("CertificateRequired"), "{error}");
     eventually("the failure is counted", || {
         test_listener.handshakes("handshake_failed") == Some(1)
     })
     .await;
     let agreed = test_listener
-        .knock(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
+        .connect(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
         .await;
     assert_eq!(agreed.as_deref(), Ok("h2"));
-    test_listener.all_places_are_free().await;
+    test_listener.all_permits_are_free().await;
 }
 
 #[tokio::test]
@@ -215,12 +215,12 @@ async fn certificate_of_another_ca_ends_in_the_handshake() {
         Listener::open(Duration::from_secs(5)).await,
         Listener::open(Duration::from_secs(5)).await,
     );
-    let told = test_listener
-        .knock(&[ALPN_SESSION_TCP], Some(other.agent_key()))
+    let result = test_listener
+        .connect(&[ALPN_SESSION_TCP], Some(other.agent_key()))
         .await;
     assert!(
-        told.as_ref().is_err_and(|told| told.contains("UnknownCA")),
-        "{told:?}"
+        result.as_ref().is_err_and(|error| error.contains("UnknownCA")),
+        "{result:?}"
     );
     assert!(test_listener.bench.sessions.registry.all().is_empty());
 }
@@ -294,7 +294,7 @@ async fn unauthenticated_peer_that_stays_silent_releases_its_permit() {
         test_listener.handshakes("timeout") == Some(1)
     })
     .await;
-    test_listener.all_places_are_free().await;
+    test_listener.all_permits_are_free().await;
 }
 
 #[tokio::test]
@@ -303,7 +303,7 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
     let mut crowd = Vec::new();
     for admitted in 1..=CONNS_PER_SOURCE {
         crowd.push(TcpStream::connect(test_listener.address).await.unwrap());
-        eventually("it has its place", || {
+        eventually("the connection has its permit", || {
             test_listener.limiter.admitted() == admitted
         })
         .await;
@@ -323,7 +323,7 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
     })
     .await;
     let agreed = test_listener
-        .knock(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
+        .connect(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
         .await;
     assert_eq!(agreed.as_deref(), Ok("h2"));
 }
