@@ -104,7 +104,7 @@ class Peer:
         self.issued = {cid.sequence_number: cid.cid for cid in quic._peer_cid_available}
         self.heard = {id: 1 for id in quic._streams}
 
-    def greet(self):
+    def register(self):
         """Sends Hello on the control stream and waits for the server's Welcome."""
         self.until(lambda: CONTROL in self.heard, "opened no control stream")
         node = self.arguments.node.encode()
@@ -370,7 +370,7 @@ def initial_gaps(peer):
 
 def initial_header(version, cid):
     first = bytes([0xC0 | (PACKET_NUMBER_BYTES - 1)])
-    return first + version.to_bytes(4, "big") + bytes([len(cid)]) + cid + b"\x08" + b"stranger"
+    return first + version.to_bytes(4, "big") + bytes([len(cid)]) + cid + b"\x08" + b"clientid"
 
 
 def throw_all(peer, datagrams):
@@ -383,7 +383,7 @@ def throw_all(peer, datagrams):
                 return
 
 
-STRANGERS = {
+UNAUTHENTICATED = {
     "hello_flood": hello_flood,
     "versions_unknown": versions_unknown,
     "initial_gaps": initial_gaps,
@@ -427,7 +427,7 @@ LIMITS = [frame(0x10, 1 << 40), frame(0x11, CONTROL, 1 << 40), frame(0x12, 1000)
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("attack", choices=[*STRANGERS, *ATTACKS])
+    parser.add_argument("attack", choices=[*UNAUTHENTICATED, *ATTACKS])
     parser.add_argument("--server", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--certificate")
@@ -436,11 +436,11 @@ def main():
     parser.add_argument("--streams", type=int, default=0)
     arguments = parser.parse_args()
     peer = Peer(arguments)
-    if arguments.attack in STRANGERS:
-        STRANGERS[arguments.attack](peer)
+    if arguments.attack in UNAUTHENTICATED:
+        UNAUTHENTICATED[arguments.attack](peer)
     else:
         peer.connect()
-        peer.greet()
+        peer.register()
         ATTACKS[arguments.attack](peer)
         peer.leave()
     print(json.dumps({"packets": peer.packets, "sent": peer.sent, "answered": peer.answered, "closed": peer.closed}))

@@ -63,7 +63,7 @@ impl ConnectFixture {
             dns: Some(LISTENER.to_owned()),
             ..Leaf::server()
         })?;
-        let (certificate, key) = serving.write(scratch.path(), "door")?;
+        let (certificate, key) = serving.write(scratch.path(), "https")?;
         let text = |path: &Path| Some(path.to_string_lossy().into_owned());
         Self::start_with(|settings| {
             settings.connect_listen = Some("127.0.0.1:0".to_owned());

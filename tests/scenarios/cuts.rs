@@ -61,9 +61,9 @@ async fn body_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
             };
             // The reset may also reach the server before the head. The server then answers with its
             // own 502.
-            let told = reply.status == 502 && reply.header("x-tunnel-error").is_some();
+            let is_502 = reply.status == 502 && reply.header("x-tunnel-error").is_some();
             assert!(
-                told || matches!(reply.ended, BodyEnd::Reset(_)),
+                is_502 || matches!(reply.ended, BodyEnd::Reset(_)),
                 "{path}: {} {:?}",
                 reply.status,
                 reply.ended
@@ -212,9 +212,9 @@ async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
                 continue;
             }
         };
-        let told = reply.status == 502;
+        let is_502 = reply.status == 502;
         assert!(
-            told || matches!(reply.ended, BodyEnd::Reset(_)),
+            is_502 || matches!(reply.ended, BodyEnd::Reset(_)),
             "{} {:?}",
             reply.status,
             reply.ended

@@ -40,7 +40,7 @@ fn with_dns(settings: &mut RawConfig, upstreams: &[String]) {
     settings.dns_upstream = upstreams.to_vec();
 }
 
-fn nobody() -> Vec<String> {
+fn no_upstream() -> Vec<String> {
     vec!["off".into()]
 }
 

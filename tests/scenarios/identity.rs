@@ -75,7 +75,7 @@ async fn second_instance_waits_while_the_first_is_live() -> Result<()> {
     };
     match ScriptedAgent::handshake(&env, key.clone(), "worker-1", [2; 16]).await? {
         Admission::Refused(code, _) => assert_eq!(code, CloseCode::NameInUse),
-        Admission::Admitted(_) => panic!("a clone was admitted beside the live agent"),
+        Admission::Admitted(_) => panic!("a clone was admitted next to the live agent"),
     }
     // One process may open a second session, for make before break.
     assert!(matches!(
@@ -108,7 +108,7 @@ async fn incompatible_version_is_refused_with_a_readable_line() -> Result<()> {
         software: "from-the-future".into(),
         node_ip: String::new(),
     };
-    match ScriptedAgent::say(&env, agent_key(&env, "worker-1")?, hello).await? {
+    match ScriptedAgent::handshake_with(&env, agent_key(&env, "worker-1")?, hello).await? {
         Admission::Refused(code, detail) => {
             assert_eq!(code, CloseCode::Version);
             assert!(

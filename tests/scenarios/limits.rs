@@ -84,11 +84,11 @@ async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> 
         "the crowd's address is answered",
         WAIT_TIMEOUT,
         async || {
-            let mut neighbour = from_crowd(meta).await?;
+            let mut neighbor = from_crowd(meta).await?;
             let close = probe.clone().header("Connection", "close");
-            neighbour.write_all(&close.bytes()).await?;
+            neighbor.write_all(&close.bytes()).await?;
             let mut answer = Vec::new();
-            neighbour.read_to_end(&mut answer).await?;
+            neighbor.read_to_end(&mut answer).await?;
             let answer = String::from_utf8_lossy(&answer);
             ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
             anyhow::Ok(())
@@ -119,10 +119,10 @@ async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result
         "the crowd's address is answered",
         WAIT_TIMEOUT,
         async || {
-            let mut neighbour = from_crowd(dns).await?;
-            neighbour.write_u16(u16::try_from(bytes.len())?).await?;
-            neighbour.write_all(&bytes).await?;
-            ensure!(neighbour.read_u16().await? > 12);
+            let mut neighbor = from_crowd(dns).await?;
+            neighbor.write_u16(u16::try_from(bytes.len())?).await?;
+            neighbor.write_all(&bytes).await?;
+            ensure!(neighbor.read_u16().await? > 12);
             anyhow::Ok(())
         },
     )
@@ -234,7 +234,7 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
     let scrape = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
     assert_eq!(scrape.status, 200);
     eventually(
-        "all above the share are pushed out or turned away",
+        "all above the share are evicted or refused",
         WAIT_TIMEOUT,
         async || {
             let mut gone = 0;
@@ -282,10 +282,10 @@ async fn t09_five_thousand_slow_sockets_on_a_listener_keep_no_scrape_out() -> Re
         assert_eq!(scrape.status, status);
         let endpoint = http.context("http")?;
         eventually("the crowd's address is served", WAIT_TIMEOUT, async || {
-            let mut neighbour = from_crowd(endpoint).await?;
-            neighbour.write_all(&get.head_bytes()).await?;
+            let mut neighbor = from_crowd(endpoint).await?;
+            neighbor.write_all(&get.head_bytes()).await?;
             let mut answer = Vec::new();
-            neighbour.read_to_end(&mut answer).await?;
+            neighbor.read_to_end(&mut answer).await?;
             let answer = String::from_utf8_lossy(&answer);
             ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
             anyhow::Ok(())

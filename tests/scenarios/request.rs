@@ -172,8 +172,8 @@ async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Resul
         head.contains(&format!("Host: worker-1:{port}\r\n")),
         "{head}"
     );
-    for kept in ["Authorization: Bearer secret", "X-Kept: yes"] {
-        assert!(head.contains(kept), "{kept} is missing in {head}");
+    for field in ["Authorization: Bearer secret", "X-Kept: yes"] {
+        assert!(head.contains(field), "{field} is missing in {head}");
     }
     let lower = head.to_lowercase();
     for gone in ["x-tunnel", "x-hop", "keep-alive", "x-forwarded", "via:"] {

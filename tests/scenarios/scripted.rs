@@ -90,7 +90,7 @@ pub(crate) fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
 }
 
 /// Sends a Hello on a session. Returns the session's control stream and the server's answer.
-pub(crate) async fn introduce(
+pub(crate) async fn exchange_hello(
     session: &dyn Session,
     hello: Hello,
 ) -> Result<((ControlReader, ControlWriter), ControlMessage)> {
@@ -121,17 +121,17 @@ impl ScriptedAgent {
         name: &str,
         instance: [u8; 16],
     ) -> Result<Admission> {
-        Self::say(env, key, hello(name, instance)?).await
+        Self::handshake_with(env, key, hello(name, instance)?).await
     }
 
     /// Sends a Hello of the test's choice.
-    pub(crate) async fn say(
+    pub(crate) async fn handshake_with(
         env: &TestEnv,
         key: Arc<CertifiedKey>,
         hello: Hello,
     ) -> Result<Admission> {
         let (session, dialer) = dial(env, key).await?;
-        let (control, answer) = introduce(&*session, hello).await?;
+        let (control, answer) = exchange_hello(&*session, hello).await?;
         match answer {
             ControlMessage::Welcome(welcome) => {
                 session.set_max_concurrent_streams(welcome.streams_per_agent + 1);
@@ -167,7 +167,7 @@ impl ScriptedAgent {
     }
 
     /// Closes the session with a reason.
-    pub(crate) async fn leave_saying(self, why: &str) {
+    pub(crate) async fn leave_with_reason(self, why: &str) {
         self.session.close(CloseCode::Normal, why).await;
     }
 

@@ -92,12 +92,12 @@ async fn promotions(rounds: Range<usize>) -> Result<()> {
         site.link.set(TrafficClass::UDP, Impairment::lossy(LOSS));
         // Answers follow each other without a pause, so that one is in progress when the agent
         // upgrades.
-        let climbed = eventually("the agent climbs to QUIC", WAIT_TIMEOUT, async || {
+        let upgraded = eventually("the agent upgrades to QUIC", WAIT_TIMEOUT, async || {
             site.whole_answer(round).await?;
             ensure!(site.transport()? == TransportKind::Quic, "still on h2");
             Ok(())
         });
-        climbed.await;
+        upgraded.await;
         agent.stop().await?;
     }
     Ok(())
@@ -149,9 +149,9 @@ impl Site {
         let get = RawRequest::get(&host, &format!("/size/{BYTES}?seed={round}"));
         let reply = request(self.env.http(), &get).await?;
         ensure!(reply.status == 200, "round {round}: {}", reply.text());
-        let told = reply.header("x-sha256").context("no digest")?;
+        let digest = reply.header("x-sha256").context("no digest")?;
         ensure!(
-            told == reply.sha256(),
+            digest == reply.sha256(),
             "round {round}: {} bytes",
             reply.body.len()
         );

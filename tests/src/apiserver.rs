@@ -209,7 +209,7 @@ impl FakeApiServer {
     }
 
     /// Removes all faults except absence.
-    pub fn mend(&self) {
+    pub fn clear_faults(&self) {
         self.service.faults.clear();
     }
 

@@ -124,7 +124,7 @@ fn measure() -> Duration {
 
 #[expect(
     clippy::print_stderr,
-    reason = "a test run tells its factor once, since it explains its durations"
+    reason = "a test run prints its factor once, since it explains its durations"
 )]
 fn announce(factor: f64, origin: &str) {
     // Cargo sets the variable for tests. The demo also waits, but does not print the factor.

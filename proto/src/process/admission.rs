@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_of_a_64_are_one_source_and_mapped_addresses_are_ipv4() {
+    fn neighbors_of_a_64_are_one_source_and_mapped_addresses_are_ipv4() {
         assert_eq!(
             source(ip("2001:db8::1")),
             source(ip("2001:db8::ffff:0:0:1"))

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use tokio::io::AsyncWriteExt;
@@ -81,7 +81,7 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
     sleep(scaled(Duration::from_millis(500))).await;
     let before = resource_usage()?;
     let seed: u64 = rand::random();
-    let endpoint = env.bound().http.ok_or_else(|| anyhow::anyhow!("no door"))?;
+    let endpoint = env.bound().http.context("no HTTP listener")?;
     let mut callers = JoinSet::new();
     for caller in 0..CALLERS {
         let hosts = hosts.clone();
@@ -95,7 +95,7 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
     while let Some(done) = callers.join_next().await {
         done??;
     }
-    eventually("all is given back", Duration::from_secs(5), async || {
+    eventually("all is released", Duration::from_secs(5), async || {
         let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
         let text = metrics.text();
         for line in [

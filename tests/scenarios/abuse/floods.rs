@@ -110,24 +110,24 @@ async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<
 /// Collects `count` first datagrams of QUIC handshakes, each of a separate connection. No server
 /// answers these handshakes.
 async fn initials(env: &TestEnv, count: usize) -> Result<Vec<Vec<u8>>> {
-    let nobody = UdpSocket::bind("127.0.0.1:0").await?;
-    let address = nobody.local_addr()?;
+    let socket = UdpSocket::bind("127.0.0.1:0").await?;
+    let address = socket.local_addr()?;
     let key = agent_key(env, "worker-9")?;
     let mut taken = Vec::with_capacity(count);
     while taken.len() < count {
         let tls = tls::session_client(key.clone(), Trust::Roots(env.roots()?), ALPN_SESSION)?;
         let dialer = QuicDialer::new(tls, settings())?;
         let remote = remote(address);
-        let dialling = dialer.dial(&remote);
+        let dialing = dialer.dial(&remote);
         let mut datagram = vec![0; 2048];
         let replies = async {
-            let length = nobody.recv(&mut datagram).await?;
+            let length = socket.recv(&mut datagram).await?;
             datagram.truncate(length);
             anyhow::Ok(())
         };
         tokio::select! {
             replies = replies => replies?,
-            dialed = dialling => ensure!(dialed.is_err(), "dialed without an answer"),
+            dialed = dialing => ensure!(dialed.is_err(), "dialed without an answer"),
         }
         // A retransmission of an earlier handshake is a harmless duplicate in the list.
         taken.push(datagram);
@@ -201,7 +201,7 @@ async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()>
                 open_conns.push(stream);
             }
         }
-        #[expect(unreachable_code, reason = "says the type")]
+        #[expect(unreachable_code, reason = "declares the error type")]
         anyhow::Ok(())
     }));
     let load = Load::start(env.http(), &hosts, 4).await?;

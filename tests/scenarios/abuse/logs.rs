@@ -100,9 +100,9 @@ async fn attack() -> Result<()> {
         };
         // The server closes the session if the Hello is too large.
         if let Ok(Admission::Admitted(agent)) =
-            ScriptedAgent::say(&env, agent_key(&env, &node)?, hello).await
+            ScriptedAgent::handshake_with(&env, agent_key(&env, &node)?, hello).await
         {
-            agent.leave_saying(&text).await;
+            agent.leave_with_reason(&text).await;
         }
     }
     Ok(())

@@ -29,7 +29,7 @@ use tunnel_tests::tools::or_skip;
 use super::CONNECT;
 use super::memory::{CAP, MemoryCgroup, NODES, Site, resident};
 use crate::abuse::report_figure;
-use crate::scripted::{hello, introduce, remote, settings};
+use crate::scripted::{exchange_hello, hello, remote, settings};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_128_mib() -> Result<()> {
@@ -351,9 +351,9 @@ async fn open_session(dialer: Arc<dyn Dialer>, to: ServerAddr) -> Result<Option<
         let Ok(session) = dialer.dial(&to).await else {
             return Ok(None);
         };
-        let introduced = introduce(&*session, hello(HOSTILE, [7; 16])?).await;
-        let (control, answer) = match introduced {
-            Ok(introduced) => introduced,
+        let exchanged = exchange_hello(&*session, hello(HOSTILE, [7; 16])?).await;
+        let (control, answer) = match exchanged {
+            Ok(exchanged) => exchanged,
             // The server closes sessions above `admissionsPerNode` before it reads their Hello.
             Err(_closed) => return Ok(None),
         };

@@ -99,18 +99,18 @@ async fn one_mebibyte(stack: &Stack) -> Result<Exchange> {
 /// Reads the answer and sends SIGTERM to `process` meanwhile. In even rounds the signal follows the
 /// answer's head. In odd rounds the signal comes later with each round.
 async fn read_while_ending(mut exchange: Exchange, round: usize, process: &Process) -> Result<()> {
-    let told = exchange.header("x-sha256").context("no digest")?.to_owned();
+    let expected = exchange.header("x-sha256").context("no digest")?.to_owned();
     let moment = if round.is_multiple_of(2) {
         0
     } else {
         BYTES * round as u64 / ROUNDS as u64
     };
-    let mut signalled = false;
+    let mut signaled = false;
     let mut digest = Sha256::new();
     loop {
-        if !signalled && digest.bytes() >= moment {
+        if !signaled && digest.bytes() >= moment {
             process.signal(Signal::Term)?;
-            signalled = true;
+            signaled = true;
         }
         let Some(data) = exchange.data().await else {
             break;
@@ -128,8 +128,11 @@ async fn read_while_ending(mut exchange: Exchange, round: usize, process: &Proce
         "round {round}: {} bytes",
         digest.bytes()
     );
-    ensure!(digest.finish() == told, "round {round}: the digest differs");
-    ensure!(signalled, "the answer ended before the signal");
+    ensure!(
+        digest.finish() == expected,
+        "round {round}: the digest differs"
+    );
+    ensure!(signaled, "the answer ended before the signal");
     Ok(())
 }
 

@@ -42,7 +42,7 @@ async fn f25_server_without_descriptors_pauses_its_listeners_and_recovers() -> R
         };
         lines.iter().filter(of_listener).count()
     };
-    eventually("the door says that it pauses", CONNECT, async || {
+    eventually("the listener logs that it pauses", CONNECT, async || {
         anyhow::ensure!(pauses_logged() > 0, "{:#?}", log.lines());
         anyhow::Ok(())
     })

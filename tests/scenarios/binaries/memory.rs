@@ -149,7 +149,8 @@ impl Site {
         Ok(value.context("no metric")?.trim().parse()?)
     }
 
-    /// A caller with little room of its own that asks for the flood, and what it is told first.
+    /// Requests the flood with a small receive buffer. Returns the connection and the first bytes
+    /// of the response.
     async fn asks_for_flood(&self, node: &str) -> Result<(TcpStream, Vec<u8>)> {
         let socket = TcpSocket::new_v4()?;
         socket.set_recv_buffer_size(4096)?;
@@ -227,7 +228,7 @@ async fn f26_full_pool_sheds_by_503_and_the_server_lives_in_its_memory_cgroup() 
     }
     let (most, held) = (cgroup.most()?, readers.len());
     crate::abuse::report_figure(&format!(
-        "F26: {OFFERED} offered, {held} taken, {shed} told 503; {} MiB at most of {} MiB; a \
+        "F26: {OFFERED} offered, {held} taken, {shed} answered 503; {} MiB at most of {} MiB; a \
          wave's stalls were charged after {slowest:?} at most",
         most >> 20,
         CAP >> 20

@@ -31,7 +31,7 @@ const WITH_WORKER_2: &str =
 struct Long<'a> {
     exchange: Exchange,
     site: &'a Site,
-    said: u32,
+    sent_lines: u32,
 }
 
 impl<'a> Long<'a> {
@@ -42,14 +42,14 @@ impl<'a> Long<'a> {
         Ok(Self {
             exchange,
             site,
-            said: 0,
+            sent_lines: 0,
         })
     }
 
     /// Emits a line at the exporter and checks that the caller receives it.
     async fn goes_on(&mut self) -> Result<()> {
-        self.said += 1;
-        let line = format!("line {}", self.said);
+        self.sent_lines += 1;
+        let line = format!("line {}", self.sent_lines);
         ensure!(
             self.site.exporter.emit(&line) == 1,
             "the exporter has lost its caller"
@@ -104,20 +104,23 @@ async fn second_server_says_that_one_is_the_limit_until_the_other_is_gone(
         .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
         .await;
     let second = cluster_env.server("b").await?;
-    let says = async |server: &Server| -> Result<bool> {
+    let is_reported = async |server: &Server| -> Result<bool> {
         let text = fetch_text(server, "/readyz?verbose").await?;
         Ok(text.contains("[!] replicas: ") && text.contains("Run one server"))
     };
-    eventually("the second one's word", FIRST, async || {
-        ensure!(says(&second).await?, "the condition is missing");
+    eventually("the condition of the second server", FIRST, async || {
+        ensure!(is_reported(&second).await?, "the condition is missing");
         Ok(())
     })
     .await;
-    ensure!(!says(&first).await?, "the first server has the condition");
+    ensure!(
+        !is_reported(&first).await?,
+        "the first server has the condition"
+    );
 
     first.process().signal(Signal::Kill)?;
-    eventually("the word to be taken back", TAKEOVER, async || {
-        ensure!(!says(&second).await?, "the condition is still there");
+    eventually("the condition to be withdrawn", TAKEOVER, async || {
+        ensure!(!is_reported(&second).await?, "the condition is still there");
         Ok(())
     })
     .await;
@@ -143,7 +146,7 @@ async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(
 
     // Another holder takes the Lease and renews it for a while.
     steal(&cluster_env).await?;
-    eventually("the server to see it", FIRST, async || {
+    eventually("the server to notice the new holder", FIRST, async || {
         let text = fetch_text(&server, "/metrics").await?;
         ensure!(
             text.contains("tunnel_server_kubernetes_leader 0"),
@@ -282,7 +285,7 @@ async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Resu
         site.serves(&server).await?;
     }
     ensure!(writes(&cluster_env)? == before, "wrote without the Lease");
-    cluster_env.cluster.fake_api()?.mend();
+    cluster_env.cluster.fake_api()?.clear_faults();
     cluster_env
         .wait_for_records("the write when the Lease is back", TAKEOVER, WITH_WORKER_2)
         .await;

@@ -146,7 +146,7 @@ async fn f21_too_many_requests_are_respected_and_slow_answers_waited_for() -> Re
         "{} refused requests in 7 s: {refused:?}",
         refused.len()
     );
-    running.cluster_env.cluster.fake_api()?.mend();
+    running.cluster_env.cluster.fake_api()?.clear_faults();
     running.consistent(&THREE).await;
 
     running
@@ -156,7 +156,7 @@ async fn f21_too_many_requests_are_respected_and_slow_answers_waited_for() -> Re
         .fault(Fault::delay(Duration::from_secs(3)).by(&user));
     running.cluster_env.objects().remove("worker-2").await?;
     running.serves_for(Duration::from_secs(4)).await?;
-    running.cluster_env.cluster.fake_api()?.mend();
+    running.cluster_env.cluster.fake_api()?.clear_faults();
     running
         .cluster_env
         .wait_for_records(
@@ -287,7 +287,7 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
     let mut running = Running::start().await?;
     // The server writes the snapshot some seconds after a change.
     let snapshot = running.cluster_env.scratch.path().join("a/cluster.json");
-    eventually("what is kept", FIRST, async || {
+    eventually("the snapshot", FIRST, async || {
         let text = std::fs::read_to_string(&snapshot)?;
         ensure!(
             text.contains("worker-1") && text.contains(&running.site.port().to_string()),

@@ -148,7 +148,7 @@ async fn dns_3_only_good_entries_count_and_ports_of_others_survive(
         .chain([added])
         .collect();
     wait_for_exact_ports(&cluster_env, &wanted).await;
-    eventually("the mistakes to be told", FIRST, async || {
+    eventually("the mistakes to be reported", FIRST, async || {
         let text = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(text.contains("70000") && text.contains("abc"), "{text}");
         Ok(())

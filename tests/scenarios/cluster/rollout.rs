@@ -223,10 +223,10 @@ impl Service {
 
 #[expect(
     clippy::expect_used,
-    reason = "a world has a plain listener unless its test takes it away"
+    reason = "all servers of these tests have an HTTP listener"
 )]
 fn plain_listener(env: &TestEnv) -> SocketAddr {
-    env.bound().http.expect("a plain listener")
+    env.bound().http.expect("an HTTP listener")
 }
 
 /// Calls at a steady pace, each on a connection of its own, to the endpoints in turn.

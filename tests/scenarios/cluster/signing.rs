@@ -81,7 +81,7 @@ async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() 
     let object = eventually("a request", FIRST, async || asked(&cluster_env).await).await;
     let name = object["metadata"]["name"].as_str().context("no name")?;
     // Before the approval, the server is ready, reports the command to run, and does not delegate.
-    eventually("the command is told", FIRST, async || {
+    eventually("the command is reported", FIRST, async || {
         let shown = fetch_text(&server, "/readyz?verbose").await?;
         let command = format!("kubectl certificate approve {name}");
         ensure!(shown.contains(&command), "{shown}");
@@ -95,13 +95,13 @@ async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() 
     decide(&cluster_env, object.clone(), "Approved").await?;
     let signed = fake_api.sign_request(name)?;
     let expected = (200, sha256_hex(&signed));
-    eventually("the certificate is lent", LOOK, async || {
+    eventually("the certificate is delegated", LOOK, async || {
         let shown = page(&server, &kubelet, &apiserver).await?;
         ensure!(shown == expected, "{shown:?}");
         Ok(())
     })
     .await;
-    eventually("the command is told no more", LOOK, async || {
+    eventually("the command is withdrawn", LOOK, async || {
         let shown = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(!shown.contains("certificate approve"), "{shown}");
         Ok(())
@@ -175,7 +175,7 @@ async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart
     let own = clients.issue(&Leaf::caller("culvert-tunnel-server"))?;
     own.write(&mounted, "tls")?;
     let expected = (200, sha256_hex(&own.own.cert[0]));
-    eventually("the certificate is lent", FIRST, async || {
+    eventually("the certificate is delegated", FIRST, async || {
         let shown = page(&server, &kubelet, &apiserver).await?;
         ensure!(shown == expected, "{shown:?}");
         let shown = fetch_text(&server, "/readyz?verbose").await?;
@@ -209,7 +209,7 @@ async fn denied_request_is_reported_and_the_server_stays_ready() -> Result<()> {
         .await?;
     let object = eventually("a request", FIRST, async || asked(&cluster_env).await).await;
     decide(&cluster_env, object.clone(), "Denied").await?;
-    eventually("the denial is told", LOOK, async || {
+    eventually("the denial is reported", LOOK, async || {
         let shown = fetch_text(&server, "/readyz?verbose").await?;
         ensure!(shown.contains("was denied: KubectlDenied"), "{shown}");
         Ok(())

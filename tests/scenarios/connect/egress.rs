@@ -65,12 +65,12 @@ async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not()
     fixture.env.nodes().record(&NODE.parse()?, &[address]);
     let by_address = format!("{address}:{port}");
     let path = "/exec/default/web/app?command=sh";
-    eventually("the address", WAIT_TIMEOUT, async || {
+    eventually("the exec by address", WAIT_TIMEOUT, async || {
         exec(&fixture.dialer(), &by_address, &tls, path).await
     })
     .await;
     fixture.env.nodes().record(&"worker-2".parse()?, &[address]);
-    let refusal = eventually("the twin", WAIT_TIMEOUT, async || {
+    let refusal = eventually("the address of two nodes", WAIT_TIMEOUT, async || {
         let refused = fixture.dialer().dial(&by_address).await.err();
         refused.context("still unique")
     })

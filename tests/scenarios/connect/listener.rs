@@ -88,13 +88,13 @@ async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
     ];
     for route_args in [&[][..], &over_tcp] {
         let run = |port: &str| server.verb(&[&["connect", NODE, port], route_args].concat());
-        let said = deterministic_bytes(7, 300);
-        let said = said
+        let message = deterministic_bytes(7, 300);
+        let message = message
             .iter()
             .map(|byte| byte % 26 + b'a')
             .collect::<Vec<u8>>();
-        let echoed = run(&ports[0])?.run_with(&said).await?.ok()?;
-        ensure!(echoed.as_bytes() == said, "{route_args:?}: {echoed:?}");
+        let echoed = run(&ports[0])?.run_with(&message).await?.ok()?;
+        ensure!(echoed.as_bytes() == message, "{route_args:?}: {echoed:?}");
         // The target sends its bytes after the caller's half-close, so their arrival proves that
         // the tunnel transports a half-close.
         let spoken = run(&ports[1])?.run_with(b"bye").await?;
@@ -260,11 +260,11 @@ async fn passwords_that_others_may_write_are_refused_at_start() -> Result<()> {
         settings.connect_listen = Some("127.0.0.1:0".to_owned());
         settings.connect_auth = Some(file.to_string_lossy().into_owned());
     });
-    let told = started.await.err().context("started")?;
-    let told = format!("{told:#}");
+    let error = started.await.err().context("started")?;
+    let error = format!("{error:#}");
     ensure!(
-        told.contains("--connect-auth") && told.contains("chmod"),
-        "{told}"
+        error.contains("--connect-auth") && error.contains("chmod"),
+        "{error}"
     );
     Ok(())
 }
@@ -294,12 +294,12 @@ async fn ends_and_cuts_are_distinguished_through_a_tunnel() -> Result<()> {
             let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
             stream.send(head.as_bytes()).await?;
             let granted = b"HTTP/1.1 200 OK\r\n\r\n";
-            let mut told = [0; 19];
-            stream.read_exact(&mut told).await?;
+            let mut answer = [0; 19];
+            stream.read_exact(&mut answer).await?;
             ensure!(
-                &told == granted,
+                &answer == granted,
                 "{target}: {}",
-                String::from_utf8_lossy(&told)
+                String::from_utf8_lossy(&answer)
             );
             let reading = stream.talk(b"go").await?;
             let is_reset = matches!(reading.ended, BodyEnd::Reset(_));

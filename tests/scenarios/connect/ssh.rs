@@ -163,12 +163,12 @@ async fn p17_ssh_reaches_each_of_two_nodes_with_one_address() -> Result<()> {
         return Ok(());
     };
     for node in NODES {
-        let said = fixture
+        let ssh = fixture
             .ssh(node, PORT)?
             .arg("echo $CULVERT_NODE; cat; exit 7");
-        let said = said.run_with(b"input").await?;
-        ensure!(said.code() == Some(7), "{}", said.err);
-        ensure!(said.out == format!("{node}\ninput"), "{:?}", said.out);
+        let output = ssh.run_with(b"input").await?;
+        ensure!(output.code() == Some(7), "{}", output.err);
+        ensure!(output.out == format!("{node}\ninput"), "{:?}", output.out);
     }
     // A few megabytes arrive completely.
     let sent = vec![b'x'; 3 << 20];

@@ -132,7 +132,7 @@ async fn r14_listener_that_requires_certificates_lets_no_other_request_through()
     let address = env.bound().https.unwrap();
     let ask = async |key: Option<Arc<CertifiedKey>>| -> Result<u16> {
         let roots = rustls::RootCertStore::clone(&*env.roots()?);
-        #[expect(clippy::disallowed_methods, reason = "a caller of the door")]
+        #[expect(clippy::disallowed_methods, reason = "a caller of the listener")]
         let config = rustls::ClientConfig::builder_with_provider(tls::provider())
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots);
@@ -215,8 +215,8 @@ async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
     let host = format!("worker-1:{}", exporter.addr().port());
     let impostor = agent_key(&env, "worker-2")?;
     for _ in 0..20 {
-        let said = ScriptedAgent::handshake(&env, impostor.clone(), "worker-1", [9; 16]).await?;
-        let Admission::Refused(code, _) = said else {
+        let answer = ScriptedAgent::handshake(&env, impostor.clone(), "worker-1", [9; 16]).await?;
+        let Admission::Refused(code, _) = answer else {
             anyhow::bail!("admitted under another's name");
         };
         ensure!(code == CloseCode::NameNotInCredential);
@@ -242,8 +242,8 @@ async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result
     let node = "worker-1".parse()?;
     let mut old: Option<ScriptedAgent> = None;
     for _ in 0..200 {
-        let said = ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?;
-        let Admission::Admitted(new) = said else {
+        let answer = ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?;
+        let Admission::Admitted(new) = answer else {
             anyhow::bail!("not admitted");
         };
         if let Some(old) = old.replace(new) {
@@ -302,8 +302,8 @@ async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
                     // Admitted contenders leave soon, so sessions end during the admission of the
                     // others.
                     let instance = [seed.wrapping_mul(3).wrapping_add(which); 16];
-                    let said = ScriptedAgent::handshake(&env, key, "worker-1", instance).await?;
-                    if let Admission::Admitted(agent) = said {
+                    let answer = ScriptedAgent::handshake(&env, key, "worker-1", instance).await?;
+                    if let Admission::Admitted(agent) = answer {
                         if (seed + which) % 2 == 0 {
                             tokio::time::sleep(Duration::from_millis(u64::from(seed) / 8)).await;
                         }
@@ -317,7 +317,7 @@ async fn t01_takeover_race_never_has_two_owners() -> Result<()> {
             while let Some(contender) = contenders.join_next().await {
                 admitted += contender?.unwrap_or(0);
             }
-            ensure!(admitted > 0, "seed {seed}: nobody was admitted");
+            ensure!(admitted > 0, "seed {seed}: no contender was admitted");
             rounds.fetch_add(1, Ordering::Relaxed);
         }
         Ok(())
@@ -387,7 +387,7 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
                 }
             }
         }
-        #[expect(unreachable_code, reason = "says the type")]
+        #[expect(unreachable_code, reason = "declares the error type")]
         anyhow::Ok(())
     };
     tokio::select! {

@@ -251,13 +251,13 @@ async fn server_with_the_operators_ca_issues_nothing_and_reports_it() -> Result<
 #[tokio::test(flavor = "multi_thread")]
 async fn f19_certificate_of_the_https_listener_is_replaced_under_load() -> Result<()> {
     let scratch = ScratchDir::new()?;
-    let ca = TestCa::new("door")?;
+    let ca = TestCa::new("https")?;
     let leaf = Leaf {
         uri: None,
         dns: Some("worker-1".into()),
         ..Leaf::server()
     };
-    let (certificate, key) = ca.issue(&leaf)?.write(scratch.path(), "door")?;
+    let (certificate, key) = ca.issue(&leaf)?.write(scratch.path(), "https")?;
     let env = TestEnv::start_with(|settings| {
         settings.https_cert_file = Some(certificate.to_string_lossy().into_owned());
         settings.https_key_file = Some(key.to_string_lossy().into_owned());
@@ -279,7 +279,7 @@ async fn f19_certificate_of_the_https_listener_is_replaced_under_load() -> Resul
         "tunnel_server_credential_reloads_total{files=\"https_certificate\",result=\"changed\"}";
     let mut answered = 0;
     for round in 1..=10 {
-        ca.issue(&leaf)?.write(scratch.path(), "door")?;
+        ca.issue(&leaf)?.write(scratch.path(), "https")?;
         let seen = async || {
             metric(&env, changed)
                 .await
@@ -292,7 +292,7 @@ async fn f19_certificate_of_the_https_listener_is_replaced_under_load() -> Resul
                 ensure!(reply.status == 200, "{}", reply.text());
                 answered += 1;
             }
-            #[expect(unreachable_code, reason = "says the type")]
+            #[expect(unreachable_code, reason = "declares the error type")]
             anyhow::Ok(())
         };
         tokio::select! {

@@ -107,7 +107,7 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
             std::fs::remove_file(filler)?;
         }
         disk.read_only(false);
-        eventually("it is kept again", Duration::from_secs(40), async || {
+        eventually("it is stored again", Duration::from_secs(40), async || {
             ensure!(ends(&dir.join("agent.crt"))? > before);
             shows("tunnel_agent_certificate_unsaved 0").await
         })

@@ -68,7 +68,7 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     env.reload();
     let began = Instant::now();
     for node in ["worker-1", "worker-2"] {
-        eventually(&format!("{node} is out"), WAIT_TIMEOUT, async || {
+        eventually(&format!("{node} is gone"), WAIT_TIMEOUT, async || {
             let sessions = env.registry().of_node(&node.parse()?);
             ensure!(sessions.is_empty(), "{} left", sessions.len());
             anyhow::Ok(())

@@ -103,7 +103,7 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
     let pin = env.ca().spki_sha256();
     let (node, now) = ("worker-1".parse()?, SystemTime::now());
     let mut random = SmallRng::seed_from_u64(10_000);
-    let (mut told, mut limited) = (0, 0);
+    let (mut answered, mut limited) = (0, 0);
     for round in 0..10_000 {
         // Half of the guesses use the valid id, because logs and lists show ids.
         let id = if round % 2 == 0 {
@@ -115,15 +115,15 @@ async fn t04_ten_thousand_guesses_get_nothing_and_see_the_limit() -> Result<()> 
         match env.tokens().redeem(&guess.reveal(), &node, [1; 32], now) {
             Err((EnrollCode::BadToken, detail)) => {
                 ensure!(!detail.contains(&guess.reveal()));
-                told += 1;
+                answered += 1;
             }
             Err((EnrollCode::RateLimited, _)) => limited += 1,
             other => anyhow::bail!("{other:?}"),
         }
     }
     ensure!(
-        told == 65 && limited == 9935,
-        "{told} answered, {limited} limited"
+        answered == 65 && limited == 9935,
+        "{answered} answered, {limited} limited"
     );
     // The valid token still works: with one key, for its node, until it expires.
     let right = token.reveal();

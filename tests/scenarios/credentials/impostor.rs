@@ -91,7 +91,7 @@ async fn asked(
                 let ends = impostor.traffic().accepted() == round && impostor.traffic().open() == 0;
                 ends.then_some(captured)
             };
-            let captured = eventually("the rogue is done", WAIT_TIMEOUT, settled).await;
+            let captured = eventually("the impostor is done", WAIT_TIMEOUT, settled).await;
             let code = reply.header("x-tunnel-error");
             check(what, reply.status, code, &captured, &own.own.cert[0])
                 .with_context(|| format!("{what} over {transport:?}"))?;

@@ -158,7 +158,7 @@ async fn f18_running_agent_renews_after_an_outage_that_outlasted_its_certificate
         Ok(())
     })
     .await;
-    eventually("the new certificate is kept", back, async || {
+    eventually("the new certificate is stored", back, async || {
         ensure!(ends(&file)? > ended);
         Ok(())
     })

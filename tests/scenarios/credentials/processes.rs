@@ -219,7 +219,7 @@ async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<
             let mut process = Program::ours("tunnel-agent")?.args(words).start()?;
             if accepted {
                 let word =
-                    |line: &str| (line.contains("cannot") || line.contains("enrol")).then_some(());
+                    |line: &str| (line.contains("cannot") || line.contains("enroll")).then_some(());
                 process.wait_for_line("a try", START, word).await?;
                 process.kill().await?;
                 continue;
@@ -319,11 +319,11 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
         .ok()?;
     ensure!(printed.contains("node worker-1 revoked"), "{printed}");
     server.wait_until_connected(&[]).await;
-    let told = agent.wait_for_line("the reason", START, |line| {
+    let reported = agent.wait_for_line("the reason", START, |line| {
         (line.contains("credential_revoked") && line.contains("fix the reported cause"))
             .then_some(())
     });
-    told.await?;
+    reported.await?;
     // The subcommand also works while no server runs.
     let setup = server.setup_for_restart();
     server.process().signal(Signal::Term)?;
@@ -410,8 +410,8 @@ async fn f17_clock_messages_name_the_clock() -> Result<()> {
                     &text(&ca_file),
                 ])
                 .start()?;
-            let told = agent.wait_for_line(words, START, |line| line.contains(words).then_some(()));
-            told.await
+            let line = agent.wait_for_line(words, START, |line| line.contains(words).then_some(()));
+            line.await
                 .with_context(|| format!("{what} over {transport}"))?;
             agent.kill().await?;
         }

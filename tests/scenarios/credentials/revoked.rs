@@ -65,14 +65,20 @@ async fn refused(env: &TestEnv, key: Arc<rustls::sign::CertifiedKey>) -> Result<
         Err(error) => anyhow::bail!("{error:#}"),
     };
     let config = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
-    let error = knock(env, config).await.err().context("let in over TCP")?;
+    let error = handshake_over_tcp(env, config)
+        .await
+        .err()
+        .context("let in over TCP")?;
     let words = error.to_string();
     Ok(over_quic == CloseCode::CredentialRevoked && words.contains("Revoked"))
 }
 
 /// Connects over TCP and waits for the server's first byte, which follows the verification of the
 /// certificate. Returns the kind of handshake.
-async fn knock(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<rustls::HandshakeKind> {
+async fn handshake_over_tcp(
+    env: &TestEnv,
+    config: Arc<rustls::ClientConfig>,
+) -> Result<rustls::HandshakeKind> {
     let tcp = TcpStream::connect(env.bound().agents).await?;
     let mut stream = TlsConnector::from(config)
         .connect("tunnel-server.culvert".try_into()?, tcp)
@@ -93,12 +99,15 @@ async fn t03_old_session_cache_of_a_revoked_client_is_of_no_use() -> Result<()> 
     let config = Arc::new(config);
     for _ in 0..3 {
         // The server resumes no session, although the client could.
-        let kind = knock(&env, config.clone()).await?;
+        let kind = handshake_over_tcp(&env, config.clone()).await?;
         ensure!(kind == rustls::HandshakeKind::Full, "{kind:?}");
     }
     revoke(&env, "worker-1")?;
     for _ in 0..3 {
-        let error = knock(&env, config.clone()).await.err().context("let in")?;
+        let error = handshake_over_tcp(&env, config.clone())
+            .await
+            .err()
+            .context("let in")?;
         ensure!(error.to_string().contains("Revoked"), "{error:#}");
     }
     Ok(())

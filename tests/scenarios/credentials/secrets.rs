@@ -85,16 +85,16 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
         );
     }
     // The server logs the refused caller at debug level.
-    let other_cert = TestCa::new("another")?.issue(&Leaf::caller("stranger"))?;
+    let other_cert = TestCa::new("another")?.issue(&Leaf::caller("unknown"))?;
     let tls = ClientTls::insecure("worker-1", Some(other_cert.presented()?))?;
     let endpoint = Endpoint::tls(server.address(Listener::Https), tls);
     let head = RawRequest::get("worker-1", "/").header("Authorization", BEARER);
     ensure!(request(endpoint, &head).await.is_err());
-    let mut told = Vec::new();
+    let mut outputs = Vec::new();
     for path in ["/metrics", "/nodes", "/readyz?verbose"] {
         let meta = server.address(Listener::Meta);
         let shown = request(meta, &RawRequest::get("meta", path)).await?;
-        told.push((path.to_owned(), shown.text()));
+        outputs.push((path.to_owned(), shown.text()));
     }
     for verb in [
         &["nodes"][..],
@@ -104,19 +104,19 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
         &["ca"],
     ] {
         let done = server.verb(verb)?.run().await?;
-        told.push((verb.join(" "), format!("{done}")));
+        outputs.push((verb.join(" "), format!("{done}")));
     }
     let id = token.split('.').next().context("no id")?;
-    let listed = &told[5].1;
+    let listed = &outputs[5].1;
     ensure!(listed.contains(id), "{listed}");
-    told.push((
+    outputs.push((
         "server's log".into(),
         server.process().log().lines().join("\n"),
     ));
     for process in [&agent, &refused, &wrong] {
-        told.push(("agent's log".into(), process.log().lines().join("\n")));
+        outputs.push(("agent's log".into(), process.log().lines().join("\n")));
     }
-    let log = &told[8].1;
+    let log = &outputs[8].1;
     ensure!(
         log.contains("DEBUG") && log.contains("client-certificate"),
         "{log}"
@@ -137,7 +137,7 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
         secrets.iter().all(|secret| secret.len() >= 16),
         "{secrets:?}"
     );
-    for (where_, text) in &told {
+    for (where_, text) in &outputs {
         for secret in &secrets {
             ensure!(!text.contains(secret), "{secret} is in {where_}:\n{text}");
         }

@@ -8,7 +8,7 @@ use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::stats::{millis, percentile};
 
-use super::{TUNNEL, client, client_that_knows, env, nobody, report_figure, with_dns};
+use super::{TUNNEL, client, client_that_knows, env, no_upstream, report_figure, with_dns};
 use tunnel_tests::dns::{Behavior, FakeResolver};
 use tunnel_tests::env::TestEnv;
 
@@ -128,7 +128,7 @@ async fn dns_11_ten_queries_are_answered_as_the_hosts_plugin_does() -> Result<()
 
 #[tokio::test]
 async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second() -> Result<()> {
-    let env = env(&nobody()).await?;
+    let env = env(&no_upstream()).await?;
     let client = client(&env)?;
     let mut delays = Vec::new();
     for number in 0..200 {
@@ -160,7 +160,7 @@ async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second()
 
 #[tokio::test]
 async fn tcp_answers_several_queries_of_one_connection() -> Result<()> {
-    let env = env(&nobody()).await?;
+    let env = env(&no_upstream()).await?;
     let client = client_that_knows(&env, "worker-1").await?;
     let queries = [
         query("worker-1", RecordType::A)?,

@@ -11,7 +11,7 @@ use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
 
-use super::{BareDns, client, client_that_knows, env, nobody, report_figure, with_dns};
+use super::{BareDns, client, client_that_knows, env, no_upstream, report_figure, with_dns};
 
 #[tokio::test]
 async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay() -> Result<()> {
@@ -116,7 +116,7 @@ async fn p30_recursion_is_available_exactly_when_forwarding_is_on() -> Result<()
         "the client's spelling"
     );
 
-    let alone = env(&nobody()).await?;
+    let alone = env(&no_upstream()).await?;
     for (name, code) in [
         ("example.com", ResponseCode::Refused),
         ("worker-9", ResponseCode::NXDomain),

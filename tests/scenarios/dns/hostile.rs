@@ -14,7 +14,7 @@ use tunnel_tests::mutation::{EXECUTIONS, fuzz};
 /// Bytes of the longest message, which exceeds the allowed length of a query.
 const LONGEST: usize = 1024;
 
-use super::{client, client_that_knows, env, listener, nobody, with_dns};
+use super::{client, client_that_knows, env, listener, no_upstream, with_dns};
 
 #[test]
 fn fuzz_messages_keep_the_rules() -> Result<()> {
@@ -28,7 +28,7 @@ fn fuzz_messages_keep_the_rules() -> Result<()> {
 
 #[tokio::test]
 async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> Result<()> {
-    let env = env(&nobody()).await?;
+    let env = env(&no_upstream()).await?;
     let client = client_that_knows(&env, "worker-1").await?;
     let plain = query("worker-1", RecordType::A)?.to_vec()?;
     let with = |at: usize, byte: u8| {
@@ -92,7 +92,7 @@ async fn hostile_datagrams_get_a_short_answer_or_none_and_service_goes_on() -> R
 #[tokio::test]
 async fn one_source_that_floods_is_limited_and_nonsense_is_answered_ever_less() -> Result<()> {
     let env = TestEnv::start_with(|settings| {
-        with_dns(settings, &nobody());
+        with_dns(settings, &no_upstream());
         settings.limits = TestEnv::limits("{ dnsPerSource: 200 }");
     })
     .await?;
@@ -126,7 +126,7 @@ async fn one_source_that_floods_is_limited_and_nonsense_is_answered_ever_less() 
 
 #[tokio::test]
 async fn connections_that_stall_or_lie_about_their_length_are_closed() -> Result<()> {
-    let env = env(&nobody()).await?;
+    let env = env(&no_upstream()).await?;
     let address = listener(&env)?;
     // Opens more connections than the 32 that one source may have. The server closes the excess at
     // once and serves the others.

@@ -143,13 +143,13 @@ async fn trailers_are_forwarded_to_callers_that_ask() -> Result<()> {
             (reply.text().as_str(), &reply.ended),
             ("with a trailer\n", &BodyEnd::CleanChunked)
         );
-        let kept = [("X-Checksum".to_owned(), "42".to_owned())];
+        let trailer = [("X-Checksum".to_owned(), "42".to_owned())];
         let trailers: Vec<_> = reply
             .trailers
             .iter()
             .map(|(name, value)| (name.to_lowercase(), value.clone()))
             .collect();
-        let expected: Vec<_> = kept
+        let expected: Vec<_> = trailer
             .iter()
             .filter(|_| round % 2 == 0)
             .map(|(name, value)| (name.to_lowercase(), value.clone()))

@@ -22,21 +22,21 @@ mod bodies;
 mod heads;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn t12_each_hostile_behaviour_has_its_answer_over_quic() -> Result<()> {
-    all_behaviours(TransportChoice::Quic).await
+async fn t12_each_hostile_behavior_has_its_answer_over_quic() -> Result<()> {
+    all_behaviors(TransportChoice::Quic).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn t12_each_hostile_behaviour_has_its_answer_over_h2() -> Result<()> {
-    all_behaviours(TransportChoice::H2).await
+async fn t12_each_hostile_behavior_has_its_answer_over_h2() -> Result<()> {
+    all_behaviors(TransportChoice::H2).await
 }
 
-async fn all_behaviours(transport: TransportChoice) -> Result<()> {
+async fn all_behaviors(transport: TransportChoice) -> Result<()> {
     let site = Site::start(transport).await?;
-    let behaviours = [heads::behaviours(), bodies::behaviours()].concat();
-    assert!(behaviours.len() >= 60, "{} behaviours", behaviours.len());
+    let behaviors = [heads::behaviors(), bodies::behaviors()].concat();
+    assert!(behaviors.len() >= 60, "{} behaviors", behaviors.len());
     run_cases(
-        &behaviours,
+        &behaviors,
         |behavior| &behavior.name,
         async |behavior| site.run_case(behavior).await,
     )
@@ -166,7 +166,7 @@ impl Behavior {
 
 impl Answer {
     fn check(&self, reply: &Result<HttpReply>) -> Result<()> {
-        let told = |status: u16, codes: &[&str]| -> Result<()> {
+        let check_error = |status: u16, codes: &[&str]| -> Result<()> {
             let reply = reply
                 .as_ref()
                 .map_err(|error| anyhow::anyhow!("{error:#}"))?;
@@ -186,7 +186,7 @@ impl Answer {
         };
         match self {
             Self::None => Ok(()),
-            Self::ServerError(status, codes) => told(*status, codes),
+            Self::ServerError(status, codes) => check_error(*status, codes),
             Self::Passed(status, body) => {
                 let reply = reply
                     .as_ref()
@@ -214,7 +214,7 @@ impl Answer {
                     Ok(())
                 }
                 // The server had not forwarded any part of the answer yet.
-                Ok(_) => told(502, &["target_bad_response"]),
+                Ok(_) => check_error(502, &["target_bad_response"]),
                 Err(error) => {
                     ensure!(is_end(error), "{error:#}");
                     Ok(())

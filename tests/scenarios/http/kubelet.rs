@@ -126,13 +126,13 @@ async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
             "{name}"
         );
         let end_to_end = |fields: &[(String, String)]| -> Vec<(String, String)> {
-            let kept = fields
+            let forwarded = fields
                 .iter()
                 .filter(|(name, _)| !OF_THE_HOP.contains(&name.to_lowercase().as_str()));
-            let mut kept: Vec<_> = kept.cloned().collect();
+            let mut forwarded: Vec<_> = forwarded.cloned().collect();
             // The sort is stable, because the order of a field's values matters.
-            kept.sort_by_key(|(name, _)| name.to_lowercase());
-            kept
+            forwarded.sort_by_key(|(name, _)| name.to_lowercase());
+            forwarded
         };
         assert_eq!(
             end_to_end(&arrived.fields),
@@ -301,8 +301,8 @@ pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
     };
     spdy.data(resize, b"{\"Width\":80,\"Height\":24}\n", false)
         .await?;
-    let told = b"resized to {\"Width\":80,\"Height\":24}\r\n";
-    assert_eq!(spdy.next().await?, data(stdout, told, false));
+    let resized = b"resized to {\"Width\":80,\"Height\":24}\r\n";
+    assert_eq!(spdy.next().await?, data(stdout, resized, false));
     // Each keystroke is sent by itself.
     for key in b"ls -l\r" {
         spdy.data(stdin, &[*key], false).await?;
@@ -388,8 +388,8 @@ pub(crate) async fn terminal_over_websocket(site: &Caller<'_>, pings: usize) -> 
     socket
         .send(&binary(4, b"{\"Width\":80,\"Height\":24}"))
         .await?;
-    let told = binary(1, b"resized to {\"Width\":80,\"Height\":24}\r\n");
-    ensure!(socket.next().await? == Some(told), "no resize");
+    let resized = binary(1, b"resized to {\"Width\":80,\"Height\":24}\r\n");
+    ensure!(socket.next().await? == Some(resized), "no resize");
     // websocket.go `pingPeriod`: for a while the client sends only pings, and each one is answered.
     let mut period = tokio::time::interval(Duration::from_secs(5));
     for _ in 0..pings {

@@ -54,7 +54,7 @@ async fn t08_heads_are_bounded_to_the_byte() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn s37_client_hello_may_be_split_at_every_byte() -> Result<()> {
     let env = TestEnv::start().await?;
-    let address = env.bound().https.expect("TLS door");
+    let address = env.bound().https.expect("HTTPS listener");
     let tls = ClientTls::insecure("worker-1", None)?;
     let hello = tls.hello()?;
     assert!(hello.len() > 200, "{} bytes", hello.len());
@@ -88,7 +88,7 @@ async fn s37_slow_client_hello_ends_with_its_time() -> Result<()> {
     let env =
         TestEnv::start_with(|settings| settings.limits = TestEnv::limits("handshakeTimeout: 1s"))
             .await?;
-    let address = env.bound().https.expect("TLS door");
+    let address = env.bound().https.expect("HTTPS listener");
     let hello = ClientTls::insecure("worker-1", None)?.hello()?;
     for sent in [0, 1, 5, 6, hello.len() / 2, hello.len() - 1] {
         let began = tokio::time::Instant::now();

@@ -170,8 +170,8 @@ async fn s06_r10_every_pair_of_selectors_is_one_node_or_400() -> Result<()> {
                 let expected: Vec<_> = expected(host, *node, *dest).into_iter().collect();
                 let status = if expected.is_empty() { 400 } else { 200 };
                 if reached != expected || reply.status != status {
-                    let (got, said) = (reply.status, reply.text());
-                    wrong.push(format!("Host {host:?}, {node:?}, {dest:?}: {got} {reached:?}, not {expected:?}: {said}"));
+                    let (got, text) = (reply.status, reply.text());
+                    wrong.push(format!("Host {host:?}, {node:?}, {dest:?}: {got} {reached:?}, not {expected:?}: {text}"));
                 }
                 asked += 1;
             }

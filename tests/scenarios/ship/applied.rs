@@ -372,9 +372,9 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     // The echo has no end, so the first lines are enough.
     let shell = "yes through the tunnel | \"$@\" | head -n 6";
     let exec = exec.through(["sh", "-c", shell, "sh"]);
-    let said = exec.inside(Some(&caller)).run().await?.ok()?;
-    ensure!(said.starts_with("HTTP/1.1 101 "), "{said}");
-    ensure!(said.contains("through the tunnel"), "{said}");
+    let output = exec.inside(Some(&caller)).run().await?.ok()?;
+    ensure!(output.starts_with("HTTP/1.1 101 "), "{output}");
+    ensure!(output.contains("through the tunnel"), "{output}");
     Ok(())
 }
 

@@ -34,9 +34,9 @@ async fn example_configurations_are_valid_without_a_warning() -> Result<()> {
             // The copy has a safe mode, whatever umask the checkout had.
             let copy = scratch.file("example.yaml", std::fs::read(&example)?)?;
             let check = Program::ours(program)?.arg("check-config").arg("--config");
-            let said = check.arg(&copy).args(more).run().await?;
-            let text = said.to_string();
-            said.ok().with_context(|| example.display().to_string())?;
+            let output = check.arg(&copy).args(more).run().await?;
+            let text = output.to_string();
+            output.ok().with_context(|| example.display().to_string())?;
             ensure!(!text.contains("warning"), "{}: {text}", example.display());
         }
     }
@@ -67,8 +67,8 @@ async fn compose_file_gives_each_program_arguments_that_it_takes() -> Result<()>
         if program == "tunnel-agent" {
             check = check.args(["--token", TOKEN]);
         }
-        let said = check.run().await?;
-        said.ok().with_context(|| name.clone())?;
+        let output = check.run().await?;
+        output.ok().with_context(|| name.clone())?;
         checked += 1;
     }
     ensure!(checked == 3, "{checked} services run our programs");
@@ -97,9 +97,9 @@ async fn systemd_analyze_verifies_the_units() -> Result<()> {
         std::fs::write(&copy, text.replace(&installed, "/bin/true"))?;
         verify = verify.arg(copy);
     }
-    let said = verify.run().await?;
-    let text = said.to_string();
-    let out = said.ok()?;
+    let output = verify.run().await?;
+    let text = output.to_string();
+    let out = output.ok()?;
     ensure!(out.is_empty() && !text.contains(".service:"), "{text}");
     Ok(())
 }

@@ -154,11 +154,11 @@ async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
     let node = Node::new("worker-1").addressed("InternalIP", "192.168.33.221");
     fixture.cluster.objects().add(&node).await?;
     let finished = fixture.run("docs/tutorials/cluster.md", "", &[]).await?;
-    let told = finished.ok()?;
+    let output = finished.ok()?;
     let service = Objects::path("services", "tunnel-dns");
     let service = fixture.object(&service).await?;
     let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
-    ensure!(told.contains(address), "{told}");
+    ensure!(output.contains(address), "{output}");
     let node = fixture.object("/api/v1/nodes/worker-1").await?;
     ensure!(
         node["metadata"]["labels"]["openyurt.io/is-edge-worker"] == "true",
@@ -234,8 +234,8 @@ async fn migration_guide_runs_against_an_api_server_with_the_old_objects() -> Re
         .run("docs/how-to/migrate.md", OLD, &variables)
         .await?;
     finished.ok()?;
-    let kept = std::fs::read_to_string(backup)?;
-    ensure!(kept.contains("x-tunnel-server-svc") && kept.contains("yurt-tunnel-nodes"));
+    let saved = std::fs::read_to_string(backup)?;
+    ensure!(saved.contains("x-tunnel-server-svc") && saved.contains("yurt-tunnel-nodes"));
     let service = Objects::path("services", "x-tunnel-server-internal-svc");
     let service = fixture.object(&service).await?;
     ensure!(service["spec"]["clusterIP"] == "10.106.217.16", "{service}");

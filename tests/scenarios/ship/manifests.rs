@@ -107,9 +107,10 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
             for (variable, value) in &container.env {
                 check = check.env(variable, value);
             }
-            let said = check.run().await?;
-            let text = format!("{said}");
-            said.ok()
+            let output = check.run().await?;
+            let text = format!("{output}");
+            output
+                .ok()
                 .with_context(|| format!("{overlay}: {name}: {text}"))?;
             ensure!(!text.contains("warning"), "{overlay}: {name}: {text}");
         }
@@ -548,8 +549,8 @@ fn promtool_takes_the_scrape_example() -> Result<()> {
             .args(["check", "config"])
             .arg(repository().join(file))
             .output()?;
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        ensure!(output.status.success(), "{file}: {said}");
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "{file}: {errors}");
     }
     Ok(())
 }

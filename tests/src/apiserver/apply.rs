@@ -69,10 +69,10 @@ pub(super) fn apply(
     // Fields that this manager applied before and does not apply again are removed, unless other
     // managers own them.
     for path in before.iter().flat_map(|manager| &manager.fields.0) {
-        let wanted = fields.0.iter().any(|kept| kept.starts_with(path));
+        let wanted = fields.0.iter().any(|own| own.starts_with(path));
         let shared = others
             .iter()
-            .any(|manager| manager.fields.0.iter().any(|kept| kept.starts_with(path)));
+            .any(|manager| manager.fields.0.iter().any(|own| own.starts_with(path)));
         if !wanted && !shared {
             remove(&mut merged, path);
         }

@@ -27,7 +27,7 @@ pub(super) struct Listening {
     addr: SocketAddr,
     /// Bound socket that never listens. The socket reserves the port while connections to it are
     /// refused.
-    _kept: Socket,
+    _reserved: Socket,
     tls: TargetTls,
     users: Users,
     accepting: Option<JoinSet<()>>,
@@ -35,14 +35,14 @@ pub(super) struct Listening {
 
 impl Listening {
     pub(super) fn start(service: Arc<Service>, pki: &Pki) -> Result<Self> {
-        let kept = socket(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
-        let addr = kept
+        let reserved = socket(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+        let addr = reserved
             .local_addr()?
             .as_socket()
             .context("address of the API server")?;
         let mut listening = Self {
             addr,
-            _kept: kept,
+            _reserved: reserved,
             tls: pki.serving().clone(),
             users: pki.users(),
             accepting: None,

@@ -37,7 +37,7 @@ pub(super) fn strategic(target: &mut Value, patch: &Value) {
     }
     let target = object(target);
     if let Some(Value::Array(keep)) = patch.get("$retainKeys") {
-        target.retain(|key, _| keep.iter().any(|kept| kept == key));
+        target.retain(|key, _| keep.iter().any(|name| name == key));
     }
     for (key, change) in patch {
         if let Some(list) = key.strip_prefix("$deleteFromPrimitiveList/") {

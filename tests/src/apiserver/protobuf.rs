@@ -307,8 +307,8 @@ mod tests {
         let subject = json!({ "kind": "ServiceAccount", "name": "x", "namespace": "kube-system" });
         let role = json!({ "apiGroup": rbac, "kind": "ClusterRole", "name": "r" });
         let labels = json!({ "app": "d" });
-        let mut labelled = namespaced("d");
-        labelled["labels"] = labels.clone();
+        let mut labeled = namespaced("d");
+        labeled["labels"] = labels.clone();
         let containers = json!([{ "name": "y", "image": "x/y:1" }]);
         let spec = json!({
             "replicas": 1, "selector": { "matchLabels": labels },
@@ -333,7 +333,7 @@ mod tests {
             ),
             (
                 DEPLOYMENT,
-                json!({ "apiVersion": "apps/v1", "kind": "Deployment", "metadata": labelled, "spec": spec }),
+                json!({ "apiVersion": "apps/v1", "kind": "Deployment", "metadata": labeled, "spec": spec }),
             ),
             (
                 ACCOUNT,

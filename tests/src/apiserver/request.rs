@@ -443,11 +443,11 @@ impl Request {
             && new["metadata"]["finalizers"]
                 .as_array()
                 .is_none_or(Vec::is_empty);
-        let kept = self.keep(content, self.name(), new)?;
+        let stored = self.keep(content, self.name(), new)?;
         if gone && self.query.get("dryRun").is_none() {
             self.remove(content, &self.key(self.name()));
         }
-        Ok(kept)
+        Ok(stored)
     }
 
     fn delete(&self, content: &mut Content) -> Result<Answer, Status> {

@@ -94,7 +94,7 @@ async fn measure(nodes: usize) -> Result<ClusterSizeStats> {
     .await;
     let after = started.elapsed();
     // The server persists the cluster state a little later, which takes memory once more.
-    eventually("what is kept", WAIT_TIMEOUT, async || {
+    eventually("the snapshot", WAIT_TIMEOUT, async || {
         scratch
             .path()
             .join("server/cluster.json")

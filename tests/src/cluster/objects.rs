@@ -23,7 +23,7 @@ pub struct Node(Value);
 #[must_use]
 pub fn edge(name: &str) -> Node {
     Node::new(name)
-        .labelled(EDGE_LABEL, "true")
+        .labeled(EDGE_LABEL, "true")
         .addressed("InternalIP", "192.168.33.221")
 }
 
@@ -31,7 +31,7 @@ pub fn edge(name: &str) -> Node {
 #[must_use]
 pub fn cloud(name: &str, address: &str) -> Node {
     Node::new(name)
-        .labelled(EDGE_LABEL, "false")
+        .labeled(EDGE_LABEL, "false")
         .addressed("InternalIP", address)
 }
 
@@ -47,7 +47,7 @@ impl Node {
 
     /// Adds a label.
     #[must_use]
-    pub fn labelled(mut self, label: &str, value: &str) -> Self {
+    pub fn labeled(mut self, label: &str, value: &str) -> Self {
         self.0["metadata"]["labels"][label] = value.into();
         self
     }

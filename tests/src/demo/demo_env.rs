@@ -210,7 +210,7 @@ impl Network {
                 let (exporter_port, kubelet_port) = (free_port()?, free_port()?);
                 terminal.message(&format!(
                     "NOTE: network namespaces cannot be used here ({skip}).\nThe two edges have the addresses 127.0.0.2 \
-                     and 127.0.0.3: that edges with EQUAL addresses are told apart is NOT shown by this run."
+                     and 127.0.0.3: that edges with EQUAL addresses are distinguished is NOT shown by this run."
                 ));
                 Ok(Self {
                     caller: None,

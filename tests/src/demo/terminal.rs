@@ -5,7 +5,7 @@ use std::io::{self, IsTerminal, Write};
 /// Prints to standard output, with colors on a terminal.
 #[derive(Debug)]
 pub(super) struct Terminal {
-    colour: bool,
+    color: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -20,7 +20,7 @@ impl Terminal {
     pub(super) fn new() -> Self {
         let wished = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         Self {
-            colour: wished && io::stdout().is_terminal(),
+            color: wished && io::stdout().is_terminal(),
         }
     }
 
@@ -67,7 +67,7 @@ impl Terminal {
     }
 
     fn paint(&self, style: Style, text: &str) -> String {
-        if !self.colour {
+        if !self.color {
             return text.to_owned();
         }
         format!("\u{1b}[{}m{text}\u{1b}[0m", style as u8)

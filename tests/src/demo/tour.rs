@@ -16,11 +16,11 @@ use crate::process::Listener;
 /// Steps with a common heading.
 struct Section {
     heading: &'static str,
-    steps: Vec<Step>,
+    steps: Vec<TourStep>,
 }
 
 /// One shell line, shown and run.
-struct Step {
+struct TourStep {
     /// The shell line, exactly as run.
     line: String,
     /// Texts that the answer must contain.
@@ -69,18 +69,18 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
     let port = demo_env.exporter_port();
     let over_http = NODES.map(|node| {
         let line = demo_env.over_http("-sS", &format!("{node}:{port}"), "/metrics");
-        Step::metrics(node, line)
+        TourStep::metrics(node, line)
     });
     let ca_file = shell_line([demo_env.file(CA_FILE)]);
     let ca = format!("{} >{ca_file}", demo_env.server_verb(&["ca"]));
-    let mut over_https = vec![Step::new(ca, &[])];
+    let mut over_https = vec![TourStep::new(ca, &[])];
     over_https.extend(NODES.map(|node| {
         let line = demo_env.over_https(&["-sS"], node, "/metrics");
-        Step::metrics(node, line)
+        TourStep::metrics(node, line)
     }));
-    let extra_port = Step::metrics(second, demo_env.through_extra_port(second));
+    let extra_port = TourStep::metrics(second, demo_env.through_extra_port(second));
     let nodes = demo_env.server_verb(&["nodes"]);
-    let nodes = Step::new(nodes, &[first, second, &EDGE_ADDRESS.to_string()]);
+    let nodes = TourStep::new(nodes, &[first, second, &EDGE_ADDRESS.to_string()]);
     let mut sections = vec![
         Section::new("Requests by node name, over the HTTP listener", over_http),
         Section::new(
@@ -113,9 +113,9 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
     if demo_env.has_equal_addresses() {
         let url = format!("http://{EDGE_ADDRESS}:{port}/metrics");
         let line = demo_env.curl(&["-sS", "--connect-timeout", "1", &url]);
-        let direct = Step {
+        let direct = TourStep {
             fails: true,
-            ..Step::new(line, &[])
+            ..TourStep::new(line, &[])
         };
         sections.push(Section::new(
             "Without the tunnel the cloud does not reach the edges",
@@ -126,25 +126,25 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
 }
 
 /// Returns the steps in which the server resolves the nodes' names itself.
-fn by_name(demo_env: &DemoEnv) -> Vec<Step> {
+fn by_name(demo_env: &DemoEnv) -> Vec<TourStep> {
     let [first, second] = NODES;
     let answer = demo_env.dns.ip().to_string();
-    let mut steps = vec![Step::new(demo_env.dig(first), &[first, &answer])];
+    let mut steps = vec![TourStep::new(demo_env.dig(first), &[first, &answer])];
     let url = format!("http://{second}:{}/metrics", demo_env.exporter_port());
     if let Some([resolv_conf, request]) = demo_env.by_resolver(&url) {
         let server = format!("nameserver {answer}");
-        steps.push(Step::new(resolv_conf, &[&server]));
-        steps.push(Step::metrics(second, request));
+        steps.push(TourStep::new(resolv_conf, &[&server]));
+        steps.push(TourStep::metrics(second, request));
     }
     steps
 }
 
-fn logs(demo_env: &DemoEnv) -> Step {
+fn logs(demo_env: &DemoEnv) -> TourStep {
     let [node, _] = NODES;
     let path = "/containerLogs/default/pod/app?follow=true";
     let follow = demo_env.over_https(&["-sN"], node, path);
     let expected = [format!("{node}: log of pod/app"), format!("{node}: line ")];
-    Step::new(
+    TourStep::new(
         format!("{follow} | head -n 4"),
         &expected.each_ref().map(String::as_str),
     )
@@ -152,7 +152,7 @@ fn logs(demo_env: &DemoEnv) -> Step {
 
 /// Returns the step that sends endless lines to an echo behind a 101. `Expect` and
 /// `Transfer-Encoding` are removed, so that curl sends the lines as they are and at once.
-fn exec(demo_env: &DemoEnv) -> Step {
+fn exec(demo_env: &DemoEnv) -> TourStep {
     let [node, _] = NODES;
     let headers = [
         "Connection: Upgrade",
@@ -164,19 +164,19 @@ fn exec(demo_env: &DemoEnv) -> Step {
     let flags = ["-siN", "-X", "POST", "-T", "-"];
     let flags = [&flags[..], headers.as_flattened()].concat();
     let upgrade = demo_env.over_https(&flags, node, "/exec/default/pod/app");
-    Step::new(
+    TourStep::new(
         format!("yes 'typed into the edge' | {upgrade} | head -n 6"),
         &["101 Switching Protocols", "typed into the edge"],
     )
 }
 
-fn refusals(demo_env: &DemoEnv) -> Vec<Step> {
+fn refusals(demo_env: &DemoEnv) -> Vec<TourStep> {
     let [first, second] = NODES;
     let exporter_port = demo_env.exporter_port();
     let tunnel_port = demo_env.listener_addr(Listener::Http).port();
     let refused = |host: &str, port: u16, expected: &[&str]| {
         let line = demo_env.over_http("-isS", &format!("{host}:{port}"), "/metrics");
-        Step::new(line, expected)
+        TourStep::new(line, expected)
     };
     let policy = ["403", "refused_by_policy", "the tunnel's own port"];
     vec![
@@ -220,13 +220,13 @@ impl DemoEnv {
 }
 
 impl Section {
-    fn new(heading: &'static str, steps: impl Into<Vec<Step>>) -> Self {
+    fn new(heading: &'static str, steps: impl Into<Vec<TourStep>>) -> Self {
         let steps = steps.into();
         Self { heading, steps }
     }
 }
 
-impl Step {
+impl TourStep {
     fn new(line: String, expected: &[&str]) -> Self {
         let expected = expected.iter().map(|text| (*text).to_owned()).collect();
         Self {

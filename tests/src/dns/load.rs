@@ -48,7 +48,7 @@ impl LoadedServer {
             .start()
             .await?;
         let log = server.process().log().clone();
-        let address = eventually("where DNS is", START, async || {
+        let address = eventually("the address of the DNS listener", START, async || {
             log.lines()
                 .iter()
                 .find_map(|line| Listener::Dns.opened(line))

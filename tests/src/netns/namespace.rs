@@ -49,7 +49,7 @@ impl Namespace {
     ///
     /// # Errors
     /// Returns the errors of [`Self::new`].
-    pub fn neighbour(&self, name: &str, hosts: &Path) -> Result<Self, Skip> {
+    pub fn neighbor(&self, name: &str, hosts: &Path) -> Result<Self, Skip> {
         let mut unshare = self.command(Tool::Unshare.program());
         hold(&mut unshare, name, hosts, self.in_user_namespace)
     }

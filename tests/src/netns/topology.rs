@@ -57,8 +57,8 @@ impl Topology {
         let cloud = Namespace::new("cloud", &cloud_hosts)?;
         cloud.script(&format!("$IP address add {CLOUD_ADDRESS}/32 dev lo"))?;
         let site = |site: usize| -> Result<Edge, Skip> {
-            let router = cloud.neighbour(&format!("router-{site}"), &edge_hosts)?;
-            let node = cloud.neighbour(&format!("edge-{site}"), &edge_hosts)?;
+            let router = cloud.neighbor(&format!("router-{site}"), &edge_hosts)?;
+            let node = cloud.neighbor(&format!("edge-{site}"), &edge_hosts)?;
             connect(&cloud, &router, &node, site)?;
             Ok(Edge {
                 node_name: NODES[site - 1],

@@ -98,7 +98,7 @@ async fn serve(site: Arc<Site>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Re
     while let Some(mut request) = Request::read(&mut wire, &traffic).await? {
         let after = site.answer(&mut wire, &mut request, &traffic).await?;
         match request.settle(wire, after).await? {
-            Some(kept) => wire = kept,
+            Some(reusable) => wire = reusable,
             None => return Ok(()),
         }
     }

@@ -48,13 +48,13 @@ impl ImpostorTarget {
         let versions = if old { [&TLS12] } else { [&TLS13] };
         let tls = TargetTls::recording_clients(own, &versions, Arc::clone(&presented))?;
         let captured = Arc::new(Mutex::new(Captured::default()));
-        let kept = Arc::clone(&captured);
+        let shared = Arc::clone(&captured);
         let listening = Listening::start(ANY_LOOPBACK_PORT, None, move |wire, _traffic| {
             let capturing = CapturingIo {
                 wire,
-                captured: Arc::clone(&kept),
+                captured: Arc::clone(&shared),
             };
-            serve(tls.clone(), capturing, Arc::clone(&kept))
+            serve(tls.clone(), capturing, Arc::clone(&shared))
         });
         Ok(Self {
             listening: listening.await?,

@@ -214,7 +214,7 @@ async fn serve(served: Arc<Served>, mut wire: Wire, traffic: Arc<Traffic>) -> io
             _ => site.answer(&mut wire, &mut request, &traffic).await?,
         };
         match request.settle(wire, after).await? {
-            Some(kept) => wire = kept,
+            Some(reusable) => wire = reusable,
             None => return Ok(()),
         }
     }

@@ -163,9 +163,9 @@ impl SilentTarget {
 
 async fn start(bind: SocketAddr, script: Script) -> Result<(Listening, Arc<ReceivedLog>)> {
     let log = Arc::new(ReceivedLog::default());
-    let kept = Arc::clone(&log);
+    let shared_log = Arc::clone(&log);
     let listening = Listening::start(bind, None, move |wire, traffic| {
-        run(script, wire, traffic, Arc::clone(&kept))
+        run(script, wire, traffic, Arc::clone(&shared_log))
     });
     Ok((listening.await?, log))
 }

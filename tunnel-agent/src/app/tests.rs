@@ -129,17 +129,17 @@ async fn drain_under_way(transport: &str) {
         .unwrap()
         .unwrap();
     assert!(received == answer, "{} bytes", received.len());
-    let messages = timeout(LONG, async {
-        let mut messages = Vec::new();
+    let sent = timeout(LONG, async {
+        let mut sent = Vec::new();
         while let Some(message) = reader.receive().await.unwrap() {
-            messages.push(message);
+            sent.push(message);
         }
-        messages
+        sent
     });
-    let messages = messages.await.unwrap();
+    let sent = sent.await.unwrap();
     assert!(
-        matches!(messages[..], [ControlMessage::Withdraw, ControlMessage::Bye(_)]),
-        "{messages:?}"
+        matches!(sent[..], [ControlMessage::Withdraw, ControlMessage::Bye(_)]),
+        "{sent:?}"
     );
     let reason = timeout(LONG, session.closed()).await.unwrap();
     assert_eq!(reason.code, CloseCode::Normal);

@@ -57,7 +57,7 @@ impl Site {
 
     async fn has_code(&self, word: &str) {
         eventually(
-            &format!("an enrolment ends as {word}"),
+            &format!("an enrollment ends as {word}"),
             WAIT_TIMEOUT,
             async || {
                 let count = self.enrolled(word).await?;
@@ -166,19 +166,19 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
             "wrong_node",
         ),
         (
-            "another node's Pod, told by an older server",
+            "another node's Pod, reviewed by an older server",
             Reviewing::WithPods,
             sign(&claims("agent-2", &other_uid))?,
             "wrong_node",
         ),
         (
-            "a Pod that was made anew",
+            "a Pod that was created again",
             current,
             sign(&claims("agent-1", "other-uid"))?,
             "bad_token",
         ),
         (
-            "a Pod that was made anew, as a cached answer has it",
+            "a Pod that was created again, as a cached answer has it",
             Reviewing::Cached,
             sign(&claims("agent-1", "other-uid"))?,
             "is gone",
@@ -224,11 +224,11 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
     ];
     for (what, reviewing, token, words) in &table {
         site.api()?.review_as(*reviewing);
-        let told = refusal(&site, "worker-1", token).await?;
-        ensure!(told.contains(words), "{what}: {told}");
+        let text = refusal(&site, "worker-1", token).await?;
+        ensure!(text.contains(words), "{what}: {text}");
         let secret = token.rsplit('.').next().unwrap_or_default();
         ensure!(
-            secret.len() < 8 || !told.contains(secret),
+            secret.len() < 8 || !text.contains(secret),
             "{what}: the token is shown"
         );
     }
@@ -308,8 +308,8 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     site.has_code("revoked").await;
     ensure!(site.env.registry().of_node(&node).is_empty());
     agent.stop().await?;
-    let told = refusal_of_stored(&site).await?;
-    ensure!(told, "connected with the revoked certificate");
+    let is_refused = refusal_of_stored(&site).await?;
+    ensure!(is_refused, "connected with the revoked certificate");
     let later = TokenClaims {
         issued: revoked + Duration::from_secs(2),
         ..first
@@ -357,7 +357,7 @@ async fn ca_file_of_an_enrolled_agent_is_reloaded() -> Result<()> {
     site.env.connected("worker-1").await;
     replace(&bundle, site.client_ca.pem().as_bytes())?;
     let node = "worker-1".parse()?;
-    eventually("the server is a stranger", WAIT_TIMEOUT, async || {
+    eventually("the server is not trusted", WAIT_TIMEOUT, async || {
         for session in site.env.registry().of_node(&node) {
             session.close(CloseCode::Normal, "dial again").await;
         }
@@ -382,10 +382,10 @@ async fn server_outside_a_cluster_says_that_it_takes_no_such_tokens() -> Result<
     .await?;
     let uid = site.pod("agent-1", "worker-1")?;
     let token = site.api()?.sign(&claims("agent-1", &uid));
-    let told = refusal(&site, "worker-1", &token).await?;
+    let text = refusal(&site, "worker-1", &token).await?;
     ensure!(
-        told.contains("not_offered") && told.contains("join token"),
-        "{told}"
+        text.contains("not_offered") && text.contains("join token"),
+        "{text}"
     );
     Ok(())
 }

@@ -277,14 +277,14 @@ async fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_h2() -> Resu
 #[tokio::test(flavor = "multi_thread")]
 async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status() -> Result<()> {
     let site = ApiServerSite::start("auto").await?;
-    let nobody = "192.0.2.9:10250";
+    let unknown = "192.0.2.9:10250";
     let get = async |host: &str, path: &str| {
         let listener = site.dialed(Verification::Off, &site.edges[0])?;
         request(listener, &RawRequest::get(host, path)).await
     };
     for host in site
         .hosts()
-        .chain([nobody.into(), "unknown-1:10250".into()])
+        .chain([unknown.into(), "unknown-1:10250".into()])
     {
         for (edge, pod) in site.edges.iter().zip(["web-0", "web-1"]) {
             let reply = get(&host, &format!("/containerLogs/default/{pod}/app")).await?;
@@ -304,7 +304,7 @@ async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status()
         "/metrics/cadvisor",
         "/containerLogs/default/nobody/app",
     ] {
-        let reply = get(nobody, path).await?;
+        let reply = get(unknown, path).await?;
         ensure!(reply.status == 400, "{path}: {}", reply.text());
     }
     Ok(())
@@ -423,7 +423,7 @@ async fn unreachable_pods_are_answered_with_the_name_of_their_node() -> Result<(
     site.put_pod("default", "unbound", "")?;
     // The Host names a node with an agent. The server does not fall back to that node.
     let host = format!("worker-1:{}", site.edges[0].kubelet.addr().port());
-    for (pod, status, code, says) in [
+    for (pod, status, code, text) in [
         ("no-agent", 503, "no_agent", "worker-3"),
         ("in-the-cloud", 503, "no_agent", "master-1"),
         ("no-node", 400, "unknown_node", "worker-9"),
@@ -433,7 +433,7 @@ async fn unreachable_pods_are_answered_with_the_name_of_their_node() -> Result<(
         eventually(pod, WAIT_TIMEOUT, async || {
             let answer = refused(&site, &host, &format!("default/{pod}")).await?;
             ensure!((answer.0, &*answer.1) == (status, code), "{answer:?}");
-            ensure!(answer.2.contains(says), "{answer:?}");
+            ensure!(answer.2.contains(text), "{answer:?}");
             anyhow::Ok(())
         })
         .await;

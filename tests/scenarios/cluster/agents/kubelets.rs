@@ -47,7 +47,7 @@ async fn only_a_kubelets_own_certificate_of_the_clusters_ca_makes_its_agent() ->
     let foreign = TestCa::new("kubernetes")?;
     let past = std::time::SystemTime::now() - Duration::from_secs(3600);
     let of_cluster = [
-        ("our role beside it", ours("culvert://agent/worker-1")),
+        ("our role in addition", ours("culvert://agent/worker-1")),
         (
             "our role for another node",
             ours("culvert://agent/worker-2"),
@@ -178,7 +178,7 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
     let agent = site.agent_of_kubelet("worker-1", &pki, |_| {}).await?;
     // An invalid CA changes nothing, and the server reports it.
     site.api()?.set_client_ca("nothing")?;
-    eventually("the problem is told", WAIT_TIMEOUT, async || {
+    eventually("the condition is reported", WAIT_TIMEOUT, async || {
         let ready = RawRequest::get("meta", "/readyz?verbose");
         let ready_text = request(site.env.bound().meta, &ready).await?.text();
         ensure!(ready_text.contains("[!] kubelet client CA"), "{ready_text}");
@@ -236,8 +236,8 @@ async fn kubelets_are_agents_without_a_cluster_by_a_file_and_never_when_it_is_of
     ensure!(dial(&env, &ca).await.is_err());
 
     let site = Site::start_with(|settings| settings.kubelet_client_ca = Some("off".into())).await?;
-    let nobody = dial(&site.env, &site.client_ca).await;
-    ensure!(nobody.is_err(), "let in though it is off");
+    let refused = dial(&site.env, &site.client_ca).await;
+    ensure!(refused.is_err(), "let in though it is off");
     let asked = site.api()?.requests();
     let ca = "extension-apiserver-authentication";
     ensure!(!asked.iter().any(|seen| seen.path.contains(ca)));

@@ -120,7 +120,7 @@ async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made
         waits.then_some(address)
     });
     let meta: std::net::SocketAddr = meta.await?;
-    eventually("the problem to be told", FIRST, async || {
+    eventually("the condition to be reported", FIRST, async || {
         let reply = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
         let text = reply.text();
         ensure!(reply.status == 503, "{}", reply.status);
@@ -233,7 +233,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
         .objects()
         .set_secret(&ca_secret(), &[("ca.key", "nonsense")])
         .await?;
-    eventually("the damage to be told", WAIT_TIMEOUT, async || {
+    eventually("the damage to be reported", WAIT_TIMEOUT, async || {
         let reply = request(
             server.bound().meta,
             &RawRequest::get("meta", "/readyz?verbose"),

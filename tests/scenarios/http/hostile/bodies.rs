@@ -5,7 +5,7 @@ use tunnel_tests::targets::HostileAction;
 
 use super::behavior::{Answer, BAD, Behavior, send};
 
-pub(super) fn behaviours() -> Vec<Behavior> {
+pub(super) fn behaviors() -> Vec<Behavior> {
     [lengths(), chunks(), bodiless(), endless()].concat()
 }
 

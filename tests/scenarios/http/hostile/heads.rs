@@ -5,7 +5,7 @@ use tunnel_tests::targets::HostileAction;
 
 use super::behavior::{Answer, BAD, Behavior, send};
 
-pub(super) fn behaviours() -> Vec<Behavior> {
+pub(super) fn behaviors() -> Vec<Behavior> {
     [status_lines(), fields(), interim(), ends(), tls()].concat()
 }
 
@@ -161,7 +161,7 @@ fn interim() -> Vec<Behavior> {
             OK,
         ),
         Behavior::sends(
-            "100 that nobody waits for",
+            "unexpected 100",
             format!("HTTP/1.1 100 Continue\r\n\r\n{}", with("")),
             OK,
         ),
@@ -175,7 +175,7 @@ fn interim() -> Vec<Behavior> {
             BAD,
         ),
         Behavior::sends(
-            "101 that nobody asked for",
+            "unexpected 101",
             "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\nabc",
             BAD,
         ),

@@ -45,7 +45,7 @@ async fn other_sender_does_not_reach_the_agent() {
     let path = Path::new().await;
     let port = path.port().await;
     let other_sender = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-    other_sender.send_to(b"stranger", port).await.unwrap();
+    other_sender.send_to(b"other", port).await.unwrap();
     path.server.send_to(b"server", port).await.unwrap();
     assert_eq!(recv(&path.agent).await.0, b"server");
 }

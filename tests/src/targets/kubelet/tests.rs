@@ -173,9 +173,9 @@ async fn certificate_is_verified_when_asked_and_the_clients_one_is_recorded() {
         .unwrap();
     let whoami = RawRequest::get("a", "/client-certificate");
 
-    let nobody = ClientTls::verifying("node-a", roots.clone(), None).unwrap();
+    let anonymous = ClientTls::verifying("node-a", roots.clone(), None).unwrap();
     assert_eq!(
-        request(Endpoint::tls(kubelet.addr(), nobody), &whoami)
+        request(Endpoint::tls(kubelet.addr(), anonymous), &whoami)
             .await
             .unwrap()
             .text(),

@@ -108,10 +108,10 @@ async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
     agent.send(ControlMessage::Suspect(true)).await;
     let doubted = || suspect_reason(&bench) == Some(SuspectReason::PeerHearsNothing);
     let began = Instant::now();
-    eventually("the session is suspect", doubted).await;
+    eventually("suspect", doubted).await;
     assert!(began.elapsed() < Duration::from_millis(10));
     agent.send(ControlMessage::Suspect(false)).await;
-    eventually("the session is trusted", || suspect_reason(&bench).is_none()).await;
+    eventually("not suspect", || suspect_reason(&bench).is_none()).await;
     // The next message has another subject, because the server never suspected the session.
     bench.sessions.shutdown.drain().cancel();
     assert_eq!(agent.recv().await, ControlMessage::Drain(secs(30)));
@@ -132,7 +132,7 @@ async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
     assert_eq!(
         suspect_reason(&bench),
         None,
-        "an unsent message is waited for"
+        "the session waits for an unsent message"
     );
     agent.near.script().is_silent = true;
     let began = Instant::now();

@@ -9,8 +9,8 @@ async fn passes(fields: &str, answer: &str) -> (String, String) {
     let fixture = Fixture::new();
     let agent = fixture.agent();
     let asked = format!("{}Connection: close\r\n{fields}\r\n", get("/"));
-    let (response, seen) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
-    (seen, response)
+    let (reply, seen) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
+    (seen, reply)
 }
 
 /// Returns the listener's response, up to the end of the connection, to bytes that must not reach a
@@ -19,15 +19,15 @@ async fn refused(request: &[u8]) -> String {
     let fixture = Fixture::new();
     let agent = fixture.agent();
     let (mut reader, mut writer) = tokio::io::split(fixture.connect());
-    let mut response = String::new();
+    let mut reply = String::new();
     let asks = async {
         // The listener may close before everything is sent.
         let _refused_early = writer.write_all(request).await;
     };
-    let (_, read) = tokio::join!(asks, reader.read_to_string(&mut response));
+    let (_, read) = tokio::join!(asks, reader.read_to_string(&mut reply));
     read.unwrap();
-    assert!(agent.is_left_alone().await, "{response}");
-    response
+    assert!(agent.is_left_alone().await, "{reply}");
+    reply
 }
 
 #[tokio::test(start_paused = true)]
@@ -41,18 +41,18 @@ async fn other_transfer_codings_are_refused() {
             "{}Connection: close\r\nTransfer-Encoding: {coding}\r\n\r\n0\r\n\r\n",
             get("/")
         );
-        let response = refused(request.as_bytes()).await;
-        assert!(response.starts_with("HTTP/1.1 400 "), "{coding}: {response}");
+        let reply = refused(request.as_bytes()).await;
+        assert!(reply.starts_with("HTTP/1.1 400 "), "{coding}: {reply}");
         assert!(
-            response.contains("X-Tunnel-Error: bad_request"),
-            "{coding}: {response}"
+            reply.contains("X-Tunnel-Error: bad_request"),
+            "{coding}: {reply}"
         );
         let answer =
             format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: {coding}\r\n\r\n2\r\nhi\r\n0\r\n\r\n");
-        let (_, response) = passes("", &answer).await;
+        let (_, reply) = passes("", &answer).await;
         assert!(
-            response.contains("X-Tunnel-Error: target_bad_response"),
-            "{coding}: {response}"
+            reply.contains("X-Tunnel-Error: target_bad_response"),
+            "{coding}: {reply}"
         );
     }
     let unframed = format!("{}Transfer-Encoding: gzip\r\n\r\n", get("/"));
@@ -83,8 +83,8 @@ async fn length_is_said_once_in_plain_digits() {
         "",
         "99999999999999999999",
     ] {
-        let response = refused(upload(&format!("Content-Length: {length}\r\n")).as_bytes()).await;
-        assert!(response.starts_with("HTTP/1.1 400 "), "{length}: {response}");
+        let reply = refused(upload(&format!("Content-Length: {length}\r\n")).as_bytes()).await;
+        assert!(reply.starts_with("HTTP/1.1 400 "), "{length}: {reply}");
     }
     for (length, told_length) in [
         ("2, 2", Some(2)),
@@ -92,15 +92,15 @@ async fn length_is_said_once_in_plain_digits() {
         ("02", Some(2)),
     ] {
         let answer = HI.replace("Content-Length: 2", &format!("Content-Length: {length}"));
-        let (_, response) = passes("", &answer).await;
+        let (_, reply) = passes("", &answer).await;
         let expected = told_length.map(|length| format!("Content-Length: {length}\r\n"));
-        assert!(response.contains(&expected.unwrap()), "{length}: {response}");
+        assert!(reply.contains(&expected.unwrap()), "{length}: {reply}");
         assert_eq!(
-            response.to_lowercase().matches("content-length").count(),
+            reply.to_lowercase().matches("content-length").count(),
             1,
-            "{response}"
+            "{reply}"
         );
-        assert!(response.ends_with("hi"), "{response}");
+        assert!(reply.ends_with("hi"), "{reply}");
     }
 }
 
@@ -204,8 +204,8 @@ async fn malformed_heads_are_refused() {
         "GET / HTTP/1.1\r\nConnection: close\r\n\r\n".into(),
         format!("GET / HTTP/1.1\r\nConnection: close\r\n{host}{host}\r\n"),
     ] {
-        let response = refused(request.as_bytes()).await;
-        assert!(response.starts_with("HTTP/1.1 400 "), "{request:?}: {response}");
+        let reply = refused(request.as_bytes()).await;
+        assert!(reply.starts_with("HTTP/1.1 400 "), "{request:?}: {reply}");
     }
 }
 
@@ -222,14 +222,14 @@ async fn heads_fields_and_targets_have_their_bounds() {
         (fields(100), fields(101), 431),
     ] {
         assert!(passes(&small, HI).await.1.ends_with("hi"));
-        let response =
+        let reply =
             refused(format!("{}Connection: close\r\n{large}\r\n", get("/")).as_bytes()).await;
-        assert!(response.starts_with(&format!("HTTP/1.1 {status} ")), "{response}");
+        assert!(reply.starts_with(&format!("HTTP/1.1 {status} ")), "{reply}");
     }
     for (length, status) in [(8191, 200), (8192, 200), (8193, 414)] {
         let path = format!("/{}", "p".repeat(length - 1));
         let asked = format!("{}Connection: close\r\n\r\n", get(&path));
-        let response = if status == 200 {
+        let reply = if status == 200 {
             let fixture = Fixture::new();
             let agent = fixture.agent();
             tokio::join!(fixture.ask(&asked), agent.answers()).0
@@ -237,8 +237,8 @@ async fn heads_fields_and_targets_have_their_bounds() {
             refused(asked.as_bytes()).await
         };
         assert!(
-            response.starts_with(&format!("HTTP/1.1 {status} ")),
-            "{length}: {response}"
+            reply.starts_with(&format!("HTTP/1.1 {status} ")),
+            "{length}: {reply}"
         );
     }
 }
@@ -246,10 +246,10 @@ async fn heads_fields_and_targets_have_their_bounds() {
 #[tokio::test(start_paused = true)]
 async fn interim_answers_are_consumed_up_to_a_bound() {
     let interim = "HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n";
-    let (_, response) = passes("", &format!("{}{HI}", interim.repeat(64))).await;
+    let (_, reply) = passes("", &format!("{}{HI}", interim.repeat(64))).await;
     assert!(
-        response.starts_with("HTTP/1.1 200 ") && response.ends_with("hi"),
-        "{response}"
+        reply.starts_with("HTTP/1.1 200 ") && reply.ends_with("hi"),
+        "{reply}"
     );
     let fixture = Fixture::new();
     let agent = fixture.agent();
@@ -268,16 +268,16 @@ async fn interim_answers_are_consumed_up_to_a_bound() {
         }
     };
     let asked = format!("{}Connection: close\r\n\r\n", get("/"));
-    let (response, ()) = tokio::join!(fixture.ask(&asked), endless);
+    let (reply, ()) = tokio::join!(fixture.ask(&asked), endless);
     assert!(
-        response.contains("X-Tunnel-Error: target_bad_response"),
-        "{response}"
+        reply.contains("X-Tunnel-Error: target_bad_response"),
+        "{reply}"
     );
 }
 
 #[tokio::test(start_paused = true)]
 async fn fields_of_one_hop_do_not_cross_and_others_do() {
-    let (seen, response) = passes(
+    let (seen, reply) = passes(
         "Keep-Alive: 5\r\nProxy-Authorization: Basic x\r\nProxy-Connection: close\r\nAccept-Encoding: gzip\r\n",
         &HI.replace("\r\n\r\nhi", "\r\nKeep-Alive: 5\r\nProxy-Authenticate: Basic\r\nX-Tunnel-Error: forged\r\nContent-Encoding: gzip\r\nConnection: X-Hop\r\nX-Hop: 1\r\nUpgrade: h2c\r\n\r\nhi"),
     )
@@ -287,11 +287,11 @@ async fn fields_of_one_hop_do_not_cross_and_others_do() {
         assert!(!lower.contains(gone), "{gone}: {seen}");
     }
     assert!(seen.contains("Accept-Encoding: gzip\r\n"), "{seen}");
-    let lower = response.to_lowercase();
+    let lower = reply.to_lowercase();
     for gone in ["keep-alive", "proxy-", "x-tunnel-error", "x-hop", "upgrade"] {
-        assert!(!lower.contains(gone), "{gone}: {response}");
+        assert!(!lower.contains(gone), "{gone}: {reply}");
     }
-    assert!(response.contains("Content-Encoding: gzip\r\n"), "{response}");
+    assert!(reply.contains("Content-Encoding: gzip\r\n"), "{reply}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -319,9 +319,12 @@ async fn answers_without_a_body_keep_what_they_say_of_it() {
             "{}Connection: close\r\n\r\n",
             get("/").replace("GET", method)
         );
-        let (response, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
-        assert!(response.contains(kept), "{response}");
-        assert!(response.ends_with("\r\n\r\n"), "{response}");
-        assert!(!response.to_lowercase().contains("transfer-encoding"), "{response}");
+        let (reply, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
+        assert!(reply.contains(kept), "{reply}");
+        assert!(reply.ends_with("\r\n\r\n"), "{reply}");
+        assert!(
+            !reply.to_lowercase().contains("transfer-encoding"),
+            "{reply}"
+        );
     }
 }

@@ -62,6 +62,6 @@ async fn trailers_of_a_request_arrive_without_selectors() {
     within(stream.read_exact(&mut body)).await.unwrap();
     assert_eq!(String::from_utf8_lossy(&body), expected);
     stream.write_all(HI.as_bytes()).await.unwrap();
-    let response = head(&mut caller).await;
-    assert!(response.starts_with("HTTP/1.1 200 "), "{response}");
+    let reply = head(&mut caller).await;
+    assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
 }
