@@ -33,7 +33,7 @@ enum Work {
     Route,
     /// Decides the node and the target from the head of a request.
     Policy,
-    /// Relays 1 KiB.
+    /// Relays 1 KiB between two streams.
     Chunk,
     /// Sends a request over a new connection through server and agent. The count includes the
     /// caller and the target.

@@ -10,7 +10,7 @@ pub(crate) enum Better {
 /// A metric of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Metric {
-    /// Key in reports.
+    /// Key of the metric in reports.
     pub(crate) name: &'static str,
     /// Unit in tables; empty for ratios and counts.
     pub(crate) unit: &'static str,

@@ -49,7 +49,6 @@ pub struct Leaf {
 pub enum Subject {
     /// The common name (CN).
     Name,
-    /// The organization (O).
     Organization,
 }
 

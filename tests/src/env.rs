@@ -190,7 +190,6 @@ impl TestEnv {
         &self.server().tokens
     }
 
-    /// Returns the CA.
     #[must_use]
     pub fn ca(&self) -> &LocalCa {
         &self.server().ca

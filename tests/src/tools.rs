@@ -39,7 +39,6 @@ pub enum Tool {
     Sshd,
     /// The program `ansible` of ansible-core.
     Ansible,
-    /// The program `python3`.
     Python,
     /// A Python that has aioquic.
     Aioquic,

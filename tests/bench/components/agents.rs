@@ -47,7 +47,6 @@ pub(crate) struct Agents {
     server: SocketAddr,
     /// Data directory of the server, for its CA.
     data: PathBuf,
-    /// Number of agents.
     count: usize,
 }
 

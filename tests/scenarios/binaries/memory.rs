@@ -73,7 +73,7 @@ pub(super) struct Site {
     pub(super) exporter: Exporter,
     /// Sends for as long as somebody takes it.
     flood: HostileTarget,
-    /// Takes nothing.
+    /// Accepts connections and reads nothing.
     deaf: SilentTarget,
     _scratch: ScratchDir,
 }

@@ -174,7 +174,6 @@ fn is_for_everybody(action: &Action) -> bool {
     action.verb == "create" && action.resource == "selfsubjectaccessreviews"
 }
 
-/// Answers a SelfSubjectAccessReview.
 pub(super) fn review(content: &Content, user: &User, review: &Value) -> Value {
     let asked = &review["spec"]["resourceAttributes"];
     let text = |field: &str| {

@@ -37,7 +37,6 @@ impl FieldSet {
         )
     }
 
-    /// Converts to FieldsV1.
     pub(super) fn to_value(&self) -> Value {
         fn insert(map: &mut Map<String, Value>, path: &[String], item: bool) {
             let Some((word, rest)) = path.split_first() else {
@@ -61,7 +60,6 @@ impl FieldSet {
         Value::Object(root)
     }
 
-    /// Converts from FieldsV1.
     pub(super) fn from_value(fields: &Value) -> Self {
         fn walk(fields: &Value, path: &mut Path, set: &mut BTreeSet<Path>) {
             let Value::Object(map) = fields else { return };

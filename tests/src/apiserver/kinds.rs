@@ -237,7 +237,7 @@ pub(super) enum ApiRoute {
     Versions,
     /// `/apis`: the list of groups.
     Groups,
-    /// `/apis/apps`: one group.
+    /// `/apis/apps`: one group and its versions.
     Group(&'static str),
     /// `/api/v1`, `/apis/apps/v1`: the resources of a group version.
     Resources(&'static str),

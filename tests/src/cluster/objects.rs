@@ -45,14 +45,12 @@ impl Node {
         }))
     }
 
-    /// Adds a label.
     #[must_use]
     pub fn labeled(mut self, label: &str, value: &str) -> Self {
         self.0["metadata"]["labels"][label] = value.into();
         self
     }
 
-    /// Adds an address.
     #[must_use]
     pub fn addressed(mut self, kind: &str, address: &str) -> Self {
         if let Some(addresses) = self.0["status"]["addresses"].as_array_mut() {

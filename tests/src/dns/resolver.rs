@@ -21,7 +21,7 @@ pub enum Behavior {
     Answers(u8),
     /// Answers with this code, without records.
     Says(ResponseCode),
-    /// Does not answer.
+    /// Reads queries and does not answer.
     Silent,
     /// Forwards to this address and returns its answer, as a cache would.
     Asks(SocketAddr),

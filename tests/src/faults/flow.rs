@@ -198,7 +198,7 @@ impl Flow {
 enum WriteEnd {
     Cut(io::ErrorKind),
     Blocked,
-    /// The writer panicked.
+    /// The task that writes has panicked.
     Broken,
 }
 

@@ -193,63 +193,54 @@ impl Impairment {
         Self::default().with_rate(bytes_per_second)
     }
 
-    /// Sets [`Impairment::size_cap`].
     #[must_use]
     pub fn with_size_cap(mut self, payload_bytes: usize) -> Self {
         self.size_cap = Some(payload_bytes);
         self
     }
 
-    /// Sets [`Impairment::loss`].
     #[must_use]
     pub fn with_loss(mut self, share: f64) -> Self {
         self.loss = share;
         self
     }
 
-    /// Sets [`Impairment::burst`].
     #[must_use]
     pub fn with_burst(mut self, enter: f64, leave: f64) -> Self {
         self.burst = Some(Burst { enter, leave });
         self
     }
 
-    /// Sets [`Impairment::corrupt`].
     #[must_use]
     pub fn with_corrupt(mut self, share: f64) -> Self {
         self.corrupt = share;
         self
     }
 
-    /// Sets [`Impairment::duplicate`].
     #[must_use]
     pub fn with_duplicate(mut self, share: f64) -> Self {
         self.duplicate = share;
         self
     }
 
-    /// Sets [`Impairment::rate`].
     #[must_use]
     pub fn with_rate(mut self, bytes_per_second: u64) -> Self {
         self.rate = Some(bytes_per_second);
         self
     }
 
-    /// Sets [`Impairment::queue`].
     #[must_use]
     pub fn with_queue(mut self, bytes: usize) -> Self {
         self.queue = Some(bytes);
         self
     }
 
-    /// Sets [`Impairment::delay`].
     #[must_use]
     pub fn with_delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
         self
     }
 
-    /// Sets [`Impairment::jitter`].
     #[must_use]
     pub fn with_jitter(mut self, jitter: Duration) -> Self {
         self.jitter = jitter;

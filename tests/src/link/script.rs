@@ -5,18 +5,13 @@ use std::time::Duration;
 
 use super::impairment::{Impairment, TrafficClass};
 
-/// An action on a link, as a value.
+/// An action on a link, as a value: a call of the method of [`Link`](super::Link) with its name.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// Calls [`Link::set`](super::Link::set).
     Set(TrafficClass, Impairment),
-    /// Calls [`Link::heal`](super::Link::heal).
     Heal,
-    /// Calls [`Link::rebind`](super::Link::rebind).
     Rebind,
-    /// Calls [`Link::move_to`](super::Link::move_to).
     MoveTo(IpAddr),
-    /// Calls [`Link::reset_tcp`](super::Link::reset_tcp).
     ResetTcp,
 }
 

@@ -85,7 +85,6 @@ impl ServerSetup {
         self
     }
 
-    /// Sets [`Program::in_own_group`].
     #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
@@ -168,7 +167,6 @@ impl Server {
         setup
     }
 
-    /// Returns the `--data-dir`.
     pub fn data_dir(&self) -> &str {
         &self.setup.data_dir
     }
@@ -178,7 +176,6 @@ impl Server {
         self.process.log()
     }
 
-    /// Returns the process.
     pub fn process(&mut self) -> &mut Process {
         &mut self.process
     }
@@ -292,7 +289,6 @@ impl AgentSetup {
         self
     }
 
-    /// Sets [`Program::in_own_group`].
     #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;

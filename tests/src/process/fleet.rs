@@ -52,7 +52,6 @@ impl Fleet {
         })
     }
 
-    /// Returns the server.
     pub fn server(&self) -> &Server {
         &self.server
     }

@@ -72,14 +72,12 @@ impl Program {
         }
     }
 
-    /// Adds an argument.
     #[must_use]
     pub fn arg(mut self, word: impl Into<OsString>) -> Self {
         self.argv.push(word.into());
         self
     }
 
-    /// Adds arguments.
     #[must_use]
     pub fn args<W: Into<OsString>>(mut self, argv: impl IntoIterator<Item = W>) -> Self {
         self.argv.extend(argv.into_iter().map(Into::into));
@@ -407,7 +405,7 @@ pub enum Signal {
     Kill,
     /// Suspend the process, which acts like a hanging machine.
     Stop,
-    /// Continue after [`Self::Stop`].
+    /// Continue a process after [`Self::Stop`].
     Cont,
     /// Read the files again.
     Hangup,

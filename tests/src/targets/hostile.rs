@@ -22,7 +22,6 @@ pub struct HostileTarget {
 pub enum HostileAction {
     /// Reads a request's head.
     ReadHead,
-    /// Sends bytes.
     Send(Vec<u8>),
     /// Sends bytes one by one, each in a separate write.
     Drip(Vec<u8>),

@@ -300,7 +300,6 @@ impl Path {
         }
     }
 
-    /// Opens another connection.
     async fn connect(&self) -> (TcpStream, TcpStream) {
         connect(&self.link, &self.listener).await
     }
@@ -328,7 +327,6 @@ fn is_reset<T>(result: io::Result<T>) -> bool {
     result.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset)
 }
 
-/// Resets the connection.
 fn abort(stream: TcpStream) {
     SockRef::from(&stream)
         .set_linger(Some(Duration::ZERO))
