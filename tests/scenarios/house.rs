@@ -95,28 +95,45 @@ fn configuration_reference_is_that_of_the_code() {
     }
 }
 
-/// What a name says instead of a word that readers of this field do not know. Names are split into their words.
+/// What names and texts say instead of words that readers of this field do not know.
 const GLOSSARY: &[(&str, &[&str])] = &[
     ("listener", &["door", "doors"]),
     ("unauthenticated", &["stranger", "strangers"]),
     ("dial policy", &["ceiling"]),
-    (
-        "delegation of the client certificate",
-        &["lend", "lends", "lent", "borrow", "borrows", "borrowers"],
-    ),
-    ("fallback, upgrade", &["ladder", "rung", "climb"]),
-    ("happy eyeballs, session task", &["lane", "lanes", "tether"]),
+    ("delegation", &["lend", "lends", "lent"]),
+    ("delegate", &["borrow", "borrows", "borrowed", "borrowers"]),
+    ("fallback, upgrade", &["ladder", "rung"]),
+    ("session task", &["tether"]),
     ("session monitor", &["vigil"]),
+    ("close, shutdown, reset", &["farewell"]),
+    ("authenticate", &["vouch", "vouches", "vouched"]),
+    ("receive, handle", &["heed", "heeds", "heeded"]),
+    ("enrollment", &["enrol", "enrolment", "enrolments"]),
+    ("dialed", &["dialled"]),
+    ("fix", &["mend", "mends", "mended"]),
+    ("again", &["anew"]),
+    ("the actor's name", &["whom"]),
+];
+
+/// Words of the glossary that are plain English in texts.
+const NAME_GLOSSARY: &[(&str, &[&str])] = &[
+    ("upgrade", &["climb"]),
+    ("happy eyeballs, session task", &["lane", "lanes"]),
     ("control sender", &["voice"]),
     ("rotating credentials", &["keeper"]),
-    ("close, shutdown, reset", &["farewell", "fate"]),
+    ("close, shutdown, reset", &["fate"]),
     ("timeouts", &["course", "patience"]),
-    ("authenticate", &["vouch", "vouches", "vouched"]),
     ("report, log, send", &["tell", "tells", "told"]),
-    ("receive, handle", &["heard", "heed"]),
+    ("receive, handle", &["heard"]),
     ("request, target", &["goal"]),
-    ("enrollment", &["enrol", "enrolment"]),
-    ("dialed", &["dialled"]),
+];
+
+/// Phrases, and words that names in reports have.
+const TEXT_GLOSSARY: &[(&str, &[&str])] = &[
+    ("next to, in addition to", &["beside"]),
+    ("evicts, is evicted", &["pushes out", "pushed out"]),
+    ("fails, yields", &["gives way"]),
+    ("is reported, is logged", &["is told", "are told"]),
 ];
 
 /// Whole names that say nothing. `line` stays for a line of text.
@@ -131,7 +148,7 @@ fn names_are_those_of_the_glossary() {
     for file in sources().unwrap() {
         for name in defined_names(&code_of(&std::fs::read_to_string(&file).unwrap())) {
             let words = words_of(&name);
-            let row = GLOSSARY.iter().find(|(_, banned)| {
+            let row = GLOSSARY.iter().chain(NAME_GLOSSARY).find(|(_, banned)| {
                 banned
                     .iter()
                     .any(|word| words.iter().any(|own| own == word))
@@ -146,6 +163,50 @@ fn names_are_those_of_the_glossary() {
     assert!(findings.is_empty(), "{}", findings.join("\n"));
 }
 
+/// Checks comments, too, since those of clap are help. This file has the glossary, and the metrics
+/// of the benchmark keep their names so that reports can be compared.
+#[test]
+fn texts_are_free_of_the_private_words() {
+    let mut files = sources().unwrap();
+    files.retain(|file| {
+        let path = file.display().to_string();
+        !path.ends_with("/scenarios/house.rs") && !path.contains("/tests/bench/")
+    });
+    files.extend(files_below(&["deploy", "docs"]).unwrap());
+    let pages = [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "tests/security.md",
+    ];
+    files.extend(pages.map(|page| root().join(page)));
+    let mut findings = Vec::new();
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        let text = match file.extension() {
+            Some(extension) if extension == "rs" => split_source(&text).1,
+            _ => text,
+        };
+        for finding in private_words(&text) {
+            findings.push(format!("{}:{finding}", file.display()));
+        }
+    }
+    assert!(findings.is_empty(), "{}", findings.join("\n"));
+}
+
+#[test]
+fn private_words_are_found_in_texts_and_not_in_code() {
+    let source = "fn door() {} // A Door.\n\"so\\nis\n/// told; enrol.lock is beside it\"";
+    let findings = [
+        "1: door: say listener",
+        "2: is told: say is reported, is logged",
+        "3: beside: say next to, in addition to",
+    ];
+    assert_eq!(private_words(&split_source(source).1), findings);
+    let page = format!("a\n{TABLES}\nanew\n{END_OF_TABLES}\nwhom\n");
+    assert_eq!(private_words(&page), ["5: whom: say the actor's name"]);
+}
+
 #[test]
 fn glossary_is_checked_in_names_and_not_in_comments_or_texts() {
     let code = code_of(
@@ -157,21 +218,25 @@ fn glossary_is_checked_in_names_and_not_in_comments_or_texts() {
 
 /// The Rust files of all crates.
 fn sources() -> std::io::Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    let mut folders: Vec<_> = [
+    let mut files = files_below(&[
         "proto/src",
         "tunnel-server/src",
         "tunnel-agent/src",
         "tests",
-    ]
-    .map(|folder| root().join(folder))
-    .into();
+    ])?;
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    Ok(files)
+}
+
+fn files_below(folders: &[&str]) -> std::io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders: Vec<_> = folders.iter().map(|folder| root().join(folder)).collect();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder)? {
             let path = entry?.path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
+            } else {
                 files.push(path);
             }
         }
@@ -182,9 +247,14 @@ fn sources() -> std::io::Result<Vec<PathBuf>> {
 
 /// The source without its comments and the contents of its string literals.
 fn code_of(source: &str) -> String {
-    let (mut code, mut rest) = (String::new(), source);
+    split_source(source).0
+}
+
+/// The code of a source, and its comments and string literals, which keep their lines.
+fn split_source(source: &str) -> (String, String) {
+    let (mut code, mut texts, mut rest) = (String::new(), String::new(), source);
     while let Some(next) = rest.chars().next() {
-        let length = if rest.starts_with("//") {
+        let text_length = if rest.starts_with("//") {
             rest.find('\n').unwrap_or(rest.len())
         } else if rest.starts_with("/*") {
             rest.find("*/").map_or(rest.len(), |end| end + 2)
@@ -197,6 +267,11 @@ fn code_of(source: &str) -> String {
                 .find(end)
                 .map_or(rest.len(), |at| open + at + end.len())
         } else {
+            0
+        };
+        texts.push_str(&rest[..text_length]);
+        rest = &rest[text_length..];
+        if text_length == 0 {
             // A quote in a character literal begins no string.
             let length = if rest.starts_with("'\"'") {
                 3
@@ -204,11 +279,11 @@ fn code_of(source: &str) -> String {
                 next.len_utf8()
             };
             code.push_str(&rest[..length]);
-            length
-        };
-        rest = &rest[length..];
+            texts.push(if next == '\n' { next } else { ' ' });
+            rest = &rest[length..];
+        }
     }
-    code
+    (code, texts)
 }
 
 fn string_length(text: &str) -> usize {
@@ -223,6 +298,45 @@ fn string_length(text: &str) -> usize {
     }
     text.len()
 }
+
+/// Returns line, phrase and the glossary's word of each private phrase. Words that `-`, `_` or `.`
+/// join are a name, such as that of a file. The benchmark's tables change with its next run.
+fn private_words(text: &str) -> Vec<String> {
+    let joints = ['-', '_', '.'];
+    let (mut words, mut is_table) = (Vec::new(), false);
+    for (at, line) in text.lines().enumerate() {
+        is_table = (is_table || line == TABLES) && line != END_OF_TABLES;
+        if is_table {
+            continue;
+        }
+        let line = line.replace("\\n", " ").to_lowercase();
+        for word in line.split(|next: char| !next.is_alphanumeric() && !joints.contains(&next)) {
+            let word = word.trim_matches(joints);
+            if !word.is_empty() {
+                words.push((at + 1, word.to_owned()));
+            }
+        }
+    }
+    let mut findings = Vec::new();
+    for (say, banned) in GLOSSARY.iter().chain(TEXT_GLOSSARY) {
+        for phrase in *banned {
+            for run in words.windows(phrase.split(' ').count()) {
+                let run_words = run.iter().map(|(_, word)| word.as_str());
+                if run_words.eq(phrase.split(' ')) {
+                    findings.push((run[0].0, phrase, say));
+                }
+            }
+        }
+    }
+    findings.sort();
+    findings
+        .into_iter()
+        .map(|(line, phrase, say)| format!("{line}: {phrase}: say {say}"))
+        .collect()
+}
+
+const TABLES: &str = "<!-- tables of the benchmark -->";
+const END_OF_TABLES: &str = "<!-- end of the tables -->";
 
 /// The names of types, functions, constants, modules, and of fields of structs.
 fn defined_names(code: &str) -> Vec<String> {
