@@ -126,7 +126,8 @@ async fn s05_versions_at_the_bounds_of_their_type_are_checked() -> Result<()> {
                 software: String::new(),
                 node_ip: "999.999.999.999".into(),
             };
-            let answer = ScriptedAgent::handshake_with(&env, agent_key(&env, &node)?, hello).await?;
+            let answer =
+                ScriptedAgent::handshake_with(&env, agent_key(&env, &node)?, hello).await?;
             let admitted = matches!(answer, Admission::Admitted(_));
             ensure!(
                 admitted == (low <= 1 && high >= 1),

@@ -85,7 +85,11 @@ impl Revocations {
             state: Mutex::new(state),
             writing: Mutex::default(),
             version: watch::Sender::new(0),
-            backdated: if is_local_ca { BACKDATED } else { Duration::ZERO },
+            backdated: if is_local_ca {
+                BACKDATED
+            } else {
+                Duration::ZERO
+            },
         })
     }
 
@@ -154,7 +158,12 @@ impl Revocations {
     /// Returns whether the node's revocation is still `revoked`. If so, records a certificate
     /// issued at `issued_at`, so that the next revocation covers it.
     #[must_use]
-    pub fn confirm(&self, node: &NodeName, revoked: Option<SystemTime>, issued_at: SystemTime) -> bool {
+    pub fn confirm(
+        &self,
+        node: &NodeName,
+        revoked: Option<SystemTime>,
+        issued_at: SystemTime,
+    ) -> bool {
         let mut state = self.lock();
         let is_same = state.of_node(node, &self.doc) == revoked;
         if is_same {

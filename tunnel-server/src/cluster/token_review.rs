@@ -17,7 +17,7 @@ use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::name::NodeName;
 
 use super::failure::{ApiError, ApiErrorKind};
-use crate::ca::attestation::{AttestError, AttestedToken, TokenReviewRequest, ServiceAccountToken};
+use crate::ca::attestation::{AttestError, AttestedToken, ServiceAccountToken, TokenReviewRequest};
 use crate::config::AgentTokens;
 
 /// Maximum number of tokens that are reviewed concurrently. Further tokens wait.

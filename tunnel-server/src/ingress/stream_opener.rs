@@ -76,7 +76,11 @@ impl<'a> StreamOpener<'a> {
     ///
     /// # Errors
     /// Returns the failure unless it is the first refusal of a draining agent.
-    pub(super) fn retry_on_other_session(&mut self, failure: ProxyError, via: Via) -> Result<(), ProxyError> {
+    pub(super) fn retry_on_other_session(
+        &mut self,
+        failure: ProxyError,
+        via: Via,
+    ) -> Result<(), ProxyError> {
         if failure.outcome != Outcome::Draining || self.refused.is_some() {
             return Err(failure);
         }

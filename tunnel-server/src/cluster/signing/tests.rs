@@ -199,7 +199,9 @@ async fn refused_request_is_a_condition_and_is_recreated_after_its_deletion() {
         .await;
     // A certificate for another key is not usable.
     let other_key = KeyPair::generate().unwrap();
-    let other = CertificateParams::default().self_signed(&other_key).unwrap();
+    let other = CertificateParams::default()
+        .self_signed(&other_key)
+        .unwrap();
     fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
     assert!(
         fixture.condition().contains("has failed: no such signer"),

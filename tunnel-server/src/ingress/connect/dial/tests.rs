@@ -69,7 +69,8 @@ async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_di
         asked: asked.clone(),
         ..Flipping::default()
     };
-    let direct = DirectDialer::with_resolver(dial_policy(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
+    let direct =
+        DirectDialer::with_resolver(dial_policy(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
     let port = Port::new(port).unwrap();
     let dial_target = named("flip.example");
     for round in 0..3 {

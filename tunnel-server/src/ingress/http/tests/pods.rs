@@ -8,7 +8,7 @@ use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
 
 use super::fixture::{Agent, Fixture};
-use crate::routing::pod_lookup::{PodLookupError, PodResolver, Question};
+use crate::routing::pod_lookup::{PodLookupError, PodLookupRequest, PodResolver};
 use crate::routing::routes::{RouteNode, RouteSource};
 use crate::testing::node;
 
@@ -16,7 +16,7 @@ const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 
                     Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
 
 /// Returns a listener whose Pod lookups the test answers.
-fn fixture() -> (Fixture, Agent, Receiver<Question>) {
+fn fixture() -> (Fixture, Agent, Receiver<PodLookupRequest>) {
     let mut fixture = Fixture::new();
     let (pods, questions) = PodResolver::new();
     Arc::get_mut(&mut fixture.ingress).unwrap().pods = Some(pods);
