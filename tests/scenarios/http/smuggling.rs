@@ -206,11 +206,8 @@ fn statuses(mut bytes: &[u8]) -> Result<Vec<u16>> {
                 .find_map(|line| line.to_lowercase().strip_prefix(name).map(str::to_owned))
         };
         let length: usize = match field("content-length: ") {
-            // An answer to HEAD states the length of a body that is not sent.
-            Some(length) if !all.starts_with("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n") => {
-                length.trim().parse()?
-            }
-            _ => 0,
+            Some(length) => length.trim().parse()?,
+            None => 0,
         };
         let taken = head.len() + 4 + if status >= 200 { length } else { 0 };
         bytes = bytes.get(taken.min(bytes.len())..).unwrap_or_default();

@@ -60,9 +60,10 @@ pub(super) fn cases() -> Vec<Case> {
                     .collect(),
             ),
         ),
-        Case::refused(
+        Case::new(
             "a body that was not announced is the next request",
-            format!("{}xyz {HIDDEN}", ""),
+            format!("{get}xyz {HIDDEN}"),
+            Expect::RoutedThenRefused(own("/g")),
         ),
     ];
     // The server checks the heads of later requests like the first one, wherever bodies end.
