@@ -115,9 +115,6 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
     }
     agent.stop().await?;
     // Without the key and a token, the next start fails and names both.
-    disk.read_only(true);
-    std::fs::metadata(dir.join("agent.key"))?;
-    disk.read_only(false);
     std::fs::remove_file(dir.join("agent.key"))?;
     config.token = None;
     let error = match Agent::start(config).await {
