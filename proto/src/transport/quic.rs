@@ -59,6 +59,8 @@ const HANDSHAKES_MAX: usize = 128;
 /// Time that a handshake holds its permit. A handshake that takes longer waits for its peer, not
 /// for the processor.
 const HANDSHAKE_PERMIT_TIMEOUT: Duration = Duration::from_millis(100);
+/// Streams that an agent may open before the server calls [`Session::set_max_concurrent_streams`].
+const AGENT_STREAM_LIMIT: u32 = 0;
 /// The server name that agents send. Verification uses the chain and the role (see `tls`), not this
 /// name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
@@ -121,7 +123,7 @@ impl QuicAcceptor {
         let crypto = QuicServerConfig::try_from(tls).map_err(io::Error::other)?;
         let mut server = quinn::ServerConfig::with_crypto(Arc::new(crypto));
         server
-            .transport_config(Arc::new(transport_config(&settings, 0)))
+            .transport_config(Arc::new(transport_config(&settings, AGENT_STREAM_LIMIT)))
             .incoming_buffer_size(INCOMING_BUFFER_BYTES)
             .incoming_buffer_size_total(INCOMING_BUFFERS_BYTES);
         let reset = aws_lc_rs::hmac::Key::new(aws_lc_rs::hmac::HMAC_SHA256, &keys.reset);
@@ -185,6 +187,7 @@ impl Acceptor for QuicAcceptor {
             QuicSession::start(
                 connection,
                 &settings,
+                AGENT_STREAM_LIMIT,
                 PeerIdentity::from_agent_certificate,
                 None,
             )
@@ -282,6 +285,7 @@ impl Dialer for QuicDialer {
         QuicSession::start(
             connection,
             &settings,
+            INITIAL_STREAM_LIMIT,
             PeerIdentity::from_server_certificate,
             rtt_cache,
         )

@@ -65,9 +65,11 @@ fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
 }
 
 impl QuicSession {
+    /// Starts a session on a connection whose peer may open `stream_limit` streams.
     pub(super) fn start(
         connection: Connection,
         settings: &SessionSettings,
+        stream_limit: u32,
         identify: Identify,
         rtt_cache: Option<RttCache>,
     ) -> Result<Arc<dyn Session>, HandshakeError> {
@@ -89,8 +91,8 @@ impl QuicSession {
             traffic: Arc::default(),
             flushing: TaskTracker::new(),
             opening: AtomicBool::new(true),
-            stream_limit: AtomicU32::new(INITIAL_STREAM_LIMIT),
-            stream_limit_max: AtomicU32::new(INITIAL_STREAM_LIMIT),
+            stream_limit: AtomicU32::new(stream_limit),
+            stream_limit_max: AtomicU32::new(stream_limit),
             flood_detector: Mutex::new(FloodDetector::new(Instant::now())),
             is_flooded: AtomicBool::new(false),
             rtt_cache,
@@ -139,7 +141,10 @@ impl QuicSession {
             self.stream_limit_max.load(Ordering::Relaxed),
         );
         if stream_limit < most && open as u64 * 2 >= u64::from(stream_limit) {
-            let raised = stream_limit.saturating_mul(2).min(most);
+            let raised = stream_limit
+                .saturating_mul(2)
+                .max(INITIAL_STREAM_LIMIT)
+                .min(most);
             self.stream_limit.store(raised, Ordering::Relaxed);
             self.connection.set_max_concurrent_bi_streams(raised.into());
         }
@@ -315,7 +320,8 @@ pub(super) fn window(bytes: u64) -> VarInt {
     VarInt::from_u64(bytes).unwrap_or(VarInt::MAX)
 }
 
-/// Streams that a peer may open at first. quinn uses some 80 bytes for each allowed stream.
+/// Streams that a peer may open at first, if it may open any. quinn uses some 80 bytes for each
+/// allowed stream.
 pub(super) const INITIAL_STREAM_LIMIT: u32 = 32;
 /// Time that `close` waits until the peer has received the sent data, and `wait_idle` until it has
 /// received the close frame.
