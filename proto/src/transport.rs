@@ -2,6 +2,7 @@
 //! session.
 //!
 //! Every transport has the same semantics. One suite checks them (`transport/contract.rs`):
+//! - Either end may open streams.
 //! - A stream exists for the peer only after its first byte, so [`Session::open`] writes the
 //!   header.
 //! - The opener may send data directly after the header. The acceptor answers with a
@@ -43,8 +44,9 @@ pub use stream::{
 /// A multiplexed, authenticated connection to one peer.
 #[async_trait]
 pub trait Session: Send + Sync + std::fmt::Debug + 'static {
-    /// Opens a stream and writes its header. `reply_timeout` limits the wait for the peer's reply.
-    /// The timeout starts with this call.
+    /// Opens a stream and writes its header. Waits while the peer admits no more streams.
+    /// `reply_timeout` limits the wait for the peer's reply. The timeout starts when the peer has
+    /// admitted the stream.
     ///
     /// Cancel-safe: if the future is dropped, the stream is reset.
     ///
@@ -74,7 +76,8 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     /// Makes every later [`Session::open`] fail. Open streams continue.
     fn stop_opening(&self);
 
-    /// Sets how many streams the peer may have open at once.
+    /// Sets how many streams the peer may have open at once. Until the server's end calls this
+    /// function, its agent may open none.
     fn set_max_concurrent_streams(&self, count: u32);
 
     /// Returns whether the memory held by stalled readers leaves room for new streams, see

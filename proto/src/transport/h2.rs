@@ -1,5 +1,6 @@
-//! HTTP/2 over TLS over TCP (RFC 9113) with reversed roles: the agent dials and is h2's server, and
-//! the server's end opens the streams. This transport is for networks that block UDP.
+//! HTTP/2 over TLS over TCP (RFC 9113) with reversed roles: the agent dials and is h2's server. The
+//! server's end opens streams, and offers streams that the agent's end may open (`offers.rs`). This
+//! transport is for networks that block UDP.
 //!
 //! h2 is used without hyper. A driver takes DATA out of h2 at once, because an unread small frame
 //! uses up a budget of the whole connection. The driver releases window as bytes are read. Reset
@@ -30,6 +31,7 @@ use crate::wire::code::CloseCode;
 mod control_rate;
 mod driver;
 mod io;
+mod offers;
 mod pump;
 mod session;
 mod stream;

@@ -205,6 +205,7 @@ impl Session for MemorySession {
         self.opening.store(false, Ordering::Relaxed);
     }
 
+    /// Does nothing. In-process sessions have no limit.
     fn set_max_concurrent_streams(&self, _count: u32) {}
 
     fn has_room(&self) -> bool {

@@ -13,7 +13,8 @@ pub struct SessionSettings {
     /// gaps.
     pub stream_window: u32,
     /// Maximum number of streams that the peer may have open at once. A transport may allow fewer
-    /// at first and more as they are used.
+    /// at first and more as they are used. At the agent's end of h2, the streams that the agent
+    /// opens and the offers for them count, too.
     pub streams: u32,
     /// Interval (+- 20 %) of keep-alive messages when nothing else is sent. `None` leaves
     /// keep-alive to the peer.

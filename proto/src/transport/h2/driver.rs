@@ -22,13 +22,14 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use h2::{Ping, PingPong, Reason, RecvStream};
+use h2::{Ping, PingPong, Reason, RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep, interval, sleep};
 use tracing::debug;
 
 use super::io::ConnIo;
+use super::offers::{Offers, is_offer};
 use super::pump::{Input, Pump};
 use super::session::{Commands, SessionShared, network};
 use super::stream::{H2Stream, Output, StreamShared};
@@ -45,7 +46,7 @@ const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(50);
 /// Rounds of h2 and streams in one poll, before other tasks run.
 const ROUNDS_PER_POLL: usize = 8;
 
-/// Either role of h2. The server's end of a session opens the streams, so it is h2's client.
+/// Either role of h2. The server's end of a session is h2's client, because it opens most streams.
 pub(super) enum Connection<S> {
     Client(h2::client::Connection<ConnIo<S>, Bytes>),
     Server(h2::server::Connection<ConnIo<S>, Bytes>),
@@ -89,6 +90,10 @@ pub(super) struct Driver<S> {
     pumps: FuturesUnordered<Pump>,
     incoming: mpsc::Sender<H2Stream>,
     flow: Arc<SessionFlow>,
+    /// The offers of the server's end.
+    offers: Offers,
+    /// Whether the agent's end has yet to request offers.
+    must_request_offers: bool,
     pings: Option<PingPong>,
     ping_sent_at: Option<Instant>,
     ticks: Interval,
@@ -135,6 +140,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             pumps: FuturesUnordered::new(),
             incoming,
             flow,
+            offers: Offers::new(),
+            must_request_offers: false,
             ping_sent_at: None,
             ticks,
             keep_alive: settings.keep_alive.is_some(),
@@ -167,7 +174,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             loop {
                 match self.connection.poll(cx) {
                     Poll::Ready(Ok(Some((request, respond)))) => {
-                        self.accept_stream(request, respond)
+                        self.accept_request(request, respond)
                     }
                     Poll::Ready(Ok(None)) => return self.handle_end(None, cx),
                     Poll::Ready(Err(error)) => return self.handle_end(Some(&error), cx),
@@ -179,10 +186,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             } else {
                 self.shared.queued.put_back(queued);
             }
+            self.accept_answered_offers(cx);
             let mut moved = self.shared.conn_state.received() != before;
             while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {
                 moved = true;
             }
+            self.exchange_offers(cx);
             self.exchange_pings(cx);
             self.read_close_message(cx);
             if self.poll_close(cx).is_ready() {
@@ -202,6 +211,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if let Some(bytes) = commands.window {
             self.connection.set_window(bytes);
         }
+        if let Some(count) = commands.stream_limit {
+            self.offers.set_limit(count);
+        }
+        self.must_request_offers |= commands.request_offers;
         if commands.probe {
             self.send_ping();
         }
@@ -217,12 +230,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
-    /// Accepts a stream that the peer opened.
-    fn accept_stream(
+    /// Accepts a request of the server's end: a stream, an offer or the close stream.
+    fn accept_request(
         &mut self,
         request: http::Request<RecvStream>,
         mut respond: h2::server::SendResponse<Bytes>,
     ) {
+        if let Some(offers) = &self.shared.offers
+            && is_offer(&request)
+        {
+            return offers.push(respond, request.into_body());
+        }
         let is_session = request.uri().path() == "/session";
         if is_session && self.close_stream.is_some() {
             return respond.send_reset(Reason::PROTOCOL_ERROR);
@@ -230,28 +248,64 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let Ok(send) = respond.send_response(http::Response::new(()), false) else {
             return;
         };
-        let read_monitor = self.flow.read_monitor();
+        let (stream, pump) = self.stream(send, request.into_body());
+        self.pumps.push(pump);
         if is_session {
-            read_monitor.finish();
-        }
-        let stream = StreamShared::new(
-            BytesMut::new(),
-            read_monitor,
-            self.shared.unflushed_halves.clone(),
-        );
-        self.pumps.push(Pump::new(
-            stream.clone(),
-            send,
-            Input::Body(request.into_body()),
-            self.shared.queued.clone(),
-        ));
-        if is_session {
+            stream.read_monitor().finish();
             self.close_stream.get_or_insert(stream);
             self.shared.established.cancel();
-        } else if let Err(rejected) = self.incoming.try_send(H2Stream(stream)) {
+        } else {
+            self.deliver(stream);
+        }
+    }
+
+    /// Accepts the streams that the agent's end opened by answering offers.
+    fn accept_answered_offers(&mut self, cx: &mut Context<'_>) {
+        while let Some(((send, body), permit)) = self.offers.take_answered(cx) {
+            let (stream, pump) = self.stream(send, body);
+            self.pumps.push(pump.with_permit(permit));
+            self.deliver(stream);
+        }
+    }
+
+    /// Creates a stream that the peer opened.
+    fn stream(&self, send: SendStream<Bytes>, body: RecvStream) -> (Arc<StreamShared>, Pump) {
+        let shared = &self.shared;
+        let stream = StreamShared::new(
+            BytesMut::new(),
+            self.flow.read_monitor(),
+            shared.unflushed_halves.clone(),
+        );
+        let input = Input::Body(body);
+        let pump = Pump::new(stream.clone(), send, input, shared.queued.clone());
+        (stream, pump)
+    }
+
+    /// Queues a stream for [`accept`](crate::transport::Session::accept), or resets it if the queue
+    /// is full.
+    fn deliver(&self, stream: Arc<StreamShared>) {
+        if let Err(rejected) = self.incoming.try_send(H2Stream(stream)) {
             debug!("stream dropped: {rejected}");
             let mut stream = rejected.into_inner();
             crate::transport::RawStream::reset(&mut stream, crate::wire::code::ResetCode::Dropped);
+        }
+    }
+
+    /// Offers streams at the server's end. Requests offers at the agent's end.
+    fn exchange_offers(&mut self, cx: &mut Context<'_>) {
+        match (&mut self.connection, &self.state) {
+            (Connection::Client(_), DriverState::Running) => {
+                self.offers.replenish(&self.shared.opener, cx);
+            }
+            (Connection::Server(server), DriverState::Running) => {
+                // h2 returns an error until the peer has acknowledged the initial settings.
+                if self.must_request_offers && server.enable_connect_protocol().is_ok() {
+                    self.must_request_offers = false;
+                    // The next poll of h2 sends the setting.
+                    cx.waker().wake_by_ref();
+                }
+            }
+            (Connection::Client(_) | Connection::Server(_), _closing) => {}
         }
     }
 
@@ -291,6 +345,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     /// Takes all received data out of h2.
     fn drain(&mut self, cx: &mut Context<'_>) {
+        self.accept_answered_offers(cx);
         for pump in self.pumps.iter_mut() {
             pump.drain(cx);
         }
@@ -382,7 +437,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if matches!(self.state, DriverState::ShuttingDown(_)) {
             return;
         }
-        self.shared.take_opener();
+        self.shared.end_opening();
+        self.offers.clear();
         self.close_stream = None;
         self.pumps.clear();
         if let Connection::Server(server) = &mut self.connection {
@@ -424,6 +480,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Driver<S> {
 impl<S> Drop for Driver<S> {
     fn drop(&mut self) {
         self.pumps.clear();
+        self.offers.clear();
         self.shared.terminate();
     }
 }

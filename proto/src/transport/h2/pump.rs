@@ -56,6 +56,8 @@ pub(super) struct Pump {
     send: SendStream<Bytes>,
     input: Input,
     queued: Arc<Queued>,
+    /// Counts the stream under the limit on the peer's streams.
+    _permit: Option<Arc<()>>,
 }
 
 impl Pump {
@@ -70,7 +72,14 @@ impl Pump {
             send,
             input,
             queued,
+            _permit: None,
         }
+    }
+
+    /// Holds `permit` until both halves have ended.
+    pub(super) fn with_permit(mut self, permit: Arc<()>) -> Self {
+        self._permit = Some(permit);
+        self
     }
 
     /// Takes the received data of the peer's half out of h2, before h2 discards it.

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
+use h2::SendStream;
 use h2::client::SendRequest;
-use http::Request;
+use http::{Request, Response};
 use parking_lot::{Mutex, MutexGuard};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
@@ -17,13 +18,14 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::io::ConnState;
+use super::offers::ReceivedOffers;
 use super::pump::{Input, Pump, Queued};
 use super::stream::{H2Stream, StreamShared};
 use crate::identity::PeerIdentity;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{
-    CloseReason, ClosedBy, Health, IncomingStream, Session, SessionError, Stream, Traffic,
-    TransportKind,
+    CloseReason, ClosedBy, Health, IncomingStream, ReadMonitor, Session, SessionError, Stream,
+    Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
@@ -45,6 +47,8 @@ pub(super) struct SessionShared {
     pub(super) terminated: CancellationToken,
     /// Opens streams. Set only at the server's end, and removed when the session closes.
     pub(super) opener: Mutex<Option<SendRequest<Bytes>>>,
+    /// Set only at the agent's end, which opens streams by answering offers.
+    pub(super) offers: Option<ReceivedOffers>,
 }
 
 /// Commands of users to the driver.
@@ -54,6 +58,10 @@ pub(super) struct Commands {
     pub(super) probe: bool,
     pub(super) close: Option<(CloseCode, String)>,
     pub(super) window: Option<u64>,
+    /// How many streams the peer may have open at once by answering offers.
+    pub(super) stream_limit: Option<u32>,
+    /// Requests offers from the peer.
+    pub(super) request_offers: bool,
     /// The driver has ended and accepts no more commands.
     pub(super) terminated: bool,
     driver: Option<Waker>,
@@ -71,6 +79,7 @@ impl SessionShared {
             closed: watch::Sender::new(None),
             established: CancellationToken::new(),
             terminated: CancellationToken::new(),
+            offers: opener.is_none().then(ReceivedOffers::new),
             opener: Mutex::new(opener),
         })
     }
@@ -108,6 +117,7 @@ impl SessionShared {
         drop(commands);
         drop(discarded);
         self.set_closed(connection_lost());
+        self.end_opening();
         self.terminated.cancel();
     }
 
@@ -143,13 +153,38 @@ impl SessionShared {
         }
     }
 
-    pub(super) fn take_opener(&self) {
+    /// Makes every running and later [`SessionShared::open`] fail.
+    pub(super) fn end_opening(&self) {
         let opener = self.opener.lock().take();
         drop(opener);
+        if let Some(offers) = &self.offers {
+            offers.close();
+        }
     }
 
     fn opener(&self) -> Option<SendRequest<Bytes>> {
         self.opener.lock().clone()
+    }
+
+    /// Opens a stream and sends `first` as its first bytes. Cancel-safe.
+    async fn open(
+        &self,
+        first: BytesMut,
+        read_monitor: Arc<ReadMonitor>,
+    ) -> Result<Arc<StreamShared>, h2::Error> {
+        let Some(offers) = &self.offers else {
+            return self.request(STREAM_URI, first, read_monitor).await;
+        };
+        if offers.begin_request() {
+            self.send_command(|commands| commands.request_offers = true);
+        }
+        while let Some((mut respond, body)) = offers.take().await {
+            // An error means that the offer was withdrawn.
+            if let Ok(send) = respond.send_response(Response::new(()), false) {
+                return Ok(self.start(first, read_monitor, send, Input::Body(body)));
+            }
+        }
+        Err(h2::Error::from(h2::Reason::REFUSED_STREAM))
     }
 
     /// Opens an h2 stream on `path` and sends `first` as its first bytes.
@@ -157,7 +192,7 @@ impl SessionShared {
         &self,
         path: &'static str,
         first: BytesMut,
-        read_monitor: Arc<crate::transport::ReadMonitor>,
+        read_monitor: Arc<ReadMonitor>,
     ) -> Result<Arc<StreamShared>, h2::Error> {
         let Some(opener) = self.opener() else {
             return Err(h2::Error::from(h2::Reason::REFUSED_STREAM));
@@ -167,16 +202,21 @@ impl SessionShared {
         *request.method_mut() = http::Method::POST;
         *request.uri_mut() = http::Uri::from_static(path);
         let (response, send) = opener.send_request(request, false)?;
+        Ok(self.start(first, read_monitor, send, Input::Response(response)))
+    }
+
+    /// Starts a stream that this end has opened.
+    fn start(
+        &self,
+        first: BytesMut,
+        read_monitor: Arc<ReadMonitor>,
+        send: SendStream<Bytes>,
+        input: Input,
+    ) -> Arc<StreamShared> {
         let stream = StreamShared::new(first, read_monitor, self.unflushed_halves.clone());
-        let pump = Pump::new(
-            stream.clone(),
-            send,
-            Input::Response(response),
-            self.queued.clone(),
-        );
-        let mut pump = Some(pump);
+        let mut pump = Some(Pump::new(stream.clone(), send, input, self.queued.clone()));
         self.send_command(|commands| commands.pumps.extend(pump.take()));
-        Ok(stream)
+        stream
     }
 }
 
@@ -225,11 +265,7 @@ impl Session for H2Session {
             return Err(reason.into());
         }
         let read_monitor = self.flow.read_monitor();
-        match self
-            .shared
-            .request(STREAM_URI, first, read_monitor.clone())
-            .await
-        {
+        match self.shared.open(first, read_monitor.clone()).await {
             Ok(stream) => Ok(Stream::opened(
                 Box::new(H2Stream(stream)),
                 self.traffic.clone(),
@@ -276,8 +312,12 @@ impl Session for H2Session {
         self.opening.store(false, Ordering::Relaxed);
     }
 
-    /// Does nothing. The connection's initial settings determine the limit.
-    fn set_max_concurrent_streams(&self, _count: u32) {}
+    /// Limits the streams that the agent opens. At the agent's end this function has no effect,
+    /// because the connection's initial settings determine the limit.
+    fn set_max_concurrent_streams(&self, count: u32) {
+        self.shared
+            .send_command(|commands| commands.stream_limit = Some(count));
+    }
 
     fn has_room(&self) -> bool {
         self.flow.has_room()
