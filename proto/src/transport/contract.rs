@@ -1,8 +1,8 @@
 //! The suite that every transport must pass. It defines the semantics of open, refuse, half-close,
 //! reset, drop and close.
 //!
-//! `contract!` runs every rule on a transport. The transport provides a function that creates two
-//! connected sessions: the opener (the server's side) and the acceptor (the agent's side).
+//! `contract!` runs every rule on a transport, in both directions: the server's end opens streams,
+//! and the agent's end does. The transport provides a function that creates two connected sessions.
 
 use std::io;
 use std::sync::Arc;
@@ -26,7 +26,8 @@ use stalls::{
     sixty_four_stalled_readers_stop_nobody,
 };
 
-/// Two connected sessions, and the values that must live as long as they do.
+/// Two connected sessions, and the values that must live as long as they do. The opener is the
+/// server's end unless the pair is reversed.
 struct Pair {
     opener: Arc<dyn Session>,
     acceptor: Arc<dyn Session>,
@@ -63,6 +64,16 @@ async fn within<T>(future: impl Future<Output = T>) -> T {
 }
 
 impl Pair {
+    /// Returns the pair with the agent's end as the opener.
+    fn reversed(self) -> Self {
+        self.opener.set_max_concurrent_streams(DEFAULT.streams);
+        Self {
+            opener: self.acceptor,
+            acceptor: self.opener,
+            ..self
+        }
+    }
+
     async fn open(&self) -> Stream {
         within(self.opener.open(&header(), TEST_TIMEOUT))
             .await
@@ -399,7 +410,17 @@ async fn session_that_stopped_opening_keeps_its_streams(pair: Pair) {
 macro_rules! contract {
     ($transport:ident, $pair:path) => {
         mod $transport {
-            contract!(@rules $pair, super::DEFAULT;
+            contract!(@direction server_opens, $pair, std::convert::identity);
+            contract!(@direction agent_opens, $pair, super::super::Pair::reversed);
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn every_close_code_arrives() {
+                super::every_close_code_arrives(|| $pair(super::DEFAULT)).await;
+            }
+        }
+    };
+    (@direction $direction:ident, $pair:path, $directed:path) => {
+        mod $direction {
+            contract!(@rules $pair, $directed, super::super::DEFAULT;
                 bytes_and_half_closes_pass_both_ways,
                 data_may_follow_the_header_before_the_reply,
                 refusal_arrives_with_its_detail_after_optimistic_data,
@@ -418,23 +439,21 @@ macro_rules! contract {
                 close_cuts_open_streams,
                 session_that_stopped_opening_keeps_its_streams,
             );
-            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn every_close_code_arrives() {
-                super::every_close_code_arrives(|| $pair(super::DEFAULT)).await;
-            }
-            contract!(@rules $pair, super::NARROW; five_hundred_stalled_readers_stop_nobody,);
+            contract!(@rules $pair, $directed, super::super::NARROW;
+                five_hundred_stalled_readers_stop_nobody,
+            );
         }
     };
-    (@rules $pair:path, $windows:expr; $($rule:ident,)+) => {
+    (@rules $pair:path, $directed:path, $windows:expr; $($rule:ident,)+) => {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $rule() {
-                super::$rule($pair($windows).await).await;
+                super::super::$rule($directed($pair($windows).await)).await;
             }
         )+
     };
 }
 
-contract!(memory, super::pairs::memory);
-contract!(quic, super::pairs::quic);
-contract!(h2, super::pairs::h2);
+contract!(memory, crate::transport::contract::pairs::memory);
+contract!(quic, crate::transport::contract::pairs::quic);
+contract!(h2, crate::transport::contract::pairs::h2);
