@@ -27,6 +27,7 @@ use crate::wire::name::Port;
 mod endings;
 mod floods;
 mod heads;
+mod offers;
 mod raw;
 mod resets;
 mod rules;

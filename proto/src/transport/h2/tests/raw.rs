@@ -25,6 +25,7 @@ pub(super) const END_HEADERS: u8 = 4;
 pub(super) const PADDED: u8 = 8;
 
 pub(super) const INITIAL_WINDOW_SIZE: u16 = 4;
+pub(super) const ENABLE_CONNECT_PROTOCOL: u16 = 8;
 
 pub(super) const NO_ERROR: u32 = 0;
 pub(super) const PROTOCOL_ERROR: u32 = 1;
@@ -85,6 +86,18 @@ pub(super) fn request_block(path: &str) -> Vec<u8> {
         put_text(&mut block, value);
     }
     block
+}
+
+/// Returns the head of an offer, an extended CONNECT request (RFC 8441, section 4).
+pub(super) fn offer(stream: u32) -> Vec<u8> {
+    let mut block = vec![2];
+    put_text(&mut block, "CONNECT");
+    // Without `:method POST`.
+    block.extend(&request_block("/offer")[1..]);
+    block.push(0);
+    put_text(&mut block, ":protocol");
+    put_text(&mut block, "culvert");
+    frame(HEADERS, END_HEADERS, stream, &block)
 }
 
 /// The header block `:status 200`.
