@@ -24,7 +24,6 @@ use crate::routing::registry::{CallerKey, Opened};
 
 pub(crate) mod connection;
 mod pool;
-mod read_counter;
 
 use connection::{Carrier, SentBody, Upstream};
 pub(crate) use pool::{PoolKey, UpstreamPool};

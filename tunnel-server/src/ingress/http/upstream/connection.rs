@@ -1,7 +1,7 @@
 //! A connection to a target: an HTTP client on top of a stream or a socket.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,11 +13,11 @@ use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 use tokio::time::timeout;
+use tokio_util::io::InspectReader;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
 use tunnel_proto::transport::ByteCount;
 
-use super::read_counter::{CountingStream, ReadCounter};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::stripped_body::StrippedBody;
 use crate::ingress::outcome::Outcome;
@@ -52,7 +52,8 @@ pub(crate) struct Upstream {
     /// The task that drives the connection. Dropping the handle closes the target's side at once.
     driver: AbortOnDropHandle<()>,
     pub(super) carrier: Carrier,
-    read_counter: ReadCounter,
+    /// Number of HTTP bytes that the target has sent. With TLS, the bytes inside TLS count.
+    bytes_read: Arc<AtomicU64>,
 }
 
 /// A request that received no response on a connection.
@@ -73,11 +74,11 @@ impl Upstream {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let read_counter = ReadCounter::default();
-        let stream = CountingStream {
-            stream,
-            read_counter: read_counter.clone(),
-        };
+        let bytes_read = Arc::new(AtomicU64::default());
+        let counter = bytes_read.clone();
+        let stream = InspectReader::new(stream, move |data: &[u8]| {
+            counter.fetch_add(data.len() as u64, Ordering::Relaxed);
+        });
         let built = client().handshake(TokioIo::new(stream)).await;
         let (sender, connection) = built.map_err(|error| {
             ProxyError::from_stream(&error, target_label, Outcome::TargetBadResponse)
@@ -91,13 +92,14 @@ impl Upstream {
             sender,
             driver: AbortOnDropHandle::new(drivers.spawn(drive)),
             carrier,
-            read_counter,
+            bytes_read,
         })
     }
 
-    /// Returns the number of HTTP bytes that the target has sent.
+    /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
+    /// target has not responded at all to a request.
     pub(super) fn bytes_read(&self) -> u64 {
-        self.read_counter.bytes()
+        self.bytes_read.load(Ordering::Relaxed)
     }
 
     /// Sends a request and waits for the final response head.
