@@ -2,50 +2,74 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
-use tunnel_proto::process::metrics::StaticLabel;
+use tunnel_proto::process::metrics::{StaticLabel, with_series};
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{ByteCount, TransportKind};
+use tunnel_proto::wire::code::RefusalCode;
 
 use crate::config::Limit;
 
-mod credentials;
-mod labels;
-mod limits;
-mod sessions;
-mod streams;
+tunnel_proto::metrics! {
+    /// The metrics of sessions and of the dials for them, of streams and of the dials to their
+    /// targets, of the agent's certificate, and of the configured limits.
+    struct Families {
+        session_connected: Family<TransportLabels, Gauge> = "session_connected",
+            "Sessions to servers that are ready, by transport";
+        sessions_suspect: Gauge = "sessions_suspect",
+            "Ready sessions whose server is silent, or reports that this agent is silent";
+        promotions: Counter = "promotions", "Number of upgrades from h2 to QUIC";
+        fallbacks: Counter = "fallbacks", "Number of fallbacks from QUIC to h2";
+        connect_attempts: Family<ConnectLabels, Counter> = "connect_attempts",
+            "Session dials, by transport and result";
 
-use credentials::CredentialMetrics;
-use labels::{
-    ConnectLabels, DialLabels, Direction, DirectionLabels, LimitLabels, RenewalLabels,
-    StreamLabels, TransportLabels,
-};
-pub(crate) use labels::{ConnectResult, DialResult, StreamEnd};
-use limits::LimitMetrics;
-use sessions::SessionMetrics;
-use streams::StreamMetrics;
+        streams_open: Gauge = "streams_open", "Streams that are being served";
+        streams: Family<StreamLabels, Counter> = "streams", "Streams that ended, by result";
+        stream_bytes: Family<DirectionLabels, Counter> = "stream_bytes",
+            "Bytes relayed to and from targets";
+        dials: Family<DialLabels, Counter> = "dials",
+            "Attempts to connect to an address of a target, by result";
+
+        not_after: Gauge = "certificate_not_after_seconds",
+            "When the agent's certificate ends, in seconds since 1970";
+        unsaved: Gauge = "certificate_unsaved",
+            "1 while the certificate in use could not be written to the data directory";
+        files_unusable: Gauge = "certificate_files_unusable",
+            "1 while --cert-file, --key-file or --ca-file cannot be used and the last good ones \
+             stay in use";
+        renewals: Family<RenewalLabels, Counter> = "renewals",
+            "Certificate renewals requested on sessions, by result";
+
+        limits_reached: Family<LimitLabels, Counter> = "limits_reached",
+            "Number of times a configured limit was reached, by limit",
+            with_series(Limit::ALL.iter().map(|&limit| LimitLabels { limit }));
+    }
+}
+
+tunnel_proto::label_sets! {
+    TransportLabels { transport: StaticLabel }
+    ConnectLabels { transport: StaticLabel, result: ConnectResult }
+    StreamLabels { result: StaticLabel }
+    DirectionLabels { direction: Direction }
+    DialLabels { result: DialResult }
+    RenewalLabels { result: StaticLabel }
+    LimitLabels { limit: Limit }
+}
 
 /// The agent's metrics. Clones share their values.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Metrics {
-    sessions: SessionMetrics,
-    streams: StreamMetrics,
-    credentials: CredentialMetrics,
-    limits: LimitMetrics,
-}
+pub(crate) struct Metrics(Families);
 
 impl Metrics {
     /// Creates the metrics and the registry that exposes them.
     pub(crate) fn register() -> (Self, Registry) {
         let mut registry = Registry::with_prefix("tunnel_agent");
-        let metrics = Self {
-            sessions: SessionMetrics::register(&mut registry),
-            streams: StreamMetrics::register(&mut registry),
-            credentials: CredentialMetrics::register(&mut registry),
-            limits: LimitMetrics::register(&mut registry),
-        };
+        let metrics = Self(Families::register(&mut registry));
         registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
         (metrics, registry)
@@ -53,40 +77,40 @@ impl Metrics {
 
     /// Counts that a limit was reached.
     pub(crate) fn limit(&self, limit: Limit) {
-        let reached = &self.limits.reached;
+        let reached = &self.0.limits_reached;
         reached.get_or_create(&LimitLabels { limit }).inc();
     }
 
     /// Counts a ready session until the guard is dropped.
     pub(crate) fn session(&self, transport: TransportKind) -> GaugeGuard {
         let transport = StaticLabel(transport.label());
-        let sessions = &self.sessions.connected;
+        let sessions = &self.0.session_connected;
         GaugeGuard::new(&sessions.get_or_create(&TransportLabels { transport }))
     }
 
     /// Counts a suspect session until the guard is dropped.
     pub(crate) fn suspect(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.sessions.suspect)
+        GaugeGuard::new(&self.0.sessions_suspect)
     }
 
     /// Counts an upgrade from h2 to QUIC.
     pub(crate) fn promotion(&self) {
-        self.sessions.promotions.inc();
+        self.0.promotions.inc();
     }
 
     /// Counts a fallback from QUIC to h2.
     pub(crate) fn fallback(&self) {
-        self.sessions.fallbacks.inc();
+        self.0.fallbacks.inc();
     }
 
     /// Counts an open stream until the guard is dropped.
     pub(crate) fn stream(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.streams.open)
+        GaugeGuard::new(&self.0.streams_open)
     }
 
     /// Counts a stream that ended.
     pub(crate) fn stream_ended(&self, result: StreamEnd) {
-        let ended = &self.streams.ended;
+        let ended = &self.0.streams;
         let result = StaticLabel(result.label());
         ended.get_or_create(&StreamLabels { result }).inc();
     }
@@ -94,21 +118,21 @@ impl Metrics {
     /// Returns the counters of the bytes from targets and to targets, which the caller advances
     /// while bytes move.
     pub(crate) fn bytes(&self) -> ByteCount {
-        let bytes = &self.streams.bytes;
+        let bytes = &self.0.stream_bytes;
         let counter = |direction| bytes.get_or_create_owned(&DirectionLabels { direction });
         ByteCount::new(counter(Direction::FromTarget), counter(Direction::ToTarget))
     }
 
     /// Counts an attempt to connect to an address of a target.
     pub(crate) fn dialed(&self, result: DialResult) {
-        let dials = &self.streams.dials;
+        let dials = &self.0.dials;
         dials.get_or_create(&DialLabels { result }).inc();
     }
 
     /// Counts a dialed session.
     pub(crate) fn connect_attempt(&self, transport: TransportKind, result: ConnectResult) {
         let transport = StaticLabel(transport.label());
-        let attempts = &self.sessions.connect_attempts;
+        let attempts = &self.0.connect_attempts;
         attempts
             .get_or_create(&ConnectLabels { transport, result })
             .inc();
@@ -118,7 +142,7 @@ impl Metrics {
     #[cfg(test)]
     pub(crate) fn connect_attempts(&self, transport: TransportKind, result: ConnectResult) -> u64 {
         let transport = StaticLabel(transport.label());
-        let attempts = &self.sessions.connect_attempts;
+        let attempts = &self.0.connect_attempts;
         attempts
             .get_or_create(&ConnectLabels { transport, result })
             .get()
@@ -127,34 +151,31 @@ impl Metrics {
     /// Returns how often a limit was reached.
     #[cfg(test)]
     pub(crate) fn reached(&self, limit: Limit) -> u64 {
-        let reached = &self.limits.reached;
+        let reached = &self.0.limits_reached;
         reached.get_or_create(&LimitLabels { limit }).get()
     }
 
     /// Returns the number of fallbacks to h2 and of upgrades to QUIC.
     #[cfg(test)]
     pub(crate) fn transport_changes(&self) -> (u64, u64) {
-        (
-            self.sessions.fallbacks.get(),
-            self.sessions.promotions.get(),
-        )
+        (self.0.fallbacks.get(), self.0.promotions.get())
     }
 
     /// Counts a renewal: `issued`, or the reason of the failure.
     pub(crate) fn renewal(&self, result: &'static str) {
         let result = StaticLabel(result);
-        let renewals = &self.credentials.renewals;
+        let renewals = &self.0.renewals;
         renewals.get_or_create(&RenewalLabels { result }).inc();
     }
 
     /// Records whether the certificate in use is missing on disk.
     pub(crate) fn unsaved(&self, unsaved: bool) {
-        self.credentials.unsaved.set(unsaved.into());
+        self.0.unsaved.set(unsaved.into());
     }
 
     /// Records whether the operator's files are unusable.
     pub(crate) fn files_unusable(&self, unusable: bool) {
-        self.credentials.files_unusable.set(unusable.into());
+        self.0.files_unusable.set(unusable.into());
     }
 
     /// Records the expiry of the agent's certificate.
@@ -163,14 +184,82 @@ impl Metrics {
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| since.as_secs());
         let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
-        self.credentials.not_after.set(seconds);
+        self.0.not_after.set(seconds);
+    }
+}
+
+/// The end of a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum StreamEnd {
+    /// Both sides ended cleanly.
+    Ok,
+    /// One side stopped reading before all data was delivered.
+    ReaderClosed,
+    /// The tunnel's side was cut.
+    CutByPeer,
+    /// The target's side was cut.
+    CutByTarget,
+    /// The header did not arrive, or violated the protocol.
+    NoHeader,
+    /// The stream was refused with a reply.
+    Refused(RefusalCode),
+}
+
+impl StreamEnd {
+    /// Returns the label for logs and metrics.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::ReaderClosed => "reader_left",
+            Self::CutByPeer => "cut_by_peer",
+            Self::CutByTarget => "cut_by_target",
+            Self::NoHeader => "no_header",
+            Self::Refused(code) => code.label(),
+        }
+    }
+}
+
+tunnel_proto::label_values! {
+    /// The direction of bytes.
+    enum Direction {
+        /// From the tunnel to a target.
+        ToTarget = "to_target",
+        /// From a target to the tunnel.
+        FromTarget = "from_target",
+    }
+}
+
+tunnel_proto::label_values! {
+    /// The result of an attempt to connect to an address of a target.
+    pub(crate) enum DialResult {
+        Connected = "connected",
+        /// The target refused or was unreachable.
+        Refused = "refused",
+        /// The target did not answer in time.
+        Timeout = "timeout",
+        /// This host could not try.
+        Failed = "failed",
+    }
+}
+
+tunnel_proto::label_values! {
+    /// The result of a dialed session.
+    pub(crate) enum ConnectResult {
+        /// The session became ready.
+        Ready = "ready",
+        /// No answer arrived in time.
+        NoAnswer = "no_answer",
+        /// There was no connection or no handshake.
+        Failed = "failed",
+        /// The server refused the session.
+        NotAdmitted = "not_admitted",
+        /// Another session was ready first.
+        Abandoned = "abandoned",
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use tunnel_proto::wire::code::RefusalCode;
-
     use super::*;
 
     #[test]

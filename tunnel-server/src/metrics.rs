@@ -1,48 +1,113 @@
 //! Metrics of the server. Labels are enums and never contain text of callers or peers.
 
+use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tunnel_proto::process::file_watch::ReloadOutcome;
 pub use tunnel_proto::process::metrics::GaugeGuard;
-use tunnel_proto::process::metrics::StaticLabel;
+use tunnel_proto::process::metrics::{StaticLabel, with_series};
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
-use tunnel_proto::transport::BufferPool;
+use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 
 use crate::config::Limit;
 use crate::ingress::outcome::Outcome;
 
-mod agents;
-mod callers;
-mod credentials;
-mod labels;
-mod limits;
-
-use agents::AgentMetrics;
-use callers::CallerMetrics;
-use credentials::CredentialMetrics;
-use labels::{
-    CodeLabel, DirectionLabel, FilesLabel, LimitLabel, OutcomeLabel, ReloadLabel, ResultLabel,
-    TransportLabel,
-};
-use limits::{LimitMetrics, PoolGauges};
-
 /// The result label of a handshake that timed out.
 pub(crate) const TIMEOUT: &str = "timeout";
 
+/// Upper bounds of the buckets for opening a stream, in seconds: from one local round trip to the
+/// open timeout.
+const OPEN_SECONDS: [f64; 10] = [
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0,
+];
+
+/// Results of a password check.
+const PASSWORD_RESULTS: [&str; 4] = ["right", "wrong", "missing", "waiting"];
+
+tunnel_proto::metrics! {
+    /// The metrics of agents, sessions and nodes, of callers with their requests and streams, of the
+    /// certificates that the server uses, and of the configured limits.
+    struct Families {
+        agents: Family<TransportLabel, Gauge> = "agents", "Connected agent sessions",
+            with_series([TransportKind::Quic, TransportKind::H2].map(|transport| TransportLabel {
+                transport: StaticLabel(transport.label()),
+            }));
+        sessions_suspect: Gauge = "sessions_suspect",
+            "Agent sessions that are suspect; suspect sessions get no new streams";
+        session_ends: Family<CodeLabel, Counter> = "session_ends",
+            "Closed agent sessions by close code";
+        handshakes: Family<ResultLabel, Counter> = "handshakes",
+            "Handshakes and admissions of agents by result";
+        enrollments: Family<ResultLabel, Counter> = "enrollments",
+            "Enrollment requests by result";
+        renewals: Family<ResultLabel, Counter> = "renewals",
+            "Certificate renewal requests on live sessions, by result";
+        known_nodes: Gauge = "known_nodes", "Nodes that may be addressed";
+        address_conflicts: Gauge = "address_conflicts", "Addresses shared by several nodes";
+
+        streams_open: Gauge = "streams_open", "Streams open to agents";
+        direct_open: Gauge = "connect_direct_open",
+            "Open connections that the server dialed directly for callers of the CONNECT listeners";
+        streams: Family<OutcomeLabel, Counter> = "streams",
+            "Finished requests and streams of callers by result";
+        stream_bytes: Family<DirectionLabel, Counter> = "stream_bytes",
+            "Payload bytes of ended streams; in is from agents, out is to agents";
+        open_seconds: Histogram = "open_duration_seconds",
+            "Time to open a stream at the server's end", Histogram::new(OPEN_SECONDS);
+        callers_evicted: Counter = "callers_evicted",
+            "Idle caller connections that were evicted in favor of newer ones \
+             (limits.callersTotal, limits.callersPerSource)";
+        callers_refused: Counter = "callers_refused",
+            "Caller connections that were refused because no idle connection could be evicted \
+             (limits.callersTotal, limits.callersPerSource)";
+        passwords: Family<ResultLabel, Counter> = "connect_passwords",
+            "Requests at the CONNECT listener by result of the password check; waiting: refused \
+             before the check",
+            with_series(PASSWORD_RESULTS.map(|result| ResultLabel {
+                result: StaticLabel(result),
+            }));
+
+        certificate_not_after: Gauge<f64, AtomicU64> = "certificate_not_after_seconds",
+            "Unix time at which the server's own certificate expires";
+        credential_reloads: Family<ReloadLabel, Counter> = "credential_reloads",
+            "Number of reloads of certificate files, by result";
+        credential_files_unusable: Family<FilesLabel, Gauge> = "credential_files_unusable",
+            "1 while certificate files are unusable and the previous ones stay in use";
+        credential_not_after: Family<FilesLabel, Gauge<f64, AtomicU64>>
+            = "credential_not_after_seconds",
+            "Unix time at which a configured certificate expires";
+
+        limits_reached: Family<LimitLabel, Counter> = "limits_reached",
+            "Number of times a configured limit was reached, by limit",
+            with_series(Limit::ALL.iter().map(|&limit| LimitLabel { limit }));
+    }
+}
+
+tunnel_proto::label_sets! {
+    TransportLabel { transport: StaticLabel }
+    CodeLabel { code: StaticLabel }
+    OutcomeLabel { result: Outcome }
+    DirectionLabel { direction: StaticLabel }
+    ResultLabel { result: StaticLabel }
+    ReloadLabel { files: StaticLabel, result: StaticLabel }
+    FilesLabel { files: StaticLabel }
+    LimitLabel { limit: Limit }
+}
+
 /// All metrics of the server. Clones share them.
 #[derive(Debug, Clone)]
-pub struct Metrics {
-    agents: AgentMetrics,
-    callers: CallerMetrics,
-    credentials: CredentialMetrics,
-    limits: LimitMetrics,
-}
+pub struct Metrics(Families);
 
 impl Metrics {
     /// Registers all metrics under `tunnel_server_`. The buffer pool's gauges are read at each
@@ -53,56 +118,51 @@ impl Metrics {
         registry.register_collector(Box::new(PoolGauges(pool)));
         registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
-        Self {
-            agents: AgentMetrics::register(registry),
-            callers: CallerMetrics::register(registry),
-            credentials: CredentialMetrics::register(registry),
-            limits: LimitMetrics::register(registry),
-        }
+        Self(Families::register(registry))
     }
 
     /// Counts a connected agent until the guard is dropped.
     #[must_use]
     pub fn agent(&self, transport: &'static str) -> GaugeGuard {
         let transport = StaticLabel(transport);
-        let agents = &self.agents.connected;
+        let agents = &self.0.agents;
         GaugeGuard::new(&agents.get_or_create(&TransportLabel { transport }))
     }
 
     /// Counts a suspect session until the guard is dropped.
     #[must_use]
     pub fn suspect(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.agents.suspect)
+        GaugeGuard::new(&self.0.sessions_suspect)
     }
 
     /// Counts the end of an admitted session.
     pub fn session_ended(&self, code: CloseCode) {
         let code = StaticLabel(code.label());
-        let ends = &self.agents.session_ends;
+        let ends = &self.0.session_ends;
         ends.get_or_create(&CodeLabel { code }).inc();
     }
 
     /// Counts an open stream until the guard is dropped.
     #[must_use]
     pub fn stream(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.callers.streams_open)
+        GaugeGuard::new(&self.0.streams_open)
     }
 
     /// Counts a connection that the server itself dialed until the guard is dropped.
     #[must_use]
     pub fn dialed(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.callers.direct_open)
+        GaugeGuard::new(&self.0.direct_open)
     }
 
     /// Counts a finished stream or request, and the bytes received from and sent to the agent.
     pub fn ended(&self, outcome: Outcome, received: u64, sent: u64) {
-        let streams = &self.callers.streams;
+        let streams = &self.0.streams;
         streams
             .get_or_create(&OutcomeLabel { result: outcome })
             .inc();
         for (direction, bytes) in [("in", received), ("out", sent)] {
             let direction = StaticLabel(direction);
-            let counter = &self.callers.bytes;
+            let counter = &self.0.stream_bytes;
             counter
                 .get_or_create(&DirectionLabel { direction })
                 .inc_by(bytes);
@@ -111,19 +171,19 @@ impl Metrics {
 
     /// Records the time that opening a stream took.
     pub fn opened(&self, elapsed: Duration) {
-        self.callers.open_seconds.observe(elapsed.as_secs_f64());
+        self.0.open_seconds.observe(elapsed.as_secs_f64());
     }
 
     /// Counts an event in which a limit was reached.
     pub fn limit(&self, limit: Limit) {
-        let reached = &self.limits.reached;
+        let reached = &self.0.limits_reached;
         reached.get_or_create(&LimitLabel { limit }).inc();
     }
 
     /// Counts a finished handshake or admission by result: `ok` or the name of the failure.
     pub fn handshake(&self, result: &'static str) {
         self.count_timeout(result);
-        count(&self.agents.handshakes, result);
+        count(&self.0.handshakes, result);
     }
 
     /// Counts timeouts on the agents' port. One limit applies to all of them.
@@ -135,23 +195,23 @@ impl Metrics {
 
     /// Counts a caller whose idle connection was closed for a newer one.
     pub fn evicted_caller(&self) {
-        self.callers.evicted.inc();
+        self.0.callers_evicted.inc();
     }
 
     /// Counts a caller whose connection was refused because no permit was available.
     pub fn refused_caller(&self) {
-        self.callers.refused.inc();
+        self.0.callers_refused.inc();
     }
 
     /// Counts a renewal by result: `issued` or the name of the refusal.
     pub fn renewal(&self, result: &'static str) {
-        count(&self.agents.renewals, result);
+        count(&self.0.renewals, result);
     }
 
     /// Counts a request by the result of its password check: `right`, `wrong`, `missing` or
     /// `waiting`.
     pub fn password(&self, result: &'static str) {
-        count(&self.callers.passwords, result);
+        count(&self.0.passwords, result);
     }
 
     /// Records the result of reloading certificate files.
@@ -163,7 +223,8 @@ impl Metrics {
         });
         let failed = reload == ReloadOutcome::Failed;
         let files = StaticLabel(files);
-        let (reloads, unusable) = (&self.credentials.reloads, &self.credentials.unusable);
+        let reloads = &self.0.credential_reloads;
+        let unusable = &self.0.credential_files_unusable;
         reloads.get_or_create(&ReloadLabel { files, result }).inc();
         unusable
             .get_or_create(&FilesLabel { files })
@@ -173,25 +234,25 @@ impl Metrics {
     /// Counts an enrollment by result: `ok` or the name of the failure.
     pub fn enrollment(&self, result: &'static str) {
         self.count_timeout(result);
-        count(&self.agents.enrollments, result);
+        count(&self.0.enrollments, result);
     }
 
     /// Records the size of the route table.
     pub fn routes(&self, nodes: usize, conflicts: usize) {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
-        self.agents.known_nodes.set(number(nodes));
-        self.agents.address_conflicts.set(number(conflicts));
+        self.0.known_nodes.set(number(nodes));
+        self.0.address_conflicts.set(number(conflicts));
     }
 
     /// Records the expiry of the server's own certificate.
     pub fn certificate(&self, not_after: SystemTime) {
-        self.credentials.own_not_after.set(unix_seconds(not_after));
+        self.0.certificate_not_after.set(unix_seconds(not_after));
     }
 
     /// Records the expiry of another certificate that the server was given.
     pub fn credential(&self, files: &'static str, not_after: SystemTime) {
         let files = StaticLabel(files);
-        let credentials = &self.credentials.not_after;
+        let credentials = &self.0.credential_not_after;
         credentials
             .get_or_create(&FilesLabel { files })
             .set(unix_seconds(not_after));
@@ -208,10 +269,28 @@ fn unix_seconds(time: SystemTime) -> f64 {
     since_epoch.as_secs_f64()
 }
 
+/// Gauges for the bytes that stalled readers hold and may hold.
+#[derive(Debug)]
+struct PoolGauges(Arc<BufferPool>);
+
+impl Collector for PoolGauges {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut encode_gauge = |name, help, bytes: u64| {
+            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
+            gauge.encode(metric)
+        };
+        encode_gauge(
+            "buffer_bytes",
+            "Bytes that stalled readers hold, as charged to limits.bufferPool",
+            self.0.charged(),
+        )?;
+        encode_gauge("buffer_limit_bytes", "limits.bufferPool", self.0.limit())
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use tunnel_proto::transport::TransportKind;
-
     use super::*;
 
     #[test]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::ConstGauge;
@@ -13,64 +13,52 @@ use prometheus_client::registry::Registry;
 use super::Records;
 use super::answer::{QueryOutcome, Transport};
 
-/// Metrics of the embedded DNS server. Clones share them.
-#[derive(Debug, Clone)]
-pub struct DnsMetrics {
-    queries: Family<QueryLabels, Counter>,
-    forward_seconds: Histogram,
-    connections_waited: Counter,
+tunnel_proto::metrics! {
+    /// The metrics of queries.
+    struct Families {
+        queries: Family<QueryLabels, Counter> = "queries",
+            "DNS queries by outcome: limited by limits.dnsPerSource, busy by limits.dnsForwards, \
+             upstream_failed by limits.dnsForwardBudget";
+        forward_seconds: Histogram = "forward_duration_seconds",
+            "Time until another resolver answered", Histogram::new(FORWARD_SECONDS);
+        connections_waited: Counter = "connections_waited",
+            "TCP connections that waited because limits.dnsConnections was reached";
+    }
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct QueryLabels {
-    transport: Transport,
-    outcome: QueryOutcome,
+tunnel_proto::label_sets! {
+    QueryLabels { transport: Transport, outcome: QueryOutcome }
 }
+
+/// Metrics of the embedded DNS server. Clones share them.
+#[derive(Debug, Clone)]
+pub struct DnsMetrics(Families);
 
 impl DnsMetrics {
     /// Registers the metrics under `tunnel_server_dns_`. The number of records is read at scrape
     /// time.
     #[must_use]
     pub fn new(root: &mut Registry, records: Records) -> Self {
-        let metrics = Self {
-            queries: Family::default(),
-            forward_seconds: Histogram::new(FORWARD_SECONDS),
-            connections_waited: Counter::default(),
-        };
         let registry = root.sub_registry_with_prefix("tunnel_server_dns");
-        registry.register(
-            "queries",
-            "DNS queries by outcome: limited by limits.dnsPerSource, busy by limits.dnsForwards, upstream_failed by limits.dnsForwardBudget",
-            metrics.queries.clone(),
-        );
-        registry.register(
-            "forward_duration_seconds",
-            "Time until another resolver answered",
-            metrics.forward_seconds.clone(),
-        );
-        registry.register(
-            "connections_waited",
-            "TCP connections that waited because limits.dnsConnections was reached",
-            metrics.connections_waited.clone(),
-        );
+        let families = Families::register(registry);
         registry.register_collector(Box::new(RecordsGauge(records)));
-        metrics
+        Self(families)
     }
 
     /// Counts a query by its transport and outcome.
     pub fn query(&self, transport: Transport, outcome: QueryOutcome) {
         let labels = QueryLabels { transport, outcome };
-        self.queries.get_or_create(&labels).inc();
+        self.0.queries.get_or_create(&labels).inc();
     }
 
     /// Counts a new connection that waits for a permit.
     pub fn connection_waited(&self) {
-        self.connections_waited.inc();
+        self.0.connections_waited.inc();
     }
 
     /// Records how long a forwarded query took.
     pub fn forwarded(&self, elapsed: Duration) {
-        self.forward_seconds.observe(elapsed.as_secs_f64());
+        self.0.forward_seconds.observe(elapsed.as_secs_f64());
     }
 }
 

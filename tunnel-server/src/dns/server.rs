@@ -130,11 +130,6 @@ impl Server {
         client_query.relayed(answer)
     }
 
-    /// Counts a new connection that waits for another one to end.
-    pub(super) fn record_connection_wait(&self) {
-        self.metrics.connection_waited();
-    }
-
     /// Counts a connection. Returns `None` if the client has too many.
     pub(super) fn admit_connection(&self, client: SocketAddr) -> Option<SourcePermit> {
         let connection_permit = self.limiter.admit_connection(client.ip());

@@ -43,7 +43,7 @@ pub(super) async fn serve(server: Arc<Server>, listener: TcpListener, connection
             Ok(permit) => permit,
             Err(_none_left) => {
                 debug!("limits.dnsConnections is reached; new DNS connections wait");
-                server.record_connection_wait();
+                server.metrics.connection_waited();
                 // The semaphore is never closed.
                 let Ok(permit) = permits.clone().acquire_owned().await else {
                     return;
