@@ -39,18 +39,14 @@ mod sessions;
 mod sockets;
 mod targets;
 
-use admin::AdminInputs;
 use authority::{Authority, LeaseGuard};
 use bind::listen;
 pub use bound_addrs::BoundAddrs;
-use cluster::{ClusterComponents, ClusterServices, start_cluster};
-use connect::ConnectInputs;
+use cluster::{ClusterServices, start_cluster};
 use context::{ProcessContext, ServerContext};
 use identity::AgentAuth;
-use listeners::ListenerInputs;
 use serving::ServingCredentials;
 use sessions::SessionInputs;
-use sockets::SocketInputs;
 
 /// A running server, created by [`App::start`] and served by [`App::run`].
 #[derive(Debug)]
@@ -82,13 +78,14 @@ impl App {
         let context = ServerContext::build(process, &mut metrics_registry)?;
         let agents = AgentAuth::build(&authority, &context)?;
         let serving = ServingCredentials::build(&authority.ca, &context)?;
-        let inputs = SocketInputs {
-            quic_tls: agents.session_tls(ALPN_SESSION)?,
-            quic_keys: &authority.keys,
-            listener_tls: serving.tls,
-            meta: meta_listener.local_addr()?,
-        };
-        let sockets = sockets::bind(inputs, &context).await?;
+        let sockets = sockets::bind(
+            agents.session_tls(ALPN_SESSION)?,
+            &authority.keys,
+            &serving.tls,
+            meta_listener.local_addr()?,
+            &context,
+        )
+        .await?;
         let capacity = capacity(&context.config);
         let dns = records::start(sockets.dns, capacity.dns, &mut metrics_registry, &context);
         let advertised = sockets.bound.advertised(&context.config.advertise);
@@ -98,26 +95,19 @@ impl App {
             ..context.config.ports.clone()
         });
         let targets = targets::build(&context)?;
-        let components = ClusterComponents {
-            bound: &sockets.bound,
-            agents: &agents,
-            targets: &targets,
-            serving_names: &serving.names,
-        };
-        let cluster = start_cluster(authority.cluster_handle.take(), components, &context);
-        let inputs = ListenerInputs {
-            listeners: sockets.listeners,
-            targets,
-            pods: cluster.pods.clone(),
-            capacity,
-        };
-        let ingress = listeners::start(inputs, &context);
-        let inputs = ConnectInputs {
-            ingress: &ingress,
-            certificates: serving.certificates,
-            own_ports: sockets.bound.tcp_ports(),
-        };
-        let tunnels = sockets.connect.start(inputs, &context)?;
+        let cluster = start_cluster(
+            authority.cluster_handle.take(),
+            &sockets.bound,
+            &agents,
+            &targets,
+            &serving.names,
+            &context,
+        );
+        let pods = cluster.pods.clone();
+        let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
+        let own_ports = sockets.bound.tcp_ports();
+        let tunnels =
+            (sockets.connect).start(&ingress, serving.certificates, own_ports, &context)?;
         let inputs = SessionInputs {
             quic: sockets.quic.clone(),
             tcp: sockets.tcp,
@@ -128,14 +118,14 @@ impl App {
             capacity,
         };
         sessions::start(inputs, &context)?;
-        let inputs = AdminInputs {
-            authority: &authority,
+        admin::start(
+            &authority,
             advertised,
             tunnels,
             meta_listener,
             metrics_registry,
-        };
-        admin::start(inputs, &context)?;
+            &context,
+        )?;
         if let Some(dns) = &dns {
             dns.start_loop_detection(&context.shutdown).await?;
         }

@@ -14,32 +14,30 @@ use crate::admin::{self, AdminState, status};
 use crate::ingress::connect::AdminTunnels;
 use crate::routing::routes::RouteSource;
 
-/// The inputs of the admin socket and the meta port.
-pub(super) struct AdminInputs<'a> {
-    pub(super) authority: &'a Authority,
-    pub(super) advertised: Vec<String>,
-    pub(super) tunnels: AdminTunnels,
-    pub(super) meta_listener: TcpListener,
-    pub(super) metrics_registry: MetricsRegistry,
-}
-
 /// Starts the admin socket, then the meta port.
-pub(super) fn start(inputs: AdminInputs<'_>, context: &ServerContext) -> io::Result<()> {
+pub(super) fn start(
+    authority: &Authority,
+    advertised: Vec<String>,
+    tunnels: AdminTunnels,
+    meta_listener: TcpListener,
+    metrics_registry: MetricsRegistry,
+    context: &ServerContext,
+) -> io::Result<()> {
     let list = list_nodes(context);
     let state = AdminState {
-        ca: inputs.authority.ca.clone(),
-        tokens: inputs.authority.tokens.clone(),
+        ca: authority.ca.clone(),
+        tokens: authority.tokens.clone(),
         nodes: context.nodes.clone(),
-        revocations: inputs.authority.revocations.clone(),
+        revocations: authority.revocations.clone(),
         status: list.clone(),
-        advertised: inputs.advertised,
+        advertised,
         can_issue: context.config.agent_files.is_none(),
-        tunnels: Some(inputs.tunnels),
+        tunnels: Some(tunnels),
     };
     admin::start(state, &context.data, &context.shutdown)?;
-    Meta::new(context.readiness.clone(), inputs.metrics_registry)
+    Meta::new(context.readiness.clone(), metrics_registry)
         .with("/nodes", Box::new(move |peer| nodes_endpoint(peer, list())))
-        .start(inputs.meta_listener, &context.shutdown);
+        .start(meta_listener, &context.shutdown);
     Ok(())
 }
 

@@ -16,15 +16,6 @@ use crate::config::KubeletCa;
 use crate::ingress::target_tls::TargetTls;
 use crate::routing::pod_lookup::PodResolver;
 
-/// The components that the cluster integration updates and reads, in addition to the server's
-/// context.
-pub(super) struct ClusterComponents<'a> {
-    pub(super) bound: &'a BoundAddrs,
-    pub(super) agents: &'a AgentAuth,
-    pub(super) targets: &'a Arc<TargetTls>,
-    pub(super) serving_names: &'a ServingNames,
-}
-
 /// The services of a followed cluster.
 #[derive(Debug, Default)]
 pub(super) struct ClusterServices {
@@ -47,15 +38,12 @@ impl ClusterServices {
 /// Follows the configured cluster, if there is one.
 pub(super) fn start_cluster(
     cluster_handle: Option<ClusterHandle>,
-    components: ClusterComponents<'_>,
+    bound: &BoundAddrs,
+    agents: &AgentAuth,
+    targets: &Arc<TargetTls>,
+    serving_names: &ServingNames,
     context: &ServerContext,
 ) -> ClusterServices {
-    let ClusterComponents {
-        bound,
-        agents,
-        targets,
-        serving_names,
-    } = components;
     let config = &context.config;
     let (Some(settings), Some(cluster_handle)) = (&config.kubernetes, cluster_handle) else {
         return ClusterServices::default();

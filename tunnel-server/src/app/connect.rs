@@ -37,14 +37,6 @@ pub(super) struct ConnectSockets {
     unix: Option<(UnixListener, SocketFile)>,
 }
 
-/// The inputs of the CONNECT listeners.
-pub(super) struct ConnectInputs<'a> {
-    pub(super) ingress: &'a IngressContext,
-    pub(super) certificates: Arc<dyn ResolvesServerCert>,
-    /// Ports of this server, which the CONNECT listeners do not dial.
-    pub(super) own_ports: Vec<Port>,
-}
-
 impl ConnectSockets {
     pub(super) async fn bind(settings: Option<&ConnectSettings>) -> anyhow::Result<Self> {
         let tcp = match settings.and_then(|settings| settings.listen) {
@@ -72,19 +64,22 @@ impl ConnectSockets {
         self.tcp.as_ref().map(TcpListener::local_addr).transpose()
     }
 
-    /// Starts the listeners. Returns the tunnels for the admin socket, which reach only nodes.
+    /// Starts the listeners, which do not dial `own_ports` of this server. Returns the tunnels for
+    /// the admin socket, which reach only nodes.
     pub(super) fn start(
         self,
-        inputs: ConnectInputs<'_>,
+        ingress: &IngressContext,
+        certificates: Arc<dyn ResolvesServerCert>,
+        own_ports: Vec<Port>,
         context: &ServerContext,
     ) -> anyhow::Result<AdminTunnels> {
         let (config, watcher) = (&context.config, &context.watcher);
         let ingress = Arc::new(IngressContext {
             limits: ListenerLimits {
-                open: inputs.ingress.limits.open.min(OPEN_MAX),
-                ..inputs.ingress.limits
+                open: ingress.limits.open.min(OPEN_MAX),
+                ..ingress.limits
             },
-            ..inputs.ingress.clone()
+            ..ingress.clone()
         });
         let dial_limit = config.limits.target_dial_timeout;
         let settings = config.connect.as_ref();
@@ -92,7 +87,7 @@ impl ConnectSockets {
             Some(listed) => DialPolicy::Listed(listed, context.ranges.clone()),
             None => DialPolicy::Cluster(context.ranges.clone()),
         };
-        let direct = DirectDialer::new(dial_policy, dial_limit).with_own_ports(inputs.own_ports);
+        let direct = DirectDialer::new(dial_policy, dial_limit).with_own_ports(own_ports);
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {
@@ -110,7 +105,7 @@ impl ConnectSockets {
         if let (Some(listener), Some(settings)) = (self.tcp, settings) {
             let passwords = passwords(settings, watcher)?;
             let is_tls_optional = passwords.is_some();
-            let tls = caller_tls(settings, inputs.certificates, !is_tls_optional, watcher)?;
+            let tls = caller_tls(settings, certificates, !is_tls_optional, watcher)?;
             ingress.start(
                 listener,
                 ListenerKind::Http(connect_listener(tls, passwords, is_tls_optional)),

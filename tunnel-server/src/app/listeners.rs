@@ -12,24 +12,22 @@ use crate::ingress::target_tls::TargetTls;
 use crate::ingress::{IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::pod_lookup::PodResolver;
 
-/// The inputs of the listeners.
-pub(super) struct ListenerInputs {
-    pub(super) listeners: Vec<(TcpListener, ListenerKind)>,
-    pub(super) targets: Arc<TargetTls>,
-    pub(super) pods: Option<PodResolver>,
-    pub(super) capacity: Capacity,
-}
-
 /// Starts the listeners. Returns the state that they share with the CONNECT listeners.
-pub(super) fn start(inputs: ListenerInputs, context: &ServerContext) -> Arc<IngressContext> {
+pub(super) fn start(
+    listeners: Vec<(TcpListener, ListenerKind)>,
+    targets: Arc<TargetTls>,
+    pods: Option<PodResolver>,
+    capacity: Capacity,
+    context: &ServerContext,
+) -> Arc<IngressContext> {
     let config = &context.config;
     let limits = &config.limits;
     let ingress = Arc::new(IngressContext {
         routes: context.routes.clone(),
         registry: context.registry.clone(),
         policy: context.policy.clone(),
-        pods: inputs.pods,
-        targets: inputs.targets,
+        pods,
+        targets,
         delegation_callers: DelegationPolicy::named(config.targets.delegation_callers.clone()),
         limits: ListenerLimits {
             handshake: limits.handshake_timeout,
@@ -38,13 +36,13 @@ pub(super) fn start(inputs: ListenerInputs, context: &ServerContext) -> Arc<Ingr
             idle: limits.caller_idle_timeout,
             open: limits.open_timeout,
         },
-        callers: ConnLimiter::new(inputs.capacity.callers),
-        verified_callers: ConnLimiter::new(inputs.capacity.verified_callers),
+        callers: ConnLimiter::new(capacity.callers),
+        verified_callers: ConnLimiter::new(capacity.verified_callers),
         metrics: context.metrics.clone(),
         shutdown: context.shutdown.clone(),
         drivers: context.drivers.clone(),
     });
-    for (listener, kind) in inputs.listeners {
+    for (listener, kind) in listeners {
         ingress.start(listener, kind);
     }
     ingress

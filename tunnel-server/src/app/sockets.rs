@@ -28,36 +28,29 @@ pub(super) struct Sockets {
     pub(super) bound: BoundAddrs,
 }
 
-/// The inputs of [`bind`].
-pub(super) struct SocketInputs<'a> {
-    pub(super) quic_tls: Arc<ServerConfig>,
-    pub(super) quic_keys: &'a QuicKeys,
-    pub(super) listener_tls: Arc<ListenerTls>,
-    /// Bound address of the meta port.
-    pub(super) meta: SocketAddr,
-}
-
 pub(super) async fn bind(
-    inputs: SocketInputs<'_>,
+    quic_tls: Arc<ServerConfig>,
+    quic_keys: &QuicKeys,
+    listener_tls: &Arc<ListenerTls>,
+    meta: SocketAddr,
     context: &ServerContext,
 ) -> anyhow::Result<Sockets> {
     let (config, settings) = (&context.config, &context.session_settings);
     let (tcp, quic) = bind_both(&config.listeners.agents, "--agent-listen", |address| {
-        let tls = inputs.quic_tls.clone();
-        QuicAcceptor::bind(address, tls, inputs.quic_keys, settings.clone())
+        QuicAcceptor::bind(address, quic_tls.clone(), quic_keys, settings.clone())
     })
     .await?;
     let mut bound = BoundAddrs {
         agents: tcp.local_addr()?,
         https: None,
         http: None,
-        meta: inputs.meta,
+        meta,
         proxy: Vec::new(),
         services: Vec::new(),
         dns: None,
         connect: None,
     };
-    let listeners = bind_listeners(config, &inputs.listener_tls, &mut bound).await?;
+    let listeners = bind_listeners(config, listener_tls, &mut bound).await?;
     let connect = ConnectSockets::bind(config.connect.as_ref()).await?;
     bound.connect = connect.address()?;
     let dns = match &config.dns {
