@@ -16,7 +16,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_server::ingress::peer::CallerIdentity;
 use tunnel_server::policy::PortPolicy;
-use tunnel_server::policy::authorize::{Access, AccessCaller, authorize};
+use tunnel_server::policy::{Access, AccessCaller, authorize};
 use tunnel_server::routing::decision::{RequestFacts, decide};
 use tunnel_server::routing::destination::{RequestedDestination, Scheme};
 use tunnel_server::routing::routes::RouteTable;

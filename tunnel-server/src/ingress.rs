@@ -29,7 +29,6 @@ pub mod http;
 pub mod outcome;
 pub mod peer;
 pub mod service;
-mod stream_opener;
 pub mod target_tls;
 mod tunnel;
 

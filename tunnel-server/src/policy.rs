@@ -1,15 +1,21 @@
-//! The ports of a node that callers may reach through the listeners, and the kind of target for
-//! each port. All functions are pure.
+//! The ports of a node that callers may reach through the listeners, the kind of target for each
+//! port, and the decision whether a caller may reach a destination. All functions are pure.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use http::Method;
 use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::wire::header::Target;
 use tunnel_proto::wire::name::Port;
 
-pub mod authorize;
+use crate::ingress::error::ProxyError;
+use crate::ingress::outcome::Outcome;
+use crate::ingress::peer::CallerIdentity;
+use crate::routing::destination::{
+    AgentTarget, Destination, RequestedDestination, RequestedNode, RequestedPort,
+};
 
 /// Ports of the kubelet, TLS and plain read-only. Both are always allowed.
 pub const KUBELET_PORTS: [u16; 2] = [10250, 10255];
@@ -114,53 +120,123 @@ impl SharedPortPolicy {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Text of the error for a caller without an identity.
+pub(crate) const CREDENTIALS_REQUIRED: &str =
+    "proxy authentication required; send a name and password of --connect-auth";
 
-    fn policy() -> PortPolicy {
-        PortPolicy {
-            http: "9100, 9200".parse().unwrap(),
-            https: "9200, 9443, 10250".parse().unwrap(),
-            localhost: "10266, 10267".parse().unwrap(),
-            own: vec![port(10264), port(9100)],
-        }
-    }
+/// The facts about a caller that authorization uses.
+#[derive(Debug, Clone, Copy)]
+pub struct AccessCaller<'a> {
+    /// The identity that the caller has proved.
+    pub identity: &'a CallerIdentity,
+    /// The listener serves only callers with an identity.
+    pub must_authenticate: bool,
+    /// The caller has client-certificate delegation.
+    pub has_delegation: bool,
+}
 
-    fn port(number: u16) -> Port {
-        Port::new(number).unwrap()
-    }
-
-    #[test]
-    fn listed_ports_get_their_class_and_others_a_reason() {
-        let policy = policy();
-        assert_eq!(policy.target(port(10250)), Ok(Target::Node(port(10250))));
-        assert_eq!(policy.target(port(10255)), Ok(Target::Node(port(10255))));
-        assert_eq!(
-            policy.target(port(9100)),
-            Ok(Target::Node(port(9100))),
-            "a list beats the hint"
-        );
-        assert_eq!(
-            policy.target(port(10266)),
-            Ok(Target::Loopback(port(10266)))
-        );
-        assert_eq!(
-            policy.target(port(10264)),
-            Err(PortPolicyError::OwnPort(port(10264)))
-        );
-        assert_eq!(
-            policy.target(port(22)),
-            Err(PortPolicyError::NotListed(port(22)))
-        );
-    }
-
-    #[test]
-    fn https_wins_where_both_lists_have_a_port() {
-        let extra: Vec<_> = policy().extra_ports().collect();
-        assert_eq!(
-            extra,
-            [(port(9200), true), (port(9443), true), (port(9100), false)]
-        );
+impl AccessCaller<'_> {
+    /// Returns whether the caller has to send credentials first.
+    #[must_use]
+    pub fn needs_credentials(&self) -> bool {
+        self.must_authenticate && *self.identity == CallerIdentity::Anonymous
     }
 }
+
+/// The access that a request asks for. `D` is what the server needs to dial a target itself.
+#[derive(Debug)]
+pub struct Access<'a, D> {
+    /// The caller of the request.
+    pub caller: AccessCaller<'a>,
+    /// The destination that the request asks for.
+    pub destination: RequestedDestination<D>,
+    /// Method of an HTTP request, or `None` for a byte stream. No rule depends on the method.
+    pub verb: Option<&'a Method>,
+}
+
+/// A destination that the policy allows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Authorized<D> {
+    /// A target that the server reaches through the agent of a node.
+    Agent(AgentTarget),
+    /// A target that the server dials, if the dial policy allows one of its addresses.
+    Direct(D),
+}
+
+/// Returns the target of an access.
+///
+/// # Errors
+/// Returns a [`ProxyError`] with the response for the caller.
+pub fn authorize<D>(
+    policy: &PortPolicy,
+    access: Access<'_, D>,
+) -> Result<Authorized<D>, ProxyError> {
+    if access.caller.needs_credentials() {
+        return Err(ProxyError::new(Outcome::ProxyAuth, CREDENTIALS_REQUIRED));
+    }
+    match access.destination {
+        RequestedDestination::Node(requested) => {
+            let has_delegation = access.caller.has_delegation;
+            authorize_node(policy, has_delegation, requested).map(Authorized::Agent)
+        }
+        // The operator has chosen the target.
+        RequestedDestination::Configured(destination) => Ok(Authorized::Agent(AgentTarget {
+            destination,
+            keeps_host: false,
+        })),
+        RequestedDestination::Direct(direct) => Ok(Authorized::Direct(direct)),
+    }
+}
+
+/// Returns the target on a node. The port lists decide. A caller with delegation also reaches the
+/// kubelet on the port that the cluster says.
+pub(crate) fn authorize_node(
+    policy: &PortPolicy,
+    has_delegation: bool,
+    requested: RequestedNode,
+) -> Result<AgentTarget, ProxyError> {
+    let node = requested.node;
+    let port = match requested.port {
+        RequestedPort::Named(port) => port,
+        RequestedPort::NamedOrKubelet { named, .. } if policy.target(named).is_ok() => named,
+        RequestedPort::NamedOrKubelet { kubelet, .. } | RequestedPort::Kubelet(kubelet) => {
+            if has_delegation {
+                let target = policy.kubelet(kubelet);
+                return Ok(AgentTarget {
+                    destination: Destination { node, target },
+                    keeps_host: true,
+                });
+            }
+            kubelet
+        }
+    };
+    let target = policy.target(port).map_err(|refusal| {
+        let text = format!("{node} port {port}: {refusal}");
+        ProxyError::new(Outcome::RefusedByPolicy, text)
+    })?;
+    Ok(AgentTarget {
+        destination: Destination { node, target },
+        keeps_host: false,
+    })
+}
+
+/// Authorizes an anonymous caller.
+#[cfg(test)]
+pub(crate) fn authorize_anonymous<D>(
+    policy: &PortPolicy,
+    destination: RequestedDestination<D>,
+) -> Result<Authorized<D>, ProxyError> {
+    let access = Access {
+        caller: AccessCaller {
+            identity: &CallerIdentity::Anonymous,
+            must_authenticate: false,
+            has_delegation: false,
+        },
+        destination,
+        verb: None,
+    };
+    authorize(policy, access)
+}
+
+#[cfg(test)]
+mod tests;

@@ -17,7 +17,6 @@ use crate::routing::registry::Registry;
 pub mod acceptor;
 mod admission;
 mod admission_rate;
-mod agent_monitor;
 mod renewal;
 mod session_loop;
 

@@ -15,12 +15,11 @@ use super::access_log::AccessLog;
 use super::context::ConnectProxy;
 use super::dispatch::{self, IngressRequest, IngressTarget, TunnelParams, open_tunnel, route};
 use super::error::ProxyError;
-use super::http::caller::Caller;
-use super::http::exchange::{Exchange, Forwarded, ForwardedBody};
+use super::http::exchange::{Caller, Exchange, Forwarded, ForwardedBody};
 use super::http::headers::trace_parent;
 use super::outcome::Outcome;
 use super::peer::CallerIdentity;
-use crate::policy::authorize::{AccessCaller, CREDENTIALS_REQUIRED};
+use crate::policy::{AccessCaller, CREDENTIALS_REQUIRED};
 
 mod admin;
 pub mod basic_auth;

@@ -1,13 +1,10 @@
 //! HTTP reverse proxy: hyper serves the caller's connection, the server routes each request, and
 //! hyper sends the request through a stream to the target.
 
-pub mod body;
-pub(crate) mod caller;
-mod error_response;
 pub(crate) mod exchange;
 pub(crate) mod head_check;
 pub(crate) mod headers;
-pub(crate) mod stripped_body;
+pub mod response;
 pub(crate) mod timeouts;
 pub(crate) mod upstream;
 
@@ -41,18 +38,17 @@ use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, relay_granted, relay_tunnel, route,
 };
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::ResponseBody;
-use crate::ingress::http::caller::{Caller, CallerUpgrade};
-use crate::ingress::http::exchange::{Exchange, Forwarded, ForwardedBody};
+use crate::ingress::http::exchange::{Caller, CallerUpgrade, Exchange, Forwarded, ForwardedBody};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{close_unless_upgraded, requested_upgrade};
+use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::timeouts::{
     ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
 };
 use crate::ingress::http::upstream::UpstreamPool;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
-use crate::policy::authorize::AccessCaller;
+use crate::policy::AccessCaller;
 use crate::routing::decision::RequestFacts;
 use crate::routing::decision::delegated::DelegatedRequest;
 use crate::routing::destination::Scheme;
@@ -321,7 +317,7 @@ impl Caller {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let granted = self.upgrade_slot().take();
+        let granted = self.upgrade.lock().take();
         match granted {
             // If the receiver is gone, dropping the connection closes it.
             Some(granted) => drop(granted.send(Box::new(stream))),
@@ -336,7 +332,7 @@ impl Caller {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        if let Some(granted) = self.upgrade_slot().take() {
+        if let Some(granted) = self.upgrade.lock().take() {
             drop(granted.send(Box::new(stream)));
         } else if let Some(Err(error)) = stream.shutdown().now_or_never() {
             debug!(%error, "cannot shut down a caller's connection");

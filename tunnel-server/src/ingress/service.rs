@@ -15,7 +15,7 @@ use super::dispatch::{
 use super::error::ProxyError;
 use super::peer::CallerIdentity;
 use super::tunnel::Tunnel;
-use crate::policy::authorize::AccessCaller;
+use crate::policy::AccessCaller;
 use crate::routing::destination::Service;
 
 /// Forwards one connection. If anything fails before or after the first byte, the caller receives a

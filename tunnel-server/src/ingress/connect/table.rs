@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use super::dial::filter_allowed;
 use crate::ingress::connect::request::ProxyRequest;
 use crate::policy::PortPolicy;
-use crate::policy::authorize::{Authorized, authorize_anonymous};
+use crate::policy::{Authorized, authorize_anonymous};
 use crate::routing::destination::DialTarget;
 use crate::routing::dial_policy::{AddressClaims, DialPolicy, LiveClusterNetworks};
 use crate::routing::routes::RouteTable;

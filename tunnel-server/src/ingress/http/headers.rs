@@ -1,12 +1,16 @@
-//! Rewriting of header fields between caller and target. Hop-by-hop fields are removed, and fields
-//! that the tunnel needs are set. All functions are pure.
+//! Rewriting of header and trailer fields between caller and target. Hop-by-hop fields are removed,
+//! and fields that the tunnel needs are set. All functions are pure.
 
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
 use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version};
-use hyper::body::Body;
+use hyper::body::{Body, Frame, Incoming, SizeHint};
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
 use crate::routing::decision::{SELECT_DEST, SELECT_HOST, has_supported_coding};
@@ -227,7 +231,7 @@ fn normalize_content_length(headers: &mut HeaderMap, body: Option<u64>) {
 
 /// Removes the trailer fields that would have an effect in a head: hop-by-hop fields, the tunnel's
 /// fields, Host and Content-Length.
-pub(crate) fn strip_trailers(trailers: &mut HeaderMap) {
+fn strip_trailers(trailers: &mut HeaderMap) {
     strip_hop_by_hop(trailers);
     for name in [
         HOST,
@@ -254,6 +258,37 @@ fn strip_hop_by_hop(headers: &mut HeaderMap) {
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
+    }
+}
+
+/// A body whose trailers lose hop-by-hop fields and the tunnel's fields.
+#[derive(Debug)]
+pub(crate) struct StrippedBody(pub(crate) Incoming);
+
+impl Body for StrippedBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let frame = ready!(Pin::new(&mut self.0).poll_frame(cx));
+        Poll::Ready(frame.map(|frame| {
+            let mut frame = frame?;
+            if let Some(trailers) = frame.trailers_mut() {
+                strip_trailers(trailers);
+            }
+            Ok(frame)
+        }))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.size_hint()
     }
 }
 

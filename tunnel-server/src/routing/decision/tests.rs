@@ -2,7 +2,7 @@ use tunnel_proto::wire::header::Target;
 
 use super::*;
 use crate::policy::PortPolicy;
-use crate::policy::authorize::authorize_node;
+use crate::policy::authorize_node;
 use crate::routing::destination::Destination;
 
 fn routes() -> RouteTable {

@@ -4,7 +4,7 @@ use http::{HeaderValue, Request};
 
 use super::*;
 use crate::policy::PortPolicy;
-use crate::policy::authorize::{Authorized, authorize_anonymous};
+use crate::policy::{Authorized, authorize_anonymous};
 use crate::routing::destination::{AgentTarget, Destination};
 
 fn name(text: &str) -> NodeName {

@@ -19,7 +19,7 @@ use tracing::debug;
 use tunnel_proto::transport::ByteCount;
 
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::stripped_body::StrippedBody;
+use crate::ingress::http::headers::StrippedBody;
 use crate::ingress::outcome::Outcome;
 use crate::routing::via::Via;
 

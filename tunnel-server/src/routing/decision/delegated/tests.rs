@@ -4,7 +4,7 @@ use http::{HeaderValue, Method, Uri};
 
 use super::*;
 use crate::policy::PortPolicy;
-use crate::policy::authorize::authorize_node;
+use crate::policy::authorize_node;
 use crate::routing::destination::{AgentTarget, Scheme};
 use crate::routing::routes::RouteNode;
 

@@ -20,18 +20,17 @@ use hyper::service::service_fn;
 use super::strict::{self, Head, Parsed};
 use crate::ingress::context::ListenerLimits;
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::body::ResponseBody;
 use crate::ingress::http::builder;
 use crate::ingress::http::head_check::{BodyFraming, HeadCheck, HeadError};
 use crate::ingress::http::headers::{
-    can_reuse_connection, close_unless_upgraded, requested_upgrade, rewrite_request,
+    StrippedBody, can_reuse_connection, close_unless_upgraded, requested_upgrade, rewrite_request,
     rewrite_response, validate_response,
 };
-use crate::ingress::http::stripped_body::StrippedBody;
+use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::upstream::connection::client;
 use crate::ingress::outcome::Outcome;
 use crate::policy::PortPolicy;
-use crate::policy::authorize::authorize_node;
+use crate::policy::authorize_node;
 use crate::routing::decision::{RequestFacts, decide};
 use crate::routing::destination::{Destination, Scheme};
 use crate::routing::routes::RouteTable;
