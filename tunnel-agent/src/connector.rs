@@ -22,7 +22,6 @@ use crate::config::TransportChoice;
 use crate::metrics::ConnectResult;
 use crate::session::{SessionContext, SessionEvent, SessionSummary};
 
-mod attempt;
 pub mod backoff;
 mod dial;
 pub(crate) mod endpoint;
@@ -31,12 +30,11 @@ mod report;
 mod session_task;
 mod transport_policy;
 
-use attempt::{Attempt, DialPurpose};
 use backoff::{Backoff, ReconnectEvent};
 use endpoint::EndpointCursor;
 use report::ConnectionLog;
 pub(crate) use session_task::Dialers;
-use session_task::{ConnectError, SessionExit};
+use session_task::{Attempt, ConnectError, DialPurpose, SessionExit};
 use transport_policy::{SessionTransport, TransportChange, TransportPolicy};
 
 /// Connects this agent to its servers.

@@ -26,7 +26,6 @@ use crate::routing::registry::Registry;
 mod admin;
 mod authority;
 mod bind;
-mod bound_addrs;
 mod cluster;
 mod connect;
 mod context;
@@ -41,12 +40,12 @@ mod targets;
 
 use authority::{Authority, LeaseGuard};
 use bind::listen;
-pub use bound_addrs::BoundAddrs;
 use cluster::{ClusterServices, start_cluster};
 use context::{ProcessContext, ServerContext};
 use identity::AgentAuth;
 use serving::ServingCredentials;
 use sessions::SessionInputs;
+pub use sockets::BoundAddrs;
 
 /// A running server, created by [`App::start`] and served by [`App::run`].
 #[derive(Debug)]

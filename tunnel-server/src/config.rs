@@ -26,7 +26,6 @@ mod kubernetes;
 mod limits;
 mod listeners;
 mod raw;
-mod services;
 mod targets;
 
 pub use capacity::Capacity;

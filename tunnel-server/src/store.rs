@@ -1,7 +1,6 @@
 //! Persistent state of the server: the data directory, and the documents that servers of a cluster
 //! share.
 
-mod cluster_document;
 pub mod data_dir;
 pub(crate) mod document;
 pub(crate) mod snapshot;

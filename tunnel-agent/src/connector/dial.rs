@@ -7,11 +7,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug_span};
 use tunnel_proto::wire::code::CloseCode;
 
-use super::attempt::{Attempt, DialPurpose};
 use super::backoff::ReconnectEvent;
 use super::endpoint::EndpointCursor;
 use super::happy_eyeballs::{DialAction, HappyEyeballs};
-use super::session_task::{ConnectError, SessionTask};
+use super::session_task::{Attempt, ConnectError, DialPurpose, SessionTask};
 use super::transport_policy::SessionTransport;
 use super::{Connector, RunningSession};
 use crate::session::SessionHandle;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
-use super::bound_addrs::BoundAddrs;
 use super::context::ServerContext;
 use super::identity::AgentAuth;
+use super::sockets::BoundAddrs;
 use crate::ca::ServingNames;
 use crate::ca::attestation::Attestor;
 use crate::cluster::{

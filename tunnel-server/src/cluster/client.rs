@@ -8,13 +8,18 @@ use http::{Request, Response};
 use kube::client::{Body, ClientBuilder};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+use prometheus_client::registry::Registry as MetricsRegistry;
 use tower::layer::layer_fn;
 use tower::util::MapResponseLayer;
 use tower::{BoxError, Service};
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::settings::ConfigError;
 
+use super::conditions::Conditions;
 use super::failure::Throttle;
-use super::watches::WATCH_SECONDS;
+use super::metrics::ClusterMetrics;
+use super::objects::Object;
+use super::watches::{WATCH_SECONDS, WatchContext};
 use crate::config::KubernetesSettings;
 
 /// Limit for the TCP and TLS handshake.
@@ -126,6 +131,61 @@ where
                 Err(elapsed) => Err(elapsed.into()),
             }
         })
+    }
+}
+
+/// A handle to the API server, with the conditions and metrics of its users. Clones share it.
+#[derive(Clone)]
+pub struct ClusterHandle {
+    pub(super) connection: Connection,
+    pub(super) problems: Conditions,
+    pub(super) metrics: ClusterMetrics,
+}
+
+impl ClusterHandle {
+    /// Prepares the client. Sends no request.
+    ///
+    /// # Errors
+    /// Returns [`ConfigError`] if the kubeconfig or the ServiceAccount cannot be read.
+    pub async fn open(
+        settings: &KubernetesSettings,
+        readiness: &Readiness,
+        registry: &mut MetricsRegistry,
+    ) -> Result<Self, ConfigError> {
+        let connection = connect(settings).await?;
+        Ok(Self::with_connection(connection, readiness, registry))
+    }
+
+    pub(super) fn with_connection(
+        connection: Connection,
+        readiness: &Readiness,
+        registry: &mut MetricsRegistry,
+    ) -> Self {
+        let metrics = ClusterMetrics::new(registry);
+        Self {
+            connection,
+            problems: Conditions::new(readiness.clone(), metrics.clone()),
+            metrics,
+        }
+    }
+
+    /// Returns the context of a watch of this object.
+    pub(super) fn watch_context(&self, object: Object) -> WatchContext {
+        WatchContext {
+            object,
+            metrics: self.metrics.clone(),
+            problems: self.problems.clone(),
+            throttle: self.connection.throttle.clone(),
+        }
+    }
+}
+
+impl std::fmt::Debug for ClusterHandle {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("ClusterHandle")
+            .field("namespace", &self.connection.namespace)
+            .finish_non_exhaustive()
     }
 }
 

@@ -18,7 +18,7 @@ use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::quic::QuicKeys;
 
-use super::handle::ClusterHandle;
+use super::client::ClusterHandle;
 use super::lease::identity;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::config::KubernetesSettings;

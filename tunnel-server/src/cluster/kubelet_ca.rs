@@ -14,7 +14,7 @@ use tunnel_proto::process::files;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, AgentTrust};
 
-use super::handle::ClusterHandle;
+use super::client::ClusterHandle;
 use super::objects::{CLIENT_CA, CLIENT_CA_KEY, Object};
 use super::watches::{Observed, follow_one};
 use crate::cluster::conditions::Condition;

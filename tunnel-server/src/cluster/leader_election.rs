@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::failure::{ApiError, ApiErrorKind, Throttle};
-use super::handle::ClusterHandle;
+use super::client::ClusterHandle;
 use super::lease::{LeaseHandle, spec_for};
 use super::metrics::ClusterMetrics;
 use super::objects::Object;

@@ -11,7 +11,7 @@ use tunnel_proto::process::host::host_name;
 
 use super::api_call::{CALL_LIMIT, with_limit};
 use super::failure::ApiError;
-use super::handle::ClusterHandle;
+use super::client::ClusterHandle;
 use super::objects::Object;
 
 /// Limit for releasing a Lease at a clean stop.

@@ -12,7 +12,7 @@ use tracing::debug;
 use tunnel_proto::process::networks::Cidr;
 
 use super::client::Connection;
-use super::handle::ClusterHandle;
+use super::client::ClusterHandle;
 use crate::cluster::conditions::Condition;
 use crate::cluster::state::ClusterState;
 

@@ -5,25 +5,30 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::certificates::v1::{
+    CertificateSigningRequest, CertificateSigningRequestCondition, CertificateSigningRequestSpec,
+};
 use kube::Api;
-use kube::api::PostParams;
+use kube::api::{ObjectMeta, PostParams};
+use rcgen::{CertificateParams, DistinguishedName, DnType, PublicKeyData as _};
 use rustls::sign::CertifiedKey;
 use tokio::time::Instant;
 use tracing::{info, warn};
+use tunnel_proto::identity::sha256;
+use tunnel_proto::wire::enroll::hex;
 
 use super::api_call::with_limit;
+use super::conditions::{Condition, Conditions};
 use super::failure::{ApiError, ApiErrorKind, Backoff};
-use crate::cluster::conditions::{Condition, Conditions};
+use super::objects::KUBELET_CLIENT_NAME;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
 use crate::store::data_dir::DataDir;
 
-mod request;
 mod snapshot;
 
-use crate::cluster::signing::snapshot::KubeletCredential;
-use request::{RequestState, request, request_name, request_state};
+use snapshot::{KubeletCredential, not_after};
 
 /// Time between polls of a request that waits for approval or signing.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
@@ -168,7 +173,7 @@ impl KubeletCertificateTask {
     }
 
     fn delegate(&self, own: &Arc<CertifiedKey>) {
-        if let Some(not_after) = snapshot::not_after(own) {
+        if let Some(not_after) = not_after(own) {
             self.metrics.credential(LABEL, not_after);
         }
         if let Err(error) = self.signer.targets.delegate(own.clone()) {
@@ -186,6 +191,95 @@ fn approval_condition(name: &str) -> String {
         "CertificateSigningRequest {name} is not approved yet; until then client-certificate delegation is off; approve: kubectl certificate \
          approve {name}"
     )
+}
+
+/// Number of digest bytes in the name of a request. Two servers of a cluster never share a name.
+const DIGEST_BYTES: usize = 8;
+
+/// State of a request.
+#[derive(Debug, PartialEq, Eq)]
+enum RequestState {
+    /// The request does not exist.
+    Absent,
+    /// The request is neither approved nor denied.
+    Pending,
+    /// The request is approved but not signed yet.
+    Approved,
+    /// The issued chain in PEM.
+    Issued(Vec<u8>),
+    /// The request was denied or has failed, with the reason.
+    Refused(&'static str, String),
+}
+
+/// Returns the name of the request for the next certificate. The name follows from the key and the
+/// current certificate. A server therefore finds its request after a restart, and replicas never
+/// share one.
+fn request_name(kept: &KubeletCredential) -> String {
+    let last = kept.certificate.as_ref().and_then(|own| not_after(own));
+    let last = last.and_then(|not_after| not_after.duration_since(std::time::UNIX_EPOCH).ok());
+    let last = last.map_or(0, |not_after| not_after.as_secs());
+    let mut digest_input = kept.key.subject_public_key_info();
+    digest_input.extend_from_slice(&last.to_be_bytes());
+    let digest = sha256(&digest_input);
+    let digest = digest.get(..DIGEST_BYTES).unwrap_or_default();
+    format!("{KUBELET_CLIENT_NAME}-{}", hex(digest))
+}
+
+/// Builds a request for a client certificate with the server's name and no group.
+fn request(
+    name: &str,
+    signer: &str,
+    kept: &KubeletCredential,
+) -> Result<CertificateSigningRequest, rcgen::Error> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params
+        .distinguished_name
+        .push(DnType::CommonName, KUBELET_CLIENT_NAME);
+    let pem = params.serialize_request(&kept.key)?.pem()?;
+    Ok(CertificateSigningRequest {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            ..ObjectMeta::default()
+        },
+        spec: CertificateSigningRequestSpec {
+            request: ByteString(pem.into_bytes()),
+            signer_name: signer.to_owned(),
+            usages: Some(vec!["digital signature".into(), "client auth".into()]),
+            ..CertificateSigningRequestSpec::default()
+        },
+        status: None,
+    })
+}
+
+/// Returns the state of an observed request.
+fn request_state(found: Option<&CertificateSigningRequest>) -> RequestState {
+    let Some(found) = found else {
+        return RequestState::Absent;
+    };
+    let status = found.status.clone().unwrap_or_default();
+    let conditions = status.conditions.unwrap_or_default();
+    let has = |kind: &str| conditions.iter().find(|condition| condition.type_ == kind);
+    if let Some(denied) = has("Denied") {
+        return RequestState::Refused("was denied", condition_reason(denied));
+    }
+    if let Some(failed) = has("Failed") {
+        return RequestState::Refused("has failed", condition_reason(failed));
+    }
+    match status.certificate {
+        Some(ByteString(chain)) if !chain.is_empty() => RequestState::Issued(chain),
+        Some(_) | None if has("Approved").is_some() => RequestState::Approved,
+        Some(_) | None => RequestState::Pending,
+    }
+}
+
+fn condition_reason(condition: &CertificateSigningRequestCondition) -> String {
+    let reasons = [&condition.reason, &condition.message];
+    let reasons: Vec<_> = reasons.into_iter().flatten().map(String::as_str).collect();
+    if reasons.is_empty() {
+        return "no reason given".to_owned();
+    }
+    reasons.join(", ")
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use tunnel_proto::process::meta::ReadinessBlock;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::client::Connection;
-use super::handle::ClusterHandle;
+use super::client::ClusterHandle;
 use super::nodes::{NodeObject, NodeStore};
 use super::objects::Object;
 use super::watches::{Observed, WatchContext, config, follow, follow_one};

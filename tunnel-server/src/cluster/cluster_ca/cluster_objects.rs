@@ -9,7 +9,7 @@ use crate::cluster::api_call::{CALL_LIMIT, Conflicts, with_limit};
 use crate::cluster::client::Connection;
 use crate::cluster::conditions::Condition;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
-use crate::cluster::handle::ClusterHandle;
+use crate::cluster::client::ClusterHandle;
 use crate::cluster::objects::Object;
 
 /// Number of consecutive write conflicts on one object before the writer backs off.
