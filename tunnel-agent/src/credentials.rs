@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
@@ -22,12 +23,10 @@ use crate::config::{NO_CA, TokenSource, parse_token};
 
 mod credential_files;
 mod error;
-mod pem;
 mod rotation;
 
 pub use credential_files::CredentialFiles;
 pub(crate) use error::CredentialError;
-use pem::pem_certificates;
 pub(crate) use rotation::RotatingCredentials;
 
 /// The agent's identity and trust roots.
@@ -442,6 +441,21 @@ const PREVIOUS: CertificateFiles = CertificateFiles {
     certificate: "agent.crt.previous",
     ca: "ca.crt.previous",
 };
+
+/// Encodes certificates in PEM (RFC 7468).
+fn pem_certificates(certificates: &[Vec<u8>]) -> String {
+    let mut text = String::new();
+    for der in certificates {
+        text.push_str("-----BEGIN CERTIFICATE-----\n");
+        // 48 bytes become 64 characters.
+        for line in der.chunks(48) {
+            BASE64_STANDARD.encode_string(line, &mut text);
+            text.push('\n');
+        }
+        text.push_str("-----END CERTIFICATE-----\n");
+    }
+    text
+}
 
 #[cfg(test)]
 mod tests {

@@ -22,12 +22,11 @@ use crate::metrics::{Metrics, StreamEnd};
 use crate::policy::DialPolicy;
 
 mod dial;
-mod node_ip;
 #[cfg(test)]
 mod tests;
 
 use dial::{DialContext, dial};
-pub(crate) use node_ip::NodeIp;
+pub(crate) use dial::NodeIp;
 
 /// Serves the streams of all sessions.
 #[derive(Debug)]

@@ -30,14 +30,14 @@ use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::DataDir;
 
 mod client;
-mod command;
 mod message;
 pub mod status;
 pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
-pub use command::{AgentCommand, agent_command};
-pub use message::{CreateToken, CreatedToken, ErrorBody, RevokedNode};
+pub use message::{
+    AgentCommand, CreateToken, CreatedToken, ErrorBody, RevokedNode, agent_command,
+};
 
 /// The state that the admin socket exposes.
 #[derive(Clone)]

@@ -1,16 +1,17 @@
-//! Dials a target: finds candidate addresses, checks the dial policy for each, and connects.
+//! Dials a target: finds candidate addresses, checks the dial policy for each, and connects. The
+//! node's own address is configured or derived from the route.
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::{Instant, timeout_at};
+use tunnel_proto::process::host::{primary_address, source_address};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::Port;
 
-use super::node_ip::NodeIp;
 use crate::metrics::{DialResult, Metrics};
 use crate::policy::{self, DialPolicy, TargetClass};
 
@@ -162,6 +163,29 @@ const KUBELET_PORTS: [u16; 2] = [10250, 10255];
 /// Maximum number of addresses tried for one name.
 const ADDRESSES_MAX: usize = 8;
 
+/// The node's address, and whether the operator configured it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NodeIp {
+    pub(crate) ip: IpAddr,
+    pub(crate) is_configured: bool,
+}
+
+impl NodeIp {
+    /// Returns the address from which this host reaches `remote`. If that is loopback, returns the
+    /// address of the default route.
+    pub(crate) fn for_route_to(remote: SocketAddr) -> Option<Self> {
+        let towards_server = source_address(remote);
+        towards_server
+            .filter(|ip| !ip.is_loopback())
+            .or_else(primary_address)
+            .or(towards_server)
+            .map(|ip| Self {
+                ip,
+                is_configured: false,
+            })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -212,6 +236,16 @@ mod tests {
         assert_eq!(
             of_node("127.0.0.1", false, 9100).await[0].0,
             TargetClass::Loopback
+        );
+    }
+
+    #[test]
+    fn loopback_is_the_last_resort() {
+        let found = NodeIp::for_route_to(([127, 0, 0, 1], 10262).into()).unwrap();
+        assert!(!found.is_configured);
+        assert_eq!(
+            found.ip,
+            primary_address().unwrap_or(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST))
         );
     }
 }

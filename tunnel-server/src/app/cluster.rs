@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
+use super::authority::AgentAuth;
 use super::context::ServerContext;
-use super::identity::AgentAuth;
 use super::sockets::BoundAddrs;
 use crate::ca::ServingNames;
 use crate::ca::attestation::Attestor;

@@ -9,9 +9,8 @@ use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION_TCP;
 
-use super::authority::Authority;
+use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
-use super::identity::AgentAuth;
 use crate::ca::attestation::Attestor;
 use crate::ca::enrollment::Enrollment;
 use crate::config::Capacity;
