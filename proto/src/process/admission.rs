@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -56,7 +56,7 @@ impl ConnLimiter {
     /// The limit that was reached, if no connection can be evicted.
     pub fn acquire(self: &Arc<Self>, peer: IpAddr) -> Result<ConnPermit, LimitReached> {
         let (source, now) = (source(peer), self.now());
-        let mut admitted = self.lock();
+        let mut admitted = self.admitted.lock();
         let reached = if admitted.of(source) >= self.limits.per_source {
             Some(LimitReached::PerSource)
         } else if admitted.all >= self.limits.total {
@@ -93,16 +93,12 @@ impl ConnLimiter {
     /// Returns the number of permits in use.
     #[must_use]
     pub fn admitted(&self) -> usize {
-        self.lock().all
+        self.admitted.lock().all
     }
 
     fn now(&self) -> Moment {
         let since = self.epoch.elapsed().as_nanos();
         Moment(u64::try_from(since).unwrap_or(u64::MAX))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, SourceTable> {
-        self.admitted.lock()
     }
 }
 
@@ -151,7 +147,7 @@ impl ConnPermit {
 
 impl Drop for ConnPermit {
     fn drop(&mut self) {
-        self.limiter.lock().remove(self.source, self.id);
+        self.limiter.admitted.lock().remove(self.source, self.id);
     }
 }
 
@@ -440,7 +436,7 @@ mod tests {
         assert_eq!(limiter.admitted(), 5);
         drop((alone, permits, newcomer));
         assert_eq!(limiter.admitted(), 0);
-        assert!(limiter.lock().by_size.is_empty() && limiter.lock().sources.is_empty());
+        assert!(limiter.admitted.lock().by_size.is_empty() && limiter.admitted.lock().sources.is_empty());
     }
 
     #[test]

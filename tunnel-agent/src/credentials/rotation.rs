@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rcgen::CertificateParams;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Notify, watch};
@@ -133,10 +133,10 @@ impl RotatingCredentials {
     pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
         let store = tls::roots(roots.iter().cloned())?;
         *self.ca.lock() = Some(roots);
-        if let Some(alternate) = &mut *self.alternate() {
+        if let Some(alternate) = &mut *self.alternate.lock() {
             alternate.credentials.roots = store.clone();
         }
-        let mut current = self.lock();
+        let mut current = self.current.lock();
         current.roots = store;
         self.identity.replace(current.own.clone(), current.trust());
         Ok(())
@@ -149,12 +149,12 @@ impl RotatingCredentials {
 
     /// Returns the current credentials.
     pub(crate) fn current(&self) -> Credentials {
-        self.lock().clone()
+        self.current.lock().clone()
     }
 
     /// Returns the expiry of the certificate.
     pub(crate) fn not_after(&self) -> SystemTime {
-        self.lock().not_after
+        self.current.lock().not_after
     }
 
     /// Returns a watch that changes when new credentials need a new session.
@@ -216,7 +216,7 @@ impl RotatingCredentials {
             }
             due
         });
-        let signer = self.lock().signer.clone().filter(|_| claimed)?;
+        let signer = self.current.lock().signer.clone().filter(|_| claimed)?;
         match CertificateParams::default().serialize_request(&*signer) {
             Ok(request) => Some(request.der().to_vec()),
             Err(error) => {
@@ -237,6 +237,7 @@ impl RotatingCredentials {
             }
         };
         let taken = self
+            .current
             .lock()
             .signer
             .clone()
@@ -276,7 +277,7 @@ impl RotatingCredentials {
         // Counted from the arrival of the certificate: with a wrong clock the agent must not ask
         // again at once.
         let next = first_renewal(&credentials, credentials.issued, rand::random());
-        let older = std::mem::replace(&mut *self.lock(), credentials);
+        let older = std::mem::replace(&mut *self.current.lock(), credentials);
         self.generation.fetch_add(1, Ordering::Relaxed);
         if issued.is_some() {
             self.save_previous(older);
@@ -287,7 +288,7 @@ impl RotatingCredentials {
             self.updates.send_modify(|count| *count += 1);
         }
         if issued.is_some() {
-            *self.unsaved() = issued;
+            *self.unsaved.lock() = issued;
         }
         self.save().await;
     }
@@ -298,7 +299,7 @@ impl RotatingCredentials {
         if self.store.is_none() {
             return;
         }
-        let mut alternate = self.alternate();
+        let mut alternate = self.alternate.lock();
         let is_stored = match &mut *alternate {
             Some(alternate) if alternate.is_newer => alternate.is_stored,
             Some(alternate) if alternate.credentials.not_after > SystemTime::now() => {
@@ -320,7 +321,7 @@ impl RotatingCredentials {
     /// agent the server's. After three consecutive failures with credentials on trial, the other
     /// credentials become current. The disk does not change before a session is ready.
     pub(crate) fn refused(&self, generation: u64) {
-        let mut alternate = self.alternate();
+        let mut alternate = self.alternate.lock();
         let Some(trial) = alternate
             .as_mut()
             .filter(|_| generation == self.generation())
@@ -333,9 +334,9 @@ impl RotatingCredentials {
         }
         trial.refused = 0;
         trial.is_newer = !trial.is_newer;
-        let mut current = self.lock();
+        let mut current = self.current.lock();
         std::mem::swap(&mut *current, &mut trial.credentials);
-        let mut unsaved = self.unsaved();
+        let mut unsaved = self.unsaved.lock();
         std::mem::swap(&mut *unsaved, &mut trial.unsaved);
         self.metrics.unsaved(unsaved.is_some());
         self.identity.replace(current.own.clone(), current.trust());
@@ -357,7 +358,8 @@ impl RotatingCredentials {
     /// cancel-safe: the disk may be behind.
     pub(crate) async fn confirm(&self, generation: u64) {
         let taken = self
-            .alternate()
+            .alternate
+            .lock()
             .take_if(|_| generation == self.generation());
         let (Some(alternate), Some(store)) = (taken, self.store.clone()) else {
             return;
@@ -385,13 +387,14 @@ impl RotatingCredentials {
     /// Writes unsaved credentials to disk. Not cancel-safe: they may be written all the same.
     pub(crate) async fn save(&self) {
         let _one_at_a_time = self.saving.lock().await;
-        let wanted = self.unsaved().clone();
+        let wanted = self.unsaved.lock().clone();
         let (Some(store), Some((chain, roots))) = (self.store.clone(), wanted.clone()) else {
             return;
         };
-        let signer = self.lock().signer.clone();
+        let signer = self.current.lock().signer.clone();
         let is_older_stored = self
-            .alternate()
+            .alternate
+            .lock()
             .as_ref()
             .is_none_or(|alternate| alternate.is_newer || alternate.is_stored);
         let saved = tokio::task::spawn_blocking(move || {
@@ -408,14 +411,14 @@ impl RotatingCredentials {
         });
         let saved = saved.await.map(|(is_older_stored, saved)| {
             // Also if the rest failed: half of a new pair may be on disk.
-            if let Some(alternate) = self.alternate().as_mut().filter(|_| is_older_stored) {
+            if let Some(alternate) = self.alternate.lock().as_mut().filter(|_| is_older_stored) {
                 alternate.is_stored = true;
             }
             saved
         });
         match saved {
             Ok(Ok(())) => {
-                let mut unsaved = self.unsaved();
+                let mut unsaved = self.unsaved.lock();
                 if *unsaved == wanted {
                     *unsaved = None;
                 }
@@ -456,7 +459,7 @@ impl RotatingCredentials {
     /// Logs a failed renewal as a warning, or as an error when the expiry is near.
     fn log_failure(&self, problem: &str) {
         let (issued, not_after) = {
-            let current = self.lock();
+            let current = self.current.lock();
             (current.issued, current.not_after)
         };
         let left = not_after
@@ -473,21 +476,9 @@ impl RotatingCredentials {
 
     /// Returns the wait before the next request.
     fn retry(&self) -> Duration {
-        let current = self.lock();
+        let current = self.current.lock();
         let life = current.not_after.duration_since(current.issued);
         retry_after(life.unwrap_or_default(), rand::random())
-    }
-
-    fn alternate(&self) -> MutexGuard<'_, Option<AlternateCredentials>> {
-        self.alternate.lock()
-    }
-
-    fn unsaved(&self) -> MutexGuard<'_, Option<Issued>> {
-        self.unsaved.lock()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Credentials> {
-        self.current.lock()
     }
 }
 

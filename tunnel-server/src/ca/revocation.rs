@@ -6,7 +6,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -103,14 +103,14 @@ impl Revocations {
     /// until the process ends.
     pub fn revoke(&self, node: &NodeName, now: SystemTime) -> io::Result<()> {
         let _writing = self.writing.lock();
-        self.lock().revoke(node, now, &self.doc);
+        self.state.lock().revoke(node, now, &self.doc);
         self.version.send_modify(|version| *version += 1);
         self.write()
     }
 
     /// Writes revocations that this process moved to a later time. Blocks the thread.
     fn flush(&self) -> io::Result<()> {
-        if !self.lock().has_unwritten {
+        if !self.state.lock().has_unwritten {
             return Ok(());
         }
         let _writing = self.writing.lock();
@@ -119,13 +119,13 @@ impl Revocations {
 
     fn write(&self) -> io::Result<()> {
         let last_version = self.doc.change(|theirs: Option<RevocationsDocument>| {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if let Some(theirs) = theirs {
                 state.merge(theirs, &self.doc)?;
             }
             Ok(RevocationsDocument::of(&state.nodes))
         })?;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.last_version = last_version;
         state.has_unwritten = false;
         Ok(())
@@ -134,7 +134,7 @@ impl Revocations {
     /// Returns the time of the last revocation of a node's certificates.
     #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Option<SystemTime> {
-        self.lock().of_node(node, &self.doc)
+        self.state.lock().of_node(node, &self.doc)
     }
 
     /// Returns whether a certificate is revoked, and records the certificate as seen.
@@ -143,7 +143,7 @@ impl Revocations {
         let Some(node) = peer.node() else {
             return false;
         };
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let revoked = state.of_node(node, &self.doc);
         state.record_issued(node, self.issued(peer));
         self.covers(revoked, peer)
@@ -164,7 +164,7 @@ impl Revocations {
         revoked: Option<SystemTime>,
         issued_at: SystemTime,
     ) -> bool {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let is_same = state.of_node(node, &self.doc) == revoked;
         if is_same {
             state.record_issued(node, whole_seconds(issued_at));
@@ -223,10 +223,6 @@ impl Revocations {
                 }
             }
         });
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
     }
 }
 
@@ -410,7 +406,7 @@ mod tests {
         // This server's clock is ahead, and the server has not received the revocation.
         let ahead = now + Duration::from_secs(2);
         there.revoke(&node, now).unwrap();
-        here.lock().record_issued(&node, ahead);
+        here.state.lock().record_issued(&node, ahead);
         let stolen = peer("worker-1", ahead);
         assert!(here.is_revoked(&stolen));
         assert!(!there.is_revoked(&peer("worker-1", ahead + Duration::from_secs(1))));

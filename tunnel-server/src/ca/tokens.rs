@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 use tunnel_proto::identity::sha256;
@@ -146,7 +146,7 @@ impl TokenStore {
             state.tokens.insert(id.clone(), stored);
         });
         if let Err(error) = self.save(generation, now) {
-            self.lock().tokens.remove(&id);
+            self.state.lock().tokens.remove(&id);
             return Err(error.into());
         }
         Ok(token)
@@ -155,7 +155,7 @@ impl TokenStore {
     /// Returns all tokens, oldest first. Tokens that expired more than a day ago are dropped.
     #[must_use]
     pub fn list(&self, now: SystemTime) -> Vec<TokenInfo> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.reload(&mut state, now);
         let mut tokens: Vec<TokenInfo> = state
             .tokens
@@ -220,7 +220,7 @@ impl TokenStore {
         now: SystemTime,
     ) -> Result<TokenGrant, (EnrollCode, String)> {
         let (grant, generation) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             self.reload(&mut state, now);
             let grant = state.redeem(token_text, node, csr_public_key_sha256, now)?;
             (grant, state.generation)
@@ -234,12 +234,8 @@ impl TokenStore {
             let detail = "the server cannot save its files; try again later";
             (EnrollCode::Unavailable, detail.to_owned())
         })?;
-        self.lock().is_bound(&grant.id, csr_public_key_sha256)?;
+        self.state.lock().is_bound(&grant.id, csr_public_key_sha256)?;
         Ok(grant)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
     }
 
     /// Loads changes that a command wrote in the meantime and drops old tokens.
@@ -254,7 +250,7 @@ impl TokenStore {
     }
 
     fn change(&self, now: SystemTime, change: impl FnOnce(&mut State)) -> u64 {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.reload(&mut state, now);
         change(&mut state);
         state.generation += 1;
@@ -268,7 +264,7 @@ impl TokenStore {
         }
         let mut latest = generation;
         let version = self.doc.change(|theirs: Option<TokensDocument>| {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if let Some(theirs) = theirs {
                 state.merge(theirs);
             }
@@ -278,7 +274,7 @@ impl TokenStore {
                 tokens: state.tokens.clone(),
             })
         })?;
-        self.lock().version = version;
+        self.state.lock().version = version;
         *written = latest;
         Ok(())
     }

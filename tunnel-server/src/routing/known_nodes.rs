@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, watch};
 use tracing::warn;
@@ -169,13 +169,13 @@ impl KnownNodes {
     /// Returns whether a node is known.
     #[must_use]
     pub fn knows(&self, node: &NodeName) -> bool {
-        self.lock().nodes.contains_key(node)
+        self.state.lock().nodes.contains_key(node)
     }
 
     /// Returns all known nodes.
     #[must_use]
     pub fn snapshot(&self) -> Arc<NodeMap> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if let Some(shared) = &state.shared {
             return shared.clone();
         }
@@ -209,12 +209,12 @@ impl KnownNodes {
     /// Returns an error with the path if the file cannot be read or replaced.
     pub fn save(&self) -> io::Result<()> {
         let _writing = self.writing.lock();
-        if !self.lock().is_dirty {
+        if !self.state.lock().is_dirty {
             return Ok(());
         }
         let _changing = self.file.lock()?;
         let (content, forgotten, has_more) = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let has_more = state.refresh(&self.file)?;
             state.is_dirty = false;
             let forgotten = state.forgotten.clone();
@@ -222,7 +222,7 @@ impl KnownNodes {
         };
         let written = self.file.write(&content);
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             match written {
                 Ok(()) => {
                     state.stamp = self.file.stamp();
@@ -237,13 +237,9 @@ impl KnownNodes {
         written
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     fn change(&self, change: impl FnOnce(&mut State) -> NodeChange) {
         let changed = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             let changed = change(&mut state);
             if changed != NodeChange::None {
                 state.is_dirty = true;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::debug;
@@ -171,7 +171,7 @@ impl Registry {
         yielded: &[SessionId],
     ) -> Result<Registration, RegisterError> {
         let session = Arc::new(session);
-        let mut nodes = self.lock();
+        let mut nodes = self.nodes.lock();
         let node = nodes.entry(session.node.clone());
         let node = node.or_insert_with(|| NodeSessions {
             sessions: Vec::new(),
@@ -206,7 +206,7 @@ impl Registry {
     /// Returns the sessions of a node, newest first.
     #[must_use]
     pub fn of_node(&self, node: &NodeName) -> Vec<Arc<AgentSession>> {
-        let nodes = self.lock();
+        let nodes = self.nodes.lock();
         nodes
             .get(node)
             .map_or_else(Vec::new, |node| node.sessions.clone())
@@ -215,7 +215,7 @@ impl Registry {
     /// Returns whether a session of a node is connected.
     #[must_use]
     pub fn has(&self, node: &NodeName) -> bool {
-        self.lock().contains_key(node)
+        self.nodes.lock().contains_key(node)
     }
 
     /// Returns a receiver that is notified whenever a session is added or removed.
@@ -239,7 +239,7 @@ impl Registry {
     /// Returns the sessions of all nodes.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<AgentSession>> {
-        let nodes = self.lock();
+        let nodes = self.nodes.lock();
         let sessions = nodes.values().flat_map(|node| &node.sessions);
         sessions.cloned().collect()
     }
@@ -306,7 +306,7 @@ impl Registry {
     /// Returns what a new stream to a node tries first.
     #[must_use]
     pub fn active(&self, node: &NodeName) -> Option<Via> {
-        let nodes = self.lock();
+        let nodes = self.nodes.lock();
         let active = nodes.get(node)?.active();
         active.map(|agent| Via::Local(agent.id))
     }
@@ -316,7 +316,7 @@ impl Registry {
     #[must_use]
     pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
         let Via::Local(session) = via;
-        let nodes = self.lock();
+        let nodes = self.nodes.lock();
         nodes.get(node).is_some_and(|node| {
             node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == *session)
         })
@@ -330,7 +330,7 @@ impl Registry {
         caller: &CallerKey,
         except: Option<&Via>,
     ) -> Result<(Vec<Arc<AgentSession>>, StreamPermit), OpenError> {
-        let (sessions, limiter) = match self.lock().get(node) {
+        let (sessions, limiter) = match self.nodes.lock().get(node) {
             Some(node) => (node.sessions.clone(), node.limiter.clone()),
             None => return Err(OpenError::NoAgent),
         };
@@ -359,7 +359,7 @@ impl Registry {
     }
 
     fn remove(&self, node: &NodeName, id: SessionId) {
-        let mut nodes = self.lock();
+        let mut nodes = self.nodes.lock();
         if let Some(of_node) = nodes.get_mut(node) {
             of_node.sessions.retain(|session| session.id != id);
             if of_node.sessions.is_empty() {
@@ -368,10 +368,6 @@ impl Registry {
         }
         drop(nodes);
         self.changes.send_modify(|count| *count += 1);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<NodeName, NodeSessions>> {
-        self.nodes.lock()
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tracing::warn;
 
 use super::dropped::DROPPED;
@@ -54,7 +54,7 @@ impl LogRateLimit {
     #[must_use]
     pub fn admit(&'static self) -> bool {
         let (is_admitted, is_new) = {
-            let mut window = lock(&self.window);
+            let mut window = self.window.lock();
             let is_admitted = window.admit(Instant::now());
             // Register the limit before the line is logged, because the line wakes the thread that
             // reports.
@@ -63,7 +63,7 @@ impl LogRateLimit {
             (is_admitted, is_new)
         };
         if is_new {
-            lock(&EXHAUSTED).push(self);
+            EXHAUSTED.lock().push(self);
         }
         if !is_admitted {
             DROPPED.add_limited();
@@ -107,8 +107,8 @@ pub(super) fn report(is_last: bool) -> bool {
     let now = Instant::now();
     let mut ended = Vec::new();
     let is_open = {
-        let mut exhausted = lock(&EXHAUSTED);
-        exhausted.retain(|limit| match lock(&limit.window).take(now, is_last) {
+        let mut exhausted = EXHAUSTED.lock();
+        exhausted.retain(|limit| match limit.window.lock().take(now, is_last) {
             Some(suppressed) => {
                 ended.push((limit.kind, suppressed));
                 false
@@ -121,10 +121,6 @@ pub(super) fn report(is_last: bool) -> bool {
         warn!(kind, suppressed, "{kind}: and {suppressed} more");
     }
     is_open
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 #[cfg(test)]
@@ -153,7 +149,7 @@ mod tests {
     fn limit_is_listed_before_its_first_line_is_left_out_and_only_once() {
         static LIMIT: LogRateLimit = LogRateLimit::new("of a test");
         let listed = || {
-            let exhausted = lock(&EXHAUSTED);
+            let exhausted = EXHAUSTED.lock();
             exhausted
                 .iter()
                 .filter(|limit| limit.kind == LIMIT.kind)

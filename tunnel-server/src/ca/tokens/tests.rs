@@ -161,7 +161,7 @@ fn unknown_ids_are_limited_together_without_memory_of_each() {
     }
     let limited = fixture.try_text(&unknown(99), KEY, 1);
     assert_eq!(limited, Err(EnrollCode::RateLimited));
-    assert!(fixture.store.lock().failures.is_empty());
+    assert!(fixture.store.state.lock().failures.is_empty());
     assert!(fixture.redeem(KEY, 2).is_ok());
 }
 

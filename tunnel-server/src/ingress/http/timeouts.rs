@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
@@ -183,7 +183,7 @@ impl ConnTimeouts {
         framing: BodyFraming,
     ) -> (RequestGuard, Option<HeadError>) {
         let head_error = {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.start(body);
             state.check.request(framing)
         };
@@ -201,7 +201,7 @@ impl ConnTimeouts {
     pub(crate) async fn idle_for(&self, time: Duration) {
         loop {
             let (conn_state, body) = {
-                let state = self.lock();
+                let state = self.state.lock();
                 (state.conn_state, state.body)
             };
             let now = Instant::now();
@@ -221,7 +221,7 @@ impl ConnTimeouts {
 
     /// Returns whether no request is in progress and all responses are written.
     pub(crate) fn is_idle(&self) -> bool {
-        !matches!(self.lock().conn_state, ConnState::Busy { .. }) && !self.is_write_blocked()
+        !matches!(self.state.lock().conn_state, ConnState::Busy { .. }) && !self.is_write_blocked()
     }
 
     /// Returns whether hyper holds bytes that the socket has not accepted.
@@ -233,9 +233,10 @@ impl ConnTimeouts {
     /// holds bytes, and the caller has not accepted any of them. Cancel-safe.
     pub(crate) async fn write_blocked_for(&self, time: Duration) {
         loop {
-            let is_busy = matches!(self.lock().conn_state, ConnState::Busy { .. });
+            let is_busy = matches!(self.state.lock().conn_state, ConnState::Busy { .. });
             let since = self
-                .lock_blocked_write()
+                .blocked_write
+                .lock()
                 .as_ref()
                 .map(|blocked_write| blocked_write.since);
             let now = Instant::now();
@@ -250,15 +251,11 @@ impl ConnTimeouts {
 
     fn record_write(&self, blocked: bool) {
         if self.write_blocked.swap(blocked, Ordering::Relaxed) != blocked {
-            *self.lock_blocked_write() = blocked.then(|| BlockedWrite {
+            *self.blocked_write.lock() = blocked.then(|| BlockedWrite {
                 since: Instant::now(),
                 _in_use: self.permit.in_use(),
             });
         }
-    }
-
-    fn lock_blocked_write(&self) -> MutexGuard<'_, Option<BlockedWrite>> {
-        self.blocked_write.lock()
     }
 
     /// Waits until a timeout expires. Cancel-safe.
@@ -269,7 +266,7 @@ impl ConnTimeouts {
         let check_interval = self.timeout_config.head.min(self.timeout_config.idle);
         loop {
             let now = Instant::now();
-            let deadline = self.lock().deadline(self.timeout_config);
+            let deadline = self.state.lock().deadline(self.timeout_config);
             let next_check = now + check_interval;
             let at = match deadline {
                 Some((at, which)) if at <= now => return which,
@@ -283,7 +280,7 @@ impl ConnTimeouts {
     async fn wait_for_state(&self, is_reached: impl Fn(&ConnState) -> bool) {
         loop {
             let request_started = self.request_started.notified();
-            if is_reached(&self.lock().conn_state) {
+            if is_reached(&self.state.lock().conn_state) {
                 return;
             }
             request_started.await;
@@ -291,11 +288,7 @@ impl ConnTimeouts {
     }
 
     fn read(&self, data: &[u8]) {
-        self.lock().read(data, Instant::now());
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
+        self.state.lock().read(data, Instant::now());
     }
 }
 
@@ -316,7 +309,7 @@ pub(crate) struct RequestGuard {
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.timeouts.lock().end(Instant::now());
+        self.timeouts.state.lock().end(Instant::now());
     }
 }
 

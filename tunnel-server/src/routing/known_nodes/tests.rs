@@ -130,10 +130,10 @@ async fn what_could_not_be_written_is_written_again_without_another_change() {
     nodes.start(&shutdown);
     nodes.record(&name("worker-1"), &[]);
     tokio::time::sleep(SAVE_DEBOUNCE + SAVE_RETRY_DELAY / 2).await;
-    assert!(nodes.lock().is_dirty);
+    assert!(nodes.state.lock().is_dirty);
     std::fs::remove_dir(&path).unwrap();
     let written = async {
-        while nodes.lock().is_dirty {
+        while nodes.state.lock().is_dirty {
             tokio::time::sleep(SAVE_DEBOUNCE).await;
         }
     };

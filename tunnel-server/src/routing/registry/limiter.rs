@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 /// The identity by which the streams of a caller are counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -114,7 +114,7 @@ impl StreamLimiter {
         self: &Arc<Self>,
         caller: &CallerKey,
     ) -> Result<StreamPermit, QuotaExhausted> {
-        let mut open = self.lock();
+        let mut open = self.open.lock();
         open.admit(caller, self.limit)?;
         open.add(caller);
         drop(open);
@@ -127,11 +127,7 @@ impl StreamLimiter {
     /// Returns whether unused streams can stay open. All streams together are then at most a
     /// quarter of the limit, so unused streams take at most half of the share of any caller.
     pub(super) fn has_spare(&self) -> bool {
-        self.lock().all * 4 <= self.limit
-    }
-
-    fn lock(&self) -> MutexGuard<'_, OpenStreams> {
-        self.open.lock()
+        self.open.lock().all * 4 <= self.limit
     }
 }
 
@@ -177,7 +173,7 @@ impl OpenStreams {
 
 impl Drop for StreamPermit {
     fn drop(&mut self) {
-        self.limiter.lock().remove(&self.caller);
+        self.limiter.open.lock().remove(&self.caller);
     }
 }
 
@@ -271,7 +267,7 @@ mod tests {
                 .collect();
             assert!(!limiter.has_spare());
             drop(permits);
-            let open = limiter.lock();
+            let open = limiter.open.lock();
             assert_eq!((open.all, open.unverified, open.callers.len()), (0, 0, 0));
             drop(open);
             assert!(limiter.has_spare());

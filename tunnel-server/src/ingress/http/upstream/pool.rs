@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use http::HeaderValue;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::TaskTracker;
@@ -75,7 +75,7 @@ impl UpstreamPool {
             pool_key,
             until: Instant::now() + IDLE_TIMEOUT,
         };
-        let before = self.lock().replace(idle);
+        let before = self.slot.lock().replace(idle);
         self.filled.notify_one();
         if let Some(before) = before {
             before.upstream.close(&self.drivers);
@@ -89,7 +89,7 @@ impl UpstreamPool {
             upstream,
             pool_key: current_key,
             until,
-        } = self.lock().take()?;
+        } = self.slot.lock().take()?;
         let fits = current_key == *pool_key
             && until > Instant::now()
             && upstream.sender.is_ready()
@@ -104,7 +104,7 @@ impl UpstreamPool {
 
     /// Closes the idle connection gracefully.
     pub(crate) fn close(&self) {
-        let idle = self.lock().take();
+        let idle = self.slot.lock().take();
         if let Some(idle) = idle {
             idle.upstream.close(&self.drivers);
         }
@@ -113,16 +113,12 @@ impl UpstreamPool {
     /// Closes each idle connection when its time has expired. Never completes. Cancel-safe.
     pub(crate) async fn expire(&self) -> Infallible {
         loop {
-            let until = self.lock().as_ref().map(|idle| idle.until);
+            let until = self.slot.lock().as_ref().map(|idle| idle.until);
             match until {
                 None => self.filled.notified().await,
                 Some(until) if until <= Instant::now() => self.close(),
                 Some(until) => sleep_until(until).await,
             }
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<IdleConnection>> {
-        self.slot.lock()
     }
 }
