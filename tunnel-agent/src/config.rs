@@ -34,7 +34,6 @@ pub enum LoadError {
     /// The file cannot be read.
     #[error("cannot read the configuration file {path}")]
     File {
-        /// Path of the file.
         path: PathBuf,
         /// Cause of the failure.
         #[source]
@@ -43,7 +42,6 @@ pub enum LoadError {
     /// The file is not valid YAML or does not match the schema.
     #[error("configuration file {path}: {problem}")]
     Syntax {
-        /// Path of the file.
         path: PathBuf,
         /// The parser's message, with the position.
         problem: String,

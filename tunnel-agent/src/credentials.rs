@@ -40,7 +40,6 @@ pub(crate) struct Credentials {
     pub(crate) server_name: Option<ServerName<'static>>,
     /// Key for requesting the next certificate, if the agent renews its own.
     pub(crate) signer: Option<Arc<KeyPair>>,
-    /// Time at which the certificate was issued.
     pub(crate) issued: SystemTime,
     /// Expiry of the certificate.
     pub(crate) not_after: SystemTime,
@@ -366,7 +365,6 @@ impl CredentialStore {
     }
 }
 
-/// A token for enrollment.
 #[derive(Debug, Clone)]
 pub(crate) enum Token {
     Join(JoinToken),
@@ -374,7 +372,6 @@ pub(crate) enum Token {
     ServiceAccount(ServiceAccountTokenFile),
 }
 
-/// The file of a ServiceAccount token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ServiceAccountTokenFile(PathBuf);
 

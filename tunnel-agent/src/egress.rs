@@ -43,7 +43,6 @@ pub(crate) struct Egress {
 /// Parameters of one session's streams.
 #[derive(Debug, Clone)]
 pub(crate) struct SessionParams {
-    /// Session ID for logs.
     pub(crate) session: SessionId,
     /// Address where targets of class node are dialed.
     pub(crate) node_ip: Option<NodeIp>,

@@ -45,7 +45,6 @@ use error::EnrollEndpoint;
 pub(crate) use error::EnrollError;
 pub(crate) use retry::{enroll, renew_or_enroll};
 
-/// The inputs of an enrollment.
 #[derive(Debug)]
 pub(crate) struct Enrollment {
     pub(crate) servers: Vec<ServerAddress>,
@@ -68,7 +67,6 @@ pub(crate) enum EnrollProof {
     /// A current ServiceAccount token, and the expiry of the certificate to replace, if there is
     /// one.
     ServiceAccount(ServiceAccountTokenFile, Option<SystemTime>),
-    /// An expired certificate and its key.
     ExpiredCertificate(Box<Credentials>),
 }
 

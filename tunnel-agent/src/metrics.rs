@@ -75,7 +75,6 @@ impl Metrics {
         (metrics, registry)
     }
 
-    /// Counts that a limit was reached.
     pub(crate) fn limit(&self, limit: Limit) {
         let reached = &self.0.limits_reached;
         reached.get_or_create(&LimitLabels { limit }).inc();
@@ -108,7 +107,6 @@ impl Metrics {
         GaugeGuard::new(&self.0.streams_open)
     }
 
-    /// Counts a stream that ended.
     pub(crate) fn stream_ended(&self, result: StreamEnd) {
         let ended = &self.0.streams;
         let result = StaticLabel(result.label());
@@ -188,7 +186,6 @@ impl Metrics {
     }
 }
 
-/// The end of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum StreamEnd {
     /// Both sides ended cleanly.
@@ -220,11 +217,8 @@ impl StreamEnd {
 }
 
 tunnel_proto::label_values! {
-    /// The direction of bytes.
     enum Direction {
-        /// From the tunnel to a target.
         ToTarget = "to_target",
-        /// From a target to the tunnel.
         FromTarget = "from_target",
     }
 }

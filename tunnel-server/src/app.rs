@@ -140,7 +140,6 @@ impl App {
         })
     }
 
-    /// Returns the bound addresses.
     #[must_use]
     pub fn bound(&self) -> &BoundAddrs {
         &self.bound
@@ -152,19 +151,16 @@ impl App {
         &self.context.shutdown
     }
 
-    /// Returns the local CA.
     #[must_use]
     pub fn ca(&self) -> &Arc<LocalCa> {
         &self.ca
     }
 
-    /// Returns the join tokens.
     #[must_use]
     pub fn tokens(&self) -> &Arc<TokenStore> {
         &self.tokens
     }
 
-    /// Returns the known nodes.
     #[must_use]
     pub fn nodes(&self) -> &Arc<KnownNodes> {
         &self.context.nodes
@@ -183,7 +179,6 @@ impl App {
         &self.revocations
     }
 
-    /// Returns the registry of connected agents.
     #[must_use]
     pub fn registry(&self) -> &Arc<Registry> {
         &self.context.registry

@@ -59,7 +59,6 @@ pub struct LocalCa {
     serving_key: LeafKey,
 }
 
-/// A certificate for an agent, with its chain.
 #[derive(Debug, Clone)]
 pub struct AgentCertificate {
     /// Chain with the leaf first. The root is not included.

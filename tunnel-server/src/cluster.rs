@@ -73,7 +73,6 @@ use signing::KubeletCertificateTask;
 pub use signing::SignerConfig;
 use writers::Writers;
 
-/// Inputs and outputs of the cluster controllers.
 #[derive(Debug)]
 pub struct ClusterInputs {
     /// Receives the nodes of the cluster.

@@ -53,7 +53,6 @@ pub struct Config {
     pub data_dir: PathBuf,
     /// Listeners for agents and callers.
     pub listeners: ListenerSettings,
-    /// Congestion control of QUIC sessions.
     pub quic_congestion: CongestionControl,
     /// Address of the meta port, 10265.
     pub meta_listen: SocketAddr,
@@ -79,7 +78,6 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// Minimum level of log messages.
     pub log_level: LevelFilter,
-    /// Format of log messages.
     pub log_format: LogFormat,
     /// Settings of the cluster to follow.
     pub kubernetes: Option<KubernetesSettings>,

@@ -88,7 +88,6 @@ impl Addresses {
         self.v4.into_iter().chain(self.v6)
     }
 
-    /// Returns `true` if the name has no address.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.v4.is_none() && self.v6.is_none()
@@ -137,18 +136,15 @@ impl RecordSet {
         self.0.get(name).copied()
     }
 
-    /// Returns all names with their addresses, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&NodeName, Addresses)> {
         self.0.iter().map(|(name, addresses)| (name, *addresses))
     }
 
-    /// Returns the number of names that have a record.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Returns `true` if there are no records.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -184,7 +180,6 @@ impl Default for Records {
 }
 
 impl Records {
-    /// Returns the current records.
     #[must_use]
     pub fn load(&self) -> Arc<RecordSet> {
         self.0.borrow().clone()
@@ -218,7 +213,6 @@ pub struct DnsSettings {
     pub zone: Option<NodeName>,
     /// Cluster domains. Only the resolvers of a domain receive queries for names below it.
     pub clusters: Vec<ClusterDomain>,
-    /// Resolvers for all other names.
     pub default_resolvers: Resolvers,
     /// Addresses that the names of edge nodes resolve to.
     pub answer: Addresses,

@@ -35,7 +35,6 @@ mod tunnel;
 use context::CallerConn;
 pub use context::{ConnectProxy, HttpListener, IngressContext, ListenerLimits};
 
-/// The protocol of a listener.
 #[derive(Debug, Clone)]
 pub enum ListenerKind {
     /// HTTP, where the server routes each request.

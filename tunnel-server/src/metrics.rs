@@ -135,7 +135,6 @@ impl Metrics {
         GaugeGuard::new(&self.0.sessions_suspect)
     }
 
-    /// Counts the end of an admitted session.
     pub fn session_ended(&self, code: CloseCode) {
         let code = StaticLabel(code.label());
         let ends = &self.0.session_ends;

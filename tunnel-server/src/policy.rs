@@ -103,7 +103,6 @@ impl PortPolicy {
 pub struct SharedPortPolicy(Arc<ArcSwap<PortPolicy>>);
 
 impl SharedPortPolicy {
-    /// Returns the current policy.
     #[must_use]
     pub fn load(&self) -> Arc<PortPolicy> {
         self.0.load_full()
@@ -127,7 +126,6 @@ pub(crate) const CREDENTIALS_REQUIRED: &str =
 /// The facts about a caller that authorization uses.
 #[derive(Debug, Clone, Copy)]
 pub struct AccessCaller<'a> {
-    /// The identity that the caller has proved.
     pub identity: &'a CallerIdentity,
     /// The listener serves only callers with an identity.
     pub must_authenticate: bool,
@@ -146,9 +144,7 @@ impl AccessCaller<'_> {
 /// The access that a request asks for. `D` is what the server needs to dial a target itself.
 #[derive(Debug)]
 pub struct Access<'a, D> {
-    /// The caller of the request.
     pub caller: AccessCaller<'a>,
-    /// The destination that the request asks for.
     pub destination: RequestedDestination<D>,
     /// Method of an HTTP request, or `None` for a byte stream. No rule depends on the method.
     pub verb: Option<&'a Method>,

@@ -31,13 +31,11 @@ pub struct Sessions {
     pub registry: Arc<Registry>,
     /// Known nodes. The connection of an admitted session is recorded here.
     pub nodes: Arc<KnownNodes>,
-    /// Metrics of the server.
     pub metrics: Metrics,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
     /// Addresses of servers that agents can dial.
     pub advertised: Vec<String>,
-    /// Limits of a session.
     pub limits: SessionLimits,
     /// Rate limit for the sessions that a node opens.
     pub admission_rate: Arc<AdmissionRate>,
@@ -49,7 +47,6 @@ pub struct Sessions {
     pub renewals: Option<Arc<Renewals>>,
 }
 
-/// Limits of a session.
 #[derive(Debug, Clone, Copy)]
 pub struct SessionLimits {
     /// Time from the end of the handshake to Hello.

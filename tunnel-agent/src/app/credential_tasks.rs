@@ -35,7 +35,6 @@ const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86400);
 /// Interval between two expiry warnings.
 const WARN_INTERVAL: Duration = Duration::from_secs(6 * 3600);
 
-/// The context of the credential tasks.
 pub(super) struct CredentialTasks<'a> {
     pub(super) rotating_credentials: &'a Arc<RotatingCredentials>,
     pub(super) config: &'a Config,

@@ -30,9 +30,7 @@ pub struct Config {
     pub transport: TransportChoice,
     /// Proxy for TCP connections to servers.
     pub proxy: ProxyChoice,
-    /// Congestion control of QUIC sessions.
     pub quic_congestion: CongestionControl,
-    /// Name of this node.
     pub node_name: NodeName,
     /// Address of this node; `None` uses the route towards the server.
     pub node_ip: Option<IpAddr>,
@@ -52,7 +50,6 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// Minimum level of log lines.
     pub log_level: LevelFilter,
-    /// Format of log lines.
     pub log_format: LogFormat,
     pub limits: Limits,
 }

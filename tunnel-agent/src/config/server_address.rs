@@ -10,7 +10,6 @@ use tunnel_proto::wire::name::Port;
 pub struct ServerAddress {
     /// DNS name, or IP address without brackets.
     pub host: String,
-    /// Port of the server.
     pub port: u16,
 }
 

@@ -7,7 +7,6 @@ use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
 
 use super::raw::Settings;
 
-/// The source of the join token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenSource {
     Inline(JoinToken),

@@ -125,7 +125,6 @@ const EARLY_CAP_MIN: Duration = Duration::from_millis(100);
 /// Cap of the full jitter for the rest of the early phase. A restarted server is found soon, and
 /// 10,000 agents are spread.
 const EARLY_CAP_MAX: Duration = Duration::from_secs(2);
-/// Duration of the early phase.
 const EARLY_FOR: Duration = Duration::from_secs(120);
 /// Upper limit of the doubling jitter cap after the early phase.
 const LATE_CAP: Duration = Duration::from_secs(30);

@@ -87,7 +87,6 @@ impl HappyEyeballs {
         }
     }
 
-    /// Returns the first transport.
     pub(crate) fn first(&self) -> SessionTransport {
         self.first.transport
     }

@@ -52,7 +52,6 @@ pub(super) struct SessionTask {
 
 /// The outcome of a session task.
 pub(super) struct SessionExit {
-    /// The endpoint that was tried.
     pub(super) cursor: EndpointCursor,
     pub(super) outcome: Result<SessionSummary, ConnectError>,
 }
@@ -77,7 +76,6 @@ pub(super) enum ConnectError {
         #[source]
         source: AdmitError,
     },
-    /// The attempt was abandoned.
     #[error("another session is ready")]
     Abandoned,
     /// The task panicked; the panic is in the log.
@@ -209,7 +207,6 @@ pub(super) struct Attempt {
     pub(super) failures: Vec<(SessionTransport, ConnectError)>,
 }
 
-/// The purpose of a dial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DialPurpose {
     /// There is no live session, or its server is stopping.

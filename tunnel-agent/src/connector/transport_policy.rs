@@ -47,7 +47,6 @@ pub(crate) struct TransportPolicy {
     choice: TransportChoice,
     probe_every: Duration,
     steady_after: Duration,
-    /// Transport that was last ready.
     last_ready: SessionTransport,
     /// Earliest probe according to the last dial of QUIC.
     probe_at: Option<Instant>,
@@ -143,7 +142,6 @@ impl TransportPolicy {
         self.missed.get_or_insert(now);
     }
 
-    /// Records that the session has recovered.
     pub(crate) fn record_recovery(&mut self) {
         self.missed = None;
     }

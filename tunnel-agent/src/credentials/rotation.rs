@@ -142,12 +142,10 @@ impl RotatingCredentials {
         Ok(())
     }
 
-    /// Returns the identity that handshakes use.
     pub(crate) fn identity(&self) -> &Arc<ReloadableIdentity> {
         &self.identity
     }
 
-    /// Returns the current credentials.
     pub(crate) fn current(&self) -> Credentials {
         self.current.lock().clone()
     }

@@ -43,7 +43,6 @@ pub(crate) enum EnrollError {
         #[source]
         source: io::Error,
     },
-    /// The answer cannot be used.
     #[error("{endpoint}: answer is not usable: {problem}")]
     Answer {
         endpoint: EnrollEndpoint,

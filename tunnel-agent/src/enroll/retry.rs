@@ -72,7 +72,6 @@ impl<'a> RetryLoop<'a> {
         }
     }
 
-    /// Logs the start of the enrollment.
     fn log_start(&self) {
         let node = &self.enrollment.node;
         match &self.enrollment.proof {

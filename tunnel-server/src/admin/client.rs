@@ -29,7 +29,6 @@ pub enum AdminError {
     /// The socket cannot be opened.
     #[error("cannot reach the running server at {0}")]
     Unreachable(PathBuf, #[source] io::Error),
-    /// The connection was lost.
     #[error("connection to the running server was lost")]
     ConnectionLost(#[source] hyper::Error),
     /// The server did not answer in time.
@@ -38,12 +37,9 @@ pub enum AdminError {
     /// The response cannot be parsed, or is too large.
     #[error("cannot read the answer of the running server: {0}")]
     InvalidResponse(String),
-    /// The server refused the request.
     #[error("{problem}")]
     Refused {
-        /// HTTP status of the response.
         status: StatusCode,
-        /// Reason given by the server.
         problem: String,
     },
 }
@@ -78,9 +74,6 @@ impl AdminClient {
     }
 
     /// Creates a join token.
-    ///
-    /// # Errors
-    /// Returns an [`AdminError`].
     pub async fn create_token(
         &self,
         token_request: &CreateToken,
@@ -91,17 +84,11 @@ impl AdminClient {
     }
 
     /// Returns all join tokens.
-    ///
-    /// # Errors
-    /// Returns an [`AdminError`].
     pub async fn tokens(&self) -> Result<Vec<TokenInfo>, AdminError> {
         parse(&self.call(Method::GET, "/tokens", Vec::new()).await?)
     }
 
     /// Revokes a token. Returns `false` if no token has this id.
-    ///
-    /// # Errors
-    /// Returns an [`AdminError`].
     pub async fn revoke_token(&self, id: &str) -> Result<bool, AdminError> {
         let is_plain = !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
         if !is_plain {
@@ -110,36 +97,23 @@ impl AdminClient {
         self.delete(&format!("/tokens/{id}")).await
     }
 
-    /// Returns all known nodes.
-    ///
-    /// # Errors
-    /// Returns an [`AdminError`].
     pub async fn nodes(&self) -> Result<Vec<NodeStatus>, AdminError> {
         parse(&self.call(Method::GET, "/nodes", Vec::new()).await?)
     }
 
     /// Removes a node that is not connected from the known nodes. Returns `false` if the node is
     /// unknown.
-    ///
-    /// # Errors
-    /// Returns an [`AdminError`].
     pub async fn forget_node(&self, node: &NodeName) -> Result<bool, AdminError> {
         self.delete(&format!("/nodes/{node}")).await
     }
 
     /// Revokes a node's certificates and tokens.
-    ///
-    /// # Errors
-    /// Returns an [`AdminError`].
     pub async fn revoke_node(&self, node: &NodeName) -> Result<RevokedNode, AdminError> {
         let path = format!("/nodes/{node}/revoke");
         parse(&self.call(Method::POST, &path, Vec::new()).await?)
     }
 
     /// Returns the CA's certificate as PEM.
-    ///
-    /// # Errors
-    /// Returns an [`AdminError`].
     pub async fn ca(&self) -> Result<String, AdminError> {
         let body = self.call(Method::GET, "/ca", Vec::new()).await?;
         String::from_utf8(body.to_vec())

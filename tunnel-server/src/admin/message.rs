@@ -12,7 +12,6 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::store::data_dir::{name_text, time_text};
 
-/// A request for a join token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct CreateToken {
@@ -26,7 +25,6 @@ pub struct CreateToken {
     pub ips: Vec<IpAddr>,
 }
 
-/// The result of revoking a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RevokedNode {
@@ -42,7 +40,6 @@ pub struct CreatedToken {
     pub token: String,
     /// Public part of the token.
     pub id: String,
-    /// Time at which the token expires.
     #[serde(with = "time_text")]
     pub expires: SystemTime,
     /// Command that starts the agent.
@@ -82,10 +79,8 @@ impl fmt::Debug for CreatedToken {
     }
 }
 
-/// The body of a refusal.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorBody {
-    /// Message for the operator.
     pub error: String,
 }
 

@@ -13,11 +13,9 @@ use crate::routing::registry::{AgentSession, Registry};
 use crate::routing::routes::RouteNode;
 use crate::store::data_dir::rfc3339;
 
-/// The status of one known node, connected or not.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {
-    /// Name of the node.
     pub node: String,
     /// Whether an agent is connected for the node.
     pub connected: bool,

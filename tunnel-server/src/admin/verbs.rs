@@ -33,19 +33,15 @@ pub enum VerbError {
     /// A file cannot be used; the text names the file.
     #[error("{0}")]
     File(#[from] io::Error),
-    /// The CA cannot be loaded or created.
     #[error(transparent)]
     Ca(#[from] CaError),
-    /// The token was not created.
     #[error(transparent)]
     Token(#[from] CreateTokenError),
     /// The running server could not be reached or refused the request.
     #[error(transparent)]
     Server(#[from] AdminError),
-    /// No token has this id.
     #[error("no token has the id {0:?}; 'tunnel-server token list' shows them")]
     UnknownToken(String),
-    /// No node has this name.
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownNode(NodeName),
     /// The server does not run or is not ready.
@@ -341,7 +337,6 @@ fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {
     Ok(text)
 }
 
-/// The output of a command.
 struct VerbOutput {
     out: String,
     err: String,

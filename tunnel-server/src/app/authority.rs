@@ -129,7 +129,6 @@ fn is_issuer(config: &Config) -> bool {
     config.agent_files.is_none()
 }
 
-/// Duplicates the handle of a listener.
 fn duplicate_listener(listener: &TcpListener) -> std::io::Result<TcpListener> {
     let handle = listener.as_fd().try_clone_to_owned()?;
     TcpListener::from_std(handle.into())
@@ -216,7 +215,6 @@ impl AgentAuth {
         Ok(())
     }
 
-    /// Returns the TLS configuration of sessions with this ALPN id.
     pub(super) fn session_tls(&self, alpn: &[u8]) -> Result<Arc<ServerConfig>, rustls::Error> {
         tls::session_server_with_trust(self.own.clone(), self.trust.clone(), alpn)
     }

@@ -16,7 +16,6 @@ use crate::config::KubeletCa;
 use crate::ingress::target_tls::TargetTls;
 use crate::routing::pod_lookup::PodResolver;
 
-/// The services of a followed cluster.
 #[derive(Debug, Default)]
 pub(super) struct ClusterServices {
     /// Resolver of pods to nodes, for the listeners.

@@ -30,7 +30,6 @@ use crate::routing::dial_policy::DialPolicy;
 /// receive the reason before that.
 const OPEN_MAX: Duration = Duration::from_secs(8);
 
-/// The bound sockets of the CONNECT listeners.
 #[derive(Debug)]
 pub(super) struct ConnectSockets {
     tcp: Option<TcpListener>,

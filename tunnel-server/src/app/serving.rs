@@ -22,7 +22,6 @@ pub(super) struct ServingCredentials {
     pub(super) tls: Arc<ListenerTls>,
 }
 
-/// The file with the CA of callers.
 pub(super) struct CallerCa<'a> {
     /// Name under which the file is watched.
     pub(super) what: &'static str,
@@ -88,7 +87,6 @@ fn serving_names(config: &Config) -> ServingNames {
     ServingNames::new(names, addresses)
 }
 
-/// Returns the resolver of the listeners' serving certificates.
 fn serving_certificates(
     ca: &Arc<LocalCa>,
     names: &ServingNames,

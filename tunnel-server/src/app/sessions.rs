@@ -17,7 +17,6 @@ use crate::config::Capacity;
 use crate::session::acceptor::{Acceptor, TcpHandler};
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
 
-/// The inputs of the acceptor of sessions and enrollments.
 pub(super) struct SessionInputs<'a> {
     pub(super) quic: Arc<QuicAcceptor>,
     pub(super) tcp: TcpListener,

@@ -20,7 +20,6 @@ use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::{HttpListener, ListenerKind};
 use crate::routing::destination::Scheme;
 
-/// The bound sockets of the server.
 pub(super) struct Sockets {
     pub(super) tcp: TcpListener,
     pub(super) quic: Arc<QuicAcceptor>,
@@ -124,19 +123,13 @@ async fn bind_listeners(
 pub struct BoundAddrs {
     /// Address for agents, UDP and TCP.
     pub agents: SocketAddr,
-    /// Address of the HTTPS listener.
     pub https: Option<SocketAddr>,
-    /// Address of the HTTP listener.
     pub http: Option<SocketAddr>,
-    /// Address of the meta port.
     pub meta: SocketAddr,
-    /// Addresses of the extra proxy ports.
     pub proxy: Vec<SocketAddr>,
-    /// Addresses of TCP services, with their names.
     pub services: Vec<(String, SocketAddr)>,
     /// Address of the embedded DNS, UDP and TCP.
     pub dns: Option<SocketAddr>,
-    /// Address of the CONNECT listener.
     pub connect: Option<SocketAddr>,
 }
 
@@ -166,7 +159,6 @@ impl BoundAddrs {
             .collect()
     }
 
-    /// Returns every TCP port that is bound.
     pub(super) fn tcp_ports(&self) -> Vec<Port> {
         let single = [self.https, self.http, self.dns, self.connect];
         let many = self.proxy.iter().copied();

@@ -30,7 +30,6 @@ const TRACKED_TOKENS_MAX: usize = 4096;
 pub struct ServiceAccountToken(Arc<Zeroizing<String>>);
 
 impl ServiceAccountToken {
-    /// Creates the value from the text of a request.
     #[must_use]
     pub fn new(text: &str) -> Self {
         Self(Arc::new(text.trim().to_owned().into()))
@@ -56,9 +55,7 @@ pub struct AttestedToken {
     pub node: NodeName,
     /// User name of the ServiceAccount.
     pub account: String,
-    /// Time at which the token was issued.
     pub issued: SystemTime,
-    /// Time at which the token expires.
     pub ends: SystemTime,
     /// SHA-256 of the token.
     pub token: [u8; 32],
@@ -70,7 +67,6 @@ pub enum AttestError {
     /// The API server does not accept the token for this audience.
     #[error("the API server does not accept the ServiceAccount token for the audience {0:?}")]
     NotAccepted(String),
-    /// The token has expired.
     #[error(
         "the ServiceAccount token has expired, or this server's clock is ahead of the cluster's"
     )]
@@ -78,7 +74,6 @@ pub enum AttestError {
     /// The token belongs to another ServiceAccount.
     #[error("the token belongs to {0}, which is not in --agent-service-account")]
     OtherAccount(String),
-    /// The token is not a projected token.
     #[error(
         "the ServiceAccount token is bound to no Pod or node; use a token of a projected volume"
     )]
@@ -98,7 +93,6 @@ pub enum AttestError {
 }
 
 impl AttestError {
-    /// Returns the code that is sent to the agent.
     #[must_use]
     pub fn code(&self) -> EnrollCode {
         match self {
@@ -114,7 +108,6 @@ impl AttestError {
     }
 }
 
-/// A token to review and the channel for the answer.
 #[derive(Debug)]
 pub struct TokenReviewRequest {
     pub token: ServiceAccountToken,
@@ -131,7 +124,6 @@ pub struct Attestor {
 }
 
 impl Attestor {
-    /// Creates an attestor and the receiver of its requests.
     #[must_use]
     pub fn new() -> (Self, mpsc::Receiver<TokenReviewRequest>) {
         let (requests, receiver) = mpsc::channel(QUEUE_MAX);

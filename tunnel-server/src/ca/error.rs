@@ -20,7 +20,6 @@ pub enum CaError {
         name: String,
         /// Kind of content that was expected.
         what: &'static str,
-        /// Description of the error.
         problem: String,
     },
     /// The key and the certificate do not match.
@@ -43,7 +42,6 @@ pub enum IssueError {
     /// The type or size of the key is not supported.
     #[error("key is not P-256, P-384, Ed25519 or RSA of at least 2048 bits")]
     Key,
-    /// The certificate cannot be signed.
     #[error("cannot sign a certificate")]
     Sign(#[source] rcgen::Error),
     /// The operating system returned no random bytes.

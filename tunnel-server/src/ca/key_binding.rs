@@ -27,7 +27,6 @@ struct BoundKey {
 pub enum KeyBinding {
     /// The token is bound to this key.
     Granted,
-    /// The token is bound to another key.
     BoundToOtherKey,
     /// The maximum number of bindings is reached.
     Full,

@@ -21,9 +21,7 @@ use crate::store::data_dir::{random, whole_seconds};
 /// Names of the sources of a CA in error messages: paths, or keys of a Secret.
 #[derive(Debug, Clone, Copy)]
 pub struct SourceNames<'a> {
-    /// Name of the source of the certificates.
     pub certificates: &'a str,
-    /// Name of the source of the private key.
     pub key: &'a str,
 }
 
@@ -96,13 +94,11 @@ impl CaMaterial {
         })
     }
 
-    /// Returns the certificates, PEM.
     #[must_use]
     pub fn certificates_pem(&self) -> &str {
         &self.root_pem
     }
 
-    /// Returns the private key, PEM.
     #[must_use]
     pub fn key_pem(&self) -> &str {
         &self.key_pem

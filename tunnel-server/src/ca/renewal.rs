@@ -24,7 +24,6 @@ pub const RENEWAL_GRACE: Duration = Duration::from_secs(90 * 24 * 60 * 60);
 /// The issuer of certificates with its checks. Calls block the thread for a signature.
 #[derive(Debug)]
 pub struct Renewals {
-    /// CA that signs the certificates.
     pub ca: Arc<LocalCa>,
     /// Verifier of presented certificates.
     pub trust: Arc<AgentTrust>,
@@ -38,11 +37,9 @@ pub type EnrollRefusal = (EnrollCode, String);
 /// An issued certificate and the reply that contains it.
 #[derive(Debug, Clone)]
 pub struct RenewedCertificate {
-    /// Reply to send to the agent.
     pub reply: EnrollReply,
     /// Certificate and the chain to its root.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Time at which the certificate expires.
     pub not_after: SystemTime,
 }
 

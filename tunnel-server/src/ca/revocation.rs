@@ -47,7 +47,6 @@ struct State {
     has_unwritten: bool,
 }
 
-/// The persisted form of the revocations.
 #[derive(Debug, Serialize, Deserialize)]
 struct RevocationsDocument {
     nodes: BTreeMap<String, RevocationEntry>,
@@ -182,7 +181,6 @@ impl Revocations {
         whole_seconds(peer.not_before + backdated)
     }
 
-    /// Returns the revocation check for handshakes.
     #[must_use]
     pub fn revocation_check(self: &Arc<Self>) -> RevocationCheck {
         let revocations = self.clone();

@@ -42,10 +42,8 @@ pub struct TokenInfo {
     pub node: NodeName,
     /// Addresses that the operator gave for the node.
     pub ips: Vec<IpAddr>,
-    /// Time at which the token was created.
     #[serde(with = "time_text")]
     pub created: SystemTime,
-    /// Time at which the token expires.
     #[serde(with = "time_text")]
     pub expires: SystemTime,
     /// SHA-256 of the key to which the token is bound, in hexadecimal.
@@ -54,7 +52,6 @@ pub struct TokenInfo {
     pub state: TokenState,
 }
 
-/// State of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenState {
@@ -64,11 +61,9 @@ pub enum TokenState {
     Used,
     /// The token has expired without being used.
     Expired,
-    /// An operator revoked the token.
     Revoked,
 }
 
-/// The result of redeeming a token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenGrant {
     /// The public part of the token.
@@ -77,7 +72,6 @@ pub struct TokenGrant {
     pub node: NodeName,
 }
 
-/// The reason why a token was not created.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateTokenError {
     /// The requested lifetime is out of range.
@@ -293,7 +287,6 @@ struct State {
     unknown: FailureWindow,
 }
 
-/// The persisted form of the tokens.
 #[derive(Debug, Serialize, Deserialize)]
 struct TokensDocument {
     tokens: BTreeMap<String, StoredToken>,

@@ -169,7 +169,6 @@ impl ClusterHandle {
         }
     }
 
-    /// Returns the context of a watch of this object.
     pub(super) fn watch_context(&self, object: Object) -> WatchContext {
         WatchContext {
             object,

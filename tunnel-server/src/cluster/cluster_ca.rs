@@ -47,7 +47,6 @@ pub(crate) struct ClusterAuthority {
     pub(crate) revocations: SharedDocument,
     /// Keys for QUIC stateless resets and connection ids.
     pub(crate) keys: QuicKeys,
-    /// Lease on the keys.
     pub(crate) lease_guard: Option<LeaseGuard>,
 }
 
@@ -120,7 +119,6 @@ impl ClusterHandle {
     }
 }
 
-/// Waits for the first CA.
 async fn first(known: &mut watch::Receiver<Option<Arc<CaMaterial>>>) -> Arc<CaMaterial> {
     loop {
         if let Some(material) = known.borrow_and_update().clone() {

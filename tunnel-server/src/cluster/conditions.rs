@@ -59,7 +59,6 @@ impl Conditions {
         self.readiness.set_conditions(name, lines);
     }
 
-    /// Returns the lines of a condition.
     pub(super) fn of(&self, condition: Condition) -> Vec<String> {
         let by_condition = self.by_condition.lock();
         by_condition
@@ -69,7 +68,6 @@ impl Conditions {
     }
 }
 
-/// Subject of a condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Condition {
     /// Names of Nodes that are refused.
@@ -80,33 +78,25 @@ pub(super) enum Condition {
     ServiceNetworks,
     /// Entries of the ports ConfigMap that are not valid.
     PortLists,
-    /// The Service that the records depend on.
     Service,
     /// Records that exceed the size limit.
     RecordsSize,
-    /// The CA of kubelet client certificates.
     KubeletCa,
     /// Other servers that run next to this one.
     Replicas,
-    /// The client certificate for kubelets.
     KubeletCertificate,
-    /// Watches of this object that fail.
     Watching(Object),
-    /// Writes of this object that fail.
     Writing(Object),
-    /// The Secret of the CA.
     CaSecret,
     /// The ConfigMap of the CA certificates.
     CaBundle,
     /// The Secret with tokens and revocations.
     State,
-    /// The Lease on the QUIC keys of this server.
     QuicKeyLease,
     /// The annotation with names of the HTTPS serving certificate.
     ServingNames,
     /// The permission to get Pods.
     PodLookup,
-    /// The networks of Services.
     ServiceRanges,
 }
 

@@ -33,7 +33,6 @@ pub(super) enum ApiErrorKind {
 }
 
 impl ApiErrorKind {
-    /// Returns the label for metrics.
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Conflict => "conflict",

@@ -85,7 +85,6 @@ enum PublishedCa<'a> {
     Nothing,
     /// The API server publishes no CA.
     None,
-    /// The published CA in PEM.
     Pem(&'a str),
 }
 

@@ -53,7 +53,6 @@ enum LeaseAction {
     Follow(String),
 }
 
-/// State of one candidate in the election.
 #[derive(Debug)]
 struct Candidate {
     identity: String,
@@ -101,7 +100,6 @@ impl Candidate {
     }
 }
 
-/// A participant in the election.
 #[derive(Debug)]
 pub(super) struct Election {
     lease: LeaseHandle,
@@ -113,7 +111,6 @@ pub(super) struct Election {
 }
 
 impl Election {
-    /// Creates a candidate for the Lease.
     pub(super) fn new(lease: LeaseHandle, identity: String, cluster: &ClusterHandle) -> Self {
         Self {
             lease,

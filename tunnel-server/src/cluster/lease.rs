@@ -20,7 +20,6 @@ pub(super) const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 /// this long.
 const DURATION_SECONDS: i32 = 15;
 
-/// A Lease by its name.
 #[derive(Debug)]
 pub(super) struct LeaseHandle {
     api: Api<Lease>,

@@ -44,12 +44,10 @@ impl ClusterMetrics {
         Self::register(root.sub_registry_with_prefix("tunnel_server"))
     }
 
-    /// Records whether this server is the leader.
     pub(super) fn leader(&self, is_leader: bool) {
         self.leader.set(is_leader.into());
     }
 
-    /// Records that an object is up to date.
     pub(super) fn synced(&self, object: Object) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         self.synced
@@ -69,7 +67,6 @@ impl ClusterMetrics {
             .inc();
     }
 
-    /// Counts a failed list or watch.
     pub(super) fn watch_failed(&self, object: Object, kind: ApiErrorKind) {
         self.watch_failures
             .get_or_create(&WriteLabel {
@@ -88,14 +85,12 @@ impl ClusterMetrics {
             .set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 
-    /// Records the size of the current records.
     pub(super) fn records(&self, names: usize, bytes: usize) {
         self.records.set(i64::try_from(names).unwrap_or(i64::MAX));
         self.records_bytes
             .set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    /// Records whether the records exceed the size limit.
     pub(super) fn records_too_large(&self, is_too_large: bool) {
         self.records_too_large.set(is_too_large.into());
     }

@@ -25,7 +25,6 @@ pub(super) struct NodeStore {
 }
 
 impl NodeStore {
-    /// Creates a store with the persisted facts.
     pub(super) fn new(edge_label: String, facts: FactMap, aliases: AliasRules) -> Self {
         Self {
             edge_label,
@@ -123,12 +122,10 @@ impl NodeSet {
         set
     }
 
-    /// Returns the refused names with their reasons.
     pub(super) fn refused(&self) -> &[String] {
         &self.refused
     }
 
-    /// Returns the facts of all nodes.
     pub(super) fn facts(&self) -> FactMap {
         let nodes = self.nodes.iter();
         nodes
@@ -149,7 +146,6 @@ impl NodeSet {
             .collect()
     }
 
-    /// Returns the owner of each alias.
     pub(super) fn alias_owners(&self) -> AliasOwners {
         let nodes = self.nodes.iter();
         nodes

@@ -42,16 +42,12 @@ pub const KUBELET_CLIENT_NAME: &str = "culvert-tunnel-server";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Object {
     Nodes,
-    /// The ConfigMap of the records.
     Records,
-    /// The ConfigMap of the ports.
     Ports,
     Service,
     Lease,
     Events,
-    /// The CA of kubelet client certificates.
     KubeletCa,
-    /// The Secret of the CA.
     Ca,
     /// The ConfigMap of the CA certificates.
     CaBundle,
@@ -60,7 +56,6 @@ pub(super) enum Object {
 }
 
 impl Object {
-    /// Returns the label for metrics and logs.
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Nodes => "nodes",
@@ -76,7 +71,6 @@ impl Object {
         }
     }
 
-    /// Returns the Kubernetes kind.
     pub(super) fn kind(self) -> &'static str {
         match self {
             Self::Nodes => "Node",
@@ -107,7 +101,6 @@ pub enum Scope {
     Numbered(&'static str),
 }
 
-/// Returns the name of the Lease of an entry.
 #[must_use]
 pub fn replica_lease(prefix: &str, entry: u8) -> String {
     format!("{prefix}-{entry}")
@@ -137,7 +130,6 @@ pub struct Right {
     pub resource: &'static str,
     /// Objects that the permission covers.
     pub scope: Scope,
-    /// Verbs that the server uses.
     pub verbs: &'static [&'static str],
     /// Reason why the server needs the permission.
     pub purpose: &'static str,

@@ -18,7 +18,6 @@ use crate::routing::pod_lookup::{Pod, PodLookupError, PodLookupRequest};
 
 /// Maximum number of concurrent API calls. Further lookups wait.
 const CALLS_MAX: usize = 16;
-/// Limit for one lookup.
 const CALL_LIMIT: Duration = Duration::from_secs(4);
 /// The condition while the permission is missing.
 const FORBIDDEN: &str = "the server may not get Pods, so exec, attach, cp and port-forward of a kube-apiserver without \

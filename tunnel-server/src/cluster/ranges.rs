@@ -23,7 +23,6 @@ const AGAIN: Duration = Duration::from_secs(5);
 /// The condition for clusters before Kubernetes 1.33.
 const UNPUBLISHED: &str = "this cluster does not publish the ranges of its Services, so webhooks and other Services are not \
                            reached by their addresses: say them with --connect-direct, next to those of Pods and nodes";
-/// Limit for one list call.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 
 /// Keeps the networks equal to those that the cluster publishes. The networks stay as they are if

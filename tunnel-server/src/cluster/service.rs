@@ -15,9 +15,7 @@ use crate::policy::PortPolicy;
 /// Port numbers of the listeners that the Service targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListenerPorts {
-    /// Port of the HTTP listener.
     pub http: u16,
-    /// Port of the HTTPS listener.
     pub https: u16,
 }
 

@@ -35,7 +35,6 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Time between polls of a refused request. The cluster deletes the request after an hour, unless
 /// an operator deletes it earlier.
 const REFUSED_POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// Limit for one API call.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// Longest sleep before the renewal time, because the wall clock may be changed.
 const SLEEP_MAX: Duration = Duration::from_secs(3600);
@@ -51,7 +50,6 @@ pub struct SignerConfig {
     pub targets: Arc<TargetTls>,
 }
 
-/// The task that obtains and renews the certificate.
 pub(super) struct KubeletCertificateTask {
     pub(super) api: Api<CertificateSigningRequest>,
     pub(super) signer: SignerConfig,
@@ -196,7 +194,6 @@ fn approval_condition(name: &str) -> String {
 /// Number of digest bytes in the name of a request. Two servers of a cluster never share a name.
 const DIGEST_BYTES: usize = 8;
 
-/// State of a request.
 #[derive(Debug, PartialEq, Eq)]
 enum RequestState {
     /// The request does not exist.
@@ -205,7 +202,6 @@ enum RequestState {
     Pending,
     /// The request is approved but not signed yet.
     Approved,
-    /// The issued chain in PEM.
     Issued(Vec<u8>),
     /// The request was denied or has failed, with the reason.
     Refused(&'static str, String),
@@ -252,7 +248,6 @@ fn request(
     })
 }
 
-/// Returns the state of an observed request.
 fn request_state(found: Option<&CertificateSigningRequest>) -> RequestState {
     let Some(found) = found else {
         return RequestState::Absent;

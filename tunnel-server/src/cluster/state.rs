@@ -25,7 +25,6 @@ use crate::policy::PortPolicy;
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PersistedState {
     pub(super) nodes: FactMap,
-    /// Owner of each alias.
     pub(super) aliases: AliasOwners,
     pub(super) tunnel_addresses: Vec<IpAddr>,
     /// Values of the ports ConfigMap, if it existed.
@@ -39,13 +38,11 @@ pub(super) struct ClusterState {
     pub(super) nodes: Arc<NodeSet>,
     /// Whether a list of Nodes was received.
     pub(super) is_listed: bool,
-    /// The Service as JSON.
     pub(super) service: Observed<Arc<Value>>,
     pub(super) records_map: Observed<Arc<ConfigMap>>,
     pub(super) ports_map: Observed<Arc<ConfigMap>>,
     /// Networks of Services that pass validation, if they are watched.
     pub(super) service_networks: Arc<[Cidr]>,
-    /// State from the previous run.
     pub(super) persisted: Arc<PersistedState>,
 }
 
@@ -60,9 +57,7 @@ pub(super) struct LocalFacts {
 /// State of this server that follows from the cluster state.
 #[derive(Debug)]
 pub(super) struct Derived {
-    /// The records, if they can be derived.
     pub(super) records: Option<RecordSet>,
-    /// Port policy of the listeners.
     pub(super) policy: PortPolicy,
     /// Ignored entries of the ports ConfigMap.
     pub(super) mistakes: Vec<String>,
@@ -137,7 +132,6 @@ impl ClusterState {
         (has_records, self.ports_map.is_known())
     }
 
-    /// Returns the state to persist.
     pub(super) fn to_persisted(&self) -> PersistedState {
         PersistedState {
             nodes: if self.is_listed {

@@ -32,7 +32,6 @@ const FOREVER: Duration = Duration::from_secs(86_400 * 365);
 /// Maximum number of events that are handled together.
 const BATCH_EVENTS: usize = 1024;
 
-/// Returns the configuration of all watches.
 pub(super) fn config() -> watcher::Config {
     watcher::Config::default()
         .page_size(PAGE_OBJECTS)
@@ -215,7 +214,6 @@ impl<T> Observed<T> {
         }
     }
 
-    /// Returns the object if it exists.
     pub(super) fn present(&self) -> Option<&T> {
         match self {
             Self::Present(object) => Some(object),

@@ -38,7 +38,6 @@ const CONFLICT_PAUSE_MIN: Duration = Duration::from_millis(20);
 /// Interval at which objects are read again, in addition to the watches.
 const RESYNC: Duration = Duration::from_secs(300);
 
-/// The writers of cluster objects.
 #[derive(Debug)]
 pub(super) struct Writers {
     pub(super) maps: Api<ConfigMap>,

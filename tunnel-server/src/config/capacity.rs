@@ -36,7 +36,6 @@ const SHARE_MIN: u64 = 8;
 /// The number of connections that the process carries at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
-    /// Limits for connections of callers.
     pub callers: ConnLimits,
     /// Limits for additional connections of callers with a verified client certificate or over a
     /// Unix socket.

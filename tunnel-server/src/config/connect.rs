@@ -8,12 +8,10 @@ use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address};
 use super::RawConfig;
 use crate::routing::dial_policy::DirectTarget;
 
-/// The settings of the CONNECT listeners.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectSettings {
     /// Address of the TCP listener.
     pub listen: Option<SocketAddr>,
-    /// Settings of the Unix socket.
     pub unix: Option<UnixListenerSettings>,
     /// CA of callers' certificates. If it is set, the TCP listener uses TLS.
     pub client_ca: Option<PathBuf>,
@@ -26,7 +24,6 @@ pub struct ConnectSettings {
 /// The path and permissions of a Unix socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnixListenerSettings {
-    /// Path of the socket.
     pub path: PathBuf,
     /// Mode of the socket file.
     pub mode: u32,

@@ -11,7 +11,6 @@ use crate::dns::NamePattern;
 /// Environment variable that is set in every container of a cluster.
 const CLUSTER_VARIABLE: &str = "KUBERNETES_SERVICE_HOST";
 
-/// The environment of the process.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Environment {
     /// Whether the process runs in a container of a cluster.
@@ -79,7 +78,6 @@ impl Default for AgentTokens {
 /// Prefix of the user names of ServiceAccounts; namespace and name follow.
 const ACCOUNT_PREFIX: &str = "system:serviceaccount:";
 
-/// The names of the objects in the namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectNames {
     /// ConfigMap to which the records are written.
@@ -288,7 +286,6 @@ impl KubeletCa {
     }
 }
 
-/// Checks the name of an object.
 fn object_name(name: &str) -> Result<String, String> {
     if !is_object_name(name) {
         return Err(format!(

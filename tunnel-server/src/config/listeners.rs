@@ -18,7 +18,6 @@ pub const LOCALHOST_PORTS: &str = "10266, 10267";
 /// Maximum number of extra ports. A mistyped range must not open thousands of sockets.
 const EXTRA_PORTS_MAX: usize = 64;
 
-/// The settings of the listeners.
 #[derive(Debug, Clone)]
 pub struct ListenerSettings {
     /// Addresses of port 10262, in order of preference.

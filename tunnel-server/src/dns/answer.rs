@@ -26,7 +26,6 @@ tunnel_proto::label_values! {
 }
 
 tunnel_proto::label_values! {
-    /// Outcome of a query.
     pub enum QueryOutcome {
         /// The server answered with the address of a node.
         Node = "node",
@@ -217,7 +216,6 @@ impl ClientQuery {
         self.encode(reply)
     }
 
-    /// Returns the transport of the query.
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport

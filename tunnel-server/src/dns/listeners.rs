@@ -41,13 +41,10 @@ pub struct DnsInputs<'a> {
     pub records: Records,
     /// Data directory with the record snapshot.
     pub data: &'a DataDir,
-    /// Limits of the server.
     pub limits: DnsLimits,
-    /// Metrics of the server.
     pub metrics: DnsMetrics,
 }
 
-/// A running DNS server.
 #[derive(Debug)]
 pub struct Dns(Arc<Server>);
 

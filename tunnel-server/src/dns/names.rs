@@ -21,7 +21,6 @@ use super::{Addresses, ClusterDomain, RecordSet};
 pub struct Names {
     /// Zone of the long names `<node>.<zone>`.
     pub zone: Option<NodeName>,
-    /// Cluster domains with their resolvers.
     pub clusters: Vec<ClusterDomain>,
     /// Resolvers for all other names. If empty, these queries are refused.
     pub default_resolvers: Vec<SocketAddr>,
@@ -33,7 +32,6 @@ pub enum NameResolution<'a> {
     /// The name is local and has these addresses, possibly none. `authority` is the domain that is
     /// authoritative for the name, empty for the root.
     Local {
-        /// Addresses of the name.
         addresses: Addresses,
         /// Domain that is authoritative for the name.
         authority: &'a str,

@@ -36,7 +36,6 @@ pub(super) struct Server {
     pub(super) metrics: DnsMetrics,
 }
 
-/// Action for one message.
 #[derive(Debug)]
 pub(super) enum QueryAction {
     Ignore,
@@ -147,7 +146,6 @@ impl Server {
 }
 
 tunnel_proto::metrics! {
-    /// The metrics of queries.
     struct Families {
         queries: Family<QueryLabels, Counter> = "queries",
             "DNS queries by outcome: limited by limits.dnsPerSource, busy by limits.dnsForwards, \
@@ -178,7 +176,6 @@ impl DnsMetrics {
         Self(families)
     }
 
-    /// Counts a query by its transport and outcome.
     pub fn query(&self, transport: Transport, outcome: QueryOutcome) {
         let labels = QueryLabels { transport, outcome };
         self.0.queries.get_or_create(&labels).inc();

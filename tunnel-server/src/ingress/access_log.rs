@@ -86,7 +86,6 @@ impl AccessLog {
         self.open = Some(self.metrics.dialed());
     }
 
-    /// Records the destination of the request.
     pub fn destination(&mut self, destination: &impl ToString) {
         self.destination = destination.to_string();
     }

@@ -90,9 +90,7 @@ impl Drop for ResponseGuard {
 /// of its messages, as TLS and framed HTTP do.
 #[derive(Debug)]
 pub enum CallerSocket {
-    /// A socket of a TCP connection.
     Tcp(TcpStream),
-    /// A Unix stream socket.
     Unix(UnixStream),
 }
 

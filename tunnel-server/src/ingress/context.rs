@@ -44,7 +44,6 @@ pub struct IngressContext {
     /// Limiter with additional permits. Only callers that are verified by a client certificate or
     /// connect over a Unix socket can use them.
     pub verified_callers: Arc<ConnLimiter>,
-    /// Metrics of the server.
     pub metrics: Metrics,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
@@ -58,7 +57,6 @@ pub struct IngressContext {
 pub struct ListenerLimits {
     /// Timeout of a TLS handshake with a caller.
     pub handshake: Duration,
-    /// Timeout of a request head.
     pub request_head_time: Duration,
     /// Largest size of a request head, in bytes.
     pub request_head_bytes: usize,

@@ -15,7 +15,6 @@ use tunnel_proto::wire::name::NodeName;
 
 /// TLS configuration for connections to https targets.
 pub struct TargetTls {
-    /// The inputs of the profiles.
     inputs: Mutex<TlsInputs>,
     tls_profiles: ArcSwap<TlsProfiles>,
 }

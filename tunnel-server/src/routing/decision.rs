@@ -24,13 +24,11 @@ const URI_MAX_BYTES: usize = 8 * 1024;
 /// The facts of a request that determine its destination.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestFacts<'a> {
-    /// The method of the request.
     pub method: &'a Method,
     /// The request target, as received.
     pub uri: &'a Uri,
     /// All header fields of the request.
     pub headers: &'a HeaderMap,
-    /// The scheme of the listener.
     pub scheme: Scheme,
     /// Port of an additional proxy port. Applies when Host contains no port.
     pub implied_port: Option<Port>,

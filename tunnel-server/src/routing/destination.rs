@@ -8,11 +8,9 @@ use tunnel_proto::wire::name::{NodeName, Port};
 /// The destination that a request asks for. `D` is what the server needs to dial a target itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RequestedDestination<D> {
-    /// A port of a node.
     Node(RequestedNode),
     /// The target of a TCP service.
     Configured(Destination),
-    /// A target that the server dials.
     Direct(D),
 }
 
@@ -33,7 +31,6 @@ impl<D> RequestedDestination<D> {
 pub struct RequestedNode {
     /// The node whose agent carries the request.
     pub node: NodeName,
-    /// The port on the node.
     pub port: RequestedPort,
 }
 
@@ -54,7 +51,6 @@ pub enum RequestedPort {
     },
 }
 
-/// A target that the server dials.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DialTarget {
     /// A name that must be resolved.

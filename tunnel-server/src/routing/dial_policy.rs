@@ -45,9 +45,7 @@ pub struct ClusterNetworks {
 /// A network of Pods, from a Node object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodNetwork {
-    /// The network of the Pods.
     pub network: Cidr,
-    /// The name of the Node.
     pub node: NodeName,
 }
 
@@ -66,7 +64,6 @@ pub(crate) enum AddressOwner {
     Unknown,
 }
 
-/// Conflicting claims on one address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimConflict {
     /// Several nodes claim the address.
@@ -82,11 +79,9 @@ pub enum ClaimConflict {
 pub(crate) struct AddressClaims<'a> {
     /// The owners of addresses.
     pub(crate) routes: &'a RouteTable,
-    /// Returns whether a node has a connected agent.
     pub(crate) has_agent: &'a (dyn Fn(&NodeName) -> bool + Send + Sync),
     /// Returns whether an address belongs to this host.
     pub(crate) is_own: &'a (dyn Fn(IpAddr) -> bool + Send + Sync),
-    /// Ports of this server.
     pub(crate) own_ports: &'a [Port],
 }
 
@@ -140,7 +135,6 @@ impl DialRefusal {
 }
 
 impl ClusterNetworks {
-    /// Returns the addresses of a node in the cloud.
     #[must_use]
     pub fn cloud_node(&self, node: &NodeName) -> Option<&[IpAddr]> {
         self.cloud_nodes.get(node).map(Vec::as_slice)
@@ -187,20 +181,17 @@ impl ClusterNetworks {
 }
 
 impl LiveClusterNetworks {
-    /// Returns the current networks.
     #[must_use]
     pub fn load(&self) -> Arc<ClusterNetworks> {
         self.0.load_full()
     }
 
-    /// Replaces the networks of the cluster.
     pub fn set(&self, ranges: ClusterNetworks) {
         self.0.store(Arc::new(ranges));
     }
 }
 
 impl DialPolicy {
-    /// Returns the current networks of the cluster.
     #[must_use]
     pub fn cluster(&self) -> Arc<ClusterNetworks> {
         match self {

@@ -49,7 +49,6 @@ pub struct KnownNode {
     pub certificate_not_after: Option<SystemTime>,
 }
 
-/// Known nodes by name.
 pub type NodeMap = BTreeMap<NodeName, KnownNode>;
 
 impl KnownNodes {
@@ -166,13 +165,11 @@ impl KnownNodes {
         was_known
     }
 
-    /// Returns whether a node is known.
     #[must_use]
     pub fn knows(&self, node: &NodeName) -> bool {
         self.state.lock().nodes.contains_key(node)
     }
 
-    /// Returns all known nodes.
     #[must_use]
     pub fn snapshot(&self) -> Arc<NodeMap> {
         let mut state = self.state.lock();
@@ -278,7 +275,6 @@ enum NodeChange {
     Routes,
 }
 
-/// The format of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct KnownNodesFile {
     nodes: BTreeMap<String, KnownNode>,

@@ -17,10 +17,8 @@ const SUBDOMAIN_MAX: usize = 253;
 /// Longest DNS label, in bytes.
 const LABEL_MAX: usize = 63;
 
-/// A reference to a Pod.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Pod {
-    /// Namespace of the Pod.
     pub namespace: String,
     /// Name of the Pod in the API. A static Pod has such a name as well.
     pub name: String,

@@ -142,7 +142,6 @@ impl NodeSessions {
 }
 
 impl Registry {
-    /// Creates an empty registry.
     #[must_use]
     pub fn new(limits: RegistryLimits) -> Self {
         Self {
@@ -153,7 +152,6 @@ impl Registry {
         }
     }
 
-    /// Returns a new session id.
     pub fn next_id(&self) -> SessionId {
         SessionId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
@@ -236,7 +234,6 @@ impl Registry {
             .fold(agent.valid_until(), Instant::max)
     }
 
-    /// Returns the sessions of all nodes.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<AgentSession>> {
         let nodes = self.nodes.lock();
@@ -387,7 +384,6 @@ impl Registration {
         self.superseded.take()
     }
 
-    /// Returns the registered session.
     #[must_use]
     pub fn session(&self) -> &Arc<AgentSession> {
         &self.session

@@ -44,11 +44,9 @@ pub enum RouteError {
 /// A node, according to one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RouteNode {
-    /// Name of the node.
     pub name: NodeName,
     /// Host name of the node, if it differs from the name.
     pub hostname: Option<NodeName>,
-    /// Addresses of the node.
     pub addresses: Vec<IpAddr>,
     /// Port of the kubelet, from the Node object.
     pub kubelet_port: Option<Port>,
@@ -192,7 +190,6 @@ fn listed<K: std::hash::Hash + Eq>(
         .collect()
 }
 
-/// A source of nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RouteSource {
     /// Tokens and certificates, with the addresses that operators assigned.
@@ -212,13 +209,11 @@ struct RoutesInner {
 }
 
 impl Routes {
-    /// Returns the current table.
     #[must_use]
     pub fn load(&self) -> Arc<RouteTable> {
         self.0.table.load_full()
     }
 
-    /// Returns the nodes of a source.
     #[must_use]
     pub fn of(&self, source: RouteSource) -> Arc<[RouteNode]> {
         let sources = self.0.sources.lock();

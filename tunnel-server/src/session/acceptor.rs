@@ -28,7 +28,6 @@ pub use tcp::TcpHandler;
 pub struct Acceptor {
     /// Acceptor of QUIC connections on UDP.
     pub quic: Arc<QuicAcceptor>,
-    /// Handler of TCP connections.
     pub tcp_handler: Arc<TcpHandler>,
     /// State that all sessions share.
     pub sessions: Arc<Sessions>,

@@ -16,7 +16,6 @@ use crate::routing::registry::AgentSession;
 /// Shortest time between two requests of an agent. No correct agent sends requests faster.
 const RENEWAL_INTERVAL_MIN: Duration = Duration::from_secs(1);
 
-/// Result of one request.
 type RenewalResult = Result<Result<RenewedCertificate, EnrollRefusal>, JoinError>;
 
 /// The renewal request in progress, if any.

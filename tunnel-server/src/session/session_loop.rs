@@ -153,7 +153,6 @@ impl Sessions {
     }
 }
 
-/// Handles a control message from the agent.
 fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut AgentMonitor) {
     let (node, session) = (&agent.node, agent.id);
     match message {
@@ -224,7 +223,6 @@ impl AgentMonitor {
         }
     }
 
-    /// Returns the time of the next check.
     fn next_check(&self) -> Instant {
         self.monitor.next_check()
     }

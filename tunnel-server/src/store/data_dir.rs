@@ -50,7 +50,6 @@ impl DataDir {
         ))
     }
 
-    /// Returns the path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
@@ -68,7 +67,6 @@ impl DataDir {
         self.0.join("ca.key")
     }
 
-    /// Returns the path of the join tokens.
     #[must_use]
     pub fn tokens(&self) -> PathBuf {
         self.0.join("tokens.json")
@@ -106,7 +104,6 @@ impl DataDir {
         self.0.join("replica.json")
     }
 
-    /// Returns the path of the known nodes.
     #[must_use]
     pub fn nodes(&self) -> PathBuf {
         self.0.join("nodes.json")

@@ -60,7 +60,6 @@ pub enum ConnectError {
     /// A certificate or key file cannot be used.
     #[error(transparent)]
     File(#[from] FileError),
-    /// TLS cannot be configured.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
     /// The value of `--server` is not `HOST:PORT`.
@@ -72,15 +71,11 @@ pub enum ConnectError {
     /// The server did not answer in time.
     #[error("the server gave no answer in {} s", RESPONSE_TIMEOUT.as_secs())]
     Timeout,
-    /// The server refused the connection.
     #[error("{reason} ({status})")]
     Refused {
-        /// HTTP status of the response.
         status: StatusCode,
-        /// Reason given by the server.
         reason: String,
     },
-    /// The connection was reset.
     #[error("connection was reset: {0}")]
     Cut(#[source] io::Error),
 }

@@ -21,13 +21,10 @@ use crate::store::document::{
     CasOutcome, ClusterDocument, CompareAndSwap, ObservedContent, SharedDocument,
 };
 
-/// Key of the join tokens.
 pub(super) const TOKENS: &str = "tokens.json";
-/// Key of the revoked nodes.
 pub(super) const REVOKED: &str = "revoked.json";
 /// Key of the QUIC keys of all replicas.
 pub(super) const REPLICAS: &str = "replicas.json";
-/// Keys of all documents.
 pub(super) const DOCUMENTS: [&str; 3] = [TOKENS, REVOKED, REPLICAS];
 /// Maximum number of pending changes. Further changes are refused.
 const SWAPS_MAX: usize = 64;
@@ -109,7 +106,6 @@ impl SharedDocuments {
         *self.is_observed.borrow()
     }
 
-    /// Returns the document with this key.
     pub(super) fn document(&self, key: &'static str) -> SharedDocument {
         SharedDocument::Cluster(self.plain(key))
     }
@@ -125,7 +121,6 @@ impl SharedDocuments {
         ClusterDocument::new(name, key, observed, self.swaps.clone())
     }
 
-    /// Returns the texts to persist.
     pub(super) fn texts(&self) -> Vec<(&'static str, String)> {
         let text = |(key, observed): &(&'static str, watch::Sender<ObservedContent>)| {
             let content = observed.borrow().content.clone()?;

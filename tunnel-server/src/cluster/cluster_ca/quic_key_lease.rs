@@ -48,7 +48,6 @@ pub(super) struct QuicKeyLeases {
     pub(super) holder: String,
 }
 
-/// A claim on an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct LeaseClaim {
@@ -56,7 +55,6 @@ pub(super) struct LeaseClaim {
     holder: String,
 }
 
-/// Keys for this server.
 #[derive(Debug)]
 pub(super) struct ClaimedKeys {
     pub(super) keys: QuicKeys,
@@ -64,7 +62,6 @@ pub(super) struct ClaimedKeys {
     pub(super) claim: Option<LeaseClaim>,
 }
 
-/// Format of the document.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct ReplicaKeysDocument {
     #[serde(default)]

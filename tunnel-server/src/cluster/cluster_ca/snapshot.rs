@@ -22,7 +22,6 @@ use crate::store::snapshot::Snapshot;
 /// Changes within this time are written together.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Format of the file.
 #[derive(Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct SharedSnapshot {
@@ -37,7 +36,6 @@ pub(super) struct SharedSnapshot {
 }
 
 impl SharedSnapshot {
-    /// Returns the CA if it is usable.
     pub(super) fn material(&self) -> Option<CaMaterial> {
         if self.key.is_empty() {
             return None;

@@ -20,7 +20,6 @@ pub(in crate::cluster) type AliasOwners = BTreeMap<Box<str>, Box<str>>;
 pub(in crate::cluster) struct AliasRules {
     /// Patterns of `--record-names`, which allow further aliases.
     pub(in crate::cluster) patterns: Vec<NamePattern>,
-    /// Previous owners of the aliases.
     pub(in crate::cluster) owners: AliasOwners,
 }
 

@@ -161,7 +161,6 @@ impl NodeFacts {
 /// Node facts by object name.
 pub(in crate::cluster) type FactMap = BTreeMap<Box<str>, NodeFacts>;
 
-/// A Node with a valid name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ClusterNode {
     pub(super) name: NodeName,

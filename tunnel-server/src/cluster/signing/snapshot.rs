@@ -19,7 +19,6 @@ use crate::store::data_dir::DataDir;
 /// Range for the fraction of a certificate's lifetime after which it is renewed, as in the kubelet.
 const RENEW_FRACTION: (f64, f64) = (0.7, 0.9);
 
-/// The key and the certificate.
 pub(super) struct KubeletCredential {
     pub(super) key: KeyPair,
     /// The last certificate, even if it has expired.
@@ -28,7 +27,6 @@ pub(super) struct KubeletCredential {
     renew_fraction: f64,
 }
 
-/// Error for a certificate that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum UnusableError {
     #[error("not PEM")]
@@ -96,7 +94,6 @@ impl KubeletCredential {
     }
 }
 
-/// Returns the expiry of a certificate.
 pub(super) fn not_after(own: &CertifiedKey) -> Option<SystemTime> {
     let leaf = own.cert.first()?;
     validity(leaf).ok().map(|(_, until)| until)

@@ -166,7 +166,6 @@ impl Credentials {
 pub(super) enum BasicAuthError {
     /// The request has no credentials.
     Missing,
-    /// The credentials are wrong.
     Wrong,
     /// Too many attempts were wrong. The next attempt is checked after this time.
     Throttled(Duration),
@@ -180,7 +179,6 @@ pub struct BasicAuth {
 }
 
 impl BasicAuth {
-    /// Creates an authenticator with these users.
     #[must_use]
     pub fn new(passwords: BasicAuthUsers) -> Self {
         Self {

@@ -32,7 +32,6 @@ const ADDRESSES_MAX: usize = 4;
 pub(in crate::ingress) type ResolveFuture<'a> =
     Pin<Box<dyn Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'a>>;
 
-/// Resolves names to addresses.
 pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
     /// Returns the addresses of a name. `permit` is held until the lookup ends. The lookup can
     /// outlive the future that waits for it. Cancel-safe.
@@ -44,7 +43,6 @@ pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
     ) -> ResolveFuture<'a>;
 }
 
-/// The resolver of the operating system.
 #[derive(Debug)]
 pub(in crate::ingress) struct SystemResolver;
 

@@ -24,7 +24,6 @@ use tokio::time::Instant;
 /// SHA-256 of a user name. A digest has a fixed size, while callers can send names of any length.
 pub(super) type NameDigest = [u8; 32];
 
-/// Result of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AttemptResult {
     /// The password is right.

@@ -114,7 +114,6 @@ pub(crate) fn can_reuse_connection(request: &Request<impl Body>) -> bool {
         && !list_contains(request.headers(), &CONNECTION, "close")
 }
 
-/// Returns whether a list field contains a member.
 fn list_contains(headers: &HeaderMap, field: &HeaderName, member: &str) -> bool {
     let values = headers
         .get_all(field)

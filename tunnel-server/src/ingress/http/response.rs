@@ -18,7 +18,6 @@ use crate::ingress::access_log::ExchangeGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 
-/// The body of a response to a caller.
 #[derive(Debug)]
 pub struct ResponseBody {
     inner: Inner,
@@ -50,7 +49,6 @@ impl ResponseBody {
         Self::new(Inner::Own(Full::new(text.into())))
     }
 
-    /// Creates an empty body.
     #[must_use]
     pub fn empty() -> Self {
         Self::new(Inner::Own(Full::default()))

@@ -35,7 +35,6 @@ enum ConnState {
     Head { since: Instant },
 }
 
-/// The timeout that has expired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TimeoutKind {
     /// The first head was not complete in time.

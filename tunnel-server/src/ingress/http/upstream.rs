@@ -217,7 +217,6 @@ fn tls_failure(error: &std::io::Error, target_label: &str) -> ProxyError {
     }
 }
 
-/// Opens the streams of one request.
 #[derive(Debug)]
 pub(in crate::ingress) struct StreamOpener<'a> {
     registry: &'a Registry,

@@ -33,7 +33,6 @@ use crate::routing::routes::{RouteError, RouteTable};
 /// A request of a caller with delegation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DelegatedRequest<'a> {
-    /// The facts of the request.
     pub(crate) facts: RequestFacts<'a>,
     /// The server name (SNI) from the caller's TLS handshake.
     pub(crate) server_name: Option<&'a NodeName>,
@@ -42,7 +41,6 @@ pub(crate) struct DelegatedRequest<'a> {
 /// The next step for a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
-    /// The node is known.
     Forward(RequestedNode),
     /// The node is the one that this Pod runs on.
     LookUp(Pod),

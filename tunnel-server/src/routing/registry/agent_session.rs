@@ -13,7 +13,6 @@ use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 
-/// A connected session of an agent.
 #[derive(Debug)]
 pub struct AgentSession {
     /// Identifies the session on this server.
@@ -28,7 +27,6 @@ pub struct AgentSession {
     pub claimed_address: String,
     /// Time at which the session was admitted.
     pub since: SystemTime,
-    /// The session of the transport.
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
     suspect_reason: Mutex<Option<SuspectReason>>,

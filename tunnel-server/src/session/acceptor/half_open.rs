@@ -31,7 +31,6 @@ pub(super) enum PreAuthError {
 }
 
 impl PreAuthError {
-    /// Returns the value for the metric label.
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Timeout => TIMEOUT,

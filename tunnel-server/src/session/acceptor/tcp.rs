@@ -33,7 +33,6 @@ pub struct TcpHandler {
     pub settings: SessionSettings,
     /// TLS configuration of enrollments. Requests no client certificate.
     pub enroll_tls: Arc<ServerConfig>,
-    /// The handler of enrollments.
     pub enrollment: Enrollment,
 }
 
