@@ -25,17 +25,14 @@ pub(crate) use token::{NO_CA, NO_PIN, parse_token};
 pub use crate::credentials::CredentialFiles;
 pub use crate::proxy::{EnvironmentProxy, HttpProxy, ProxyChoice};
 
-/// Prefix of the environment variables.
 pub const ENV_PREFIX: &str = "TUNNEL_AGENT_";
 
 /// A failure to load the configuration. Every variant is a usage error.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The file cannot be read.
     #[error("cannot read the configuration file {path}")]
     File {
         path: PathBuf,
-        /// Cause of the failure.
         #[source]
         source: std::io::Error,
     },
@@ -46,7 +43,6 @@ pub enum LoadError {
         /// The parser's message, with the position.
         problem: String,
     },
-    /// At least one setting is invalid.
     #[error(transparent)]
     Invalid(#[from] ConfigError),
 }

@@ -145,7 +145,6 @@ impl Connector {
         }
     }
 
-    /// Returns the time of the next action.
     fn next_timeout(&self) -> Option<Instant> {
         match (&self.attempt, &self.current) {
             (Some(attempt), _) if !attempt.happy_eyeballs.is_between_rounds() => {

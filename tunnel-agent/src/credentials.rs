@@ -32,7 +32,6 @@ pub(crate) use rotation::RotatingCredentials;
 /// The agent's identity and trust roots.
 #[derive(Debug, Clone)]
 pub(crate) struct Credentials {
-    /// Certificate chain and key.
     pub(crate) own: Arc<CertifiedKey>,
     /// Roots that servers must chain to.
     pub(crate) roots: Arc<RootCertStore>,
@@ -41,7 +40,6 @@ pub(crate) struct Credentials {
     /// Key for requesting the next certificate, if the agent renews its own.
     pub(crate) signer: Option<Arc<KeyPair>>,
     pub(crate) issued: SystemTime,
-    /// Expiry of the certificate.
     pub(crate) not_after: SystemTime,
 }
 
@@ -116,7 +114,6 @@ impl Credentials {
             .map_err(|error| format!("certificate does not chain to its roots: {error}"))
     }
 
-    /// Returns the trust policy for servers.
     pub(crate) fn trust(&self) -> Trust {
         match &self.server_name {
             Some(name) => Trust::Named(self.roots.clone(), name.clone()),
@@ -129,10 +126,8 @@ fn certificates(list: &[Vec<u8>]) -> Vec<CertificateDer<'static>> {
     list.iter().cloned().map(CertificateDer::from).collect()
 }
 
-/// The stored credentials of a node.
 #[derive(Debug)]
 pub(crate) enum Stored {
-    /// A certificate that may be used.
     Valid(Box<Credentials>),
     /// A certificate that expired at the given time, and its credentials if the key is present.
     Expired(SystemTime, Option<Box<Credentials>>),
@@ -418,7 +413,6 @@ fn read_text(path: &Path) -> Result<Zeroizing<String>, CredentialError> {
     Ok(String::from_utf8_lossy(&content).into_owned().into())
 }
 
-/// Names of the files of a certificate and its roots.
 #[derive(Debug, Clone, Copy)]
 struct CertificateFiles {
     certificate: &'static str,

@@ -48,10 +48,8 @@ pub(crate) use retry::{enroll, renew_or_enroll};
 #[derive(Debug)]
 pub(crate) struct Enrollment {
     pub(crate) servers: Vec<ServerAddress>,
-    /// Proxy for connections to the servers.
     pub(crate) proxy: ProxyChoice,
     pub(crate) node: NodeName,
-    /// Proof that accompanies the request.
     pub(crate) proof: EnrollProof,
     /// CA certificates of --ca-file; without them the token's hash pins the CA.
     pub(crate) ca: Option<Vec<CertificateDer<'static>>>,

@@ -97,7 +97,6 @@ impl Metrics {
         self.0.promotions.inc();
     }
 
-    /// Counts a fallback from QUIC to h2.
     pub(crate) fn fallback(&self) {
         self.0.fallbacks.inc();
     }
@@ -127,7 +126,6 @@ impl Metrics {
         dials.get_or_create(&DialLabels { result }).inc();
     }
 
-    /// Counts a dialed session.
     pub(crate) fn connect_attempt(&self, transport: TransportKind, result: ConnectResult) {
         let transport = StaticLabel(transport.label());
         let attempts = &self.0.connect_attempts;
@@ -171,7 +169,6 @@ impl Metrics {
         self.0.unsaved.set(unsaved.into());
     }
 
-    /// Records whether the operator's files are unusable.
     pub(crate) fn files_unusable(&self, unusable: bool) {
         self.0.files_unusable.set(unusable.into());
     }
@@ -203,7 +200,6 @@ pub(crate) enum StreamEnd {
 }
 
 impl StreamEnd {
-    /// Returns the label for logs and metrics.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -237,9 +233,7 @@ tunnel_proto::label_values! {
 }
 
 tunnel_proto::label_values! {
-    /// The result of a dialed session.
     pub(crate) enum ConnectResult {
-        /// The session became ready.
         Ready = "ready",
         /// No answer arrived in time.
         NoAnswer = "no_answer",

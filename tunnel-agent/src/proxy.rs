@@ -30,7 +30,6 @@ pub struct HttpProxy {
     /// DNS name, or IP address without brackets.
     host: String,
     port: Port,
-    /// Value of the header `Proxy-Authorization`.
     authorization: Option<Secret>,
 }
 

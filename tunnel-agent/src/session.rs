@@ -37,7 +37,6 @@ pub(crate) use admission::AdmitError;
 use admission::{Admitted, CLOSE_REASON_TIMEOUT, STOPPING, admit};
 pub(crate) use context::{SessionContext, SessionEvent, SessionHandle};
 
-/// The outcome of a session that was ready.
 #[derive(Debug)]
 pub(crate) struct SessionSummary {
     pub(crate) ready_for: Duration,
@@ -99,7 +98,6 @@ fn max_concurrent_streams(welcome: &Welcome) -> u32 {
         .saturating_add(1)
 }
 
-/// A session that serves streams.
 struct ActiveSession<'a> {
     session: Arc<dyn Session>,
     context: &'a SessionContext,
@@ -109,7 +107,6 @@ struct ActiveSession<'a> {
     /// The task that sends control messages.
     sending: AbortOnDropHandle<()>,
     monitor: SessionMonitor,
-    /// Counts the session in the gauge while it is suspect.
     suspect: Option<GaugeGuard>,
     /// Whether the connector knows that the server is stopping.
     is_draining: bool,

@@ -39,7 +39,6 @@ pub use message::{
     AgentCommand, CreateToken, CreatedToken, ErrorBody, RevokedNode, agent_command,
 };
 
-/// The state that the admin socket exposes.
 #[derive(Clone)]
 pub struct AdminState {
     /// CA whose certificate is served.
@@ -359,7 +358,6 @@ const OWNER_ONLY: SocketPermissions = SocketPermissions {
 };
 /// Maximum number of concurrent connections; further ones wait. Each command opens one.
 const CONNECTIONS_MAX: usize = 16;
-/// Timeout for receiving a request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of a request body. A token with a hundred addresses is a few KiB.
 const BODY_MAX_BYTES: usize = 64 * 1024;

@@ -68,7 +68,6 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// Returns the first address of each family.
     pub fn first_of(addresses: impl IntoIterator<Item = IpAddr>) -> Self {
         let mut first = Self::default();
         for address in addresses {
@@ -197,7 +196,6 @@ impl Records {
         })
     }
 
-    /// Returns a receiver that is notified when the records change.
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<Arc<RecordSet>> {
         self.0.subscribe()
@@ -239,7 +237,6 @@ pub enum Resolvers {
     These(Vec<SocketAddr>),
 }
 
-/// Limits of the embedded DNS server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DnsLimits {
     /// Time limit for a forwarded query. The client then receives SERVFAIL.

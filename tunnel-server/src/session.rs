@@ -27,7 +27,6 @@ mod session_loop;
 /// State of the server that all sessions share.
 #[derive(Debug, Clone)]
 pub struct Sessions {
-    /// Registry of admitted sessions.
     pub registry: Arc<Registry>,
     /// Known nodes. The connection of an admitted session is recorded here.
     pub nodes: Arc<KnownNodes>,

@@ -203,7 +203,6 @@ fn on_reload(metrics: Metrics) -> impl Fn(ReloadOutcome) + Send + 'static {
     move |reload| metrics.files_unusable(reload == ReloadOutcome::Failed)
 }
 
-/// Returns the ServiceAccount token, if the agent has one.
 fn service_account_token(config: &Config) -> Option<Token> {
     let token = read_token(config.token.as_ref()?, config.ca.is_some());
     token

@@ -13,7 +13,6 @@ use crate::credentials::{
 use crate::enroll::{EnrollProof, Enrollment, enroll, renew_or_enroll};
 use crate::metrics::Metrics;
 
-/// The source of the first credentials.
 #[derive(Debug)]
 pub(super) enum InitialCredentials {
     Stored(Box<Credentials>, CredentialStore),
@@ -74,7 +73,6 @@ impl InitialCredentials {
         Ok(Self::Enroll(Box::new(enrollment(config, proof, &store))))
     }
 
-    /// Returns the renewal of an expired certificate.
     fn renewal(config: &Config, ended: Box<Credentials>, store: &CredentialStore) -> Self {
         let renewal = enrollment(config, EnrollProof::ExpiredCertificate(ended), store);
         // The token may have been deleted together with its file.

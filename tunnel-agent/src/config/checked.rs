@@ -48,7 +48,6 @@ pub struct Config {
     pub meta_listen: Option<SocketAddr>,
     /// Time that open streams may continue when the agent stops.
     pub drain_timeout: Duration,
-    /// Minimum level of log lines.
     pub log_level: LevelFilter,
     pub log_format: LogFormat,
     pub limits: Limits,

@@ -80,7 +80,6 @@ impl EndpointCursor {
 /// The reason why a server has no address.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ResolveError {
-    /// The configuration contains no server.
     #[error("no server is configured")]
     NoServer,
     /// The resolver did not answer.
@@ -89,7 +88,6 @@ pub(crate) enum ResolveError {
     /// The name exists but has no address.
     #[error("{server}: name has no address")]
     Empty { server: ServerAddress },
-    /// The resolver returned an error.
     #[error("{server}: cannot resolve the name")]
     Lookup {
         server: ServerAddress,

@@ -22,11 +22,9 @@ pub(crate) enum DialFailure {
     /// A peer answered, and TLS or the transport failed: an alert, a wrong certificate, a
     /// middlebox.
     HandshakeFailed,
-    /// The authenticated server refused.
     RefusedByServer,
 }
 
-/// The next action of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DialAction {
     Dial(SessionTransport),
@@ -126,7 +124,6 @@ impl HappyEyeballs {
         Some(second.transport)
     }
 
-    /// Records a completed handshake.
     pub(crate) fn answered(&mut self, transport: SessionTransport) {
         match &mut self.second {
             Some(second) if second.transport == transport => {
@@ -136,7 +133,6 @@ impl HappyEyeballs {
         }
     }
 
-    /// Records a failure of a transport.
     pub(crate) fn failed(
         &mut self,
         transport: SessionTransport,

@@ -124,7 +124,6 @@ impl ConnectionLog {
         self.throttle = LogThrottle::default();
     }
 
-    /// Logs the panic of a session task.
     pub(super) fn broken(&self, transport: SessionTransport, panic: &dyn Error) {
         error!(agent = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }

@@ -40,17 +40,14 @@ impl Dialers {
     }
 }
 
-/// The inputs of a session's task.
 pub(super) struct SessionTask {
     pub(super) transport: SessionTransport,
-    /// First endpoint to try.
     pub(super) cursor: EndpointCursor,
     pub(super) dialers: Arc<Dialers>,
     pub(super) context: Arc<SessionContext>,
     pub(super) handle: SessionHandle,
 }
 
-/// The outcome of a session task.
 pub(super) struct SessionExit {
     pub(super) cursor: EndpointCursor,
     pub(super) outcome: Result<SessionSummary, ConnectError>,
@@ -59,7 +56,6 @@ pub(super) struct SessionExit {
 /// The reason why there is no ready session.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectError {
-    /// The server has no address.
     #[error(transparent)]
     Resolve(#[from] ResolveError),
     /// The connection to the server failed.
@@ -130,7 +126,6 @@ impl ConnectError {
         self.failure() == DialFailure::HandshakeFailed
     }
 
-    /// Returns the label value for metrics.
     pub(super) fn result(&self) -> ConnectResult {
         match self {
             Self::Abandoned => ConnectResult::Abandoned,
@@ -201,9 +196,7 @@ pub(super) struct Attempt {
     /// Next endpoint of this round, and start of the next round.
     pub(super) cursor: EndpointCursor,
     pub(super) next_cursor: Option<EndpointCursor>,
-    /// Session tasks of this attempt.
     pub(super) task_ids: Vec<Id>,
-    /// Last failure of each transport.
     pub(super) failures: Vec<(SessionTransport, ConnectError)>,
 }
 
@@ -254,7 +247,6 @@ impl Attempt {
         action
     }
 
-    /// Returns the close code of the decisive failure.
     pub(super) fn code(&self) -> Option<CloseCode> {
         let decisive = self
             .failures

@@ -150,7 +150,6 @@ impl RotatingCredentials {
         self.current.lock().clone()
     }
 
-    /// Returns the expiry of the certificate.
     pub(crate) fn not_after(&self) -> SystemTime {
         self.current.lock().not_after
     }

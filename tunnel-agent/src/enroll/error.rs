@@ -16,7 +16,6 @@ use crate::proxy::HttpProxy;
 /// The reason why there is no certificate.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EnrollError {
-    /// The server has no address.
     #[error(transparent)]
     Resolve(#[from] ResolveError),
     #[error("{endpoint}: cannot connect (enrollment needs TCP)")]

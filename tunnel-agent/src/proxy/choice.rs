@@ -113,7 +113,6 @@ impl ProxyChoice {
         }
     }
 
-    /// Returns the proxy for connections to `server`, if there is one.
     #[must_use]
     pub fn proxy_for(&self, server: &ServerAddress) -> Option<&Arc<HttpProxy>> {
         match &self.0 {

@@ -27,7 +27,6 @@ pub(crate) enum AdmitError {
     /// Welcome did not arrive in time.
     #[error("no Welcome from the server in time")]
     Timeout,
-    /// The peers have no protocol version in common.
     #[error(
         "server speaks protocol versions {0} to {1}, this agent {VERSION_MIN} to {VERSION_MAX}; update the older one"
     )]
@@ -35,7 +34,6 @@ pub(crate) enum AdmitError {
     /// The server sent a message that is not allowed during admission.
     #[error("server broke the protocol: {0}")]
     Protocol(&'static str),
-    /// The control stream failed.
     #[error("control stream failed")]
     Control(#[from] io::Error),
 }

@@ -36,7 +36,6 @@ pub(crate) struct SessionContext {
 pub(crate) struct SessionHandle {
     /// Canceled when another session takes the new streams, or when the attempt is abandoned.
     pub(crate) retire: CancellationToken,
-    /// Channel to the connector.
     pub(crate) session_event: mpsc::Sender<(Id, SessionEvent)>,
 }
 
@@ -44,7 +43,6 @@ pub(crate) struct SessionHandle {
 /// the task reports the end of the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SessionEvent {
-    /// The handshake is done.
     Answered,
     /// Welcome arrived: the server may open streams.
     Ready,

@@ -104,14 +104,12 @@ pub(super) fn watch_pair(
     Ok(held)
 }
 
-/// Loads the current chain and key from their files.
 pub(super) fn read_pair(files: &KeyPairFiles) -> Result<Loaded<Arc<CertifiedKey>>, FileError> {
     let value = files.load()?;
     let digest = digest_of(&value.cert);
     Ok(Loaded { digest, value })
 }
 
-/// Loads the current CA certificates from their file.
 pub(super) fn read_roots(path: &Path) -> Result<Loaded<Arc<RootCertStore>>, FileError> {
     let roots = load_roots(path)?;
     let digest = digest_of(&roots);

@@ -118,7 +118,6 @@ async fn bind_listeners(
     Ok(listeners)
 }
 
-/// The addresses to which the sockets are bound.
 #[derive(Debug, Clone)]
 pub struct BoundAddrs {
     /// Address for agents, UDP and TCP.

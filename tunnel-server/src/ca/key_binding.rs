@@ -22,7 +22,6 @@ struct BoundKey {
     ends: SystemTime,
 }
 
-/// The result of binding a token to a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyBinding {
     /// The token is bound to this key.

@@ -14,7 +14,6 @@ pub struct ServingNames {
     all: Arc<ArcSwap<NameSet>>,
 }
 
-/// A snapshot of all names and addresses.
 #[derive(Debug)]
 pub(super) struct NameSet {
     pub(super) names: Vec<String>,

@@ -186,7 +186,6 @@ impl Throttle {
         *kept = Some(kept.map_or(until, |kept| kept.max(until)));
     }
 
-    /// Returns the remaining time to wait.
     pub(super) fn remaining(&self, now: Instant) -> Duration {
         let kept = self.0.lock();
         kept.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))

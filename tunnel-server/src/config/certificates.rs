@@ -10,7 +10,6 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::RawConfig;
 
-/// The serving certificate of the HTTPS listener.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HttpsCertificate {
     /// Certificate chain and key. Without them the local CA issues the certificate.

@@ -10,7 +10,6 @@ use crate::routing::dial_policy::DirectTarget;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectSettings {
-    /// Address of the TCP listener.
     pub listen: Option<SocketAddr>,
     pub unix: Option<UnixListenerSettings>,
     /// CA of callers' certificates. If it is set, the TCP listener uses TLS.
@@ -25,7 +24,6 @@ pub struct ConnectSettings {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnixListenerSettings {
     pub path: PathBuf,
-    /// Mode of the socket file.
     pub mode: u32,
     /// Owner and group of the socket file.
     pub owner: Option<(u32, Option<u32>)>,

@@ -18,7 +18,6 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Detects the environment of this process.
     #[must_use]
     pub fn of_process() -> Self {
         Self {
@@ -37,7 +36,6 @@ pub struct KubernetesSettings {
     /// `--namespace` of all objects; `None` means the container's own, or `kube-system` outside a
     /// cluster.
     pub namespace: Option<String>,
-    /// Names of the cluster's objects.
     pub names: ObjectNames,
     /// `--edge-label`: a Node with this label and the value `true` is an edge node.
     pub edge_label: String,

@@ -28,7 +28,6 @@ pub struct ListenerSettings {
     pub http: Option<SocketAddr>,
     /// Addresses on which the extra ports are bound.
     pub proxy_ports: ProxyPortListen,
-    /// TCP services with their listeners.
     pub services: Vec<(SocketAddr, Service)>,
 }
 

@@ -12,7 +12,6 @@ use super::RawConfig;
 /// kubelets.
 pub const APISERVER_NAME: &str = "kube-apiserver-kubelet-client";
 
-/// The settings of TLS to https targets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TargetSettings {
     /// CA to which certificates of targets must chain; without it they are not verified.

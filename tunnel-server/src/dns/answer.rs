@@ -15,7 +15,6 @@ use super::names::{NameResolution, Names};
 use super::{Addresses, RecordSet};
 
 tunnel_proto::label_values! {
-    /// Transport of a query and of its answer.
     pub enum Transport {
         /// UDP. An answer that does not fit is truncated and marked (TC), and the client retries
         /// over TCP.
@@ -31,7 +30,6 @@ tunnel_proto::label_values! {
         Node = "node",
         /// The name is local but has no record of the requested type.
         NoData = "no_data",
-        /// The name does not exist.
         NoName = "no_name",
         /// Another resolver answered the query.
         Forwarded = "forwarded",
@@ -54,7 +52,6 @@ tunnel_proto::label_values! {
 #[derive(Debug, Clone, Copy)]
 pub struct AnswerContext<'a> {
     pub records: &'a RecordSet,
-    /// The names that this server answers for.
     pub names: &'a Names,
 }
 
@@ -65,7 +62,6 @@ pub enum Decision<'a> {
     Ignore(QueryOutcome),
     /// The server sends this answer.
     Reply(Vec<u8>, QueryOutcome),
-    /// The server forwards the query to these resolvers.
     Forward(Box<ClientQuery>, &'a [SocketAddr]),
 }
 
@@ -85,7 +81,6 @@ pub struct ClientQuery {
     recursion_available: bool,
 }
 
-/// Decides how to handle one message.
 #[must_use]
 pub fn decide<'a>(
     message: &[u8],

@@ -23,7 +23,6 @@ enum ClientKey {
 
 type Rate = RateLimiter<ClientKey, HashMapStateStore<ClientKey>, DefaultClock>;
 
-/// Limits of all clients.
 #[derive(Debug)]
 pub(super) struct Limiter {
     queries: Rate,

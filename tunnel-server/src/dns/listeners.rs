@@ -26,13 +26,10 @@ use crate::store::snapshot::Snapshot;
 /// The UDP and TCP sockets, bound to one port.
 #[derive(Debug)]
 pub struct DnsSockets {
-    /// Socket for queries over UDP.
     pub udp: DnsSocket,
-    /// Listener for queries over TCP.
     pub tcp: TcpListener,
 }
 
-/// Inputs for the start of a DNS server.
 #[derive(Debug)]
 pub struct DnsInputs<'a> {
     pub sockets: DnsSockets,

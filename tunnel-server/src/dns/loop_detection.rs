@@ -58,7 +58,6 @@ impl LoopDetector {
         true
     }
 
-    /// Returns the `resolvers` that do not loop.
     pub(super) fn without_loops(&self, resolvers: &[SocketAddr]) -> Vec<SocketAddr> {
         let state = self.state();
         let mut addresses = resolvers.to_vec();

@@ -36,7 +36,6 @@ pub enum NameResolution<'a> {
         /// Domain that is authoritative for the name.
         authority: &'a str,
     },
-    /// The name does not exist.
     Absent {
         /// Domain that is authoritative for the name.
         authority: &'a str,
@@ -80,7 +79,6 @@ impl Names {
         NameResolution::Upstream(&self.default_resolvers)
     }
 
-    /// Returns `true` if any resolver is configured.
     #[must_use]
     pub fn is_forwarding(&self) -> bool {
         !self.default_resolvers.is_empty()
@@ -90,7 +88,6 @@ impl Names {
                 .any(|cluster| !cluster.resolvers.is_empty())
     }
 
-    /// Returns all resolvers without duplicates.
     #[must_use]
     pub fn resolvers(&self) -> Vec<SocketAddr> {
         let clusters = self.clusters.iter().flat_map(|cluster| &cluster.resolvers);

@@ -10,7 +10,6 @@ use tunnel_proto::wire::name::{NameError, NodeName};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamePattern(Box<str>);
 
-/// Error for a text that is not a valid pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NamePatternError {
     /// A label contains more than one `*`.
@@ -22,7 +21,6 @@ pub enum NamePatternError {
 }
 
 impl NamePattern {
-    /// Returns `true` if the whole name matches the pattern.
     #[must_use]
     pub fn matches(&self, name: &NodeName) -> bool {
         let (wanted, labels) = (self.0.split('.'), name.as_str().split('.'));

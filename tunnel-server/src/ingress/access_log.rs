@@ -105,7 +105,6 @@ impl AccessLog {
         self.open = Some(self.metrics.stream());
     }
 
-    /// Records the status that was sent to the caller.
     pub fn status(&mut self, status: http::StatusCode) {
         self.status = Some(status.as_u16());
     }

@@ -51,7 +51,6 @@ impl ListenerTls {
         Ok(())
     }
 
-    /// Returns the configuration for one handshake.
     #[must_use]
     pub fn config(&self) -> Arc<ServerConfig> {
         self.config.load_full()

@@ -25,7 +25,6 @@ use crate::routing::routes::Routes;
 /// State that all listeners share.
 #[derive(Debug, Clone)]
 pub struct IngressContext {
-    /// Names and addresses of nodes.
     pub routes: Routes,
     /// Sessions of connected agents.
     pub registry: Arc<Registry>,
@@ -35,7 +34,6 @@ pub struct IngressContext {
     pub pods: Option<PodResolver>,
     /// TLS configuration for connections to https targets.
     pub targets: Arc<TargetTls>,
-    /// Callers that have client-certificate delegation.
     pub delegation_callers: DelegationPolicy,
     /// Timeouts and size limits of the listeners.
     pub limits: ListenerLimits,
@@ -58,7 +56,6 @@ pub struct ListenerLimits {
     /// Timeout of a TLS handshake with a caller.
     pub handshake: Duration,
     pub request_head_time: Duration,
-    /// Largest size of a request head, in bytes.
     pub request_head_bytes: usize,
     /// Timeout of a connection without a request.
     pub idle: Duration,

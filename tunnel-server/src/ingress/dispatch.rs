@@ -50,7 +50,6 @@ pub(super) enum IngressTarget<'a> {
         request: &'a ProxyRequest,
         dialer: &'a Arc<DirectDialer>,
     },
-    /// The target of a TCP service.
     Service(&'a Destination),
 }
 

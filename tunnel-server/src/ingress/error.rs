@@ -13,7 +13,6 @@ use crate::routing::registry::OpenError;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct ProxyError {
-    /// The code of the failure.
     pub outcome: Outcome,
     /// One line of text for the caller.
     pub text: String,
@@ -22,7 +21,6 @@ pub struct ProxyError {
 }
 
 impl ProxyError {
-    /// Creates a failure from a code and its text.
     #[must_use]
     pub fn new(outcome: Outcome, text: impl Into<String>) -> Self {
         Self {

@@ -23,18 +23,15 @@ pub enum Outcome {
     UriTooLong,
     /// The target refused the connection or is unreachable.
     TargetRefused,
-    /// The TLS handshake with the target failed.
     TargetTls,
     /// The target's response is not HTTP, is incomplete or does not match the request.
     TargetBadResponse,
-    /// The session with the agent was lost.
     AgentLost,
     /// No agent is connected for the node, or the agent's session is suspect.
     NoAgent,
     /// The agent has reached its limit of open streams, or stalled readers hold as much memory as
     /// they may.
     TooManyStreams,
-    /// The agent is draining.
     Draining,
     /// The target did not accept the connection in time.
     TargetTimeout,
@@ -94,7 +91,6 @@ impl Outcome {
         }
     }
 
-    /// Returns the HTTP status of a response with this code.
     #[must_use]
     pub fn status(self) -> StatusCode {
         match self {

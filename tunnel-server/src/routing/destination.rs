@@ -9,7 +9,6 @@ use tunnel_proto::wire::name::{NodeName, Port};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RequestedDestination<D> {
     Node(RequestedNode),
-    /// The target of a TCP service.
     Configured(Destination),
     Direct(D),
 }

@@ -53,7 +53,6 @@ pub struct RouteNode {
 }
 
 impl RouteTable {
-    /// Creates a table of nodes with their addresses.
     pub fn new<'a>(nodes: impl IntoIterator<Item = (&'a NodeName, &'a [IpAddr])>) -> Self {
         let nodes = nodes.into_iter().map(|(name, addresses)| RouteNode {
             name: name.clone(),
@@ -100,13 +99,11 @@ impl RouteTable {
         self.names.len()
     }
 
-    /// Returns whether no node is known.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.names.is_empty()
     }
 
-    /// Returns the names of all known nodes, in order.
     pub fn names(&self) -> impl Iterator<Item = &NodeName> {
         self.names.iter()
     }

@@ -10,7 +10,6 @@ pub enum Via {
 }
 
 impl Via {
-    /// Returns the number of the session, for logs.
     #[must_use]
     pub fn session_number(&self) -> u64 {
         match self {

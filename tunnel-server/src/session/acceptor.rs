@@ -26,14 +26,11 @@ pub use tcp::TcpHandler;
 /// Accepts connections from agents.
 #[derive(Debug)]
 pub struct Acceptor {
-    /// Acceptor of QUIC connections on UDP.
     pub quic: Arc<QuicAcceptor>,
     pub tcp_handler: Arc<TcpHandler>,
-    /// State that all sessions share.
     pub sessions: Arc<Sessions>,
     /// Timeout of a handshake, and of a whole enrollment.
     pub handshake_limit: Duration,
-    /// Limiter of unauthenticated connections.
     pub pre_auth: Arc<ConnLimiter>,
     /// Permits for TCP connections. A connection holds its permit until it ends. The permits bound
     /// the file descriptors that agents use, because other parts of the server need some too.

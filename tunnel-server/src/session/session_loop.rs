@@ -27,7 +27,6 @@ use crate::routing::registry::{AgentSession, SuspectReason};
 const EXPIRED: &str = "certificate expired and was not renewed";
 
 impl Sessions {
-    /// Runs an admitted session until it ends.
     pub(super) async fn run(&self, admitted: AdmittedSession) {
         let (mut reader, registration) = (admitted.reader, admitted.registration);
         let agent = registration.session().clone();
@@ -206,7 +205,6 @@ struct AgentMonitor {
     agent: Arc<AgentSession>,
     monitor: SessionMonitor,
     metrics: Metrics,
-    /// Counts the session in the gauge while it is suspect.
     suspect: Option<GaugeGuard>,
 }
 

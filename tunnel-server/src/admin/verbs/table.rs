@@ -64,7 +64,6 @@ pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
     text
 }
 
-/// Formats the join tokens.
 pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     if tokens.is_empty() {
         return "there are no join tokens\n".into();

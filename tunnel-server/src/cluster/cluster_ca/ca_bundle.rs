@@ -12,7 +12,6 @@ use super::super::failure::ApiError;
 use super::super::objects::{CA_CERTIFICATE_KEY, Object};
 use super::cluster_objects::{ClusterObjects, conflicts};
 
-/// Pure plan of the write.
 #[derive(Debug, PartialEq)]
 enum Plan {
     Nothing,

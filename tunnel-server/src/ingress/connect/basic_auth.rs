@@ -164,7 +164,6 @@ impl Credentials {
 /// Reason why a request is not authenticated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BasicAuthError {
-    /// The request has no credentials.
     Missing,
     Wrong,
     /// Too many attempts were wrong. The next attempt is checked after this time.
@@ -187,7 +186,6 @@ impl BasicAuth {
         }
     }
 
-    /// Replaces the users for later requests.
     pub fn replace(&self, passwords: BasicAuthUsers) {
         self.passwords.store(Arc::new(passwords));
     }

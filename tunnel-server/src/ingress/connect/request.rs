@@ -19,7 +19,6 @@ pub(in crate::ingress) struct ProxyRequest {
     pub(in crate::ingress) port: Port,
 }
 
-/// Kind of a request on a CONNECT listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::ingress) enum RequestKind {
     /// A byte stream in both directions.

@@ -26,7 +26,6 @@ pub(super) type NameDigest = [u8; 32];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AttemptResult {
-    /// The password is right.
     Accepted,
     /// The password is wrong. The failure was counted.
     Wrong,
@@ -34,7 +33,6 @@ pub(super) enum AttemptResult {
     Throttled(Duration),
 }
 
-/// Password attempts of all sources.
 #[derive(Debug, Default)]
 pub(super) struct PasswordThrottle {
     sources: HashMap<IpAddr, SourceAttempts>,

@@ -62,7 +62,6 @@ pub(in crate::ingress) struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    /// Forwards a request to its destination.
     pub(in crate::ingress) async fn forward(
         &self,
         mut request: Request<Incoming>,
@@ -161,7 +160,6 @@ fn check_response(
     })
 }
 
-/// Returns the Host field of the request to the target.
 fn host_field(target: &AgentTarget, request: &Request<Incoming>) -> String {
     let own = request
         .headers()

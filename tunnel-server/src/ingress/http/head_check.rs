@@ -94,7 +94,6 @@ impl Default for HeadCheck {
 }
 
 impl HeadCheck {
-    /// Records bytes that hyper has read.
     pub(crate) fn read(&mut self, data: &[u8]) {
         let rest = self.advance(data);
         if !rest.is_empty()
@@ -182,7 +181,6 @@ struct Head {
     length: usize,
     /// The line has contained a colon.
     named: bool,
-    /// The last byte was a CR.
     cr: bool,
     has_length: bool,
     has_coding: bool,

@@ -165,7 +165,6 @@ const CHALLENGE: HeaderValue = HeaderValue::from_static("Basic realm=\"tunnel-se
 const REASON_MAX_BYTES: usize = 512;
 
 impl ProxyError {
-    /// Returns the HTTP response for this failure.
     #[must_use]
     pub fn response(&self) -> Response<ResponseBody> {
         let mut response = Response::new(ResponseBody::text(format!("{}\n", one_line(&self.text))));

@@ -31,7 +31,6 @@ enum ConnState {
     Busy { requests: usize },
     /// The connection is between requests, and no byte of the next request has arrived.
     Idle { since: Instant },
-    /// The next head has begun.
     Head { since: Instant },
 }
 

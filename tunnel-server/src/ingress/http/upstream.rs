@@ -38,7 +38,6 @@ pub(crate) struct UpstreamRequest<'a> {
     pub(crate) ingress: &'a Arc<IngressContext>,
     /// Scheme of the target. With HTTPS there is TLS inside the stream.
     pub(crate) scheme: Scheme,
-    /// TLS configuration for this caller.
     pub(crate) tls_profile: TlsProfile,
     /// The node and the target on that node.
     pub(crate) destination: &'a Destination,

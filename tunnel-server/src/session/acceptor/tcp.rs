@@ -24,7 +24,6 @@ use crate::ca::enrollment::Enrollment;
 /// rustls would continue.
 const NO_APPLICATION_PROTOCOL: [u8; 7] = [21, 3, 3, 0, 2, 2, 120];
 
-/// Handles TCP connections of agents.
 #[derive(Debug)]
 pub struct TcpHandler {
     /// TLS configuration of sessions. Requires the agent's certificate.
