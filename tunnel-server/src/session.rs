@@ -1,5 +1,5 @@
-//! Sessions of agents: what all of them share. `session/admission.rs` admits a session, and
-//! `session/session_loop.rs` runs it afterwards.
+//! Sessions of agents: what all of them share, with the rate at which a node may open them.
+//! `session/admission.rs` admits a session, and `session/session_loop.rs` runs it afterwards.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;

@@ -436,7 +436,8 @@ mod tests {
         assert_eq!(limiter.admitted(), 5);
         drop((alone, permits, newcomer));
         assert_eq!(limiter.admitted(), 0);
-        assert!(limiter.admitted.lock().by_size.is_empty() && limiter.admitted.lock().sources.is_empty());
+        let admitted = limiter.admitted.lock();
+        assert!(admitted.by_size.is_empty() && admitted.sources.is_empty());
     }
 
     #[test]

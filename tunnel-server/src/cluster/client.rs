@@ -1,4 +1,5 @@
-//! Client for the API server, from a kubeconfig or the ServiceAccount of the container.
+//! Client for the API server, from a kubeconfig or the ServiceAccount of the container, and the
+//! handle that its users share.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};

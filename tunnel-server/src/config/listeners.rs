@@ -258,7 +258,8 @@ fn check_service(
     }
     let listen = errors.ok_or_record(&format!("{setting}: listen"), parse_address(&raw.listen));
     let node = errors.ok_or_record(&format!("{setting}: node"), raw.node.parse::<NodeName>());
-    let target = errors.ok_or_record(&format!("{setting}: target"), service_target(&raw.target, ports));
+    let target = service_target(&raw.target, ports);
+    let target = errors.ok_or_record(&format!("{setting}: target"), target);
     let service = Service {
         name: raw.name.clone(),
         destination: Destination {

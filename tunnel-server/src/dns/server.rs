@@ -1,4 +1,4 @@
-//! The embedded DNS server: limits and forwarding around the pure decision in `answer.rs`.
+//! The embedded DNS server: limits, metrics and forwarding around the pure decision in `answer.rs`.
 //!
 //! hickory's own server is not used. That server accepts any number of TCP connections, and answers
 //! malformed messages before a limit or a counter sees them. This module uses hickory's messages
