@@ -36,7 +36,7 @@ soak: ## runs the tests that are too long for `make test`, with full timers; tak
 	$(MAKE) faults
 
 bench: ## runs the benchmark, about 13 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/reference/benchmarks.md
-	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bin tunnel-server --bin tunnel-agent --bin bench
+	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-bench --bin tunnel-server --bin tunnel-agent --bin bench
 	@set -e; target=$${CARGO_TARGET_DIR:-target}; binaries=$${BINARIES:-$(if $(FULL),$$(deploy/static.sh))}; \
 	  report=$$(env $${binaries:+CULVERT_BIN_DIR="$$binaries"} $$target/release/bench run --rounds $(ROUNDS) \
 	    $(if $(CASE),--case $(CASE)) $(if $(FULL),--full) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)); \
@@ -46,7 +46,7 @@ bench-compare: ## compares target/bench/report.json with an older report, BASE=f
 	@exec python3 tests/bench/report.py compare $(BASE)
 
 bench-guards: ## counts instructions and allocations of parts of a request with valgrind, and compares them with limits
-	cargo build --release -p tunnel-tests --bin bench
+	cargo build --release -p tunnel-bench --bin bench
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/bench guards
 
 lint: ## checks formatting, clippy, documentation and the dependencies of each crate

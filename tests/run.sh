@@ -7,16 +7,16 @@ rm -rf "$skips"
 
 # The scenarios run the binaries as processes. Build the binaries first, so that they match this
 # tree.
-cargo build --workspace --bins || exit 1
+cargo build --bins || exit 1
 result=0
 if [ $# -eq 0 ]; then
-  cargo test --workspace --doc --quiet || result=1
+  cargo test --doc --quiet || result=1
 fi
 if cargo nextest --version >/dev/null 2>&1; then
-  cargo nextest run --workspace "$@" || result=1
+  cargo nextest run "$@" || result=1
 else
   echo "cargo-nextest is not installed; cargo test runs the tests instead, one at a time and without time limits"
-  cargo test --workspace --lib --bins --tests "$@" -- --test-threads=1 || result=1
+  cargo test --lib --bins --tests "$@" -- --test-threads=1 || result=1
 fi
 
 if [ -d "$skips" ]; then

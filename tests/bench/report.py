@@ -5,8 +5,8 @@
 report. `compare` prints the figures that became worse since an older report. Its exit code is 1 if
 there is one, or if there is nothing to compare.
 
-A report defines its systems, metrics, cases and targets: `tests/bench/report.rs` writes them. A
-comparison applies the definitions of the newer report to both reports.
+A report defines its systems, metrics, cases and targets: `tests/bench/src/report.rs` writes them.
+A comparison applies the definitions of the newer report to both reports.
 """
 
 import argparse

@@ -45,6 +45,15 @@ fn crates_depend_on_each_other_as_the_map_says() {
             "tunnel-tests",
             &["tunnel-agent", "tunnel-proto", "tunnel-server"][..],
         ),
+        (
+            "tunnel-bench",
+            &[
+                "tunnel-agent",
+                "tunnel-proto",
+                "tunnel-server",
+                "tunnel-tests",
+            ][..],
+        ),
     ];
     let expected = expected.map(|(name, uses)| {
         (

@@ -2,7 +2,6 @@
 
 mod abuse;
 mod answers;
-mod benchmark;
 mod binaries;
 mod cluster;
 mod connect;

@@ -1,4 +1,4 @@
-//! 20,000 records under load. `cargo run --release -p tunnel-tests --bin dns` measures the
+//! 20,000 records under load. `cargo run --release -p tunnel-bench --bin dns` measures the
 //! published figure.
 
 use std::time::Duration;

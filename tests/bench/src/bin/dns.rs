@@ -1,4 +1,4 @@
-//! Measures the embedded DNS under load: `cargo run --release -p tunnel-tests --bin dns [SECONDS]`,
+//! Measures the embedded DNS under load: `cargo run --release -p tunnel-bench --bin dns [SECONDS]`,
 //! with a release build of the server in the same directory. The load is 20,000 records and 5,000
 //! queries per second, for 30 seconds by default.
 

@@ -1,4 +1,4 @@
-//! Measures what many Nodes cost a server: `cargo run --release -p tunnel-tests --bin cluster_size
+//! Measures what many Nodes cost a server: `cargo run --release -p tunnel-bench --bin cluster_size
 //! [NODES...]` (after the server was built with --release).
 //!
 //! Prints a table: time from the server's start to the complete DNS records, writes of the records,

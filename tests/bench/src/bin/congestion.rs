@@ -1,5 +1,5 @@
 //! Measures QUIC's congestion controls through the whole product over a long path: `cargo run
-//! --release -p tunnel-tests --bin congestion`. The results determine the default of
+//! --release -p tunnel-bench --bin congestion`. The results determine the default of
 //! `--quic-congestion`.
 
 use std::io::Write;

@@ -78,5 +78,5 @@ async fn report(python: &Program, args: &[&str]) -> Result<Finished> {
 /// CPU time that the relays waste on each read, many times the cost of a read.
 const WASTE: &str = "500us";
 const PAGE: &str = "<!-- tables of the benchmark -->\nreplaced\n<!-- end of the tables -->\n";
-const REPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/report.py");
-const REPORT_TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/test_report.py");
+const REPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/report.py");
+const REPORT_TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/test_report.py");

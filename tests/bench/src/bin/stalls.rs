@@ -1,5 +1,5 @@
 //! Measures scrapes and exec-like upgrades of a node while 64 readers of the same node never read:
-//! `cargo run --release -p tunnel-tests --bin stalls` (after the two binaries were built with
+//! `cargo run --release -p tunnel-bench --bin stalls` (after the two binaries were built with
 //! --release). Prints a table and fails if a request fails.
 
 use std::io::Write;
