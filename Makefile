@@ -14,7 +14,7 @@ help: ## lists the targets
 
 demo: ## runs the guided tour; ARGS=--once checks each answer and exits
 	@tests/tools.sh
-	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests --bins
+	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests -p tunnel-demo --bins
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/demo $(ARGS)
 
 test: tools ## runs all tests and lists those that were skipped because this machine lacks a program or a right

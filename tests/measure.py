@@ -34,6 +34,7 @@ BOUNDS = {
 # Goals are printed only.
 GOALS = {"all tests per product line": 1.5}
 CRATES = ("proto", "tunnel-server", "tunnel-agent")
+TEST_FOLDERS = ("src", "scenarios", "bench", "demo")
 LONG_FUNCTION = BOUNDS["functions: max of lines"]
 SHORT_DOC_WORDS = 3
 
@@ -251,8 +252,9 @@ def measure(root):
         product += code
         unit_tests += [source for source in sources if source not in code]
         circles += find_circles(references(code))
-    folders = [read_sources(root, f"tests/{name}") for name in ("src", "scenarios", "bench")]
-    harness, scenarios, bench = [sum(source.lines for source in folder) for folder in folders]
+    folders = [read_sources(root, f"tests/{name}") for name in TEST_FOLDERS]
+    harness, scenarios, bench, demo = [sum(source.lines for source in folder)
+                                       for folder in folders]
 
     short = {True: [], False: []}
     for source in sum(folders, product + unit_tests):
@@ -267,7 +269,7 @@ def measure(root):
 
     sizes = [source.lines - len(source.test_lines) for source in product]
     unit = sum(len(source.test_lines) for source in product) + sum(s.lines for s in unit_tests)
-    tests = unit + harness + scenarios + bench
+    tests = unit + harness + scenarios + bench + demo
     panics = sum(len(re.findall(r"\.unwrap\(\)|\.expect\(", source.code)) for source in product)
     entries = (root / "tunnel-server/src").iterdir()
     rows = {
@@ -276,6 +278,7 @@ def measure(root):
         "harness lines (tests/src)": harness,
         "scenario lines (tests/scenarios)": scenarios,
         "benchmark lines (tests/bench)": bench,
+        "demo lines (tests/demo)": demo,
         "all tests per product line": round(tests / sum(sizes), 2),
         **spread("product files", sizes),
         **spread("functions", [lines for _, lines, _ in functions]),

@@ -54,6 +54,7 @@ fn crates_depend_on_each_other_as_the_map_says() {
                 "tunnel-tests",
             ][..],
         ),
+        ("tunnel-demo", &["tunnel-tests"][..]),
     ];
     let expected = expected.map(|(name, uses)| {
         (

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use anyhow::{Context, Result, ensure};
-use tunnel_tests::demo::edge_sites;
+use tunnel_tests::fakes::edge_sites;
 use tunnel_tests::netns::{EDGE_ADDRESS, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Listener, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};

@@ -1,16 +1,16 @@
 //! Culvert's test harness: fake targets, raw clients, real tools, namespaces and the processes
 //! under test.
 //!
-//! Scenarios are in `tests/scenarios` (one test binary), the guided tour in `src/bin/demo.rs`.
+//! Scenarios are in `tests/scenarios` (one test binary), the guided tour in `tests/demo`.
 
 pub mod apiserver;
 pub mod ca;
 pub mod client;
 pub mod cluster;
-pub mod demo;
 pub mod dns;
 pub mod env;
 pub mod eventually;
+pub mod fakes;
 pub mod faults;
 pub mod guides;
 pub mod link;

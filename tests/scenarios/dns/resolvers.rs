@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use tunnel_tests::demo::{edge_sites, resolver};
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::fakes::{edge_sites, resolver};
 use tunnel_tests::netns::{CLOUD_ADDRESS, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};

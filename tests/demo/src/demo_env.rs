@@ -6,13 +6,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
+use tunnel_tests::fakes::{self, EXPORTER_PORT, KUBELET_PORT, site};
+use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
+use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup};
+use tunnel_tests::tools::{Tool, require};
 
-use super::fakes::{EXPORTER_PORT, KUBELET_PORT, site};
 use super::folder::{Folder, binary, shell_line};
 use super::terminal::Terminal;
-use crate::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
-use crate::process::{AgentSetup, Listener, Process, Server, ServerSetup};
-use crate::tools::{Tool, require};
 
 /// All processes of the tour.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl DemoEnv {
             [self.exporter_port(), self.kubelet_port()].map(|port| SocketAddr::new(ip, port));
         let targets = format!(
             "{} site {node} --exporter {exporter} --kubelet {kubelet}",
-            binary("demo")
+            binary(fakes::PROGRAM)
         );
         terminal.command(&self.folder.inside(namespace, &targets));
         self.sites

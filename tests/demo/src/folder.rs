@@ -5,10 +5,9 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-
-use crate::netns::Namespace;
-use crate::process::ScratchDir;
-use crate::tools::{Tool, bin_dir, target_dir};
+use tunnel_tests::netns::Namespace;
+use tunnel_tests::process::ScratchDir;
+use tunnel_tests::tools::{Tool, bin_dir, target_dir};
 
 /// The directory for the files of all processes, with a name that is short enough to read and to
 /// type.

@@ -29,7 +29,10 @@ pub async fn edge_sites(topology: &Topology) -> Result<Vec<Process>> {
 }
 
 /// Starts the fake targets of `node` inside `namespace`.
-pub(super) async fn site(
+///
+/// # Errors
+/// Returns an error with their output if they cannot be started.
+pub async fn site(
     node: &str,
     exporter: SocketAddr,
     kubelet: SocketAddr,
@@ -95,15 +98,19 @@ async fn start(program: Program, namespace: Option<&Namespace>) -> Result<Proces
     Ok(process)
 }
 
-/// Runs the fake server that the arguments name.
-pub(super) async fn run(args: &[&str]) -> Result<()> {
+/// Runs the fake server that the arguments of the program name.
+///
+/// # Errors
+/// Returns an error if the arguments are wrong or the server cannot be started.
+pub async fn run(arguments: &[String]) -> Result<()> {
+    let args: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match *args {
         ["site", node, "--exporter", exporter, "--kubelet", kubelet] => {
             serve_site(node, exporter.parse()?, kubelet.parse()?).await
         }
         ["resolver", address, behavior] => serve_resolver(address.parse()?, behavior).await,
         ["apiserver", account] => serve_api(account).await,
-        _ => bail!("unknown arguments {args:?}; see --help"),
+        _ => bail!("unknown arguments {args:?}; expected\n{USAGE}"),
     }
 }
 
@@ -163,11 +170,18 @@ fn print(line: &str) -> Result<()> {
         .context("print")
 }
 
-pub(super) const EXPORTER_PORT: u16 = 9100;
-pub(super) const KUBELET_PORT: u16 = 10250;
+/// Port of the exporters of [`edge_sites`].
+pub const EXPORTER_PORT: u16 = 9100;
+/// Port of the kubelets of [`edge_sites`].
+pub const KUBELET_PORT: u16 = 10250;
 
 /// Name of the binary that contains the fake servers.
-const PROGRAM: &str = "demo";
+pub const PROGRAM: &str = "fakes";
+
+const USAGE: &str = "\
+site NODE --exporter ADDR --kubelet ADDR   targets of a node
+resolver ADDR answers|silent               a resolver that prints each query
+apiserver NAMESPACE/ACCOUNT                an API server that prints the paths of its kubeconfigs";
 
 /// The line that a fake server prints when it serves.
 const READY: &str = "ready";

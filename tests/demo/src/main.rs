@@ -1,37 +1,45 @@
-//! The guided tour (`make demo`), and the fake servers that the tour and the scenarios run inside
-//! namespaces.
+//! The guided tour (`make demo`): two edges with the same address behind NAT, reached by their
+//! names.
 
 mod demo_env;
-mod fakes;
 mod folder;
 mod terminal;
 mod tour;
 
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
 use self::demo_env::DemoEnv;
 use self::terminal::Terminal;
 
-pub use fakes::{ApiServer, api_server, edge_sites, resolver};
+#[tokio::main]
+async fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match run(&arguments).await {
+        Ok(code) => code,
+        Err(error) => {
+            // Errors are lost if standard error is closed.
+            let _ = writeln!(io::stderr(), "demo: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
 
-/// Runs the program `demo` with its arguments.
-///
-/// # Errors
-/// Returns an error if the arguments are wrong or the requested action fails.
-pub async fn run(arguments: &[String]) -> Result<ExitCode> {
+async fn run(arguments: &[String]) -> Result<ExitCode> {
     let args: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match *args {
         [] => guide(false).await,
         ["--once"] => guide(true).await,
         ["--help" | "-h"] => {
-            io::Write::write_all(&mut io::stdout(), HELP.as_bytes()).context("print help")?;
+            io::stdout()
+                .write_all(HELP.as_bytes())
+                .context("print help")?;
             Ok(ExitCode::SUCCESS)
         }
-        _ => fakes::run(&args).await.map(|()| ExitCode::SUCCESS),
+        _ => bail!("unknown arguments {args:?}; see --help"),
     }
 }
 
@@ -76,9 +84,4 @@ The guided tour of Culvert: one server, two edge sites, and what can be done wit
 Usage: demo [--once]
 
   --once    show the tour, check each answer, exit with 0 or 1; without it everything stays up until Ctrl-C
-
-Fake servers that the tour and the tests run inside namespaces:
-  demo site NODE --exporter ADDR --kubelet ADDR   targets of a node
-  demo resolver ADDR answers|silent               a resolver that prints each query
-  demo apiserver NAMESPACE/ACCOUNT                an API server that prints the paths of its kubeconfigs
 ";

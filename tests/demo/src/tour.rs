@@ -6,12 +6,12 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tokio::process::Command;
 use tokio::time::timeout;
+use tunnel_tests::netns::{EDGE_ADDRESS, NODES};
+use tunnel_tests::process::Listener;
 
 use super::demo_env::DemoEnv;
 use super::folder::shell_line;
 use super::terminal::Terminal;
-use crate::netns::{EDGE_ADDRESS, NODES};
-use crate::process::Listener;
 
 /// Steps with a common heading.
 struct Section {
