@@ -6,6 +6,9 @@ ROUNDS ?= 5
 CLOCKS ?= full
 SEEDS ?= 1,2,3
 
+# The packages that `make test` builds. Another selection would have other features, and cargo would compile crates again.
+PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests
 
@@ -14,17 +17,17 @@ help: ## lists the targets
 
 demo: ## runs the guided tour; ARGS=--once checks each answer and exits
 	@tests/tools.sh
-	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-tests -p tunnel-demo --bins
-	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/release/demo $(ARGS)
+	cargo build $(PACKAGES) -p tunnel-demo --bins
+	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/debug/demo $(ARGS)
 
 test: tools ## runs all tests and lists those that were skipped because this machine lacks a program or a right
 	@tests/run.sh
 
 faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F14 SEEDS=1,2,3 CLOCKS=short
-	cargo build --release -p tunnel-server -p tunnel-agent --bin tunnel-server --bin tunnel-agent
+	cargo build --release --bins
 	@echo "load: $$(cat /proc/loadavg)"
 	CULVERT_FAULT_CLOCKS=$(CLOCKS) CULVERT_FAULT_SEEDS=$(SEEDS) cargo nextest run --release --profile faults \
-	  -p tunnel-tests --test scenarios --run-ignored all -E "test(/^faults::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/)" $(ARGS)
+	  --test scenarios --run-ignored all -E "test(/^faults::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/)" $(ARGS)
 
 soak: ## runs the tests that are too long for `make test`, with full timers; takes about HOURS=1 hours
 	cargo build --workspace --bins
@@ -60,7 +63,7 @@ audit: ## checks licenses, advisories and banned crates with cargo-deny
 	@if command -v cargo-deny >/dev/null; then cargo deny check; else echo "skipped: cargo-deny is not installed"; fi
 
 docs: ## generates the configuration reference from the code
-	cargo run -p tunnel-tests --bin reference
+	cargo run --bin reference
 
 static: ## builds the two binaries for images and packages, static and small (about 12 minutes of one core)
 	@deploy/static.sh
