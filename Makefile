@@ -1,16 +1,15 @@
 # Each target runs a few commands that can also be typed by hand. `make help` lists the targets.
 
 ARGS ?=
-HOURS ?= 1
 ROUNDS ?= 5
-CLOCKS ?= full
+GEAR ?= full
 SEEDS ?= 1,2,3
 
 # The packages that `make test` builds. Another selection would have other features, and cargo would compile crates again.
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests
+.PHONY: help demo check test test-all faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests
 
 help: ## lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -20,23 +19,23 @@ demo: ## runs the guided tour; ARGS=--once checks each answer and exits
 	cargo build $(PACKAGES) -p tunnel-demo --bins
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/debug/demo $(ARGS)
 
-test: tools ## runs all tests and lists those that were skipped because this machine lacks a program or a right
-	@tests/run.sh
+check: ## checks formatting, clippy, and the tests that start no processes; for use while you work
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	@tests/run.sh check $(ARGS)
 
-faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F14 SEEDS=1,2,3 CLOCKS=short
+test: tools ## runs all tests and lists those that were skipped because this machine lacks a program or a right
+	@tests/run.sh test $(ARGS)
+
+test-all: tools ## runs all tests with full timers, all seeds and millions of fuzz inputs, faults, images, benchmark; takes hours
+	@tests/run.sh test-all
+	$(MAKE) faults images-test bench-guards bench
+
+faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F14 SEEDS=1,2,3 GEAR=quick
 	cargo build --release --bins
 	@echo "load: $$(cat /proc/loadavg)"
-	CULVERT_FAULT_CLOCKS=$(CLOCKS) CULVERT_FAULT_SEEDS=$(SEEDS) cargo nextest run --release --profile faults \
+	CULVERT_TEST_GEAR=$(GEAR) CULVERT_TEST_SEEDS=$(SEEDS) cargo nextest run --release --profile faults \
 	  --test scenarios --run-ignored all -E "test(/^faults::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/)" $(ARGS)
-
-soak: ## runs the tests that are too long for `make test`, with full timers; takes about HOURS=1 hours
-	cargo build --workspace --bins
-	cargo test -p tunnel-tests --test scenarios -- --ignored --nocapture
-	CULVERT_TEST_BULK_GIB=10 cargo test -p tunnel-tests --test scenarios -- bulk::
-	CULVERT_TEST_CROWD=10000 cargo test -p tunnel-tests --test scenarios -- crowds:: --test-threads=1
-	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-tests --test scenarios -- fuzz_
-	CULVERT_FUZZ_EXECUTIONS=$$(($(HOURS) * 20000000)) cargo test -p tunnel-server --lib -- fuzz
-	$(MAKE) faults
 
 bench: ## runs the benchmark, about 13 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/reference/benchmarks.md
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-bench --bin tunnel-server --bin tunnel-agent --bin bench

@@ -3,18 +3,18 @@
 use anyhow::Result;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
+use tunnel_tests::gear::rounds;
 use tunnel_tests::targets::Exporter;
 
 const MIB: usize = 1 << 20;
-const ROUNDS: usize = 100;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Result<()> {
+async fn agent_that_stops_as_an_answer_ends_loses_none_of_it_each_time() -> Result<()> {
     let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let path = format!("/size/{MIB}");
-    for round in 0..ROUNDS {
+    for round in 0..rounds() {
         let agent = env.agent("worker-1").await?;
         let served = exporter.traffic().requests();
         let get = RawRequest::get(&host, &path);
@@ -38,13 +38,13 @@ async fn agent_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_stops_as_an_answer_ends_loses_none_of_it_100_times() -> Result<()> {
+async fn server_that_stops_as_an_answer_ends_loses_none_of_it_each_time() -> Result<()> {
     let mut env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let path = format!("/size/{MIB}");
     let _agent = env.agent("worker-1").await?;
-    for round in 0..ROUNDS {
+    for round in 0..rounds() {
         env.connected("worker-1").await;
         let served = exporter.traffic().requests();
         let get = RawRequest::get(&host, &path);

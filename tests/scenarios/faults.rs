@@ -1,8 +1,8 @@
 //! The fault matrix: the tunnel's behavior on a bad network, measured against fixed bounds.
 //!
-//! Each test is one row, on each transport of the row, with short timers and one seed.
-//! `make faults` runs the same tests with three seeds and with the default timers of both binaries,
-//! for which the bounds are defined.
+//! Each test is one row, on each transport of the row, with short timers and one seed. In the full
+//! gear (`make faults`, `make test-all`) the same tests have three seeds and the default timers of
+//! both binaries, for which the bounds are defined.
 
 mod fallback;
 mod flapping;

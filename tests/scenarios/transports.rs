@@ -11,33 +11,34 @@ use tunnel_proto::transport::TransportKind;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT, server_address};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::gear::rounds;
 use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::targets::Exporter;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_that_stops_under_loss_loses_no_byte_100_times_over_quic() -> Result<()> {
+async fn agent_that_stops_under_loss_loses_no_byte_each_time_over_quic() -> Result<()> {
     in_parallel(|rounds| agent_stops(TransportChoice::Quic, rounds)).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_that_stops_under_loss_loses_no_byte_100_times_over_h2() -> Result<()> {
+async fn agent_that_stops_under_loss_loses_no_byte_each_time_over_h2() -> Result<()> {
     in_parallel(|rounds| agent_stops(TransportChoice::H2, rounds)).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_stops_under_loss_loses_no_byte_100_times_over_quic() -> Result<()> {
+async fn server_that_stops_under_loss_loses_no_byte_each_time_over_quic() -> Result<()> {
     in_parallel(|rounds| server_stops(TransportChoice::Quic, rounds)).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_stops_under_loss_loses_no_byte_100_times_over_h2() -> Result<()> {
+async fn server_that_stops_under_loss_loses_no_byte_each_time_over_h2() -> Result<()> {
     in_parallel(|rounds| server_stops(TransportChoice::H2, rounds)).await
 }
 
 /// Upgrades from h2 to QUIC while answers are in progress. These answers end on the old session,
 /// complete.
 #[tokio::test(flavor = "multi_thread")]
-async fn promotion_under_loss_loses_no_byte_100_times() -> Result<()> {
+async fn promotion_under_loss_loses_no_byte_each_time() -> Result<()> {
     in_parallel(promotions).await
 }
 
@@ -160,14 +161,14 @@ impl Site {
 }
 
 /// Runs all rounds, divided among several sites that run in parallel.
-async fn in_parallel<Fut>(rounds: impl Fn(Range<usize>) -> Fut) -> Result<()>
+async fn in_parallel<Fut>(run: impl Fn(Range<usize>) -> Fut) -> Result<()>
 where
     Fut: Future<Output = Result<()>> + Send + 'static,
 {
-    let share = ROUNDS / SITES;
+    let share = rounds() / SITES;
     let mut runs = JoinSet::new();
     for site in 0..SITES {
-        runs.spawn(rounds(site * share..(site + 1) * share));
+        runs.spawn(run(site * share..(site + 1) * share));
     }
     while let Some(run) = runs.join_next().await {
         run??;
@@ -178,5 +179,4 @@ where
 const NODE: &str = "worker-1";
 const LOSS: f64 = 0.01;
 const BYTES: usize = 256 * 1024;
-const ROUNDS: usize = 100;
-const SITES: usize = 10;
+const SITES: usize = 5;

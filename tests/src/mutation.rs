@@ -6,44 +6,33 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
-/// Inputs in one run of the normal tests.
-pub const EXECUTIONS: u32 = 500_000;
-/// Environment variable that sets the number of inputs, for example for a soak test.
-pub const VARIABLE: &str = "CULVERT_FUZZ_EXECUTIONS";
+use crate::gear::Gear;
 
 /// Maximum number of changes to one input.
 const CHANGES_MOST: u32 = 6;
 /// Bytes at which lengths and counts are often wrong, and the pointer of a compressed name.
 const EDGES: [u8; 9] = [0, 1, 0x7f, 0x80, 0xff, 0xfe, 0xc0, b'\n', b'.'];
 
-/// Runs `target` on the corpus, and then on `executions` mutations of it, each at most `longest`
-/// bytes.
+/// Runs `target` on the corpus, and then on as many mutations of it as the run's gear has, each at
+/// most `longest` bytes.
 ///
 /// # Panics
 /// Panics if `target` does. The input is printed as hexadecimal.
-#[expect(
-    clippy::panic,
-    reason = "a mistyped variable must not pass for a long run"
-)]
-pub fn fuzz(
+pub fn fuzz(corpus: &[Vec<u8>], seed: u64, longest: usize, target: impl FnMut(&[u8])) {
+    let executions = Gear::current().pick(20_000, 5_000_000);
+    fuzz_times(executions, corpus, seed, longest, target);
+}
+
+fn fuzz_times(
+    executions: u32,
     corpus: &[Vec<u8>],
-    (executions, seed): (u32, u64),
+    seed: u64,
     longest: usize,
     mut target: impl FnMut(&[u8]),
 ) {
     for input in corpus {
         target(input);
     }
-    // Scaled in proportion, since some decoders check signatures and get fewer inputs.
-    let executions = match std::env::var(VARIABLE) {
-        Ok(text) => {
-            let wanted: u64 = text
-                .parse()
-                .unwrap_or_else(|_| panic!("{VARIABLE}={text} is no number"));
-            wanted * u64::from(executions) / u64::from(EXECUTIONS)
-        }
-        Err(_unset) => executions.into(),
-    };
     let mut random = SmallRng::seed_from_u64(seed);
     let mut input = Vec::new();
     for _ in 0..executions {
@@ -109,7 +98,7 @@ mod tests {
         let corpus = [b"hello world".to_vec(), vec![0; 40]];
         let inputs = |seed| {
             let mut all = Vec::new();
-            fuzz(&corpus, (200, seed), 64, |input| all.push(input.to_vec()));
+            fuzz_times(200, &corpus, seed, 64, |input| all.push(input.to_vec()));
             all
         };
         assert_eq!(inputs(1), inputs(1));
@@ -120,7 +109,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "found it")]
     fn decoder_that_panics_on_a_rare_byte_is_caught() {
-        fuzz(&[vec![0; 8]], (100_000, 3), 16, |input| {
+        fuzz_times(100_000, &[vec![0; 8]], 3, 16, |input| {
             assert!(!input.contains(&0xa5), "found it");
         });
     }

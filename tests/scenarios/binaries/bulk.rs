@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tunnel_tests::client::{BodyEnd, Exchange, KeepAliveClient, RawRequest};
 use tunnel_tests::eventually::scaled;
+use tunnel_tests::gear::Gear;
 use tunnel_tests::process::Listener;
 use tunnel_tests::targets::repeated_block;
 
@@ -74,12 +75,9 @@ async fn read_answer(stack: &Stack, n: u64) -> Result<()> {
     Ok(())
 }
 
-/// Returns the size of the large answer: 1 GiB, or `CULVERT_TEST_BULK_GIB` GiB. The published
-/// figure was measured with 10.
+/// Returns the size of the large answer. The published figure is that of the full gear.
 fn bulk_bytes() -> u64 {
-    let gib = std::env::var("CULVERT_TEST_BULK_GIB").ok();
-    let gib = gib.and_then(|gib| gib.parse::<u64>().ok());
-    gib.unwrap_or(1) << 30
+    Gear::current().pick(1_u64, 10) << 30
 }
 
 /// Returns the peak resident memory of a process, in KiB.

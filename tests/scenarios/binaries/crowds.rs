@@ -23,6 +23,7 @@ use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_tests::client::{ClientTls, Endpoint, KeepAliveClient, RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::gear::Gear;
 use tunnel_tests::process::{AgentSetup, Listener, ScratchDir};
 use tunnel_tests::tools::or_skip;
 
@@ -413,15 +414,11 @@ async fn agents(site: &Site) -> Result<usize> {
     Ok(value(&shown, &of("quic"))? + value(&shown, &of("h2"))?)
 }
 
-/// Returns the number of callers, and of sessions: `CULVERT_TEST_CROWD`, at least 5,000. Smaller
-/// crowds do not reach every limit.
+/// Returns the number of callers, and of sessions. Smaller crowds do not reach every limit.
 fn crowd_size() -> usize {
-    let wish = std::env::var("CULVERT_TEST_CROWD").ok();
-    let wish = wish.and_then(|wish| wish.parse::<usize>().ok());
-    wish.map_or(CROWD, |wish| wish.max(CROWD))
+    Gear::current().pick(5000, 10_000)
 }
 
-const CROWD: usize = 5000;
 const AT_ONCE: usize = 16;
 /// The node of the hostile sessions.
 const HOSTILE: &str = "worker-9";

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::task::JoinSet;
 use tunnel_tests::client::Exchange;
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::gear::rounds;
 use tunnel_tests::process::{Listener, Process, Signal};
 use tunnel_tests::targets::Sha256;
 
@@ -72,17 +73,17 @@ async fn drain_timeout_bounds_the_end() -> Result<()> {
 }
 
 /// Runs all rounds, divided among several stacks that run in parallel.
-async fn in_parallel<F, Fut>(rounds: F) -> Result<()>
+async fn in_parallel<F, Fut>(run: F) -> Result<()>
 where
     F: Fn(Stack, Range<usize>) -> Fut + Copy + Send + 'static,
     Fut: Future<Output = Result<()>> + Send,
 {
-    let share = ROUNDS / STACKS;
+    let share = rounds() / STACKS;
     let mut runs = JoinSet::new();
     for number in 0..STACKS {
         runs.spawn(async move {
             let stack = Stack::start(&[], &[]).await?;
-            rounds(stack, number * share..(number + 1) * share).await
+            run(stack, number * share..(number + 1) * share).await
         });
     }
     while let Some(run) = runs.join_next().await {
@@ -103,7 +104,7 @@ async fn read_while_ending(mut exchange: Exchange, round: usize, process: &Proce
     let moment = if round.is_multiple_of(2) {
         0
     } else {
-        BYTES * round as u64 / ROUNDS as u64
+        BYTES * round as u64 / rounds() as u64
     };
     let mut signaled = false;
     let mut digest = Sha256::new();
@@ -167,11 +168,9 @@ async fn second_signal_ends(process: &mut Process) -> Result<()> {
 
 const BYTES: u64 = 1024 * 1024;
 
-const ROUNDS: usize = 100;
-
 /// Number of parallel stacks. Together they keep the processor busy, so that the signals arrive at
 /// different moments of the answer.
-const STACKS: usize = 4;
+const STACKS: usize = 5;
 
 /// Well below the drain timeout of 30 s, because the answer is the only open stream.
 const DRAIN: Duration = Duration::from_secs(10);

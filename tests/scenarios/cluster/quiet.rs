@@ -52,7 +52,7 @@ async fn heartbeats(cluster_env: &ClusterEnv, round: u32) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "ten minutes; make soak"]
+#[ignore = "takes ten minutes; make test-all runs it"]
 async fn dns_9_ten_minutes_of_heartbeats_are_without_a_write() -> Result<()> {
     let (cluster_env, _server) = filled().await?;
     let before = (

@@ -8,15 +8,18 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::gear::Gear;
 use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
 
 use super::super::scripted::ScriptedAgent;
 use super::{ends, metric, metric_reaches};
 
-/// Runs load for three lives of a certificate. No request fails, no stream is cut, and no session
-/// ends.
-async fn three_lives(life: Duration) -> Result<()> {
+/// Runs load for three lives of a certificate, of a minute each in the full gear. No request fails,
+/// no stream is cut, and no session ends.
+#[tokio::test(flavor = "multi_thread")]
+async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Result<()> {
+    let life = Duration::from_secs(Gear::current().pick(8, 60));
     let limits = TestEnv::limits(&format!("certificateLife: {}s", life.as_secs()));
     let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
     let exporter = Exporter::start("worker-1").await?;
@@ -70,18 +73,6 @@ async fn listed_end(env: &TestEnv) -> Result<String> {
 fn writeln_figure(line: &str) -> std::io::Result<()> {
     use std::io::Write as _;
     writeln!(std::io::stderr(), "{line}")
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Result<()> {
-    three_lives(Duration::from_secs(8)).await
-}
-
-/// Runs the full test: certificates of 60 s for more than three minutes.
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "takes 195 s; make soak runs it"]
-async fn f18_three_lives_of_a_minute_under_load_cut_nothing() -> Result<()> {
-    three_lives(Duration::from_secs(60)).await
 }
 
 #[tokio::test(flavor = "multi_thread")]

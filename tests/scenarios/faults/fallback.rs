@@ -18,7 +18,7 @@ use tunnel_tests::link::{Impairment, TrafficClass};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f10_without_udp_from_the_start_h2_serves() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for (case, refused) in [("UDP vanishes", false), ("UDP refused", true)] {
         runs.start(TransportMode::Auto, case, |run| {
             blocked_from_start(run, refused)
@@ -29,7 +29,7 @@ async fn f10_without_udp_from_the_start_h2_serves() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f11_h2_takes_over_from_quic_and_gives_back() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for (case, busy) in [("stream open", true), ("idle", false)] {
         runs.start(TransportMode::Auto, case, |run| blocked_later(run, busy));
     }
@@ -38,7 +38,7 @@ async fn f11_h2_takes_over_from_quic_and_gives_back() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f12_agent_finds_back_when_only_udp_is_healed() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for (case, begins_over_h2) in [("from QUIC", false), ("from h2", true)] {
         runs.start(TransportMode::Auto, case, |run| {
             only_udp_heals(run, begins_over_h2)

@@ -18,7 +18,7 @@ use tunnel_tests::link::{Script, TrafficClass};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f32_flapping_link_leaves_nothing_behind() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for transport_mode in [TransportMode::Quic, TransportMode::H2, TransportMode::Auto] {
         runs.start(transport_mode, "3 s up, 3 s down", flapping);
     }

@@ -9,7 +9,7 @@ use tunnel_tests::link::{Impairment, TrafficClass};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f14_bytes_are_right_whatever_the_path_does_to_packets() -> Result<()> {
-    let mut runs = Runs::throughput(Clocks::from_env()?)?;
+    let mut runs = Runs::throughput(Clocks::of_gear())?;
     for (transport_mode, case, spoil) in [
         (TransportMode::Quic, "1 % lost", Spoil::Lose(0.01)),
         (TransportMode::Quic, "5 % lost", Spoil::Lose(COMPARED)),

@@ -11,7 +11,7 @@ use tunnel_tests::link::{Impairment, TrafficClass};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f05_partition_of_a_second_is_only_a_pause() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for transport_mode in [TransportMode::Quic, TransportMode::H2] {
         runs.start(transport_mode, "partition of 1 s", brief);
     }
@@ -21,7 +21,7 @@ async fn f05_partition_of_a_second_is_only_a_pause() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn f06_partition_of_half_a_minute_is_reported_to_new_requests_and_outlived_by_streams()
 -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for transport_mode in [TransportMode::Quic, TransportMode::H2] {
         runs.start(transport_mode, "stream open", |run| long(run, true));
         runs.start(transport_mode, "idle", |run| long(run, false));
@@ -31,7 +31,7 @@ async fn f06_partition_of_half_a_minute_is_reported_to_new_requests_and_outlived
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f08_partition_one_way_is_noticed_at_both_ends() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     let (up, down) = (TrafficClass::ALL.up(), TrafficClass::ALL.down());
     for transport_mode in [TransportMode::Quic, TransportMode::H2] {
         runs.start(transport_mode, "to the server", |run| {
@@ -46,7 +46,7 @@ async fn f08_partition_one_way_is_noticed_at_both_ends() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f09_half_open_tcp_is_noticed_at_both_ends() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for (case, busy) in [("stream open", true), ("idle", false)] {
         runs.start(TransportMode::H2, case, |run| {
             silence(run, TrafficClass::TCP, busy)

@@ -12,7 +12,7 @@ use tunnel_tests::faults::{
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f15_another_port_of_a_nat_is_a_short_stall() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     runs.start(TransportMode::Quic, "NAT takes another port", |run| {
         over_quic(run, Shift::Port)
     });
@@ -24,7 +24,7 @@ async fn f15_another_port_of_a_nat_is_a_short_stall() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f16_another_address_of_the_agent_is_followed() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     runs.start(TransportMode::Quic, "another address", |run| {
         over_quic(run, Shift::Address)
     });

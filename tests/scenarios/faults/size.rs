@@ -12,7 +12,7 @@ use tunnel_tests::link::{Impairment, TrafficClass};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f13_path_that_takes_small_datagrams_only_still_carries_half() -> Result<()> {
-    let mut runs = Runs::throughput(Clocks::from_env()?)?;
+    let mut runs = Runs::throughput(Clocks::of_gear())?;
     for (case, cap, since, towards) in [
         ("1300 at start, edge", 1300, Since::Start, Towards::Edge),
         ("1300 at start, cloud", 1300, Since::Start, Towards::Cloud),

@@ -11,7 +11,7 @@ use tunnel_tests::process::Signal;
 #[tokio::test(flavor = "multi_thread")]
 async fn f35_process_that_stands_still_is_suspect_and_goes_on_without_a_double_delivery()
 -> Result<()> {
-    let mut runs = Runs::timed(Clocks::from_env()?)?;
+    let mut runs = Runs::timed(Clocks::of_gear())?;
     for transport_mode in [TransportMode::Quic, TransportMode::H2] {
         runs.start(transport_mode, "agent stopped", |run| {
             stopped(run, Who::Agent)

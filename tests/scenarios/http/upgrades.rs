@@ -9,13 +9,13 @@ use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, RawRequest, UpgradeClient, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::gear::rounds;
 use tunnel_tests::targets::{
     FakeKubelet, HostileAction, HostileTarget, RecordingTarget, deterministic_bytes, refusal,
     sha256_hex,
 };
 
 const BULK: usize = 16 << 20;
-const ROUNDS: usize = 100;
 
 /// The end that closes its half of the stream first.
 #[derive(Clone, Copy, PartialEq)]
@@ -25,22 +25,22 @@ enum EndsFirst {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_callers_fin_100_times_over_quic() -> Result<()> {
+async fn r05_16_mib_arrive_behind_the_callers_fin_each_time_over_quic() -> Result<()> {
     half_closes(TransportChoice::Quic, EndsFirst::Caller).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_callers_fin_100_times_over_h2() -> Result<()> {
+async fn r05_16_mib_arrive_behind_the_callers_fin_each_time_over_h2() -> Result<()> {
     half_closes(TransportChoice::H2, EndsFirst::Caller).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_targets_fin_100_times_over_quic() -> Result<()> {
+async fn r05_16_mib_arrive_behind_the_targets_fin_each_time_over_quic() -> Result<()> {
     half_closes(TransportChoice::Quic, EndsFirst::Target).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_targets_fin_100_times_over_h2() -> Result<()> {
+async fn r05_16_mib_arrive_behind_the_targets_fin_each_time_over_h2() -> Result<()> {
     half_closes(TransportChoice::H2, EndsFirst::Target).await
 }
 
@@ -54,7 +54,7 @@ async fn half_closes(transport: TransportChoice, first: EndsFirst) -> Result<()>
         .await?;
     let bulk = deterministic_bytes(0, BULK);
     let digest = sha256_hex(&bulk);
-    for round in 0..ROUNDS {
+    for round in 0..rounds() {
         let (endpoint, kubelet) = if round % 2 == 0 {
             (env.http(), &plain)
         } else {

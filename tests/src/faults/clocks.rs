@@ -1,10 +1,9 @@
 //! The timers of a run: the defaults of both binaries, or ten times shorter ones with matching
 //! bounds.
 
-use std::env;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use crate::gear::Gear;
 
 /// The speed of a run's timers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,17 +15,10 @@ pub enum Clocks {
 }
 
 impl Clocks {
-    /// Returns the timers that the environment variable `CULVERT_FAULT_CLOCKS` selects, `short` by
-    /// default.
-    ///
-    /// # Errors
-    /// Returns an error if the variable is neither `full` nor `short`.
-    pub fn from_env() -> Result<Self> {
-        match env::var(VARIABLE).as_deref() {
-            Ok("full") => Ok(Self::Full),
-            Ok("short") | Err(_) => Ok(Self::Short),
-            Ok(other) => bail!("{VARIABLE}={other}: expected full or short"),
-        }
+    /// Returns the timers of the run's gear.
+    #[must_use]
+    pub fn of_gear() -> Self {
+        Gear::current().pick(Self::Short, Self::Full)
     }
 
     /// Converts a time of the fault matrix (an outage, a pause) to this run.
@@ -77,8 +69,6 @@ impl Clocks {
         self.pick("{}", AGENT_LIMITS)
     }
 }
-
-const VARIABLE: &str = "CULVERT_FAULT_CLOCKS";
 
 const DIVISOR: u32 = 10;
 

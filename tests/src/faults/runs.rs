@@ -12,6 +12,7 @@ use tokio::task::JoinSet;
 use super::clocks::Clocks;
 use super::flow::FlowEnd;
 use crate::eventually::scaled;
+use crate::gear::Gear;
 
 /// The transports that an agent may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -208,9 +209,10 @@ fn text(measured: Result<Duration, Duration>) -> String {
     }
 }
 
-/// Returns the seeds of the environment, 1 by default.
+/// Returns the seeds of the environment, by default those of the run's gear.
 fn seeds() -> Result<Vec<u64>> {
-    let seeds = env::var(SEEDS_VARIABLE).unwrap_or_else(|_unset| "1".to_owned());
+    let by_gear = Gear::current().pick("1", "1,2,3");
+    let seeds = env::var(SEEDS_VARIABLE).unwrap_or_else(|_unset| by_gear.to_owned());
     seeds
         .split(',')
         .map(|seed| seed.trim().parse::<u64>())
@@ -218,7 +220,7 @@ fn seeds() -> Result<Vec<u64>> {
         .with_context(|| format!("{SEEDS_VARIABLE}={seeds}: expected numbers, as in 1,2,3"))
 }
 
-const SEEDS_VARIABLE: &str = "CULVERT_FAULT_SEEDS";
+const SEEDS_VARIABLE: &str = "CULVERT_TEST_SEEDS";
 
 /// The largest rows have twelve runs with three seeds.
 const TIMED_AT_ONCE: usize = 16;

@@ -1,6 +1,5 @@
 //! Random bytes as heads on the CONNECT listener. The bytes pass through hyper's parser and the
-//! request path. The generator, `CULVERT_FUZZ_EXECUTIONS` and `CULVERT_FUZZ_SEED` are the same as
-//! for the HTTP listeners.
+//! request path. The generator and the number of inputs are the same as for the HTTP listeners.
 
 use std::cell::RefCell;
 use std::convert::Infallible;

@@ -2,8 +2,7 @@
 //! the request to the target, the target's response, and the response to the caller. Runs are
 //! seeded, so that a failure can be reproduced.
 //!
-//! `CULVERT_FUZZ_EXECUTIONS` (default 500,000) and `CULVERT_FUZZ_SEED` (default 1) select a longer
-//! or a different run. Use `cargo test --release`.
+//! `CULVERT_TEST_GEAR=full` selects a longer run.
 
 use std::panic::AssertUnwindSafe;
 use std::time::Instant;
@@ -25,18 +24,14 @@ pub(in crate::ingress) fn run(
     answers: &[&str],
     check: impl Fn(&[u8], &[u8]) -> bool + Sync,
 ) {
-    let number = |name: &str, default: u64| {
-        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
-    };
-    let (executions, seed) = (
-        number("CULVERT_FUZZ_EXECUTIONS", 500_000),
-        number("CULVERT_FUZZ_SEED", 1),
-    );
+    // The same numbers as in the harness, which depends on this crate.
+    let is_full = std::env::var("CULVERT_TEST_GEAR").is_ok_and(|gear| gear == "full");
+    let executions: u64 = if is_full { 5_000_000 } else { 20_000 };
     let workers = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
     let (began, check) = (Instant::now(), &check);
     let routed: u64 = std::thread::scope(|scope| {
         let worker = |index| {
-            let mut mutator = Mutator::new(seed * 1000 + index);
+            let mut mutator = Mutator::new(1000 + index);
             let mut routed = 0;
             for _ in 0..executions.div_ceil(workers) {
                 let request = mutator.mutate(requests);
