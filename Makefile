@@ -58,8 +58,8 @@ lint: ## checks formatting, clippy, documentation and the dependencies of each c
 	cargo check -p tunnel-proto --no-default-features --locked
 	! cargo tree -p tunnel-proto --no-default-features -e normal --prefix none | grep -w tokio
 
-audit: ## checks licenses, advisories and banned crates with cargo-deny
-	@if command -v cargo-deny >/dev/null; then cargo deny check; else echo "skipped: cargo-deny is not installed"; fi
+audit: ## checks licenses, banned crates, sources, advisories and unused dependencies; installs cargo-deny and cargo-machete
+	@tests/audit.sh
 
 docs: ## generates the configuration reference from the code
 	cargo run --bin reference

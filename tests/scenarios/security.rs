@@ -1,5 +1,5 @@
 //! `tests/security.md` is correct: each test that it names exists, and no threat and no limit is
-//! missing. Dependencies have their minimum versions (S21).
+//! missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,28 +14,6 @@ const IDS: [&str; 48] = [
     "T04", "T05", "T09", "T10", "T11", "T15", "T16", "T17", "T18", "T20", "T21", "T22", "F17",
     "F18", "F19", "F20", "F24", "F25", "F26", "P9", "S42", "S44",
 ];
-
-/// First releases without known vulnerabilities (RustSec) of the crates that process untrusted
-/// bytes.
-const FLOORS: [(&str, [u64; 3]); 13] = [
-    ("quinn-proto", [0, 11, 15]),
-    ("h2", [0, 4, 18]),
-    ("rustls", [0, 23, 18]),
-    ("rustls-webpki", [0, 103, 13]),
-    ("tokio", [1, 44, 2]),
-    ("bytes", [1, 11, 1]),
-    ("slab", [0, 4, 11]),
-    ("time", [0, 3, 47]),
-    ("aws-lc-sys", [0, 39, 0]),
-    ("ring", [0, 17, 12]),
-    ("tracing-subscriber", [0, 3, 20]),
-    ("idna", [1, 0, 0]),
-    ("crossbeam-channel", [0, 5, 15]),
-];
-
-/// Crates that must not be dependencies, because they are unmaintained or are another TLS
-/// implementation.
-const ABSENT: [&str; 4] = ["rustls-pemfile", "openssl", "openssl-sys", "native-tls"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -157,44 +135,5 @@ fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
         wrong.extend(missing.map(|name| format!("{end} {limit} names {name}, which is no test")));
     }
     ensure!(wrong.is_empty(), "tests/security.md:\n{}", wrong.join("\n"));
-    Ok(())
-}
-
-#[test]
-fn s21_dependencies_are_at_least_as_new_as_their_fixes() -> Result<()> {
-    let lock = fs::read_to_string(root().join("Cargo.lock"))?;
-    let field = |block: &str, name: &str| {
-        let line = block.lines().find_map(|line| line.strip_prefix(name));
-        line.map(|value| value.trim_matches([' ', '=', '"']).to_owned())
-    };
-    let packages: Vec<_> = lock
-        .split("[[package]]")
-        .filter_map(|block| Some((field(block, "name")?, field(block, "version")?)))
-        .collect();
-    let mut checked = 0;
-    for (name, floor) in FLOORS {
-        for (_, version) in packages.iter().filter(|(found, _)| found == name) {
-            let numbers: Vec<u64> = version
-                .split(['.', '+', '-'])
-                .take(3)
-                .map(str::parse)
-                .collect::<Result<_, _>>()?;
-            ensure!(
-                numbers.as_slice() >= floor.as_slice(),
-                "{name} {version} is below {floor:?}"
-            );
-            checked += 1;
-        }
-    }
-    ensure!(checked >= 9, "only {checked} were found");
-    for absent in ABSENT {
-        ensure!(
-            !packages.iter().any(|(name, _)| name == absent),
-            "{absent} is in the tree"
-        );
-    }
-    // hickory's DNSSEC has vulnerabilities without a fix, so its feature must stay disabled.
-    let manifest = fs::read_to_string(root().join("Cargo.toml"))?;
-    ensure!(!manifest.contains("dnssec"), "DNSSEC is switched on");
     Ok(())
 }
