@@ -7,7 +7,6 @@ mod delegation;
 mod disk;
 mod distrusted;
 mod enrollment;
-mod fuzz;
 mod impostor;
 mod life;
 mod processes;

@@ -10,6 +10,7 @@ mod cuts;
 mod dns;
 mod drain;
 mod faults;
+mod fuzz;
 mod house;
 mod http;
 mod identity;

@@ -12,6 +12,7 @@ pub mod env;
 pub mod eventually;
 pub mod fakes;
 pub mod faults;
+pub mod fuzz;
 pub mod gear;
 pub mod guides;
 pub mod link;

@@ -1,8 +1,10 @@
 //! Fuzzing on a stable compiler: a decoder receives a corpus that a seeded generator mutates, so
 //! that a failure is reproducible.
 
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
+use anyhow::{Context, Result};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
@@ -16,11 +18,19 @@ const EDGES: [u8; 9] = [0, 1, 0x7f, 0x80, 0xff, 0xfe, 0xc0, b'\n', b'.'];
 /// Runs `target` on the corpus, and then on as many mutations of it as the run's gear has, each at
 /// most `longest` bytes.
 ///
+/// # Errors
+/// Returns the error of `target` with the input as hexadecimal.
+///
 /// # Panics
 /// Panics if `target` does. The input is printed as hexadecimal.
-pub fn fuzz(corpus: &[Vec<u8>], seed: u64, longest: usize, target: impl FnMut(&[u8])) {
+pub fn fuzz(
+    corpus: &[Vec<u8>],
+    seed: u64,
+    longest: usize,
+    target: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
     let executions = Gear::current().pick(20_000, 5_000_000);
-    fuzz_times(executions, corpus, seed, longest, target);
+    fuzz_times(executions, corpus, seed, longest, target)
 }
 
 fn fuzz_times(
@@ -28,24 +38,30 @@ fn fuzz_times(
     corpus: &[Vec<u8>],
     seed: u64,
     longest: usize,
-    mut target: impl FnMut(&[u8]),
-) {
+    mut target: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
     for input in corpus {
-        target(input);
+        target(input).with_context(|| shown(seed, input))?;
     }
     let mut random = SmallRng::seed_from_u64(seed);
     let mut input = Vec::new();
     for _ in 0..executions {
         next(&mut random, corpus, longest, &mut input);
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| target(&input))) {
-            let shown: String = input.iter().map(|byte| format!("{byte:02x}")).collect();
-            let _nowhere = std::io::Write::write_fmt(
-                &mut std::io::stderr(),
-                format_args!("seed {seed}, input {shown}\n"),
-            );
-            resume_unwind(panic);
+        match catch_unwind(AssertUnwindSafe(|| target(&input))) {
+            Ok(checked) => checked.with_context(|| shown(seed, &input))?,
+            Err(panic) => {
+                let line = format!("{}\n", shown(seed, &input));
+                let _nowhere = std::io::stderr().write_all(line.as_bytes());
+                resume_unwind(panic);
+            }
         }
     }
+    Ok(())
+}
+
+fn shown(seed: u64, input: &[u8]) -> String {
+    let bytes: String = input.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("seed {seed}, input {bytes}")
 }
 
 /// Creates the next input: mostly one of the corpus with a few changes, sometimes noise.
@@ -98,7 +114,11 @@ mod tests {
         let corpus = [b"hello world".to_vec(), vec![0; 40]];
         let inputs = |seed| {
             let mut all = Vec::new();
-            fuzz_times(200, &corpus, seed, 64, |input| all.push(input.to_vec()));
+            fuzz_times(200, &corpus, seed, 64, |input| {
+                all.push(input.to_vec());
+                Ok(())
+            })
+            .unwrap();
             all
         };
         assert_eq!(inputs(1), inputs(1));
@@ -109,8 +129,20 @@ mod tests {
     #[test]
     #[should_panic(expected = "found it")]
     fn decoder_that_panics_on_a_rare_byte_is_caught() {
-        fuzz_times(100_000, &[vec![0; 8]], 3, 16, |input| {
+        let found = fuzz_times(100_000, &[vec![0; 8]], 3, 16, |input| {
             assert!(!input.contains(&0xa5), "found it");
+            Ok(())
         });
+        found.unwrap();
+    }
+
+    #[test]
+    fn error_names_the_input() {
+        let checked = fuzz_times(100_000, &[vec![0; 8]], 3, 16, |input| {
+            anyhow::ensure!(!input.contains(&0xa5), "found it");
+            Ok(())
+        });
+        let error = format!("{:#}", checked.unwrap_err());
+        assert!(error.contains("a5") && error.ends_with("found it"), "{error}");
     }
 }

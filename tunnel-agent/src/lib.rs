@@ -36,3 +36,5 @@ mod session;
 mod testing;
 
 pub use connector::backoff;
+#[cfg(feature = "test-util")]
+pub use proxy::proxy_answer;

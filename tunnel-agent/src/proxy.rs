@@ -264,6 +264,15 @@ fn status(head: &[u8]) -> Option<StatusLine> {
     })
 }
 
+/// Returns the head at the beginning of a proxy's answer, with its code and reason. Returns `None`
+/// if the bytes do not begin with a whole head. The entry point of the fuzz target.
+#[cfg(feature = "test-util")]
+pub fn proxy_answer(bytes: &[u8]) -> Option<(&[u8], u16, String)> {
+    let head = bytes.get(..end_of_head(bytes, 0)?)?;
+    let StatusLine { code, reason } = status(head)?;
+    Some((head, code, reason))
+}
+
 /// Heads of answers have a few hundred bytes; some proxies add cookies and long explanations.
 const HEAD_MAX: usize = 16 << 10;
 /// Maximum characters of a reason in an error: enough for any sentence, too few to flood a log.

@@ -37,6 +37,8 @@ mod cluster_ca;
 mod conditions;
 mod events;
 mod failure;
+#[cfg(feature = "test-util")]
+pub mod fuzz;
 mod hosts;
 mod kubelet_ca;
 mod leader_election;

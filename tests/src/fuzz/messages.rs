@@ -1,0 +1,209 @@
+//! The messages of the wire format. Accepted messages survive a round trip.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use bytes::BytesMut;
+use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
+use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RenewalProof};
+use tunnel_proto::wire::frame::{
+    self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, STREAM_MESSAGE_MAX,
+};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind, StreamReply, Target};
+use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
+
+fn control_messages() -> Result<Vec<ControlMessage>> {
+    Ok(vec![
+        ControlMessage::Hello(Hello {
+            versions: (1, 2),
+            capabilities: vec!["renew".into()],
+            node_name: "worker-1".parse()?,
+            instance: InstanceId::new([7; 16]),
+            software: "0.1.0".into(),
+            node_ip: "192.0.2.1".into(),
+        }),
+        ControlMessage::Welcome(Welcome {
+            version: 1,
+            session: SessionId(9),
+            capabilities: vec!["renew".into()],
+            streams_per_agent: 256,
+            replicas: vec!["a:1".into(), "b:2".into()],
+            target_dial_timeout: Duration::from_secs(5),
+        }),
+        ControlMessage::NotAdmitted(CloseCode::NameInUse, "live".into()),
+        ControlMessage::Drain(Duration::from_secs(30)),
+        ControlMessage::Withdraw,
+        ControlMessage::Bye("stopping".into()),
+        ControlMessage::Suspect(true),
+        ControlMessage::Renew(vec![0x30; 64]),
+        ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
+        ControlMessage::Renewed(EnrollReply::Issued {
+            chain: vec![vec![1; 40], vec![2; 40]],
+            roots: vec![vec![3; 40]],
+        }),
+    ])
+}
+
+/// Returns the content of the frame that `encode` appends.
+fn content(
+    limit: usize,
+    encode: impl FnOnce(&mut BytesMut) -> Result<(), FrameError>,
+) -> Result<Vec<u8>> {
+    let mut framed = BytesMut::new();
+    encode(&mut framed)?;
+    let taken = frame::take(&mut framed, limit)?;
+    Ok(taken.context("a whole frame")?.to_vec())
+}
+
+pub(super) fn framed() -> Result<Vec<Vec<u8>>> {
+    let mut corpus = Vec::new();
+    for message in control_messages()? {
+        let mut framed = BytesMut::new();
+        message.encode(&mut framed)?;
+        corpus.push(framed.to_vec());
+    }
+    corpus.push(corpus.concat());
+    corpus.push(vec![0xff; 12]);
+    Ok(corpus)
+}
+
+/// Takes frames from input that arrives in pieces, as from a network.
+pub(super) fn check_frames(input: &[u8]) -> Result<()> {
+    let mut buffer = BytesMut::new();
+    let mut taken = 0;
+    for piece in input.chunks(1 + input.len() / 3) {
+        buffer.extend_from_slice(piece);
+        loop {
+            match frame::take(&mut buffer, ENROLL_MESSAGE_MAX) {
+                Ok(Some(frame)) => {
+                    ensure!(frame.len() <= ENROLL_MESSAGE_MAX, "{} bytes", frame.len());
+                    taken += frame.len();
+                }
+                Ok(None) => {
+                    let missing = frame::bytes_needed(&buffer, ENROLL_MESSAGE_MAX)?;
+                    ensure!(
+                        (1..=ENROLL_MESSAGE_MAX + 5).contains(&missing),
+                        "{missing} bytes are missing"
+                    );
+                    break;
+                }
+                Err(_refused) => return Ok(()),
+            }
+        }
+    }
+    ensure!(taken + buffer.len() <= input.len(), "more than the input");
+    let capacity = buffer.capacity();
+    ensure!(
+        capacity <= 2 * input.len() + 64,
+        "an announced length reserves {capacity} bytes"
+    );
+    Ok(())
+}
+
+pub(super) fn controls() -> Result<Vec<Vec<u8>>> {
+    let messages = control_messages()?;
+    let contents = messages
+        .iter()
+        .map(|message| content(CONTROL_MESSAGE_MAX, |out| message.encode(out)));
+    contents.collect()
+}
+
+pub(super) fn check_control(input: &[u8]) -> Result<()> {
+    let Ok(message) = ControlMessage::decode(input) else {
+        return Ok(());
+    };
+    let again = content(CONTROL_MESSAGE_MAX, |out| message.encode(out))?;
+    ensure!(ControlMessage::decode(&again)? == message, "{message:?}");
+    Ok(())
+}
+
+pub(super) fn enrollments() -> Result<Vec<Vec<u8>>> {
+    let proof = RenewalProof {
+        chain: vec![vec![1; 60], vec![2; 60]],
+        signature: vec![3; 70],
+        scheme: 0x0403,
+    };
+    let mut corpus = Vec::new();
+    for proof in [None, Some(proof)] {
+        let request = EnrollRequest {
+            token: "abcdef012345.a5.11".to_owned().into(),
+            csr: vec![0x30; 120],
+            node_name: "worker-1".parse()?,
+            proof,
+        };
+        corpus.push(content(ENROLL_MESSAGE_MAX, |out| request.encode(out))?);
+    }
+    for reply in [
+        EnrollReply::Refused(EnrollCode::TokenUsed, "used".into()),
+        EnrollReply::Issued {
+            chain: vec![vec![1; 60]],
+            roots: vec![vec![2; 60]],
+        },
+    ] {
+        corpus.push(content(ENROLL_MESSAGE_MAX, |out| reply.encode(out))?);
+    }
+    Ok(corpus)
+}
+
+pub(super) fn check_enrollment(input: &[u8]) -> Result<()> {
+    if let Ok(request) = EnrollRequest::decode(input) {
+        let proof = request.proof.as_ref();
+        let chain: usize = proof.map_or(0, |proof| proof.chain.iter().map(Vec::len).sum());
+        let bytes = request.token.len() + request.csr.len() + chain;
+        ensure!(bytes <= input.len(), "{bytes} bytes");
+        let again = content(ENROLL_MESSAGE_MAX, |out| request.encode(out))?;
+        ensure!(EnrollRequest::decode(&again)? == request, "another request");
+    }
+    if let Ok(reply) = EnrollReply::decode(input) {
+        let again = content(ENROLL_MESSAGE_MAX, |out| reply.encode(out))?;
+        ensure!(EnrollReply::decode(&again)? == reply, "{reply:?}");
+    }
+    Ok(())
+}
+
+pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
+    let port = Port::new(9100).context("a port")?;
+    let mut corpus = Vec::new();
+    for kind in [
+        StreamKind::Control {
+            version_min: 1,
+            version_max: 2,
+        },
+        StreamKind::Target(Target::Node(port)),
+        StreamKind::Target(Target::Loopback(port)),
+        StreamKind::Target(Target::Host("fd00::1%eth0".into(), port)),
+    ] {
+        let header = StreamHeader {
+            kind,
+            trace_parent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into(),
+        };
+        corpus.push(content(STREAM_MESSAGE_MAX, |out| header.encode(out))?);
+    }
+    for reply in [
+        StreamReply::Accepted {
+            dialed: "192.0.2.1:9100".into(),
+        },
+        StreamReply::refused(RefusalCode::from_number(1), "refused\r\nby policy"),
+    ] {
+        corpus.push(content(STREAM_MESSAGE_MAX, |out| reply.encode(out))?);
+    }
+    Ok(corpus)
+}
+
+pub(super) fn check_stream(input: &[u8]) -> Result<()> {
+    if let Ok(header) = StreamHeader::decode(input) {
+        let again = content(STREAM_MESSAGE_MAX, |out| header.encode(out))?;
+        ensure!(StreamHeader::decode(&again)? == header, "{header:?}");
+    }
+    if let Ok(reply) = StreamReply::decode(input) {
+        let again = content(STREAM_MESSAGE_MAX, |out| reply.encode(out))?;
+        ensure!(StreamReply::decode(&again)? == reply, "{reply:?}");
+        let text = match &reply {
+            StreamReply::Accepted { dialed } => dialed,
+            StreamReply::Refused(refusal) => &refusal.detail,
+        };
+        ensure!(!text.chars().any(char::is_control), "{text:?} forges lines");
+    }
+    Ok(())
+}

@@ -1,0 +1,148 @@
+//! Heads of requests as far as they decide the node, answers of HTTP proxies, and Node objects.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use anyhow::{Context, Result, ensure};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
+use tunnel_agent::proxy_answer;
+use tunnel_proto::wire::name::NodeName;
+use tunnel_server::cluster::fuzz::{observe, restore};
+use tunnel_server::routing::decision::{RequestFacts, decide};
+use tunnel_server::routing::destination::Scheme;
+use tunnel_server::routing::routes::RouteTable;
+
+/// A request target, and a line for each field.
+pub(super) fn heads() -> Result<Vec<Vec<u8>>> {
+    Ok([
+        "/metrics\nhost: worker-1:9100",
+        "/a?b=c\nhost: WORKER-2.:9100\ntransfer-encoding: chunked",
+        "/a\nhost: 192.0.2.1:9100\nx-tunnel-proxy-host: worker-2",
+        "/a\nhost: [2001:db8::1]:9100\nx-tunnel-proxy-dest: worker-2:9100",
+        "http://worker-1/\nhost: worker-1",
+    ]
+    .map(|head| head.as_bytes().to_vec())
+    .into())
+}
+
+/// The node of a request that is not refused is one of the table.
+pub(super) fn check_head(input: &[u8]) -> Result<()> {
+    let names: [NodeName; 2] = ["worker-1".parse()?, "worker-2".parse()?];
+    let address: IpAddr = "192.0.2.1".parse()?;
+    let table = RouteTable::new([(&names[0], &[address][..]), (&names[1], &[][..])]);
+    let mut lines = input.split(|byte| *byte == b'\n');
+    let Some(Ok(uri)) = lines.next().map(Uri::try_from) else {
+        return Ok(());
+    };
+    let mut headers = HeaderMap::new();
+    for line in lines {
+        let mut parts = line.splitn(2, |byte| *byte == b':');
+        let name = parts.next().map(HeaderName::from_bytes);
+        let value = parts.next().unwrap_or_default().trim_ascii();
+        if let (Some(Ok(name)), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
+            headers.append(name, value);
+        }
+    }
+    let facts = RequestFacts {
+        method: &Method::GET,
+        uri: &uri,
+        headers: &headers,
+        scheme: Scheme::Http,
+        implied_port: None,
+    };
+    if let Ok(requested) = decide(&facts, &table) {
+        let node = requested.node;
+        ensure!(names.contains(&node), "{node} is not in the table");
+    }
+    Ok(())
+}
+
+pub(super) fn answers() -> Result<Vec<Vec<u8>>> {
+    Ok([
+        "HTTP/1.1 200 Connection established\r\n\r\n\u{16}\u{3}\u{1}",
+        "HTTP/1.0 200\r\nVia: 1.1 proxy\r\n\r\n",
+        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\n\n",
+        "HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n",
+        "SSH-2.0-OpenSSH_9.2\r\n",
+    ]
+    .map(|answer| answer.as_bytes().to_vec())
+    .into())
+}
+
+/// An accepted head ends with an empty line, and its reason is a line for a log.
+pub(super) fn check_answer(input: &[u8]) -> Result<()> {
+    let Some((head, code, reason)) = proxy_answer(input) else {
+        return Ok(());
+    };
+    ensure!(head.starts_with(b"HTTP/1."), "no head of HTTP/1.x");
+    ensure!(
+        head.ends_with(b"\n\n") || head.ends_with(b"\n\r\n"),
+        "a head without its end"
+    );
+    ensure!((100..1000).contains(&code), "code {code}");
+    let is_long = reason.chars().count() > 120;
+    ensure!(!is_long && !reason.contains(char::is_control), "{reason:?}");
+    Ok(())
+}
+
+pub(super) fn cluster_nodes() -> Result<Vec<Vec<u8>>> {
+    let node = |name: &str, hostname: &str, network: &str| {
+        serde_json::json!({
+            "metadata": {
+                "name": name,
+                "creationTimestamp": "2026-01-02T03:04:05Z",
+                "labels": { "openyurt.io/is-edge-worker": "true" },
+            },
+            "spec": { "podCIDRs": [network] },
+            "status": {
+                "addresses": [
+                    { "type": "InternalIP", "address": "192.0.2.1" },
+                    { "type": "ExternalIP", "address": "2001:db8::1" },
+                    { "type": "Hostname", "address": hostname },
+                ],
+                "daemonEndpoints": { "kubeletEndpoint": { "Port": 10250 } },
+            },
+        })
+    };
+    let nodes = [
+        node("worker-1", "worker-1.site.example", "10.244.1.0/24"),
+        node("worker-2.site.example", "worker-2", "fd00:244::/64"),
+        node("worker-1.site.example", "worker-1", "0.0.0.0/0"),
+        node("worker-3", "169.254.169.254", "127.0.0.0/8"),
+    ];
+    let persisted = serde_json::json!({
+        "nodes": {
+            "worker-1": { "hostname": "worker-1.site", "internal": ["192.0.2.1"], "isEdge": true },
+            "worker-2": { "external": ["2001:db8::1"], "kubeletPort": 10250 },
+        },
+        "aliases": { "worker-1.site": "worker-1" },
+        "tunnelAddresses": ["10.96.0.10"],
+        "ports": { "http-proxy-ports": "9100, 80" },
+    });
+    let mut corpus = vec![serde_json::to_vec(&nodes)?, serde_json::to_vec(&persisted)?];
+    for pair in nodes.windows(2) {
+        corpus.push(serde_json::to_vec(pair)?);
+    }
+    Ok(corpus)
+}
+
+/// Each name and alias belongs to one node, and Pod networks pass the check of claimed networks.
+pub(super) fn check_cluster_nodes(input: &[u8]) -> Result<()> {
+    for (routes, networks) in [observe(input), restore(input)].into_iter().flatten() {
+        let mut names = BTreeSet::new();
+        for route in &routes {
+            for name in [Some(&route.name), route.hostname.as_ref()]
+                .into_iter()
+                .flatten()
+            {
+                ensure!(names.insert(name), "two nodes are named {name}");
+            }
+        }
+        for pods in &networks.pods {
+            let checked = pods.network.check_claimed();
+            checked.with_context(|| format!("Pods of {}", pods.node))?;
+        }
+        let _merged = RouteTable::merge(&routes);
+    }
+    Ok(())
+}

@@ -1,0 +1,150 @@
+//! Names and addresses, configuration files, and the files of the data directory.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use tunnel_agent::config::{HttpProxy, ServerAddress};
+use tunnel_proto::process::networks::Cidr;
+use tunnel_proto::process::settings::{PortSet, parse_address, parse_duration, parse_size};
+use tunnel_proto::wire::enroll::decode_hex;
+use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_server::ca::revocation::Revocations;
+use tunnel_server::ca::tokens::TokenStore;
+use tunnel_server::dns::{NamePattern, Records, restore};
+use tunnel_server::ingress::connect::basic_auth::BasicAuthUsers;
+use tunnel_server::routing::dial_policy::DirectTarget;
+use tunnel_server::store::data_dir::DataDir;
+
+use crate::process::ScratchDir;
+
+pub(super) fn names() -> Result<Vec<Vec<u8>>> {
+    Ok([
+        "worker-1",
+        "WORKER-1.site.example.",
+        "*.site.example",
+        "10250",
+        "9100, 8000-8080",
+        "10.244.0.0/16",
+        "[fd00:244::/64]:443,8443",
+        "[2001:db8::1]:10262",
+        "cloud.example.com:10262",
+        "http://user:p%40ss@proxy.example.com:3128",
+        "1h30m",
+        "64MiB",
+        "a5a5a5",
+    ]
+    .map(|name| name.as_bytes().to_vec())
+    .into())
+}
+
+/// The text form of each value parses to the value. A node's name is in lower case.
+pub(super) fn check_name(input: &[u8]) -> Result<()> {
+    let text = String::from_utf8_lossy(input);
+    if let Ok(name) = text.parse::<NodeName>() {
+        let lower = name.as_str();
+        ensure!(!lower.contains(|c: char| c.is_ascii_uppercase()), "{name}");
+        ensure!(lower.parse::<NodeName>()? == name, "{name} is another name");
+        ensure!(lower.len() <= text.len(), "{name} is longer");
+    }
+    if let Ok(port) = text.parse::<Port>() {
+        ensure!(port.to_string().parse::<Port>()? == port, "{port}");
+    }
+    if let Ok(address) = parse_address(&text) {
+        ensure!(address.to_string().parse::<SocketAddr>()? == address, "{address}");
+    }
+    let _any = (text.parse::<Cidr>(), text.parse::<PortSet>());
+    let _any = (text.parse::<DirectTarget>(), text.parse::<NamePattern>());
+    let _any = (text.parse::<ServerAddress>(), text.parse::<HttpProxy>());
+    let _any = (parse_duration(&text), parse_size(&text), decode_hex(&text));
+    Ok(())
+}
+
+pub(super) fn configurations() -> Result<Vec<Vec<u8>>> {
+    Ok([
+        "advertise: [cloud.example.com:10262]\nhttpProxyPorts: \"9100, 80\"\nlimits:\n  streamsPerAgent: 64\n",
+        "services:\n  - { name: ssh, listen: \"127.0.0.1:2201\", node: worker-1, target: \"22\" }\n",
+        "dnsRecords:\n  - { name: master-1, addresses: [192.168.33.220] }\ndnsListen: [\"127.0.0.1:53\"]\n",
+        "server: [cloud.example.com:10262]\nnodeName: worker-1\ntoken: abcdef012345.a5.11\n",
+        "# nothing\n",
+    ]
+    .map(|text| text.as_bytes().to_vec())
+    .into())
+}
+
+/// Parses and checks the settings of both ends, as their `check-config` does.
+pub(super) fn check_configuration(input: &[u8]) -> Result<()> {
+    let Ok(text) = std::str::from_utf8(input) else {
+        return Ok(());
+    };
+    if let Ok(Some(raw)) = serde_saphyr::from_str::<Option<tunnel_server::config::RawConfig>>(text)
+    {
+        let _any = tunnel_server::config::Config::try_from(raw);
+    }
+    if let Ok(Some(settings)) =
+        serde_saphyr::from_str::<Option<tunnel_agent::config::Settings>>(text)
+    {
+        let _any = tunnel_agent::config::Config::check(settings);
+    }
+    Ok(())
+}
+
+pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
+    let data = Data::new()?;
+    let now = SystemTime::now();
+    let node: NodeName = "worker-1".parse()?;
+    Revocations::open(&data.dir, true)?.revoke(&node, now)?;
+    let tokens = TokenStore::open(&data.dir)?;
+    let ip = IpAddr::from([192, 0, 2, 1]);
+    tokens.create(&node, Duration::from_secs(60), vec![ip], [0x11; 32], now)?;
+    data.dir.set_advertised(&["cloud.example.com:10262".to_owned()])?;
+    let mut corpus = vec![
+        br#"{"worker-1":["192.0.2.1","2001:db8::1"],"worker-2":[]}"#.to_vec(),
+        b"# users\nprometheus:correct horse battery staple\n".to_vec(),
+    ];
+    for file in [data.dir.revoked(), data.dir.tokens(), data.dir.advertise()] {
+        corpus.push(std::fs::read(file)?);
+    }
+    Ok(corpus)
+}
+
+/// Reads each file of the data directory, and a password file, with the same content.
+pub(super) fn check_persisted(input: &[u8]) -> Result<()> {
+    thread_local! {
+        static DATA: Result<Data> = Data::new();
+    }
+    DATA.with(|data| {
+        let data = data.as_ref().ok().context("a data directory")?;
+        let dir = &data.dir;
+        let passwords = dir.path().join("passwords");
+        let files = [dir.revoked(), dir.tokens(), dir.dns_records(), dir.advertise()];
+        for file in files.iter().chain([&passwords]) {
+            std::fs::write(file, input)?;
+        }
+        if let Ok(tokens) = TokenStore::open(dir) {
+            let _any = tokens.list(SystemTime::now());
+        }
+        let records = Records::default();
+        restore(dir, &records);
+        let _any = (Revocations::open(dir, true), dir.advertised());
+        let _any = BasicAuthUsers::load(&passwords);
+        Ok(())
+    })
+}
+
+/// A data directory that exists as long as the thread.
+struct Data {
+    dir: DataDir,
+    _scratch: ScratchDir,
+}
+
+impl Data {
+    fn new() -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let dir = DataDir::open(scratch.path())?;
+        Ok(Self {
+            dir,
+            _scratch: scratch,
+        })
+    }
+}

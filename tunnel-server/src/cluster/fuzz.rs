@@ -1,0 +1,38 @@
+//! Entry points of the fuzz target: Node objects as the API server sends them, and as persisted.
+
+use kube::runtime::watcher::Event;
+
+use super::nodes::{AliasRules, FactMap, NodeObject, NodeStore};
+use super::state::PersistedState;
+use crate::routing::dial_policy::ClusterNetworks;
+use crate::routing::routes::RouteNode;
+
+/// Returns what follows from a list of Node objects in JSON, or `None` if the bytes are no such
+/// list.
+pub fn observe(json: &[u8]) -> Option<(Vec<RouteNode>, ClusterNetworks)> {
+    let objects: Vec<NodeObject> = serde_json::from_slice(json).ok()?;
+    let mut store = NodeStore::new(EDGE_LABEL.into(), FactMap::new(), AliasRules::default());
+    let mut events = vec![Event::Init];
+    events.extend(objects.into_iter().map(Event::InitApply));
+    events.push(Event::InitDone);
+    store.apply(events);
+    Some(derive(&mut store))
+}
+
+/// Returns what follows from a persisted state in JSON, or `None` if the bytes are no such state.
+pub fn restore(json: &[u8]) -> Option<(Vec<RouteNode>, ClusterNetworks)> {
+    let persisted: PersistedState = serde_json::from_slice(json).ok()?;
+    let rules = AliasRules {
+        owners: persisted.aliases,
+        ..AliasRules::default()
+    };
+    let mut store = NodeStore::new(EDGE_LABEL.into(), persisted.nodes, rules);
+    Some(derive(&mut store))
+}
+
+fn derive(store: &mut NodeStore) -> (Vec<RouteNode>, ClusterNetworks) {
+    let nodes = store.nodes();
+    (nodes.routes(), nodes.ranges())
+}
+
+const EDGE_LABEL: &str = "openyurt.io/is-edge-worker";
