@@ -2,8 +2,8 @@
 //!
 //! The tests are in `tests/scenarios/faults`, one for each row. [`Runs`] runs the cases of a row
 //! with several seeds. A [`Run`] reports the measured values and checks each against its bound.
-//! `make test` uses timers that are ten times shorter than the defaults of both binaries,
-//! `make faults` uses the defaults ([`Clocks`]).
+//! The quick gear has timers that are ten times shorter than the defaults of both binaries, the full
+//! gear has the defaults ([`Clocks`]).
 //!
 //! Nearly all cases have server, agent, targets and callers in this process ([`Site`]), with a
 //! [`Link`](crate::link::Link) between server and agent. F32 and F35 use the two binaries as

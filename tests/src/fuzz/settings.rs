@@ -96,7 +96,7 @@ pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
     Revocations::open(&data.dir, true)?.revoke(&node, now)?;
     let tokens = TokenStore::open(&data.dir)?;
     let ip = IpAddr::from([192, 0, 2, 1]);
-    tokens.create(&node, Duration::from_secs(60), vec![ip], [0x11; 32], now)?;
+    let _token = tokens.create(&node, Duration::from_secs(60), vec![ip], [0x11; 32], now)?;
     data.dir.set_advertised(&["cloud.example.com:10262".to_owned()])?;
     let mut corpus = vec![
         br#"{"worker-1":["192.0.2.1","2001:db8::1"],"worker-2":[]}"#.to_vec(),
