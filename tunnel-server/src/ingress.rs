@@ -25,6 +25,8 @@ pub mod connect;
 mod context;
 mod dispatch;
 pub mod error;
+#[cfg(feature = "test-util")]
+pub mod fuzz;
 pub mod http;
 pub mod outcome;
 pub mod peer;

@@ -8,43 +8,42 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use tunnel_agent::proxy_answer;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_server::cluster::fuzz::{observe, restore};
+use tunnel_server::ingress::fuzz::{head_error, proxy_target};
 use tunnel_server::routing::decision::{RequestFacts, decide};
 use tunnel_server::routing::destination::Scheme;
 use tunnel_server::routing::routes::RouteTable;
 
-/// A request target, and a line for each field.
 pub(super) fn heads() -> Result<Vec<Vec<u8>>> {
     Ok([
-        "/metrics\nhost: worker-1:9100",
-        "/a?b=c\nhost: WORKER-2.:9100\ntransfer-encoding: chunked",
-        "/a\nhost: 192.0.2.1:9100\nx-tunnel-proxy-host: worker-2",
-        "/a\nhost: [2001:db8::1]:9100\nx-tunnel-proxy-dest: worker-2:9100",
-        "http://worker-1/\nhost: worker-1",
+        "GET /metrics HTTP/1.1\r\nHost: worker-1:9100\r\n\r\n",
+        "POST /a?b=c HTTP/1.1\r\nHost: WORKER-2.:9100\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "GET /a HTTP/1.1\r\nHost: 192.0.2.1:9100\r\nX-Tunnel-Proxy-Host: worker-2\r\n\r\n",
+        "GET /a HTTP/1.1\r\nHost: [2001:db8::1]\r\nX-Tunnel-Proxy-Dest: worker-2:9100\r\n\r\n",
+        "POST / HTTP/1.1\r\nHost: worker-1\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\na",
+        "CONNECT worker-1:10250 HTTP/1.1\r\nHost: worker-1:10250\r\n\r\n",
+        "CONNECT [2001:db8::1]:443 HTTP/1.0\r\nProxy-Authorization: Basic dTpw\r\n\r\n",
+        "GET http://worker-1:9100/metrics HTTP/1.1\nHost: worker-1\n\n",
     ]
     .map(|head| head.as_bytes().to_vec())
     .into())
 }
 
-/// The node of a request that is not refused is one of the table.
+/// The check of heads does not depend on how they arrive. The node of a request that is not refused
+/// is one of the table; the port of a request to a proxy is that of its target.
 pub(super) fn check_head(input: &[u8]) -> Result<()> {
+    let error = head_error(input, input.len());
+    for length in [1, 7] {
+        let in_pieces = head_error(input, length);
+        ensure!(in_pieces == error, "{in_pieces:?}, and {error:?} at once");
+    }
+    let Some((method, uri, headers)) = parse(input) else {
+        return Ok(());
+    };
     let names: [NodeName; 2] = ["worker-1".parse()?, "worker-2".parse()?];
     let address: IpAddr = "192.0.2.1".parse()?;
     let table = RouteTable::new([(&names[0], &[address][..]), (&names[1], &[][..])]);
-    let mut lines = input.split(|byte| *byte == b'\n');
-    let Some(Ok(uri)) = lines.next().map(Uri::try_from) else {
-        return Ok(());
-    };
-    let mut headers = HeaderMap::new();
-    for line in lines {
-        let mut parts = line.splitn(2, |byte| *byte == b':');
-        let name = parts.next().map(HeaderName::from_bytes);
-        let value = parts.next().unwrap_or_default().trim_ascii();
-        if let (Some(Ok(name)), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
-            headers.append(name, value);
-        }
-    }
     let facts = RequestFacts {
-        method: &Method::GET,
+        method: &method,
         uri: &uri,
         headers: &headers,
         scheme: Scheme::Http,
@@ -54,7 +53,32 @@ pub(super) fn check_head(input: &[u8]) -> Result<()> {
         let node = requested.node;
         ensure!(names.contains(&node), "{node} is not in the table");
     }
+    if let Some((host, port)) = proxy_target(&method, &uri, &headers) {
+        let own = uri.port_u16();
+        ensure!(
+            own.is_none_or(|own| own == port.get()),
+            "{uri} leads to {host}:{port}"
+        );
+    }
     Ok(())
+}
+
+/// Returns method, target and fields of a head. hyper, which parses heads, is stricter.
+fn parse(head: &[u8]) -> Option<(Method, Uri, HeaderMap)> {
+    let mut lines = head.split(|byte| *byte == b'\n');
+    let mut words = lines.next()?.split(|byte| *byte == b' ');
+    let method = Method::from_bytes(words.next()?).ok()?;
+    let uri = Uri::try_from(words.next()?).ok()?;
+    let mut headers = HeaderMap::new();
+    for line in lines {
+        let mut sides = line.splitn(2, |byte| *byte == b':');
+        let name = sides.next().map(HeaderName::from_bytes);
+        let value = sides.next().unwrap_or_default().trim_ascii();
+        if let (Some(Ok(name)), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
+            headers.append(name, value);
+        }
+    }
+    Some((method, uri, headers))
 }
 
 pub(super) fn answers() -> Result<Vec<Vec<u8>>> {
