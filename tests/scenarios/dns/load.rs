@@ -1,5 +1,4 @@
-//! 20,000 records under load. `cargo run --release -p tunnel-bench --bin dns` measures the
-//! published figure.
+//! 20,000 records under load.
 
 use std::time::Duration;
 
