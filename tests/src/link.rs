@@ -4,7 +4,7 @@
 //! A [`Link`] listens on one port number for UDP and TCP, so that an agent whose server is
 //! [`Link::addr`] reaches the real server through it with either. The link needs no privileges.
 //! Each direction of each protocol ([`TrafficClass`]) has an [`Impairment`], which [`Link::set`]
-//! replaces at once, or a [`Script`] at its times.
+//! replaces at once.
 //!
 //! The treatment of the n-th datagram of a direction depends only on the seed, the direction, n and
 //! the impairments up to that time. With several agents n counts the datagrams of all. TCP is
@@ -14,16 +14,11 @@
 //! ```no_run
 //! # use std::net::SocketAddr;
 //! # use std::time::Duration;
-//! # use tunnel_tests::link::{Action, Impairment, Link, Script, TrafficClass};
-//! # async fn example(server: SocketAddr) -> std::io::Result<()> {
+//! # use tunnel_tests::link::{Impairment, Link, TrafficClass};
+//! # fn example(server: SocketAddr) -> std::io::Result<()> {
 //! let link = Link::start(server, 7)?;
 //! link.set(TrafficClass::UDP.up(), Impairment::lossy(0.05).with_delay(Duration::from_millis(20)));
-//! link.play(
-//!     Script::new()
-//!         .at(Duration::from_secs(1), Action::Rebind)
-//!         .at(Duration::from_secs(2), Action::Heal),
-//! )
-//! .await;
+//! link.rebind();
 //! # Ok(())
 //! # }
 //! ```
@@ -32,6 +27,7 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::net::{TcpListener, UdpSocket};
 use tokio::task::JoinSet;
@@ -42,13 +38,11 @@ mod counters;
 mod decide;
 mod impairment;
 mod pump;
-mod script;
 mod tcp;
 mod udp;
 
 pub use counters::{Count, Counters, DirectionCounts, Tally};
-pub use impairment::{Burst, Direction, Impairment, Protocol, TrafficClass};
-pub use script::{Action, Script};
+pub use impairment::{Direction, Impairment, Protocol, TrafficClass};
 
 use decide::PacketDecider;
 use tcp::Tcp;
@@ -59,8 +53,7 @@ use udp::Udp;
 pub struct Link {
     addr: SocketAddr,
     halves: Arc<Halves>,
-    scripts: Mutex<JoinSet<()>>,
-    _tasks: JoinSet<()>,
+    tasks: Mutex<JoinSet<()>>,
 }
 
 struct Halves {
@@ -93,8 +86,7 @@ impl Link {
         Ok(Self {
             addr,
             halves: Arc::new(Halves { udp, tcp }),
-            scripts: Mutex::default(),
-            _tasks: tasks,
+            tasks: Mutex::new(tasks),
         })
     }
 
@@ -111,21 +103,22 @@ impl Link {
 
     /// Removes all impairments. Ports and addresses do not change.
     pub fn heal(&self) {
-        self.halves.act(Action::Heal);
+        self.halves.set(TrafficClass::ALL, &Impairment::default());
     }
 
     /// Rebinds the NAT (UDP). The ports towards the server are closed, and the next datagram of an
     /// agent opens a new one. Datagrams of the server to the old port are lost; those already
     /// received on it still arrive.
     pub fn rebind(&self) {
-        self.halves.act(Action::Rebind);
+        self.halves.udp.rebind();
     }
 
     /// Moves to another local source address towards the server, of the server's family
     /// (`127.0.0.x`): UDP as in [`Link::rebind`], TCP with the next connections. With an address
     /// that the machine does not have, datagrams are dropped and connections reset.
     pub fn move_to(&self, source: IpAddr) {
-        self.halves.act(Action::MoveTo(source));
+        self.halves.udp.move_to(source);
+        self.halves.tcp.move_to(source);
     }
 
     /// Sends new flows and connections to another server of the same family, or drops them.
@@ -137,22 +130,24 @@ impl Link {
 
     /// Resets all TCP connections towards both sides, including frozen ones.
     pub fn reset_tcp(&self) {
-        self.halves.act(Action::ResetTcp);
+        self.halves.tcp.reset();
     }
 
-    /// Starts a script in the background. Several scripts may run at the same time. All end with
-    /// the link.
-    pub fn run(&self, script: Script) {
+    /// Passes the traffic class for `up_for` and loses all of it for `down_for`, so many times, in
+    /// the background. The link ends working.
+    pub fn flap(&self, class: TrafficClass, up_for: Duration, down_for: Duration, times: u32) {
         let halves = self.halves.clone();
-        let mut scripts = lock(&self.scripts);
-        while scripts.try_join_next().is_some() {}
-        scripts.spawn(async move { halves.play(script).await });
-    }
-
-    /// Runs a script and returns at its end. If canceled, the link stays in the state that the
-    /// script has set.
-    pub async fn play(&self, script: Script) {
-        self.halves.play(script).await;
+        let mut next = Instant::now();
+        lock(&self.tasks).spawn(async move {
+            for _ in 0..times {
+                next += up_for;
+                sleep_until(next).await;
+                halves.set(class, &Impairment::black_hole());
+                next += down_for;
+                sleep_until(next).await;
+                halves.set(class, &Impairment::default());
+            }
+        });
     }
 
     /// Returns the counters. The counts of different directions are not taken at the same instant.
@@ -185,28 +180,6 @@ impl fmt::Debug for Link {
 }
 
 impl Halves {
-    async fn play(&self, script: Script) {
-        let start = Instant::now();
-        for (after, action) in script.actions() {
-            sleep_until(start + *after).await;
-            self.act(action.clone());
-        }
-        sleep_until(start + script.length()).await;
-    }
-
-    fn act(&self, action: Action) {
-        match action {
-            Action::Set(class, impairment) => self.set(class, &impairment),
-            Action::Heal => self.set(TrafficClass::ALL, &Impairment::default()),
-            Action::Rebind => self.udp.rebind(),
-            Action::MoveTo(source) => {
-                self.udp.move_to(source);
-                self.tcp.move_to(source);
-            }
-            Action::ResetTcp => self.tcp.reset(),
-        }
-    }
-
     fn set(&self, class: TrafficClass, impairment: &Impairment) {
         let Self { udp, tcp } = self;
         if class.covers(Protocol::Udp, Direction::Up) {

@@ -14,7 +14,7 @@ use tunnel_tests::eventually::scaled;
 use tunnel_tests::faults::{
     Clocks, ProcessUsage, RequestOutcome, Requester, Run, Runs, Stack, TimedOutcome, TransportMode,
 };
-use tunnel_tests::link::{Script, TrafficClass};
+use tunnel_tests::link::TrafficClass;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f32_flapping_link_leaves_nothing_behind() -> Result<()> {
@@ -39,9 +39,7 @@ async fn flapping(run: Run) -> Result<()> {
     let mut ups = Ups::default();
     let times = u32::try_from(length.as_millis() / (half * 2).as_millis())?;
     let began = Instant::now();
-    stack
-        .link
-        .run(Script::flapping(TrafficClass::ALL, half, half, times));
+    stack.link.flap(TrafficClass::ALL, half, half, times);
     for round in 0..times {
         let up = began + half * 2 * round;
         sleep_until(up).await;

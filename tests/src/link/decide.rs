@@ -17,8 +17,6 @@ pub(super) struct PacketDecider {
     decided: u64,
     impairment: Impairment,
     clean: bool,
-    /// Whether a burst of losses is in progress.
-    bad: bool,
     /// Time at which the last admitted byte leaves the rate limit.
     free_at: Option<Instant>,
     /// Arrival of the last packet that is not reordered.
@@ -54,11 +52,9 @@ pub(super) struct TcpParams {
 /// impairment does not change the effect of another.
 struct Dice {
     loss: f64,
-    burst: f64,
     corrupt: f64,
     bit: u64,
     duplicate: f64,
-    jitter: f64,
     reorder: f64,
 }
 
@@ -70,7 +66,6 @@ impl PacketDecider {
             decided: 0,
             impairment: Impairment::default(),
             clean: true,
-            bad: false,
             free_at: None,
             last_due: None,
             count: Count::default(),
@@ -82,7 +77,6 @@ impl PacketDecider {
     pub(super) fn set(&mut self, impairment: Impairment) {
         self.clean = impairment.is_clean();
         self.impairment = impairment;
-        self.bad = false;
         self.free_at = None;
         self.last_due = None;
     }
@@ -110,7 +104,7 @@ impl PacketDecider {
     }
 
     fn delivery(&mut self, now: Instant, len: usize, number: u64) -> Option<Delivery> {
-        if self.impairment.black_hole || self.impairment.refuse {
+        if self.impairment.black_hole {
             return None;
         }
         if self.impairment.size_cap.is_some_and(|cap| len > cap) {
@@ -118,7 +112,7 @@ impl PacketDecider {
             return None;
         }
         let dice = Dice::roll(self.seed, number);
-        if self.loses(&dice) {
+        if dice.loss < self.impairment.loss {
             self.count.lost += 1;
             return None;
         }
@@ -151,18 +145,15 @@ impl PacketDecider {
             return now;
         }
         let sent = self.transmit(now, len);
-        let mut lost = false;
-        for number in first..self.decided {
-            lost |= self.loses(&Dice::roll(self.seed, number));
-        }
+        let lost = (first..self.decided)
+            .any(|number| Dice::roll(self.seed, number).loss < self.impairment.loss);
         let repair = if lost {
             self.count.lost += 1;
             Impairment::RETRANSMISSION
         } else {
             Duration::ZERO
         };
-        let jitter = Dice::roll(self.seed, first).jitter;
-        sent + self.impairment.delay + self.impairment.jitter.mul_f64(jitter) + repair
+        sent + self.impairment.delay + repair
     }
 
     /// Returns the treatment of TCP connections.
@@ -192,17 +183,6 @@ impl PacketDecider {
         number
     }
 
-    fn loses(&mut self, dice: &Dice) -> bool {
-        if let Some(burst) = self.impairment.burst {
-            self.bad = if self.bad {
-                dice.burst >= burst.leave
-            } else {
-                dice.burst < burst.enter
-            };
-        }
-        self.bad || dice.loss < self.impairment.loss
-    }
-
     /// Returns when the rate limit releases the last byte, or `None` if the queue is full.
     fn transmit_or_overflow(&mut self, now: Instant, len: usize) -> Option<Instant> {
         if let (Some(rate), Some(free_at)) = (self.impairment.rate, self.free_at) {
@@ -226,9 +206,8 @@ impl PacketDecider {
     }
 
     fn arrival(&mut self, sent: Instant, dice: &Dice) -> Instant {
-        let jitter = self.impairment.jitter.mul_f64(dice.jitter);
         let in_order = self.last_due.map_or(sent, |last| last.max(sent));
-        let due = in_order.max(sent + self.impairment.delay + jitter);
+        let due = in_order.max(sent + self.impairment.delay);
         if dice.reorder < self.impairment.reorder {
             self.count.reordered += 1;
             return due + self.impairment.reorder_by;
@@ -253,11 +232,9 @@ impl Dice {
             SmallRng::seed_from_u64(seed.wrapping_add(number.wrapping_mul(NUMBER_STEP)));
         Self {
             loss: random.random(),
-            burst: random.random(),
             corrupt: random.random(),
             bit: random.random(),
             duplicate: random.random(),
-            jitter: random.random(),
             reorder: random.random(),
         }
     }

@@ -84,17 +84,12 @@ pub struct Impairment {
     /// the freeze. The kernel's buffers accept some bytes of a frozen connection, so its sender
     /// observes a peer with a closed window, not one that acknowledges nothing.
     pub black_hole: bool,
-    /// New TCP connections are reset at once if either direction refuses; existing ones continue.
-    /// Datagrams vanish.
-    pub refuse: bool,
     /// Datagrams with a larger payload vanish. UDP only.
     pub size_cap: Option<usize>,
     /// Share of packets that are lost. A lost datagram vanishes. TCP repairs losses, so a loss
     /// there costs time: data read with a lost segment (1460 bytes) waits for
     /// [`Impairment::RETRANSMISSION`] more, and all later data of its connection waits for it.
     pub loss: f64,
-    /// Losses in bursts, in addition to `loss`.
-    pub burst: Option<Burst>,
     /// Share of datagrams in which one random bit is flipped. UDP only.
     pub corrupt: f64,
     /// Share of datagrams that arrive twice. UDP only.
@@ -108,8 +103,6 @@ pub struct Impairment {
     pub queue: Option<usize>,
     /// Delay of all data except TCP's handshake, which the relay answers itself.
     pub delay: Duration,
-    /// Upper bound of a random addition to the delay. Jitter never changes the order.
-    pub jitter: Duration,
     /// Share of datagrams that are delayed by `reorder_by`, so that later ones overtake them. UDP
     /// only.
     pub reorder: f64,
@@ -117,30 +110,17 @@ pub struct Impairment {
     pub reorder_by: Duration,
 }
 
-/// Losses in bursts (the model of Gilbert and Elliott). In the bad state all packets are lost.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Burst {
-    /// Probability, at each packet, that a burst begins with it.
-    pub enter: f64,
-    /// Probability, after each packet of a burst, that the burst ends: bursts have `1 / leave`
-    /// packets on average.
-    pub leave: f64,
-}
-
 impl Default for Impairment {
     fn default() -> Self {
         Self {
             black_hole: false,
-            refuse: false,
             size_cap: None,
             loss: 0.0,
-            burst: None,
             corrupt: 0.0,
             duplicate: 0.0,
             rate: None,
             queue: None,
             delay: Duration::ZERO,
-            jitter: Duration::ZERO,
             reorder: 0.0,
             reorder_by: REORDER_BY,
         }
@@ -156,15 +136,6 @@ impl Impairment {
     pub fn black_hole() -> Self {
         Self {
             black_hole: true,
-            ..Self::default()
-        }
-    }
-
-    /// Returns an impairment in which new TCP connections are reset and datagrams vanish.
-    #[must_use]
-    pub fn refusing() -> Self {
-        Self {
-            refuse: true,
             ..Self::default()
         }
     }
@@ -206,12 +177,6 @@ impl Impairment {
     }
 
     #[must_use]
-    pub fn with_burst(mut self, enter: f64, leave: f64) -> Self {
-        self.burst = Some(Burst { enter, leave });
-        self
-    }
-
-    #[must_use]
     pub fn with_corrupt(mut self, share: f64) -> Self {
         self.corrupt = share;
         self
@@ -238,12 +203,6 @@ impl Impairment {
     #[must_use]
     pub fn with_delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
-        self
-    }
-
-    #[must_use]
-    pub fn with_jitter(mut self, jitter: Duration) -> Self {
-        self.jitter = jitter;
         self
     }
 

@@ -58,10 +58,6 @@ impl TcpDirection {
         lock(&self.decider).count
     }
 
-    pub(super) fn refuses(&self) -> bool {
-        lock(&self.decider).impairment().refuse
-    }
-
     /// Waits until the direction is not frozen.
     pub(super) async fn thawed(&self) {
         let mut changes = self.changes.subscribe();

@@ -73,9 +73,6 @@ impl Tcp {
     /// Relays one connection until its end.
     async fn serve(&self, agent: TcpStream) -> io::Result<()> {
         let agent = End::new(agent)?;
-        if self.up.refuses() || self.down.refuses() {
-            return Ok(());
-        }
         let server = self.dial().await?;
         match carry(&agent, &server, &self.up, &self.down).await {
             Ended::Fin => agent.close().and_then(|()| server.close()),

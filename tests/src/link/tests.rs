@@ -4,7 +4,6 @@ use super::*;
 use crate::eventually::scaled;
 
 mod decider;
-mod script;
 mod tcp;
 mod udp;
 
