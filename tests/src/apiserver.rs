@@ -3,19 +3,18 @@
 //!
 //! The server serves, over TLS on a free loopback port, the kinds that a tunnel uses. Supported are
 //! get, list in pages, watch with resource versions, bookmarks and initial events, create, update,
-//! merge and strategic patches, server-side apply and delete; discovery, tables, field and label
-//! selectors. ServiceAccounts are authorized by the roles in the server. There are no controllers,
-//! so Endpoints are not created and garbage is not collected. Tests that must also hold against a
+//! merge and strategic patches and delete; discovery, tables, field and label selectors. A
+//! server-side apply merges, without field managers and thus without conflicts. ServiceAccounts are
+//! authorized by the roles in the server. There are no controllers, so Endpoints are not created and
+//! garbage is not collected. Tests that must also hold against a
 //! real server use [`crate::cluster`], which has one interface for both. Those tests use this
 //! module only for faults and request counts.
 
 mod access;
 mod admission;
-mod apply;
 mod connection;
 mod discovery;
 mod faults;
-mod fields;
 mod http;
 mod kinds;
 mod patch;

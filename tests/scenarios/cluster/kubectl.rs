@@ -75,11 +75,6 @@ mod fake_api {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn kubectl_applies_on_the_servers_side_and_sees_conflicts() -> Result<()> {
-        with_each(Kind::FakeApiServer, server_side).await
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
     async fn kubectl_creates_objects_from_flags() -> Result<()> {
         with_each(Kind::FakeApiServer, from_flags).await
     }

@@ -114,7 +114,6 @@ pub(super) fn born(kind: &Kind, object: &mut Value) {
     for own in [
         "resourceVersion",
         "selfLink",
-        "managedFields",
         "deletionTimestamp",
     ] {
         if let Some(metadata) = metadata.as_object_mut() {
@@ -145,20 +144,18 @@ pub(super) fn preserve_server_fields(
     subresource: Option<&str>,
 ) {
     if kind.has_status {
-        if subresource == Some("status") {
-            let status = new["status"].clone();
-            let managed = new["metadata"]["managedFields"].clone();
-            *new = old.clone();
-            new["status"] = status;
-            new["metadata"]["managedFields"] = managed;
-        } else if subresource == Some("approval") {
-            let conditions = new["status"]["conditions"].clone();
-            let managed = new["metadata"]["managedFields"].clone();
-            *new = old.clone();
-            new["status"]["conditions"] = conditions;
-            new["metadata"]["managedFields"] = managed;
-        } else {
-            new["status"] = old["status"].clone();
+        match subresource {
+            Some("status") => {
+                let status = new["status"].take();
+                *new = old.clone();
+                new["status"] = status;
+            }
+            Some("approval") => {
+                let conditions = new["status"]["conditions"].take();
+                *new = old.clone();
+                new["status"]["conditions"] = conditions;
+            }
+            _ => new["status"] = old["status"].clone(),
         }
     }
     for own in [
@@ -167,7 +164,6 @@ pub(super) fn preserve_server_fields(
         "generation",
         "deletionTimestamp",
         "resourceVersion",
-        "managedFields",
     ] {
         match &old["metadata"][own] {
             Value::Null => {

@@ -77,7 +77,6 @@ impl Service {
                     verb,
                     address,
                     query,
-                    user_agent: text(&head.headers, USER_AGENT),
                     content_type: text(&head.headers, CONTENT_TYPE),
                     body: body.to_bytes().to_vec(),
                 };

@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 
 use super::access::{self, Action, User};
 use super::admission::{born, check_frame, complete, key, name_of, now, preserve_server_fields};
-use super::apply::{Writer, apply, note};
 use super::kinds::Address;
 use super::patch;
 use super::protobuf;
@@ -23,7 +22,6 @@ pub(super) struct Request {
     pub(super) verb: &'static str,
     pub(super) address: Address,
     pub(super) query: Query,
-    pub(super) user_agent: String,
     pub(super) content_type: String,
     pub(super) body: Vec<u8>,
 }
@@ -255,15 +253,6 @@ impl Request {
         })
     }
 
-    fn writer(&self) -> Writer {
-        let agent = self.user_agent.split('/').next().unwrap_or_default();
-        Writer {
-            name: self.query.get("fieldManager").unwrap_or(agent).to_owned(),
-            applies: self.content_type.starts_with(APPLY),
-            force: self.query.is_true("force"),
-        }
-    }
-
     fn may_create(&self, content: &Content) -> Result<(), Status> {
         access::check(
             content,
@@ -286,14 +275,13 @@ impl Request {
                 "resourceVersion should not be set on objects to be created",
             ));
         }
-        self.insert(content, object, None, families)
+        self.insert(content, object, families)
     }
 
     fn insert(
         &self,
         content: &mut Content,
         mut object: Value,
-        applied: Option<&Value>,
         families: &[IpAddr],
     ) -> Result<Arc<Value>, Status> {
         let kind = self.address.kind;
@@ -318,7 +306,6 @@ impl Request {
         }
         born(kind, &mut object);
         complete(kind, &mut object, None, content, families)?;
-        note(None, &mut object, &self.writer(), applied, &now());
         self.keep(content, &name, object)
     }
 
@@ -346,13 +333,13 @@ impl Request {
             }
             object["metadata"]["name"] = self.name().into();
             return self
-                .insert(content, object, None, families)
+                .insert(content, object, families)
                 .map(|object| Answer::Object(201, object));
         };
         if object["metadata"]["name"].is_null() {
             return Err(Status::bad_request("name must be provided"));
         }
-        self.replace(content, &old, object, None, families)
+        self.replace(content, &old, object, families)
             .map(|object| Answer::Object(200, object))
     }
 
@@ -373,25 +360,15 @@ impl Request {
                     "PatchOptions.meta.k8s.io \"\" is invalid: fieldManager: Required value: is required for apply patch",
                 ));
             }
-            let mut wanted = patch;
-            check_frame(&self.address, &mut wanted)?;
-            if !wanted["metadata"]["managedFields"].is_null() {
-                return Err(Status::bad_request("metadata.managedFields must be nil"));
+            if old.is_err() {
+                self.may_create(content)?;
+                let mut new = patch;
+                check_frame(&self.address, &mut new)?;
+                new["metadata"]["name"] = self.name().into();
+                return self
+                    .insert(content, new, families)
+                    .map(|object| Answer::Object(201, object));
             }
-            return match old {
-                Ok(old) => {
-                    let new = apply(Some(&old), &wanted, &self.writer())?;
-                    self.replace(content, &old, new, Some(&wanted), families)
-                        .map(|object| Answer::Object(200, object))
-                }
-                Err(_) => {
-                    self.may_create(content)?;
-                    wanted["metadata"]["name"] = self.name().into();
-                    let new = wanted.clone();
-                    self.insert(content, new, Some(&wanted), families)
-                        .map(|object| Answer::Object(201, object))
-                }
-            };
         }
         let old = old?;
         let mut new = Value::clone(&old);
@@ -402,7 +379,7 @@ impl Request {
             .unwrap_or_default()
             .trim()
         {
-            "application/merge-patch+json" => patch::merge(&mut new, &patch),
+            "application/merge-patch+json" | APPLY => patch::merge(&mut new, &patch),
             "application/strategic-merge-patch+json" => patch::strategic(&mut new, &patch),
             other => {
                 let message = format!(
@@ -412,7 +389,7 @@ impl Request {
             }
         }
         check_frame(&self.address, &mut new)?;
-        self.replace(content, &old, new, None, families)
+        self.replace(content, &old, new, families)
             .map(|object| Answer::Object(200, object))
     }
 
@@ -421,12 +398,11 @@ impl Request {
         content: &mut Content,
         old: &Arc<Value>,
         mut new: Value,
-        applied: Option<&Value>,
         families: &[IpAddr],
     ) -> Result<Arc<Value>, Status> {
         let kind = self.address.kind;
         for precondition in ["resourceVersion", "uid"] {
-            let sent = applied.unwrap_or(&new)["metadata"][precondition]
+            let sent = new["metadata"][precondition]
                 .as_str()
                 .filter(|sent| !sent.is_empty());
             if sent.is_some_and(|sent| old["metadata"][precondition] != sent) {
@@ -435,8 +411,8 @@ impl Request {
         }
         preserve_server_fields(kind, old, &mut new, self.address.subresource.as_deref());
         complete(kind, &mut new, Some(old), content, families)?;
-        note(Some(old), &mut new, &self.writer(), applied, &now());
-        if same(old, &new) {
+        // As in the real API server, a write that changes nothing keeps the revision.
+        if **old == new {
             return Ok(Arc::clone(old));
         }
         let gone = !new["metadata"]["deletionTimestamp"].is_null()
@@ -519,24 +495,6 @@ impl Request {
             ))
         })
     }
-}
-
-/// Returns whether only the managers or their times differ. The real API server also keeps the old
-/// revision in this case.
-fn same(old: &Value, new: &Value) -> bool {
-    let strip = |object: &Value| {
-        let mut object = object.clone();
-        for entry in object["metadata"]["managedFields"]
-            .as_array_mut()
-            .into_iter()
-            .flatten()
-        {
-            entry["time"] = Value::Null;
-        }
-        object["metadata"]["resourceVersion"] = Value::Null;
-        object
-    };
-    strip(old) == strip(new)
 }
 
 /// Content type of server-side apply.

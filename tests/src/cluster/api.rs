@@ -100,16 +100,6 @@ impl Api {
             .await
     }
 
-    /// Applies an object by server-side apply; `query` begins with `fieldManager=`.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
-    pub async fn apply(&self, path: &str, query: &str, object: &Value) -> Result<Value> {
-        let path = format!("{path}?{query}");
-        self.request("PATCH", &path, "application/apply-patch+yaml", Some(object))
-            .await
-    }
-
     /// Deletes the object at a path.
     ///
     /// # Errors
