@@ -1,22 +1,6 @@
-//! Patches of objects: merge (RFC 7386) and strategic merge.
+//! Strategic merge patches.
 
 use serde_json::{Map, Value};
-
-/// Applies a merge patch: null removes, objects merge, everything else replaces.
-pub(super) fn merge(target: &mut Value, patch: &Value) {
-    let Value::Object(patch) = patch else {
-        *target = patch.clone();
-        return;
-    };
-    let target = object(target);
-    for (key, change) in patch {
-        if change.is_null() {
-            target.remove(key);
-        } else {
-            merge(target.entry(key.clone()).or_insert(Value::Null), change);
-        }
-    }
-}
 
 /// Applies a strategic merge patch with the directives that kubectl writes.
 pub(super) fn strategic(target: &mut Value, patch: &Value) {
@@ -180,48 +164,4 @@ fn sort(list: Option<&mut Value>, order: &[Value]) {
         order.iter().position(named).unwrap_or(order.len())
     };
     list.sort_by_key(place);
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn merge_patch_removes_merges_and_replaces() {
-        let mut object = json!({ "a": 1, "b": { "c": 2, "d": 3 }, "e": [1, 2] });
-        merge(
-            &mut object,
-            &json!({ "a": null, "b": { "c": 4 }, "e": [3] }),
-        );
-        assert_eq!(object, json!({ "b": { "c": 4, "d": 3 }, "e": [3] }));
-    }
-
-    #[test]
-    fn strategic_patch_merges_ports_by_number() {
-        let mut service = json!({ "spec": { "ports": [{ "port": 1, "name": "a" }, { "port": 2, "name": "b" }] } });
-        let patch = json!({ "spec": {
-            "$setElementOrder/ports": [{ "port": 3 }, { "port": 1 }],
-            "ports": [{ "port": 1, "targetPort": 9 }, { "port": 3, "name": "c" }, { "$patch": "delete", "port": 2 }],
-        } });
-        strategic(&mut service, &patch);
-        let expected =
-            json!([{ "port": 3, "name": "c" }, { "port": 1, "name": "a", "targetPort": 9 }]);
-        assert_eq!(service["spec"]["ports"], expected);
-    }
-
-    #[test]
-    fn strategic_patch_knows_retained_keys_and_plain_lists() {
-        let mut object = json!({ "strategy": { "type": "A", "rollingUpdate": {} }, "args": ["x"], "metadata": { "finalizers": ["a", "b"] } });
-        let patch = json!({
-            "strategy": { "$retainKeys": ["type"], "type": "B" }, "args": ["y"],
-            "metadata": { "$deleteFromPrimitiveList/finalizers": ["a"] },
-        });
-        strategic(&mut object, &patch);
-        assert_eq!(
-            object,
-            json!({ "strategy": { "type": "B" }, "args": ["y"], "metadata": { "finalizers": ["b"] } })
-        );
-    }
 }

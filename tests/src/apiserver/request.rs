@@ -32,28 +32,9 @@ pub(super) struct Query(HashMap<String, String>);
 
 impl Query {
     pub(super) fn parse(text: &str) -> Self {
-        let decode = |text: &str| {
-            let text = text.replace('+', " ");
-            let mut bytes = Vec::new();
-            let mut rest = text.as_bytes();
-            while let [first, tail @ ..] = rest {
-                let code = (*first == b'%').then(|| tail.get(..2)).flatten();
-                let byte = code
-                    .and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok());
-                bytes.push(byte.unwrap_or(*first));
-                rest = if byte.is_some() {
-                    tail.get(2..).unwrap_or_default()
-                } else {
-                    tail
-                };
-            }
-            String::from_utf8_lossy(&bytes).into_owned()
-        };
-        let pairs = text.split('&').filter(|pair| !pair.is_empty());
         Self(
-            pairs
-                .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
-                .map(|(name, value)| (decode(name), decode(value)))
+            form_urlencoded::parse(text.as_bytes())
+                .into_owned()
                 .collect(),
         )
     }
@@ -379,7 +360,7 @@ impl Request {
             .unwrap_or_default()
             .trim()
         {
-            "application/merge-patch+json" | APPLY => patch::merge(&mut new, &patch),
+            "application/merge-patch+json" | APPLY => json_patch::merge(&mut new, &patch),
             "application/strategic-merge-patch+json" => patch::strategic(&mut new, &patch),
             other => {
                 let message = format!(
