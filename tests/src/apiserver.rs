@@ -264,7 +264,7 @@ impl FakeApiServer {
         if let Some(namespace) = namespace {
             object["metadata"]["namespace"] = namespace.into();
         }
-        object["metadata"]["uid"] = format!("{:032x}", rand::random::<u128>()).into();
+        object["metadata"]["uid"] = admission::uid().into();
         object["metadata"]["creationTimestamp"] = admission::now().into();
         self.service
             .store

@@ -515,37 +515,10 @@ fn ports(spec: &mut Value, headless: bool) -> Result<(), String> {
     Ok(())
 }
 
-fn uid() -> String {
-    let random: u128 = rand::rng().random();
-    let hex = format!("{random:032x}");
-    let (a, rest) = hex.split_at(8);
-    let (b, rest) = rest.split_at(4);
-    let (c, rest) = rest.split_at(4);
-    let (d, e) = rest.split_at(4);
-    format!("{a}-{b}-{c}-{d}-{e}")
+/// Returns a UID for a new object.
+pub(super) fn uid() -> String {
+    format!("{:032x}", rand::random::<u128>())
 }
 
 /// Limit of the real API server: `MaxSecretSize` and its equivalent for ConfigMaps.
 const LARGEST_MAP: usize = 1024 * 1024;
-
-#[cfg(test)]
-mod tests {
-    use super::super::store::Store;
-    use super::*;
-
-    #[test]
-    fn ports_of_endpoints_are_tcp_unless_they_say_otherwise() {
-        let ports = json!([{ "port": 80 }, { "port": 53, "protocol": "UDP" }]);
-        let mut object = json!({
-            "metadata": { "name": "x" },
-            "subsets": [{ "addresses": [{ "ip": "192.168.33.220" }], "ports": ports }],
-        });
-        let kind = Kind::find("", "endpoints").unwrap();
-        Store::new()
-            .read(|content| complete(kind, &mut object, None, content, &[]))
-            .unwrap();
-        let expected =
-            json!([{ "port": 80, "protocol": "TCP" }, { "port": 53, "protocol": "UDP" }]);
-        assert_eq!(object["subsets"][0]["ports"], expected);
-    }
-}

@@ -48,7 +48,7 @@ pub(super) fn resources(group: &str) -> Value {
         };
         resources.push(json!({
             "name": kind.plural, "singularName": kind.kind.to_lowercase(), "namespaced": kind.namespaced,
-            "kind": kind.kind, "verbs": verbs, "shortNames": kind.short,
+            "kind": kind.kind, "verbs": verbs, "shortNames": kind.short.as_slice(),
         }));
         if kind.has_status {
             resources.push(json!({

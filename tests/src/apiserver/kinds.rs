@@ -1,183 +1,80 @@
 //! The served kinds of objects, and the routing of paths.
 
+use std::sync::LazyLock;
+
 /// One kind of object.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Kind {
     pub(super) group: &'static str,
     pub(super) plural: &'static str,
     pub(super) kind: &'static str,
-    pub(super) short: &'static [&'static str],
+    pub(super) short: Option<&'static str>,
     pub(super) namespaced: bool,
-    /// Whether status has a path of its own.
+    /// `status`: whether the status has a path of its own.
     pub(super) has_status: bool,
-    /// Whether PUT may create the object.
+    /// `put`: whether PUT may create the object.
     pub(super) created_by_update: bool,
-    /// Whether `metadata.generation` counts changes of the spec.
+    /// `generation`: whether `metadata.generation` counts changes of the spec.
     pub(super) has_generation: bool,
 }
 
 /// Version of all served kinds.
 pub(super) const VERSION: &str = "v1";
 
-const PLAIN: Kind = Kind {
-    group: "",
-    plural: "",
-    kind: "",
-    short: &[],
-    namespaced: true,
-    has_status: false,
-    created_by_update: false,
-    has_generation: false,
-};
-
-const fn core(plural: &'static str, kind: &'static str, short: &'static [&'static str]) -> Kind {
-    Kind {
-        plural,
-        kind,
-        short,
-        ..PLAIN
-    }
-}
-
-const fn of(group: &'static str, plural: &'static str, kind: &'static str) -> Kind {
-    Kind {
-        group,
-        plural,
-        kind,
-        ..PLAIN
-    }
-}
-
-const RBAC: &str = "rbac.authorization.k8s.io";
-
 /// The served kinds, in the order of discovery.
-pub(super) static KINDS: [Kind; 26] = [
-    Kind {
-        namespaced: false,
-        has_status: true,
-        ..core("namespaces", "Namespace", &["ns"])
-    },
-    Kind {
-        namespaced: false,
-        has_status: true,
-        ..core("nodes", "Node", &["no"])
-    },
-    Kind {
-        has_status: true,
-        ..core("pods", "Pod", &["po"])
-    },
-    Kind {
-        has_status: true,
-        created_by_update: true,
-        ..core("services", "Service", &["svc"])
-    },
-    Kind {
-        created_by_update: true,
-        ..core("endpoints", "Endpoints", &["ep"])
-    },
-    core("configmaps", "ConfigMap", &["cm"]),
-    core("secrets", "Secret", &[]),
-    core("serviceaccounts", "ServiceAccount", &["sa"]),
-    Kind {
-        created_by_update: true,
-        ..core("events", "Event", &["ev"])
-    },
-    Kind {
-        has_status: true,
-        has_generation: true,
-        short: &["deploy"],
-        ..of("apps", "deployments", "Deployment")
-    },
-    Kind {
-        has_status: true,
-        has_generation: true,
-        short: &["ds"],
-        ..of("apps", "daemonsets", "DaemonSet")
-    },
-    Kind {
-        has_status: true,
-        has_generation: true,
-        short: &["rs"],
-        ..of("apps", "replicasets", "ReplicaSet")
-    },
-    Kind {
-        created_by_update: true,
-        ..of("coordination.k8s.io", "leases", "Lease")
-    },
-    Kind {
-        created_by_update: true,
-        ..of(RBAC, "roles", "Role")
-    },
-    Kind {
-        created_by_update: true,
-        ..of(RBAC, "rolebindings", "RoleBinding")
-    },
-    Kind {
-        created_by_update: true,
-        namespaced: false,
-        ..of(RBAC, "clusterroles", "ClusterRole")
-    },
-    Kind {
-        created_by_update: true,
-        namespaced: false,
-        ..of(RBAC, "clusterrolebindings", "ClusterRoleBinding")
-    },
-    Kind {
-        created_by_update: true,
-        ..of("discovery.k8s.io", "endpointslices", "EndpointSlice")
-    },
-    Kind {
-        namespaced: false,
-        has_status: true,
-        ..of("networking.k8s.io", "servicecidrs", "ServiceCIDR")
-    },
-    Kind {
-        created_by_update: true,
-        short: &["ev"],
-        ..of("events.k8s.io", "events", "Event")
-    },
-    Kind {
-        has_status: true,
-        has_generation: true,
-        short: &["pdb"],
-        ..of("policy", "poddisruptionbudgets", "PodDisruptionBudget")
-    },
-    Kind {
-        has_generation: true,
-        short: &["netpol"],
-        ..of("networking.k8s.io", "networkpolicies", "NetworkPolicy")
-    },
-    Kind {
-        namespaced: false,
-        has_generation: true,
-        short: &["pc"],
-        ..of("scheduling.k8s.io", "priorityclasses", "PriorityClass")
-    },
-    Kind {
-        namespaced: false,
-        ..of(
-            "authorization.k8s.io",
-            "selfsubjectaccessreviews",
-            "SelfSubjectAccessReview",
-        )
-    },
-    Kind {
-        namespaced: false,
-        ..of("authentication.k8s.io", "tokenreviews", "TokenReview")
-    },
-    Kind {
-        namespaced: false,
-        has_status: true,
-        short: &["csr"],
-        ..of(
-            "certificates.k8s.io",
-            "certificatesigningrequests",
-            "CertificateSigningRequest",
-        )
-    },
-];
+pub(super) static KINDS: LazyLock<Vec<Kind>> =
+    LazyLock::new(|| TABLE.trim().lines().map(Kind::parse).collect());
+
+/// Group, plural, kind, short name, and flags: `cluster` for kinds without namespaces, the others
+/// as in [`Kind`].
+const TABLE: &str = "
+core namespaces Namespace ns cluster status
+core nodes Node no cluster status
+core pods Pod po status
+core services Service svc status put
+core endpoints Endpoints ep put
+core configmaps ConfigMap cm
+core secrets Secret -
+core serviceaccounts ServiceAccount sa
+core events Event ev put
+apps deployments Deployment deploy status generation
+apps daemonsets DaemonSet ds status generation
+apps replicasets ReplicaSet rs status generation
+coordination.k8s.io leases Lease - put
+rbac.authorization.k8s.io roles Role - put
+rbac.authorization.k8s.io rolebindings RoleBinding - put
+rbac.authorization.k8s.io clusterroles ClusterRole - cluster put
+rbac.authorization.k8s.io clusterrolebindings ClusterRoleBinding - cluster put
+discovery.k8s.io endpointslices EndpointSlice - put
+networking.k8s.io servicecidrs ServiceCIDR - cluster status
+events.k8s.io events Event ev put
+policy poddisruptionbudgets PodDisruptionBudget pdb status generation
+networking.k8s.io networkpolicies NetworkPolicy netpol generation
+scheduling.k8s.io priorityclasses PriorityClass pc cluster generation
+authorization.k8s.io selfsubjectaccessreviews SelfSubjectAccessReview - cluster
+authentication.k8s.io tokenreviews TokenReview - cluster
+certificates.k8s.io certificatesigningrequests CertificateSigningRequest csr cluster status
+";
 
 impl Kind {
+    /// Parses a row of the table.
+    fn parse(row: &'static str) -> Self {
+        let mut words = row.split_whitespace();
+        let mut next = || words.next().unwrap_or_default();
+        let (group, plural, kind, short) = (next(), next(), next(), next());
+        let flags: Vec<_> = words.collect();
+        Self {
+            group: if group == "core" { "" } else { group },
+            plural,
+            kind,
+            short: Some(short).filter(|short| *short != "-"),
+            namespaced: !flags.contains(&"cluster"),
+            has_status: flags.contains(&"status"),
+            created_by_update: flags.contains(&"put"),
+            has_generation: flags.contains(&"generation"),
+        }
+    }
+
     /// Returns the kind with this plural name in this group.
     pub(super) fn find(group: &str, plural: &str) -> Option<&'static Self> {
         KINDS
@@ -222,7 +119,7 @@ impl Kind {
 /// Returns the groups other than the core group, each once.
 pub(super) fn groups() -> Vec<&'static str> {
     let mut groups = Vec::new();
-    for kind in &KINDS {
+    for kind in KINDS.iter() {
         if !kind.group.is_empty() && !groups.contains(&kind.group) {
             groups.push(kind.group);
         }
@@ -321,47 +218,4 @@ impl ApiRoute {
 
 fn known_group(group: &str) -> Option<&'static str> {
     groups().into_iter().find(|known| *known == group)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn address(path: &str) -> Address {
-        match ApiRoute::of(path) {
-            ApiRoute::Objects(address) => address,
-            other => panic!("{path}: {other:?}"),
-        }
-    }
-
-    #[test]
-    fn paths_name_collections_objects_and_parts_of_them() {
-        let node = address("/api/v1/nodes/worker-1/status");
-        assert_eq!(
-            (
-                node.kind.kind,
-                node.name.as_deref(),
-                node.subresource.as_deref()
-            ),
-            ("Node", Some("worker-1"), Some("status"))
-        );
-        let leases = address("/apis/coordination.k8s.io/v1/namespaces/kube-system/leases");
-        assert_eq!(
-            (leases.kind.kind, leases.namespace.as_deref(), leases.name),
-            ("Lease", Some("kube-system"), None)
-        );
-        let namespace = address("/api/v1/namespaces/kube-system");
-        assert_eq!(
-            (namespace.kind.kind, namespace.name.as_deref()),
-            ("Namespace", Some("kube-system"))
-        );
-        let everywhere = address("/api/v1/configmaps");
-        assert_eq!((everywhere.namespace, everywhere.name), (None, None));
-        assert_eq!(ApiRoute::of("/api/v1/configmaps/x"), ApiRoute::Unknown);
-        assert_eq!(
-            ApiRoute::of("/apis/example.org/v1/things"),
-            ApiRoute::Unknown
-        );
-        assert_eq!(ApiRoute::of("/apis/apps/v1"), ApiRoute::Resources("apps"));
-    }
 }
