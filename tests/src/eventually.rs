@@ -204,24 +204,4 @@ mod tests {
         )
         .await;
     }
-
-    #[test]
-    fn factor_stays_between_one_and_ten() {
-        assert_eq!(factor_for(Duration::ZERO), 1.0);
-        assert!((2.99..=3.01).contains(&factor_for(REFERENCE * 3)));
-        assert_eq!(factor_for(REFERENCE * 30), 10.0);
-    }
-
-    #[test]
-    fn only_positive_finite_wishes_count() {
-        assert_eq!(parse_factor(" 2.5 "), Some(2.5));
-        for nonsense in ["", "fast", "0", "-1", "inf", "NaN"] {
-            assert_eq!(parse_factor(nonsense), None, "{nonsense}");
-        }
-    }
-
-    #[test]
-    fn calibration_is_stable_within_a_process() {
-        assert_eq!(calibration(), calibration());
-    }
 }

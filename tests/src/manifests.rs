@@ -263,18 +263,3 @@ fn variable(entry: &Value, objects: &[Value], facts: &Facts) -> Result<String> {
         other => bail!("a variable from {other:?}: {entry}"),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn documents_are_split_and_comments_alone_are_none() {
-        let text = "# a comment\n---\nkind: A\n---\n# only this\n---\nkind: B\nlist: [1, 2]\n";
-        let read = documents(text).unwrap();
-        let kinds: Vec<_> = read.iter().map(|document| &document["kind"]).collect();
-        assert_eq!(kinds, ["A", "B"]);
-        assert_eq!(items(&read[1]["list"]).count(), 2);
-        assert!(documents("kind: [").is_err());
-    }
-}

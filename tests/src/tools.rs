@@ -256,26 +256,3 @@ fn libraries_of(file: &Path) -> Option<OsString> {
 
 /// Often missing from the search path of users other than root.
 const ADMIN_FOLDERS: [&str; 3] = ["/usr/local/sbin", "/usr/sbin", "/sbin"];
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn skip_names_what_is_missing() {
-        let skip = Skip::needs(&[Tool::Ip, Tool::NodeExporter]);
-        assert_eq!(skip.to_string(), "needs ip, prometheus-node-exporter");
-    }
-
-    #[test]
-    fn what_is_here_is_no_skip() {
-        assert_eq!(or_skip(Ok(7)), Some(7));
-    }
-
-    #[test]
-    fn build_folders_are_found_from_the_running_program() {
-        let (bins, target) = (bin_dir().unwrap(), target_dir().unwrap());
-        assert!(bins.is_dir() && target.is_dir());
-        assert!(!bins.ends_with("deps"));
-    }
-}

@@ -155,19 +155,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn same_seed_gives_same_bytes_however_they_are_cut() {
-        let whole = deterministic_bytes(7, 1000);
-        let mut source = ByteSource::new(7);
-        let mut pieces = vec![0; 1000];
-        for piece in pieces.chunks_mut(37) {
-            source.fill(piece);
-        }
-        assert_eq!(pieces, whole);
-        assert_eq!(deterministic_bytes(7, 10), whole[..10]);
-        assert_ne!(deterministic_bytes(8, 1000), whole);
-    }
-
-    #[test]
     fn digest_of_pieces_is_the_digest_of_the_whole() {
         let mut pieces = Sha256::new();
         pieces.update(b"a");

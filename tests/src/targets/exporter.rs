@@ -29,7 +29,6 @@ use super::wire::Wire;
 /// | `/upload` | `COUNT SHA256` of the request's body; sends 100 Continue where expected |
 /// | `/status/CODE` | that status, with a body where it may have one |
 /// | `/trailers` | chunked, with the trailer `X-Checksum` |
-/// | `/early-hints` | 103, then 200 |
 /// | `/slow-head` | nothing until [`Self::release`] |
 /// | `/reset-mid-body` | Content-Length of 1 MiB, 64 KiB of it, TCP reset |
 /// | `/reset-chunked`, `/reset-close-delimited` | 64 KiB, TCP reset |
@@ -154,11 +153,6 @@ impl Site {
             ["upload"] => upload(wire, request).await,
             ["status", code] => status(wire, request, code.parse().ok()).await,
             ["trailers"] => trailers(wire, request).await,
-            ["early-hints"] => {
-                wire.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>\r\n\r\n")
-                    .await?;
-                request.answer(wire, 200, "after the hints\n").await
-            }
             ["slow-head"] => self.slow_head(wire, request).await,
             ["reset-mid-body"] => {
                 let head = request.head(200, &[("Content-Length", "1048576")]);

@@ -71,36 +71,3 @@ fn parse_header(line: &str) -> Option<(String, String)> {
 fn invalid(text: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keeps_order_case_and_duplicates() {
-        let head =
-            Head::parse(b"GET / HTTP/1.1\r\nHost: a\r\nX-B: 2\r\nx-b:1\r\n\r\n".to_vec()).unwrap();
-        assert_eq!(head.start_line, "GET / HTTP/1.1");
-        let names: Vec<_> = head.headers.iter().map(|(name, _)| name.as_str()).collect();
-        assert_eq!(names, ["Host", "X-B", "x-b"]);
-        assert_eq!(
-            all_values(&head.headers, "X-b").collect::<Vec<_>>(),
-            ["2", "1"]
-        );
-    }
-
-    #[test]
-    fn reads_status_of_a_reply_only() {
-        let reply = Head::parse(b"HTTP/1.1 404 Not Found\r\n\r\n".to_vec()).unwrap();
-        assert_eq!(reply.status().unwrap(), 404);
-        let nonsense = Head::parse(b"SSH-2.0-x\r\n\r\n".to_vec()).unwrap();
-        assert!(nonsense.status().is_err());
-    }
-
-    #[test]
-    fn finds_tokens_in_lists() {
-        let head = Head::parse(b"x\r\nConnection: keep-alive, Upgrade\r\n\r\n".to_vec()).unwrap();
-        assert!(head.lists("connection", "upgrade"));
-        assert!(!head.lists("connection", "close"));
-    }
-}

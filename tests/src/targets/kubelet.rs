@@ -45,7 +45,6 @@ mod streams;
 /// - `script=send-then-sink&bytes=N`: sends N bytes of sequence 0 (their beginning together with
 ///   the 101) and FIN, then reads to FIN;
 /// - `script=reset`: after the first byte sends 64 KiB, then a TCP reset;
-/// - `script=silent`: reads to FIN; `script=deaf`: does not even read;
 /// - `refuse=STATUS`: no upgrade, but an answer with that status and a body, with `&id=N` that of
 ///   [`refusal`];
 /// - `mismatch=true`: a 101 for a protocol other than the requested one.

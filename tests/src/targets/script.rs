@@ -20,8 +20,8 @@ pub(crate) enum Script {
     SinkThenSend { bytes: u64, digest: bool },
     /// Sends `bytes` of sequence 0 and FIN, then reads to FIN.
     SendThenSink { bytes: u64 },
-    /// Reads one byte if it `waits`, sends `bytes` of sequence 0, then resets.
-    Reset { waits: bool, bytes: u64 },
+    /// Reads one byte, sends `bytes` of sequence 0, then resets.
+    Reset { bytes: u64 },
     /// Reads to FIN and sends nothing.
     Silent,
     /// Neither reads nor sends.
@@ -43,12 +43,7 @@ impl Script {
                 digest: true,
             }),
             Some("send-then-sink") => Some(Self::SendThenSink { bytes }),
-            Some("reset") => Some(Self::Reset {
-                waits: true,
-                bytes: 64 * 1024,
-            }),
-            Some("silent") => Some(Self::Silent),
-            Some("deaf") => Some(Self::Deaf),
+            Some("reset") => Some(Self::Reset { bytes: 64 * 1024 }),
             Some(_) => None,
         }
     }
@@ -64,18 +59,18 @@ impl Script {
         if let Self::SendThenSink { bytes } = self {
             send_bytes(wire, head, 0, bytes).await?;
             wire.finish().await?;
-            log.push(sink(wire, traffic).await?);
+            log.push(receive(wire, traffic, false).await?);
             return Ok(After::Close);
         }
         wire.write_all(&head).await?;
         wire.flush().await?;
         match self {
             Self::Echo => {
-                log.push(echo(wire, traffic).await?);
+                log.push(receive(wire, traffic, true).await?);
                 Ok(After::Close)
             }
             Self::SinkThenSend { bytes, digest } => {
-                let received = sink(wire, traffic).await?;
+                let received = receive(wire, traffic, false).await?;
                 let line = if digest {
                     format!("{}\n", received.sha256)
                 } else {
@@ -85,15 +80,15 @@ impl Script {
                 send_bytes(wire, line.into_bytes(), 0, bytes).await?;
                 Ok(After::Close)
             }
-            Self::Reset { waits, bytes } => {
-                if waits && wire.read(&mut [0]).await? > 0 {
+            Self::Reset { bytes } => {
+                if wire.read(&mut [0]).await? > 0 {
                     traffic.count_bytes_in(1);
                 }
                 send_bytes(wire, Vec::new(), 0, bytes).await?;
                 Ok(After::Reset)
             }
             Self::SendThenSink { .. } | Self::Silent => {
-                log.push(sink(wire, traffic).await?);
+                log.push(receive(wire, traffic, false).await?);
                 Ok(After::Close)
             }
             Self::Deaf => std::future::pending().await,
@@ -129,7 +124,8 @@ impl ReceivedLog {
     }
 }
 
-async fn echo(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
+/// Reads to FIN, and sends the data back if the target `echoes`.
+async fn receive(wire: &mut Wire, traffic: &Traffic, echoes: bool) -> io::Result<Received> {
     let mut digest = Sha256::new();
     let mut buf = vec![0; BUFFER_BYTES];
     loop {
@@ -139,25 +135,10 @@ async fn echo(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
         };
         digest.update(data);
         traffic.count_bytes_in(n);
-        wire.write_all(data).await?;
-        wire.flush().await?;
-    }
-    Ok(Received {
-        bytes: digest.bytes(),
-        sha256: digest.finish(),
-    })
-}
-
-async fn sink(wire: &mut Wire, traffic: &Traffic) -> io::Result<Received> {
-    let mut digest = Sha256::new();
-    let mut buf = vec![0; BUFFER_BYTES];
-    loop {
-        let n = wire.read(&mut buf).await?;
-        let Some(data) = buf.get(..n).filter(|data| !data.is_empty()) else {
-            break;
-        };
-        digest.update(data);
-        traffic.count_bytes_in(n);
+        if echoes {
+            wire.write_all(data).await?;
+            wire.flush().await?;
+        }
     }
     Ok(Received {
         bytes: digest.bytes(),
