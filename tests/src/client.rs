@@ -9,8 +9,8 @@ mod raw_request;
 mod tls;
 mod upgrade;
 
-pub use crate::targets::BodyEnd;
-pub use byte_stream::{ByteStream, Reading};
+pub use crate::targets::{BodyEnd, ByteStream};
+pub use byte_stream::Reading;
 pub use connect::{Bytes, EgressDialer, Tunnel, ask_through, over_tls};
 pub use endpoint::Endpoint;
 pub use exchange::{Exchange, HttpReply, KeepAliveClient, request};

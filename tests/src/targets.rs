@@ -6,6 +6,7 @@
 mod accept;
 mod answers;
 mod body;
+mod byte_stream;
 mod data;
 mod exporter;
 mod head;
@@ -17,10 +18,10 @@ mod raw;
 mod recorder;
 mod script;
 mod tls;
-mod wire;
 
 pub use accept::Traffic;
 pub use body::BodyEnd;
+pub use byte_stream::ByteStream;
 pub use data::{Sha256, deterministic_bytes, repeated_block, sha256_hex};
 pub use exporter::Exporter;
 pub use hostile::{HostileAction, HostileTarget};
@@ -34,4 +35,3 @@ pub use tls::TargetTls;
 pub(crate) use body::{BodyReader, Framing};
 pub(crate) use data::websocket_accept;
 pub(crate) use head::{Head, first_value};
-pub(crate) use wire::Wire;

@@ -1,22 +1,10 @@
-//! Raw byte streams: of a TCP listener, or after a 101.
-
-use std::io;
-use std::pin::Pin;
-use std::task::{Context as TaskContext, Poll};
+//! What a test sends and receives on a raw byte stream: of a TCP listener, or after a 101.
 
 use anyhow::{Context, Result};
-use rustls_pki_types::CertificateDer;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::{BodyEnd, Endpoint};
-use crate::targets::{Wire, sha256_hex};
-
-/// A connection with uninterpreted bytes. Both directions end separately. A TLS end without
-/// close_notify is a read error of kind `UnexpectedEof`.
-#[derive(Debug)]
-pub struct ByteStream {
-    wire: Wire,
-}
+use super::{BodyEnd, ByteStream, Endpoint};
+use crate::targets::sha256_hex;
 
 /// All data up to the end of a direction.
 #[derive(Debug, Clone)]
@@ -32,11 +20,7 @@ impl ByteStream {
     /// # Errors
     /// Returns an error if there is no connection or no TLS session.
     pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
-        Ok(Self::new(endpoint.into().connect().await?))
-    }
-
-    pub(crate) fn new(wire: Wire) -> Self {
-        Self { wire }
+        endpoint.into().connect().await
     }
 
     /// Writes all of `data` and flushes.
@@ -44,16 +28,8 @@ impl ByteStream {
     /// # Errors
     /// Returns an error if the connection is broken.
     pub async fn send(&mut self, data: &[u8]) -> Result<()> {
-        self.wire.write_all(data).await.context("send")?;
-        self.wire.flush().await.context("flush")
-    }
-
-    /// Ends the sending direction: FIN, over TLS close_notify.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
-    pub async fn finish(&mut self) -> Result<()> {
-        self.wire.finish().await.context("end our direction")
+        self.write_all(data).await.context("send")?;
+        self.flush().await.context("flush")
     }
 
     /// Reads exactly `n` bytes.
@@ -62,8 +38,7 @@ impl ByteStream {
     /// Returns an error if the stream ended before them.
     pub async fn receive(&mut self, n: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; n];
-        self.wire
-            .read_exact(&mut bytes)
+        self.read_exact(&mut bytes)
             .await
             .with_context(|| format!("receive {n} bytes"))?;
         Ok(bytes)
@@ -72,7 +47,7 @@ impl ByteStream {
     /// Reads until the peer ends its direction.
     pub async fn read_to_end(&mut self) -> Reading {
         let mut bytes = Vec::new();
-        let ended = match self.wire.read_to_end(&mut bytes).await {
+        let ended = match AsyncReadExt::read_to_end(self, &mut bytes).await {
             Ok(_) => BodyEnd::CleanClose,
             Err(error) => BodyEnd::Reset(error.kind()),
         };
@@ -99,53 +74,11 @@ impl ByteStream {
         );
         Ok(Reading { bytes, ended })
     }
-
-    /// Cuts the connection with a TCP reset. Dropping ends the connection with FIN, or with a reset
-    /// if bytes are unread.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
-    pub async fn reset(self) -> Result<()> {
-        self.wire.reset().await.context("reset")
-    }
-
-    /// Returns the certificate that the peer presented over TLS.
-    pub fn peer_certificate(&self) -> Option<&CertificateDer<'static>> {
-        self.wire.peer_certificate()
-    }
 }
 
 impl Reading {
     /// Returns the SHA-256 of the bytes in lower-case hexadecimal.
     pub fn sha256(&self) -> String {
         sha256_hex(&self.bytes)
-    }
-}
-
-impl AsyncRead for ByteStream {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut TaskContext<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.wire).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for ByteStream {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut TaskContext<'_>,
-        data: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.wire).poll_write(cx, data)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.wire).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.wire).poll_shutdown(cx)
     }
 }

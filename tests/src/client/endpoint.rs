@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use tokio::net::{TcpSocket, TcpStream};
 
 use super::ClientTls;
-use crate::targets::Wire;
+use crate::targets::ByteStream;
 
 /// An address to connect to, plain or with TLS.
 #[derive(Debug, Clone)]
@@ -46,17 +46,17 @@ impl Endpoint {
         }
     }
 
-    pub(crate) async fn connect(&self) -> Result<Wire> {
+    pub(crate) async fn connect(&self) -> Result<ByteStream> {
         let addr = self.addr;
         let tcp = connect(self.source, addr)
             .await
             .with_context(|| format!("connect to {addr}"))?;
         tcp.set_nodelay(true).context("set TCP_NODELAY")?;
         let Some(tls) = &self.tls else {
-            return Ok(Wire::plain(tcp));
+            return Ok(ByteStream::plain(tcp));
         };
         let stream = tls.connector().connect(tls.server_name(), tcp).await;
-        Ok(Wire::tls(
+        Ok(ByteStream::tls(
             stream.with_context(|| format!("TLS handshake with {addr}"))?,
         ))
     }

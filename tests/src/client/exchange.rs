@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use bytes::{Bytes, BytesMut};
 
 use super::{BodyEnd, Endpoint, RawRequest};
-use crate::targets::{BodyReader, Framing, Head, Wire, first_value, sha256_hex};
+use crate::targets::{BodyReader, ByteStream, Framing, Head, first_value, sha256_hex};
 
 /// Sends `request` on a new connection and reads the answer to its end.
 ///
@@ -60,7 +60,7 @@ pub struct Exchange {
     body: BodyReader,
     /// Body bytes that [`Self::line`] has not used yet.
     partial: BytesMut,
-    wire: Wire,
+    wire: ByteStream,
 }
 
 impl Exchange {
@@ -72,7 +72,7 @@ impl Exchange {
         Self::on(endpoint.into().connect().await?, request).await
     }
 
-    pub(crate) async fn on(mut wire: Wire, request: &RawRequest) -> Result<Self> {
+    pub(crate) async fn on(mut wire: ByteStream, request: &RawRequest) -> Result<Self> {
         let mut interim = Vec::new();
         let head = send(&mut wire, request, &mut interim)
             .await
@@ -154,7 +154,7 @@ impl Exchange {
         self.wire.reset().await.context("reset")
     }
 
-    pub(crate) async fn complete(mut self) -> (HttpReply, Wire) {
+    pub(crate) async fn complete(mut self) -> (HttpReply, ByteStream) {
         let mut body = Vec::new();
         let ended = loop {
             while let Some(data) = self.data().await {
@@ -185,7 +185,7 @@ impl Exchange {
         )
     }
 
-    pub(crate) fn into_wire(self) -> Wire {
+    pub(crate) fn into_stream(self) -> ByteStream {
         self.wire
     }
 }
@@ -194,7 +194,7 @@ impl Exchange {
 #[derive(Debug)]
 pub struct KeepAliveClient {
     /// `None` after an exchange that failed.
-    wire: Option<Wire>,
+    wire: Option<ByteStream>,
 }
 
 impl KeepAliveClient {
@@ -238,7 +238,7 @@ impl KeepAliveClient {
 }
 
 /// Sends `request` and reads heads until that of the final answer or of a 101.
-async fn send(wire: &mut Wire, request: &RawRequest, interim: &mut Vec<u16>) -> io::Result<Head> {
+async fn send(wire: &mut ByteStream, request: &RawRequest, interim: &mut Vec<u16>) -> io::Result<Head> {
     let mut bytes = request.head_bytes();
     let mut waits = request.waits_for_continue();
     if !waits {

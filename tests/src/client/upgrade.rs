@@ -106,7 +106,7 @@ impl UpgradeClient {
         self.check(&headers)?;
         Ok(Upgraded::Switched {
             headers,
-            stream: ByteStream::new(exchange.into_wire()),
+            stream: exchange.into_stream(),
         })
     }
 

@@ -11,8 +11,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::byte_stream::ByteStream;
 use super::tls::TargetTls;
-use super::wire::Wire;
 
 /// Counters of a target's connections.
 #[derive(Debug, Default)]
@@ -20,8 +20,6 @@ pub struct Traffic {
     accepted: AtomicU64,
     open: AtomicU64,
     requests: AtomicU64,
-    fins: AtomicU64,
-    cuts: AtomicU64,
     bytes_in: AtomicU64,
 }
 
@@ -41,18 +39,6 @@ impl Traffic {
         self.requests.load(SeqCst)
     }
 
-    /// Returns the number of connections whose peer ended its direction cleanly: FIN, over TLS
-    /// close_notify.
-    pub fn fins(&self) -> u64 {
-        self.fins.load(SeqCst)
-    }
-
-    /// Returns the number of connections that the peer cut: TCP reset, or a TLS end without
-    /// close_notify.
-    pub fn cuts(&self) -> u64 {
-        self.cuts.load(SeqCst)
-    }
-
     /// Returns the number of received bytes (raw targets; hostile ones during `Hold`).
     pub fn bytes_in(&self) -> u64 {
         self.bytes_in.load(SeqCst)
@@ -60,14 +46,6 @@ impl Traffic {
 
     pub(crate) fn count_request(&self) {
         self.requests.fetch_add(1, SeqCst);
-    }
-
-    pub(crate) fn count_fin(&self) {
-        self.fins.fetch_add(1, SeqCst);
-    }
-
-    pub(crate) fn count_cut(&self) {
-        self.cuts.fetch_add(1, SeqCst);
     }
 
     pub(crate) fn count_bytes_in(&self, n: usize) {
@@ -92,7 +70,7 @@ impl Listening {
         serve: S,
     ) -> Result<Self>
     where
-        S: Fn(Wire, Arc<Traffic>) -> Fut + Clone + Send + 'static,
+        S: Fn(ByteStream, Arc<Traffic>) -> Fut + Clone + Send + 'static,
         Fut: Future<Output = io::Result<()>> + Send + 'static,
     {
         let listener = TcpListener::bind(bind)
@@ -113,10 +91,10 @@ impl Listening {
                     // delayed ACKs.
                     tcp.set_nodelay(true)?;
                     let wire = match tls {
-                        Some(tls) => Wire::tls(tls.acceptor().accept(tcp).await?),
-                        None => Wire::plain(tcp),
+                        Some(tls) => ByteStream::tls(tls.acceptor().accept(tcp).await?),
+                        None => ByteStream::plain(tcp),
                     };
-                    serve(wire.observed_by(Arc::clone(&traffic)), traffic).await
+                    serve(wire, traffic).await
                 }
             },
         ));

@@ -7,9 +7,9 @@ use tokio::io::AsyncWriteExt;
 
 use super::accept::Traffic;
 use super::body::{BodyReader, Framing};
+use super::byte_stream::ByteStream;
 use super::data::ByteSource;
 use super::head::Head;
-use super::wire::Wire;
 
 /// The treatment of the connection after an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub(crate) struct Request {
 
 impl Request {
     /// Reads the next request, or returns `None` at the clean end of the connection.
-    pub(crate) async fn read(wire: &mut Wire, traffic: &Traffic) -> io::Result<Option<Self>> {
+    pub(crate) async fn read(wire: &mut ByteStream, traffic: &Traffic) -> io::Result<Option<Self>> {
         let Some(raw) = wire.read_head().await? else {
             return Ok(None);
         };
@@ -56,7 +56,7 @@ impl Request {
     }
 
     /// Applies `after`, and returns the wire if another request may follow.
-    pub(crate) async fn settle(mut self, mut wire: Wire, after: After) -> io::Result<Option<Wire>> {
+    pub(crate) async fn settle(mut self, mut wire: ByteStream, after: After) -> io::Result<Option<ByteStream>> {
         match after {
             After::Reset => wire.reset().await.map(|()| None),
             After::Close => wire.close().await.map(|()| None),
@@ -120,7 +120,7 @@ impl Request {
     /// Sends a complete answer with Content-Length.
     pub(crate) async fn answer(
         &self,
-        wire: &mut Wire,
+        wire: &mut ByteStream,
         status: u16,
         body: &str,
     ) -> io::Result<After> {
@@ -150,7 +150,7 @@ pub(crate) fn segments(path: &str) -> Vec<&str> {
 /// Sends `head` followed by the first `n` bytes of sequence `seed`. The beginning of both is one
 /// write.
 pub(crate) async fn send_bytes(
-    wire: &mut Wire,
+    wire: &mut ByteStream,
     head: Vec<u8>,
     seed: u64,
     n: u64,
@@ -163,7 +163,7 @@ pub(crate) async fn send_bytes(
 
 /// Like [`send_bytes`], with each piece of 16 KiB as a chunk. The last chunk is not sent.
 pub(crate) async fn send_chunks(
-    wire: &mut Wire,
+    wire: &mut ByteStream,
     head: Vec<u8>,
     seed: u64,
     n: u64,
@@ -172,7 +172,7 @@ pub(crate) async fn send_chunks(
 }
 
 async fn send_pieces(
-    wire: &mut Wire,
+    wire: &mut ByteStream,
     head: Vec<u8>,
     seed: u64,
     n: u64,

@@ -4,8 +4,8 @@ use std::io;
 
 use bytes::{Bytes, BytesMut};
 
+use super::byte_stream::ByteStream;
 use super::head::Head;
-use super::wire::Wire;
 
 /// The end of a body or a byte stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,7 +70,7 @@ impl Framing {
     }
 }
 
-/// Reads one body from a [`Wire`].
+/// Reads one body from a [`ByteStream`].
 #[derive(Debug)]
 pub(crate) struct BodyReader {
     state: State,
@@ -124,7 +124,7 @@ impl BodyReader {
     }
 
     /// Returns the next bytes, or `None` once the body has ended. Cancel-safe.
-    pub(crate) async fn data(&mut self, wire: &mut Wire) -> Option<Bytes> {
+    pub(crate) async fn data(&mut self, wire: &mut ByteStream) -> Option<Bytes> {
         while self.ended().is_none() {
             match self.advance(wire.ahead()) {
                 Ok(Progress::Data(data)) => return Some(data),

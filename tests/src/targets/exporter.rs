@@ -11,10 +11,10 @@ use tokio::sync::watch;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::{After, Request, chunk, last_chunk, segments, send_bytes, send_chunks};
+use super::byte_stream::ByteStream;
 use super::data::{ByteSource, Sha256, repeated_block};
 use super::line_stream::{FollowOptions, LineStream};
 use super::tls::TargetTls;
-use super::wire::Wire;
 
 /// An HTTP/1.1 server with keep-alive.
 ///
@@ -93,7 +93,7 @@ impl Exporter {
     }
 }
 
-async fn serve(site: Arc<Site>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+async fn serve(site: Arc<Site>, mut wire: ByteStream, traffic: Arc<Traffic>) -> io::Result<()> {
     while let Some(mut request) = Request::read(&mut wire, &traffic).await? {
         let after = site.answer(&mut wire, &mut request, &traffic).await?;
         match request.settle(wire, after).await? {
@@ -123,7 +123,7 @@ impl Site {
 
     pub(crate) async fn answer(
         &self,
-        wire: &mut Wire,
+        wire: &mut ByteStream,
         request: &mut Request,
         traffic: &Traffic,
     ) -> io::Result<After> {
@@ -198,7 +198,7 @@ impl Site {
 
     async fn bytes(
         &self,
-        wire: &mut Wire,
+        wire: &mut ByteStream,
         request: &Request,
         n: Option<u64>,
         kind: BodyKind,
@@ -237,7 +237,7 @@ impl Site {
         Ok(After::KeepAlive)
     }
 
-    async fn follow(&self, wire: &mut Wire, request: &Request) -> io::Result<After> {
+    async fn follow(&self, wire: &mut ByteStream, request: &Request) -> io::Result<After> {
         let every = request
             .query("interval_ms")
             .and_then(|millis| millis.parse().ok());
@@ -252,7 +252,7 @@ impl Site {
         self.line_stream.follow(wire, request, following).await
     }
 
-    async fn slow_head(&self, wire: &mut Wire, request: &Request) -> io::Result<After> {
+    async fn slow_head(&self, wire: &mut ByteStream, request: &Request) -> io::Result<After> {
         let mut gate = self.gate.subscribe();
         tokio::select! {
             _ = gate.changed() => {}
@@ -271,7 +271,7 @@ enum BodyKind {
     UntilClose,
 }
 
-async fn upload(wire: &mut Wire, request: &mut Request) -> io::Result<After> {
+async fn upload(wire: &mut ByteStream, request: &mut Request) -> io::Result<After> {
     if request.expects_continue() {
         wire.write_all(b"HTTP/1.1 100 Continue\r\n\r\n").await?;
         wire.flush().await?;
@@ -287,7 +287,7 @@ async fn upload(wire: &mut Wire, request: &mut Request) -> io::Result<After> {
     request.answer(wire, 200, &answer).await
 }
 
-async fn repeated(wire: &mut Wire, request: &Request, n: u64) -> io::Result<After> {
+async fn repeated(wire: &mut ByteStream, request: &Request, n: u64) -> io::Result<After> {
     let length = n.to_string();
     let head = request.head(200, &[("Content-Length", &length)]);
     wire.write_all(&head).await?;
@@ -303,7 +303,7 @@ async fn repeated(wire: &mut Wire, request: &Request, n: u64) -> io::Result<Afte
     Ok(After::KeepAlive)
 }
 
-async fn echo(wire: &mut Wire, request: &mut Request) -> io::Result<After> {
+async fn echo(wire: &mut ByteStream, request: &mut Request) -> io::Result<After> {
     let head = request.head(200, &[("Transfer-Encoding", "chunked")]);
     wire.write_all(&head).await?;
     wire.flush().await?;
@@ -316,7 +316,7 @@ async fn echo(wire: &mut Wire, request: &mut Request) -> io::Result<After> {
     Ok(After::KeepAlive)
 }
 
-async fn status(wire: &mut Wire, request: &Request, code: Option<u16>) -> io::Result<After> {
+async fn status(wire: &mut ByteStream, request: &Request, code: Option<u16>) -> io::Result<After> {
     match code.filter(|code| (200..=999).contains(code)) {
         Some(code) => {
             request
@@ -327,7 +327,7 @@ async fn status(wire: &mut Wire, request: &Request, code: Option<u16>) -> io::Re
     }
 }
 
-async fn trailers(wire: &mut Wire, request: &Request) -> io::Result<After> {
+async fn trailers(wire: &mut ByteStream, request: &Request) -> io::Result<After> {
     let mut answer = request.head(
         200,
         &[("Trailer", "X-Checksum"), ("Transfer-Encoding", "chunked")],

@@ -7,8 +7,8 @@ use anyhow::Result;
 use tokio::io::AsyncWriteExt;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
+use super::byte_stream::ByteStream;
 use super::tls::TargetTls;
-use super::wire::Wire;
 
 /// Executes its steps on each of its connections. After the last step it ends with FIN, over TLS
 /// with close_notify.
@@ -68,7 +68,7 @@ impl HostileTarget {
 }
 
 async fn act(
-    mut wire: Wire,
+    mut wire: ByteStream,
     traffic: Arc<Traffic>,
     actions: Arc<[HostileAction]>,
 ) -> io::Result<()> {

@@ -1,15 +1,14 @@
 //! A hostile target that accepts all data over TLS with a given certificate, and captures it.
 
 use std::io;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
 
 use anyhow::Result;
 use rustls::sign::CertifiedKey;
 use rustls::version::{TLS12, TLS13};
 use rustls_pki_types::CertificateDer;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio_util::io::InspectReader;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, target_methods};
 use super::tls::{Presented, TargetTls};
@@ -50,10 +49,10 @@ impl ImpostorTarget {
         let captured = Arc::new(Mutex::new(Captured::default()));
         let shared = Arc::clone(&captured);
         let listening = Listening::start(ANY_LOOPBACK_PORT, None, move |wire, _traffic| {
-            let capturing = CapturingIo {
-                wire,
-                captured: Arc::clone(&shared),
-            };
+            let captured = Arc::clone(&shared);
+            let capturing = InspectReader::new(wire, move |bytes: &[u8]| {
+                lock(&captured).wire.extend_from_slice(bytes);
+            });
             serve(tls.clone(), capturing, Arc::clone(&shared))
         });
         Ok(Self {
@@ -113,42 +112,4 @@ where
 
 fn lock(captured: &Mutex<Captured>) -> MutexGuard<'_, Captured> {
     captured.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A connection whose incoming bytes are captured.
-struct CapturingIo<S> {
-    wire: S,
-    captured: Arc<Mutex<Captured>>,
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for CapturingIo<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        let read = Pin::new(&mut self.wire).poll_read(context, buffer);
-        let fresh = buffer.filled().get(before..).unwrap_or_default();
-        lock(&self.captured).wire.extend_from_slice(fresh);
-        read
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for CapturingIo<S> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        data: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.wire).poll_write(context, data)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.wire).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.wire).poll_shutdown(context)
-    }
 }

@@ -9,13 +9,13 @@ use tokio::io::AsyncWriteExt;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::{After, Request, segments};
+use super::byte_stream::ByteStream;
 use super::data::{sha256_hex, websocket_accept};
 use super::exporter::Site;
 use super::head::Head;
 use super::line_stream::FollowOptions;
 use super::script::{Received, ReceivedLog, Script};
 use super::tls::TargetTls;
-use super::wire::Wire;
 pub use access::Access;
 use streams::Streams;
 
@@ -148,7 +148,7 @@ struct Served {
     access: Option<Access>,
 }
 
-async fn serve(served: Arc<Served>, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+async fn serve(served: Arc<Served>, mut wire: ByteStream, traffic: Arc<Traffic>) -> io::Result<()> {
     let Served { site, log, access } = &*served;
     while let Some(mut request) = Request::read(&mut wire, &traffic).await? {
         let path = request.path().to_owned();
@@ -222,7 +222,7 @@ async fn serve(served: Arc<Served>, mut wire: Wire, traffic: Arc<Traffic>) -> io
 
 async fn logs(
     site: &Site,
-    wire: &mut Wire,
+    wire: &mut ByteStream,
     request: &Request,
     first_line: String,
 ) -> io::Result<After> {
@@ -237,7 +237,7 @@ async fn logs(
 }
 
 async fn upgrade(
-    wire: &mut Wire,
+    wire: &mut ByteStream,
     request: &Request,
     traffic: &Traffic,
     log: &ReceivedLog,

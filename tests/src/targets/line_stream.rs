@@ -8,7 +8,7 @@ use tokio::sync::broadcast::{self, error::RecvError};
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use super::answers::{After, Request, chunk, last_chunk};
-use super::wire::Wire;
+use super::byte_stream::ByteStream;
 
 /// Sends lines to all followers of a target.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl LineStream {
     /// so slow that lines were lost. In the last case the connection is cut.
     pub(crate) async fn follow(
         &self,
-        wire: &mut Wire,
+        wire: &mut ByteStream,
         request: &Request,
         following: FollowOptions,
     ) -> io::Result<After> {

@@ -8,8 +8,8 @@ use anyhow::Result;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
 use super::answers::After;
+use super::byte_stream::ByteStream;
 use super::script::{ReceivedLog, Script};
-use super::wire::Wire;
 
 /// A target that sends back received data until FIN, then FIN.
 #[derive(Debug)]
@@ -107,7 +107,7 @@ async fn start(bind: SocketAddr, script: Script) -> Result<Listening> {
     Listening::start(bind, None, move |wire, traffic| run(script, wire, traffic)).await
 }
 
-async fn run(script: Script, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+async fn run(script: Script, mut wire: ByteStream, traffic: Arc<Traffic>) -> io::Result<()> {
     let log = ReceivedLog::default();
     match script.act(&mut wire, Vec::new(), &traffic, &log).await? {
         After::KeepAlive | After::Close => wire.close().await,

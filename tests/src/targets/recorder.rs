@@ -9,7 +9,7 @@ use anyhow::Result;
 use tokio::io::AsyncWriteExt;
 
 use super::accept::{ANY_LOOPBACK_PORT, Listening, Traffic, target_methods};
-use super::wire::Wire;
+use super::byte_stream::ByteStream;
 use crate::strict_http::{Parsed, StrictRequest, parse};
 
 /// A target that answers each complete request with 200 and `METHOD TARGET by NAME`. Connections
@@ -93,7 +93,7 @@ struct Recording {
 }
 
 impl Recording {
-    async fn serve(self, mut wire: Wire, traffic: Arc<Traffic>) -> io::Result<()> {
+    async fn serve(self, mut wire: ByteStream, traffic: Arc<Traffic>) -> io::Result<()> {
         loop {
             match parse(wire.ahead()) {
                 Ok(Parsed::Whole(request, taken)) => {

@@ -7,8 +7,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::accept::Traffic;
 use super::answers::{After, Request, send_bytes};
+use super::byte_stream::ByteStream;
 use super::data::Sha256;
-use super::wire::Wire;
 
 /// One script for a byte stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,7 +51,7 @@ impl Script {
     /// Sends `head` and runs the script. Data that was read to its end is recorded in `log`.
     pub(crate) async fn act(
         self,
-        wire: &mut Wire,
+        wire: &mut ByteStream,
         head: Vec<u8>,
         traffic: &Traffic,
         log: &ReceivedLog,
@@ -125,7 +125,7 @@ impl ReceivedLog {
 }
 
 /// Reads to FIN, and sends the data back if the target `echoes`.
-async fn receive(wire: &mut Wire, traffic: &Traffic, echoes: bool) -> io::Result<Received> {
+async fn receive(wire: &mut ByteStream, traffic: &Traffic, echoes: bool) -> io::Result<Received> {
     let mut digest = Sha256::new();
     let mut buf = vec![0; BUFFER_BYTES];
     loop {

@@ -13,7 +13,7 @@ use tunnel_proto::identity::common_name;
 use tunnel_proto::tls;
 
 use crate::targets::answers::Request;
-use crate::targets::wire::Wire;
+use crate::targets::byte_stream::ByteStream;
 
 /// Permissions by certificate and by token.
 #[derive(Debug)]
@@ -51,7 +51,7 @@ impl Access {
         self
     }
 
-    pub(super) fn authorize(&self, wire: &Wire, request: &Request) -> Result<(), Denied> {
+    pub(super) fn authorize(&self, wire: &ByteStream, request: &Request) -> Result<(), Denied> {
         let unauthorized = || (401, "Unauthorized".to_owned());
         let forbidden = |user: &str| {
             let subresource = request.path().split('/').nth(1).unwrap_or_default();

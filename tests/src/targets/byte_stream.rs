@@ -2,7 +2,6 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -12,66 +11,43 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsStream;
+use tokio_util::either::Either;
 
-use super::Traffic;
-
-/// A connection of a target or of a test client.
+/// A connection of a target or of a test client, with uninterpreted bytes.
 ///
 /// Both directions end separately: shutting down the write half sends FIN (over TLS close_notify
 /// and FIN) and leaves the read half open. The end of a TLS stream without close_notify is an error
-/// of kind `UnexpectedEof`.
+/// of kind `UnexpectedEof`. Dropping ends the connection with FIN, or with a reset if bytes are
+/// unread.
 #[derive(Debug)]
-pub(crate) struct Wire {
-    stream: Stream,
+pub struct ByteStream {
+    stream: Either<TcpStream, Box<TlsStream<TcpStream>>>,
     ahead: BytesMut,
     scratch: Box<[u8]>,
-    observer: Option<Observer>,
 }
 
-#[derive(Debug)]
-enum Stream {
-    Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
-}
-
-/// Reports once to a target's [`Traffic`] how its peer ended.
-#[derive(Debug)]
-struct Observer {
-    traffic: Arc<Traffic>,
-    is_counted: bool,
-}
-
-impl Wire {
+impl ByteStream {
     pub(crate) fn plain(stream: TcpStream) -> Self {
-        Self::new(Stream::Plain(stream))
+        Self::new(Either::Left(stream))
     }
 
     pub(crate) fn tls(stream: impl Into<TlsStream<TcpStream>>) -> Self {
-        Self::new(Stream::Tls(Box::new(stream.into())))
+        Self::new(Either::Right(Box::new(stream.into())))
     }
 
-    pub(crate) fn observed_by(mut self, traffic: Arc<Traffic>) -> Self {
-        self.observer = Some(Observer {
-            traffic,
-            is_counted: false,
-        });
-        self
-    }
-
-    fn new(stream: Stream) -> Self {
+    fn new(stream: Either<TcpStream, Box<TlsStream<TcpStream>>>) -> Self {
         Self {
             stream,
             ahead: BytesMut::new(),
             scratch: vec![0; READ_BYTES].into(),
-            observer: None,
         }
     }
 
-    /// Returns the certificate that the peer presented, if any.
-    pub(crate) fn peer_certificate(&self) -> Option<&CertificateDer<'static>> {
+    /// Returns the certificate that the peer presented over TLS.
+    pub fn peer_certificate(&self) -> Option<&CertificateDer<'static>> {
         match &self.stream {
-            Stream::Plain(_) => None,
-            Stream::Tls(tls) => tls.get_ref().1.peer_certificates()?.first(),
+            Either::Left(_) => None,
+            Either::Right(tls) => tls.get_ref().1.peer_certificates()?.first(),
         }
     }
 
@@ -143,8 +119,11 @@ impl Wire {
         .await
     }
 
-    /// Sends everything written so far and ends this direction.
-    pub(crate) async fn finish(&mut self) -> io::Result<()> {
+    /// Sends everything written so far and ends this direction: FIN, over TLS close_notify.
+    ///
+    /// # Errors
+    /// Returns an error if the connection is broken.
+    pub async fn finish(&mut self) -> io::Result<()> {
         self.stream.shutdown().await
     }
 
@@ -164,7 +143,10 @@ impl Wire {
     /// Cuts the connection with a TCP reset, over TLS without close_notify.
     ///
     /// As with any reset, bytes that the peer's kernel has not accepted yet are lost.
-    pub(crate) async fn reset(mut self) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// Returns an error if the connection is broken.
+    pub async fn reset(mut self) -> io::Result<()> {
         self.stream.flush().await?;
         self.tcp().set_zero_linger()
     }
@@ -176,8 +158,8 @@ impl Wire {
 
     pub(crate) fn tcp(&self) -> &TcpStream {
         match &self.stream {
-            Stream::Plain(tcp) => tcp,
-            Stream::Tls(tls) => tls.get_ref().0,
+            Either::Left(tcp) => tcp,
+            Either::Right(tls) => tls.get_ref().0,
         }
     }
 
@@ -186,12 +168,11 @@ impl Wire {
         let end = ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buf));
         let read = end.map(|()| buf.filled().len());
         self.ahead.extend_from_slice(buf.filled());
-        observe(&mut self.observer, &read);
         Poll::Ready(read)
     }
 }
 
-impl AsyncRead for Wire {
+impl AsyncRead for ByteStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -201,11 +182,7 @@ impl AsyncRead for Wire {
             return Poll::Ready(Ok(()));
         }
         if self.ahead.is_empty() {
-            let before = buf.filled().len();
-            let end = ready!(Pin::new(&mut self.stream).poll_read(cx, buf));
-            let read = end.map(|()| buf.filled().len() - before);
-            observe(&mut self.observer, &read);
-            return Poll::Ready(read.map(drop));
+            return Pin::new(&mut self.stream).poll_read(cx, buf);
         }
         let n = self.ahead.len().min(buf.remaining());
         self.ahead.copy_to_slice(buf.initialize_unfilled_to(n));
@@ -214,7 +191,7 @@ impl AsyncRead for Wire {
     }
 }
 
-impl AsyncWrite for Wire {
+impl AsyncWrite for ByteStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -229,68 +206,6 @@ impl AsyncWrite for Wire {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-}
-
-impl AsyncRead for Stream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_read(cx, buf),
-            Self::Tls(tls) => Pin::new(tls).poll_read(cx, buf),
-        }
-    }
-}
-
-impl AsyncWrite for Stream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        data: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_write(cx, data),
-            Self::Tls(tls) => Pin::new(tls).poll_write(cx, data),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_flush(cx),
-            Self::Tls(tls) => Pin::new(tls).poll_flush(cx),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(tcp) => Pin::new(tcp).poll_shutdown(cx),
-            Self::Tls(tls) => Pin::new(tls).poll_shutdown(cx),
-        }
-    }
-}
-
-fn observe(observer: &mut Option<Observer>, read: &io::Result<usize>) {
-    let Some(Observer {
-        traffic,
-        is_counted,
-    }) = observer
-    else {
-        return;
-    };
-    match read {
-        _ if *is_counted => {}
-        Ok(0) => {
-            *is_counted = true;
-            traffic.count_fin();
-        }
-        Ok(_) => {}
-        Err(_) => {
-            *is_counted = true;
-            traffic.count_cut();
-        }
     }
 }
 
