@@ -32,7 +32,7 @@ mod watching;
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -51,7 +51,7 @@ use admission::key;
 use connection::Listening;
 use faults::Faults;
 use http::{Service, shown};
-
+use kinds::Kind;
 use pki::Pki;
 use record::RequestLog;
 use store::Store;
@@ -189,14 +189,7 @@ impl FakeApiServer {
 
     fn kubeconfig(&self, name: &str, user: &Value, namespace: &str) -> Result<PathBuf> {
         let ca = self.scratch.file("ca.crt", self.pki.ca_pem())?;
-        let cluster =
-            json!({ "server": format!("https://{}", self.addr()), "certificate-authority": ca });
-        let config = json!({
-            "apiVersion": "v1", "kind": "Config", "current-context": "test",
-            "clusters": [{ "name": "test", "cluster": cluster }],
-            "users": [{ "name": name, "user": user }],
-            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": name, "namespace": namespace } }],
-        });
+        let config = kubeconfig(self.addr(), &ca, user, namespace);
         Ok(self
             .scratch
             .file(&format!("{name}.kubeconfig"), config.to_string())?)
@@ -251,10 +244,7 @@ impl FakeApiServer {
     /// # Errors
     /// Returns an error if there is no such kind, or the object has no name.
     pub fn put(&self, plural: &str, namespace: Option<&str>, mut object: Value) -> Result<()> {
-        let kind = kinds::KINDS
-            .iter()
-            .find(|kind| kind.plural == plural)
-            .with_context(|| format!("no kind {plural}"))?;
+        let kind = Kind::plural(plural).with_context(|| format!("no kind {plural}"))?;
         let name = object["metadata"]["name"]
             .as_str()
             .context("the object has no name")?
@@ -274,7 +264,7 @@ impl FakeApiServer {
 
     /// Returns the stored object, if it exists.
     pub fn get(&self, plural: &str, namespace: Option<&str>, name: &str) -> Option<Value> {
-        let kind = kinds::KINDS.iter().find(|kind| kind.plural == plural)?;
+        let kind = Kind::plural(plural)?;
         let key = key(kind, namespace, name);
         self.service
             .store
@@ -289,7 +279,7 @@ impl FakeApiServer {
         namespace: Option<&str>,
         name: &str,
     ) -> Vec<(u64, Option<Value>)> {
-        let Some(kind) = kinds::KINDS.iter().find(|kind| kind.plural == plural) else {
+        let Some(kind) = Kind::plural(plural) else {
             return Vec::new();
         };
         let key = key(kind, namespace, name);
@@ -303,6 +293,17 @@ impl FakeApiServer {
                 .collect()
         })
     }
+}
+
+/// Returns a kubeconfig for the API server at `addr`, whose certificate file `ca` verifies.
+pub(crate) fn kubeconfig(addr: SocketAddr, ca: &Path, user: &Value, namespace: &str) -> Value {
+    let cluster = json!({ "server": format!("https://{addr}"), "certificate-authority": ca });
+    json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "test",
+        "clusters": [{ "name": "test", "cluster": cluster }],
+        "users": [{ "name": "test", "user": user }],
+        "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test", "namespace": namespace } }],
+    })
 }
 
 /// User name of [`FakeApiServer::admin_kubeconfig`], also used for its files.

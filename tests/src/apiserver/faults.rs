@@ -47,13 +47,7 @@ enum Effect {
 impl Fault {
     /// Answers the request with this status instead.
     pub fn answer(status: Status) -> Self {
-        Self {
-            verbs: Vec::new(),
-            plural: None,
-            user: None,
-            effect: Effect::Answer(status),
-            left: None,
-        }
+        Self::of_all(Effect::Answer(status))
     }
 
     /// Answers a write of an object with a conflict, as if another writer had changed the object in
@@ -66,11 +60,15 @@ impl Fault {
 
     /// Delays the answer by this time.
     pub fn delay(time: Duration) -> Self {
+        Self::of_all(Effect::Delay(time))
+    }
+
+    fn of_all(effect: Effect) -> Self {
         Self {
             verbs: Vec::new(),
             plural: None,
             user: None,
-            effect: Effect::Delay(time),
+            effect,
             left: None,
         }
     }

@@ -82,6 +82,11 @@ impl Kind {
             .find(|kind| kind.group == group && kind.plural == plural)
     }
 
+    /// Returns the first kind with this plural name in any group.
+    pub(super) fn plural(plural: &str) -> Option<&'static Self> {
+        KINDS.iter().find(|kind| kind.plural == plural)
+    }
+
     /// Returns the `apiVersion`: `v1`, `apps/v1`.
     pub(super) fn api_version(&self) -> String {
         if self.group.is_empty() {

@@ -116,9 +116,7 @@ impl Request {
                 .read(|content| self.lookup(content).cloned())
                 .map(|object| Answer::Object(200, object)),
             "list" => self.list(store),
-            "create" => store
-                .write(|content| self.create(content, families))
-                .map(|object| Answer::Object(201, object)),
+            "create" => store.write(|content| self.create(content, families)),
             "update" => store.write(|content| self.update(content, families)),
             "patch" => store.write(|content| self.patch(content, families)),
             "delete" => store.write(|content| self.delete(content)),
@@ -242,7 +240,7 @@ impl Request {
         )
     }
 
-    fn create(&self, content: &mut Content, families: &[IpAddr]) -> Result<Arc<Value>, Status> {
+    fn create(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
         if self.address.name.is_some() {
             return Err(Status::method_not_allowed());
         }
@@ -264,7 +262,7 @@ impl Request {
         content: &mut Content,
         mut object: Value,
         families: &[IpAddr],
-    ) -> Result<Arc<Value>, Status> {
+    ) -> Result<Answer, Status> {
         let kind = self.address.kind;
         let name = name_of(kind, &mut object)?;
         if let Some(namespace) = &self.address.namespace
@@ -287,15 +285,16 @@ impl Request {
         }
         born(kind, &mut object);
         complete(kind, &mut object, None, content, families)?;
-        self.keep(content, &name, object)
+        let stored = self.keep(content, &name, object);
+        Ok(Answer::Object(201, stored))
     }
 
     /// Stores the object, unless the request is a dry run.
-    fn keep(&self, content: &mut Content, name: &str, object: Value) -> Result<Arc<Value>, Status> {
+    fn keep(&self, content: &mut Content, name: &str, object: Value) -> Arc<Value> {
         if self.query.get("dryRun").is_some() {
-            return Ok(Arc::new(object));
+            return Arc::new(object);
         }
-        Ok(content.put(self.key(name), object))
+        content.put(self.key(name), object)
     }
 
     fn update(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
@@ -313,15 +312,12 @@ impl Request {
                 return Err(Status::conflict(self.address.kind, self.name()));
             }
             object["metadata"]["name"] = self.name().into();
-            return self
-                .insert(content, object, families)
-                .map(|object| Answer::Object(201, object));
+            return self.insert(content, object, families);
         };
         if object["metadata"]["name"].is_null() {
             return Err(Status::bad_request("name must be provided"));
         }
         self.replace(content, &old, object, families)
-            .map(|object| Answer::Object(200, object))
     }
 
     fn patch(&self, content: &mut Content, families: &[IpAddr]) -> Result<Answer, Status> {
@@ -346,9 +342,7 @@ impl Request {
                 let mut new = patch;
                 check_frame(&self.address, &mut new)?;
                 new["metadata"]["name"] = self.name().into();
-                return self
-                    .insert(content, new, families)
-                    .map(|object| Answer::Object(201, object));
+                return self.insert(content, new, families);
             }
         }
         let old = old?;
@@ -371,7 +365,6 @@ impl Request {
         }
         check_frame(&self.address, &mut new)?;
         self.replace(content, &old, new, families)
-            .map(|object| Answer::Object(200, object))
     }
 
     fn replace(
@@ -380,7 +373,7 @@ impl Request {
         old: &Arc<Value>,
         mut new: Value,
         families: &[IpAddr],
-    ) -> Result<Arc<Value>, Status> {
+    ) -> Result<Answer, Status> {
         let kind = self.address.kind;
         for precondition in ["resourceVersion", "uid"] {
             let sent = new["metadata"][precondition]
@@ -394,17 +387,17 @@ impl Request {
         complete(kind, &mut new, Some(old), content, families)?;
         // As in the real API server, a write that changes nothing keeps the revision.
         if **old == new {
-            return Ok(Arc::clone(old));
+            return Ok(Answer::Object(200, Arc::clone(old)));
         }
         let gone = !new["metadata"]["deletionTimestamp"].is_null()
             && new["metadata"]["finalizers"]
                 .as_array()
                 .is_none_or(Vec::is_empty);
-        let stored = self.keep(content, self.name(), new)?;
+        let stored = self.keep(content, self.name(), new);
         if gone && self.query.get("dryRun").is_none() {
             self.remove(content, &self.key(self.name()));
         }
-        Ok(stored)
+        Ok(Answer::Object(200, stored))
     }
 
     fn delete(&self, content: &mut Content) -> Result<Answer, Status> {

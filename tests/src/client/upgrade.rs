@@ -40,10 +40,7 @@ impl UpgradeClient {
             .header("Upgrade", "SPDY/3.1")
             .header("X-Stream-Protocol-Version", "v4.channel.k8s.io")
             .header("X-Stream-Protocol-Version", "channel.k8s.io");
-        Self {
-            request,
-            protocol: Protocol::Spdy,
-        }
+        Self::asking_for_spdy(request)
     }
 
     /// Creates `GET path` with `Upgrade: websocket`, as `kubectl exec` sends.
@@ -54,10 +51,7 @@ impl UpgradeClient {
             .header("Sec-WebSocket-Key", WEBSOCKET_KEY)
             .header("Sec-WebSocket-Version", "13")
             .header("Sec-WebSocket-Protocol", "v5.channel.k8s.io");
-        Self {
-            request,
-            protocol: Protocol::WebSocket,
-        }
+        Self::asking_for_websocket(request)
     }
 
     /// Wraps a handwritten request for SPDY/3.1.

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::{Families, SERVICE_ACCOUNT};
+use crate::apiserver::kubeconfig;
 use crate::process::{Log, Process, Program, ScratchDir, Signal};
 use crate::tools::Skip;
 
@@ -124,10 +125,10 @@ impl Real {
             (ADMIN_FILE, ADMIN_TOKEN, "default"),
             (SERVER_FILE, SERVER_TOKEN, SERVICE_ACCOUNT.0),
         ] {
-            let user = json!({ "token": token });
-            let cluster =
-                json!({ "server": format!("https://{api}"), "certificate-authority": ca });
-            real.write_kubeconfig(file, &cluster, &user, namespace)?;
+            let config = kubeconfig(api, &ca, &json!({ "token": token }), namespace);
+            real.scratch
+                .file(file, config.to_string())
+                .context("kubeconfig")?;
         }
         Ok(real)
     }
@@ -138,25 +139,6 @@ impl Real {
         self.apiserver.end(START).await?;
         self.apiserver = serving(&self.program).await?;
         Ok(())
-    }
-
-    fn write_kubeconfig(
-        &self,
-        file: &str,
-        cluster: &Value,
-        user: &Value,
-        namespace: &str,
-    ) -> Result<()> {
-        let config = json!({
-            "apiVersion": "v1", "kind": "Config", "current-context": "test",
-            "clusters": [{ "name": "test", "cluster": cluster }],
-            "users": [{ "name": "test", "user": user }],
-            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test", "namespace": namespace } }],
-        });
-        self.scratch
-            .file(file, config.to_string())
-            .context("kubeconfig")
-            .map(drop)
     }
 
     /// Returns the log of kube-apiserver.

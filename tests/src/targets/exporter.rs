@@ -130,17 +130,8 @@ impl Site {
         let path = request.path().to_owned();
         match *segments(&path) {
             [] | ["metrics"] => request.answer(wire, 200, &self.metrics(traffic)).await,
-            ["size", n] => {
-                self.bytes(wire, request, n.parse().ok(), BodyKind::Length)
-                    .await
-            }
-            ["chunked", n] => {
-                self.bytes(wire, request, n.parse().ok(), BodyKind::Chunked)
-                    .await
-            }
-            ["close-delimited", n] => {
-                self.bytes(wire, request, n.parse().ok(), BodyKind::UntilClose)
-                    .await
+            [framing @ ("size" | "chunked" | "close-delimited"), n] => {
+                bytes(wire, request, n.parse().ok(), framing).await
             }
             ["repeated", n] => repeated(wire, request, n.parse().unwrap_or(0)).await,
             ["echo"] => echo(wire, request).await,
@@ -196,47 +187,6 @@ impl Site {
         )
     }
 
-    async fn bytes(
-        &self,
-        wire: &mut ByteStream,
-        request: &Request,
-        n: Option<u64>,
-        kind: BodyKind,
-    ) -> io::Result<After> {
-        let seed = request.query("seed").map_or(Ok(0), str::parse);
-        let (Some(n), Ok(seed)) = (n, seed) else {
-            return request
-                .answer(wire, 400, "the size or the seed is not a number\n")
-                .await;
-        };
-        let (length, digest) = (n.to_string(), digest_of_sequence(seed, n));
-        let sent = if request.is_head() { 0 } else { n };
-        let mut fields = vec![
-            ("Content-Type", "application/octet-stream"),
-            ("X-Sha256", &digest),
-        ];
-        match kind {
-            BodyKind::Length => {
-                fields.push(("Content-Length", &length));
-                send_bytes(wire, request.head(200, &fields), seed, sent).await?;
-            }
-            BodyKind::Chunked => {
-                fields.push(("Transfer-Encoding", "chunked"));
-                send_chunks(wire, request.head(200, &fields), seed, sent).await?;
-                if !request.is_head() {
-                    wire.write_all(last_chunk()).await?;
-                    wire.flush().await?;
-                }
-            }
-            BodyKind::UntilClose => {
-                let head = close_delimited_head(&format!("X-Sha256: {digest}\r\n"));
-                send_bytes(wire, head, seed, sent).await?;
-                return Ok(After::Close);
-            }
-        }
-        Ok(After::KeepAlive)
-    }
-
     async fn follow(&self, wire: &mut ByteStream, request: &Request) -> io::Result<After> {
         let every = request
             .query("interval_ms")
@@ -264,11 +214,44 @@ impl Site {
     }
 }
 
-#[derive(Debug, Clone, Copy)]
-enum BodyKind {
-    Length,
-    Chunked,
-    UntilClose,
+async fn bytes(
+    wire: &mut ByteStream,
+    request: &Request,
+    n: Option<u64>,
+    framing: &str,
+) -> io::Result<After> {
+    let seed = request.query("seed").map_or(Ok(0), str::parse);
+    let (Some(n), Ok(seed)) = (n, seed) else {
+        return request
+            .answer(wire, 400, "the size or the seed is not a number\n")
+            .await;
+    };
+    let (length, digest) = (n.to_string(), digest_of_sequence(seed, n));
+    let sent = if request.is_head() { 0 } else { n };
+    let mut fields = vec![
+        ("Content-Type", "application/octet-stream"),
+        ("X-Sha256", &digest),
+    ];
+    match framing {
+        "size" => {
+            fields.push(("Content-Length", &length));
+            send_bytes(wire, request.head(200, &fields), seed, sent).await?;
+        }
+        "chunked" => {
+            fields.push(("Transfer-Encoding", "chunked"));
+            send_chunks(wire, request.head(200, &fields), seed, sent).await?;
+            if !request.is_head() {
+                wire.write_all(last_chunk()).await?;
+                wire.flush().await?;
+            }
+        }
+        _ => {
+            let head = close_delimited_head(&format!("X-Sha256: {digest}\r\n"));
+            send_bytes(wire, head, seed, sent).await?;
+            return Ok(After::Close);
+        }
+    }
+    Ok(After::KeepAlive)
 }
 
 async fn upload(wire: &mut ByteStream, request: &mut Request) -> io::Result<After> {

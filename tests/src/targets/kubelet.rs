@@ -160,7 +160,9 @@ async fn serve(served: Arc<Served>, mut wire: ByteStream, traffic: Arc<Traffic>)
             _ if let Err((status, text)) = &authorized => {
                 request.answer(&mut wire, *status, text).await?
             }
-            ["healthz"] => request.answer(&mut wire, 200, "ok").await?,
+            _ if let Some(text) = page(&site.node, &path) => {
+                request.answer(&mut wire, 200, &text).await?
+            }
             ["containerLogs", _, pod, container] => {
                 let line = format!("{}: log of {pod}/{container}", site.node);
                 let lines = request.query("tailLines").and_then(|n| n.parse().ok());
@@ -169,34 +171,6 @@ async fn serve(served: Arc<Served>, mut wire: ByteStream, traffic: Arc<Traffic>)
             }
             ["exec" | "attach" | "portForward", ..] => {
                 upgrade(&mut wire, &request, &traffic, log).await?
-            }
-            ["metrics", "cadvisor" | "resource" | "probes"] => {
-                let text = format!(
-                    "# {path}\ncontainer_scrape_error{{node=\"{}\"}} 0\n",
-                    site.node
-                );
-                request.answer(&mut wire, 200, &text).await?
-            }
-            ["stats", "summary"] => {
-                let text = format!(
-                    "{{\"node\":{{\"nodeName\":\"{}\"}},\"pods\":[]}}\n",
-                    site.node
-                );
-                request.answer(&mut wire, 200, &text).await?
-            }
-            ["pods"] => {
-                let text = format!(
-                    "{{\"kind\":\"PodList\",\"node\":\"{}\",\"items\":[]}}\n",
-                    site.node
-                );
-                request.answer(&mut wire, 200, &text).await?
-            }
-            ["checkpoint", _, pod, container] => {
-                let text = format!(
-                    "{{\"items\":[\"{}/checkpoint-{pod}-{container}.tar\"]}}\n",
-                    site.node
-                );
-                request.answer(&mut wire, 200, &text).await?
             }
             ["client-certificate"] => {
                 let digest = wire
@@ -218,6 +192,22 @@ async fn serve(served: Arc<Served>, mut wire: ByteStream, traffic: Arc<Traffic>)
         }
     }
     wire.close().await
+}
+
+/// Returns the text of a short page.
+fn page(node: &str, path: &str) -> Option<String> {
+    Some(match *segments(path) {
+        ["healthz"] => "ok".to_owned(),
+        ["metrics", "cadvisor" | "resource" | "probes"] => {
+            format!("# {path}\ncontainer_scrape_error{{node=\"{node}\"}} 0\n")
+        }
+        ["stats", "summary"] => format!("{{\"node\":{{\"nodeName\":\"{node}\"}},\"pods\":[]}}\n"),
+        ["pods"] => format!("{{\"kind\":\"PodList\",\"node\":\"{node}\",\"items\":[]}}\n"),
+        ["checkpoint", _, pod, container] => {
+            format!("{{\"items\":[\"{node}/checkpoint-{pod}-{container}.tar\"]}}\n")
+        }
+        _ => return None,
+    })
 }
 
 async fn logs(
