@@ -5,6 +5,7 @@ use serde_json::Value;
 use super::kinds::{Address, Kind, VERSION};
 use super::status::Status;
 use super::store::Content;
+use crate::manifests::items;
 
 /// The sender of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,23 +102,14 @@ impl Action {
 
     fn allowed_by(&self, rule: &Value) -> bool {
         let lists = |list: &str, wanted: &str| {
-            rule[list]
-                .as_array()
-                .into_iter()
-                .flatten()
-                .any(|item| item == wanted || item == "*")
+            items(&rule[list]).any(|item| item == wanted || item == "*")
         };
-        let names = rule["resourceNames"]
-            .as_array()
-            .filter(|names| !names.is_empty());
+        let mut names = items(&rule["resourceNames"]).peekable();
         lists("verbs", &self.verb)
             && lists("apiGroups", &self.group)
             && lists("resources", &self.resource)
-            && names.is_none_or(|names| {
-                self.name
-                    .as_ref()
-                    .is_some_and(|name| names.iter().any(|allowed| allowed == name))
-            })
+            && (names.peek().is_none()
+                || names.any(|allowed| allowed.as_str() == self.name.as_deref()))
     }
 }
 
@@ -137,13 +129,9 @@ pub(super) fn check(content: &Content, user: &User, action: &Action) -> Result<(
         .into_iter()
         .flat_map(|namespace| content.collection("rolebindings", Some(namespace)))
         .map(|(_, binding)| binding);
-    let bound = everywhere.chain(here).filter(|binding| {
-        binding["subjects"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .any(|subject| user.is(subject))
-    });
+    let bound = everywhere
+        .chain(here)
+        .filter(|binding| items(&binding["subjects"]).any(|subject| user.is(subject)));
     for binding in bound {
         let (storage, namespace) = match binding["roleRef"]["kind"].as_str() {
             Some("Role") => ("roles", inside.unwrap_or_default()),
@@ -158,10 +146,8 @@ pub(super) fn check(content: &Content, user: &User, action: &Action) -> Result<(
             namespace: namespace.to_owned(),
             name,
         });
-        let rules = role
-            .into_iter()
-            .flat_map(|role| role["rules"].as_array().into_iter().flatten());
-        if rules.into_iter().any(|rule| action.allowed_by(rule)) {
+        let mut rules = role.into_iter().flat_map(|role| items(&role["rules"]));
+        if rules.any(|rule| action.allowed_by(rule)) {
             return Ok(());
         }
     }

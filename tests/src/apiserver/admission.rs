@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::kinds::{Address, Kind};
 use super::status::Status;
 use super::store::{Content, Key};
+use crate::manifests::items;
 
 /// Returns the key of an object.
 pub(super) fn key(kind: &Kind, namespace: Option<&str>, name: &str) -> Key {
@@ -389,24 +390,14 @@ fn addresses(
         );
         wanted = bases;
     }
-    let mut taken: Vec<String> = Vec::new();
-    for (_, other) in content.collection("services", None) {
-        if (&other["metadata"]["namespace"], &other["metadata"]["name"]) != (&own.0, &own.1) {
-            taken.extend(
-                other["spec"]["clusterIPs"]
-                    .as_array()
-                    .into_iter()
-                    .flatten()
-                    .filter_map(|ip| ip.as_str().map(str::to_owned)),
-            );
-        }
-    }
-    let mut chosen: Vec<String> = spec["clusterIPs"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter_map(|ip| ip.as_str().map(str::to_owned))
+    let taken: Vec<String> = content
+        .collection("services", None)
+        .filter(|(_, other)| {
+            (&other["metadata"]["namespace"], &other["metadata"]["name"]) != (&own.0, &own.1)
+        })
+        .flat_map(|(_, other)| strings(&other["spec"]["clusterIPs"]))
         .collect();
+    let mut chosen: Vec<String> = strings(&spec["clusterIPs"]).collect();
     if chosen.is_empty() {
         chosen.extend(
             spec["clusterIP"]
@@ -445,6 +436,10 @@ fn addresses(
     spec["clusterIP"] = chosen.first().map_or(Value::Null, |ip| ip.as_str().into());
     spec["clusterIPs"] = chosen.into();
     Ok(())
+}
+
+fn strings(list: &Value) -> impl Iterator<Item = String> {
+    items(list).filter_map(|item| item.as_str().map(str::to_owned))
 }
 
 fn offset_from(base: IpAddr, offset: u32) -> IpAddr {

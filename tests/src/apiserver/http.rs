@@ -27,6 +27,7 @@ use super::store::Store;
 use super::table::table;
 use super::tokens::{Signer, TokenClaims};
 use super::watching::{Signals, Watch};
+use crate::manifests::items;
 
 /// State shared by all connections.
 #[derive(Debug)]
@@ -210,10 +211,7 @@ impl Service {
         if request.address.kind.kind == "TokenReview" {
             let mut answer = asked.clone();
             let token = asked["spec"]["token"].as_str().unwrap_or_default();
-            let audiences = asked["spec"]["audiences"].as_array();
-            let audiences: Vec<&str> = audiences
-                .into_iter()
-                .flatten()
+            let audiences: Vec<_> = items(&asked["spec"]["audiences"])
                 .filter_map(Value::as_str)
                 .collect();
             answer["status"] = match self.tokens.get(token) {

@@ -11,6 +11,7 @@ use rustls_pki_types::CertificateDer;
 use super::FakeApiServer;
 use super::admission::key;
 use super::kinds::Kind;
+use crate::manifests::items;
 
 /// The only supported signer.
 const SIGNER: &str = "kubernetes.io/kube-apiserver-client";
@@ -28,10 +29,7 @@ impl FakeApiServer {
         let mut object = self
             .get("certificatesigningrequests", None, name)
             .with_context(|| format!("no CertificateSigningRequest {name}"))?;
-        let conditions = object["status"]["conditions"].as_array();
-        let is_approved = conditions
-            .into_iter()
-            .flatten()
+        let is_approved = items(&object["status"]["conditions"])
             .any(|condition| condition["type"] == "Approved");
         ensure!(is_approved, "{name} is not approved");
         ensure!(object["spec"]["signerName"] == SIGNER, "another signer");
