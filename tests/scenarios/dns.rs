@@ -49,9 +49,6 @@ fn client(env: &TestEnv) -> Result<DnsClient> {
 }
 
 /// Makes a node known and returns a client that has received its address.
-///
-/// # Panics
-/// Panics if the client does not receive the address in time.
 async fn client_that_knows(env: &TestEnv, node: &str) -> Result<DnsClient> {
     env.nodes().record(&node.parse()?, &[]);
     let client = client(env)?;

@@ -64,17 +64,11 @@ pub struct Agent {
 
 impl TestEnv {
     /// Starts a server whose listeners allow every port from 1024 up.
-    ///
-    /// # Errors
-    /// Returns an error if the server does not start.
     pub async fn start() -> Result<Self> {
         Self::start_with(|_| {}).await
     }
 
     /// Like [`TestEnv::start`], with changed settings.
-    ///
-    /// # Errors
-    /// Returns an error if the server does not start.
     pub async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
         let mut env = Self::prepare(change)?;
         env.start_server().await?;
@@ -106,20 +100,12 @@ impl TestEnv {
     }
 
     /// Parses limits from YAML, for [`TestEnv::start_with`].
-    ///
-    /// # Panics
-    /// Panics if the text is not valid.
-    #[must_use]
     pub fn limits(yaml: &str) -> Option<RawLimits> {
         #[expect(clippy::expect_used, reason = "a literal of the test")]
         Some(serde_saphyr::from_str(yaml).expect("limits"))
     }
 
     /// Parses an agent's limits from YAML, for [`TestEnv::agent_config_with`].
-    ///
-    /// # Panics
-    /// Panics if the text is not valid.
-    #[must_use]
     pub fn agent_limits(yaml: &str) -> Option<AgentRawLimits> {
         #[expect(clippy::expect_used, reason = "a literal of the test")]
         Some(serde_saphyr::from_str(yaml).expect("limits"))
@@ -151,23 +137,16 @@ impl TestEnv {
         self.server.as_ref().expect("server")
     }
 
-    /// Returns the addresses of all listeners.
-    #[must_use]
     pub fn bound(&self) -> &BoundAddrs {
         &self.server().bound
     }
 
-    /// Returns the HTTP listener.
-    #[must_use]
     pub fn http(&self) -> Endpoint {
         #[expect(clippy::expect_used, reason = "every server has an HTTP listener")]
         Endpoint::plain(self.bound().http.expect("HTTP listener"))
     }
 
     /// Returns the HTTPS listener for a caller that trusts the CA and addresses `node`.
-    ///
-    /// # Errors
-    /// Returns an error if the CA cannot be used.
     pub fn https(&self, node: &str) -> Result<Endpoint> {
         let address = self.bound().https.context("no HTTPS listener")?;
         Ok(Endpoint::tls(
@@ -177,38 +156,28 @@ impl TestEnv {
     }
 
     /// Returns the CA as trust anchor.
-    ///
-    /// # Errors
-    /// Returns an error if the CA cannot be used.
     pub fn roots(&self) -> Result<Arc<RootCertStore>> {
         Ok(tls::roots([self.server().ca.root().clone()])?)
     }
 
-    /// Returns the join tokens.
-    #[must_use]
     pub fn tokens(&self) -> &TokenStore {
         &self.server().tokens
     }
 
-    #[must_use]
     pub fn ca(&self) -> &LocalCa {
         &self.server().ca
     }
 
-    /// Returns the known nodes.
-    #[must_use]
     pub fn nodes(&self) -> &KnownNodes {
         &self.server().nodes
     }
 
     /// Returns the connected agents.
-    #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.server().registry
     }
 
     /// Returns the revoked nodes.
-    #[must_use]
     pub fn revocations(&self) -> &Revocations {
         &self.server().revocations
     }
@@ -219,15 +188,11 @@ impl TestEnv {
     }
 
     /// Returns a directory for the test's own files, which is deleted with the environment.
-    #[must_use]
     pub fn path(&self) -> &Path {
         self.scratch.path()
     }
 
     /// Creates a join token for a node with addresses.
-    ///
-    /// # Errors
-    /// Returns an error if the token cannot be created.
     pub fn token(&self, node: &str, addresses: &[IpAddr]) -> Result<JoinToken> {
         let name: NodeName = node.parse()?;
         self.nodes().record(&name, addresses);
@@ -241,17 +206,11 @@ impl TestEnv {
     }
 
     /// Returns the configuration of an agent that is not started yet.
-    ///
-    /// # Errors
-    /// Returns an error if the token cannot be created.
     pub fn agent_config(&self, node: &str) -> Result<AgentConfig> {
         self.agent_config_with(node, |_| {})
     }
 
     /// Like [`TestEnv::agent_config`], with changed settings.
-    ///
-    /// # Errors
-    /// Returns an error if the settings contradict each other or the token cannot be created.
     pub fn agent_config_with(
         &self,
         node: &str,
@@ -277,23 +236,11 @@ impl TestEnv {
     }
 
     /// Starts an agent and waits until the server routes to it.
-    ///
-    /// # Errors
-    /// Returns an error if the agent does not start.
-    ///
-    /// # Panics
-    /// Panics if the agent does not connect in time.
     pub async fn agent(&self, node: &str) -> Result<Agent> {
         self.agent_with(node, |_| {}).await
     }
 
     /// Like [`TestEnv::agent`], with a changed configuration.
-    ///
-    /// # Errors
-    /// Returns an error if the agent does not start.
-    ///
-    /// # Panics
-    /// Panics if the agent does not connect in time.
     pub async fn agent_with(
         &self,
         node: &str,
@@ -307,9 +254,6 @@ impl TestEnv {
     }
 
     /// Waits until the server routes to the node.
-    ///
-    /// # Panics
-    /// Panics if the agent does not connect in time.
     pub async fn connected(&self, node: &str) {
         eventually(&format!("{node} connects"), WAIT_TIMEOUT, async || {
             let sessions = self.registry().of_node(&node.parse()?);
@@ -323,9 +267,6 @@ impl TestEnv {
     }
 
     /// Drains the server and waits until it has ended.
-    ///
-    /// # Errors
-    /// Returns an error if the server panicked.
     pub async fn stop_server(&mut self) -> Result<()> {
         if let Some(server) = self.server.take() {
             server.shutdown.drain().cancel();
@@ -341,9 +282,6 @@ impl TestEnv {
 
     /// Starts the server again with its data and its port for agents. The listeners may change
     /// their ports, since another test may have taken them in the meantime.
-    ///
-    /// # Errors
-    /// Returns an error if the server does not start.
     pub async fn restart_server(&mut self) -> Result<()> {
         let bound = self.bound().clone();
         self.stop_server().await?;
@@ -351,9 +289,6 @@ impl TestEnv {
     }
 
     /// Starts a stopped server with its data and the given port for agents.
-    ///
-    /// # Errors
-    /// Returns an error if the server does not start.
     pub async fn start_server_at(&mut self, agents: SocketAddr) -> Result<()> {
         self.config.listeners.agents = vec![agents];
         // The endpoint's own task closes its socket a moment after the server has ended.
@@ -373,9 +308,6 @@ impl TestEnv {
 
 impl Agent {
     /// Starts an agent without waiting for its session.
-    ///
-    /// # Errors
-    /// Returns an error if the agent does not start.
     pub async fn start(config: AgentConfig) -> Result<Self> {
         let app = tunnel_agent::app::App::start(config).await?;
         Ok(Self {
@@ -386,7 +318,6 @@ impl Agent {
     }
 
     /// Returns the address of the agent's meta port, unless it is off.
-    #[must_use]
     pub fn meta(&self) -> Option<SocketAddr> {
         self.meta
     }
@@ -402,17 +333,11 @@ impl Agent {
     }
 
     /// Waits until the agent has ended.
-    ///
-    /// # Errors
-    /// Returns the error that ended the agent.
     pub async fn ended(self) -> Result<()> {
         self.running.await?
     }
 
     /// Drains the agent and waits for its end.
-    ///
-    /// # Errors
-    /// Returns the error that ended the agent.
     pub async fn stop(self) -> Result<()> {
         self.drain();
         self.ended().await
@@ -424,7 +349,6 @@ fn is_address_in_use(error: &anyhow::Error) -> bool {
 }
 
 /// Converts the server's address to the form of the agent's configuration.
-#[must_use]
 pub fn server_address(address: SocketAddr) -> ServerAddress {
     ServerAddress {
         host: address.ip().to_string(),

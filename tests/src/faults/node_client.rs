@@ -74,9 +74,6 @@ impl NodeClient {
     }
 
     /// Opens a stream to the node.
-    ///
-    /// # Errors
-    /// Returns an error if the stream does not reach the node.
     pub async fn pipe(&self, loads: Loads) -> Result<Pipe> {
         let number = self.pipes.fetch_add(1, Ordering::Relaxed);
         let seed = self.seed.wrapping_mul(1000).wrapping_add(number);
@@ -84,9 +81,6 @@ impl NodeClient {
     }
 
     /// Opens a stream with traffic in both directions.
-    ///
-    /// # Errors
-    /// Returns an error if the stream does not reach the node.
     pub async fn talk(&self) -> Result<Pipe> {
         let pipe = self.pipe(Loads::TALK).await?;
         pipe.settled().await?;
@@ -243,9 +237,6 @@ impl Requester {
     }
 
     /// Waits until the node serves, with sequential requests.
-    ///
-    /// # Errors
-    /// Returns an error if the node does not serve in time.
     pub async fn ready(&self) -> Result<()> {
         let serves = async || self.ask(ASK_LIMIT).await.outcome == RequestOutcome::Served;
         let ready = until(Instant::now(), scaled(READY), serves).await;
@@ -285,9 +276,6 @@ impl Requester {
     }
 
     /// Sends a request that must be served.
-    ///
-    /// # Errors
-    /// Returns an error if the request is not served.
     pub async fn served(&self) -> Result<()> {
         let asked = self.ask(scaled(ASK_LIMIT)).await;
         match asked.outcome {
@@ -340,9 +328,6 @@ impl PendingRequests {
     }
 
     /// Returns the outcomes.
-    ///
-    /// # Errors
-    /// Returns an error if a request panicked.
     pub async fn outcomes(mut self) -> Result<Vec<TimedOutcome>> {
         let mut outcomes = Vec::new();
         while let Some(asked) = self.asking.join_next().await {

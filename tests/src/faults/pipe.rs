@@ -46,9 +46,6 @@ pub struct Pipe {
 
 impl Pipe {
     /// Opens a stream through the service at `endpoint` to the target.
-    ///
-    /// # Errors
-    /// Returns an error if the stream does not reach the target.
     pub(super) async fn open(
         endpoint: SocketAddr,
         target: &TcpListener,
@@ -66,9 +63,6 @@ impl Pipe {
     }
 
     /// Waits until bytes flow in both directions.
-    ///
-    /// # Errors
-    /// Returns an error if no bytes flow in one of the directions.
     pub(super) async fn settled(&self) -> Result<()> {
         let goal = self.received().map(|bytes| bytes + SETTLED_BYTES);
         let runs = async || {

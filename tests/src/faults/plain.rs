@@ -17,9 +17,6 @@ use crate::link::{Impairment, Link, TrafficClass};
 
 /// Transfers the amount in both directions at once over one stream, as the tunnel does: the end
 /// that accepts connections opens the stream. Uses its own link with an equal seed.
-///
-/// # Errors
-/// Returns an error if there is no connection.
 pub async fn transfer(
     path: Impairment,
     seed: u64,

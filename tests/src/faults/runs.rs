@@ -51,9 +51,6 @@ pub struct Runs {
 
 impl Runs {
     /// Creates an empty set of runs that wait for timers.
-    ///
-    /// # Errors
-    /// Returns an error if the environment variable of the seeds is wrong.
     pub fn timed(clocks: Clocks) -> Result<Self> {
         Self::new(clocks, clocks, TIMED_AT_ONCE)
     }
@@ -61,9 +58,6 @@ impl Runs {
     /// Creates an empty set of runs that measure throughput and must not compete for the machine.
     /// They depend on QUIC's own recovery, whose timers cannot be shortened, so both binaries have
     /// their default timers.
-    ///
-    /// # Errors
-    /// Returns an error if the environment variable of the seeds is wrong.
     pub fn throughput(clocks: Clocks) -> Result<Self> {
         let at_once = clocks.pick(THROUGHPUT_AT_ONCE, THROUGHPUT_AT_ONCE_SHORT);
         Self::new(clocks, Clocks::Full, at_once)

@@ -31,9 +31,6 @@ pub struct Site {
 
 impl Site {
     /// Creates everything except the agent.
-    ///
-    /// # Errors
-    /// Returns an error if a component does not start.
     pub async fn prepare(run: Run) -> Result<Self> {
         let targets = Targets::start().await?;
         let port = targets.raw.local_addr()?.port();
@@ -61,18 +58,12 @@ impl Site {
     }
 
     /// Starts everything and waits until requests are served.
-    ///
-    /// # Errors
-    /// Returns an error if requests are not served.
     pub async fn up(run: Run) -> Result<Self> {
         Self::up_over(run, Impairment::default()).await
     }
 
     /// Like [`Site::up`], over the given path from the start, since BBR uses the shortest round
     /// trip of the last 10 s.
-    ///
-    /// # Errors
-    /// Returns an error if requests are not served.
     pub async fn up_over(run: Run, path: Impairment) -> Result<Self> {
         let mut site = Self::prepare(run).await?;
         site.link.set(TrafficClass::ALL, path);
@@ -82,9 +73,6 @@ impl Site {
     }
 
     /// Waits until requests are served, and until those that proved it have ended at both ends.
-    ///
-    /// # Errors
-    /// Returns an error if this does not happen in time.
     pub async fn ready(&self) -> Result<()> {
         self.node_client.requester.ready().await?;
         let is_idle = async || {
@@ -99,17 +87,11 @@ impl Site {
     }
 
     /// Starts the agent, which dials the link.
-    ///
-    /// # Errors
-    /// Returns an error if the agent does not start.
     pub async fn start_agent(&mut self) -> Result<()> {
         self.start_agent_towards(self.link.addr()).await
     }
 
     /// Starts the agent with another address of the server.
-    ///
-    /// # Errors
-    /// Returns an error if the agent does not start.
     pub async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
         let Run {
             limits,

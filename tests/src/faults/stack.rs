@@ -39,9 +39,6 @@ pub struct ProcessUsage {
 
 impl Stack {
     /// Starts both processes and waits until requests are served.
-    ///
-    /// # Errors
-    /// Returns an error if requests are not served.
     pub async fn up(run: Run) -> Result<Self> {
         let Run {
             seed,
@@ -92,26 +89,17 @@ impl Stack {
     }
 
     /// Returns the node's state in `/nodes`; `absent` without a session.
-    ///
-    /// # Errors
-    /// Returns an error if the server does not answer.
     pub async fn state(&self) -> Result<String> {
         let node = node_status(self.server.address(Listener::Meta), NODE).await?;
         Ok(node["state"].as_str().unwrap_or("absent").to_owned())
     }
 
     /// Returns a metric of the server.
-    ///
-    /// # Errors
-    /// Returns an error if the server does not answer.
     pub async fn server_metric(&self, name: &str) -> Result<f64> {
         metric(self.server.address(Listener::Meta), name).await
     }
 
     /// Returns a metric of the agent.
-    ///
-    /// # Errors
-    /// Returns an error if the agent does not answer.
     pub async fn agent_metric(&self, name: &str) -> Result<f64> {
         metric(self.agent_meta, name).await
     }
@@ -125,9 +113,6 @@ impl Stack {
 impl ProcessUsage {
     /// Returns the minimum of several samples, since the resources of a request are released a
     /// moment later.
-    ///
-    /// # Errors
-    /// Returns an error if the process has ended or this system has no `/proc`.
     pub async fn sample_min(process: u32) -> Result<Self> {
         let mut least = Self::now(process)?;
         for _ in 0..LOOKS {

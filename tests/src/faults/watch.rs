@@ -28,9 +28,6 @@ pub async fn until<Fut: Future<Output = bool>>(
 }
 
 /// Returns the sum of a metric over all its labels from the meta port; 0 if the metric is absent.
-///
-/// # Errors
-/// Returns an error if the port does not answer.
 pub(super) async fn metric(meta: SocketAddr, name: &str) -> Result<f64> {
     let text = meta_page(meta, "/metrics").await?;
     Ok(text

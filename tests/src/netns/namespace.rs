@@ -46,9 +46,6 @@ impl Namespace {
     }
 
     /// Creates another namespace that a link can connect with this one.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Self::new`].
     pub fn neighbor(&self, name: &str, hosts: &Path) -> Result<Self, Skip> {
         let mut unshare = self.command(Tool::Unshare.program());
         hold(&mut unshare, name, hosts, self.in_user_namespace)
@@ -57,9 +54,6 @@ impl Namespace {
     /// Returns the same network with its own files, written to `folder`: an empty `/etc/hosts`,
     /// this `/etc/resolv.conf`, and an `/etc/nsswitch.conf` that makes programs use both and
     /// nothing else.
-    ///
-    /// # Errors
-    /// Returns [`Skip`] if the files cannot be written or mounted.
     pub fn with_resolver(
         &self,
         name: &str,

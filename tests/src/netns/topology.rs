@@ -38,9 +38,6 @@ pub struct Edge {
 
 impl Topology {
     /// Creates the topology, in some 100 ms.
-    ///
-    /// # Errors
-    /// Returns [`Skip`] if a tool or a privilege is missing.
     pub fn new() -> Result<Self, Skip> {
         require(&[Tool::Unshare, Tool::Nsenter, Tool::Ip, Tool::Nft])?;
         let failed = |error: std::io::Error| Skip::because(format!("cannot write hosts: {error}"));

@@ -95,9 +95,6 @@ impl ServerSetup {
     ///
     /// # Errors
     /// Returns an error with the server's log if the server ends or a listener does not open.
-    ///
-    /// # Panics
-    /// Panics if the admin socket does not appear.
     pub async fn start(&self) -> Result<Server> {
         let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
         let run = run.args(&self.arguments).through(&self.through);
@@ -186,9 +183,6 @@ impl Server {
     }
 
     /// Returns a verb for this server, as its operator would run it.
-    ///
-    /// # Errors
-    /// Returns an error if the binary has not been built.
     pub fn verb(&self, args_text: &[&str]) -> Result<Program> {
         Ok(self
             .setup
@@ -197,9 +191,6 @@ impl Server {
     }
 
     /// Creates a join token for `node`, whose address is `ip`.
-    ///
-    /// # Errors
-    /// Returns an error if the verb fails.
     pub async fn token(&self, node: &str, ip: Option<IpAddr>) -> Result<String> {
         let mut create = self.verb(&["token", "create", "--node", node])?;
         if let Some(ip) = ip {
@@ -209,18 +200,12 @@ impl Server {
     }
 
     /// Returns the output of `nodes -o json`.
-    ///
-    /// # Errors
-    /// Returns an error if the verb fails, or its output is no valid JSON.
     pub async fn nodes(&self) -> Result<Vec<Value>> {
         let printed = self.verb(&["nodes", "-o", "json"])?.run().await?.ok()?;
         serde_json::from_str(&printed).with_context(|| format!("nodes printed {printed}"))
     }
 
     /// Waits until exactly the named `nodes` are connected.
-    ///
-    /// # Panics
-    /// Panics if they are not connected in time.
     pub async fn wait_until_connected(&self, nodes: &[&str]) {
         let what = format!("{nodes:?} to be connected");
         eventually(&what, CONNECT, async || {
@@ -296,9 +281,6 @@ impl AgentSetup {
     }
 
     /// Starts the agent. The server reports whether the agent gets a session.
-    ///
-    /// # Errors
-    /// Returns an error if the agent cannot be run.
     pub fn start(&self) -> Result<Process> {
         let run = Program::ours("tunnel-agent")?.args(["run", "--log-format", "json"]);
         let program = run.args(&self.arguments).inside(self.namespace.as_ref());

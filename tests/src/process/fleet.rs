@@ -23,9 +23,6 @@ impl Fleet {
     ///
     /// # Errors
     /// Returns an error with the log of a process that does not start.
-    ///
-    /// # Panics
-    /// Panics if the agents do not connect in time.
     pub async fn start(sites: &Topology, server_arguments: &[&str]) -> Result<Self> {
         let scratch = ScratchDir::new().context("folder for the parts")?;
         let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
@@ -58,12 +55,6 @@ impl Fleet {
 
     /// Stops the agent of one edge, given by its index in [`NODES`], and waits until the server has
     /// noticed.
-    ///
-    /// # Errors
-    /// Returns an error if the agent cannot be stopped or was stopped before.
-    ///
-    /// # Panics
-    /// Panics if the server still reports the agent as connected after a while.
     pub async fn stop_agent(&mut self, edge: usize) -> Result<()> {
         let agent = self
             .agents

@@ -28,9 +28,6 @@ pub struct Program {
 
 impl Program {
     /// Returns a binary of this workspace, from the build that the running program belongs to.
-    ///
-    /// # Errors
-    /// Returns an error if the binary has not been built.
     pub fn ours(name: &str) -> Result<Self> {
         let file = bin_dir().context("folder of the binaries")?.join(name);
         if !file.is_file() {
@@ -43,9 +40,6 @@ impl Program {
     }
 
     /// Returns an external program.
-    ///
-    /// # Errors
-    /// Returns [`Skip`] if the program is not installed.
     pub fn tool(tool: Tool) -> Result<Self, Skip> {
         let command = tool.command()?;
         let mut program = Self::new(tool.program(), command.get_program());
@@ -117,18 +111,12 @@ impl Program {
     }
 
     /// Starts the program with an empty standard input.
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be run.
     pub fn start(self) -> Result<Process> {
         self.start_logging_to(Stdio::piped())
     }
 
     /// Starts the program with the given standard error. Unless that is [`Stdio::piped`], the log
     /// stays empty.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Program::start`].
     pub fn start_logging_to(self, stderr: Stdio) -> Result<Process> {
         let mut command = self.command()?;
         command
@@ -156,17 +144,11 @@ impl Program {
     }
 
     /// Runs the program to its end.
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be run, or does not end within a minute.
     pub async fn run(self) -> Result<Finished> {
         self.run_with(b"").await
     }
 
     /// Runs the program to its end with `input` on its standard input.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Program::run`].
     pub async fn run_with(self, input: &[u8]) -> Result<Finished> {
         let mut command = self.command()?;
         command
@@ -292,9 +274,6 @@ impl Process {
     }
 
     /// Sends a signal.
-    ///
-    /// # Errors
-    /// Returns an error if the process has ended.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         let id = self
             .child
@@ -335,9 +314,6 @@ impl Process {
     }
 
     /// Stops the process with TERM, or with KILL if it has not ended after the scaled `patience`.
-    ///
-    /// # Errors
-    /// Returns an error if the process cannot be waited for.
     pub async fn stop(mut self, patience: Duration) -> Result<ExitStatus> {
         if self.child.id().is_some() {
             self.signal(Signal::Term)?;
@@ -349,9 +325,6 @@ impl Process {
     }
 
     /// Kills the process with KILL, which acts like a power failure.
-    ///
-    /// # Errors
-    /// Returns an error if the process cannot be waited for.
     pub async fn kill(mut self) -> Result<ExitStatus> {
         // Fails only for a process that has ended.
         let _ = self.child.start_kill();

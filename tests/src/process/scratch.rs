@@ -26,9 +26,6 @@ pub struct ScratchDir {
 
 impl ScratchDir {
     /// Creates the directory with access for this user only.
-    ///
-    /// # Errors
-    /// Returns an error if the temporary directory cannot be written.
     pub fn new() -> io::Result<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -53,9 +50,6 @@ impl ScratchDir {
     }
 
     /// Writes a file into the directory and returns its path.
-    ///
-    /// # Errors
-    /// Returns an error if the file cannot be written.
     pub fn file(&self, name: &str, content: impl AsRef<[u8]>) -> io::Result<PathBuf> {
         let file = self.path.join(name);
         std::fs::write(&file, content)?;
