@@ -24,9 +24,11 @@ use tunnel_server::config::{Config as ServerConfig, RawConfig, RawLimits};
 use tunnel_server::routing::known_nodes::KnownNodes;
 use tunnel_server::routing::registry::Registry;
 
-use crate::client::{ClientTls, Endpoint};
+use crate::client::{ClientTls, Endpoint, HttpReply, RawRequest, request};
 use crate::eventually::{eventually, scaled};
+use crate::metrics::metric;
 use crate::process::ScratchDir;
+use crate::targets::Exporter;
 
 /// Time limit for operations that take milliseconds on an idle machine.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -52,6 +54,17 @@ struct Server {
     registry: Arc<Registry>,
     revocations: Arc<Revocations>,
     running: AbortOnDropHandle<()>,
+}
+
+/// A server, a connected agent of `worker-1`, and an exporter that the agent reaches.
+#[derive(Debug)]
+pub struct NodeEnv {
+    /// Declared first for the drop order: the agent ends before the server.
+    pub agent: Agent,
+    pub exporter: Exporter,
+    /// The value of Host for the exporter.
+    pub host: String,
+    pub env: TestEnv,
 }
 
 /// A running agent. Dropping it acts as a crash: the server receives no message.
@@ -182,6 +195,11 @@ impl TestEnv {
         &self.server().revocations
     }
 
+    /// Returns a metric of the server, see [`metric`].
+    pub async fn metric(&self, series: &str) -> Result<u64> {
+        metric(self.bound().meta, series).await
+    }
+
     /// Makes the server read its files again, as SIGHUP does.
     pub fn reload(&self) {
         self.server().shutdown.reload();
@@ -303,6 +321,29 @@ impl TestEnv {
                 started => return started,
             }
         }
+    }
+}
+
+impl NodeEnv {
+    pub async fn start() -> Result<Self> {
+        Self::start_with(|_| {}).await
+    }
+
+    /// Like [`NodeEnv::start`], with changed settings of the server.
+    pub async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
+        let env = TestEnv::start_with(change).await?;
+        let exporter = Exporter::start("worker-1").await?;
+        Ok(Self {
+            agent: env.agent("worker-1").await?,
+            host: format!("worker-1:{}", exporter.addr().port()),
+            exporter,
+            env,
+        })
+    }
+
+    /// Requests a page of the exporter through the HTTP listener.
+    pub async fn get(&self, path: &str) -> Result<HttpReply> {
+        request(self.env.http(), &RawRequest::get(&self.host, path)).await
     }
 }
 

@@ -22,7 +22,7 @@ mod watch;
 
 pub use clocks::Clocks;
 pub use flow::{Flow, FlowEnd, Load};
-pub use node_client::{NODE, NodeClient, PendingRequests, RequestOutcome, Requester, TimedOutcome};
+pub use node_client::{NODE, NodeClient, RequestOutcome, Requester, TimedOutcome};
 pub use pipe::{Loads, Pipe};
 pub use runs::{Run, Runs, TransportMode};
 pub use site::Site;

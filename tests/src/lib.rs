@@ -5,6 +5,7 @@
 
 pub mod apiserver;
 pub mod ca;
+pub mod checks;
 pub mod client;
 pub mod cluster;
 pub mod dns;
@@ -18,6 +19,7 @@ pub mod guides;
 pub mod link;
 pub mod load;
 pub mod manifests;
+pub mod metrics;
 pub mod mutation;
 pub mod netns;
 pub mod process;

@@ -1,6 +1,5 @@
 //! F10, F11, F12: UDP does not pass, from the start or later, and returns.
 
-use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -11,9 +10,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tunnel_proto::transport::TransportKind;
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::faults::{
-    Clocks, PendingRequests, RequestOutcome, Run, Runs, Site, TimedOutcome, TransportMode,
-};
+use tunnel_tests::faults::{Clocks, RequestOutcome, Run, Runs, Site, TimedOutcome, TransportMode};
 use tunnel_tests::link::{Impairment, TrafficClass};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -50,23 +47,20 @@ async fn f12_agent_finds_back_when_only_udp_is_healed() -> Result<()> {
 /// Starts the agent where UDP vanishes or is refused.
 async fn blocked_from_start(run: Run, refused: bool) -> Result<()> {
     let mut site = Site::prepare(run).await?;
-    let tcp_only = if refused {
+    let mut forwarding = JoinSet::new();
+    let mut server = site.link.addr();
+    if refused {
         // Without a bound UDP socket the system answers with ICMP "port unreachable".
-        Some(TcpOnly::start(site.link.addr()).await?)
+        let tcp_only = TcpListener::bind("127.0.0.1:0").await?;
+        let link = std::mem::replace(&mut server, tcp_only.local_addr()?);
+        forwarding.spawn(forward(tcp_only, link));
     } else {
         site.link.set(TrafficClass::UDP, Impairment::black_hole());
-        None
-    };
-    let server = tcp_only
-        .as_ref()
-        .map_or_else(|| site.link.addr(), |tcp_only| tcp_only.addr);
+    }
     let began = Instant::now();
     site.start_agent_towards(server).await?;
-    let served = site
-        .node_client
-        .requester
-        .serving(began, scaled(GIVE_UP))
-        .await;
+    let requester = &site.node_client.requester;
+    let served = requester.serving(began, scaled(GIVE_UP)).await;
     let bound = run.clocks.connect_bound(Duration::from_secs(5));
     run.within("served over h2 after the agent's start", bound, served)?;
     ensure_over(TransportKind::H2, &site)?;
@@ -79,14 +73,8 @@ async fn blocked_from_start(run: Run, refused: bool) -> Result<()> {
 async fn blocked_later(run: Run, busy: bool) -> Result<()> {
     let clocks = run.clocks;
     let site = Site::up(run).await?;
-    ensure!(
-        site.transport() == Some(TransportKind::Quic),
-        "does not begin over QUIC"
-    );
-    let old = match busy {
-        true => Some(site.node_client.talk().await?),
-        false => None,
-    };
+    ensure_over(TransportKind::Quic, &site).context("at the beginning")?;
+    let old = site.node_client.talk_if(busy).await?;
     let began = Instant::now();
     site.link.set(TrafficClass::UDP, Impairment::black_hole());
     if busy {
@@ -94,16 +82,15 @@ async fn blocked_later(run: Run, busy: bool) -> Result<()> {
         let requester = &site.node_client.requester;
         let serving = async { served = requester.serving(began, scaled(GIVE_UP)).await };
         let every = clocks.time(Duration::from_secs(1));
-        let waiting =
-            PendingRequests::during(requester, every, scaled(OUTCOME_LIMIT), serving).await;
+        let asked = requester.ask_during(every, scaled(OUTCOME_LIMIT), serving);
+        let asked = asked.await?;
         let bound = clocks.connect_bound(Duration::from_secs(10));
         run.within("served over h2 after the block", bound, served)?;
-        ensure_answered(run, &waiting.outcomes().await?)?;
+        ensure_answered(run, &asked)?;
     } else {
         // A request would make the session busy.
-        let moved = site
-            .moved_to(TransportKind::H2, began, scaled(GIVE_UP))
-            .await;
+        let moved = site.moved_to(TransportKind::H2, began, scaled(GIVE_UP));
+        let moved = moved.await;
         site.node_client.requester.served().await?;
         let bound = clocks.connect_bound(Duration::from_secs(20));
         run.within("served over h2 after the block", bound, moved)?;
@@ -117,29 +104,21 @@ async fn blocked_later(run: Run, busy: bool) -> Result<()> {
     if let Some(old) = &old {
         old.mark();
     }
-    let back = site
-        .moved_to(TransportKind::Quic, healed, scaled(GIVE_UP_UPGRADE))
-        .await;
+    let back = site.moved_to(TransportKind::Quic, healed, scaled(GIVE_UP_UPGRADE));
     let bound = clocks.connect_bound(Duration::from_secs(60));
-    run.within("back on QUIC after UDP is", bound, back)?;
+    run.within("back on QUIC after UDP is", bound, back.await)?;
     site.node_client.requester.served().await?;
     sleep(clocks.time(AFTER_UPGRADE)).await;
-    run.observed(
-        "longest stall of a stream through the upgrade",
-        Ok(upgrading.stall()),
-    );
+    let stall = Ok(upgrading.stall());
+    run.observed("longest stall of a stream through the upgrade", stall);
     let ends = upgrading.finish(scaled(FINISH)).await;
     run.equal("stream through the upgrade: bytes equal", &ends)?;
     if let Some(old) = old {
-        run.observed(
-            "stream from before goes on after",
-            old.resumed(scaled(GIVE_UP)).await,
-        );
+        let resumed = old.resumed(scaled(GIVE_UP)).await;
+        run.observed("stream from before goes on after", resumed);
         let ends = old.finish(scaled(FINISH)).await;
-        run.equal_or_reset(
-            "stream from before: bytes equal, or the reset reported",
-            &ends,
-        )?;
+        let what = "stream from before: bytes equal, or the reset reported";
+        run.equal_or_reset(what, &ends)?;
     }
     site.node_client.ensure_equal(run)
 }
@@ -155,19 +134,13 @@ async fn only_udp_heals(run: Run, begins_over_h2: bool) -> Result<()> {
     };
     site.start_agent().await?;
     site.ready().await?;
-    ensure!(
-        site.transport() == Some(first),
-        "does not begin over {first}"
-    );
+    ensure_over(first, &site).context("at the beginning")?;
     site.link.set(TrafficClass::ALL, Impairment::black_hole());
     sleep(run.clocks.time(BOTH_BLOCKED)).await;
     site.link.set(TrafficClass::UDP, Impairment::default());
     let healed = Instant::now();
-    let served = site
-        .node_client
-        .requester
-        .serving(healed, scaled(GIVE_UP_UPGRADE))
-        .await;
+    let requester = &site.node_client.requester;
+    let served = requester.serving(healed, scaled(GIVE_UP_UPGRADE)).await;
     let bound = run.clocks.connect_bound(Duration::from_secs(35));
     run.within("served after UDP alone is back", bound, served)?;
     ensure_over(TransportKind::Quic, &site)?;
@@ -189,48 +162,19 @@ fn ensure_over(transport: TransportKind, site: &Site) -> Result<()> {
 /// forgotten.
 fn ensure_answered(run: Run, asked: &[TimedOutcome]) -> Result<()> {
     let slowest = asked.iter().map(|asked| asked.took).max();
-    run.observed(
-        &format!("slowest of {} requests meanwhile", asked.len()),
-        slowest.ok_or(Duration::ZERO),
-    );
-    let silent: Vec<_> = asked
-        .iter()
-        .filter(|asked| match &asked.outcome {
-            RequestOutcome::Served | RequestOutcome::Refused(502..=504, _) => false,
-            RequestOutcome::Refused(..)
-            | RequestOutcome::Cut(_)
-            | RequestOutcome::Silence
-            | RequestOutcome::Unequal(_) => true,
-        })
-        .map(|asked| asked.outcome.to_string())
-        .collect();
-    ensure!(
-        silent.is_empty(),
-        "not answered or refused: {}",
-        silent.join(", ")
-    );
+    let what = format!("slowest of {} requests meanwhile", asked.len());
+    run.observed(&what, slowest.ok_or(Duration::ZERO));
+    for TimedOutcome { outcome, .. } in asked {
+        let is_answer = matches!(
+            outcome,
+            RequestOutcome::Served | RequestOutcome::Refused(502..=504, _)
+        );
+        ensure!(is_answer, "not answered or refused: {outcome}");
+    }
     Ok(())
 }
 
-/// A port that forwards TCP connections to another port and has no UDP socket.
-struct TcpOnly {
-    addr: SocketAddr,
-    _accepting: JoinSet<()>,
-}
-
-impl TcpOnly {
-    async fn start(upstream: SocketAddr) -> io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let addr = listener.local_addr()?;
-        let mut accepting = JoinSet::new();
-        accepting.spawn(forward(listener, upstream));
-        Ok(Self {
-            addr,
-            _accepting: accepting,
-        })
-    }
-}
-
+/// Forwards TCP connections to another port.
 async fn forward(listener: TcpListener, upstream: SocketAddr) {
     let mut connections = JoinSet::new();
     while let Ok((mut from, _)) = listener.accept().await {

@@ -81,24 +81,16 @@ async fn brief(run: Run) -> Result<()> {
 async fn long(run: Run, busy: bool) -> Result<()> {
     let clocks = run.clocks;
     let site = Site::up(run).await?;
-    let pipe = match busy {
-        true => Some(site.node_client.talk().await?),
-        false => None,
-    };
+    let pipe = site.node_client.talk_if(busy).await?;
     let began = Instant::now();
     site.link.set(TrafficClass::ALL, Impairment::black_hole());
     let heals = began + clocks.time(LONG);
     let suspect_after = if busy { SUSPECT_BUSY } else { SUSPECT_IDLE };
     let suspected = site.server_suspects(began, heals - began).await;
-    run.within(
-        "server suspects the agent",
-        clocks.bound(suspect_after),
-        suspected,
-    )?;
-    site.node_client
-        .requester
-        .ensure_refused(run, heals, clocks.time(ASK_EVERY))
-        .await?;
+    let bound = clocks.bound(suspect_after);
+    run.within("server suspects the agent", bound, suspected)?;
+    let (requester, every) = (&site.node_client.requester, clocks.time(ASK_EVERY));
+    requester.ensure_refused(run, heals, every).await?;
     sleep_until(heals).await;
     site.link.heal();
     let healed = Instant::now();
@@ -107,12 +99,8 @@ async fn long(run: Run, busy: bool) -> Result<()> {
         pipe.mark();
         Some(pipe.resumed(scaled(GIVE_UP)).await)
     };
-    let (served, resumed) = tokio::join!(
-        site.node_client
-            .requester
-            .serving_on(healed, scaled(GIVE_UP)),
-        streams
-    );
+    let serving = requester.serving_on(healed, scaled(GIVE_UP));
+    let (served, resumed) = tokio::join!(serving, streams);
     let bound = clocks.connect_bound(Duration::from_secs(3));
     run.within("new requests served for good after the heal", bound, served)?;
     if let (Some(resumed), Some(pipe)) = (resumed, pipe) {
@@ -128,10 +116,7 @@ async fn long(run: Run, busy: bool) -> Result<()> {
 async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<()> {
     let clocks = run.clocks;
     let site = Site::up(run).await?;
-    let pipe = match busy {
-        true => Some(site.node_client.talk().await?),
-        false => None,
-    };
+    let pipe = site.node_client.talk_if(busy).await?;
     let old = *site.ids().first().context("no session")?;
     let began = Instant::now();
     site.link.set(class, Impairment::black_hole());
@@ -158,11 +143,8 @@ async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<()> {
     }
     site.link.heal();
     let healed = Instant::now();
-    let served = site
-        .node_client
-        .requester
-        .serving(healed, scaled(GIVE_UP))
-        .await;
+    let requester = &site.node_client.requester;
+    let served = requester.serving(healed, scaled(GIVE_UP)).await;
     run.observed("served after the heal", served);
     site.node_client.ensure_equal(run)
 }

@@ -12,25 +12,18 @@ use tunnel_tests::faults::{
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f15_another_port_of_a_nat_is_a_short_stall() -> Result<()> {
-    let mut runs = Runs::timed(Clocks::of_gear())?;
-    runs.start(TransportMode::Quic, "NAT takes another port", |run| {
-        over_quic(run, Shift::Port)
-    });
-    runs.start(TransportMode::H2, "TCP connection reset", |run| {
-        over_tcp(run, Shift::Port)
-    });
-    runs.finish().await
+    over_both("another port", Shift::Port).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f16_another_address_of_the_agent_is_followed() -> Result<()> {
+    over_both("another address", Shift::Address).await
+}
+
+async fn over_both(case: &'static str, shift: Shift) -> Result<()> {
     let mut runs = Runs::timed(Clocks::of_gear())?;
-    runs.start(TransportMode::Quic, "another address", |run| {
-        over_quic(run, Shift::Address)
-    });
-    runs.start(TransportMode::H2, "another address", |run| {
-        over_tcp(run, Shift::Address)
-    });
+    runs.start(TransportMode::Quic, case, |run| over_quic(run, shift));
+    runs.start(TransportMode::H2, case, |run| over_tcp(run, shift));
     runs.finish().await
 }
 
@@ -58,12 +51,8 @@ async fn over_quic(run: Run, shift: Shift) -> Result<()> {
             ensure_shown(&site, address).await?;
         }
     }
-    let bound = run.clocks.bound(STALL);
-    run.within(
-        "stall of a stream with data from the agent",
-        bound,
-        Ok(worst),
-    )?;
+    let what = "stall of a stream with data from the agent";
+    run.within(what, run.clocks.bound(STALL), Ok(worst))?;
     run.equal("stream's bytes equal", &pipe.finish(scaled(FINISH)).await)?;
     let quiet = Loads {
         to_edge: Load::Paced,
@@ -99,13 +88,9 @@ async fn over_tcp(run: Run, shift: Shift) -> Result<()> {
     // The server may not have noticed the reset when the first request arrives, so the run waits
     // for a new session.
     let renewed = async || site.ids().iter().any(|id| !before.contains(id));
+    let requester = &site.node_client.requester;
     let served = match until(began, scaled(GIVE_UP), renewed).await {
-        Ok(_) => {
-            site.node_client
-                .requester
-                .serving(began, scaled(GIVE_UP))
-                .await
-        }
+        Ok(_) => requester.serving(began, scaled(GIVE_UP)).await,
         Err(waited) => Err(waited),
     };
     let bound = run.clocks.connect_bound(Duration::from_secs(3));
@@ -116,10 +101,8 @@ async fn over_tcp(run: Run, shift: Shift) -> Result<()> {
     let ends = pipe.finish(scaled(FINISH)).await;
     run.equal_or_reset("stream's bytes equal, or the cut reported", &ends)?;
     let pipe = site.node_client.talk().await.context("after the reset")?;
-    run.equal(
-        "next stream's bytes equal",
-        &pipe.finish(scaled(FINISH)).await,
-    )?;
+    let ends = pipe.finish(scaled(FINISH)).await;
+    run.equal("next stream's bytes equal", &ends)?;
     site.node_client.ensure_equal(run)
 }
 

@@ -88,10 +88,8 @@ async fn capped(run: Run, cap: usize, since: Since, towards: Towards) -> Result<
         "goodput after {:?}, of the clean one: {share:.2}, bound {LEAST}",
         curve.length
     ));
-    run.observed(
-        "below half of the clean one up to",
-        curve.slow_up_to(clean * LEAST),
-    );
+    let slow_up_to = curve.slow_up_to(clean * LEAST);
+    run.observed("below half of the clean one up to", slow_up_to);
     run.observed("longest stall", Ok(curve.stall));
     ensure!(share >= LEAST, "goodput is {share:.2} of the clean one");
     // The rate has been measured; buffered data need not wait for it.
@@ -149,10 +147,8 @@ impl GoodputCurve {
     /// Returns the end of the last half second below `least`, or `Err` if that was the very last
     /// one.
     fn slow_up_to(&self, least: f64) -> Result<Duration, Duration> {
-        let slow = self
-            .samples
-            .iter()
-            .rposition(|(_, goodput)| *goodput < least);
+        let mut samples = self.samples.iter();
+        let slow = samples.rposition(|(_, goodput)| *goodput < least);
         match slow.and_then(|slow| Some((slow + 1, self.samples.get(slow)?.0))) {
             None => Ok(Duration::ZERO),
             Some((passed, end)) if passed < self.samples.len() => Ok(end),
@@ -164,9 +160,8 @@ impl GoodputCurve {
 fn path(run: Run) -> Result<Impairment> {
     let rate = run.clocks.pick(RATE_FULL, RATE_SHORT);
     let queue = usize::try_from(rate / QUEUED)?;
-    Ok(Impairment::limited(rate)
-        .with_delay(DELAY)
-        .with_queue(queue))
+    let path = Impairment::limited(rate).with_delay(DELAY);
+    Ok(path.with_queue(queue))
 }
 
 impl Towards {

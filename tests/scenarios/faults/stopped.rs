@@ -13,12 +13,9 @@ async fn f35_process_that_stands_still_is_suspect_and_goes_on_without_a_double_d
 -> Result<()> {
     let mut runs = Runs::timed(Clocks::of_gear())?;
     for transport_mode in [TransportMode::Quic, TransportMode::H2] {
-        runs.start(transport_mode, "agent stopped", |run| {
-            stopped(run, Who::Agent)
-        });
-        runs.start(transport_mode, "server stopped", |run| {
-            stopped(run, Who::Server)
-        });
+        for (case, who) in [("agent stopped", Who::Agent), ("server stopped", Who::Server)] {
+            runs.start(transport_mode, case, |run| stopped(run, who));
+        }
     }
     runs.finish().await
 }
@@ -38,10 +35,14 @@ async fn stopped(run: Run, who: Who) -> Result<()> {
     let began = Instant::now();
     signal(&mut stack, who, Signal::Stop)?;
     let continues = began + clocks.time(STOPPED);
-    let suspected = match who {
-        Who::Agent => server_suspects(&stack, began, continues).await,
-        Who::Server => agent_suspects(&stack, began, continues).await,
-    };
+    let suspected = until(began, continues - began, async || match who {
+        Who::Agent => stack.state().await.is_ok_and(|state| state == "suspect"),
+        Who::Server => {
+            let count = stack.agent_metric("tunnel_agent_sessions_suspect").await;
+            count.is_ok_and(|count| count > 0)
+        }
+    });
+    let suspected = suspected.await;
     let bound = clocks.bound(Duration::from_secs(5));
     run.within("the other end suspects it", bound, suspected)?;
     if who == Who::Agent {
@@ -52,19 +53,12 @@ async fn stopped(run: Run, who: Who) -> Result<()> {
     signal(&mut stack, who, Signal::Cont)?;
     let continued = Instant::now();
     pipe.mark();
-    let (served, resumed) = tokio::join!(
-        stack
-            .node_client
-            .requester
-            .serving_on(continued, scaled(GIVE_UP)),
-        pipe.resumed(scaled(GIVE_UP))
-    );
+    let requester = &stack.node_client.requester;
+    let serving = requester.serving_on(continued, scaled(GIVE_UP));
+    let (served, resumed) = tokio::join!(serving, pipe.resumed(scaled(GIVE_UP)));
     let bound = clocks.connect_bound(Duration::from_secs(3));
-    run.within(
-        "new requests served for good after it goes on",
-        bound,
-        served,
-    )?;
+    let what = "new requests served for good after it goes on";
+    run.within(what, bound, served)?;
     let bound = clocks.bound(Duration::from_secs(35));
     run.within("streams go on after it does", bound, resumed)?;
     // Additional or different bytes would mean that data was delivered twice.
@@ -79,27 +73,6 @@ fn signal(stack: &mut Stack, who: Who, signal: Signal) -> Result<()> {
         Who::Agent => stack.agent.signal(signal),
         Who::Server => stack.server.process().signal(signal),
     }
-}
-
-async fn server_suspects(
-    stack: &Stack,
-    began: Instant,
-    until_when: Instant,
-) -> Result<Duration, Duration> {
-    let suspects = async || stack.state().await.is_ok_and(|state| state == "suspect");
-    until(began, until_when - began, suspects).await
-}
-
-async fn agent_suspects(
-    stack: &Stack,
-    began: Instant,
-    until_when: Instant,
-) -> Result<Duration, Duration> {
-    let suspects = async || {
-        let count = stack.agent_metric("tunnel_agent_sessions_suspect").await;
-        count.is_ok_and(|count| count > 0.0)
-    };
-    until(began, until_when - began, suspects).await
 }
 
 const STOPPED: Duration = Duration::from_secs(20);

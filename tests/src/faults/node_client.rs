@@ -15,7 +15,7 @@ use tokio::time::{Instant, interval, sleep_until, timeout};
 
 use super::pipe::{Loads, Pipe};
 use super::runs::Run;
-use super::watch::until;
+use super::watch::ensure_soon;
 use crate::client::{BodyEnd, Endpoint, RawRequest, request};
 use crate::eventually::scaled;
 use crate::targets::Exporter;
@@ -85,6 +85,14 @@ impl NodeClient {
         let pipe = self.pipe(Loads::TALK).await?;
         pipe.settled().await?;
         Ok(pipe)
+    }
+
+    /// Opens a stream with traffic in both directions, for a run with an open stream.
+    pub async fn talk_if(&self, busy: bool) -> Result<Option<Pipe>> {
+        match busy {
+            true => self.talk().await.map(Some),
+            false => Ok(None),
+        }
     }
 
     /// Checks that no answer of this run had false or missing bytes.
@@ -236,13 +244,38 @@ impl Requester {
         }
     }
 
+    /// Sends requests at an interval until `end` completes, and waits at most `limit` for each of
+    /// them. Returns the outcomes of all.
+    pub async fn ask_during(
+        &self,
+        every: Duration,
+        limit: Duration,
+        end: impl Future<Output = ()>,
+    ) -> Result<Vec<TimedOutcome>> {
+        let mut asking = JoinSet::new();
+        let mut ticks = interval(every);
+        let mut end = std::pin::pin!(end);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut end => break,
+                _ = ticks.tick() => {
+                    let requester = self.clone();
+                    asking.spawn(async move { requester.ask(limit).await });
+                }
+            }
+        }
+        let mut outcomes = Vec::new();
+        while let Some(asked) = asking.join_next().await {
+            outcomes.push(asked.context("a request panicked")?);
+        }
+        Ok(outcomes)
+    }
+
     /// Waits until the node serves, with sequential requests.
     pub async fn ready(&self) -> Result<()> {
         let serves = async || self.ask(ASK_LIMIT).await.outcome == RequestOutcome::Served;
-        let ready = until(Instant::now(), scaled(READY), serves).await;
-        ready
-            .map(drop)
-            .map_err(|waited| anyhow::anyhow!("the node does not serve after {waited:?}"))
+        ensure_soon("the node does not serve", READY, serves).await
     }
 
     /// Sends requests to a suspect node until `end`, when the node recovers.
@@ -294,46 +327,6 @@ impl fmt::Display for RequestOutcome {
             Self::Silence => f.write_str("no answer"),
             Self::Unequal(what) => write!(f, "false bytes: {what}"),
         }
-    }
-}
-
-/// Requests sent at an interval during some event. All of them are awaited.
-#[derive(Debug)]
-pub struct PendingRequests {
-    asking: JoinSet<TimedOutcome>,
-}
-
-impl PendingRequests {
-    /// Sends requests at an interval until `end` completes, and then waits at most `limit` for each
-    /// of them.
-    pub async fn during(
-        requester: &Requester,
-        every: Duration,
-        limit: Duration,
-        end: impl Future<Output = ()>,
-    ) -> Self {
-        let mut asking = JoinSet::new();
-        let mut ticks = interval(every);
-        let mut end = std::pin::pin!(end);
-        loop {
-            tokio::select! {
-                biased;
-                () = &mut end => return Self { asking },
-                _ = ticks.tick() => {
-                    let requester = requester.clone();
-                    asking.spawn(async move { requester.ask(limit).await });
-                }
-            }
-        }
-    }
-
-    /// Returns the outcomes.
-    pub async fn outcomes(mut self) -> Result<Vec<TimedOutcome>> {
-        let mut outcomes = Vec::new();
-        while let Some(asked) = self.asking.join_next().await {
-            outcomes.push(asked.context("a request panicked")?);
-        }
-        Ok(outcomes)
     }
 }
 

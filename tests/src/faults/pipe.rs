@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, timeout};
 
 use super::flow::{Flow, FlowEnd, Load};
-use super::watch::until;
+use super::watch::{ensure_soon, until};
 use crate::eventually::scaled;
 
 /// The loads of the two directions of a stream.
@@ -69,10 +69,7 @@ impl Pipe {
             let now = self.received();
             now[0] >= goal[0] && now[1] >= goal[1]
         };
-        let settled = until(Instant::now(), scaled(OPEN), runs).await;
-        settled
-            .map(drop)
-            .map_err(|waited| anyhow::anyhow!("the stream does not run after {waited:?}"))
+        ensure_soon("the stream does not run", OPEN, runs).await
     }
 
     fn received(&self) -> [u64; 2] {

@@ -13,10 +13,10 @@ use tunnel_server::routing::registry::AgentSession;
 
 use super::node_client::{NODE, NodeClient, Targets};
 use super::runs::Run;
-use super::watch::{metric, until};
+use super::watch::{ensure_soon, until};
 use crate::env::{Agent, TestEnv};
-use crate::eventually::scaled;
 use crate::link::{Impairment, Link, TrafficClass};
+use crate::metrics::metric;
 
 /// A tunnel with a bad network in the middle.
 #[derive(Debug)]
@@ -79,11 +79,9 @@ impl Site {
             let sessions = self.sessions();
             let mut healths = sessions.iter().map(|session| session.session.health());
             let agents = self.agent_metric("tunnel_agent_streams_open").await;
-            healths.all(|health| health.streams == 0) && agents.is_ok_and(|open| open == 0.0)
+            healths.all(|health| health.streams == 0) && agents.is_ok_and(|open| open == 0)
         };
-        let idle = until(Instant::now(), scaled(IDLE), is_idle).await;
-        idle.map(drop)
-            .map_err(|waited| anyhow::anyhow!("streams are open after {waited:?}"))
+        ensure_soon("streams are open", IDLE, is_idle).await
     }
 
     /// Starts the agent, which dials the link.
@@ -165,7 +163,7 @@ impl Site {
     ) -> Result<Duration, Duration> {
         let suspects = async || {
             let suspect = self.agent_metric("tunnel_agent_sessions_suspect").await;
-            suspect.is_ok_and(|count| count > 0.0) || self.agent_is_alone().await
+            suspect.is_ok_and(|count| count > 0) || self.agent_is_alone().await
         };
         until(since, give_up, suspects).await
     }
@@ -181,10 +179,10 @@ impl Site {
 
     async fn agent_is_alone(&self) -> bool {
         let connected = self.agent_metric("tunnel_agent_session_connected").await;
-        connected.is_ok_and(|count| count == 0.0)
+        connected.is_ok_and(|count| count == 0)
     }
 
-    async fn agent_metric(&self, name: &str) -> Result<f64> {
+    async fn agent_metric(&self, name: &str) -> Result<u64> {
         let meta = self.agent.as_ref().and_then(Agent::meta);
         metric(meta.context("no agent")?, name).await
     }

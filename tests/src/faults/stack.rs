@@ -13,8 +13,9 @@ use tokio::time::sleep;
 use super::clocks::Clocks;
 use super::node_client::{NODE, NodeClient, Targets};
 use super::runs::Run;
-use super::watch::{metric, node_status};
+use super::watch::node_status;
 use crate::link::Link;
+use crate::metrics::metric;
 use crate::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 
 /// A tunnel of two processes.
@@ -95,12 +96,12 @@ impl Stack {
     }
 
     /// Returns a metric of the server.
-    pub async fn server_metric(&self, name: &str) -> Result<f64> {
+    pub async fn server_metric(&self, name: &str) -> Result<u64> {
         metric(self.server.address(Listener::Meta), name).await
     }
 
     /// Returns a metric of the agent.
-    pub async fn agent_metric(&self, name: &str) -> Result<f64> {
+    pub async fn agent_metric(&self, name: &str) -> Result<u64> {
         metric(self.agent_meta, name).await
     }
 

@@ -1,13 +1,14 @@
-//! Waits for measured events, and reads metrics and status of the binaries.
+//! Waits for measured events, and reads the status of nodes.
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
 use serde_json::Value;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
-use crate::client::{RawRequest, request};
+use crate::eventually::scaled;
+use crate::metrics::meta_page;
 
 /// Returns the time after `since` at which the check was first true, or `Err` with the waited time
 /// if it was not true within `give_up`.
@@ -27,17 +28,16 @@ pub async fn until<Fut: Future<Output = bool>>(
     }
 }
 
-/// Returns the sum of a metric over all its labels from the meta port; 0 if the metric is absent.
-pub(super) async fn metric(meta: SocketAddr, name: &str) -> Result<f64> {
-    let text = meta_page(meta, "/metrics").await?;
-    Ok(text
-        .lines()
-        .filter(|line| {
-            let rest = line.strip_prefix(name);
-            rest.is_some_and(|rest| rest.starts_with(['{', ' ']))
-        })
-        .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
-        .sum())
+/// Waits until the check is true. `what` describes the failure.
+pub(super) async fn ensure_soon<Fut: Future<Output = bool>>(
+    what: &str,
+    limit: Duration,
+    check: impl FnMut() -> Fut,
+) -> Result<()> {
+    let reached = until(Instant::now(), scaled(limit), check).await;
+    reached
+        .map(drop)
+        .map_err(|waited| anyhow!("{what} after {waited:?}"))
 }
 
 /// Returns a node's entry in `/nodes` of the server's meta port.
@@ -52,16 +52,5 @@ pub async fn node_status(meta: SocketAddr, node: &str) -> Result<Value> {
         .with_context(|| format!("/nodes does not list {node}"))
 }
 
-async fn meta_page(meta: SocketAddr, path: &str) -> Result<String> {
-    let get = RawRequest::get("meta", path);
-    let reply = timeout(META_LIMIT, request(meta, &get)).await;
-    let reply = reply.context("the meta port does not answer")??;
-    ensure!(reply.status == 200, "{path}: {}", reply.status);
-    Ok(reply.text())
-}
-
 /// Times in seconds are measured to a hundredth.
 const PAUSE: Duration = Duration::from_millis(10);
-
-/// Time limit for a running process.
-const META_LIMIT: Duration = Duration::from_secs(5);

@@ -162,37 +162,6 @@ mod tests {
     use crate::tools::or_skip;
 
     #[test]
-    fn edges_share_an_address_and_can_only_dial_out() {
-        let Some(sites) = or_skip(Topology::new()) else {
-            return;
-        };
-        for edge in sites.edges() {
-            let addresses = edge
-                .node()
-                .script("$IP -brief address show dev eth0")
-                .unwrap();
-            assert!(addresses.contains("192.168.33.221/24"), "{addresses}");
-            let inside = "$IP route get 192.168.33.221";
-            edge.router().script(inside).unwrap();
-            let reach = sites.cloud().script(inside);
-            assert!(
-                reach.is_err(),
-                "the cloud has a route to an edge: {reach:?}"
-            );
-        }
-        let hosts = sites.cloud().script("cat /etc/hosts").unwrap();
-        assert!(
-            hosts.contains("10.77.0.1 cloud worker-1 worker-2"),
-            "{hosts}"
-        );
-        assert!(
-            !fs::read_to_string("/etc/hosts")
-                .unwrap()
-                .contains("10.77.0.1")
-        );
-    }
-
-    #[test]
     fn namespaces_end_with_their_value() {
         let Some(sites) = or_skip(Topology::new()) else {
             return;

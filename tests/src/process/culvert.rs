@@ -5,11 +5,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::{Log, Process, Program};
+use crate::checks::get_ok;
+use crate::client::HttpReply;
 use crate::eventually::eventually;
+use crate::metrics::metric;
 use crate::netns::Namespace;
 
 /// The command line of a server. The server can be started again with the same data, as after a
@@ -199,6 +202,23 @@ impl Server {
         Ok(create.run().await?.ok()?.trim().to_owned())
     }
 
+    /// Returns an agent of `node` on loopback with a new join token.
+    pub async fn agent_setup(&self, node: &str, data_dir: &Path) -> Result<AgentSetup> {
+        let token = self.token(node, None).await?;
+        let agents = self.address(Listener::Agents);
+        Ok(AgentSetup::on_loopback(node, agents, data_dir).args(&["--token", &token]))
+    }
+
+    /// Returns a metric, see [`metric`].
+    pub async fn metric(&self, series: &str) -> Result<u64> {
+        metric(self.address(Listener::Meta), series).await
+    }
+
+    /// Requests a page through the HTTP listener, which must be answered with 200.
+    pub async fn get_ok(&self, host: &str, path: &str) -> Result<HttpReply> {
+        get_ok(self.address(Listener::Http), host, path).await
+    }
+
     /// Returns the output of `nodes -o json`.
     pub async fn nodes(&self) -> Result<Vec<Value>> {
         let printed = self.verb(&["nodes", "-o", "json"])?.run().await?.ok()?;
@@ -212,11 +232,8 @@ impl Server {
             let listed = self.nodes().await?;
             let connected = listed.iter().filter(|node| node["connected"] == true);
             let connected: Vec<_> = connected.filter_map(|node| node["node"].as_str()).collect();
-            if connected == nodes {
-                Ok(())
-            } else {
-                bail!("nodes lists {listed:?}; {}", self.process)
-            }
+            ensure!(connected == nodes, "nodes lists {listed:?}; {}", self.process);
+            Ok(())
         })
         .await;
     }
@@ -239,10 +256,9 @@ impl AgentSetup {
         namespace: Option<&Namespace>,
     ) -> Self {
         let (server, data_dir) = (server.to_string(), data_dir.to_string_lossy());
-        let arguments = Vec::new();
         Self {
             namespace: namespace.cloned(),
-            arguments,
+            arguments: Vec::new(),
             own_group: false,
         }
         .args(&[
@@ -303,8 +319,6 @@ pub enum Listener {
     Meta,
     /// The embedded DNS, over UDP and TCP.
     Dns,
-    /// The extra proxy port of a target's port.
-    Proxy(u16),
 }
 
 impl Listener {
@@ -318,7 +332,6 @@ impl Listener {
             Self::Http => "http",
             Self::Meta => "meta",
             Self::Dns => "dns",
-            Self::Proxy(_) => "proxy",
         }
     }
 
@@ -329,7 +342,6 @@ impl Listener {
             Self::Http => "--http-listen",
             Self::Meta => "--meta-listen",
             Self::Dns => "--dns-listen",
-            Self::Proxy(_) => "--proxy-port-listen",
         }
     }
 
@@ -340,11 +352,7 @@ impl Listener {
         if fields["message"] != "listening" || fields["listener"] != self.name() {
             return None;
         }
-        let address: SocketAddr = fields["address"].as_str()?.parse().ok()?;
-        match self {
-            Self::Proxy(port) if address.port() != port => None,
-            _ => Some(address),
-        }
+        fields["address"].as_str()?.parse().ok()
     }
 }
 
@@ -356,23 +364,3 @@ pub(super) const STOP: Duration = Duration::from_secs(5);
 
 /// Longer than the longest pause of an agent between two tries at the beginning of an outage.
 const CONNECT: Duration = Duration::from_secs(15);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn listeners_are_read_from_log_lines() {
-        let line = |listener: &str, port: u16| {
-            format!(
-                r#"{{"level":"INFO","fields":{{"message":"listening","listener":"{listener}","address":"[::]:{port}"}}}}"#
-            )
-        };
-        let http = Listener::Http.opened(&line("http", 10264)).unwrap();
-        assert_eq!(http.port(), 10264);
-        assert!(Listener::Http.opened(&line("https", 10263)).is_none());
-        assert!(Listener::Proxy(9100).opened(&line("proxy", 9101)).is_none());
-        assert!(Listener::Proxy(9100).opened(&line("proxy", 9100)).is_some());
-        assert!(Listener::Http.opened("plain text").is_none());
-    }
-}

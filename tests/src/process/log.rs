@@ -119,27 +119,3 @@ impl fmt::Display for Log {
 const BUFFERED_LINES: usize = 20_000;
 
 const SHOWN_LINES: usize = 40;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn finds_lines_from_before_and_after_the_call() {
-        let log = Log::new();
-        log.push("first".to_owned());
-        assert_eq!(log.find(|line| (line == "first").then_some(1)).await, 1);
-        let later = log.clone();
-        let (found, ()) = tokio::join!(
-            log.find(|line| line.strip_prefix("x=").map(str::to_owned)),
-            async {
-                later
-                    .clone()
-                    .fill_from(&b"noise\nx=7\nlast without end"[..])
-                    .await;
-            }
-        );
-        assert_eq!(found, "7");
-        assert_eq!(log.lines(), ["first", "noise", "x=7", "last without end"]);
-    }
-}

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, Command};
 use tokio::task::JoinSet;
@@ -118,15 +118,7 @@ impl Program {
     /// Starts the program with the given standard error. Unless that is [`Stdio::piped`], the log
     /// stays empty.
     pub fn start_logging_to(self, stderr: Stdio) -> Result<Process> {
-        let mut command = self.command()?;
-        command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(stderr)
-            .kill_on_drop(true);
-        let mut child = command
-            .spawn()
-            .with_context(|| format!("start {}", self.label))?;
+        let mut child = self.spawn(Stdio::null(), stderr)?;
         let log = Log::new();
         let mut readers = JoinSet::new();
         if let Some(out) = child.stdout.take() {
@@ -150,15 +142,7 @@ impl Program {
 
     /// Runs the program to its end with `input` on its standard input.
     pub async fn run_with(self, input: &[u8]) -> Result<Finished> {
-        let mut command = self.command()?;
-        command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true);
-        let mut child = command
-            .spawn()
-            .with_context(|| format!("run {}", self.label))?;
+        let mut child = self.spawn(Stdio::piped(), Stdio::piped())?;
         let stdin = child.stdin.take();
         let feed = async {
             if let Some(mut stdin) = stdin {
@@ -178,7 +162,7 @@ impl Program {
         })
     }
 
-    fn command(&self) -> Result<Command> {
+    fn spawn(&self, stdin: Stdio, stderr: Stdio) -> Result<Child> {
         let (first, rest) = self.argv.split_first().context("a program has a name")?;
         let mut command = Command::new(first);
         command
@@ -187,7 +171,13 @@ impl Program {
         if self.own_group {
             command.process_group(0);
         }
-        Ok(command)
+        command
+            .stdin(stdin)
+            .stdout(Stdio::piped())
+            .stderr(stderr)
+            .kill_on_drop(true);
+        let spawned = command.spawn();
+        spawned.with_context(|| format!("run {}", self.label))
     }
 }
 
@@ -204,6 +194,15 @@ impl Finished {
     /// Returns the exit code, unless a signal ended the program.
     pub fn code(&self) -> Option<i32> {
         self.status.code()
+    }
+
+    /// Fails unless the program exited with `code` and its standard error contains each of the parts.
+    pub fn ensure_failed(&self, code: i32, parts: &[&str]) -> Result<()> {
+        ensure!(self.code() == Some(code), "{self}");
+        for part in parts {
+            ensure!(self.err.contains(part), "no word of {part}: {self}");
+        }
+        Ok(())
     }
 
     /// Returns the standard output if the program exited with 0.
@@ -417,19 +416,6 @@ mod tests {
 
     fn shell(script: &str) -> Program {
         Program::new("sh", "sh").args(["-c", script])
-    }
-
-    #[tokio::test]
-    async fn a_line_is_found_and_the_process_is_stopped() {
-        let script = "trap 'echo bye; exit 3' TERM; echo port=7 >&2; while :; do sleep 0.05; done";
-        let mut process = shell(script).start().unwrap();
-        let port = process.wait_for_line("port", WAIT_TIMEOUT, |line| {
-            line.strip_prefix("port=").map(str::to_owned)
-        });
-        assert_eq!(port.await.unwrap(), "7");
-        process.signal(Signal::Term).unwrap();
-        assert_eq!(process.end(WAIT_TIMEOUT).await.unwrap().code(), Some(3));
-        assert_eq!(process.log().lines(), ["port=7", "bye"]);
     }
 
     #[tokio::test]
