@@ -1,12 +1,17 @@
 //! A truncated answer never looks like a clean end, and a refusal arrives with its reason. The
 //! tests cover both HTTP listeners and TCP services.
 
-use anyhow::Result;
+use std::io;
+
+use anyhow::{Context, Error, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::wire::code::RefusalCode;
-use tunnel_server::config::RawService;
-use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, RawRequest, UpgradeClient, request};
-use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
+use tunnel_server::config::{RawConfig, RawService};
+use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset};
+use tunnel_tests::client::{
+    BodyEnd, ByteStream, Endpoint, Exchange, HttpReply, RawRequest, UpgradeClient, request,
+};
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{
     EchoTarget, Exporter, FakeKubelet, HalfCloseTarget, ResetTarget, deterministic_bytes,
@@ -51,23 +56,7 @@ async fn body_that_a_target_cuts_is_cut_for_the_caller() -> Result<()> {
             (env.https("worker-1")?, tls.addr().port()),
         ] {
             let get = RawRequest::get(&format!("worker-1:{port}"), path);
-            let reply = match request(endpoint, &get).await {
-                Ok(reply) => reply,
-                // The reset may reach the caller before the head does.
-                Err(error) => {
-                    assert!(is_reset(&error), "{path}: {error:#}");
-                    continue;
-                }
-            };
-            // The reset may also reach the server before the head. The server then answers with its
-            // own 502.
-            let is_502 = reply.status == 502 && reply.header("x-tunnel-error").is_some();
-            assert!(
-                is_502 || matches!(reply.ended, BodyEnd::Reset(_)),
-                "{path}: {} {:?}",
-                reply.status,
-                reply.ended
-            );
+            ensure_cut(request(endpoint, &get).await).context(path)?;
         }
     }
     Ok(())
@@ -86,11 +75,7 @@ async fn upgraded_stream_that_a_target_cuts_is_cut_for_the_caller() -> Result<()
         let mut stream = upgraded.switched()?;
         stream.send(b"x").await?;
         let reading = stream.read_to_end().await;
-        assert!(
-            matches!(reading.ended, BodyEnd::Reset(_)),
-            "{:?}",
-            reading.ended
-        );
+        ensure_reset(&reading.ended)?;
     }
     Ok(())
 }
@@ -101,23 +86,16 @@ async fn service_passes_bytes_half_closes_and_cuts() -> Result<()> {
     let (env, endpoint) = env_with_service(echo.addr().port()).await?;
     let _agent = env.agent("worker-1").await?;
     let sent = deterministic_bytes(1, 3 * MIB);
-    let reading = ByteStream::connect(endpoint.clone())
-        .await?
-        .talk(&sent)
-        .await?;
-    assert!(
-        reading.bytes == sent && reading.ended == BodyEnd::CleanClose,
-        "{:?}",
-        reading.ended
-    );
+    let caller = ByteStream::connect(endpoint).await?;
+    let reading = caller.talk(&sent).await?;
+    assert!(reading.bytes == sent, "{} bytes", reading.bytes.len());
+    assert_eq!(reading.ended, BodyEnd::CleanClose);
 
     let answer = HalfCloseTarget::start(16 * MIB as u64).await?;
     let (env, endpoint) = env_with_service(answer.addr().port()).await?;
     let _agent = env.agent("worker-1").await?;
-    let reading = ByteStream::connect(endpoint)
-        .await?
-        .talk(b"question")
-        .await?;
+    let caller = ByteStream::connect(endpoint).await?;
+    let reading = caller.talk(b"question").await?;
     assert_eq!(reading.bytes.len(), 16 * MIB);
     assert_eq!(reading.ended, BodyEnd::CleanClose);
 
@@ -128,11 +106,7 @@ async fn service_passes_bytes_half_closes_and_cuts() -> Result<()> {
         let mut stream = ByteStream::connect(endpoint.clone()).await?;
         stream.send(b"x").await?;
         let reading = stream.read_to_end().await;
-        assert!(
-            matches!(reading.ended, BodyEnd::Reset(_)),
-            "{:?}",
-            reading.ended
-        );
+        ensure_reset(&reading.ended)?;
     }
     Ok(())
 }
@@ -144,15 +118,10 @@ async fn service_without_an_agent_is_a_reset() -> Result<()> {
     match ByteStream::connect(endpoint).await {
         Ok(mut stream) => {
             let reading = stream.read_to_end().await;
-            assert!(
-                matches!(reading.ended, BodyEnd::Reset(_)),
-                "{:?}",
-                reading.ended
-            );
+            ensure_reset(&reading.ended)
         }
-        Err(error) => assert!(is_reset(&error), "{error:#}"),
+        Err(error) => ensure_reset_error(&error),
     }
-    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -172,17 +141,8 @@ async fn refusal_after_64_kib_of_optimistic_data_keeps_code_and_detail() -> Resu
         });
         refused?;
         let reply = reply?;
-        assert_eq!(
-            (reply.status, reply.header("x-tunnel-error")),
-            (403, Some("refused_by_policy")),
-            "{}",
-            reply.text()
-        );
-        assert!(
-            reply.text().contains("agent's --deny-ports lists 9100"),
-            "{}",
-            reply.text()
-        );
+        ensure_refused(&reply, 403, "refused_by_policy")?;
+        ensure_contains(&reply.text(), &["agent's --deny-ports lists 9100"])?;
     }
     Ok(())
 }
@@ -205,20 +165,7 @@ async fn stream_that_the_agent_drops_is_a_cut() -> Result<()> {
             anyhow::Ok(())
         });
         dropped?;
-        let reply = match reply {
-            Ok(reply) => reply,
-            Err(error) => {
-                assert!(is_reset(&error), "{error:#}");
-                continue;
-            }
-        };
-        let is_502 = reply.status == 502;
-        assert!(
-            is_502 || matches!(reply.ended, BodyEnd::Reset(_)),
-            "{} {:?}",
-            reply.status,
-            reply.ended
-        );
+        ensure_cut(reply)?;
     }
     Ok(())
 }
@@ -252,13 +199,8 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
         answered?;
         let reply = reply?;
         assert_eq!(reply.status, 413);
-        assert!(
-            reply.body == answer,
-            "{} of {} bytes, {:?}",
-            reply.body.len(),
-            answer.len(),
-            reply.ended
-        );
+        let (arrived, ended) = (reply.body.len(), &reply.ended);
+        assert!(reply.body == answer, "{arrived} bytes, {ended:?}");
     }
     // The requests whose bodies were not read to their end leave no stream behind.
     let session = env.registry().of_node(&"worker-1".parse()?).remove(0);
@@ -272,32 +214,37 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn answer_that_a_stopping_server_cannot_finish_is_a_reset() -> Result<()> {
-    let env = TestEnv::start_with(|settings| settings.drain_timeout = Some("1ms".into())).await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = env.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let short = |settings: &mut RawConfig| settings.drain_timeout = Some("1ms".into());
+    let mut site = NodeEnv::start_with(short).await?;
     // For this HTTP/1.0 caller the end of the connection delimits the body. The caller does not
     // read until the server has stopped.
     let raw = RawRequest::raw(format!(
-        "GET /close-delimited/{} HTTP/1.0\r\nHost: {host}\r\n\r\n",
-        64 * MIB
+        "GET /close-delimited/{} HTTP/1.0\r\nHost: {}\r\n\r\n",
+        64 * MIB,
+        site.host
     ));
-    let exchange = tunnel_tests::client::Exchange::start(env.http(), &raw).await?;
-    let mut env = env;
-    env.stop_server().await?;
-    let reply = exchange.into_reply().await;
-    assert!(
-        matches!(reply.ended, BodyEnd::Reset(_)),
-        "{} bytes, {:?}",
-        reply.body.len(),
-        reply.ended
-    );
-    Ok(())
+    let exchange = Exchange::start(site.env.http(), &raw).await?;
+    site.env.stop_server().await?;
+    ensure_reset(&exchange.into_reply().await.ended)
 }
 
-fn is_reset(error: &anyhow::Error) -> bool {
-    let kind = error
-        .downcast_ref::<std::io::Error>()
-        .map(std::io::Error::kind);
-    kind == Some(std::io::ErrorKind::ConnectionReset)
+/// Fails unless a request whose target was cut ended in a reset. The reset may reach the caller
+/// before the head does. It may also reach the server before the head, which then answers with its
+/// own 502.
+fn ensure_cut(asked: Result<HttpReply>) -> Result<()> {
+    match asked {
+        Ok(reply) if reply.status == 502 => {
+            let code = reply.header("x-tunnel-error");
+            ensure!(code.is_some(), "{}", reply.text());
+            Ok(())
+        }
+        Ok(reply) => ensure_reset(&reply.ended),
+        Err(error) => ensure_reset_error(&error),
+    }
+}
+
+fn ensure_reset_error(error: &Error) -> Result<()> {
+    let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+    ensure!(kind == Some(io::ErrorKind::ConnectionReset), "{error:#}");
+    Ok(())
 }

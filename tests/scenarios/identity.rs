@@ -3,47 +3,38 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
-use tokio::io::AsyncReadExt;
-use tokio::net::TcpListener;
-use tunnel_agent::config::TokenSource;
+use anyhow::{Context, Result, bail, ensure};
+use rustls::client::Resumption;
+use rustls::{ClientConfig, HandshakeKind, RootCertStore};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tunnel_agent::config::{Config, TokenSource};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Hello;
-use tunnel_proto::wire::name::InstanceId;
-use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT, server_address};
+use tunnel_tests::checks::{ensure_contains, ensure_status};
+use tunnel_tests::client::RawRequest;
+use tunnel_tests::env::{Agent, NodeEnv, TestEnv, WAIT_TIMEOUT, server_address};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::Exporter;
+use tunnel_tests::targets::FakeKubelet;
 
-use super::scripted::{Admission, ScriptedAgent, agent_key, dial};
+use super::scripted::{Admission, ScriptedAgent, agent_key, dial, hello};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn claim_of_another_nodes_name_is_refused_and_its_traffic_goes_on() -> Result<()> {
-    let env = TestEnv::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = env.agent("worker-1").await?;
-    let impostor = agent_key(&env, "worker-2")?;
-    match ScriptedAgent::handshake(&env, impostor, "worker-1", [9; 16]).await? {
-        Admission::Refused(code, detail) => {
-            assert_eq!(code, CloseCode::NameNotInCredential);
-            assert!(
-                detail.contains("worker-1") && detail.contains("worker-2"),
-                "{detail}"
-            );
-        }
-        Admission::Admitted(_) => panic!("admitted under another's name"),
-    }
-    let host = format!("worker-1:{}", exporter.addr().port());
-    assert_eq!(
-        request(env.http(), &RawRequest::get(&host, "/metrics"))
-            .await?
-            .status,
-        200
-    );
-    let counted = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"} 1";
+    let site = NodeEnv::start().await?;
+    let env = &site.env;
+    let impostor = agent_key(env, "worker-2")?;
+    let answer = ScriptedAgent::handshake(env, impostor, "worker-1", [9; 16]).await?;
+    let (code, detail) = refusal(answer)?;
+    assert_eq!(code, CloseCode::NameNotInCredential);
+    ensure_contains(&detail, &["worker-1", "worker-2"])?;
+    ensure_status(&site.get("/metrics").await?, 200)?;
+    let series = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}";
     eventually("the refusal is counted", WAIT_TIMEOUT, async || {
-        let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
-        anyhow::ensure!(metrics.text().contains(counted), "{}", metrics.text());
+        let counted = env.metric(series).await?;
+        ensure!(counted == 1, "{counted}");
         anyhow::Ok(())
     })
     .await;
@@ -68,32 +59,17 @@ async fn certificates_of_another_ca_get_no_session() -> Result<()> {
 async fn second_instance_waits_while_the_first_is_live() -> Result<()> {
     let env = TestEnv::start().await?;
     let key = agent_key(&env, "worker-1")?;
-    let Admission::Admitted(first) =
-        ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?
-    else {
-        panic!("first not admitted");
+    let connect = async |instance: u8| {
+        ScriptedAgent::handshake(&env, key.clone(), "worker-1", [instance; 16]).await
     };
-    match ScriptedAgent::handshake(&env, key.clone(), "worker-1", [2; 16]).await? {
-        Admission::Refused(code, _) => assert_eq!(code, CloseCode::NameInUse),
-        Admission::Admitted(_) => panic!("a clone was admitted next to the live agent"),
-    }
+    let first = admitted(connect(1).await?)?;
+    let (code, _) = refusal(connect(2).await?).context("next to the live agent")?;
+    assert_eq!(code, CloseCode::NameInUse);
     // One process may open a second session, for make before break.
-    assert!(matches!(
-        ScriptedAgent::handshake(&env, key.clone(), "worker-1", [1; 16]).await?,
-        Admission::Admitted(_)
-    ));
+    admitted(connect(1).await?)?;
     first.close().await;
-    let next =
-        async || match ScriptedAgent::handshake(&env, key.clone(), "worker-1", [3; 16]).await? {
-            Admission::Admitted(_) => anyhow::Ok(()),
-            Admission::Refused(code, _) => anyhow::bail!("{code}"),
-        };
-    eventually(
-        "another instance gets in after the first has gone",
-        WAIT_TIMEOUT,
-        next,
-    )
-    .await;
+    let what = "another instance gets in after the first has gone";
+    eventually(what, WAIT_TIMEOUT, async || admitted(connect(3).await?)).await;
     Ok(())
 }
 
@@ -102,23 +78,12 @@ async fn incompatible_version_is_refused_with_a_readable_line() -> Result<()> {
     let env = TestEnv::start().await?;
     let hello = Hello {
         versions: (7, 9),
-        capabilities: vec![],
-        node_name: "worker-1".parse()?,
-        instance: InstanceId::new([1; 16]),
-        software: "from-the-future".into(),
-        node_ip: String::new(),
+        ..hello("worker-1", [1; 16])?
     };
-    match ScriptedAgent::handshake_with(&env, agent_key(&env, "worker-1")?, hello).await? {
-        Admission::Refused(code, detail) => {
-            assert_eq!(code, CloseCode::Version);
-            assert!(
-                detail.contains("7 to 9") && detail.contains("upgrade"),
-                "{detail}"
-            );
-        }
-        Admission::Admitted(_) => panic!("admitted"),
-    }
-    Ok(())
+    let key = agent_key(&env, "worker-1")?;
+    let (code, detail) = refusal(ScriptedAgent::handshake_with(&env, key, hello).await?)?;
+    assert_eq!(code, CloseCode::Version);
+    ensure_contains(&detail, &["7 to 9", "upgrade"])
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -131,20 +96,16 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
     config.token = Some(TokenSource::Inline(token.clone()));
     config.servers = vec![server_address(tap.local_addr()?)];
     let agent = Agent::start(config).await;
-    let (mut from_agent, _) = tokio::time::timeout(Duration::from_secs(30), tap.accept()).await??;
-    let mut to_imposter = tokio::net::TcpStream::connect(imposter.bound().agents).await?;
+    let (mut from_agent, _) = timeout(Duration::from_secs(30), tap.accept()).await??;
+    let mut to_imposter = TcpStream::connect(imposter.bound().agents).await?;
     let (mut agent_reads, mut agent_writes) = from_agent.split();
     let (mut server_reads, mut server_writes) = to_imposter.split();
-    let mut received = Vec::new();
+    let mut received = 0;
     let tapped = async {
         let mut chunk = [0; 4096];
-        loop {
-            let count = agent_reads.read(&mut chunk).await.unwrap_or(0);
-            if count == 0 {
-                break;
-            }
-            received.extend_from_slice(&chunk[..count]);
-            tokio::io::AsyncWriteExt::write_all(&mut server_writes, &chunk[..count]).await?;
+        while let Ok(count @ 1..) = agent_reads.read(&mut chunk).await {
+            received += count;
+            server_writes.write_all(&chunk[..count]).await?;
         }
         anyhow::Ok(())
     };
@@ -158,27 +119,15 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
     }
     // The imposter counts the results of its enrollment connections. A request with any token would
     // count as refused, and not as a handshake that the agent gave up.
-    let given_up = "tunnel_server_enrollments_total{result=\"handshake_failed\"} 1";
-    eventually(
-        "the imposter has counted the connection",
-        WAIT_TIMEOUT,
-        async || {
-            let metrics = request(imposter.bound().meta, &RawRequest::get("meta", "/metrics"))
-                .await?
-                .text();
-            let counts: Vec<_> = metrics
-                .lines()
-                .filter(|line| line.starts_with("tunnel_server_enrollments_total"))
-                .collect();
-            anyhow::ensure!(counts == [given_up], "{counts:?}");
-            anyhow::Ok(())
-        },
-    )
+    let all = "tunnel_server_enrollments_total";
+    let failed = "tunnel_server_enrollments_total{result=\"handshake_failed\"}";
+    eventually("the imposter's count", WAIT_TIMEOUT, async || {
+        let counts = (imposter.metric(all).await?, imposter.metric(failed).await?);
+        ensure!(counts == (1, 1), "{counts:?}");
+        anyhow::Ok(())
+    })
     .await;
-    assert!(
-        !received.is_empty(),
-        "the agent never spoke to the imposter"
-    );
+    assert!(received > 0, "the agent never spoke to the imposter");
     assert!(imposter.nodes().snapshot().is_empty());
     drop(agent);
     Ok(())
@@ -188,35 +137,43 @@ async fn server_of_another_ca_never_sees_the_token() -> Result<()> {
 async fn token_is_for_one_node_and_one_key() -> Result<()> {
     let env = TestEnv::start().await?;
     let token = env.token("worker-1", &[])?;
+    let config = |node: &str| -> Result<Config> {
+        let mut config = env.agent_config(node)?;
+        config.token = Some(TokenSource::Inline(token.clone()));
+        Ok(config)
+    };
     // Another node uses the token.
-    let mut config = env.agent_config("worker-2")?;
-    config.token = Some(TokenSource::Inline(token.clone()));
-    let error = format!("{:#}", end_of(config).await);
-    assert!(
-        error.contains("worker-1") || error.contains("another node"),
-        "{error}"
-    );
+    let error = end_of(config("worker-2")?).await?;
+    let is_named = error.contains("worker-1") || error.contains("another node");
+    assert!(is_named, "{error}");
     // The node uses the token, and then a second host does.
-    let mut config = env.agent_config("worker-1")?;
-    config.token = Some(TokenSource::Inline(token.clone()));
-    let first = Agent::start(config).await?;
+    let first = Agent::start(config("worker-1")?).await?;
     env.connected("worker-1").await;
     first.stop().await?;
-    let mut config = env.agent_config("worker-1")?;
-    config.token = Some(TokenSource::Inline(token));
-    config.data_dir = env.path().join("stolen");
-    let error = format!("{:#}", end_of(config).await);
-    assert!(error.contains("used"), "{error}");
-    Ok(())
+    let mut second = config("worker-1")?;
+    second.data_dir = env.path().join("stolen");
+    ensure_contains(&end_of(second).await?, &["used"])
 }
 
 /// Returns the error that ends an agent that cannot enroll.
-async fn end_of(config: tunnel_agent::config::Config) -> anyhow::Error {
+async fn end_of(config: Config) -> Result<String> {
     let ended = async { Agent::start(config).await?.ended().await };
-    match tokio::time::timeout(Duration::from_secs(60), ended).await {
-        Ok(Err(error)) => error,
-        Ok(Ok(())) => anyhow::anyhow!("the agent ended well"),
-        Err(_elapsed) => anyhow::anyhow!("the agent does not give up"),
+    let ended = timeout(Duration::from_secs(60), ended).await;
+    let ended = ended.context("the agent does not give up")?;
+    Ok(format!("{:#}", ended.err().context("the agent ended well")?))
+}
+
+fn admitted(answer: Admission) -> Result<ScriptedAgent> {
+    match answer {
+        Admission::Admitted(agent) => Ok(agent),
+        Admission::Refused(code, detail) => bail!("refused: {code} {detail}"),
+    }
+}
+
+fn refusal(answer: Admission) -> Result<(CloseCode, String)> {
+    match answer {
+        Admission::Refused(code, detail) => Ok((code, detail)),
+        Admission::Admitted(_) => bail!("admitted"),
     }
 }
 
@@ -226,39 +183,35 @@ async fn stored_certificate_is_used_again_and_the_token_ignored() -> Result<()> 
     env.agent("worker-1").await?.stop().await?;
     let gone = async || env.registry().all().is_empty().then_some(());
     eventually("the agent has left", WAIT_TIMEOUT, gone).await;
-    let _again = env
-        .agent_with("worker-1", |config| config.token = None)
-        .await?;
+    let again = env.agent_with("worker-1", |config| config.token = None);
+    again.await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn listeners_certificate_is_not_resumed() -> Result<()> {
-    use rustls::client::Resumption;
     let env = TestEnv::start().await?;
-    let exporter = tunnel_tests::targets::FakeKubelet::start("worker-1").await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
     let _agent = env.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let host = format!("worker-1:{}", kubelet.addr().port());
+    let get = RawRequest::get(&host, "/metrics").bytes();
     #[expect(clippy::disallowed_methods, reason = "a caller that would resume")]
-    let mut config = rustls::ClientConfig::builder_with_provider(tunnel_proto::tls::provider())
+    let mut config = ClientConfig::builder_with_provider(tunnel_proto::tls::provider())
         .with_safe_default_protocol_versions()?
-        .with_root_certificates(rustls::RootCertStore::clone(&*env.roots()?))
+        .with_root_certificates(RootCertStore::clone(&*env.roots()?))
         .with_no_client_auth();
     config.resumption = Resumption::in_memory_sessions(8);
     let config = Arc::new(config);
     for _ in 0..2 {
-        let connector = tokio_rustls::TlsConnector::from(config.clone());
-        let tcp = tokio::net::TcpStream::connect(env.bound().https.unwrap()).await?;
+        let connector = TlsConnector::from(config.clone());
+        let tcp = TcpStream::connect(env.bound().https.unwrap()).await?;
         let mut stream = connector.connect("worker-1".try_into()?, tcp).await?;
-        let head = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
-        tokio::io::AsyncWriteExt::write_all(&mut stream, head.as_bytes()).await?;
+        stream.write_all(&get).await?;
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).await?;
         assert!(answer.starts_with(b"HTTP/1.1 200"));
-        assert_eq!(
-            stream.get_ref().1.handshake_kind(),
-            Some(rustls::HandshakeKind::Full)
-        );
+        let kind = stream.get_ref().1.handshake_kind();
+        assert_eq!(kind, Some(HandshakeKind::Full));
     }
     Ok(())
 }

@@ -1,7 +1,6 @@
 //! Crowds of slow connections that exhaust a limit. Other callers and agents must not notice them.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -10,9 +9,10 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::tls::{self, Trust};
+use tunnel_tests::checks::{ensure_status, get_ok};
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::dns::{DnsClient, RecordType, query};
-use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::dns::{RecordType, query};
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
 
@@ -62,6 +62,39 @@ async fn disperses(crowd: &mut [TcpStream]) -> Result<()> {
     ended.context("some slow sockets are still open")
 }
 
+/// Sends a request from the crowd's address, which must be answered with 200.
+async fn ask_from_crowd(to: SocketAddr, get: &RawRequest) -> Result<()> {
+    let mut neighbor = from_crowd(to).await?;
+    neighbor.write_all(&get.bytes()).await?;
+    let mut answer = Vec::new();
+    neighbor.read_to_end(&mut answer).await?;
+    let answer = String::from_utf8_lossy(&answer);
+    ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    Ok(())
+}
+
+/// Sends a DNS query and reads its answer.
+async fn ask_dns(socket: &mut TcpStream) -> Result<()> {
+    let bytes = query("worker-9", RecordType::A)?.to_vec()?;
+    socket.write_u16(u16::try_from(bytes.len())?).await?;
+    socket.write_all(&bytes).await?;
+    let length = socket.read_u16().await?;
+    ensure!(length > 12, "{length}");
+    socket.read_exact(&mut vec![0; length.into()]).await?;
+    Ok(())
+}
+
+async fn env_with_dns(limits: &str) -> Result<TestEnv> {
+    let limits = TestEnv::limits(limits);
+    TestEnv::start_with(|settings| {
+        settings.dns_listen = Some("127.0.0.1:0".into());
+        settings.dns_answer = vec!["192.0.2.1".into()];
+        settings.dns_upstream = vec!["off".into()];
+        settings.limits = limits;
+    })
+    .await
+}
+
 /// Performs a TLS handshake on the agents' port from the crowd's address.
 async fn handshake_from_crowd(env: &TestEnv) -> Result<()> {
     let socket = from_crowd(env.bound().agents).await?;
@@ -78,22 +111,11 @@ async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> 
     let env = TestEnv::start().await?;
     let meta = env.bound().meta;
     let mut crowd = slow_crowd(meta, b'G').await?;
+    get_ok(meta, "meta", "/livez").await?;
     let probe = RawRequest::get("meta", "/livez");
-    assert_eq!(request(meta, &probe).await?.status, 200);
-    eventually(
-        "the crowd's address is answered",
-        WAIT_TIMEOUT,
-        async || {
-            let mut neighbor = from_crowd(meta).await?;
-            let close = probe.clone().header("Connection", "close");
-            neighbor.write_all(&close.bytes()).await?;
-            let mut answer = Vec::new();
-            neighbor.read_to_end(&mut answer).await?;
-            let answer = String::from_utf8_lossy(&answer);
-            ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-            anyhow::Ok(())
-        },
-    )
+    eventually("the crowd's address", WAIT_TIMEOUT, async || {
+        ask_from_crowd(meta, &probe).await
+    })
     .await;
     disperses(&mut crowd).await
 }
@@ -102,30 +124,13 @@ async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> 
 /// for 5 s each, so the server answers other sources at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result<()> {
-    let env = TestEnv::start_with(|settings| {
-        settings.dns_listen = Some("127.0.0.1:0".into());
-        settings.dns_answer = vec!["192.0.2.1".into()];
-        settings.dns_upstream = vec!["off".into()];
-    })
-    .await?;
+    let env = env_with_dns("{}").await?;
     let dns = env.bound().dns.context("no DNS")?;
     let mut crowd = slow_crowd(dns, 0).await?;
-    let asked = query("worker-9", RecordType::A)?;
-    let client = DnsClient::new(dns);
-    let answers = client.over_tcp(std::slice::from_ref(&asked)).await?;
-    assert_eq!(answers.len(), 1);
-    let bytes = asked.to_vec()?;
-    eventually(
-        "the crowd's address is answered",
-        WAIT_TIMEOUT,
-        async || {
-            let mut neighbor = from_crowd(dns).await?;
-            neighbor.write_u16(u16::try_from(bytes.len())?).await?;
-            neighbor.write_all(&bytes).await?;
-            ensure!(neighbor.read_u16().await? > 12);
-            anyhow::Ok(())
-        },
-    )
+    ask_dns(&mut TcpStream::connect(dns).await?).await?;
+    eventually("the crowd's address", WAIT_TIMEOUT, async || {
+        ask_dns(&mut from_crowd(dns).await?).await
+    })
     .await;
     disperses(&mut crowd).await
 }
@@ -135,14 +140,10 @@ async fn t09_five_thousand_slow_sockets_on_the_dns_keep_no_query_out() -> Result
 /// last connection counts as a reached limit.
 #[tokio::test(flavor = "multi_thread")]
 async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
-    for (limits, reached) in [
-        (
-            "{ preAuthPerSource: 3, preAuthTotal: 100 }",
-            "preAuthPerSource",
-        ),
-        ("{ preAuthPerSource: 100, preAuthTotal: 3 }", "preAuthTotal"),
-    ] {
-        let env = TestEnv::start_with(|settings| settings.limits = TestEnv::limits(limits)).await?;
+    let (reached, other) = ("preAuthPerSource", "preAuthTotal");
+    for (reached, other) in [(reached, other), (other, reached)] {
+        let limits = TestEnv::limits(&format!("{{ {reached}: 3, {other}: 100 }}"));
+        let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
         let series = format!("tunnel_server_limits_reached_total{{limit=\"{reached}\"}}");
         let mut open_conns = Vec::new();
         for (count, expected) in [(2, 0), (3, 0), (4, 1)] {
@@ -152,7 +153,7 @@ async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
             // The server may not have accepted the last connection yet. The server accepts in
             // order, so a count that is too high shows with the next connection at the latest.
             eventually("all are seen", WAIT_TIMEOUT, async || {
-                let value = metric(&env, &series).await?;
+                let value = env.metric(&series).await?;
                 ensure!(value == expected, "{reached} is {value} for {count}");
                 anyhow::Ok(())
             })
@@ -173,48 +174,24 @@ async fn pre_auth_permits_hold_for_one_below_at_and_above() -> Result<()> {
 /// it when another connection ends.
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_connections_hold_for_one_below_at_and_above() -> Result<()> {
-    let env = TestEnv::start_with(|settings| {
-        settings.dns_listen = Some("127.0.0.1:0".into());
-        settings.dns_answer = vec!["192.0.2.1".into()];
-        settings.dns_upstream = vec!["off".into()];
-        settings.limits = TestEnv::limits("{ dnsConnections: 3 }");
-    })
-    .await?;
+    let env = env_with_dns("{ dnsConnections: 3 }").await?;
     let dns = env.bound().dns.context("no DNS")?;
-    let bytes = query("worker-9", RecordType::A)?.to_vec()?;
-    let ask = async |socket: &mut TcpStream| -> Result<()> {
-        socket.write_u16(u16::try_from(bytes.len())?).await?;
-        socket.write_all(&bytes).await?;
-        let length = socket.read_u16().await?;
-        socket.read_exact(&mut vec![0; length.into()]).await?;
-        Ok(())
-    };
     let waited = "tunnel_server_dns_connections_waited_total";
     let mut open_conns = Vec::new();
     for _ in 0..3 {
         let mut socket = from_crowd(dns).await?;
-        ask(&mut socket).await?;
+        ask_dns(&mut socket).await?;
         open_conns.push(socket);
     }
-    assert_eq!(metric(&env, waited).await?, 0);
+    assert_eq!(env.metric(waited).await?, 0);
     let mut fourth = from_crowd(dns).await?;
-    let mut waiting = Box::pin(ask(&mut fourth));
-    ensure!(
-        timeout(Duration::from_millis(300), &mut waiting)
-            .await
-            .is_err()
-    );
-    assert_eq!(metric(&env, waited).await?, 1);
+    let mut waiting = Box::pin(ask_dns(&mut fourth));
+    let early = timeout(Duration::from_millis(300), &mut waiting).await;
+    ensure!(early.is_err(), "{early:?}");
+    assert_eq!(env.metric(waited).await?, 1);
     open_conns.pop();
     timeout(scaled(WAIT_TIMEOUT), waiting).await??;
     Ok(())
-}
-
-async fn metric(env: &TestEnv, name: &str) -> Result<u64> {
-    let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
-    let text = metrics.text();
-    let line = text.lines().find_map(|line| line.strip_prefix(name));
-    Ok(line.unwrap_or("0").trim().parse()?)
 }
 
 /// T09 on port 10262: 5000 slow sockets are open. The server limits their source to its share and
@@ -222,7 +199,7 @@ async fn metric(env: &TestEnv, name: &str) -> Result<u64> {
 /// address.
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -> Result<()> {
-    let env = Arc::new(TestEnv::start().await?);
+    let env = TestEnv::start().await?;
     let exporter = Exporter::start("worker-1").await?;
     let mut crowd = slow_crowd(env.bound().agents, TLS_RECORD).await?;
     let _agent = env.agent("worker-1").await?;
@@ -231,27 +208,18 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
     })
     .await;
     let host = format!("worker-1:{}", exporter.addr().port());
-    let scrape = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
-    assert_eq!(scrape.status, 200);
-    eventually(
-        "all above the share are evicted or refused",
-        WAIT_TIMEOUT,
-        async || {
-            let mut gone = 0;
-            for result in ["evicted", "overloaded", "timeout"] {
-                let series = format!("tunnel_server_handshakes_total{{result=\"{result}\"}}");
-                gone += metric(&env, &series).await?;
-            }
-            ensure!(
-                gone >= u64::try_from(CROWD_SIZE - CONNS)?,
-                "{gone} are gone"
-            );
-            anyhow::Ok(())
-        },
-    )
+    get_ok(env.http(), &host, "/metrics").await?;
+    eventually("all above the share are gone", WAIT_TIMEOUT, async || {
+        let mut gone = 0;
+        for result in ["evicted", "overloaded", "timeout"] {
+            let series = format!("tunnel_server_handshakes_total{{result=\"{result}\"}}");
+            gone += env.metric(&series).await?;
+        }
+        ensure!(gone >= u64::try_from(CROWD_SIZE - CONNS)?);
+        anyhow::Ok(())
+    })
     .await;
-    disperses(&mut crowd).await?;
-    Ok(())
+    disperses(&mut crowd).await
 }
 
 /// T09 on the HTTP and HTTPS listeners: 5000 slow sockets may take all permits. Meanwhile the
@@ -259,47 +227,31 @@ async fn t09_five_thousand_slow_sockets_on_the_agents_port_keep_no_agent_out() -
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_a_listener_keep_no_scrape_out() -> Result<()> {
     let limits = format!("{{ callersTotal: {CALLERS}, callersPerSource: {CALLERS} }}");
-    let env = TestEnv::start_with(|settings| settings.limits = TestEnv::limits(&limits)).await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = env.agent("worker-1").await?;
-    let (http, https) = (env.bound().http, env.bound().https);
-    let host = format!("worker-1:{}", exporter.addr().port());
-    let get = RawRequest::get(&host, "/metrics");
+    let limits = TestEnv::limits(&limits);
+    let site = NodeEnv::start_with(|settings| settings.limits = limits).await?;
+    let env = &site.env;
+    let http = env.bound().http.context("http")?;
+    let https = env.bound().https.context("https")?;
+    let get = RawRequest::get(&site.host, "/metrics");
     // The request to the HTTPS listener names a port that the server itself refuses. The test only
     // needs an answer.
     let refused = RawRequest::get("worker-1:81", "/metrics");
-    let plain = (http.context("http")?, env.http(), b'G', &get, 200);
-    let secure = (
-        https.context("https")?,
-        env.https("worker-1")?,
-        TLS_RECORD,
-        &refused,
-        403,
-    );
-    for (address, endpoint, first, asked, status) in [plain, secure] {
+    let secure = env.https("worker-1")?;
+    for (address, endpoint, first, asked, status) in [
+        (http, env.http(), b'G', &get, 200),
+        (https, secure, TLS_RECORD, &refused, 403),
+    ] {
         let mut crowd = slow_crowd(address, first).await?;
-        let scrape = request(endpoint, asked).await?;
-        assert_eq!(scrape.status, status);
-        let endpoint = http.context("http")?;
-        eventually("the crowd's address is served", WAIT_TIMEOUT, async || {
-            let mut neighbor = from_crowd(endpoint).await?;
-            neighbor.write_all(&get.head_bytes()).await?;
-            let mut answer = Vec::new();
-            neighbor.read_to_end(&mut answer).await?;
-            let answer = String::from_utf8_lossy(&answer);
-            ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-            anyhow::Ok(())
+        ensure_status(&request(endpoint, asked).await?, status)?;
+        eventually("the crowd's address", WAIT_TIMEOUT, async || {
+            ask_from_crowd(http, &get).await
         })
         .await;
         disperses(&mut crowd).await?;
     }
-    let evicted = metric(&env, "tunnel_server_callers_evicted_total").await?
-        + metric(&env, "tunnel_server_callers_refused_total").await?;
-    let least = u64::try_from(CROWD_SIZE - CALLERS)?;
-    ensure!(
-        evicted >= least,
-        "only {evicted} callers were evicted or refused"
-    );
+    let evicted = env.metric("tunnel_server_callers_evicted_total").await?;
+    let refused = env.metric("tunnel_server_callers_refused_total").await?;
+    ensure!(evicted + refused >= u64::try_from(CROWD_SIZE - CALLERS)?);
     Ok(())
 }
 

@@ -2,32 +2,13 @@
 //! receives.
 
 use anyhow::Result;
-use tunnel_tests::client::{BodyEnd, Endpoint, Exchange, KeepAliveClient, RawRequest, request};
-use tunnel_tests::env::{Agent, TestEnv};
+use tunnel_tests::checks::{ensure_contains, ensure_status, get_ok};
+use tunnel_tests::client::{
+    BodyEnd, ByteStream, Endpoint, Exchange, KeepAliveClient, RawRequest, request,
+};
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{Exporter, FakeKubelet};
-
-#[tokio::test(flavor = "multi_thread")]
-async fn nodes_with_one_address_are_reached_by_name() -> Result<()> {
-    let env = TestEnv::start().await?;
-    let (one, two) = (
-        Exporter::start("worker-1").await?,
-        Exporter::start("worker-2").await?,
-    );
-    let _agents = (env.agent("worker-1").await?, env.agent("worker-2").await?);
-    for (node, target) in [("worker-1", &one), ("worker-2", &two)] {
-        let host = format!("{node}:{}", target.addr().port());
-        let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
-        assert_eq!(reply.status, 200);
-        assert!(
-            reply.text().contains(&format!("node=\"{node}\"")),
-            "{}",
-            reply.text()
-        );
-        assert!(reply.ended.is_clean());
-        assert_eq!(reply.header("x-tunnel-error"), None);
-    }
-    Ok(())
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn https_listener_serves_a_certificate_for_the_node_and_speaks_tls_to_the_target()
@@ -36,34 +17,21 @@ async fn https_listener_serves_a_certificate_for_the_node_and_speaks_tls_to_the_
     let kubelet = FakeKubelet::start("worker-1").await?;
     let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", kubelet.addr().port());
-    let reply = request(env.https("worker-1")?, &RawRequest::get(&host, "/metrics")).await?;
-    assert_eq!(reply.status, 200, "{}", reply.text());
-    assert!(reply.text().contains("worker-1"));
+    let reply = get_ok(env.https("worker-1")?, &host, "/metrics").await?;
+    ensure_contains(&reply.text(), &["worker-1"])?;
     assert_eq!(reply.ended, BodyEnd::CleanLength);
     // The certificate is valid for the requested name only.
-    assert!(
-        request(env.https("worker-2")?, &RawRequest::get(&host, "/metrics"))
-            .await
-            .is_err()
-    );
+    let other = get_ok(env.https("worker-2")?, &host, "/metrics").await;
+    assert!(other.unwrap_err().to_string().contains("TLS handshake"));
     // The server does not delegate its client certificate to a caller without a certificate.
-    let reply = request(
-        env.https("worker-1")?,
-        &RawRequest::get(&host, "/client-certificate"),
-    )
-    .await?;
+    let reply = get_ok(env.https("worker-1")?, &host, "/client-certificate").await?;
     assert_eq!(reply.text().trim(), "none");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
-    let Site {
-        env,
-        exporter,
-        host,
-        _agent,
-    } = Site::start().await?;
+    let site = NodeEnv::start().await?;
     for path in [
         "/size/0",
         "/size/1",
@@ -71,42 +39,34 @@ async fn bodies_arrive_whole_in_every_framing() -> Result<()> {
         "/chunked/5000000",
         "/close-delimited/5000000",
     ] {
-        let through = request(env.http(), &RawRequest::get(&host, path)).await?;
-        let direct = request(exporter.addr(), &RawRequest::get(&host, path)).await?;
+        let through = site.get(path).await?;
+        let direct = get_ok(site.exporter.addr(), &site.host, path).await?;
         assert_eq!(through.status, 200);
         assert!(through.ended.is_clean(), "{path}: {:?}", through.ended);
         assert_eq!(through.sha256(), direct.sha256(), "{path}");
     }
-    let upload = RawRequest::new("POST", "/upload", &host)
+    let upload = RawRequest::new("POST", "/upload", &site.host)
         .header("Connection", "close")
         .body(vec![7; 3_000_000]);
-    let through = request(env.http(), &upload).await?;
-    assert_eq!(
-        through.text(),
-        request(exporter.addr(), &upload).await?.text()
-    );
+    let through = request(site.env.http(), &upload).await?;
+    let direct = request(site.exporter.addr(), &upload).await?;
+    assert_eq!(through.text(), direct.text());
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
-    let Site {
-        env,
-        exporter,
-        host,
-        _agent,
-    } = Site::start().await?;
-    let mut follow = Exchange::start(env.http(), &RawRequest::get(&host, "/follow")).await?;
+    let site = NodeEnv::start().await?;
+    let follow = RawRequest::get(&site.host, "/follow");
+    let mut follow = Exchange::start(site.env.http(), &follow).await?;
     assert_eq!(follow.status(), 200);
     for index in 0..20 {
         let line = format!("line {index}");
         // The test sends the next line only after the previous one has arrived. No hop may wait for
         // more bytes.
-        tunnel_tests::eventually::eventually(
-            "the follower is there",
-            tunnel_tests::env::WAIT_TIMEOUT,
-            async || (exporter.emit(&line) > 0).then_some(()),
-        )
+        eventually("the follower is there", WAIT_TIMEOUT, async || {
+            (site.exporter.emit(&line) > 0).then_some(())
+        })
         .await;
         loop {
             let got = follow.line().await.expect("stream goes on");
@@ -115,14 +75,14 @@ async fn followed_stream_passes_each_line_as_it_comes() -> Result<()> {
             }
         }
     }
-    exporter.end_follows();
+    site.exporter.end_follows();
     while follow.line().await.is_some() {}
     assert_eq!(follow.ended(), Some(&BodyEnd::CleanChunked));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_on_one_connection_are_routed_one_by_one() -> Result<()> {
+async fn requests_on_one_connection_reach_nodes_with_one_address_by_name() -> Result<()> {
     let env = TestEnv::start().await?;
     let (one, two) = (
         Exporter::start("worker-1").await?,
@@ -130,35 +90,28 @@ async fn requests_on_one_connection_are_routed_one_by_one() -> Result<()> {
     );
     let _agents = (env.agent("worker-1").await?, env.agent("worker-2").await?);
     let mut client = KeepAliveClient::connect(env.http()).await?;
-    for round in 0..50 {
-        let (node, target) = if round % 2 == 0 {
-            ("worker-1", &one)
-        } else {
-            ("worker-2", &two)
-        };
-        let host = format!("{node}:{}", target.addr().port());
-        let reply = client
-            .request(&RawRequest::new("GET", "/metrics", &host))
-            .await?;
-        assert!(
-            reply.text().contains(&format!("node=\"{node}\"")),
-            "round {round}"
-        );
-        // An answer by the server itself leaves the connection usable.
-        let reply = client
-            .request(&RawRequest::new("GET", "/", "nobody:9100"))
-            .await?;
-        assert_eq!(reply.header("x-tunnel-error"), Some("unknown_node"));
+    let unknown = RawRequest::new("GET", "/", "nobody:9100");
+    for _ in 0..25 {
+        for (node, target) in [("worker-1", &one), ("worker-2", &two)] {
+            let host = format!("{node}:{}", target.addr().port());
+            let get = RawRequest::new("GET", "/metrics", &host);
+            let reply = client.request(&get).await?;
+            ensure_status(&reply, 200)?;
+            ensure_contains(&reply.text(), &[&format!("node=\"{node}\"")])?;
+            assert!(reply.ended.is_clean());
+            assert_eq!(reply.header("x-tunnel-error"), None);
+            // An answer by the server itself leaves the connection usable.
+            let reply = client.request(&unknown).await?;
+            assert_eq!(reply.header("x-tunnel-error"), Some("unknown_node"));
+        }
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Result<()> {
-    let env = TestEnv::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = env.agent("worker-1").await?;
-    let port = exporter.addr().port();
+    let site = NodeEnv::start().await?;
+    let port = site.exporter.addr().port();
     let asked = RawRequest::new("GET", "/headers", &format!("WORKER-1.:{port}"))
         .header("X-Tunnel-Proxy-Host", "worker-1")
         .header("X-Tunnel-Proxy-Dest", &format!("worker-1:{port}"))
@@ -167,14 +120,10 @@ async fn target_sees_its_own_host_and_no_routing_or_hop_by_hop_fields() -> Resul
         .header("Keep-Alive", "timeout=5")
         .header("Authorization", "Bearer secret")
         .header("X-Kept", "yes");
-    let head = request(env.http(), &asked).await?.text();
-    assert!(
-        head.contains(&format!("Host: worker-1:{port}\r\n")),
-        "{head}"
-    );
-    for field in ["Authorization: Bearer secret", "X-Kept: yes"] {
-        assert!(head.contains(field), "{field} is missing in {head}");
-    }
+    let head = request(site.env.http(), &asked).await?.text();
+    let own = format!("Host: worker-1:{port}\r\n");
+    let kept = [&*own, "Authorization: Bearer secret", "X-Kept: yes"];
+    ensure_contains(&head, &kept)?;
     let lower = head.to_lowercase();
     for gone in ["x-tunnel", "x-hop", "keep-alive", "x-forwarded", "via:"] {
         assert!(!lower.contains(gone), "{gone} arrived in {head}");
@@ -198,47 +147,23 @@ async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
             config.dial_policy.localhost_ports = port.to_string().parse().unwrap();
         })
         .await?;
-    let reply = request(
-        env.http(),
-        &RawRequest::get(&format!("worker-1:{port}"), "/headers"),
-    )
-    .await?;
-    assert_eq!(reply.status, 200, "{}", reply.text());
-    assert!(
-        reply.text().contains(&format!("Host: 127.0.0.1:{port}")),
-        "{}",
-        reply.text()
-    );
-    Ok(())
+    let host = format!("worker-1:{port}");
+    let reply = get_ok(env.http(), &host, "/headers").await?;
+    ensure_contains(&reply.text(), &[&format!("Host: 127.0.0.1:{port}")])
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn caller_that_leaves_closes_the_targets_side() -> Result<()> {
-    let Site {
-        env,
-        exporter,
-        host,
-        _agent,
-    } = Site::start().await?;
+    let site = NodeEnv::start().await?;
     for path in ["/follow", "/slow-head"] {
-        let raw = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
-        let mut stream = tunnel_tests::client::ByteStream::connect(env.http()).await?;
-        stream.send(raw.as_bytes()).await?;
-        let open = async || (exporter.traffic().open() == 1).then_some(());
-        tunnel_tests::eventually::eventually(
-            "target is reached",
-            tunnel_tests::env::WAIT_TIMEOUT,
-            open,
-        )
-        .await;
+        let get = RawRequest::new("GET", path, &site.host);
+        let mut stream = ByteStream::connect(site.env.http()).await?;
+        stream.send(&get.bytes()).await?;
+        let open = async || (site.exporter.traffic().open() == 1).then_some(());
+        eventually("target is reached", WAIT_TIMEOUT, open).await;
         drop(stream);
-        let closed = async || (exporter.traffic().open() == 0).then_some(());
-        tunnel_tests::eventually::eventually(
-            "target's side closes",
-            tunnel_tests::env::WAIT_TIMEOUT,
-            closed,
-        )
-        .await;
+        let closed = async || (site.exporter.traffic().open() == 0).then_some(());
+        eventually("target's side closes", WAIT_TIMEOUT, closed).await;
     }
     Ok(())
 }
@@ -258,36 +183,24 @@ async fn extra_proxy_port_implies_the_targets_port() -> Result<()> {
     let endpoint = Endpoint::plain(env.bound().proxy[0]);
     assert_eq!(env.bound().proxy[0].port(), port);
     for host in ["worker-1".to_owned(), format!("worker-1:{port}")] {
-        let reply = request(endpoint.clone(), &RawRequest::get(&host, "/metrics")).await?;
-        assert!(
-            reply.text().contains("node=\"worker-1\""),
-            "{}",
-            reply.text()
-        );
+        let reply = get_ok(endpoint.clone(), &host, "/metrics").await?;
+        ensure_contains(&reply.text(), &["node=\"worker-1\""])?;
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn chunked_body_of_any_method_arrives() -> Result<()> {
-    let Site {
-        env,
-        exporter,
-        host,
-        _agent,
-    } = Site::start().await?;
+    let site = NodeEnv::start().await?;
     for method in ["POST", "GET"] {
-        let upload = RawRequest::new(method, "/upload", &host)
+        let upload = RawRequest::new(method, "/upload", &site.host)
             .header("Connection", "close")
             .header("Transfer-Encoding", "chunked")
             .followed_by("5\r\nhello\r\n0\r\n\r\n");
-        let through = request(env.http(), &upload).await?;
-        let direct = request(exporter.addr(), &upload).await?;
-        assert_eq!(
-            (through.status, through.text()),
-            (direct.status, direct.text()),
-            "{method}"
-        );
+        let through = request(site.env.http(), &upload).await?;
+        let direct = request(site.exporter.addr(), &upload).await?;
+        assert_eq!(through.status, direct.status, "{method}");
+        assert_eq!(through.text(), direct.text(), "{method}");
     }
     Ok(())
 }
@@ -300,47 +213,17 @@ async fn node_whose_name_is_a_number_is_reached_over_tls() -> Result<()> {
     let host = format!("00012345:{}", kubelet.addr().port());
     // A client cannot send such a name in SNI, so the caller verifies the certificate under another
     // name.
-    let reply = request(env.https("localhost")?, &RawRequest::get(&host, "/metrics")).await?;
-    assert_eq!(reply.status, 200, "{}", reply.text());
+    get_ok(env.https("localhost")?, &host, "/metrics").await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn idle_connection_ends_without_a_reset() -> Result<()> {
-    let env = TestEnv::start_with(|settings| {
-        settings.limits = TestEnv::limits("callerIdleTimeout: 300ms")
-    })
-    .await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = env.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
-    let mut client = KeepAliveClient::connect(env.http()).await?;
-    client
-        .request(&RawRequest::new("GET", "/metrics", &host))
-        .await?;
+    let limits = TestEnv::limits("callerIdleTimeout: 300ms");
+    let site = NodeEnv::start_with(|settings| settings.limits = limits).await?;
+    let mut client = KeepAliveClient::connect(site.env.http()).await?;
+    let get = RawRequest::new("GET", "/metrics", &site.host);
+    client.request(&get).await?;
     assert_eq!(client.closed().await, BodyEnd::CleanClose);
     Ok(())
-}
-
-/// A node with an exporter, and the `Host` value that leads to it.
-struct Site {
-    env: TestEnv,
-    exporter: Exporter,
-    host: String,
-    _agent: Agent,
-}
-
-impl Site {
-    async fn start() -> Result<Self> {
-        let env = TestEnv::start().await?;
-        let exporter = Exporter::start("worker-1").await?;
-        let _agent = env.agent("worker-1").await?;
-        let host = format!("worker-1:{}", exporter.addr().port());
-        Ok(Self {
-            env,
-            exporter,
-            host,
-            _agent,
-        })
-    }
 }
