@@ -12,16 +12,14 @@ mod stalls;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use rustls::RootCertStore;
-use rustls_pki_types::pem::PemObject as _;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tunnel_server::config::RawConfig;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
-use tunnel_tests::client::{ClientCertificate, ClientTls, EgressDialer};
+use tunnel_tests::client::{ClientTls, EgressDialer, Endpoint};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::process::ScratchDir;
-use tunnel_tests::targets::{FakeKubelet, TargetTls};
+use tunnel_tests::targets::FakeKubelet;
 
 const NODE: &str = "worker-1";
 /// DNS name of the CONNECT listener over TCP.
@@ -56,80 +54,63 @@ impl ConnectFixture {
     }
 
     /// Adds a CONNECT listener over TCP. The listener serves TLS as [`LISTENER`] and accepts
-    /// callers with certificates of the CA in the file `ca`.
-    async fn mutual(pki: &Pki, scratch: &ScratchDir, ca: &Path) -> Result<Self> {
-        let serving = pki.ca.issue(&Leaf {
-            uri: None,
-            dns: Some(LISTENER.to_owned()),
-            ..Leaf::server()
-        })?;
+    /// callers with certificates of the CA in the file `callers`.
+    async fn mutual(ca: &TestCa, scratch: &ScratchDir, callers: &Path) -> Result<Self> {
+        let serving = ca.issue(&Leaf::target(LISTENER))?;
         let (certificate, key) = serving.write(scratch.path(), "https")?;
-        let text = |path: &Path| Some(path.to_string_lossy().into_owned());
-        Self::start_with(|settings| {
-            settings.connect_listen = Some("127.0.0.1:0".to_owned());
-            settings.client_ca = text(ca);
+        Self::over_tcp(|settings| {
+            settings.client_ca = text(callers);
             settings.https_cert_file = text(&certificate);
             settings.https_key_file = text(&key);
         })
         .await
     }
 
+    /// Adds a CONNECT listener over TCP that requires the passwords in the file.
+    async fn with_passwords(file: &Path) -> Result<Self> {
+        Self::over_tcp(|settings| settings.connect_auth = text(file)).await
+    }
+
+    /// Adds a CONNECT listener over TCP.
+    async fn over_tcp(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
+        Self::start_with(|settings| {
+            settings.connect_listen = Some("127.0.0.1:0".to_owned());
+            change(settings);
+        })
+        .await
+    }
+
+    /// Returns the address of the CONNECT listener over TCP.
+    fn tcp(&self) -> Result<SocketAddr> {
+        self.env.bound().connect.context("no CONNECT listener")
+    }
+
     fn dialer(&self) -> EgressDialer {
         EgressDialer::uds(&self.socket)
     }
-}
 
-/// The CA of a cluster, which issues kubelets' serving certificates and callers' certificates.
-struct Pki {
-    ca: TestCa,
-}
-
-impl Pki {
-    fn new() -> Result<Self> {
-        Ok(Self {
-            ca: TestCa::new("cluster")?,
-        })
-    }
-
-    fn serving(&self, dns: &str) -> Result<TargetTls> {
-        let issued = self.ca.issue(&Leaf {
-            uri: None,
-            dns: Some(dns.to_owned()),
-            ..Leaf::server()
-        })?;
-        TargetTls::from_pem(&issued.certificate, &issued.key)
-    }
-
-    fn client(&self) -> Result<Issued> {
-        self.ca.issue(&Leaf {
-            uri: None,
-            ..Leaf::agent("")
-        })
-    }
-
-    /// Returns the TLS configuration of a caller with this certificate. The caller verifies the
-    /// server as `name` against the CA.
-    fn tls(&self, name: &str, certificate: Option<&Issued>) -> Result<ClientTls> {
-        let mut roots = RootCertStore::empty();
-        roots.add(self.ca.root().clone())?;
-        ClientTls::verifying(
-            name,
-            roots,
-            certificate.map(client_certificate).transpose()?,
-        )
+    fn tls_dialer(&self, tls: ClientTls) -> Result<EgressDialer> {
+        Ok(EgressDialer::tcp(Endpoint::tls(self.tcp()?, tls)))
     }
 }
 
-fn client_certificate(issued: &Issued) -> Result<ClientCertificate> {
-    let chain = CertificateDer::from_pem_slice(issued.certificate.as_bytes())?;
-    let key = PrivateKeyDer::from_pem_slice(issued.key.as_bytes())?;
-    Ok((vec![chain], key))
+/// Returns the TLS configuration of a caller with this certificate. The caller verifies the server as
+/// `name` against the CA.
+fn caller_tls(ca: &TestCa, name: &str, certificate: Option<&Issued>) -> Result<ClientTls> {
+    let mut roots = RootCertStore::empty();
+    roots.add(ca.root().clone())?;
+    let presented = certificate.map(Issued::presented).transpose()?;
+    ClientTls::verifying(name, roots, presented)
 }
 
 /// Starts a kubelet of [`NODE`] with a certificate of the cluster's CA.
-async fn kubelet(pki: &Pki) -> Result<FakeKubelet> {
-    let any: SocketAddr = ([127, 0, 0, 1], 0).into();
-    FakeKubelet::start_on(any, NODE, Some(pki.serving(NODE)?)).await
+async fn kubelet(ca: &TestCa) -> Result<FakeKubelet> {
+    let serving = ca.issue(&Leaf::target(NODE))?.serving()?;
+    FakeKubelet::start_on(([127, 0, 0, 1], 0).into(), NODE, Some(serving)).await
+}
+
+fn text(path: &Path) -> Option<String> {
+    Some(path.to_string_lossy().into_owned())
 }
 
 /// Returns a request that asks the target to close the connection.

@@ -8,15 +8,55 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
-use tunnel_tests::client::{ClientTls, EgressDialer, Endpoint, Tunnel, ask_through, over_tls};
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::client::{ClientTls, EgressDialer, Tunnel, ask_through, over_tls};
 use tunnel_tests::cluster::{Cluster, Real};
-use tunnel_tests::env::WAIT_TIMEOUT;
+use tunnel_tests::env::{Agent, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, TargetTls, sha256_hex};
 use tunnel_tests::tools::or_skip;
 
-use super::{ConnectFixture, LISTENER, NODE, Pki, get, kubelet};
+use super::{ConnectFixture, LISTENER, NODE, caller_tls, get, kubelet};
+
+/// A CONNECT listener on a Unix socket, and a kubelet behind an agent.
+struct KubeletSite {
+    _agent: Agent,
+    fixture: ConnectFixture,
+    /// Issues the kubelet's certificate and that of the caller.
+    ca: TestCa,
+    caller: Issued,
+    /// TLS of the caller to the kubelet.
+    tls: ClientTls,
+    kubelet: FakeKubelet,
+    target: String,
+}
+
+impl KubeletSite {
+    async fn start() -> Result<Self> {
+        let fixture = ConnectFixture::start().await?;
+        let ca = TestCa::new("cluster")?;
+        let caller = ca.issue(&Leaf::caller("apiserver"))?;
+        let kubelet = kubelet(&ca).await?;
+        Ok(Self {
+            _agent: fixture.env.agent(NODE).await?,
+            fixture,
+            tls: caller_tls(&ca, NODE, Some(&caller))?,
+            ca,
+            caller,
+            target: format!("{NODE}:{}", kubelet.addr().port()),
+            kubelet,
+        })
+    }
+}
+
+/// Checks that a dial fails with an error that contains each of the parts.
+pub(super) async fn fails(dialer: &EgressDialer, target: &str, parts: &[&str]) -> Result<()> {
+    let error = dialer.dial(target).await.err();
+    let error = error.with_context(|| format!("{target} was dialed"))?;
+    ensure_contains(&error.to_string(), parts).context(target.to_owned())
+}
 
 /// Opens one upgraded stream, like exec, attach and port-forward, and checks that the kubelet
 /// echoes.
@@ -54,19 +94,15 @@ async fn logs(dialer: &EgressDialer, target: &str, tls: &ClientTls) -> Result<St
 /// Hostname first works.
 #[tokio::test(flavor = "multi_thread")]
 async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not() -> Result<()> {
-    let fixture = ConnectFixture::start().await?;
-    let _agent = fixture.env.agent(NODE).await?;
-    let pki = Pki::new()?;
-    let kubelet = kubelet(&pki).await?;
-    let port = kubelet.addr().port();
-    let caller = pki.client()?;
-    let tls = pki.tls(NODE, Some(&caller))?;
+    let site = KubeletSite::start().await?;
+    let (fixture, tls) = (&site.fixture, &site.tls);
+    let port = site.kubelet.addr().port();
     let address: IpAddr = Ipv4Addr::new(192, 168, 33, 221).into();
     fixture.env.nodes().record(&NODE.parse()?, &[address]);
     let by_address = format!("{address}:{port}");
     let path = "/exec/default/web/app?command=sh";
     eventually("the exec by address", WAIT_TIMEOUT, async || {
-        exec(&fixture.dialer(), &by_address, &tls, path).await
+        exec(&fixture.dialer(), &by_address, tls, path).await
     })
     .await;
     fixture.env.nodes().record(&"worker-2".parse()?, &[address]);
@@ -75,46 +111,37 @@ async fn p03_addresses_do_while_they_are_unique_and_names_do_when_they_are_not()
         refused.context("still unique")
     })
     .await;
-    let error_text = refusal.to_string();
-    ensure!(error_text.contains("code 400"), "{error_text}");
-    ensure!(error_text.contains("worker-1, worker-2"), "{error_text}");
-    exec(&fixture.dialer(), &format!("{NODE}:{port}"), &tls, path).await
+    ensure_contains(&refusal.to_string(), &["code 400", "worker-1, worker-2"])?;
+    exec(&fixture.dialer(), &site.target, tls, path).await
 }
 
 /// P4a over a Unix socket: the dialer reaches kubelets through their agents, and the other targets
 /// of the API server.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> {
-    let fixture = ConnectFixture::start().await?;
-    let _agent = fixture.env.agent(NODE).await?;
-    let pki = Pki::new()?;
-    let kubelet = kubelet(&pki).await?;
-    let caller = pki.client()?;
-    let tls = pki.tls(NODE, Some(&caller))?;
-    let target = format!("{NODE}:{}", kubelet.addr().port());
-    let dialer = fixture.dialer();
-    let answer = logs(&dialer, &target, &tls).await?;
-    ensure!(answer.contains("worker-1: log of web/app"), "{answer}");
+    let site = KubeletSite::start().await?;
+    let dialer = site.fixture.dialer();
+    let answer = logs(&dialer, &site.target, &site.tls).await?;
+    ensure_contains(&answer, &["worker-1: log of web/app"])?;
     for path in [
         "/exec/default/web/app?command=sh",
         "/attach/default/web/app?x=1",
         "/portForward/default/web?port=80",
     ] {
-        exec(&dialer, &target, &tls, path).await.context(path)?;
+        let done = exec(&dialer, &site.target, &site.tls, path).await;
+        done.context(path)?;
     }
     // The server dials a webhook behind a Service and an aggregated API directly, by address and by
     // name.
-    let webhook = FakeKubelet::start_on(
-        ([127, 0, 0, 1], 0).into(),
-        "webhook",
-        Some(pki.serving("hook.default.svc")?),
-    );
+    let name = "hook.default.svc";
+    let serving = site.ca.issue(&Leaf::target(name))?.serving()?;
+    let webhook = FakeKubelet::start_on(([127, 0, 0, 1], 0).into(), "webhook", Some(serving));
     let webhook = webhook.await?;
     let port = webhook.addr().port();
-    let hook_tls = pki.tls("hook.default.svc", Some(&caller))?;
+    let hook_tls = caller_tls(&site.ca, name, Some(&site.caller))?;
     for target in [format!("127.0.0.1:{port}"), format!("localhost:{port}")] {
         let stream = over_tls(dialer.dial(&target).await?, &hook_tls).await?;
-        let answer = ask_through(stream, &get("hook.default.svc", "/healthz")).await?;
+        let answer = ask_through(stream, &get(name, "/healthz")).await?;
         ensure!(answer.ends_with("ok"), "{target}: {answer}");
     }
     // Other targets fail at once.
@@ -125,17 +152,9 @@ async fn p04a_kubelets_webhooks_and_aggregated_apis_are_reached() -> Result<()> 
         ("worker-1:22", "code 403"),
         ("127.0.0.1:1", "code 502"),
     ] {
-        let error_text = dialer.dial(target).await.err().context("was dialed")?;
-        ensure!(
-            error_text.to_string().contains(code),
-            "{target}: {error_text}"
-        );
+        fails(&dialer, target, &[code]).await?;
     }
-    ensure!(
-        began.elapsed() < scaled(Duration::from_secs(1)),
-        "{:?}",
-        began.elapsed()
-    );
+    ensure!(began.elapsed() < scaled(Duration::from_secs(1)));
     Ok(())
 }
 
@@ -145,22 +164,19 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
     if or_skip(Real::binaries()).is_none() {
         return Ok(());
     }
-    let fixture = ConnectFixture::start().await?;
-    let _agent = fixture.env.agent(NODE).await?;
-    let pki = Pki::new()?;
-    let kubelet = kubelet(&pki).await?;
+    let site = KubeletSite::start().await?;
     let scratch = ScratchDir::new()?;
     let selector = json!({
         "apiVersion": "apiserver.k8s.io/v1beta1",
         "kind": "EgressSelectorConfiguration",
         "egressSelections": [{ "name": "cluster", "connection": {
             "proxyProtocol": "HTTPConnect",
-            "transport": { "uds": { "udsName": fixture.socket } },
+            "transport": { "uds": { "udsName": site.fixture.socket } },
         } }],
     });
     let selector = scratch.file("egress.yaml", selector.to_string())?;
-    let ca = scratch.file("kubelets.crt", pki.ca.pem())?;
-    let (certificate, key) = pki.client()?.write(scratch.path(), "apiserver")?;
+    let ca = scratch.file("kubelets.crt", site.ca.pem())?;
+    let (certificate, key) = site.caller.write(scratch.path(), "apiserver")?;
     let flags = [
         ("egress-selector-config-file", selector),
         ("kubelet-certificate-authority", ca),
@@ -175,7 +191,7 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
         "apiVersion": "v1", "kind": "Node", "metadata": { "name": NODE },
         "status": {
             "addresses": [{ "type": "Hostname", "address": NODE }],
-            "daemonEndpoints": { "kubeletEndpoint": { "Port": kubelet.addr().port() } },
+            "daemonEndpoints": { "kubeletEndpoint": { "Port": site.kubelet.addr().port() } },
         },
     });
     cluster.admin().create("/api/v1/nodes", &node).await?;
@@ -186,8 +202,7 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
     let pods = "/api/v1/namespaces/default/pods";
     cluster.admin().create(pods, &pod).await?;
     let log = cluster.admin().text(&format!("{pods}/web/log")).await?;
-    ensure!(log.contains("worker-1: log of web/app"), "{log}");
-    Ok(())
+    ensure_contains(&log, &["worker-1: log of web/app"])
 }
 
 /// P4a: while the server is stopped, a dial fails at once. After the restart the same dialer works
@@ -202,11 +217,8 @@ async fn p04a_a_restart_is_felt_by_running_connections_alone() -> Result<()> {
     let agents = fixture.env.bound().agents;
     fixture.env.stop_server().await?;
     let began = Instant::now();
-    let error_text = dialer.dial(&target).await.err().context("answered")?;
-    ensure!(
-        began.elapsed() < scaled(Duration::from_secs(1)),
-        "{error_text}"
-    );
+    fails(&dialer, &target, &[]).await?;
+    ensure!(began.elapsed() < scaled(Duration::from_secs(1)));
     fixture.env.start_server_at(agents).await?;
     talk(dialer.dial(&target).await?).await
 }
@@ -228,32 +240,18 @@ pub(super) async fn talk(mut tunnel: Tunnel) -> Result<()> {
 /// The tunnel does not notice the difference.
 #[tokio::test(flavor = "multi_thread")]
 async fn p08_a_swapped_kubelet_certificate_is_refused_by_the_caller() -> Result<()> {
-    let fixture = ConnectFixture::start().await?;
-    let _agent = fixture.env.agent(NODE).await?;
-    let (pki, foreign) = (Pki::new()?, Pki::new()?);
-    let caller = pki.client()?;
-    let tls = pki.tls(NODE, Some(&caller))?;
-    let good = kubelet(&pki).await?;
-    let target = format!("{NODE}:{}", good.addr().port());
-    ensure!(
-        logs(&fixture.dialer(), &target, &tls)
-            .await?
-            .contains("log of web")
-    );
-    let swapped = kubelet(&foreign).await?;
-    let unsigned = FakeKubelet::start_on(
-        ([127, 0, 0, 1], 0).into(),
-        NODE,
-        Some(TargetTls::self_signed(&[NODE])?),
-    );
-    let unsigned = unsigned.await?;
+    let site = KubeletSite::start().await?;
+    let dialer = site.fixture.dialer();
+    let answer = logs(&dialer, &site.target, &site.tls).await?;
+    ensure_contains(&answer, &["log of web"])?;
+    let swapped = kubelet(&TestCa::new("foreign")?).await?;
+    let own = TargetTls::self_signed(&[NODE])?;
+    let unsigned = FakeKubelet::start_on(([127, 0, 0, 1], 0).into(), NODE, Some(own)).await?;
     for port in [swapped.addr().port(), unsigned.addr().port()] {
-        let tunnel = fixture.dialer().dial(&format!("{NODE}:{port}")).await?;
-        let error_text = over_tls(tunnel, &tls).await.err().context("was accepted")?;
-        ensure!(
-            error_text.to_string().contains("certificate"),
-            "{error_text}"
-        );
+        let tunnel = dialer.dial(&format!("{NODE}:{port}")).await?;
+        let error = over_tls(tunnel, &site.tls).await.err();
+        let error = error.context("was accepted")?.to_string();
+        ensure_contains(&error, &["certificate"])?;
     }
     Ok(())
 }
@@ -261,18 +259,14 @@ async fn p08_a_swapped_kubelet_certificate_is_refused_by_the_caller() -> Result<
 /// P9: the kubelet sees the caller's own certificate, or none. The tunnel adds no certificate.
 #[tokio::test(flavor = "multi_thread")]
 async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
-    let fixture = ConnectFixture::start().await?;
-    let _agent = fixture.env.agent(NODE).await?;
-    let pki = Pki::new()?;
-    let kubelet = kubelet(&pki).await?;
-    let target = format!("{NODE}:{}", kubelet.addr().port());
-    let caller = pki.client()?;
-    let leaf = caller.own.cert.first().context("a leaf")?;
+    let site = KubeletSite::start().await?;
+    let leaf = site.caller.own.cert.first().context("a leaf")?;
     let own = sha256_hex(leaf);
-    for (certificate, expected) in [(Some(&caller), own.as_str()), (None, "none")] {
-        let tls = pki.tls(NODE, certificate)?;
-        let stream = over_tls(fixture.dialer().dial(&target).await?, &tls).await?;
-        let answer = ask_through(stream, &get(&target, "/client-certificate")).await?;
+    for (certificate, expected) in [(Some(&site.caller), own.as_str()), (None, "none")] {
+        let tls = caller_tls(&site.ca, NODE, certificate)?;
+        let tunnel = site.fixture.dialer().dial(&site.target).await?;
+        let asked = get(&site.target, "/client-certificate");
+        let answer = ask_through(over_tls(tunnel, &tls).await?, &asked).await?;
         ensure!(answer.trim_end().ends_with(expected), "{answer}");
     }
     Ok(())
@@ -282,39 +276,33 @@ async fn p09_the_kubelet_sees_the_callers_own_certificate() -> Result<()> {
 /// session is resumed.
 #[tokio::test(flavor = "multi_thread")]
 async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Result<()> {
-    let (pki, foreign) = (Pki::new()?, Pki::new()?);
+    let (ca, foreign) = (TestCa::new("cluster")?, TestCa::new("foreign")?);
     let scratch = ScratchDir::new()?;
-    let ca = scratch.file("ca.crt", pki.ca.pem())?;
-    let fixture = ConnectFixture::mutual(&pki, &scratch, &ca).await?;
+    let callers = scratch.file("ca.crt", ca.pem())?;
+    let fixture = ConnectFixture::mutual(&ca, &scratch, &callers).await?;
     let exporter = Exporter::start("cloud").await?;
     let target = exporter.addr().to_string();
-    let address = fixture.env.bound().connect.context("no CONNECT listener")?;
-    let (good, bad) = (pki.client()?, foreign.client()?);
-    let tls = pki.tls(LISTENER, Some(&good))?;
-    let dialer = EgressDialer::tcp(Endpoint::tls(address, tls.clone()));
+    let address = fixture.tcp()?;
+    let caller = Leaf::caller("apiserver");
+    let (good, bad) = (ca.issue(&caller)?, foreign.issue(&caller)?);
+    let tls = caller_tls(&ca, LISTENER, Some(&good))?;
+    let dialer = fixture.tls_dialer(tls.clone())?;
     for _ in 0..2 {
         let answer = ask_through(dialer.dial(&target).await?, &get(&target, "/metrics")).await?;
         ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
-    let tcp = tokio::net::TcpStream::connect(address).await?;
     for _ in 0..2 {
-        let again = tokio::net::TcpStream::connect(address).await?;
-        let mut stream = over_tls(Box::new(again), &tls).await?;
+        let tcp = tokio::net::TcpStream::connect(address).await?;
+        let mut stream = over_tls(Box::new(tcp), &tls).await?;
         stream.write_all(b"CONNECT x:1 HTTP/1.1\r\n\r\n").await?;
         let _answered = stream.read_u8().await?;
         let kind = stream.get_ref().1.handshake_kind();
         ensure!(kind == Some(rustls::HandshakeKind::Full), "{kind:?}");
     }
-    drop(tcp);
     for certificate in [None, Some(&bad)] {
-        let tls = pki.tls(LISTENER, certificate)?;
-        let dialer = EgressDialer::tcp(Endpoint::tls(address, tls));
-        ensure!(dialer.dial(&target).await.is_err(), "the caller came in");
+        let tls = caller_tls(&ca, LISTENER, certificate)?;
+        fails(&fixture.tls_dialer(tls)?, &target, &[]).await?;
     }
-    let plain = EgressDialer::tcp(address);
-    ensure!(
-        plain.dial(&target).await.is_err(),
-        "a caller came in without TLS"
-    );
-    Ok(())
+    // A caller without TLS.
+    fails(&EgressDialer::tcp(address), &target, &[]).await
 }

@@ -6,16 +6,17 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use base64::prelude::{BASE64_STANDARD, Engine as _};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
+use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_status};
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
+use tunnel_tests::process::{Program, ScratchDir, ServerSetup};
 use tunnel_tests::targets::{
     EchoTarget, Exporter, HalfCloseTarget, ResetTarget, deterministic_bytes,
 };
 
+use super::egress::talk;
 use super::{ConnectFixture, NODE};
 use crate::credentials::metric_reaches;
 
@@ -38,24 +39,15 @@ async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
     let reset = ResetTarget::start_waiting(10).await?;
     let ports = [echo.addr(), late.addr(), reset.addr()].map(|addr| addr.port().to_string());
     let callers = TestCa::new("callers")?;
-    let person = Leaf {
-        uri: None,
-        ..Leaf::agent("")
-    };
-    let (own, key) = callers.issue(&person)?.write(scratch.path(), "person")?;
+    let person = callers.issue(&Leaf::caller("person"))?;
+    let (own, key) = person.write(scratch.path(), "person")?;
     let caller_ca = scratch.file("callers.crt", callers.pem())?;
     let caller_ca = caller_ca.to_string_lossy();
     let data = scratch.path().join("server");
-    let setup = ServerSetup::on_loopback(&data).args(&[
-        "--http-proxy-ports",
-        &ports.join(","),
-        "--proxy-port-listen",
-        "off",
-        "--connect-listen",
-        "127.0.0.1:0",
-        "--client-ca",
-        &caller_ca,
-    ]);
+    let setup = ServerSetup::on_loopback(&data)
+        .args(&["--http-proxy-ports", &ports.join(",")])
+        .args(&["--proxy-port-listen", "off", "--client-ca", &caller_ca])
+        .args(&["--connect-listen", "127.0.0.1:0"]);
     let mut server = setup.start().await?;
     let endpoint = server
         .process()
@@ -68,79 +60,48 @@ async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
                 .map(str::to_owned)
         });
     let endpoint = endpoint.await?;
-    let token = server.token(NODE, None).await?;
-    let agents = server.address(Listener::Agents);
-    let agent = AgentSetup::on_loopback(NODE, agents, &scratch.path().join("agent"));
-    let _agent = agent.args(&["--token", &token]).start()?;
+    let folder = scratch.path().join("agent");
+    let _agent = server.agent_setup(NODE, &folder).await?.start()?;
     server.wait_until_connected(&[NODE]).await;
 
     let server_ca = data.join("ca.crt").to_string_lossy().into_owned();
     let (own, key) = (own.to_string_lossy(), key.to_string_lossy());
-    let over_tcp = [
-        "--server",
-        &endpoint,
-        "--cert-file",
-        &own,
-        "--key-file",
-        &key,
-        "--ca-file",
-        &server_ca,
-    ];
-    for route_args in [&[][..], &over_tcp] {
+    let own = ["--cert-file", &own, "--key-file", &key];
+    let over_tcp = ["--server", &endpoint, "--ca-file", &server_ca];
+    let over_tcp = [own, over_tcp].concat();
+    for route_args in [&[][..], &over_tcp[..]] {
         let run = |port: &str| server.verb(&[&["connect", NODE, port], route_args].concat());
-        let message = deterministic_bytes(7, 300);
-        let message = message
-            .iter()
-            .map(|byte| byte % 26 + b'a')
-            .collect::<Vec<u8>>();
+        let mut message = deterministic_bytes(7, 300);
+        message.iter_mut().for_each(|byte| *byte = *byte % 26 + b'a');
         let echoed = run(&ports[0])?.run_with(&message).await?.ok()?;
         ensure!(echoed.as_bytes() == message, "{route_args:?}: {echoed:?}");
         // The target sends its bytes after the caller's half-close, so their arrival proves that
         // the tunnel transports a half-close.
         let spoken = run(&ports[1])?.run_with(b"bye").await?;
-        ensure!(
-            spoken.code() == Some(0) && spoken.out.len() > 1000,
-            "{route_args:?}"
-        );
+        ensure!(spoken.ok()?.len() > 1000, "{route_args:?}");
         let cut = run(&ports[2])?.run_with(b"go").await?;
         // A Unix socket has no reset, so `connect` cannot distinguish a reset from a normal end.
-        ensure!(
-            route_args.is_empty() || cut.code() == Some(1),
-            "{route_args:?}: {}",
-            cut.err
-        );
-        for (node, port, hint) in [(NODE, "22", "not allowed"), ("worker-9", "22", "worker-9")] {
-            let refused = server.verb(&[&["connect", node, port], route_args].concat())?;
-            let refused = refused.run().await?;
-            ensure!(
-                refused.code() == Some(1),
-                "{route_args:?}: {:?}",
-                refused.code()
-            );
-            ensure!(
-                refused.err.contains(hint),
-                "{route_args:?}: {}",
-                refused.err
-            );
+        if !route_args.is_empty() {
+            cut.ensure_failed(1, &[])?;
+        }
+        for (node, hint) in [(NODE, "not allowed"), ("worker-9", "worker-9")] {
+            let refused = server.verb(&[&["connect", node, "22"], route_args].concat())?;
+            let refused = refused.run().await?.ensure_failed(1, &[hint]);
+            refused.with_context(|| format!("{route_args:?}"))?;
         }
     }
     let usage = server.verb(&["connect", NODE, "0"])?.run().await?;
-    ensure!(usage.code() == Some(64));
-    Ok(())
+    usage.ensure_failed(64, &[])
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let file = scratch.file("passwords", OLD)?;
-    let fixture = ConnectFixture::start_with(|settings| {
-        settings.connect_listen = Some("127.0.0.1:0".to_owned());
-        settings.connect_auth = Some(file.to_string_lossy().into_owned());
-    });
-    let fixture = fixture.await?;
+    let fixture = ConnectFixture::with_passwords(&file).await?;
     let _agent = fixture.env.agent(NODE).await?;
     let exporter = Exporter::start(NODE).await?;
-    let endpoint = fixture.env.bound().connect.context("no CONNECT listener")?;
+    let endpoint = fixture.tcp()?;
     let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
     let ask = async |password: Option<&str>| {
         let ask = RawRequest::get("whatever", &url);
@@ -154,8 +115,7 @@ async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> 
     ensure!(ask(Some(&old)).await?.status == 200);
     for wrong in [None, Some(&*new), Some("Basic !"), Some("Bearer x")] {
         let reply = ask(wrong).await?;
-        ensure!(reply.status == 407, "{wrong:?}: {}", reply.status);
-        ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
+        ensure_refused(&reply, 407, "proxy_auth_required")?;
     }
     // An unusable file changes nothing.
     for bad in ["", "aladdin\n", "aladdin:short\n"] {
@@ -181,14 +141,10 @@ async fn p11_passwords_are_reloaded_and_a_wrong_one_is_reported() -> Result<()> 
 async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let file = scratch.file("passwords", format!("{OLD}prometheus:0123456789abcdef\n"))?;
-    let fixture = ConnectFixture::start_with(|settings| {
-        settings.connect_listen = Some("127.0.0.1:0".to_owned());
-        settings.connect_auth = Some(file.to_string_lossy().into_owned());
-    });
-    let fixture = fixture.await?;
+    let fixture = ConnectFixture::with_passwords(&file).await?;
     let _agent = fixture.env.agent(NODE).await?;
     let exporter = Exporter::start(NODE).await?;
-    let endpoint = fixture.env.bound().connect.context("no CONNECT listener")?;
+    let endpoint = fixture.tcp()?;
     let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
     let ask = async |line: &str| {
         let ask = RawRequest::get("whatever", &url);
@@ -197,33 +153,21 @@ async fn guesses_wait_and_other_callers_of_the_address_do_not() -> Result<()> {
     let mut waited = false;
     for guess in 0..100 {
         let reply = ask(&format!("aladdin:guess-{guess}")).await?;
-        ensure!(reply.status == 407, "{}", reply.status);
-        ensure!(reply.header("X-Tunnel-Error") == Some("proxy_auth_required"));
+        ensure_refused(&reply, 407, "proxy_auth_required")?;
         waited |= reply.text().contains("too many failed");
         // A correct password of another user name neither waits nor shortens the delay of the
         // guesses.
-        let other = ask("prometheus:0123456789abcdef").await?;
-        ensure!(other.status == 200, "{}: {}", other.status, other.text());
+        ensure_status(&ask("prometheus:0123456789abcdef").await?, 200)?;
     }
-    let text = request(
-        fixture.env.bound().meta,
-        &RawRequest::get("meta", "/metrics"),
-    )
-    .await?;
-    let text = text.text();
-    let count = |result: &str| -> u32 {
-        let series = format!("tunnel_server_connect_passwords_total{{result=\"{result}\"}} ");
-        let line = text.lines().find_map(|line| line.strip_prefix(&series));
-        line.and_then(|count| count.parse().ok())
-            .unwrap_or_default()
+    let count = async |result: &str| {
+        let series = format!("tunnel_server_connect_passwords_total{{result=\"{result}\"}}");
+        fixture.env.metric(&series).await
     };
-    let (right, wrong, waiting) = (count("right"), count("wrong"), count("waiting"));
+    let (right, wrong) = (count("right").await?, count("wrong").await?);
+    let waiting = count("waiting").await?;
     // The server checks five guesses at once and then one a second at most. The test takes seconds.
     ensure!((5..12).contains(&wrong), "{wrong} guesses were judged");
-    ensure!(
-        (right, wrong + waiting) == (100, 100),
-        "{right} {wrong} {waiting}"
-    );
+    ensure!((right, wrong + waiting) == (100, 100));
     ensure!(waited, "no answer names the wait");
     Ok(())
 }
@@ -238,15 +182,7 @@ async fn short_passwords_end_the_start_with_64_and_are_not_repeated() -> Result<
     let server = Program::ours("tunnel-server")?.arg("run");
     let server = server.args(setup.arguments().iter().cloned());
     let ended = server.run().await?;
-    ensure!(
-        ended.code() == Some(64),
-        "{:?}: {}",
-        ended.code(),
-        ended.err
-    );
-    for hint in ["--connect-auth", "line 2", "prometheus", "16"] {
-        ensure!(ended.err.contains(hint), "{hint}: {}", ended.err);
-    }
+    ended.ensure_failed(64, &["--connect-auth", "line 2", "prometheus", "16"])?;
     ensure!(!ended.err.contains("hunter2"), "{}", ended.err);
     Ok(())
 }
@@ -256,29 +192,18 @@ async fn passwords_that_others_may_write_are_refused_at_start() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let file = scratch.file("passwords", OLD)?;
     std::fs::set_permissions(&file, PermissionsExt::from_mode(0o666))?;
-    let started = ConnectFixture::start_with(|settings| {
-        settings.connect_listen = Some("127.0.0.1:0".to_owned());
-        settings.connect_auth = Some(file.to_string_lossy().into_owned());
-    });
-    let error = started.await.err().context("started")?;
-    let error = format!("{error:#}");
-    ensure!(
-        error.contains("--connect-auth") && error.contains("chmod"),
-        "{error}"
-    );
-    Ok(())
+    let started = ConnectFixture::with_passwords(&file).await;
+    let error = started.err().context("started")?;
+    ensure_contains(&format!("{error:#}"), &["--connect-auth", "chmod"])
 }
 
 /// Opens tunnels on a plain CONNECT listener on loopback, which requires no credentials. A target's
 /// reset arrives as a reset, and a normal end as a normal end.
 #[tokio::test(flavor = "multi_thread")]
 async fn ends_and_cuts_are_distinguished_through_a_tunnel() -> Result<()> {
-    let fixture = ConnectFixture::start_with(|settings| {
-        settings.connect_listen = Some("127.0.0.1:0".to_owned());
-    });
-    let fixture = fixture.await?;
+    let fixture = ConnectFixture::over_tcp(|_| {}).await?;
     let _agent = fixture.env.agent(NODE).await?;
-    let endpoint = fixture.env.bound().connect.context("no CONNECT listener")?;
+    let endpoint = fixture.tcp()?;
     let (late, cut) = (
         HalfCloseTarget::start(200_000).await?,
         ResetTarget::start_waiting(10).await?,
@@ -293,14 +218,9 @@ async fn ends_and_cuts_are_distinguished_through_a_tunnel() -> Result<()> {
             let mut stream = ByteStream::connect(endpoint).await?;
             let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
             stream.send(head.as_bytes()).await?;
-            let granted = b"HTTP/1.1 200 OK\r\n\r\n";
-            let mut answer = [0; 19];
-            stream.read_exact(&mut answer).await?;
-            ensure!(
-                &answer == granted,
-                "{target}: {}",
-                String::from_utf8_lossy(&answer)
-            );
+            let answer = stream.receive(19).await?;
+            let answer = String::from_utf8_lossy(&answer);
+            ensure!(answer == "HTTP/1.1 200 OK\r\n\r\n", "{target}: {answer}");
             let reading = stream.talk(b"go").await?;
             let is_reset = matches!(reading.ended, BodyEnd::Reset(_));
             ensure!(is_reset == is_cut, "{target}: {:?}", reading.ended);
@@ -316,7 +236,7 @@ async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
     let _agent = fixture.env.agent(NODE).await?;
     let echo = EchoTarget::start().await?;
     let target = format!("{NODE}:{}", echo.addr().port());
-    let mut tunnel = fixture.dialer().dial(&target).await?;
+    let tunnel = fixture.dialer().dial(&target).await?;
     fixture.env.drain_server();
     let dialer = fixture.dialer();
     eventually("the socket to go", WAIT_TIMEOUT, async || {
@@ -324,13 +244,7 @@ async fn a_drain_waits_for_tunnels_and_takes_no_new_ones() -> Result<()> {
         Ok(())
     })
     .await;
-    tunnel.write_all(b"still here").await?;
-    let mut received = [0; 10];
-    tunnel.read_exact(&mut received).await?;
-    tunnel.shutdown().await?;
-    let mut rest = Vec::new();
-    tunnel.read_to_end(&mut rest).await?;
-    ensure!(&received == b"still here" && rest.is_empty());
+    talk(tunnel).await?;
     tokio::time::timeout(Duration::from_secs(60), fixture.env.stop_server()).await??;
     Ok(())
 }

@@ -5,13 +5,13 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use tunnel_tests::ca::Leaf;
+use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Topology};
 use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
-use super::{NODE, Pki};
+use super::NODE;
 use crate::prometheus::{active_targets, prometheus, query_prometheus};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -23,14 +23,10 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     };
     let scratch = ScratchDir::new()?;
     let [edge, _] = sites.edges();
-    let pki = Pki::new()?;
-    let serving = pki.ca.issue(&Leaf {
-        uri: None,
-        dns: Some(NODE.to_owned()),
-        ..Leaf::server()
-    })?;
+    let issuer = TestCa::new("cluster")?;
+    let serving = issuer.issue(&Leaf::target(NODE))?;
     let (certificate, key) = serving.write(scratch.path(), "exporter")?;
-    let ca = scratch.file("ca.crt", pki.ca.pem())?;
+    let ca = scratch.file("ca.crt", issuer.pem())?;
     let web = format!(
         "tls_server_config: {{ cert_file: {}, key_file: {} }}\n",
         certificate.display(),
@@ -49,12 +45,8 @@ async fn p11_prometheus_scrapes_http_and_https_by_proxy_url_and_a_wrong_password
     let passwords = scratch.file("passwords", "prometheus:right-0123456789\n")?;
     let (endpoint, passwords) = (format!("{CLOUD_ADDRESS}:8131"), passwords.to_string_lossy());
     let setup = ServerSetup::new(&scratch.path().join("server"), Some(sites.cloud()));
-    let setup = setup.args(&[
-        "--http-proxy-ports",
-        "9100, 9101",
-        "--proxy-port-listen",
-        "off",
-    ]);
+    let setup = setup.args(&["--http-proxy-ports", "9100, 9101"]);
+    let setup = setup.args(&["--proxy-port-listen", "off"]);
     let setup = setup.args(&["--connect-listen", &endpoint, "--connect-auth", &passwords]);
     let server = setup.start().await?;
     let token = server.token(NODE, Some(EDGE_ADDRESS.into())).await?;

@@ -5,12 +5,13 @@
 use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tunnel_tests::ca::{Issued, Leaf, Subject, TestCa};
-use tunnel_tests::client::{ClientTls, EgressDialer, Endpoint, RawRequest, over_tls};
+use tunnel_tests::ca::{Leaf, Subject, TestCa};
+use tunnel_tests::checks::ensure_refused;
+use tunnel_tests::client::{ClientTls, EgressDialer, Endpoint, RawRequest, over_tls, request};
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{Access, Exporter, FakeKubelet};
 
-use super::{ConnectFixture, NODE};
+use super::{ConnectFixture, NODE, caller_tls, text};
 
 /// The names of the API server and of the tunnel's server in the certificates that kubelets accept.
 const APISERVER: &str = "kube-apiserver-kubelet-client";
@@ -24,9 +25,7 @@ async fn p09_kubelets_give_each_caller_of_the_connect_listeners_its_own_rights()
     let callers = scratch.file("callers.crt", clients.pem())?;
     let client_cert = clients.issue(&Leaf::caller(OWN))?;
     let (own, key) = client_cert.write(scratch.path(), "own")?;
-    let fixture = ConnectFixture::start_with(|settings| {
-        let text = |path: &std::path::Path| Some(path.to_string_lossy().into_owned());
-        settings.connect_listen = Some("127.0.0.1:0".to_owned());
+    let fixture = ConnectFixture::over_tcp(|settings| {
         settings.client_ca = text(&callers);
         settings.target_cert_file = text(&own);
         settings.target_key_file = text(&key);
@@ -46,16 +45,10 @@ async fn p09_kubelets_give_each_caller_of_the_connect_listeners_its_own_rights()
     let foreign = TestCa::new("another")?.issue(&Leaf::caller(APISERVER))?;
     // The CONNECT listener over TCP authenticates its caller as the API server. That gives the
     // requests inside the tunnel no rights.
-    let address = fixture.env.bound().connect.context("no CONNECT listener")?;
     let roots = RootCertStore::clone(&*fixture.env.roots()?);
     let listener_tls = ClientTls::verifying(NODE, roots, Some(apiserver.presented()?))?;
-    for (endpoint, dialer) in [
-        ("uds", fixture.dialer()),
-        (
-            "tcp",
-            EgressDialer::tcp(Endpoint::tls(address, listener_tls)),
-        ),
-    ] {
+    let tcp = fixture.tls_dialer(listener_tls)?;
+    for (endpoint, dialer) in [("uds", fixture.dialer()), ("tcp", tcp)] {
         for (who, certificate, token, expected) in [
             ("a pod without credentials", None, None, [401, 401, 401]),
             ("a wrong token", None, Some("guess"), [401, 401, 401]),
@@ -64,10 +57,7 @@ async fn p09_kubelets_give_each_caller_of_the_connect_listeners_its_own_rights()
             ("another caller", Some(&other), None, [403, 403, 403]),
             ("a foreign CA", Some(&foreign), None, [401, 401, 401]),
         ] {
-            let mut roots = RootCertStore::empty();
-            roots.add(kubelets.root().clone())?;
-            let presented = certificate.map(Issued::presented).transpose()?;
-            let tls = ClientTls::verifying(NODE, roots, presented)?;
+            let tls = caller_tls(&kubelets, NODE, certificate)?;
             let got = tried(&dialer, &target, (&tls, token)).await;
             let got = got.with_context(|| format!("{who} over {endpoint}"))?;
             ensure!(got == expected, "{who} over {endpoint}: {got:?}");
@@ -87,29 +77,19 @@ async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<(
     let scratch = ScratchDir::new()?;
     let clients = TestCa::new("cluster")?;
     let callers = scratch.file("callers.crt", clients.pem())?;
-    let fixture = ConnectFixture::start_with(|settings| {
-        settings.connect_listen = Some("127.0.0.1:0".to_owned());
-        settings.client_ca = Some(callers.to_string_lossy().into_owned());
-    });
+    let fixture = ConnectFixture::over_tcp(|settings| settings.client_ca = text(&callers));
     let fixture = fixture.await?;
     let _agent = fixture.env.agent(NODE).await?;
     let exporter = Exporter::start(NODE).await?;
-    let bound = fixture.env.bound();
+    let https = fixture.env.bound().https.context("https")?;
     let url = format!("http://{NODE}:{}/metrics", exporter.addr().port());
     // No process listens on the kubelet's port, so an accepted caller receives another error than a
     // refusal.
-    let host = format!("{NODE}:10250");
+    let direct = RawRequest::get(&format!("{NODE}:10250"), "/metrics");
+    let by_url = RawRequest::get("x", &url);
     let asked = [
-        (
-            "10263",
-            bound.https.context("https")?,
-            RawRequest::get(&host, "/metrics"),
-        ),
-        (
-            "CONNECT",
-            bound.connect.context("connect")?,
-            RawRequest::get("x", &url),
-        ),
+        ("10263", https, direct),
+        ("CONNECT", fixture.tcp()?, by_url),
     ];
     for (subject, is_caller) in [
         (&[NAME][..], true),
@@ -126,20 +106,16 @@ async fn kubelets_and_certificates_without_one_name_are_no_callers() -> Result<(
         (&[(Subject::Organization, "System:Nodes"), NAME], false),
     ] {
         let certificate = clients.issue(&Leaf::subject(subject))?;
-        for (listener, address, request) in &asked {
+        for (listener, address, asked) in &asked {
             let roots = RootCertStore::clone(&*fixture.env.roots()?);
             let tls = ClientTls::verifying(NODE, roots, Some(certificate.presented()?))?;
-            let reply =
-                tunnel_tests::client::request(Endpoint::tls(*address, tls), request).await?;
-            let is_refused = reply.text().contains("the client certificate");
-            ensure!(
-                is_refused != is_caller,
-                "{listener}: {subject:?}: {} {}",
-                reply.status,
-                reply.text()
-            );
-            let code = reply.header("X-Tunnel-Error");
-            ensure!(is_caller || (reply.status, code) == (403, Some("refused_by_policy")));
+            let reply = request(Endpoint::tls(*address, tls), asked).await?;
+            let answer = reply.text();
+            let is_refused = answer.contains("the client certificate");
+            ensure!(is_refused != is_caller, "{listener}: {subject:?}: {answer}");
+            if !is_caller {
+                ensure_refused(&reply, 403, "refused_by_policy")?;
+            }
         }
     }
     Ok(())
