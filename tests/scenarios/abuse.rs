@@ -11,9 +11,10 @@ mod streams;
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use tokio::time::Instant;
-use tunnel_tests::client::{Endpoint, RawRequest, request};
+use tunnel_tests::checks::get_ok;
+use tunnel_tests::client::Endpoint;
 use tunnel_tests::stats::percentile;
 
 /// Prints a measured figure to the test's output.
@@ -28,8 +29,7 @@ async fn scrape(endpoint: &Endpoint, host: &str, count: usize) -> Result<Duratio
     let mut took = Vec::with_capacity(count);
     for _ in 0..count {
         let began = Instant::now();
-        let reply = request(endpoint.clone(), &RawRequest::get(host, "/metrics")).await?;
-        ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+        get_ok(endpoint.clone(), host, "/metrics").await?;
         took.push(began.elapsed());
     }
     took.sort_unstable();

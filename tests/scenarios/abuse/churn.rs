@@ -9,10 +9,11 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::TestEnv;
+use tunnel_tests::checks::ensure_status;
+use tunnel_tests::client::RawRequest;
+use tunnel_tests::env::NodeEnv;
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::targets::{Exporter, SilentTarget};
+use tunnel_tests::targets::SilentTarget;
 
 use super::report_figure;
 
@@ -62,25 +63,18 @@ async fn give_up(endpoint: std::net::SocketAddr, hosts: &[String; 3], seed: u64)
 async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
     let dials = std::env::var("CULVERT_CANCELLED_DIALS").ok();
     let dials = dials.and_then(|text| text.parse().ok()).unwrap_or(DIALS);
-    let env = TestEnv::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
+    let site = NodeEnv::start().await?;
     let silent = SilentTarget::start().await?;
-    let _agent = env.agent("worker-1").await?;
-    let host = |port: u16| format!("worker-1:{port}");
-    let good = host(exporter.addr().port());
+    let unread = format!("worker-1:{}", silent.addr().port());
     // No process listens on the last port.
-    let hosts = [good.clone(), host(silent.addr().port()), host(1024)];
+    let hosts = [site.host.clone(), unread, "worker-1:1024".to_owned()];
     for _ in 0..10 {
-        ensure!(
-            request(env.http(), &RawRequest::get(&good, "/metrics"))
-                .await?
-                .status
-                == 200
-        );
+        ensure_status(&site.get("/metrics").await?, 200)?;
     }
     sleep(scaled(Duration::from_millis(500))).await;
     let before = resource_usage()?;
     let seed: u64 = rand::random();
+    let env = &site.env;
     let endpoint = env.bound().http.context("no HTTP listener")?;
     let mut callers = JoinSet::new();
     for caller in 0..CALLERS {
@@ -96,29 +90,16 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
         done??;
     }
     eventually("all is released", Duration::from_secs(5), async || {
-        let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
-        let text = metrics.text();
-        for line in [
-            "tunnel_server_streams_open 0",
-            "tunnel_server_buffer_bytes 0",
-        ] {
-            ensure!(
-                text.lines().any(|shown| shown == line),
-                "seed {seed}: not {line}"
-            );
-        }
-        let streams: usize = env
-            .registry()
-            .all()
-            .iter()
-            .map(|agent| agent.session.health().streams)
-            .sum();
+        let open = env.metric("tunnel_server_streams_open").await?;
+        let bytes = env.metric("tunnel_server_buffer_bytes").await?;
+        ensure!((open, bytes) == (0, 0), "seed {seed}: {open}, {bytes} bytes");
+        let agents = env.registry().all();
+        let streams = agents.iter().map(|agent| agent.session.health().streams);
+        let streams = streams.sum::<usize>();
         ensure!(streams <= 1, "seed {seed}: {streams} streams");
-        let (tasks, descriptors) = resource_usage()?;
-        ensure!(
-            tasks <= before.0 + TASKS_SLACK && descriptors <= before.1 + DESCRIPTORS_SLACK,
-            "seed {seed}: {tasks} tasks and {descriptors} descriptors, {before:?} before"
-        );
+        let after = resource_usage()?;
+        let has_room = after.0 <= before.0 + TASKS_SLACK && after.1 <= before.1 + DESCRIPTORS_SLACK;
+        ensure!(has_room, "seed {seed}: {before:?} before, {after:?}");
         Ok(())
     })
     .await;
@@ -126,7 +107,5 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
         "S10: {dials} dials, before {before:?}, after {:?}",
         resource_usage()?
     ));
-    let last = request(env.http(), &RawRequest::get(&good, "/metrics")).await?;
-    ensure!(last.status == 200, "seed {seed}: {}", last.text());
-    Ok(())
+    ensure_status(&site.get("/metrics").await?, 200)
 }

@@ -16,7 +16,7 @@ use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::wire::ALPN_SESSION;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::Port;
-use tunnel_tests::env::TestEnv;
+use tunnel_tests::env::{NodeEnv, TestEnv};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
@@ -34,10 +34,7 @@ impl Flood {
     /// Starts the flood. The thread sends the datagrams of `from` in turn, each from its socket, at
     /// a rate of about `per_second`.
     fn start(to: SocketAddr, from: Vec<(std::net::UdpSocket, Vec<u8>)>, per_second: u64) -> Self {
-        let (stop, sent) = (
-            Arc::new(AtomicBool::new(false)),
-            Arc::new(AtomicU64::new(0)),
-        );
+        let (stop, sent) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
         let (stopping, count) = (stop.clone(), sent.clone());
         let began = std::time::Instant::now();
         let _ends_by_itself = tokio::task::spawn_blocking(move || {
@@ -73,22 +70,16 @@ fn socket(last: [u8; 2]) -> Result<std::net::UdpSocket> {
 /// percentile of the scrapes stays below 250 ms, and the session survives.
 #[tokio::test(flavor = "multi_thread")]
 async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<()> {
-    let env = TestEnv::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let _agent = env.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let NodeEnv { env, host, .. } = &NodeEnv::start().await?;
     let endpoint = env.http();
-    scrape(&endpoint, &host, 20).await?;
-    let before = scrape(&endpoint, &host, 200).await?;
-    let flood = Flood::start(
-        env.bound().agents,
-        vec![(socket([0, 1])?, Vec::new())],
-        200_000,
-    );
+    scrape(&endpoint, host, 20).await?;
+    let before = scrape(&endpoint, host, 200).await?;
+    let from = vec![(socket([0, 1])?, Vec::new())];
+    let flood = Flood::start(env.bound().agents, from, 200_000);
     let began = Instant::now();
     let mut with = Duration::ZERO;
     while began.elapsed() < Duration::from_secs(1) {
-        with = with.max(scrape(&endpoint, &host, 200).await?);
+        with = with.max(scrape(&endpoint, host, 200).await?);
     }
     let sent = flood.sent.load(Ordering::Relaxed);
     drop(flood);
@@ -99,11 +90,8 @@ async fn s24_empty_datagrams_at_the_agents_port_keep_nobody_waiting() -> Result<
     ensure!(sent > 10_000, "only {sent} were sent");
     // The flood keeps one of two processors busy.
     ensure!(with < scaled(Duration::from_millis(250)), "{with:?}");
-    let node = "worker-1".parse()?;
-    ensure!(
-        env.registry().of_node(&node).len() == 1,
-        "the session was lost"
-    );
+    let sessions = env.registry().of_node(&"worker-1".parse()?);
+    ensure!(sessions.len() == 1, "the session was lost");
     Ok(())
 }
 
@@ -140,11 +128,9 @@ async fn initials(env: &TestEnv, count: usize) -> Result<Vec<Vec<u8>>> {
 #[tokio::test(flavor = "multi_thread")]
 async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Result<()> {
     const SOURCES: usize = 1000;
-    let env = TestEnv::start().await?;
-    let exporter = Exporter::start("worker-1").await?;
-    let first = env.agent("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
-    let datagrams = initials(&env, 200).await?;
+    let site = NodeEnv::start().await?;
+    let (env, host) = (&site.env, &site.host);
+    let datagrams = initials(env, 200).await?;
     let mut from = Vec::with_capacity(SOURCES);
     for source in 0..SOURCES {
         let last = u16::try_from(source)?.to_be_bytes();
@@ -153,15 +139,15 @@ async fn t22_flood_of_handshakes_from_many_sources_keeps_no_agent_out() -> Resul
     let flood = Flood::start(env.bound().agents, from, 10_000);
     // The agent reconnects during the flood.
     while flood.sent.load(Ordering::Relaxed) <= 2000 {
-        scrape(&env.http(), &host, 10).await?;
+        scrape(&env.http(), host, 10).await?;
     }
-    drop(first);
+    drop(site.agent);
     let began = Instant::now();
     let again = env.agent("worker-1");
     let again = timeout(scaled(Duration::from_secs(5)), again).await;
     let _agent = again.context("the agent did not get in")??;
     let took = began.elapsed();
-    scrape(&env.http(), &host, 50).await?;
+    scrape(&env.http(), host, 50).await?;
     let sent = flood.sent.load(Ordering::Relaxed);
     report_figure(&format!(
         "T22: {sent} beginnings of handshakes; an agent got in after {took:?}"
@@ -192,12 +178,9 @@ async fn t10_agent_that_floods_with_streams_costs_others_nothing() -> Result<()>
             counted.fetch_add(1, Ordering::Relaxed);
             let mut open_conns = Vec::new();
             // The loop ends when the server closes the session or grants no stream for 200 ms.
-            while let Ok(Ok(stream)) = timeout(
-                Duration::from_millis(200),
-                session.open(&header, Duration::from_secs(5)),
-            )
-            .await
-            {
+            let patience = Duration::from_millis(200);
+            let opened = || session.open(&header, Duration::from_secs(5));
+            while let Ok(Ok(stream)) = timeout(patience, opened()).await {
                 open_conns.push(stream);
             }
         }

@@ -11,13 +11,11 @@ use tokio_rustls::TlsConnector;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::control::Hello;
 use tunnel_proto::wire::frame::CONTROL_MESSAGE_MAX;
-use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::targets::Exporter;
 
-use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
+use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial, hello};
 
 /// Lengths that are announced without the data: around the maximum size of a frame, and around the
 /// limits of 32 and 64 bits.
@@ -81,12 +79,10 @@ async fn s02_agent_that_announces_4_gib_is_cut_within_a_second() -> Result<()> {
         let closed = timeout(scaled(Duration::from_secs(1)), session.closed()).await;
         closed.with_context(|| format!("{length}: the session is still open"))?;
     }
-    let exporter = Exporter::start("worker-1").await?;
-    let host = format!("worker-1:{}", exporter.addr().port());
+    let get = RawRequest::get("worker-1:9100", "/metrics");
     for length in LENGTHS {
         let agent = ScriptedAgent::connect(&env, "worker-1").await?;
         env.connected("worker-1").await;
-        let get = RawRequest::get(&host, "/metrics");
         let asked = request(env.http(), &get);
         let lies = async {
             let mut stream = agent.next_stream().await?;
@@ -121,18 +117,15 @@ async fn s05_versions_at_the_bounds_of_their_type_are_checked() -> Result<()> {
             let hello = Hello {
                 versions: (low, high),
                 capabilities: vec![String::new(), "x".repeat(1000)],
-                node_name: node.parse()?,
-                instance: InstanceId::new([instance; 16]),
                 software: String::new(),
                 node_ip: "999.999.999.999".into(),
+                ..hello(&node, [instance; 16])?
             };
-            let answer =
-                ScriptedAgent::handshake_with(&env, agent_key(&env, &node)?, hello).await?;
+            let key = agent_key(&env, &node)?;
+            let answer = ScriptedAgent::handshake_with(&env, key, hello).await?;
             let admitted = matches!(answer, Admission::Admitted(_));
-            ensure!(
-                admitted == (low <= 1 && high >= 1),
-                "versions {low} to {high}"
-            );
+            let is_within = low <= 1 && high >= 1;
+            ensure!(admitted == is_within, "versions {low} to {high}");
         }
     }
     Ok(())

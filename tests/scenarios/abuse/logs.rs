@@ -4,19 +4,18 @@
 //! Logs go to the standard error of a process. Each test therefore starts its own binary again, as
 //! the process that is attacked.
 
-use std::process::{Command, Output};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use tunnel_proto::process::telemetry::{self, LogFormat};
 use tunnel_proto::tls;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
-use tunnel_proto::wire::name::InstanceId;
 use tunnel_tests::client::{ByteStream, RawRequest, request};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::targets::{HostileAction, HostileTarget};
 
-use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
+use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial, hello};
 use super::report_figure;
 
 /// Marker at the beginning of a line that an attacker tries to forge.
@@ -28,29 +27,12 @@ const VICTIM: &str = "CULVERT_LOG_VICTIM";
 /// Returns the hostile texts: line ends, colors, bells, cursor movements, text that runs from right
 /// to left, and a name that is too long.
 fn evil() -> Vec<String> {
-    let mut evil: Vec<String> = [
-        "\n",
-        "\r\n",
-        "\r",
-        "\x1b[31m",
-        "\x1b[2K\x1b[1A",
-        "\x07",
-        "\x08\x08",
-        "\x0b",
-        "\x0c",
-        "\u{85}",
-        "\u{9b}31m",
-        "\u{2028}",
-        "\u{2029}",
-        "\u{202e}",
-        "\u{2066}",
-        "\x7f",
-        "\0",
-        "\\n",
-    ]
-    .iter()
-    .map(|piece| format!("a{piece}{FORGED} level=ERROR"))
-    .collect();
+    let lines = "\n \r\n \r \x0b \x0c \u{85} \u{2028} \u{2029} \\n \0";
+    let shown = "\x1b[31m \x1b[2K\x1b[1A \x07 \x08\x08 \u{9b}31m \u{202e} \u{2066} \x7f";
+    let pieces = lines.split(' ').chain(shown.split(' '));
+    let mut evil: Vec<String> = pieces
+        .map(|piece| format!("a{piece}{FORGED} level=ERROR"))
+        .collect();
     evil.push("x".repeat(100_000));
     evil
 }
@@ -91,17 +73,15 @@ async fn attack() -> Result<()> {
         // Text from an agent: its Hello, and the reason with which it closes the session.
         let node = format!("evil-{index}");
         let hello = Hello {
-            versions: (1, 1),
             capabilities: vec![text.clone()],
-            node_name: node.parse()?,
-            instance: InstanceId::new([7; 16]),
             software: text.clone(),
             node_ip: text.clone(),
+            ..hello(&node, [7; 16])?
         };
         // The server closes the session if the Hello is too large.
-        if let Ok(Admission::Admitted(agent)) =
-            ScriptedAgent::handshake_with(&env, agent_key(&env, &node)?, hello).await
-        {
+        let key = agent_key(&env, &node)?;
+        let answer = ScriptedAgent::handshake_with(&env, key, hello).await;
+        if let Ok(Admission::Admitted(agent)) = answer {
             agent.leave_with_reason(&text).await;
         }
     }
@@ -121,25 +101,24 @@ async fn t15_no_text_of_others_ends_or_colors_a_line_of_the_log() -> Result<()> 
             LogFormat::Json => "json",
         };
         let test = "t15_no_text_of_others_ends_or_colors_a_line_of_the_log";
-        let output = run_as_victim(test, name).await?;
-        let log = String::from_utf8(output.stderr).context("the log is no text")?;
-        ensure!(output.status.success(), "{}", tail(&log));
-        ensure!(
-            log.contains(FORGED),
-            "no hostile text was logged: {}",
-            tail(&log)
-        );
+        let log = run_as_victim(test, name).await?;
+        let is_logged = log.contains(FORGED);
+        ensure!(is_logged, "no hostile text was logged: {}", tail(&log));
         check(&log, format)?;
     }
     Ok(())
 }
 
-async fn run_as_victim(test: &str, format: &str) -> Result<Output> {
+/// Runs a test in the attacked process, which must succeed, and returns its log.
+async fn run_as_victim(test: &str, format: &str) -> Result<String> {
     let mut victim = Command::new(std::env::current_exe()?);
     victim
         .args(["--exact", &format!("abuse::logs::{test}"), "--nocapture"])
         .env(VICTIM, format);
-    Ok(tokio::task::spawn_blocking(move || victim.output()).await??)
+    let output = tokio::task::spawn_blocking(move || victim.output()).await??;
+    let log = String::from_utf8(output.stderr).context("the log is no text")?;
+    ensure!(output.status.success(), "{}", tail(&log));
+    Ok(log)
 }
 
 /// Number of events in each flood. There are a twentieth as many handshakes.
@@ -181,26 +160,26 @@ async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
         return flood().await;
     }
     let test = "t23_floods_of_peers_and_callers_do_not_fill_the_log";
-    let output = run_as_victim(test, "json").await?;
-    let log = String::from_utf8(output.stderr).context("the log is no text")?;
-    ensure!(output.status.success(), "{}", tail(&log));
+    let log = run_as_victim(test, "json").await?;
     report_figure(&format!("T23: {} bytes of log", log.len()));
     ensure!(log.len() < 32 * 1024, "{} bytes: {}", log.len(), tail(&log));
     let count = |text: &str| log.lines().filter(|line| line.contains(text)).count();
-    assert_eq!(count("agent withdrew"), 1, "{}", tail(&log));
-    assert_eq!(count("unparsable request"), 10, "{}", tail(&log));
-    assert_eq!(count("agent handshake failed"), 10, "{}", tail(&log));
+    for (text, lines) in [
+        ("agent withdrew", 1),
+        ("unparsable request", 10),
+        ("agent handshake failed", 10),
+        ("agent handshakes failed: and ", 1),
+    ] {
+        assert_eq!(count(text), lines, "{text}: {}", tail(&log));
+    }
     let rest = log
         .lines()
         .find(|line| line.contains("cannot be parsed: and "));
     let rest: serde_json::Value = serde_json::from_str(rest.context("no line about the rest")?)?;
     let suppressed = rest["suppressed"].as_u64().context("no number")?;
     // The last requests may end after this line is written.
-    ensure!(
-        (FLOOD - 50..=FLOOD - 10).contains(&usize::try_from(suppressed)?),
-        "{rest}"
-    );
-    assert_eq!(count("agent handshakes failed: and "), 1, "{}", tail(&log));
+    let suppressed = usize::try_from(suppressed)?;
+    ensure!((FLOOD - 50..=FLOOD - 10).contains(&suppressed), "{rest}");
     Ok(())
 }
 
@@ -215,21 +194,12 @@ fn check(log: &str, format: LogFormat) -> Result<()> {
         if let Some(odd) = line.chars().find(|letter| is_odd(*letter)) {
             bail!("{odd:?} in {line:?}");
         }
-        ensure!(
-            line.len() < 32 * 1024,
-            "a line of {} bytes: {:.200}",
-            line.len(),
-            line
-        );
-        match format {
-            LogFormat::Json => {
-                ensure!(
-                    line.starts_with('{') && line.ends_with('}'),
-                    "no object: {line:?}"
-                );
-            }
-            LogFormat::Text => ensure!(!line.trim_start().starts_with(FORGED), "{line:?}"),
-        }
+        ensure!(line.len() < 32 * 1024, "a line is too long: {line:.200}");
+        let is_line = match format {
+            LogFormat::Json => line.starts_with('{') && line.ends_with('}'),
+            LogFormat::Text => !line.trim_start().starts_with(FORGED),
+        };
+        ensure!(is_line, "{line:?}");
     }
     ensure!(lines > 100, "only {lines} lines");
     Ok(())

@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 use tokio::io::AsyncWriteExt;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
+use tunnel_tests::checks::{ensure_contains, ensure_status};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
@@ -68,25 +69,14 @@ async fn callers_are_answered(env: &TestEnv, exporter: &Exporter) -> Result<()> 
     while let Some(done) = callers.join_next().await {
         let (answer, took) = done?;
         let answer = answer??;
-        ensure!(answer.status == 504, "{}: {}", answer.status, answer.text());
-        ensure!(
-            answer.text().contains("limits.openTimeout"),
-            "{}",
-            answer.text()
-        );
+        ensure_status(&answer, 504)?;
+        ensure_contains(&answer.text(), &["limits.openTimeout"])?;
         ensure!(took >= OPEN, "{took:?}");
     }
     eventually("no stream is left", WAIT_TIMEOUT, async || {
-        let metrics = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
-        let text = metrics.text();
-        ensure!(
-            text.lines()
-                .any(|line| line == "tunnel_server_streams_open 0")
-        );
+        ensure!(env.metric("tunnel_server_streams_open").await? == 0);
         let reached = "tunnel_server_limits_reached_total{limit=\"openTimeout\"}";
-        let line = text.lines().find_map(|line| line.strip_prefix(reached));
-        let count: usize = line.unwrap_or("0").trim().parse()?;
-        ensure!(count == AGENTS * STREAMS, "{count} counted");
+        ensure!(env.metric(reached).await? == u64::try_from(AGENTS * STREAMS)?);
         Ok(())
     })
     .await;
