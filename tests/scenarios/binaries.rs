@@ -12,11 +12,13 @@ mod raw_quic;
 mod restart;
 mod subcommands;
 
+use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
 use tokio::time::timeout;
-use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::client::RawRequest;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::Exporter;
@@ -41,10 +43,9 @@ impl Stack {
         let ports = ["--http-proxy-ports", &port, "--proxy-port-listen", "off"];
         let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
         let server = setup.args(&ports).args(server_arguments).start().await?;
-        let token = server.token(NODE, None).await?;
-        let agents = server.address(Listener::Agents);
-        let agent_setup = AgentSetup::on_loopback(NODE, agents, &scratch.path().join("agent"));
-        let agent_setup = agent_setup.args(&["--token", &token]).args(agent_arguments);
+        let folder = scratch.path().join("agent");
+        let agent_setup = server.agent_setup(NODE, &folder).await?;
+        let agent_setup = agent_setup.args(agent_arguments);
         let agent = agent_setup.start()?;
         let stack = Self {
             agent_setup,
@@ -62,26 +63,33 @@ impl Stack {
         format!("{NODE}:{}", self.exporter.addr().port())
     }
 
+    fn http(&self) -> SocketAddr {
+        self.server.address(Listener::Http)
+    }
+
     fn get(&self, path: &str) -> RawRequest {
         RawRequest::get(&self.host(), path)
     }
 
     async fn wait_for_traffic(&self, what: &str, patience: Duration) {
-        let endpoint = self.server.address(Listener::Http);
+        let host = self.host();
         eventually(what, patience, async || {
-            let reply = timeout(scaled(ATTEMPT), request(endpoint, &self.get("/metrics"))).await;
-            let reply = reply.context("no answer")??;
-            ensure!(
-                reply.status == 200,
-                "{}: {}\n{}",
-                reply.status,
-                reply.text(),
-                self.agent
-            );
-            Ok(())
+            let asked = self.server.get_ok(&host, "/metrics");
+            let reply = timeout(scaled(ATTEMPT), asked).await.context("no answer")?;
+            reply.map_err(|error| anyhow!("{error}\n{}", self.agent))
         })
         .await;
     }
+}
+
+/// Enrolls an agent of `node` and stops it. Its credential stays in `folder`. The agents of
+/// `others` are connected meanwhile.
+async fn enroll(server: &Server, node: &str, folder: &Path, others: &[&str]) -> Result<()> {
+    let agent = server.agent_setup(node, folder).await?.start()?;
+    server.wait_until_connected(&[others, &[node]].concat()).await;
+    agent.stop(CONNECT).await?;
+    server.wait_until_connected(others).await;
+    Ok(())
 }
 
 const NODE: &str = "worker-1";

@@ -94,8 +94,8 @@ impl ConnectFixture {
     }
 }
 
-/// Returns the TLS configuration of a caller with this certificate. The caller verifies the server as
-/// `name` against the CA.
+/// Returns the TLS configuration of a caller with this certificate. The caller verifies the
+/// server as `name` against the CA.
 fn caller_tls(ca: &TestCa, name: &str, certificate: Option<&Issued>) -> Result<ClientTls> {
     let mut roots = RootCertStore::empty();
     roots.add(ca.root().clone())?;

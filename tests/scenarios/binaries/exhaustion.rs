@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
+use tunnel_tests::checks::ensure_status;
 use tunnel_tests::client::{KeepAliveClient, RawRequest};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{Listener, Program};
+use tunnel_tests::process::Program;
 use tunnel_tests::tools::{Tool, or_skip};
 
 use super::{CONNECT, Stack};
@@ -20,10 +21,10 @@ async fn f25_server_without_descriptors_pauses_its_listeners_and_recovers() -> R
         return Ok(());
     };
     let mut stack = Stack::start(&[], &[]).await?;
-    let endpoint = stack.server.address(Listener::Http);
+    let endpoint = stack.http();
     let get = RawRequest::new("GET", "/metrics", &stack.host());
     let mut running = KeepAliveClient::connect(endpoint).await?;
-    ensure!(running.request(&get).await?.status == 200);
+    ensure_status(&running.request(&get).await?, 200)?;
     let id = stack.server.process().id().context("server's id")?;
     let folder = format!("/proc/{id}");
     let most = fs::read_dir(format!("{folder}/fd"))?.count() + SPARE;
@@ -43,13 +44,12 @@ async fn f25_server_without_descriptors_pauses_its_listeners_and_recovers() -> R
         lines.iter().filter(of_listener).count()
     };
     eventually("the listener logs that it pauses", CONNECT, async || {
-        anyhow::ensure!(pauses_logged() > 0, "{:#?}", log.lines());
+        ensure!(pauses_logged() > 0, "{:#?}", log.lines());
         anyhow::Ok(())
     })
     .await;
     for _ in 0..10 {
-        let reply = running.request(&get).await?;
-        ensure!(reply.status == 200, "{}", reply.text());
+        ensure_status(&running.request(&get).await?, 200)?;
     }
     let (before, began) = (ticks(&folder)?, Instant::now());
     sleep(WINDOW).await;
@@ -69,12 +69,8 @@ fn ticks(folder: &str) -> Result<f64> {
     // The process name in parentheses may contain spaces. The first field after it is number 3.
     let (_, fields) = stat.rsplit_once(") ").context("proc stat")?;
     let fields: Vec<&str> = fields.split_whitespace().collect();
-    let field = |number: usize| {
-        fields
-            .get(number - 3)
-            .context("proc stat")?
-            .parse::<f64>()
-            .context("ticks")
+    let field = |number: usize| -> Result<f64> {
+        Ok(fields.get(number - 3).context("proc stat")?.parse()?)
     };
     Ok(field(14)? + field(15)?)
 }

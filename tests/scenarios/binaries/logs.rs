@@ -6,7 +6,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::process::Stdio;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -14,8 +14,10 @@ use rustix::pty::{OpenptFlags, ioctl_tiocgptpeer, openpt, unlockpt};
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tunnel_tests::checks::ensure_status;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::metrics::{meta_page, metric};
 use tunnel_tests::process::{Listener, Process, Program, Signal};
 
 use super::{CONNECT, Stack};
@@ -65,6 +67,7 @@ impl Output {
 /// A running binary and its log.
 struct Logged {
     process: Process,
+    /// `server` or `agent`.
     name: &'static str,
     meta: SocketAddr,
     unread: Option<File>,
@@ -72,16 +75,18 @@ struct Logged {
 }
 
 impl Logged {
-    fn start(binary: &str, words: &[String], meta: SocketAddr, output: Output) -> Result<Self> {
+    fn start(
+        name: &'static str,
+        words: &[String],
+        meta: SocketAddr,
+        output: Output,
+    ) -> Result<Self> {
         let (stderr, unread) = output.open()?;
-        let run = Program::ours(binary)?.args(["run", "--log-format", "json"]);
+        let run = Program::ours(&format!("tunnel-{name}"))?;
+        let run = run.args(["run", "--log-format", "json"]).args(words);
         Ok(Self {
-            process: run.args(words).start_logging_to(stderr)?,
-            name: if binary == "tunnel-server" {
-                "server"
-            } else {
-                "agent"
-            },
+            process: run.start_logging_to(stderr)?,
+            name,
             meta,
             unread,
             lines: Arc::default(),
@@ -99,70 +104,44 @@ impl Logged {
         std::thread::spawn(move || {
             for line in BufReader::new(unread).lines().map_while(Result::ok) {
                 let line = serde_json::from_str(&line).unwrap_or(Value::String(line));
-                lines
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(line);
+                lock(&lines).push(line);
             }
         });
     }
 
     async fn is_alive(&self) -> Result<()> {
-        let livez = RawRequest::get("meta", "/livez");
-        let reply = timeout(scaled(Duration::from_secs(1)), request(self.meta, &livez)).await;
-        ensure!(reply.context("/livez gives no answer")??.status == 200);
+        let page = meta_page(self.meta, "/livez");
+        let page = timeout(scaled(Duration::from_secs(1)), page).await;
+        page.context("/livez gives no answer")??;
         Ok(())
     }
 
-    /// Returns the sum of all series whose names begin with `series`.
     async fn counted(&self, series: &str) -> Result<u64> {
-        let shown = request(self.meta, &RawRequest::get("meta", "/metrics")).await?;
-        let series = format!("tunnel_{}_{series}", self.name);
-        let shown = shown.text();
-        let values = shown.lines().filter(|line| line.starts_with(&series));
-        let values = values.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
-        Ok(values.sum())
+        metric(self.meta, &format!("tunnel_{}_{series}", self.name)).await
     }
 
     /// Checks that each stream has an access line that was either read or counted as dropped, and
     /// that the log reports the number of dropped lines.
     async fn has_right_count(&self) -> Result<()> {
-        let streams = self.counted("streams_total{").await?;
-        let access = self
-            .counted("log_lines_dropped_total{kind=\"access\"}")
-            .await?;
-        let other = self
-            .counted("log_lines_dropped_total{kind=\"other\"}")
-            .await?;
+        let streams = self.counted("streams_total").await?;
+        let access = "log_lines_dropped_total{kind=\"access\"}";
+        let other = "log_lines_dropped_total{kind=\"other\"}";
+        let (access, other) = (self.counted(access).await?, self.counted(other).await?);
         ensure!(streams >= REQUESTS as u64, "{streams} streams");
         ensure!(access > 0, "no line was dropped");
         let (mut read, mut reported) = (0, 0);
-        for line in self
-            .lines
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .iter()
-        {
+        let lines = lock(&self.lines);
+        for line in lines.iter() {
             let message = line["message"].as_str().unwrap_or_default();
             read += u64::from(message == "access");
             if message.starts_with("log lines were lost") {
                 reported += line["lines"].as_u64().context("no number of lines")?;
             }
         }
-        ensure!(
-            read + access == streams,
-            "{}: {read} lines read and {access} dropped of {streams}",
-            self.name
-        );
-        ensure!(
-            self.lines
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .is_empty()
-                || reported == access + other,
-            "{}: the log reports {reported} lost lines of {access} and {other}",
-            self.name
-        );
+        let dropped = format!("{}: {access} and {other} dropped", self.name);
+        ensure!(read + access == streams, "{dropped}, {read} of {streams} read");
+        let is_reported = lines.is_empty() || reported == access + other;
+        ensure!(is_reported, "{dropped}, the log reports {reported}");
         Ok(())
     }
 
@@ -174,6 +153,10 @@ impl Logged {
     }
 }
 
+fn lock(lines: &Mutex<Vec<Value>>) -> MutexGuard<'_, Vec<Value>> {
+    lines.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 async fn ask_often(endpoint: SocketAddr, get: &RawRequest) -> Result<()> {
     let mut asking = JoinSet::new();
     for _ in 0..CALLERS {
@@ -181,8 +164,7 @@ async fn ask_often(endpoint: SocketAddr, get: &RawRequest) -> Result<()> {
         asking.spawn(async move {
             for _ in 0..REQUESTS / CALLERS {
                 let reply = timeout(scaled(ANSWER), request(endpoint, &get)).await;
-                let reply = reply.context("no answer")??;
-                ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+                ensure_status(&reply.context("no answer")??, 200)?;
             }
             anyhow::Ok(())
         });
@@ -200,14 +182,9 @@ async fn requests_go_on(output: Output, read_in_the_end: &str) -> Result<()> {
     // A first run determines the ports.
     let mut stack = Stack::start(&[], &[]).await?;
     let opened = |line: &str| Listener::Meta.opened(line);
-    let agent_meta = stack
-        .agent
-        .wait_for_line("meta port", CONNECT, opened)
-        .await?;
-    let (endpoint, meta) = (
-        stack.server.address(Listener::Http),
-        stack.server.address(Listener::Meta),
-    );
+    let agent_meta = stack.agent.wait_for_line("meta port", CONNECT, opened);
+    let agent_meta = agent_meta.await?;
+    let (endpoint, meta) = (stack.http(), stack.server.address(Listener::Meta));
     let setup = stack.server.setup_for_restart();
     for process in [&mut stack.agent, stack.server.process()] {
         process.signal(Signal::Term)?;
@@ -217,8 +194,8 @@ async fn requests_go_on(output: Output, read_in_the_end: &str) -> Result<()> {
     let agent_setup: Vec<String> = agent_setup
         .map(|word| word.replace("127.0.0.1:0", &agent_meta.to_string()))
         .collect();
-    let server = Logged::start("tunnel-server", setup.arguments(), meta, output)?;
-    let agent = Logged::start("tunnel-agent", &agent_setup, agent_meta, output)?;
+    let server = Logged::start("server", setup.arguments(), meta, output)?;
+    let agent = Logged::start("agent", &agent_setup, agent_meta, output)?;
     let get = stack.get("/metrics");
     eventually("first traffic", CONNECT, async || {
         let reply = timeout(scaled(super::ATTEMPT), request(endpoint, &get)).await;

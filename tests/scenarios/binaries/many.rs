@@ -1,18 +1,19 @@
 //! The server restarts while 200 agents are connected. All agents reconnect soon, over either
 //! transport.
 
-use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tokio::task::JoinSet;
 use tunnel_agent::config::{Config, Settings, TransportChoice};
-use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::checks::get_ok;
 use tunnel_tests::env::Agent;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, ScratchDir, Server, ServerSetup, Signal};
 use tunnel_tests::targets::Exporter;
+
+use crate::abuse::report_figure;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_hundred_agents_are_back_after_a_restart_over_quic() -> Result<()> {
@@ -31,11 +32,8 @@ async fn restarts(transport: TransportChoice, bound: Duration) -> Result<()> {
     let port = exporter.addr().port().to_string();
     let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
     let ports = ["--http-proxy-ports", &port, "--proxy-port-listen", "off"];
-    let mut server = setup
-        .args(&ports)
-        .args(&["--drain-timeout", "1s"])
-        .start()
-        .await?;
+    let setup = setup.args(&ports).args(&["--drain-timeout", "1s"]);
+    let mut server = setup.start().await?;
     let agents = start_agents(&server, scratch.path(), transport).await?;
     eventually("all agents serve", Duration::from_secs(60), async || {
         all_serve(&server, &port).await
@@ -53,9 +51,8 @@ async fn restarts(transport: TransportChoice, bound: Duration) -> Result<()> {
         .await;
         let took = back.elapsed();
         ensure!(took <= scaled(bound), "{signal:?}: {took:?}");
-        let line =
-            format!("{COUNT} agents over {transport:?}, {signal:?}: all serving after {took:?}");
-        writeln!(std::io::stderr(), "{line}")?;
+        let case = format!("{COUNT} agents over {transport:?}, {signal:?}");
+        report_figure(&format!("{case}: all serving after {took:?}"));
     }
     drop(agents);
     Ok(())
@@ -95,9 +92,8 @@ async fn all_serve(server: &Server, port: &str) -> Result<()> {
         asked.spawn(async move {
             for index in (worker..COUNT).step_by(AT_ONCE) {
                 let node = node(index);
-                let get = RawRequest::get(&format!("{node}:{port}"), "/metrics");
-                let reply = request(endpoint, &get).await.context(node.clone())?;
-                ensure!(reply.status == 200, "{node}: {}", reply.text());
+                let asked = get_ok(endpoint, &format!("{node}:{port}"), "/metrics").await;
+                asked.context(node)?;
             }
             Ok(())
         });

@@ -9,9 +9,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::client::RawRequest;
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::{Exporter, HostileAction, HostileTarget, SilentTarget};
 use tunnel_tests::tools::{Skip, or_skip};
 
@@ -102,21 +103,15 @@ impl Site {
         let flood = HostileTarget::start(steps).await?;
         let deaf = SilentTarget::start_deaf().await?;
         let file = scratch.file("server.yaml", format!("limits: {limits}\n"))?;
-        let setup = ServerSetup::on_loopback(&scratch.path().join("server")).args(&[
-            "--config",
-            &file.to_string_lossy(),
-            "--http-proxy-ports",
-            "1024-65535",
-            "--proxy-port-listen",
-            "off",
-        ]);
+        let setup = ServerSetup::on_loopback(&scratch.path().join("server"))
+            .args(&["--config", &file.to_string_lossy()])
+            .args(&["--http-proxy-ports", "1024-65535"])
+            .args(&["--proxy-port-listen", "off"]);
         let server = setup.through(through).start().await?;
         let mut agents = Vec::new();
         for node in nodes {
-            let token = server.token(node, None).await?;
-            let address = server.address(Listener::Agents);
-            let setup = AgentSetup::on_loopback(node, address, &scratch.path().join(node));
-            agents.push(setup.args(&["--token", &token]).start()?);
+            let folder = scratch.path().join(node);
+            agents.push(server.agent_setup(node, &folder).await?.start()?);
         }
         let site = Self {
             agents,
@@ -134,19 +129,13 @@ impl Site {
 
     pub(super) async fn scrape(&self, node: &str) -> Result<()> {
         let host = format!("{node}:{}", self.exporter.addr().port());
-        let endpoint = self.server.address(Listener::Http);
-        let reply = request(endpoint, &RawRequest::get(&host, "/metrics")).await?;
-        ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+        self.server.get_ok(&host, "/metrics").await?;
         Ok(())
     }
 
     /// Returns a metric of the server.
     async fn metric(&self, name: &str) -> Result<usize> {
-        let endpoint = self.server.address(Listener::Meta);
-        let metrics = request(endpoint, &RawRequest::get("meta", "/metrics")).await?;
-        let text = metrics.text();
-        let value = text.lines().find_map(|line| line.strip_prefix(name));
-        Ok(value.context("no metric")?.trim().parse()?)
+        Ok(self.server.metric(name).await?.try_into()?)
     }
 
     /// Requests the flood with a small receive buffer. Returns the connection and the first bytes
@@ -156,9 +145,8 @@ impl Site {
         socket.set_recv_buffer_size(4096)?;
         let mut caller = socket.connect(self.server.address(Listener::Http)).await?;
         let host = format!("{node}:{}", self.flood.addr().port());
-        caller
-            .write_all(&RawRequest::get(&host, "/").bytes())
-            .await?;
+        let get = RawRequest::get(&host, "/").bytes();
+        caller.write_all(&get).await?;
         let mut first = vec![0; 12];
         timeout(scaled(CONNECT), caller.read_exact(&mut first)).await??;
         Ok((caller, first))
@@ -167,10 +155,15 @@ impl Site {
 
 /// Resident memory of a process, bytes.
 pub(super) fn resident(process: u32) -> Result<u64> {
+    Ok(kib(process, "VmRSS:")? * 1024)
+}
+
+/// Returns a field of `/proc/PID/status` in KiB.
+pub(super) fn kib(process: u32, field: &str) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{process}/status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
     let number = line.and_then(|line| line.split_whitespace().next());
-    Ok(number.context("VmRSS")?.parse::<u64>()? * 1024)
+    Ok(number.context("no such field")?.parse()?)
 }
 
 pub(super) const CAP: u64 = 128 << 20;
@@ -196,18 +189,14 @@ async fn f26_full_pool_sheds_by_503_and_the_server_lives_in_its_memory_cgroup() 
             callers.push(site.asks_for_flood(NODES[(wave + number) % NODES.len()]));
         }
         for answered in futures_util::future::join_all(callers).await {
-            let (caller, first) = answered?;
+            let (mut caller, first) = answered?;
             match first.as_slice() {
                 b"HTTP/1.1 200" => readers.push(caller),
                 b"HTTP/1.1 503" => {
                     let mut rest = vec![0; 4096];
-                    let mut caller = caller;
                     let length = caller.read(&mut rest).await?;
-                    let text = String::from_utf8_lossy(&rest[..length]).into_owned();
-                    ensure!(
-                        text.contains("too_many_streams") && text.contains("Retry-After"),
-                        "{text}"
-                    );
+                    let text = String::from_utf8_lossy(&rest[..length]);
+                    ensure_contains(&text, &["too_many_streams", "Retry-After"])?;
                     shed += 1;
                 }
                 other => anyhow::bail!("{}", String::from_utf8_lossy(other)),
@@ -216,11 +205,7 @@ async fn f26_full_pool_sheds_by_503_and_the_server_lives_in_its_memory_cgroup() 
         let began_wait = Instant::now();
         eventually("stalls are charged", CONNECT, async || {
             let charged = site.metric("tunnel_server_buffer_bytes").await?;
-            ensure!(
-                charged >= (readers.len() << 20).min(POOL << 20),
-                "{charged} bytes of {} readers",
-                readers.len()
-            );
+            ensure!(charged >= (readers.len() << 20).min(POOL << 20));
             Ok::<_, anyhow::Error>(())
         })
         .await;
@@ -233,10 +218,7 @@ async fn f26_full_pool_sheds_by_503_and_the_server_lives_in_its_memory_cgroup() 
         most >> 20,
         CAP >> 20
     ));
-    ensure!(
-        shed >= OFFERED / 2,
-        "only {shed} of {OFFERED} were turned away, {held} taken"
-    );
+    ensure!(shed >= OFFERED / 2, "{shed} answered 503, {held} taken");
     ensure!(held >= 8, "only {held} were taken");
     ensure!(most <= CAP, "{most} bytes");
     // Still there, and at once of use when the crowd goes.
@@ -267,9 +249,8 @@ const WRITERS: usize = 8;
 #[tokio::test(flavor = "multi_thread")]
 async fn s14_t11_stalled_and_slow_readers_cost_a_fixed_amount() -> Result<()> {
     let seconds = std::env::var("CULVERT_STALL_SECONDS").ok();
-    let seconds = seconds
-        .and_then(|text| text.parse().ok())
-        .unwrap_or(SECONDS);
+    let seconds = seconds.and_then(|text| text.parse().ok());
+    let seconds = seconds.unwrap_or(SECONDS);
     let node = NODES[0];
     let mut site = Site::start(&[node], "{ streamWindow: 256KiB }").await?;
     let without = scrapes(&site, node, Duration::from_secs(1)).await?;
@@ -277,11 +258,7 @@ async fn s14_t11_stalled_and_slow_readers_cost_a_fixed_amount() -> Result<()> {
     let mut stalled = Vec::new();
     for number in 0..READERS {
         let (mut caller, first) = site.asks_for_flood(node).await?;
-        ensure!(
-            first == b"HTTP/1.1 200",
-            "{}",
-            String::from_utf8_lossy(&first)
-        );
+        ensure!(first == b"HTTP/1.1 200");
         if number % 2 == 0 {
             stalled.push(caller);
         } else {

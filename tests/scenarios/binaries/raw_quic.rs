@@ -13,11 +13,11 @@ use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir};
+use tunnel_tests::process::{Listener, Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 use super::memory::resident;
-use super::{CONNECT, NODE, Stack};
+use super::{CONNECT, NODE, Stack, enroll};
 use crate::abuse::report_figure;
 
 /// The hostile agent's node.
@@ -111,7 +111,7 @@ async fn s20_gaps_on_a_hundred_streams_cost_a_bounded_amount() -> Result<()> {
         return Ok(());
     };
     let port = fixture.stack.exporter.addr().port();
-    let http = fixture.stack.server.address(Listener::Http);
+    let http = fixture.stack.http();
     let callers = async move {
         // Each caller opens a stream. Callers that come before the peer is admitted receive 503 and
         // try again.
@@ -188,14 +188,7 @@ impl RawQuicFixture {
         let mut stack = Stack::start(&[], &[]).await?;
         let scratch = ScratchDir::new()?;
         let hostile = scratch.path().join("hostile");
-        let token = stack.server.token(HOSTILE, None).await?;
-        let agents = stack.server.address(Listener::Agents);
-        let enrolled =
-            AgentSetup::on_loopback(HOSTILE, agents, &hostile).args(&["--token", &token]);
-        let agent = enrolled.start()?;
-        stack.server.wait_until_connected(&[NODE, HOSTILE]).await;
-        agent.stop(CONNECT).await?;
-        stack.server.wait_until_connected(&[NODE]).await;
+        enroll(&stack.server, HOSTILE, &hostile, &[NODE]).await?;
         let server = stack.server.process().id().context("server's id")?;
         Ok(Some(Self {
             stack,
@@ -212,21 +205,13 @@ impl RawQuicFixture {
         let peer = Program::tool(Tool::Aioquic)?.arg(script).arg(attack);
         let peer = peer.args(["--server", &server, "--seconds", &self.seconds.to_string()]);
         let peer = peer.args(["--streams", &STREAMS.to_string()]);
-        if UNAUTHENTICATED
-            .iter()
-            .any(|hostile_peer| hostile_peer.0 == attack)
-        {
+        if UNAUTHENTICATED.iter().any(|(name, _)| *name == attack) {
             return Ok(peer);
         }
-        let (certificate, key) = (
-            self.hostile.join("agent.crt"),
-            self.hostile.join("agent.key"),
-        );
-        let peer = peer
-            .args(["--node", HOSTILE])
-            .arg("--certificate")
-            .arg(certificate);
-        Ok(peer.arg("--key").arg(key))
+        let file = |name: &str| self.hostile.join(name);
+        let peer = peer.arg("--certificate").arg(file("agent.crt"));
+        let peer = peer.arg("--key").arg(file("agent.key"));
+        Ok(peer.args(["--node", HOSTILE]))
     }
 
     /// Runs one attack to its end while a caller of another agent sends requests. Checks the close
@@ -262,10 +247,8 @@ impl RawQuicFixture {
         if code.is_none() {
             let amount = |name: &str| outcome[name].as_u64().context(finished.clone());
             ensure!(amount("packets")? > 50, "hardly a flood: {outcome}");
-            ensure!(
-                amount("answered")? <= 3 * amount("sent")?,
-                "amplified: {outcome}"
-            );
+            let (sent, answered) = (amount("sent")?, amount("answered")?);
+            ensure!(answered <= 3 * sent, "amplified: {outcome}");
         }
         self.stack.server.wait_until_connected(&[NODE]).await;
         Ok(())
@@ -273,10 +256,10 @@ impl RawQuicFixture {
 
     /// Sends a request through another agent and returns its duration.
     async fn others_are_served(&self) -> Result<Duration> {
-        let (http, began) = (self.stack.server.address(Listener::Http), Instant::now());
-        let reply = timeout(scaled(OTHERS), request(http, &self.stack.get("/metrics"))).await;
-        let reply = reply.context("others are not served in time")??;
-        ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+        let (host, began) = (self.stack.host(), Instant::now());
+        let asked = self.stack.server.get_ok(&host, "/metrics");
+        let reply = timeout(scaled(OTHERS), asked).await;
+        reply.context("others are not served in time")??;
         let waited = began.elapsed();
         // Requests without a pause would take processor time from the attack.
         sleep(Duration::from_millis(20)).await;

@@ -3,9 +3,10 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::process::{Finished, Listener, Program, ScratchDir, ServerSetup};
 
-use super::{NODE, Stack};
+use super::{CONNECT, NODE, Stack};
 
 const SERVER: &str = "tunnel-server";
 const AGENT: &str = "tunnel-agent";
@@ -18,12 +19,8 @@ async fn help_of_each_subcommand_names_its_flags() -> Result<()> {
     for (binary, verb, mentioned) in HELP {
         let words = verb.split_whitespace().chain(["--help"]);
         let help = Program::ours(binary)?.args(words).run().await?.ok()?;
-        for word in mentioned.split_whitespace() {
-            ensure!(
-                help.contains(word),
-                "{binary} {verb} --help does not mention {word}:\n{help}"
-            );
-        }
+        let words: Vec<_> = mentioned.split_whitespace().collect();
+        ensure_contains(&help, &words).context(format!("{binary} {verb}"))?;
     }
     Ok(())
 }
@@ -33,47 +30,27 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let data = scratch.path().join("data").to_string_lossy().into_owned();
     for (binary, words, named) in [
-        (SERVER, vec!["run", "--no-such-flag"], "--no-such-flag"),
-        (SERVER, vec!["frobnicate"], "frobnicate"),
+        (SERVER, "run --no-such-flag", "--no-such-flag"),
+        (SERVER, "frobnicate", "frobnicate"),
+        (SERVER, "run --agent-listen nonsense", "nonsense"),
+        (SERVER, "run --config /no/file.yaml", "/no/file.yaml"),
         (
             SERVER,
-            vec!["run", "--agent-listen", "nonsense"],
-            "nonsense",
-        ),
-        (
-            SERVER,
-            vec!["run", "--config", "/no/such/file.yaml"],
-            "/no/such/file.yaml",
-        ),
-        (
-            SERVER,
-            vec!["run", "--http-listen", "0.0.0.0:0"],
+            "run --http-listen 0.0.0.0:0",
             "--allow-unauthenticated",
         ),
-        (SERVER, vec!["token", "create"], "--node"),
-        (
-            SERVER,
-            vec!["token", "create", "--node", "not_a_name!"],
-            "not_a_name!",
-        ),
-        (AGENT, vec!["run", "--no-such-flag"], "--no-such-flag"),
-        (AGENT, vec!["run"], "--server"),
-        (
-            AGENT,
-            vec!["run", "--server", "127.0.0.1:1", "--transport", "pigeon"],
-            "pigeon",
-        ),
+        (SERVER, "token create", "--node"),
+        (SERVER, "token create --node not_a_name!", "not_a_name!"),
+        (AGENT, "run --no-such-flag", "--no-such-flag"),
+        (AGENT, "run", "--server"),
+        (AGENT, "run --server a:1 --transport pigeon", "pigeon"),
     ] {
-        let mut program = Program::ours(binary)?.args(&words);
-        if words.first() != Some(&"frobnicate") {
+        let mut program = Program::ours(binary)?.args(words.split_whitespace());
+        if words != "frobnicate" {
             program = program.args(["--data-dir", &data]);
         }
-        let finished = program.run().await?;
-        ensure!(finished.code() == Some(USAGE), "{words:?}: {finished}");
-        ensure!(
-            finished.err.contains(named),
-            "{words:?} does not name {named}: {finished}"
-        );
+        let finished = program.run().await?.ensure_failed(USAGE, &[named]);
+        finished.context(words)?;
     }
     Ok(())
 }
@@ -82,22 +59,14 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
 async fn token_without_the_hash_of_the_ca_needs_a_ca_file() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let [server, agent] = ["server", "agent"].map(|name| scratch.path().join(name));
-    let created = offline(&server, &["token", "create", "--node", NODE])
-        .await?
-        .ok()?;
+    let created = offline(&server, &["token", "create", "--node", NODE]).await?;
+    let created = created.ok()?;
     let (unpinned, _hash) = created.trim().rsplit_once('.').context("not a token")?;
     let run = ["run", "--server", "127.0.0.1:1", "--token", unpinned];
-    let finished = Program::ours(AGENT)?
-        .args(run)
-        .arg("--data-dir")
-        .arg(agent)
-        .run()
-        .await?;
-    ensure!(finished.code() == Some(USAGE), "{finished}");
-    ensure!(
-        finished.err.contains("--ca-file") && !finished.err.contains(unpinned),
-        "{finished}"
-    );
+    let run = Program::ours(AGENT)?.args(run).arg("--data-dir").arg(agent);
+    let finished = run.run().await?;
+    finished.ensure_failed(USAGE, &["--ca-file"])?;
+    ensure!(!finished.err.contains(unpinned), "{finished}");
     Ok(())
 }
 
@@ -107,40 +76,21 @@ async fn all_mistakes_of_a_file_are_reported_at_once() -> Result<()> {
     let server = "agentListen: nowhere\nhttpProxyPorts: \"70000\"\ndrainTimeout: soon\nlimits: {openTimeout: fast}\n";
     let agent =
         "server: [\"cloud:10262\"]\nnodeIp: here\ndrainTimeout: soon\nlimits: {keepAlive: fast}\n";
+    let listeners = ["--agent-listen", "--http-proxy-ports"];
+    let servers = [&listeners[..], &["--drain-timeout", "limits.openTimeout"]].concat();
+    let agents = ["--node-ip", "--drain-timeout", "limits.keepAlive"];
     for (binary, content, mistakes) in [
-        (
-            SERVER,
-            server,
-            &[
-                "--agent-listen",
-                "--http-proxy-ports",
-                "--drain-timeout",
-                "limits.openTimeout",
-            ][..],
-        ),
-        (
-            AGENT,
-            agent,
-            &["--node-ip", "--drain-timeout", "limits.keepAlive"],
-        ),
+        (SERVER, server, &servers[..]),
+        (AGENT, agent, &agents[..]),
     ] {
         let file = scratch.file("wrong.yaml", content)?;
         for verb in ["check-config", "run"] {
             let finished = with_file(binary, verb, &file).await?;
-            ensure!(finished.code() == Some(USAGE), "{verb}: {finished}");
-            for mistake in mistakes {
-                ensure!(
-                    finished.err.contains(mistake),
-                    "{verb}: no word of {mistake}: {finished}"
-                );
-            }
+            finished.ensure_failed(USAGE, mistakes).context(verb)?;
         }
         let misspelt = scratch.file("misspelt.yaml", "drainTimout: 1s\n")?;
         let finished = with_file(binary, "check-config", &misspelt).await?;
-        ensure!(
-            finished.code() == Some(USAGE) && finished.err.contains("drainTimout"),
-            "{finished}"
-        );
+        finished.ensure_failed(USAGE, &["drainTimout"])?;
     }
     Ok(())
 }
@@ -159,41 +109,21 @@ async fn good_file_passes_check_config() -> Result<()> {
 
 #[tokio::test]
 async fn variable_of_the_environment_loses_against_the_flag() -> Result<()> {
-    let check = || {
-        anyhow::Ok(
-            Program::ours(SERVER)?
-                .arg("check-config")
-                .env("TUNNEL_SERVER_DRAIN_TIMEOUT", "soon"),
-        )
+    let check = |variable: &str, value: &str| -> Result<Program> {
+        let program = Program::ours(SERVER)?.arg("check-config");
+        Ok(program.env(&format!("TUNNEL_SERVER_{variable}"), value))
     };
-    let wrong = check()?.run().await?;
-    ensure!(
-        wrong.code() == Some(USAGE) && wrong.err.contains("--drain-timeout"),
-        "{wrong}"
-    );
-    check()?.args(["--drain-timeout", "1s"]).run().await?.ok()?;
-    let foreign = Program::ours(SERVER)?
-        .arg("check-config")
-        .env("TUNNEL_SERVER_PORT", "tcp://10.0.0.1:80");
-    let ignored = foreign.run().await?;
-    ensure!(ignored.code() == Some(0), "{ignored}");
-    let renamed = Program::ours(SERVER)?
-        .arg("check-config")
-        .env("TUNNEL_SERVER_BORROW_ALLOWED_CALLERS", "a");
-    let renamed = renamed.run().await?;
-    ensure!(
-        renamed.code() == Some(USAGE) && renamed.err.contains("DELEGATION_ALLOWED_CALLERS"),
-        "{renamed}"
-    );
+    let wrong = check("DRAIN_TIMEOUT", "soon")?;
+    let failed = wrong.clone().run().await?;
+    failed.ensure_failed(USAGE, &["--drain-timeout"])?;
+    wrong.args(["--drain-timeout", "1s"]).run().await?.ok()?;
+    let foreign = check("PORT", "tcp://10.0.0.1:80")?;
+    foreign.run().await?.ok()?;
+    let renamed = check("BORROW_ALLOWED_CALLERS", "a")?.run().await?;
+    renamed.ensure_failed(USAGE, &["DELEGATION_ALLOWED_CALLERS"])?;
     let old_flag = Program::ours(SERVER)?.args(["check-config", "--borrow-allowed-callers", "a"]);
-    let old_flag = old_flag.run().await?;
-    ensure!(
-        old_flag
-            .err
-            .contains("--delegation-allowed-callers: has no effect"),
-        "{old_flag}"
-    );
-    Ok(())
+    let hint = "--delegation-allowed-callers: has no effect";
+    ensure_contains(&old_flag.run().await?.err, &[hint])
 }
 
 #[tokio::test]
@@ -202,26 +132,14 @@ async fn version_and_completion_are_printed() -> Result<()> {
         let version = Program::ours(binary)?.arg("version").run().await?.ok()?;
         ensure!(version.contains(env!("CARGO_PKG_VERSION")), "{version}");
         for (shell, check) in [("bash", Some("bash")), ("zsh", None), ("fish", None)] {
-            let script = Program::ours(binary)?
-                .args(["completion", shell])
-                .run()
-                .await?
-                .ok()?;
-            ensure!(
-                script.contains(binary) && script.contains("check-config"),
-                "{shell}: {script}"
-            );
+            let script = Program::ours(binary)?.args(["completion", shell]);
+            let script = script.run().await?.ok()?;
+            ensure_contains(&script, &[binary, "check-config"]).context(shell)?;
             if let Some(shell) = check {
                 let scratch = ScratchDir::new()?;
                 let file = scratch.file("completion", &script)?;
-                let parsed = std::process::Command::new(shell)
-                    .arg("-n")
-                    .arg(&file)
-                    .status();
-                ensure!(
-                    parsed.is_ok_and(|status| status.success()),
-                    "{shell} does not take the script"
-                );
+                let shell = Program::at(Path::new(shell)).arg("-n").arg(file);
+                shell.run().await?.ok()?;
             }
         }
     }
@@ -232,11 +150,8 @@ async fn version_and_completion_are_printed() -> Result<()> {
 async fn healthcheck_asks_the_own_meta_port() -> Result<()> {
     let mut stack = Stack::start(&[], &[]).await?;
     let server_meta = stack.server.address(Listener::Meta).to_string();
-    let agent_meta = stack
-        .agent
-        .wait_for_line("meta port", super::CONNECT, |line| {
-            Listener::Meta.opened(line)
-        });
+    let opened = |line: &str| Listener::Meta.opened(line);
+    let agent_meta = stack.agent.wait_for_line("meta port", CONNECT, opened);
     let agent_meta = agent_meta.await?.to_string();
     for (binary, meta) in [(SERVER, &server_meta), (AGENT, &agent_meta)] {
         healthcheck(binary, meta).await?.ok()?;
@@ -245,8 +160,7 @@ async fn healthcheck_asks_the_own_meta_port() -> Result<()> {
     agent.kill().await?;
     server.into_process().kill().await?;
     for (binary, meta) in [(SERVER, &server_meta), (AGENT, &agent_meta)] {
-        let finished = healthcheck(binary, meta).await?;
-        ensure!(finished.code() == Some(1), "{finished}");
+        healthcheck(binary, meta).await?.ensure_failed(1, &[])?;
     }
     Ok(())
 }
@@ -255,48 +169,32 @@ async fn healthcheck_asks_the_own_meta_port() -> Result<()> {
 async fn tokens_and_ca_are_the_same_with_and_without_a_running_server() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let data = scratch.path().join("server");
-    let without = offline(
-        &data,
-        &["token", "create", "--node", NODE, "--ip", "192.168.33.221"],
-    )
-    .await?;
+    let create = ["token", "create", "--node", NODE, "--ip", "192.168.33.221"];
+    let without = offline(&data, &create).await?;
     ensure!(without.code() == Some(0), "{without}");
     let id = token_id(&without)?;
     let ca = offline(&data, &["ca"]).await?.ok()?;
     ensure!(ca.contains("BEGIN CERTIFICATE"), "{ca}");
-    ensure!(
-        std::fs::read_to_string(data.join("ca.crt"))?.trim() == ca.trim(),
-        "ca.crt differs"
-    );
+    let file = std::fs::read_to_string(data.join("ca.crt"))?;
+    ensure!(file.trim() == ca.trim(), "ca.crt differs");
 
     let server = ServerSetup::on_loopback(&data).start().await?;
-    ensure!(
-        server.verb(&["ca"])?.run().await?.ok()? == ca,
-        "a running server has another CA"
-    );
-    let with = server
-        .verb(&["token", "create", "--node", "worker-2", "--ttl", "10m"])?
-        .run()
-        .await?;
-    ensure!(
-        with.err.contains("tunnel-agent run") && with.err.contains("--server"),
-        "{with}"
-    );
+    let running = server.verb(&["ca"])?.run().await?.ok()?;
+    ensure!(running == ca, "a running server has another CA");
+    let create = ["token", "create", "--node", "worker-2", "--ttl", "10m"];
+    let with = server.verb(&create)?.run().await?;
+    ensure_contains(&with.err, &["tunnel-agent run", "--server"])?;
     let other = token_id(&with)?;
     let listed = server.verb(&["token", "list"])?.run().await?.ok()?;
-    ensure!(listed.contains(&id) && listed.contains(&other), "{listed}");
-    ensure!(
-        !listed.contains(with.out.trim()),
-        "the list shows the secret: {listed}"
-    );
+    ensure_contains(&listed, &[&id, &other])?;
+    let has_secret = listed.contains(with.out.trim());
+    ensure!(!has_secret, "the list shows the secret: {listed}");
     server.verb(&["token", "revoke", &id])?.run().await?.ok()?;
     let listed = server.verb(&["token", "list"])?.run().await?.ok()?;
     for (id, state) in [(&id, "revoked"), (&other, "active")] {
         let row = listed.lines().find(|row| row.contains(id));
-        ensure!(
-            row.is_some_and(|row| row.contains(state)),
-            "{id} is not {state}: {listed}"
-        );
+        let is_right = row.is_some_and(|row| row.contains(state));
+        ensure!(is_right, "{id} is not {state}: {listed}");
     }
     Ok(())
 }
@@ -314,36 +212,25 @@ async fn files_of_the_server_are_for_its_user_alone() -> Result<()> {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let mode = entry.metadata()?.permissions().mode();
-        ensure!(
-            name == "ca.crt" || mode & 0o077 == 0,
-            "{name} has mode {mode:o}"
-        );
+        let is_open = mode & 0o077 != 0 && name != "ca.crt";
+        ensure!(!is_open, "{name} has mode {mode:o}");
     }
     Ok(())
 }
 
 async fn with_file(binary: &str, verb: &str, file: &Path) -> Result<Finished> {
-    Program::ours(binary)?
-        .args([verb, "--config"])
-        .arg(file)
-        .run()
-        .await
+    let program = Program::ours(binary)?.args([verb, "--config"]);
+    program.arg(file).run().await
 }
 
 async fn healthcheck(binary: &str, meta: &str) -> Result<Finished> {
-    Program::ours(binary)?
-        .args(["healthcheck", "--meta-listen", meta])
-        .run()
-        .await
+    let check = ["healthcheck", "--meta-listen", meta];
+    Program::ours(binary)?.args(check).run().await
 }
 
 async fn offline(data: &Path, words: &[&str]) -> Result<Finished> {
-    Program::ours(SERVER)?
-        .args(words)
-        .arg("--data-dir")
-        .arg(data)
-        .run()
-        .await
+    let program = Program::ours(SERVER)?.args(words).arg("--data-dir");
+    program.arg(data).run().await
 }
 
 /// Returns the id of the token that `token create` printed. The token is the only line on standard
@@ -351,14 +238,9 @@ async fn offline(data: &Path, words: &[&str]) -> Result<Finished> {
 fn token_id(created: &Finished) -> Result<String> {
     let token = created.out.trim();
     let parts: Vec<&str> = token.split('.').collect();
-    ensure!(
-        parts.len() == 3 && parts.iter().all(|part| !part.is_empty()),
-        "not a token: {created}"
-    );
-    ensure!(
-        created.out.lines().count() == 1,
-        "more than the token: {created}"
-    );
+    let is_whole = parts.iter().all(|part| !part.is_empty());
+    ensure!(parts.len() == 3 && is_whole, "not a token: {created}");
+    ensure!(created.out.lines().count() == 1, "more: {created}");
     Ok((*parts.first().context("no id")?).to_owned())
 }
 

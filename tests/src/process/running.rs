@@ -196,7 +196,7 @@ impl Finished {
         self.status.code()
     }
 
-    /// Fails unless the program exited with `code` and its standard error contains each of the parts.
+    /// Fails unless the program exited with `code` and its standard error contains the parts.
     pub fn ensure_failed(&self, code: i32, parts: &[&str]) -> Result<()> {
         ensure!(self.code() == Some(code), "{self}");
         for part in parts {
