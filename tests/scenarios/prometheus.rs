@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
@@ -15,18 +15,10 @@ use crate::namespaces::get;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule() -> Result<()> {
-    let tools = require(&[Tool::Prometheus, Tool::NodeExporter, Tool::Curl]);
-    let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
+    let Some((sites, scratch, _exporters)) = exporters()? else {
         return Ok(());
     };
-    let scratch = ScratchDir::new()?;
-    let mut exporters = Vec::new();
-    for edge in sites.edges() {
-        exporters.push(node_exporter(edge, scratch.path())?);
-    }
-    let extra_port = ["--proxy-port-listen", "0.0.0.0", "--allow-unauthenticated"];
-    let arguments = [&["--http-proxy-ports", "9100"][..], &extra_port].concat();
-    let fleet = Fleet::start(&sites, &arguments).await?;
+    let fleet = Fleet::start(&sites, &ports_of_targets("9100")).await?;
     let prometheus = prometheus(sites.cloud(), &scratch, SCRAPES)?;
 
     eventually("four targets to be up", SCRAPE_TIMEOUT, async || {
@@ -39,15 +31,10 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
         };
         let expected =
             ["plain", "guide"].map(|job| NODES.map(|node| (job, format!("{node}:9100"))));
-        if expected
-            .iter()
-            .flatten()
-            .all(|(job, instance)| up(job, instance))
-            && targets.len() == 4
-        {
-            return Ok(());
-        }
-        bail!("targets: {targets:#?}; {prometheus}; {fleet:?}")
+        let mut expected = expected.iter().flatten();
+        let are_up = expected.all(|(job, instance)| up(job, instance)) && targets.len() == 4;
+        ensure!(are_up, "{targets:#?}; {prometheus}; {fleet:?}");
+        Ok(())
     })
     .await;
 
@@ -75,15 +62,9 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
         let at_cloud = SocketAddr::new(CLOUD_ADDRESS.into(), 9100);
         let (_, tunnelled) = get(sites.cloud(), at_cloud, &host, "/metrics").await?;
         let (_, local) = get(edge.node(), exporter(), &host, "/metrics").await?;
-        ensure!(
-            stable_part(&tunnelled) == stable_part(&local),
-            "{host}: body differs"
-        );
-        ensure!(
-            tunnelled.len() > PAGE_BYTES,
-            "{host}: only {} bytes",
-            tunnelled.len()
-        );
+        let is_equal = stable_part(&tunnelled) == stable_part(&local);
+        ensure!(is_equal, "{host}: body differs");
+        ensure!(tunnelled.len() > PAGE_BYTES, "{host}: too short");
     }
     Ok(())
 }
@@ -93,68 +74,63 @@ async fn prometheus_scrapes_both_edges_by_plain_targets_and_by_the_relabel_rule(
 #[tokio::test(flavor = "multi_thread")]
 async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_targets()
 -> Result<()> {
-    let tools = require(&[Tool::Prometheus, Tool::NodeExporter, Tool::Curl]);
-    let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
+    let Some((sites, scratch, _exporters)) = exporters()? else {
         return Ok(());
     };
-    let scratch = ScratchDir::new()?;
-    let mut exporters = Vec::new();
-    for edge in sites.edges() {
-        exporters.push(node_exporter(edge, scratch.path())?);
-    }
     // A node_exporter in place of the kubelet. The rule under test does not depend on the target's
     // answer.
     let kubelet = Program::tool(Tool::NodeExporter)?
         .arg("--web.listen-address=192.168.33.221:9101")
         .arg("--collector.disable-defaults");
     let _kubelet = kubelet.inside(Some(sites.edges()[0].node())).start()?;
-    let arguments = [
-        "--http-proxy-ports",
-        "9100, 9101",
-        "--proxy-port-listen",
-        "0.0.0.0",
-        "--allow-unauthenticated",
-    ];
-    let fleet = Fleet::start(&sites, &arguments).await?;
+    let fleet = Fleet::start(&sites, &ports_of_targets("9100, 9101")).await?;
     let prometheus = prometheus(sites.cloud(), &scratch, MONITORS)?;
-    eventually(
-        "the targets of the guide and the spared one",
-        SCRAPE_TIMEOUT,
-        async || {
-            let targets = active_targets(sites.cloud()).await?;
-            let mut found: Vec<_> = targets
-                .iter()
-                .map(|target| {
-                    (
-                        target["labels"]["job"].as_str(),
-                        target["labels"]["instance"].as_str(),
-                        target["health"] == "up",
-                    )
-                })
-                .map(|(job, instance, up)| {
-                    (job.unwrap_or_default(), instance.unwrap_or_default(), up)
-                })
-                .collect();
-            found.sort_unstable();
-            let expected = [
-                // The guide's rule removes the address of a target without the label. The target is
-                // up only because Prometheus then dials its own host.
-                ("guide-without-label", ":9090", true),
-                ("kubelet", "worker-1:9101", true),
-                ("node-exporter", "worker-1:9100", true),
-                ("node-exporter", "worker-2:9100", true),
-                ("ours", "127.0.0.1:9090", true),
-                ("ours", "worker-1:9100", true),
-            ];
-            ensure!(
-                found == expected,
-                "targets: {targets:#?}; {prometheus}; {fleet:?}"
-            );
-            Ok(())
-        },
-    )
+    let expected = [
+        // The guide's rule removes the address of a target without the label. The target is up only
+        // because Prometheus then dials its own host.
+        ("guide-without-label", ":9090"),
+        ("kubelet", "worker-1:9101"),
+        ("node-exporter", "worker-1:9100"),
+        ("node-exporter", "worker-2:9100"),
+        ("ours", "127.0.0.1:9090"),
+        ("ours", "worker-1:9100"),
+    ];
+    eventually("the targets of the guide", SCRAPE_TIMEOUT, async || {
+        let targets = active_targets(sites.cloud()).await?;
+        let label = |target: &Value, name: &str| target["labels"][name].as_str().map(str::to_owned);
+        let mut found = Vec::new();
+        for target in &targets {
+            ensure!(target["health"] == "up", "{targets:#?}; {prometheus}");
+            let (job, instance) = (label(target, "job"), label(target, "instance"));
+            found.push((job.unwrap_or_default(), instance.unwrap_or_default()));
+        }
+        found.sort_unstable();
+        let is_right = found.iter().map(|(job, at)| (&**job, &**at)).eq(expected);
+        ensure!(is_right, "{targets:#?}; {prometheus}; {fleet:?}");
+        Ok(())
+    })
     .await;
     Ok(())
+}
+
+/// Starts a node_exporter at each edge, or skips the test.
+fn exporters() -> Result<Option<(Topology, ScratchDir, Vec<Process>)>> {
+    let tools = require(&[Tool::Prometheus, Tool::NodeExporter, Tool::Curl]);
+    let Some(sites) = or_skip(tools.and_then(|()| Topology::new())) else {
+        return Ok(None);
+    };
+    let scratch = ScratchDir::new()?;
+    let edges = sites.edges().iter();
+    let exporters = edges.map(|edge| node_exporter(edge, scratch.path()));
+    let exporters = exporters.collect::<Result<Vec<_>>>()?;
+    Ok(Some((sites, scratch, exporters)))
+}
+
+/// Returns the arguments of a server that also listens on these ports of targets.
+pub(super) fn ports_of_targets(ports: &str) -> [&str; 5] {
+    let listen = "--proxy-port-listen";
+    let unauthenticated = "--allow-unauthenticated";
+    ["--http-proxy-ports", ports, listen, "0.0.0.0", unauthenticated]
 }
 
 /// Returns the page without the lines that contain the duration of the collection.

@@ -12,14 +12,6 @@ use super::{TUNNEL, client, client_that_knows, env, no_upstream, report_figure, 
 use tunnel_tests::dns::{Behavior, FakeResolver};
 use tunnel_tests::env::TestEnv;
 
-/// One row of the table: a query, and the result of the hosts plugin with the guide's block `hosts
-/// { 10.106.217.16 worker-1; 192.168.33.220 master-1; fd00::6 six; fallthrough }` before a forward.
-struct Row {
-    name: &'static str,
-    kind: RecordType,
-    expected: Expected,
-}
-
 enum Expected {
     Address(&'static str),
     /// NOERROR without an answer.
@@ -28,58 +20,23 @@ enum Expected {
     FallsThrough,
 }
 
-const DIFFERENTIAL: &[Row] = &[
-    Row {
-        name: "worker-1",
-        kind: RecordType::A,
-        expected: Expected::Address(TUNNEL),
-    },
-    Row {
-        name: "WORKER-1",
-        kind: RecordType::A,
-        expected: Expected::Address(TUNNEL),
-    },
-    Row {
-        name: "master-1",
-        kind: RecordType::A,
-        expected: Expected::Address("192.168.33.220"),
-    },
-    Row {
-        name: "worker-1",
-        kind: RecordType::AAAA,
-        expected: Expected::Empty,
-    },
-    Row {
-        name: "six",
-        kind: RecordType::AAAA,
-        expected: Expected::Address("fd00::6"),
-    },
-    Row {
-        name: "six",
-        kind: RecordType::A,
-        expected: Expected::Empty,
-    },
-    Row {
-        name: "worker-1",
-        kind: RecordType::TXT,
-        expected: Expected::Empty,
-    },
-    Row {
-        name: "worker-1",
-        kind: RecordType::MX,
-        expected: Expected::Empty,
-    },
-    Row {
-        name: "example.com",
-        kind: RecordType::A,
-        expected: Expected::FallsThrough,
-    },
-    Row {
-        name: "16.217.106.10.in-addr.arpa",
-        kind: RecordType::PTR,
-        expected: Expected::FallsThrough,
-    },
+/// Queries, and the results of the hosts plugin with the guide's block `hosts { 10.106.217.16
+/// worker-1; 192.168.33.220 master-1; fd00::6 six; fallthrough }` before a forward.
+const DIFFERENTIAL: [(&str, RecordType, Expected); 10] = [
+    ("worker-1", RecordType::A, Expected::Address(TUNNEL)),
+    ("WORKER-1", RecordType::A, Expected::Address(TUNNEL)),
+    ("master-1", RecordType::A, Expected::Address(MASTER)),
+    ("worker-1", RecordType::AAAA, Expected::Empty),
+    ("six", RecordType::AAAA, Expected::Address("fd00::6")),
+    ("six", RecordType::A, Expected::Empty),
+    ("worker-1", RecordType::TXT, Expected::Empty),
+    ("worker-1", RecordType::MX, Expected::Empty),
+    ("example.com", RecordType::A, Expected::FallsThrough),
+    (REVERSE, RecordType::PTR, Expected::FallsThrough),
 ];
+
+const MASTER: &str = "192.168.33.220";
+const REVERSE: &str = "16.217.106.10.in-addr.arpa";
 
 #[tokio::test]
 async fn dns_11_ten_queries_are_answered_as_the_hosts_plugin_does() -> Result<()> {
@@ -91,38 +48,28 @@ async fn dns_11_ten_queries_are_answered_as_the_hosts_plugin_does() -> Result<()
     })
     .await?;
     let client = client_that_knows(&env, "worker-1").await?;
-    for Row {
-        name,
-        kind,
-        expected,
-    } in DIFFERENTIAL
-    {
-        let answer = client.ask(name, *kind).await?;
+    for (name, kind, expected) in DIFFERENTIAL {
+        let answer = client.ask(name, kind).await?;
         let code = answer.metadata.response_code;
         ensure!(code == ResponseCode::NoError, "{name} {kind}: {code}");
         let found: Vec<String> = addresses(&answer).iter().map(ToString::to_string).collect();
         match expected {
             Expected::Address(address) => {
-                ensure!(found == [*address], "{name} {kind}: {answer}");
+                ensure!(found == [address], "{name} {kind}: {answer}");
                 ensure!(answer.metadata.authoritative, "{name} {kind}: {answer}");
             }
             Expected::Empty => ensure!(answer.answers.is_empty(), "{name} {kind}: {answer}"),
             Expected::FallsThrough => {
-                ensure!(
-                    next.asked().iter().any(|asked| asked == name),
-                    "{name}: not passed on"
-                );
+                let is_passed_on = next.asked().iter().any(|asked| asked == name);
+                ensure!(is_passed_on, "{name}: not passed on");
                 ensure!(found == ["10.1.0.0"], "{name} {kind}: {answer}");
             }
         }
     }
     // The DNS forwards no single label. A reverse query is forwarded, because the generated stanza
     // of the hosts plugin has `no_reverse`. Otherwise the plugin would list the edge nodes.
-    ensure!(
-        next.asked().iter().all(|asked| asked.contains('.')),
-        "{:?}",
-        next.asked()
-    );
+    let asked = next.asked();
+    ensure!(asked.iter().all(|name| name.contains('.')), "{asked:?}");
     Ok(())
 }
 
@@ -133,27 +80,18 @@ async fn p12_a_new_node_is_answered_and_a_forgotten_one_is_not_within_a_second()
     let mut delays = Vec::new();
     for number in 0..200 {
         let name = format!("late-{number}");
-        ensure!(
-            client.addresses(&name).await?.is_empty(),
-            "{name} is known already"
-        );
+        ensure!(client.addresses(&name).await?.is_empty(), "{name}");
         let began = Instant::now();
         env.nodes().record(&name.parse()?, &[]);
         while client.addresses(&name).await?.is_empty() {
-            ensure!(
-                began.elapsed() < scaled(WAIT_TIMEOUT),
-                "{name} does not appear"
-            );
+            ensure!(began.elapsed() < scaled(WAIT_TIMEOUT), "{name}");
         }
         delays.push(began.elapsed());
     }
     delays.sort_unstable();
     let p99 = percentile(&delays, 0.99);
-    report_figure(&format!(
-        "P12: p50 {} ms, p99 {} ms of 200",
-        millis(percentile(&delays, 0.5)),
-        millis(p99)
-    ));
+    let [p50, most] = [percentile(&delays, 0.5), p99].map(millis);
+    report_figure(&format!("P12: p50 {p50} ms, p99 {most} ms of 200"));
     ensure!(p99 < scaled(Duration::from_secs(1)), "p99 {p99:?}");
     Ok(())
 }
@@ -168,20 +106,11 @@ async fn tcp_answers_several_queries_of_one_connection() -> Result<()> {
         query("worker-1.nodes.tunnel.internal", RecordType::A)?,
     ];
     let answers = client.over_tcp(&queries).await?;
-    let codes: Vec<_> = answers
-        .iter()
-        .map(|answer| answer.metadata.response_code)
-        .collect();
-    ensure!(
-        codes
-            == [
-                ResponseCode::NoError,
-                ResponseCode::NXDomain,
-                ResponseCode::NoError
-            ]
-    );
-    for (query, answer) in queries.iter().zip(&answers) {
+    ensure!(answers.len() == 3, "{answers:?}");
+    let (known, unknown) = (ResponseCode::NoError, ResponseCode::NXDomain);
+    for ((query, answer), code) in queries.iter().zip(&answers).zip([known, unknown, known]) {
         ensure!(query.metadata.id == answer.metadata.id);
+        ensure!(answer.metadata.response_code == code, "{answer}");
     }
     ensure!(addresses(&answers[2]).len() == 1);
     Ok(())

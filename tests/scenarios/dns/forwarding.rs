@@ -6,7 +6,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::store::data_dir::DataDir;
-use tunnel_tests::dns::{Behavior, FakeResolver, RecordType, ResponseCode, addresses, query};
+use tunnel_tests::checks::ensure_contains;
+use tunnel_tests::dns::{
+    Behavior, DnsClient, FakeResolver, Message, RecordType, ResponseCode, addresses, query,
+};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
@@ -22,10 +25,7 @@ async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay()
     let began = Instant::now();
     ensure!(!client.addresses("worker-1").await?.is_empty());
     let bare = began.elapsed();
-    ensure!(
-        bare < scaled(Duration::from_millis(50)),
-        "ndots 0: {bare:?}"
-    );
+    ensure!(bare < scaled(Duration::from_millis(50)), "{bare:?}");
 
     // The queries of a stub resolver with ndots 5, the guide's three suffixes, and one suffix of
     // the host's network.
@@ -40,64 +40,51 @@ async fn p13_with_a_black_hole_upstream_nodes_are_found_and_single_labels_stay()
     let mut tries = 0;
     for suffix in suffixes {
         tries += 1;
-        if !client
-            .addresses(&format!("worker-1{suffix}"))
-            .await?
-            .is_empty()
-        {
+        let name = format!("worker-1{suffix}");
+        if !client.addresses(&name).await?.is_empty() {
             break;
         }
     }
     let searched = began.elapsed();
     ensure!(tries == 2, "found at try {tries}");
-    ensure!(
-        searched < scaled(Duration::from_secs(2)),
-        "ndots 5: {searched:?}"
-    );
+    ensure!(searched < scaled(Duration::from_secs(2)), "{searched:?}");
     // A stub resolver that tries the host's suffix first asks for this name. The server forwards
     // it.
     let began = Instant::now();
-    let answer = client.ask("worker-1.corp.example", RecordType::A).await?;
+    has_code(&client, "worker-1.corp.example", ResponseCode::ServFail).await?;
     let given_up = began.elapsed();
-    ensure!(answer.metadata.response_code == ResponseCode::ServFail);
-    ensure!(
-        given_up >= Duration::from_millis(390),
-        "gave up after {given_up:?}"
-    );
-    ensure!(
-        given_up < scaled(Duration::from_millis(800)),
-        "{given_up:?}"
-    );
+    ensure!(given_up >= Duration::from_millis(390), "{given_up:?}");
+    ensure!(given_up < scaled(Duration::from_millis(800)));
     report_figure(&format!(
         "P13: ndots 0 {bare:?}, ndots 5 {searched:?}, SERVFAIL after {given_up:?}"
     ));
 
-    for name in ["worker-9", "localhost", "com", "wpad", "WORKER-9"] {
-        let answer = client.ask(name, RecordType::A).await?;
-        ensure!(
-            answer.metadata.response_code == ResponseCode::NXDomain,
-            "{name}: {answer}"
-        );
+    for name in ["worker-9", "localhost", "com", "wpad", "WORKER-9", SERVICE] {
+        has_code(&client, name, ResponseCode::NXDomain).await?;
     }
-    let answer = client
-        .ask("kubernetes.default.svc.cluster.local", RecordType::A)
-        .await?;
-    ensure!(answer.metadata.response_code == ResponseCode::NXDomain);
-    let left = black_hole.asked();
-    ensure!(
-        left.iter().all(|name| name.contains('.')),
-        "single labels left: {left:?}"
-    );
-    ensure!(
-        !left.iter().any(|name| name.ends_with("cluster.local")),
-        "{left:?}"
-    );
-    ensure!(
-        left.iter().any(|name| name == "worker-1.corp.example"),
-        "{left:?}"
-    );
+    ensure_left(&black_hole.asked(), "worker-1.corp.example")
+}
+
+/// Checks the names that left for another resolver: `expected`, no single label, and no name of the
+/// cluster.
+pub(super) fn ensure_left(left: &[String], expected: &str) -> Result<()> {
+    for name in left {
+        ensure!(name.contains('.'), "a single label left: {left:?}");
+        ensure!(!name.ends_with("cluster.local"), "{left:?}");
+    }
+    ensure!(left.iter().any(|name| name == expected), "{left:?}");
     Ok(())
 }
+
+/// Asks for an address and checks the code of the answer.
+async fn has_code(client: &DnsClient, name: &str, code: ResponseCode) -> Result<Message> {
+    let answer = client.ask(name, RecordType::A).await?;
+    ensure!(answer.metadata.response_code == code, "{name}: {answer}");
+    Ok(answer)
+}
+
+/// A name of the cluster.
+const SERVICE: &str = "kubernetes.default.svc.cluster.local";
 
 #[tokio::test]
 async fn p30_recursion_is_available_exactly_when_forwarding_is_on() -> Result<()> {
@@ -107,23 +94,18 @@ async fn p30_recursion_is_available_exactly_when_forwarding_is_on() -> Result<()
         let answer = client(&forwarding)?.ask(name, RecordType::A).await?;
         ensure!(answer.metadata.recursion_available, "{answer}");
     }
-    let answer = client(&forwarding)?
-        .ask("Example.COM", RecordType::A)
-        .await?;
+    let caller = client(&forwarding)?;
+    let answer = caller.ask("Example.COM", RecordType::A).await?;
     ensure!(addresses(&answer).len() == 2);
-    ensure!(
-        answer.queries[0].name.to_ascii() == "Example.COM.",
-        "the client's spelling"
-    );
+    ensure!(answer.queries[0].name.to_ascii() == "Example.COM.");
 
     let alone = env(&no_upstream()).await?;
     for (name, code) in [
         ("example.com", ResponseCode::Refused),
         ("worker-9", ResponseCode::NXDomain),
     ] {
-        let answer = client(&alone)?.ask(name, RecordType::A).await?;
+        let answer = has_code(&client(&alone)?, name, code).await?;
         ensure!(!answer.metadata.recursion_available, "{answer}");
-        ensure!(answer.metadata.response_code == code, "{answer}");
     }
     Ok(())
 }
@@ -147,16 +129,13 @@ async fn the_next_resolver_is_asked_in_addition_to_a_slow_one_and_instead_of_a_f
     // A definite answer is not asked for again at the next resolver.
     slow.behave(Behavior::Says(ResponseCode::NXDomain));
     let before = good.asked().len();
-    let answer = client.ask("missing.example.com", RecordType::A).await?;
-    ensure!(answer.metadata.response_code == ResponseCode::NXDomain);
+    has_code(&client, "missing.example.com", ResponseCode::NXDomain).await?;
     ensure!(good.asked().len() == before);
     good.behave(Behavior::Says(ResponseCode::Refused));
     slow.behave(Behavior::Says(ResponseCode::ServFail));
     let answer = client.ask("example.com", RecordType::A).await?;
-    ensure!(
-        answer.metadata.response_code == ResponseCode::ServFail
-            || answer.metadata.response_code == ResponseCode::Refused
-    );
+    let failed = [ResponseCode::ServFail, ResponseCode::Refused];
+    ensure!(failed.contains(&answer.metadata.response_code), "{answer}");
     Ok(())
 }
 
@@ -170,27 +149,14 @@ async fn the_cluster_resolver_alone_receives_the_clusters_names() -> Result<()> 
     ];
     let env = env(&upstreams).await?;
     let client = client(&env)?;
-    let service = "kubernetes.default.svc.cluster.local";
-    let answer = client.ask(service, RecordType::A).await?;
+    let answer = client.ask(SERVICE, RecordType::A).await?;
     ensure!(addresses(&answer).len() == 2, "{answer}");
-    ensure!(cluster.asked().iter().any(|name| name == service));
     ensure!(addresses(&client.ask("example.com", RecordType::A).await?).len() == 1);
-    ensure!(
-        !host
-            .asked()
-            .iter()
-            .any(|name| name.ends_with("cluster.local")),
-        "{:?}",
-        host.asked()
-    );
-    ensure!(
-        cluster
-            .asked()
-            .iter()
-            .all(|name| name.ends_with("cluster.local")),
-        "{:?}",
-        cluster.asked()
-    );
+    ensure_left(&host.asked(), "example.com")?;
+    let asked = cluster.asked();
+    ensure!(asked.iter().any(|name| name == SERVICE), "{asked:?}");
+    let is_clusters = |name: &String| name.ends_with("cluster.local");
+    ensure!(asked.iter().all(is_clusters), "{asked:?}");
     Ok(())
 }
 
@@ -200,21 +166,16 @@ async fn answers_that_do_not_fit_are_cut_over_udp_and_whole_over_tcp() -> Result
     let env = env(&[next.address().to_string()]).await?;
     let client = client(&env)?;
     let answer = client.ask("example.com", RecordType::A).await?;
-    ensure!(
-        answer.metadata.truncation && answer.answers.is_empty(),
-        "{answer}"
-    );
-    let whole = client
-        .over_tcp(&[query("example.com", RecordType::A)?])
-        .await?;
+    ensure!(answer.metadata.truncation, "{answer}");
+    ensure!(answer.answers.is_empty(), "{answer}");
+    let asked = [query("example.com", RecordType::A)?];
+    let whole = client.over_tcp(&asked).await?;
     ensure!(addresses(&whole[0]).len() == 200);
     ensure!(!whole[0].metadata.truncation);
     next.behave(Behavior::Answers(40));
     let answer = client.ask("example.com", RecordType::A).await?;
-    ensure!(
-        answer.metadata.truncation,
-        "40 addresses fit 1232 bytes, but not 512"
-    );
+    // 40 addresses fit 1232 bytes, but not 512.
+    ensure!(answer.metadata.truncation, "{answer}");
     Ok(())
 }
 
@@ -228,15 +189,11 @@ async fn a_resolver_that_sends_queries_back_stops_the_start() -> Result<()> {
     let shutdown = Shutdown::new();
     let (dns, _records) = sockets.start(&data, between.address(), &shutdown)?;
     let began = Instant::now();
-    let error = dns
-        .start_loop_detection(&shutdown)
-        .await
-        .err()
-        .context("no loop was found")?;
-    let error = error.to_string();
-    ensure!(error.contains("forwards queries back"), "{error}");
-    ensure!(error.contains(&between.address().to_string()), "{error}");
-    ensure!(error.contains("--dns-upstream"), "{error}");
+    let error = dns.start_loop_detection(&shutdown).await.err();
+    let error = error.context("no loop was found")?.to_string();
+    let resolver = between.address().to_string();
+    let hints = ["forwards queries back", &resolver, "--dns-upstream"];
+    ensure_contains(&error, &hints)?;
     ensure!(began.elapsed() < scaled(Duration::from_secs(3)));
     shutdown.finish().await;
     Ok(())
@@ -249,12 +206,8 @@ async fn a_server_named_as_its_own_resolver_is_refused_before_anything_is_bound(
         settings.dns_listen = Some("127.0.0.1:5399".into());
     })
     .await;
-    let error = direct
-        .err()
-        .map(|error| format!("{error:#}"))
-        .unwrap_or_default();
-    ensure!(error.contains("is this server itself"), "{error}");
-    Ok(())
+    let error = direct.err().context("started")?;
+    ensure_contains(&format!("{error:#}"), &["is this server itself"])
 }
 
 #[tokio::test]
@@ -285,42 +238,23 @@ async fn too_many_forwarded_queries_of_one_source_fail_at_once_and_others_are_st
     })
     .await;
     let began = Instant::now();
-    let answer = client.ask("one-more.example.com", RecordType::A).await?;
-    ensure!(answer.metadata.response_code == ResponseCode::ServFail);
-    ensure!(
-        began.elapsed() < scaled(Duration::from_secs(1)),
-        "{:?}",
-        began.elapsed()
-    );
-    ensure!(
-        !black_hole
-            .asked()
-            .iter()
-            .any(|name| name.starts_with("one-more"))
-    );
+    has_code(&client, "one-more.example.com", ResponseCode::ServFail).await?;
+    ensure!(began.elapsed() < scaled(Duration::from_secs(1)));
+    let was_asked = |start: &str| {
+        let asked = black_hole.asked();
+        asked.iter().any(|name| name.starts_with(start))
+    };
+    ensure!(!was_asked("one-more"));
     ensure!(!client.addresses("worker-1").await?.is_empty());
 
     let other = client.from_source("127.0.0.2".parse()?);
     under_way.spawn(async move { other.ask("other.example.com", RecordType::A).await });
     eventually("the query of another source", WAIT_TIMEOUT, async || {
-        let asked = black_hole.asked();
-        asked
-            .iter()
-            .any(|name| name.starts_with("other"))
-            .then_some(())
+        was_asked("other").then_some(())
     })
     .await;
-    let metrics = tunnel_tests::client::request(
-        tunnel_tests::client::Endpoint::plain(env.bound().meta),
-        &tunnel_tests::client::RawRequest::get("meta", "/metrics"),
-    )
-    .await?;
-    let text = metrics.text();
-    for line in [
-        "tunnel_server_dns_queries_total{transport=\"udp\",outcome=\"busy\"} 1",
-        "tunnel_server_dns_records 1",
-    ] {
-        ensure!(text.contains(line), "{line} is missing:\n{text}");
-    }
+    let busy = "tunnel_server_dns_queries_total{transport=\"udp\",outcome=\"busy\"}";
+    ensure!(env.metric(busy).await? == 1);
+    ensure!(env.metric("tunnel_server_dns_records").await? == 1);
     Ok(())
 }
