@@ -3,25 +3,22 @@
 
 /// Expands each scenario to a test against the fake API server and one against a real API server.
 macro_rules! on_both {
-    ($($scenario:ident),+ $(,)?) => {
+    (by $run:path: $($scenario:ident),+ $(,)?) => {
         mod fake_api {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $scenario() -> anyhow::Result<()> {
-                match crate::cluster::ClusterEnv::start(tunnel_tests::cluster::Kind::FakeApiServer).await? {
-                    Some(cluster_env) => super::$scenario(cluster_env).await,
-                    None => Ok(()),
-                }
+                $run(tunnel_tests::cluster::Kind::FakeApiServer, super::$scenario).await
             })+
         }
         mod real {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $scenario() -> anyhow::Result<()> {
-                match crate::cluster::ClusterEnv::start(tunnel_tests::cluster::Kind::Real).await? {
-                    Some(cluster_env) => super::$scenario(cluster_env).await,
-                    None => Ok(()),
-                }
+                $run(tunnel_tests::cluster::Kind::Real, super::$scenario).await
             })+
         }
+    };
+    ($($scenario:ident),+ $(,)?) => {
+        on_both!(by crate::cluster::in_cluster: $($scenario),+);
     };
 }
 
@@ -42,17 +39,30 @@ mod rights;
 mod rollout;
 mod signing;
 
+use std::panic::Location;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use tunnel_tests::client::{HttpReply, RawRequest, request};
-use tunnel_tests::cluster::{Cluster, Families, Kind, Objects, cloud, edge};
+use tunnel_tests::apiserver::FakeApiServer;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::cluster::{Api, Cluster, Families, Kind, Objects, cloud, edge};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::Exporter;
 
 pub(crate) use kubectl::kubectls;
+
+/// Runs a scenario in a new cluster, unless the binaries of a real one are missing.
+async fn in_cluster(
+    kind: Kind,
+    scenario: impl AsyncFnOnce(ClusterEnv) -> Result<()>,
+) -> Result<()> {
+    match ClusterEnv::start(kind).await? {
+        Some(cluster_env) => scenario(cluster_env).await,
+        None => Ok(()),
+    }
+}
 
 /// A cluster, and a directory for the servers that follow the cluster.
 struct ClusterEnv {
@@ -71,6 +81,20 @@ impl ClusterEnv {
         Ok(cluster.map(|cluster| Self { cluster, scratch }))
     }
 
+    /// Starts a fake API server.
+    async fn fake() -> Result<Self> {
+        let cluster_env = Self::start(Kind::FakeApiServer).await?;
+        cluster_env.context("a stand-in")
+    }
+
+    fn fake_api(&self) -> Result<&FakeApiServer> {
+        self.cluster.fake_api()
+    }
+
+    fn admin(&self) -> &Api {
+        self.cluster.admin()
+    }
+
     fn objects(&self) -> Objects<'_> {
         self.cluster.objects()
     }
@@ -86,52 +110,84 @@ impl ClusterEnv {
         self.setup(name)?.start().await
     }
 
+    /// Creates the objects of the guide, starts the server "a" and waits until the server has
+    /// written their records.
+    async fn guided_server(&self) -> Result<Server> {
+        self.guide().await?;
+        let server = self.server("a").await?;
+        self.wait_for_records(FIRST, GUIDE_RECORDS).await;
+        Ok(server)
+    }
+
     /// Creates the objects of the guide: the Service, an edge node and a cloud node.
     async fn guide(&self) -> Result<()> {
-        self.guide_at(GUIDE_IP).await
+        self.create_service(GUIDE_IP).await?;
+        self.add_nodes().await
     }
 
-    async fn guide_at(&self, address: &str) -> Result<()> {
-        let service = |service: &mut Value| service["spec"]["clusterIP"] = address.into();
-        self.objects().create_service(service).await?;
+    /// Creates the Service of the listeners with this cluster address.
+    async fn create_service(&self, address: &str) -> Result<Value> {
+        let change = |service: &mut Value| service["spec"]["clusterIP"] = address.into();
+        self.objects().create_service(change).await
+    }
+
+    /// Creates an edge node and a cloud node.
+    async fn add_nodes(&self) -> Result<()> {
         self.objects().add(&edge("worker-1")).await?;
-        self.objects()
-            .add(&cloud("master-1", "192.168.33.220"))
-            .await
+        let master = cloud("master-1", "192.168.33.220");
+        self.objects().add(&master).await
     }
 
-    /// Waits until the records equal `expected`.
-    async fn wait_for_records(&self, what: &str, patience: Duration, expected: &str) {
-        eventually(what, patience, async || {
-            let found = self.objects().records().await?;
-            ensure!(found == expected, "records are {found:?}");
+    /// Waits until the ConfigMap of the CA has certificates.
+    async fn wait_for_bundle(&self) {
+        eventually("the CA's certificates", FIRST, async || {
+            let bundle = self.objects().bundle().await?;
+            ensure!(bundle.contains("BEGIN CERTIFICATE"), "{bundle}");
             Ok(())
         })
         .await;
     }
 
-    /// Waits until the Service's ports equal `expected`. Each is a name, number, protocol and
-    /// target.
-    async fn wait_for_ports(&self, what: &str, expected: &[(&str, u16, &str, u16)]) {
-        eventually(what, REACTION, async || {
-            let service = self.objects().service().await?;
-            let found = service["spec"]["ports"].as_array().context("no ports")?;
-            let found: Vec<_> = found
-                .iter()
-                .map(|port| {
-                    json!([
-                        port["name"],
-                        port["port"],
-                        port["protocol"],
-                        port["targetPort"]
-                    ])
-                })
-                .collect();
-            let wanted: Vec<_> = expected.iter().map(|port| json!(port)).collect();
-            ensure!(found == wanted, "ports are {found:?}, not {wanted:?}");
-            Ok(())
-        })
-        .await;
+    /// Waits until the records equal `expected`. A failure names the line of the scenario.
+    #[track_caller]
+    fn wait_for_records(&self, patience: Duration, expected: &str) -> impl Future<Output = ()> {
+        let caller = Location::caller();
+        async move {
+            let what = format!("records {expected:?} ({caller})");
+            eventually(&what, patience, async || {
+                let found = self.objects().records().await?;
+                ensure!(found == expected, "records are {found:?}");
+                Ok(())
+            })
+            .await;
+        }
+    }
+
+    /// Waits until the Service has its own ports, which the server never changes, and an `extra`
+    /// one, which is given by its number and its target.
+    #[track_caller]
+    fn wait_for_ports(&self, extra: Option<(u16, u16)>) -> impl Future<Output = ()> {
+        let caller = Location::caller();
+        let extra = extra.map(|(port, target)| json!([format!("dnat-{port}"), port, "TCP", target]));
+        let own = [
+            json!(["http", 10255, "TCP", 10264]),
+            json!(["https", 10250, "TCP", 10263]),
+        ];
+        let wanted: Vec<_> = own.into_iter().chain(extra).collect();
+        async move {
+            eventually(&format!("ports ({caller})"), REACTION, async || {
+                let service = self.objects().service().await?;
+                let found = service["spec"]["ports"].as_array().context("no ports")?;
+                let fields = ["name", "port", "protocol", "targetPort"];
+                let found: Vec<_> = found
+                    .iter()
+                    .map(|port| json!(fields.map(|field| &port[field])))
+                    .collect();
+                ensure!(found == wanted, "ports are {found:?}, not {wanted:?}");
+                Ok(())
+            })
+            .await;
+        }
     }
 }
 
@@ -168,6 +224,17 @@ impl Site {
         })
     }
 
+    /// Starts the agent and the exporter of worker-1, and waits until the server answers for the
+    /// exporter's port.
+    async fn serving(cluster_env: &ClusterEnv, server: &Server) -> Result<Self> {
+        let site = Self::start(cluster_env, server, "worker-1", &[]).await?;
+        let port = site.port().to_string();
+        let ports = [("http-proxy-ports", port.as_str())];
+        cluster_env.objects().set_ports(&ports).await?;
+        eventually("the port", FIRST, async || site.serves(server).await).await;
+        Ok(site)
+    }
+
     fn port(&self) -> u16 {
         self.exporter.addr().port()
     }
@@ -177,18 +244,10 @@ impl Site {
         format!("{}:{}", self.node, self.port())
     }
 
-    /// Requests the exporter's page through the HTTP listener.
-    async fn get(&self, server: &Server) -> Result<HttpReply> {
-        request(
-            server.address(Listener::Http),
-            &RawRequest::get(&self.host(), "/metrics"),
-        )
-        .await
-    }
-
     /// Fails unless the exporter's page arrives through the HTTP listener.
     async fn serves(&self, server: &Server) -> Result<()> {
-        let reply = self.get(server).await?;
+        let get = RawRequest::get(&self.host(), "/metrics");
+        let reply = request(server.address(Listener::Http), &get).await?;
         ensure!(
             reply.status == 200 && reply.text().contains(&self.node),
             "{}: {}",
@@ -206,10 +265,37 @@ async fn fetch_text(server: &Server, path: &str) -> Result<String> {
     Ok(reply.text())
 }
 
+/// Waits until the page at `path` of the server's meta port contains `text`.
+async fn wait_for_text(server: &Server, path: &str, patience: Duration, text: &str) {
+    eventually(text, patience, async || {
+        let found = fetch_text(server, path).await?;
+        ensure!(found.contains(text), "{path} is {found}");
+        Ok(())
+    })
+    .await;
+}
+
+/// Waits until the page at `path` of the server's meta port does not contain `text`.
+async fn wait_until_gone(server: &Server, path: &str, patience: Duration, text: &str) {
+    eventually(&format!("no {text}"), patience, async || {
+        let found = fetch_text(server, path).await?;
+        ensure!(!found.contains(text), "{path} is {found}");
+        Ok(())
+    })
+    .await;
+}
+
 /// Address of the guide's Service.
 const GUIDE_IP: &str = "10.106.217.16";
 
 const GUIDE_RECORDS: &str = "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1";
+
+/// The records of the guide with another edge node.
+const WITH_WORKER_2: &str =
+    "10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n192.168.33.220\tmaster-1";
+
+/// The page with all conditions.
+const READYZ: &str = "/readyz?verbose";
 
 /// Longest time from a change in the cluster to the server's reaction.
 const REACTION: Duration = Duration::from_secs(2);

@@ -32,7 +32,7 @@ fn ends(path: &Path) -> Result<SystemTime> {
 
 /// Returns the value of a server metric, or 0 without such a series. `name` includes the labels in
 /// the form of the exposition format.
-async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
+pub(crate) async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
     let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
     let text = shown.text();
     let line = text.lines().find_map(|line| line.strip_prefix(name));

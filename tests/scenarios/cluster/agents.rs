@@ -11,8 +11,11 @@ use tunnel_agent::config::Settings;
 use tunnel_server::config::RawConfig;
 use tunnel_tests::apiserver::FakeApiServer;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
-use tunnel_tests::cluster::{Cluster, Kind};
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::cluster::Cluster;
 use tunnel_tests::env::{Agent, TestEnv};
+
+use super::authority;
 
 mod accounts;
 mod apiserver;
@@ -35,16 +38,10 @@ impl Site {
     }
 
     async fn start_with(change: impl FnOnce(&mut RawConfig)) -> Result<Self> {
-        let cluster = Cluster::start(Kind::FakeApiServer)
-            .await?
-            .context("a stand-in")?;
+        let cluster = authority::cluster().await?;
         let client_ca = TestCa::new("kubernetes")?;
         cluster.fake_api()?.set_client_ca(client_ca.pem())?;
-        let kubeconfig = cluster.server_kubeconfig()?;
-        let env = TestEnv::start_with(|settings| {
-            settings.kubernetes = Some("on".into());
-            settings.kubeconfig = Some(kubeconfig.to_string_lossy().into_owned());
-            settings.namespace = Some("kube-system".into());
+        let env = authority::server(&cluster, |settings| {
             settings.limits = TestEnv::limits("reloadEvery: 50ms");
             change(settings);
         })
@@ -60,6 +57,12 @@ impl Site {
 
     fn api(&self) -> Result<&FakeApiServer> {
         self.cluster.fake_api()
+    }
+
+    /// Returns the page at `path` of the server's meta port.
+    async fn page(&self, path: &str) -> Result<String> {
+        let head = RawRequest::get("meta", path);
+        Ok(request(self.env.bound().meta, &head).await?.text())
     }
 
     /// Returns the file with the CA of the server, which stands for the mounted ConfigMap with the

@@ -35,12 +35,20 @@ pub(super) async fn server(
     .await
 }
 
+const SECRETS: &str = "/api/v1/namespaces/kube-system/secrets";
+
 fn ca_secret() -> String {
     ObjectNames::default().ca_secret
 }
 
 fn state_secret() -> String {
     ObjectNames::default().state_secret
+}
+
+/// Replaces a key of the Secret of the CA, as an operator does.
+async fn set_ca(cluster: &Cluster, key: &str, text: &str) -> Result<()> {
+    let values = [(key, text)];
+    cluster.objects().set_secret(&ca_secret(), &values).await
 }
 
 /// A running `kubectl exec` whose far end echoes.

@@ -3,13 +3,13 @@
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use tunnel_tests::cluster::{cloud, edge, shipped};
+use tunnel_tests::cluster::{edge, shipped};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::manifests::{folder, installed};
 use tunnel_tests::tools::or_skip;
 
 use super::kubectl::{Kubectl, kubectls};
-use super::{ClusterEnv, FIRST, GUIDE_RECORDS};
+use super::{ClusterEnv, FIRST, GUIDE_IP, GUIDE_RECORDS, READYZ, WITH_WORKER_2, fetch_text};
 
 on_both!(
     kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote,
@@ -22,50 +22,32 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     let Some(files) = or_skip(kubectls()) else {
         return Ok(());
     };
-    let manifest = folder().join("install.yaml");
-    let manifest = manifest.to_string_lossy().into_owned();
-    let apply = ["apply", "-f", &manifest];
+    let manifest = std::fs::read_to_string(folder().join("install.yaml"))?;
+    let objects = cluster_env.objects();
     // The rights must come from the manifests, not from the harness.
     cluster_env.cluster.allow_server(false).await?;
     for kind in ["ConfigMap", "Secret", "Lease"] {
-        cluster_env.objects().delete_shipped(kind).await?;
+        objects.delete_shipped(kind).await?;
     }
     let first = Kubectl::new(files[0].clone(), cluster_env.cluster.admin_kubeconfig()?)?;
-    let stdout = first.ok(&apply).await?;
+    let stdout = first.apply("", &manifest).await?;
     ensure!(stdout.lines().count() == installed()?.len(), "{stdout}");
 
-    cluster_env.objects().add(&edge("worker-1")).await?;
-    cluster_env
-        .objects()
-        .add(&cloud("master-1", "192.168.33.220"))
-        .await?;
+    cluster_env.add_nodes().await?;
     let _server = cluster_env.server("a").await?;
-    let service = cluster_env.objects().service().await?;
-    let address = service["spec"]["clusterIP"]
-        .as_str()
-        .context("a cluster address")?;
-    let records = format!("{address}\tworker-1\n192.168.33.220\tmaster-1");
-    cluster_env
-        .wait_for_records("the records", FIRST, &records)
-        .await;
+    let service = objects.service().await?;
+    let address = service["spec"]["clusterIP"].as_str();
+    let address = address.context("a cluster address")?;
+    let records = GUIDE_RECORDS.replace(GUIDE_IP, address);
+    cluster_env.wait_for_records(FIRST, &records).await;
     eventually("the extra port of the manifest", FIRST, async || {
         ensure!(extra_port(&cluster_env).await?, "not yet");
         Ok(())
     })
     .await;
 
-    eventually("the CA's certificates", FIRST, async || {
-        ensure!(
-            cluster_env
-                .objects()
-                .bundle()
-                .await?
-                .contains("BEGIN CERTIFICATE")
-        );
-        Ok(())
-    })
-    .await;
-    let before = cluster_env.objects().filled().await?;
+    cluster_env.wait_for_bundle().await;
+    let before = objects.filled().await?;
     let is_filled = |filled: &Value| *filled != json!([null, null]);
     // The filled objects are two ConfigMaps, two Secrets, the Lease of the writer and the Lease of
     // the QUIC keys.
@@ -75,28 +57,18 @@ async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_serve
     );
     for file in files {
         let kubectl = Kubectl::new(file, cluster_env.cluster.admin_kubeconfig()?)?;
-        let again = kubectl.ok(&apply).await?;
+        let again = kubectl.apply("", &manifest).await?;
         ensure!(
             !again.lines().any(|line| line.ends_with("created")),
             "{again}"
         );
         ensure!(extra_port(&cluster_env).await?, "the server's port is gone");
-        ensure!(cluster_env.objects().records().await? == records, "records");
+        ensure!(objects.records().await? == records, "records");
+        ensure!(objects.filled().await? == before, "something was emptied");
+        let forced = "--server-side --force-conflicts";
+        kubectl.apply(forced, &shipped_by_manifests()?).await?;
         ensure!(
-            cluster_env.objects().filled().await? == before,
-            "something was emptied"
-        );
-        let shipped = shipped_by_manifests(&cluster_env)?;
-        let forced = [
-            "apply",
-            "--server-side",
-            "--force-conflicts",
-            "-f",
-            &shipped,
-        ];
-        kubectl.ok(&forced).await?;
-        ensure!(
-            cluster_env.objects().filled().await? == before,
+            objects.filled().await? == before,
             "emptied on the server's side"
         );
     }
@@ -111,58 +83,40 @@ async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_befor
     let Some(files) = or_skip(kubectls()) else {
         return Ok(());
     };
-    cluster_env.objects().delete_shipped("ConfigMap").await?;
-    cluster_env.objects().delete_shipped("Lease").await?;
+    let objects = cluster_env.objects();
+    objects.delete_shipped("ConfigMap").await?;
+    objects.delete_shipped("Lease").await?;
     cluster_env.cluster.allow_creation().await?;
     cluster_env.guide().await?;
-    let server = cluster_env
-        .setup("a")?
-        .args(&["--single-replica"])
-        .start()
-        .await?;
-    cluster_env
-        .wait_for_records("the records", FIRST, GUIDE_RECORDS)
-        .await;
-    eventually("the CA's certificates", FIRST, async || {
-        ensure!(
-            cluster_env
-                .objects()
-                .bundle()
-                .await?
-                .contains("BEGIN CERTIFICATE")
-        );
-        Ok(())
-    })
-    .await;
-    let before = cluster_env.objects().filled().await?;
-    let shipped = shipped_by_manifests(&cluster_env)?;
+    let setup = cluster_env.setup("a")?.args(&["--single-replica"]);
+    let server = setup.start().await?;
+    cluster_env.wait_for_records(FIRST, GUIDE_RECORDS).await;
+    cluster_env.wait_for_bundle().await;
+    let before = objects.filled().await?;
+    let shipped = shipped_by_manifests()?;
     for file in files {
         let kubectl = Kubectl::new(file, cluster_env.cluster.admin_kubeconfig()?)?;
         for _ in 0..2 {
-            kubectl.ok(&["apply", "-f", &shipped]).await?;
-            let after = cluster_env.objects().filled().await?;
+            kubectl.apply("", &shipped).await?;
+            let after = objects.filled().await?;
+            let mut filled = before.iter();
             ensure!(
-                before
-                    .iter()
-                    .all(|(path, filled)| after.get(path) == Some(filled)),
+                filled.all(|(path, filled)| after.get(path) == Some(filled)),
                 "something was emptied: {before:#?}, then {after:#?}"
             );
         }
     }
     // The server continues with only the rights of the manifests.
     cluster_env.cluster.allow_server(true).await?;
-    cluster_env.objects().add(&edge("worker-2")).await?;
-    let more = format!("10.106.217.16\tworker-1\n10.106.217.16\tworker-2\n{MASTER}");
-    cluster_env
-        .wait_for_records("the next write", FIRST, &more)
-        .await;
-    let conditions = super::fetch_text(&server, "/readyz?verbose").await?;
+    objects.add(&edge("worker-2")).await?;
+    cluster_env.wait_for_records(FIRST, WITH_WORKER_2).await;
+    let conditions = fetch_text(&server, READYZ).await?;
     ensure!(!conditions.contains("does not exist"), "{conditions}");
     Ok(())
 }
 
-/// Writes a file with the objects of `install.yaml` that the server fills, and returns its path.
-fn shipped_by_manifests(cluster_env: &ClusterEnv) -> Result<String> {
+/// Returns a list of the objects of `install.yaml` that the server fills.
+fn shipped_by_manifests() -> Result<String> {
     let names: Vec<Value> = shipped()
         .into_iter()
         .map(|(_, object)| object["metadata"]["name"].clone())
@@ -176,11 +130,8 @@ fn shipped_by_manifests(cluster_env: &ClusterEnv) -> Result<String> {
     let items: Vec<Value> = objects.into_iter().filter(is_filled).collect();
     ensure!(items.len() >= 5, "{items:?}");
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
-    let file = cluster_env.scratch.file("shipped.json", list.to_string())?;
-    Ok(file.to_string_lossy().into_owned())
+    Ok(list.to_string())
 }
-
-const MASTER: &str = "192.168.33.220\tmaster-1";
 
 /// Returns whether the Service has the port that `yurt-tunnel-server-cfg` of the manifests
 /// requests.

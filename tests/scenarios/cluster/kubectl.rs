@@ -1,7 +1,7 @@
 //! Compatibility of the API server with real kubectl programs: every installed kubectl, including
 //! Debian's.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
@@ -9,7 +9,8 @@ use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::process::{Finished, Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip};
 
-/// A kubectl program with an administrator's credentials and caches of its own.
+/// A kubectl program with an administrator's credentials and caches of its own. Command lines are
+/// split at spaces.
 pub(super) struct Kubectl {
     file: PathBuf,
     kubeconfig: PathBuf,
@@ -25,21 +26,27 @@ impl Kubectl {
         })
     }
 
-    async fn run(&self, words: &[&str]) -> Result<Finished> {
+    async fn run(&self, line: &str, input: &str) -> Result<Finished> {
         let program = Program::at(&self.file)
             .env("KUBECONFIG", &self.kubeconfig)
             .env("HOME", self.home.path())
-            .args(words.iter().copied());
-        program.run().await
+            .args(line.split_whitespace());
+        program.run_with(input.as_bytes()).await
     }
 
-    pub(super) async fn ok(&self, words: &[&str]) -> Result<String> {
-        self.run(words).await?.ok()
+    pub(super) async fn ok(&self, line: &str) -> Result<String> {
+        self.run(line, "").await?.ok()
     }
 
-    pub(super) async fn json(&self, words: &[&str]) -> Result<Value> {
-        let words = [words, &["-o", "json"]].concat();
-        Ok(serde_json::from_str(&self.ok(&words).await?)?)
+    /// Applies the objects of a file with this content.
+    pub(super) async fn apply(&self, flags: &str, content: &str) -> Result<String> {
+        let line = format!("apply {flags} -f -");
+        self.run(&line, content).await?.ok()
+    }
+
+    async fn json(&self, line: &str) -> Result<Value> {
+        let printed = self.ok(&format!("{line} -o json")).await?;
+        Ok(serde_json::from_str(&printed)?)
     }
 }
 
@@ -52,7 +59,12 @@ pub(crate) fn kubectls() -> Result<Vec<PathBuf>, Skip> {
     Ok(all)
 }
 
-async fn with_each(kind: Kind, check: impl AsyncFn(&Kubectl, &Path) -> Result<()>) -> Result<()> {
+on_both!(by super::with_each:
+    kubectl_applies_changes_describes_and_deletes_every_kind,
+    kubectl_creates_objects_from_flags,
+);
+
+async fn with_each(kind: Kind, check: impl AsyncFn(&Kubectl) -> Result<()>) -> Result<()> {
     let Some(files) = or_skip(kubectls()) else {
         return Ok(());
     };
@@ -60,43 +72,14 @@ async fn with_each(kind: Kind, check: impl AsyncFn(&Kubectl, &Path) -> Result<()
         let Some(cluster) = Cluster::start(kind).await? else {
             return Ok(());
         };
-        let kubectl = Kubectl::new(file, cluster.admin_kubeconfig()?)?;
-        check(&kubectl, kubectl.home.path()).await?;
+        check(&Kubectl::new(file, cluster.admin_kubeconfig()?)?).await?;
     }
     Ok(())
 }
 
-mod fake_api {
-    use super::*;
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn kubectl_applies_changes_describes_and_deletes_every_kind() -> Result<()> {
-        with_each(Kind::FakeApiServer, every_kind).await
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn kubectl_creates_objects_from_flags() -> Result<()> {
-        with_each(Kind::FakeApiServer, from_flags).await
-    }
-}
-
-mod real {
-    use super::*;
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn kubectl_applies_changes_describes_and_deletes_every_kind() -> Result<()> {
-        with_each(Kind::Real, every_kind).await
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn kubectl_applies_on_the_servers_side_and_sees_conflicts() -> Result<()> {
-        with_each(Kind::Real, server_side).await
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn kubectl_creates_objects_from_flags() -> Result<()> {
-        with_each(Kind::Real, from_flags).await
-    }
+#[tokio::test(flavor = "multi_thread")]
+async fn real_api_server_sees_conflicts_of_server_side_applies() -> Result<()> {
+    with_each(Kind::Real, kubectl_applies_on_the_servers_side_and_sees_conflicts).await
 }
 
 /// Returns one object of each kind that matters. Lists that are replaced as a whole contain the
@@ -133,91 +116,44 @@ fn manifests() -> Value {
     ])
 }
 
-async fn every_kind(kubectl: &Kubectl, folder: &Path) -> Result<()> {
+/// Returns the number of lines that end with `end`.
+fn count(text: &str, end: &str) -> usize {
+    text.lines().filter(|line| line.ends_with(end)).count()
+}
+
+async fn kubectl_applies_changes_describes_and_deletes_every_kind(
+    kubectl: &Kubectl,
+) -> Result<()> {
     let mut list = json!({ "apiVersion": "v1", "kind": "List", "items": manifests() });
-    let file = folder.join("all.json");
-    std::fs::write(&file, list.to_string())?;
-    let file = file.to_string_lossy().into_owned();
-    let applied = kubectl.ok(&["apply", "-f", &file]).await?;
-    ensure!(
-        applied
-            .lines()
-            .filter(|line| line.ends_with("created"))
-            .count()
-            == 14,
-        "{applied}"
-    );
-    let again = kubectl.ok(&["apply", "-f", &file]).await?;
-    ensure!(
-        again.lines().all(|line| line.ends_with("unchanged")),
-        "{again}"
-    );
+    let applied = kubectl.apply("", &list.to_string()).await?;
+    ensure!(count(&applied, "created") == 14, "{applied}");
+    let again = kubectl.apply("", &list.to_string()).await?;
+    ensure!(count(&again, "unchanged") == again.lines().count(), "{again}");
 
     // kubectl removes a key that is missing in the file, and keeps one that another writer added.
-    kubectl
-        .ok(&[
-            "-n",
-            "kube-system",
-            "patch",
-            "configmap",
-            "x",
-            "--type=merge",
-            "-p",
-            r#"{"data":{"c":"3"}}"#,
-        ])
-        .await?;
+    let patch = r#"-n kube-system patch configmap x --type=merge -p {"data":{"c":"3"}}"#;
+    kubectl.ok(patch).await?;
     list["items"][1]["data"] = json!({ "a": "4" });
     list["items"][3]["spec"]["ports"][0]["targetPort"] = 10265.into();
-    std::fs::write(&file, list.to_string())?;
-    let changed = kubectl.ok(&["apply", "-f", &file]).await?;
-    ensure!(
-        changed
-            .lines()
-            .filter(|line| line.ends_with("configured"))
-            .count()
-            == 2,
-        "{changed}"
-    );
-    let map = kubectl
-        .json(&["-n", "kube-system", "get", "cm", "x"])
-        .await?;
+    let changed = kubectl.apply("", &list.to_string()).await?;
+    ensure!(count(&changed, "configured") == 2, "{changed}");
+    let map = kubectl.json("-n kube-system get cm x").await?;
     ensure!(map["data"] == json!({ "a": "4", "c": "3" }), "{map}");
 
-    kubectl
-        .ok(&[
-            "label",
-            "node",
-            "worker-1",
-            "openyurt.io/is-edge-worker=true",
-        ])
-        .await?;
-    kubectl.ok(&["label", "node", "worker-1", "zone-"]).await?;
-    kubectl
-        .ok(&["annotate", "node", "worker-1", "note=x"])
-        .await?;
-    let edge = kubectl
-        .json(&[
-            "get",
-            "nodes",
-            "-l",
-            "openyurt.io/is-edge-worker=true,!zone",
-        ])
-        .await?;
+    for line in [
+        "label node worker-1 openyurt.io/is-edge-worker=true",
+        "label node worker-1 zone-",
+        "annotate node worker-1 note=x",
+    ] {
+        kubectl.ok(line).await?;
+    }
+    let get = "get nodes -l openyurt.io/is-edge-worker=true,!zone";
+    let edge = kubectl.json(get).await?;
     ensure!(edge["items"].as_array().map(Vec::len) == Some(1), "{edge}");
-    kubectl
-        .ok(&[
-            "-n",
-            "kube-system",
-            "patch",
-            "svc",
-            "x",
-            "-p",
-            r#"{"spec":{"ports":[{"port":9100,"name":"dnat-9100"}]}}"#,
-        ])
-        .await?;
-    let service = kubectl
-        .json(&["-n", "kube-system", "get", "svc", "x"])
-        .await?;
+    let ports = r#"{"spec":{"ports":[{"port":9100,"name":"dnat-9100"}]}}"#;
+    let patch = format!("-n kube-system patch svc x -p {ports}");
+    kubectl.ok(&patch).await?;
+    let service = kubectl.json("-n kube-system get svc x").await?;
     let names: Vec<_> = service["spec"]["ports"]
         .as_array()
         .into_iter()
@@ -229,143 +165,86 @@ async fn every_kind(kubectl: &Kubectl, folder: &Path) -> Result<()> {
         "{service}"
     );
 
-    for kind in [
-        "nodes",
-        "svc",
-        "cm",
-        "pods",
-        "secrets",
-        "leases",
-        "sa",
-        "ep",
-        "deploy",
-        "ds",
-        "roles",
-        "rolebindings",
-        "clusterroles",
-        "clusterrolebindings",
-        "events",
-    ] {
-        kubectl.ok(&["-n", "kube-system", "get", kind]).await?;
+    let kinds = "nodes svc cm pods secrets leases sa ep deploy ds roles rolebindings clusterroles \
+                 clusterrolebindings events";
+    for kind in kinds.split(' ') {
+        kubectl.ok(&format!("-n kube-system get {kind}")).await?;
         if kind != "events" {
             let name = if kind == "nodes" { "worker-1" } else { "x" };
-            let stdout = kubectl
-                .ok(&["-n", "kube-system", "describe", kind, name])
-                .await?;
+            let describe = format!("-n kube-system describe {kind} {name}");
+            let stdout = kubectl.ok(&describe).await?;
             ensure!(stdout.contains(name), "{kind}: {stdout}");
         }
     }
-    let table = kubectl.ok(&["-n", "kube-system", "get", "svc"]).await?;
+    let table = kubectl.ok("-n kube-system get svc").await?;
     ensure!(
         table.contains("CLUSTER-IP") && table.contains("9100/TCP"),
         "{table}"
     );
 
     // The deletion of the Service also deletes its Endpoints.
-    let deleted = kubectl
-        .ok(&["delete", "--wait=true", "--ignore-not-found", "-f", &file])
-        .await?;
+    let delete = "delete --wait=true --ignore-not-found -f -";
+    let deleted = kubectl.run(delete, &list.to_string()).await?.ok()?;
+    let lines = deleted.lines().filter(|line| line.contains("deleted"));
     ensure!(
-        deleted
-            .lines()
-            .filter(|line| line.contains("deleted"))
-            .count()
-            == 13
-            && !deleted.contains("endpoints"),
+        lines.count() == 13 && !deleted.contains("endpoints"),
         "{deleted}"
     );
-    let missing = kubectl
-        .run(&["-n", "kube-system", "get", "cm", "x"])
-        .await?;
-    ensure!(
-        missing
-            .err
-            .contains("Error from server (NotFound): configmaps \"x\" not found"),
-        "{missing}"
-    );
+    let missing = kubectl.run("-n kube-system get cm x", "").await?;
+    let not_found = "Error from server (NotFound): configmaps \"x\" not found";
+    ensure!(missing.err.contains(not_found), "{missing}");
     Ok(())
 }
 
-async fn server_side(kubectl: &Kubectl, folder: &Path) -> Result<()> {
-    let file = folder.join("map.json");
+async fn kubectl_applies_on_the_servers_side_and_sees_conflicts(kubectl: &Kubectl) -> Result<()> {
     let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "x", "namespace": "default" }, "data": { "a": "1" } });
-    std::fs::write(&file, map.to_string())?;
-    let file = file.to_string_lossy().into_owned();
-    kubectl
-        .ok(&[
-            "apply",
-            "--server-side",
-            "--field-manager=first",
-            "-f",
-            &file,
-        ])
-        .await?;
-    std::fs::write(&file, map.to_string().replace("\"1\"", "\"2\""))?;
-    let refused = kubectl
-        .run(&[
-            "apply",
-            "--server-side",
-            "--field-manager=second",
-            "-f",
-            &file,
-        ])
-        .await?;
+    let map = map.to_string();
+    let flags = "--server-side --field-manager=first";
+    kubectl.apply(flags, &map).await?;
+    let changed = map.replace("\"1\"", "\"2\"");
+    let second = "apply --server-side --field-manager=second -f -";
+    let refused = kubectl.run(second, &changed).await?;
     ensure!(
         refused.err.contains("conflict") && refused.err.contains("first"),
         "{refused}"
     );
-    kubectl
-        .ok(&[
-            "apply",
-            "--server-side",
-            "--force-conflicts",
-            "--field-manager=second",
-            "-f",
-            &file,
-        ])
-        .await?;
-    let map = kubectl.json(&["get", "cm", "x"]).await?;
+    let flags = "--server-side --force-conflicts --field-manager=second";
+    kubectl.apply(flags, &changed).await?;
+    let map = kubectl.json("get cm x").await?;
     ensure!(map["data"]["a"] == "2", "{map}");
     Ok(())
 }
 
 /// Runs the commands of the guides, for which kubectl sends protobuf since 1.32.
-async fn from_flags(kubectl: &Kubectl, _folder: &Path) -> Result<()> {
+async fn kubectl_creates_objects_from_flags(kubectl: &Kubectl) -> Result<()> {
     let pair = rcgen::generate_simple_self_signed(vec!["x".to_owned()])?;
     let certificate = kubectl.home.file("tls.crt", pair.cert.pem())?;
-    let key = kubectl
-        .home
-        .file("tls.key", pair.signing_key.serialize_pem())?;
-    let cert = format!("--cert={}", certificate.display());
-    let key = format!("--key={}", key.display());
-    for words in [
-        &["secret", "generic", "x"][..],
-        &["secret", "tls", "pair", &cert, &key],
-        &["configmap", "x", "--from-literal=a=", "--from-literal=b=c"],
-        &["deployment", "x", "--image=example.org/x:1"],
-        &["role", "x", "--verb=get", "--resource=pods"],
-        &["rolebinding", "x", "--role=x", "--serviceaccount=default:x"],
-        &["clusterrole", "x", "--verb=list", "--resource=nodes"],
-        &[
-            "clusterrolebinding",
-            "x",
-            "--clusterrole=x",
-            "--serviceaccount=default:x",
-        ],
-        &["serviceaccount", "x"],
-        &["namespace", "x"],
+    let key = pair.signing_key.serialize_pem();
+    let key = kubectl.home.file("tls.key", key)?;
+    let (certificate, key) = (certificate.display(), key.display());
+    for line in [
+        "secret generic x",
+        &format!("secret tls pair --cert={certificate} --key={key}"),
+        "configmap x --from-literal=a= --from-literal=b=c",
+        "deployment x --image=example.org/x:1",
+        "role x --verb=get --resource=pods",
+        "rolebinding x --role=x --serviceaccount=default:x",
+        "clusterrole x --verb=list --resource=nodes",
+        "clusterrolebinding x --clusterrole=x --serviceaccount=default:x",
+        "serviceaccount x",
+        "namespace x",
     ] {
-        kubectl.ok(&[&["create"], words].concat()).await?;
+        kubectl.ok(&format!("create {line}")).await?;
     }
-    let map = kubectl.json(&["get", "configmap", "x"]).await?;
+    let map = kubectl.json("get configmap x").await?;
     ensure!(map["data"] == json!({ "a": "", "b": "c" }), "{map}");
-    let secret = kubectl.json(&["get", "secret", "pair"]).await?;
+    let secret = kubectl.json("get secret pair").await?;
     ensure!(secret["data"]["tls.key"].is_string(), "no key");
     ensure!(secret["type"] == "kubernetes.io/tls", "{}", secret["type"]);
-    let workload = kubectl.json(&["get", "deployment", "x"]).await?;
+    let workload = kubectl.json("get deployment x").await?;
     let image = &workload["spec"]["template"]["spec"]["containers"][0]["image"];
     ensure!(*image == "example.org/x:1", "{workload}");
-    let binding = kubectl.json(&["get", "clusterrolebinding", "x"]).await?;
+    let binding = kubectl.json("get clusterrolebinding x").await?;
     ensure!(binding["roleRef"]["name"] == "x", "{binding}");
     Ok(())
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tunnel_tests::apiserver::Presence;
-use tunnel_tests::cluster::{Kind, cloud, edge};
+use tunnel_tests::cluster::{cloud, edge};
 use tunnel_tests::dns::DnsClient;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, Server};
@@ -47,14 +47,10 @@ async fn p12_names_follow_node_events_within_a_second(cluster_env: ClusterEnv) -
 /// is unavailable.
 #[tokio::test(flavor = "multi_thread")]
 async fn p4b_names_are_answered_from_disk_while_the_api_server_is_away() -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
+    let cluster_env = ClusterEnv::fake().await?;
     cluster_env.guide().await?;
     let mut server = cluster_env.setup("a")?.args(&DNS).start().await?;
-    cluster_env
-        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
-        .await;
+    cluster_env.wait_for_records(FIRST, GUIDE_RECORDS).await;
     let before = DnsClient::new(dns_address(&mut server).await?);
     answers(&before, "worker-1", &[GUIDE_IP.parse()?], FIRST).await;
     let snapshot = cluster_env.scratch.path().join("a/dns-records.json");
@@ -66,7 +62,7 @@ async fn p4b_names_are_answered_from_disk_while_the_api_server_is_away() -> Resu
     .await;
     server.into_process().kill().await?;
 
-    cluster_env.cluster.fake_api()?.be(Presence::Silent).await?;
+    cluster_env.fake_api()?.be(Presence::Silent).await?;
     let began = Instant::now();
     let mut server = cluster_env.setup("a")?.args(&DNS).start().await?;
     let after = DnsClient::new(dns_address(&mut server).await?);

@@ -3,14 +3,16 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::json;
-use tunnel_tests::apiserver::{Cut, Fault, Presence, RecordedRequest, Status};
-use tunnel_tests::cluster::{Cluster, Kind, edge};
+use tunnel_tests::apiserver::{Cut, FakeApiServer, Fault, Presence, RecordedRequest, Status};
+use tunnel_tests::cluster::{Cluster, Kind, Objects, edge};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::Server;
+use tunnel_tests::process::{Server, Signal};
 
-use super::{ClusterEnv, FIRST, GUIDE_RECORDS, Site, fetch_text};
+use super::{
+    ClusterEnv, FIRST, GUIDE_RECORDS, READYZ, Site, WITH_WORKER_2, fetch_text, wait_until_gone,
+};
 
 /// A cluster with the guide's objects, a server that has written their records, and traffic through
 /// the server.
@@ -22,25 +24,18 @@ struct Running {
 
 impl Running {
     async fn start() -> Result<Self> {
-        let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-            .await?
-            .context("a stand-in")?;
-        cluster_env.guide().await?;
-        let server = cluster_env.server("a").await?;
-        let site = Site::start(&cluster_env, &server, "worker-1", &[]).await?;
-        cluster_env
-            .objects()
-            .set_ports(&[("http-proxy-ports", &site.port().to_string())])
-            .await?;
-        cluster_env
-            .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
-            .await;
-        eventually("the port", FIRST, async || site.serves(&server).await).await;
+        let cluster_env = ClusterEnv::fake().await?;
+        let server = cluster_env.guided_server().await?;
+        let site = Site::serving(&cluster_env, &server).await?;
         Ok(Self {
             cluster_env,
             server,
             site,
         })
+    }
+
+    fn fake_api(&self) -> Result<&FakeApiServer> {
+        self.cluster_env.fake_api()
     }
 
     /// Sends requests for this long. Each one must be answered.
@@ -54,26 +49,29 @@ impl Running {
 
     /// Adds a Node while the API server is unavailable.
     fn add_behind(&self, name: &str) -> Result<()> {
-        self.cluster_env
-            .cluster
-            .fake_api()?
-            .put("nodes", None, edge(name).object().clone())
+        let node = edge(name).object().clone();
+        self.fake_api()?.put("nodes", None, node)
     }
 
-    async fn consistent(&self, lines: &[&str]) {
-        let text = lines.join("\n");
-        self.cluster_env
-            .wait_for_records(
-                "consistent records after the return",
-                Duration::from_secs(10),
-                &text,
-            )
-            .await;
+    #[track_caller]
+    fn wait_for_records(&self, patience: Duration, expected: &str) -> impl Future<Output = ()> {
+        self.cluster_env.wait_for_records(patience, expected)
+    }
+
+    /// Waits until the records have the line of a Node.
+    async fn wait_for_record(&self, name: &str) {
+        let line = format!("\t{name}");
+        eventually(name, Duration::from_secs(10), async || {
+            let records = self.cluster_env.objects().records().await?;
+            ensure!(records.contains(&line), "{records}");
+            Ok(())
+        })
+        .await;
     }
 
     fn lists_since(&self, since: Instant, plural: &str) -> Result<Vec<RecordedRequest>> {
         let user = Cluster::server_user();
-        let all = self.cluster_env.cluster.fake_api()?.requests();
+        let all = self.fake_api()?.requests();
         let fits = |recorded: &RecordedRequest| {
             recorded.at >= since
                 && recorded.user == user
@@ -85,27 +83,17 @@ impl Running {
     }
 }
 
-const THREE: [&str; 3] = [
-    "10.106.217.16\tworker-1",
-    "10.106.217.16\tworker-2",
-    "192.168.33.220\tmaster-1",
-];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_an_api_server_that_is_away_leaves_traffic_alone() -> Result<()> {
     for presence in [Presence::Refusing, Presence::Silent] {
         let running = Running::start().await?;
-        running.cluster_env.cluster.fake_api()?.be(presence).await?;
+        running.fake_api()?.be(presence).await?;
         running.add_behind("worker-2")?;
         running.serves_for(Duration::from_secs(6)).await?;
-        running
-            .cluster_env
-            .cluster
-            .fake_api()?
-            .be(Presence::Here)
-            .await?;
+        running.fake_api()?.be(Presence::Here).await?;
         let back = Instant::now();
-        running.consistent(&THREE).await;
+        running.wait_for_records(FIRST, WITH_WORKER_2).await;
         running.site.serves(&running.server).await?;
         let lists = running.lists_since(back, "nodes")?;
         ensure!(
@@ -122,19 +110,12 @@ async fn f21_too_many_requests_are_respected_and_slow_answers_waited_for() -> Re
     let running = Running::start().await?;
     let user = Cluster::server_user();
     let began = Instant::now();
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .fault(Fault::answer(Status::too_many_requests(3)).by(&user));
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .cut_watches(Cut::Broken);
+    let refusal = Fault::answer(Status::too_many_requests(3)).by(&user);
+    running.fake_api()?.fault(refusal);
+    running.fake_api()?.cut_watches(Cut::Broken);
     running.add_behind("worker-2")?;
     running.serves_for(Duration::from_secs(7)).await?;
-    let requests = running.cluster_env.cluster.fake_api()?.requests();
+    let requests = running.fake_api()?.requests();
     let refused: Vec<_> = requests
         .iter()
         .filter(|recorded| recorded.at >= began && recorded.user == user && recorded.status == 429)
@@ -146,25 +127,15 @@ async fn f21_too_many_requests_are_respected_and_slow_answers_waited_for() -> Re
         "{} refused requests in 7 s: {refused:?}",
         refused.len()
     );
-    running.cluster_env.cluster.fake_api()?.clear_faults();
-    running.consistent(&THREE).await;
+    running.fake_api()?.clear_faults();
+    running.wait_for_records(FIRST, WITH_WORKER_2).await;
 
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .fault(Fault::delay(Duration::from_secs(3)).by(&user));
+    let delay = Fault::delay(Duration::from_secs(3)).by(&user);
+    running.fake_api()?.fault(delay);
     running.cluster_env.objects().remove("worker-2").await?;
     running.serves_for(Duration::from_secs(4)).await?;
-    running.cluster_env.cluster.fake_api()?.clear_faults();
-    running
-        .cluster_env
-        .wait_for_records(
-            "records after slow answers",
-            Duration::from_secs(10),
-            GUIDE_RECORDS,
-        )
-        .await;
+    running.fake_api()?.clear_faults();
+    running.wait_for_records(FIRST, GUIDE_RECORDS).await;
     Ok(())
 }
 
@@ -172,53 +143,24 @@ async fn f21_too_many_requests_are_respected_and_slow_answers_waited_for() -> Re
 async fn f21_cut_watches_resume_and_expired_ones_list_once() -> Result<()> {
     let running = Running::start().await?;
     let began = Instant::now();
-    for (round, cut) in [Cut::Ended, Cut::Broken, Cut::Ended, Cut::Broken]
-        .into_iter()
-        .enumerate()
-    {
-        running.cluster_env.cluster.fake_api()?.cut_watches(cut);
-        running
-            .cluster_env
-            .objects()
-            .add(&edge(&format!("cut-{round}")))
-            .await?;
-        eventually(
-            "the node after a cut",
-            Duration::from_secs(10),
-            async || {
-                let records = running.cluster_env.objects().records().await?;
-                ensure!(records.contains(&format!("\tcut-{round}")), "{records}");
-                Ok(())
-            },
-        )
-        .await;
+    let cuts = [Cut::Ended, Cut::Broken, Cut::Ended, Cut::Broken];
+    for (round, cut) in (0..).zip(cuts) {
+        running.fake_api()?.cut_watches(cut);
+        let name = format!("cut-{round}");
+        running.cluster_env.objects().add(&edge(&name)).await?;
+        running.wait_for_record(&name).await;
         running.site.serves(&running.server).await?;
     }
     let lists = running.lists_since(began, "nodes")?;
     ensure!(lists.is_empty(), "watches were resumed by lists: {lists:?}");
 
     // The API server is unavailable and forgets its history, so the watch cannot resume.
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .be(Presence::Refusing)
-        .await?;
+    running.fake_api()?.be(Presence::Refusing).await?;
     running.add_behind("late")?;
-    running.cluster_env.cluster.fake_api()?.compact();
+    running.fake_api()?.compact();
     let back = Instant::now();
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .be(Presence::Here)
-        .await?;
-    eventually("the node after 410", Duration::from_secs(10), async || {
-        let records = running.cluster_env.objects().records().await?;
-        ensure!(records.contains("\tlate"), "{records}");
-        Ok(())
-    })
-    .await;
+    running.fake_api()?.be(Presence::Here).await?;
+    running.wait_for_record("late").await;
     for plural in ["nodes", "configmaps", "services"] {
         let lists = running.lists_since(back, plural)?;
         // The server lists each ConfigMap that it follows once: records, port lists, the
@@ -240,11 +182,7 @@ async fn f21_restarts_of_a_real_kube_apiserver_are_followed_within_seconds() -> 
     let Some(mut cluster_env) = ClusterEnv::start(Kind::Real).await? else {
         return Ok(());
     };
-    cluster_env.guide().await?;
-    let server = cluster_env.server("a").await?;
-    cluster_env
-        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
-        .await;
+    let server = cluster_env.guided_server().await?;
     for number in 0..3 {
         let next = tokio::time::Instant::now() + BETWEEN_RESTARTS;
         cluster_env.cluster.restart().await?;
@@ -260,16 +198,10 @@ async fn f21_restarts_of_a_real_kube_apiserver_are_followed_within_seconds() -> 
             Ok(())
         })
         .await;
-        crate::abuse::report_figure(&format!(
-            "restart {number}: record after {:?}",
-            back.elapsed()
-        ));
-        eventually("no condition is left", Duration::from_secs(5), async || {
-            let ready = fetch_text(&server, "/readyz?verbose").await?;
-            ensure!(!ready.contains("[!] watching"), "{ready}");
-            Ok(())
-        })
-        .await;
+        let took = back.elapsed();
+        crate::abuse::report_figure(&format!("restart {number}: record after {took:?}"));
+        let patience = Duration::from_secs(5);
+        wait_until_gone(&server, READYZ, patience, "[!] watching").await;
         tokio::time::sleep_until(next).await;
     }
     let log = server.log().to_string();
@@ -296,41 +228,19 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
         anyhow::Ok(())
     })
     .await;
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .be(Presence::Refusing)
-        .await?;
+    running.fake_api()?.be(Presence::Refusing).await?;
     let setup = running.server.setup_for_restart();
-    running
-        .server
-        .process()
-        .signal(tunnel_tests::process::Signal::Kill)?;
+    running.server.process().signal(Signal::Kill)?;
     running.server.process().end(FIRST).await?;
     running.server = setup.start().await?;
-    eventually(
-        "traffic without the API server",
-        Duration::from_secs(15),
-        async || running.site.serves(&running.server).await,
-    )
-    .await;
+    let served = async || running.site.serves(&running.server).await;
+    let patience = Duration::from_secs(15);
+    eventually("traffic without the API server", patience, served).await;
     running.add_behind("worker-2")?;
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .be(Presence::Here)
-        .await?;
+    running.fake_api()?.be(Presence::Here).await?;
     // The Lease of the killed server must expire first.
-    running
-        .cluster_env
-        .wait_for_records(
-            "records of the restarted server",
-            Duration::from_secs(30),
-            &THREE.join("\n"),
-        )
-        .await;
+    let patience = Duration::from_secs(30);
+    running.wait_for_records(patience, WITH_WORKER_2).await;
     Ok(())
 }
 
@@ -338,11 +248,7 @@ async fn f21_a_server_starts_without_the_api_server_and_serves_what_it_knew() ->
 async fn f22_without_its_rights_the_server_alarms_and_serves_and_recovers() -> Result<()> {
     let running = Running::start().await?;
     running.cluster_env.cluster.allow_server(false).await?;
-    running
-        .cluster_env
-        .cluster
-        .fake_api()?
-        .cut_watches(Cut::Ended);
+    running.fake_api()?.cut_watches(Cut::Ended);
     running.cluster_env.objects().add(&edge("worker-2")).await?;
     eventually("the alarm", scaled(Duration::from_secs(15)), async || {
         let text = fetch_text(&running.server, "/metrics").await?;
@@ -356,14 +262,8 @@ async fn f22_without_its_rights_the_server_alarms_and_serves_and_recovers() -> R
     .await;
     running.serves_for(Duration::from_secs(3)).await?;
     running.cluster_env.cluster.allow_server(true).await?;
-    running
-        .cluster_env
-        .wait_for_records(
-            "records with the rights back",
-            Duration::from_secs(30),
-            &THREE.join("\n"),
-        )
-        .await;
+    let patience = Duration::from_secs(30);
+    running.wait_for_records(patience, WITH_WORKER_2).await;
     Ok(())
 }
 
@@ -371,29 +271,17 @@ async fn f22_without_its_rights_the_server_alarms_and_serves_and_recovers() -> R
 async fn f22_a_map_that_is_changed_all_the_time_neither_stops_nor_floods_the_writer() -> Result<()>
 {
     let running = Running::start().await?;
-    let path = tunnel_tests::cluster::Objects::records_path();
+    let path = Objects::records_path();
     let began = Instant::now();
     let mut edits = 0;
     while began.elapsed() < Duration::from_secs(4) {
         edits += 1;
         let edit = json!({ "data": { "tunnel-nodes": format!("10.0.0.1\tforeign-{edits}") } });
-        running
-            .cluster_env
-            .cluster
-            .admin()
-            .merge(&path, &edit)
-            .await?;
+        running.cluster_env.admin().merge(&path, &edit).await?;
     }
-    running
-        .cluster_env
-        .wait_for_records(
-            "the repaired records",
-            Duration::from_secs(10),
-            GUIDE_RECORDS,
-        )
-        .await;
+    running.wait_for_records(FIRST, GUIDE_RECORDS).await;
     let user = Cluster::server_user();
-    let requests = running.cluster_env.cluster.fake_api()?.requests();
+    let requests = running.fake_api()?.requests();
     let writes = requests.iter().filter(|recorded| {
         recorded.at >= began
             && recorded.user == user

@@ -12,8 +12,7 @@ use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::or_skip;
 
 use super::kubectl::{Kubectl, kubectls};
-use super::records::BASE;
-use super::{ClusterEnv, FIRST, GUIDE_RECORDS, REACTION, Site, fetch_text};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS, REACTION, READYZ, Site, fetch_text};
 
 on_both!(
     dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes_it,
@@ -35,27 +34,15 @@ fn listener_ports(server: &Server) -> (u16, u16) {
 async fn dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes_it(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
-    cluster_env.guide().await?;
-    let server = cluster_env.server("a").await?;
-    cluster_env
-        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
-        .await;
-    cluster_env
-        .objects()
-        .set_ports(&[("https-proxy-ports", "9100")])
-        .await?;
+    let server = cluster_env.guided_server().await?;
+    let (admin, objects) = (cluster_env.admin(), cluster_env.objects());
+    objects.set_ports(&[("https-proxy-ports", "9100")]).await?;
     let (_, https) = listener_ports(&server);
-    cluster_env
-        .wait_for_ports(
-            "the guide's ports",
-            &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
-        )
-        .await;
-    let service = cluster_env.objects().service().await?;
+    cluster_env.wait_for_ports(Some((9100, https))).await;
+    let service = objects.service().await?;
     ensure!(service["metadata"]["annotations"].is_null(), "{service}");
 
     // No controller creates Endpoints and EndpointSlices here. kubectl shows one or the other.
-    let admin = cluster_env.cluster.admin();
     let endpoints = endpoints(&service, "192.168.33.220");
     admin
         .create("/api/v1/namespaces/kube-system/endpoints", &endpoints)
@@ -66,26 +53,15 @@ async fn dns_2_an_https_port_becomes_a_port_of_the_service_and_kubectl_describes
         "endpoints": [{ "addresses": ["192.168.33.220"], "conditions": { "ready": true } }],
         "ports": endpoints["subsets"][0]["ports"],
     });
-    admin
-        .create(
-            "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices",
-            &slice,
-        )
-        .await?;
+    let slices = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
+    admin.create(slices, &slice).await?;
     let Some(files) = or_skip(kubectls()) else {
         return Ok(());
     };
     for file in files {
         let kubectl = Kubectl::new(file, cluster_env.cluster.admin_kubeconfig()?)?;
-        let text = kubectl
-            .ok(&[
-                "-n",
-                "kube-system",
-                "describe",
-                "svc",
-                "x-tunnel-server-internal-svc",
-            ])
-            .await?;
+        let describe = "-n kube-system describe svc x-tunnel-server-internal-svc";
+        let text = kubectl.ok(describe).await?;
         let rows: Vec<Vec<&str>> = text
             .lines()
             .map(|line| line.split_whitespace().collect())
@@ -122,55 +98,39 @@ async fn dns_3_only_good_entries_count_and_ports_of_others_survive(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
     cluster_env.guide().await?;
-    let admin = cluster_env.cluster.admin();
+    let objects = cluster_env.objects();
     let path = Objects::path("services", "x-tunnel-server-internal-svc");
-    let mut service = cluster_env.objects().service().await?;
+    let mut service = objects.service().await?;
     let ports = service["spec"]["ports"].as_array_mut().context("ports")?;
     ports.push(json!({ "name": "custom", "port": 8443, "targetPort": "web", "protocol": "TCP" }));
     ports.push(json!({ "name": "dnat-53", "port": 53, "targetPort": 5353, "protocol": "UDP" }));
-    let before = admin.replace(&path, &service).await?["spec"]["ports"].clone();
+    let replaced = cluster_env.admin().replace(&path, &service).await?;
+    let before = replaced["spec"]["ports"].as_array().context("ports")?;
     let server = cluster_env.server("a").await?;
-    cluster_env
-        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
-        .await;
-    cluster_env
-        .objects()
-        .set_ports(&[("https-proxy-ports", "9100, 9100,,70000,abc, 10250")])
-        .await?;
+    cluster_env.wait_for_records(FIRST, GUIDE_RECORDS).await;
+    let ports = [("https-proxy-ports", "9100, 9100,,70000,abc, 10250")];
+    objects.set_ports(&ports).await?;
     let (_, https) = listener_ports(&server);
     let added =
         json!({ "name": "dnat-9100", "port": 9100, "protocol": "TCP", "targetPort": https });
-    let wanted: Vec<Value> = before
-        .as_array()
-        .into_iter()
-        .flatten()
-        .cloned()
-        .chain([added])
-        .collect();
+    let wanted = [&before[..], &[added]].concat();
     wait_for_exact_ports(&cluster_env, &wanted).await;
     eventually("the mistakes to be reported", FIRST, async || {
-        let text = fetch_text(&server, "/readyz?verbose").await?;
+        let text = fetch_text(&server, READYZ).await?;
         ensure!(text.contains("70000") && text.contains("abc"), "{text}");
         Ok(())
     })
     .await;
-    cluster_env
-        .objects()
-        .set_ports(&[("https-proxy-ports", "")])
-        .await?;
-    wait_for_exact_ports(&cluster_env, before.as_array().context("ports")?).await;
+    objects.set_ports(&[("https-proxy-ports", "")]).await?;
+    wait_for_exact_ports(&cluster_env, before).await;
     Ok(())
 }
 
 async fn wait_for_exact_ports(cluster_env: &ClusterEnv, wanted: &[Value]) {
     eventually("the ports", REACTION, async || {
         let service = cluster_env.objects().service().await?;
-        ensure!(
-            service["spec"]["ports"]
-                .as_array()
-                .is_some_and(|ports| ports == wanted),
-            "{service}"
-        );
+        let ports = service["spec"]["ports"].as_array();
+        ensure!(ports.is_some_and(|ports| ports == wanted), "{service}");
         Ok(())
     })
     .await;
@@ -179,32 +139,14 @@ async fn wait_for_exact_ports(cluster_env: &ClusterEnv, wanted: &[Value]) {
 async fn dns_4_https_wins_and_a_changed_target_keeps_its_name(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
-    cluster_env.guide().await?;
-    let server = cluster_env.server("a").await?;
+    let server = cluster_env.guided_server().await?;
+    let objects = cluster_env.objects();
     let (http, https) = listener_ports(&server);
-    cluster_env
-        .wait_for_records("the guide's records", FIRST, GUIDE_RECORDS)
-        .await;
-    cluster_env
-        .objects()
-        .set_ports(&[("http-proxy-ports", "9100"), ("https-proxy-ports", "9100")])
-        .await?;
-    cluster_env
-        .wait_for_ports(
-            "https wins",
-            &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", https)],
-        )
-        .await;
-    cluster_env
-        .objects()
-        .set_ports(&[("http-proxy-ports", "9100")])
-        .await?;
-    cluster_env
-        .wait_for_ports(
-            "only http",
-            &[BASE[0], BASE[1], ("dnat-9100", 9100, "TCP", http)],
-        )
-        .await;
+    let both = [("http-proxy-ports", "9100"), ("https-proxy-ports", "9100")];
+    objects.set_ports(&both).await?;
+    cluster_env.wait_for_ports(Some((9100, https))).await;
+    objects.set_ports(&both[..1]).await?;
+    cluster_env.wait_for_ports(Some((9100, http))).await;
     Ok(())
 }
 
@@ -222,26 +164,23 @@ async fn dns_15_loopback_ports_and_node_ports_are_both_reached(
     let arguments = ["--node-ip", "127.0.0.2", "--localhost-ports", &inner_port];
     let _site = Site::start(&cluster_env, &server, "worker-1", &arguments).await?;
     let both = format!("{own_port}, {inner_port}");
-    cluster_env
-        .objects()
-        .set_ports(&[
-            ("http-proxy-ports", &both),
-            ("localhost-proxy-ports", &inner_port),
-        ])
-        .await?;
-    let endpoint = server.address(Listener::Http);
-    for (port, content) in [
-        (&own_port, "node-address"),
-        (&inner_port, "loopback-address"),
+    // Only the lists decide. Without the entry, the agent dials the loopback target's port at the
+    // node's address.
+    for (list, port, status, content) in [
+        (inner_port.as_str(), &own_port, 200, "node-address"),
+        (&inner_port, &inner_port, 200, "loopback-address"),
+        ("10266", &inner_port, 502, ""),
     ] {
+        let lists = [
+            ("http-proxy-ports", both.as_str()),
+            ("localhost-proxy-ports", list),
+        ];
+        cluster_env.objects().set_ports(&lists).await?;
+        let get = RawRequest::get(&format!("worker-1:{port}"), "/metrics");
         eventually("both classes of targets", REACTION, async || {
-            let reply = request(
-                endpoint,
-                &RawRequest::get(&format!("worker-1:{port}"), "/metrics"),
-            )
-            .await?;
+            let reply = request(server.address(Listener::Http), &get).await?;
             ensure!(
-                reply.status == 200 && reply.text().contains(content),
+                reply.status == status && reply.text().contains(content),
                 "{}: {}",
                 reply.status,
                 reply.text()
@@ -250,25 +189,6 @@ async fn dns_15_loopback_ports_and_node_ports_are_both_reached(
         })
         .await;
     }
-    // Only the lists decide. Without the entry, the agent dials the same port at the node's
-    // address.
-    cluster_env
-        .objects()
-        .set_ports(&[
-            ("http-proxy-ports", &both),
-            ("localhost-proxy-ports", "10266"),
-        ])
-        .await?;
-    eventually("the loopback target out of reach", REACTION, async || {
-        let reply = request(
-            endpoint,
-            &RawRequest::get(&format!("worker-1:{inner_port}"), "/metrics"),
-        )
-        .await?;
-        ensure!(reply.status == 502, "{}: {}", reply.status, reply.text());
-        Ok(())
-    })
-    .await;
     Ok(())
 }
 
@@ -279,13 +199,8 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
     let server = cluster_env.server("a").await?;
     let denied = Exporter::start("worker-1").await?;
     let denied_port = denied.addr().port().to_string();
-    let site = Site::start(
-        &cluster_env,
-        &server,
-        "worker-1",
-        &["--deny-ports", &denied_port],
-    )
-    .await?;
+    let arguments = ["--deny-ports", &denied_port];
+    let site = Site::start(&cluster_env, &server, "worker-1", &arguments).await?;
     let plain = Endpoint::plain(server.address(Listener::Http));
     let tls = Endpoint::tls(
         server.address(Listener::Https),
@@ -304,27 +219,18 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
     }
 
     let list = format!("{}, {denied_port}", site.port());
-    cluster_env
-        .objects()
-        .set_ports(&[("http-proxy-ports", &list)])
-        .await?;
-    eventually("the port by Host", REACTION, async || {
-        site.serves(&server).await
-    })
-    .await;
+    let objects = cluster_env.objects();
+    objects.set_ports(&[("http-proxy-ports", &list)]).await?;
+    let served = async || site.serves(&server).await;
+    eventually("the port by Host", REACTION, served).await;
     // A caller of the Service reaches this target: kube-proxy provides the cluster address and the
     // port, and the target is the listener.
     let target = eventually("the port of the Service", REACTION, async || {
-        let service = cluster_env.objects().service().await?;
-        let ports = service["spec"]["ports"].as_array().context("ports")?;
-        let own = ports
-            .iter()
-            .find(|port| port["port"] == site.port())
-            .context("no such port")?;
-        own["targetPort"]
-            .as_u64()
-            .and_then(|port| u16::try_from(port).ok())
-            .context("no number")
+        let service = objects.service().await?;
+        let mut ports = service["spec"]["ports"].as_array().into_iter().flatten();
+        let own = ports.find(|port| port["port"] == site.port());
+        let target = own.context("no such port")?["targetPort"].as_u64();
+        anyhow::Ok(u16::try_from(target.context("no number")?)?)
     })
     .await;
     let through_service = request(SocketAddr::from(([127, 0, 0, 1], target)), &get).await?;
@@ -334,11 +240,8 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
         through_service.text()
     );
 
-    let reply = request(
-        plain.clone(),
-        &RawRequest::get(&format!("worker-1:{denied_port}"), "/metrics"),
-    )
-    .await?;
+    let denied_get = RawRequest::get(&format!("worker-1:{denied_port}"), "/metrics");
+    let reply = request(plain.clone(), &denied_get).await?;
     ensure!(
         reply.status == 403 && reply.text().contains("deny-ports"),
         "{}: {}",
@@ -350,7 +253,7 @@ async fn p7_a_port_is_refused_until_it_is_configured_and_where_the_agent_refuses
         "the agent dialed what it denies"
     );
 
-    cluster_env.objects().remove_ports().await?;
+    objects.remove_ports().await?;
     eventually("the port refused again", REACTION, async || {
         let reply = request(plain.clone(), &get).await?;
         ensure!(reply.status == 403, "{}", reply.status);

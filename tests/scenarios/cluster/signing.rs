@@ -4,15 +4,16 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use rustls_pki_types::CertificateDer;
 use serde_json::{Value, json};
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
-use tunnel_tests::cluster::{Kind, edge};
+use tunnel_tests::cluster::edge;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{AgentSetup, Listener, Server, ServerSetup};
+use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup};
 use tunnel_tests::targets::{Access, FakeKubelet, TargetTls, sha256_hex};
 
-use super::{ClusterEnv, FIRST, fetch_text};
+use super::{ClusterEnv, FIRST, READYZ, fetch_text, wait_for_text, wait_until_gone};
 
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 /// Longest wait for the effect of a poll. The server polls every 5 s.
@@ -32,9 +33,36 @@ fn setup(cluster_env: &ClusterEnv, kubelet: &FakeKubelet, callers: &TestCa) -> R
     ]))
 }
 
+/// Adds worker-1 and starts its kubelet, which accepts the server's certificate of this CA.
+async fn kubelet(
+    cluster_env: &ClusterEnv,
+    client_ca: &CertificateDer<'static>,
+) -> Result<FakeKubelet> {
+    cluster_env.objects().add(&edge("worker-1")).await?;
+    let access = Access::new(client_ca, &["culvert-tunnel-server"])?;
+    let tls = TargetTls::self_signed(&["worker-1"])?;
+    FakeKubelet::guarded("worker-1", tls, access).await
+}
+
+async fn agent(cluster_env: &ClusterEnv, server: &Server) -> Result<Process> {
+    let token = server.token("worker-1", None).await?;
+    let folder = cluster_env.scratch.path().join("agent");
+    let setup = AgentSetup::on_loopback("worker-1", server.address(Listener::Agents), &folder);
+    let agent = setup.args(&["--token", &token]).start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    Ok(agent)
+}
+
+async fn is_ready(server: &Server) -> Result<()> {
+    let meta = server.address(Listener::Meta);
+    let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
+    ensure!(ready.status == 200, "{}", ready.text());
+    Ok(())
+}
+
 /// Returns the pending request of the server.
 async fn asked(cluster_env: &ClusterEnv) -> Result<Value> {
-    let list = cluster_env.cluster.admin().list(REQUESTS).await?;
+    let list = cluster_env.admin().list(REQUESTS).await?;
     ensure!(list.len() == 1, "{} requests", list.len());
     list.into_iter().next().context("no request")
 }
@@ -46,7 +74,7 @@ async fn decide(cluster_env: &ClusterEnv, mut object: Value, decision: &str) -> 
     let reason = format!("Kubectl{decision}");
     object["status"] =
         json!({ "conditions": [{ "type": decision, "status": "True", "reason": reason }] });
-    cluster_env.cluster.admin().replace(&path, &object).await?;
+    cluster_env.admin().replace(&path, &object).await?;
     Ok(())
 }
 
@@ -60,37 +88,19 @@ async fn page(server: &Server, kubelet: &FakeKubelet, caller: &Issued) -> Result
 
 #[tokio::test(flavor = "multi_thread")]
 async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
-    cluster_env.objects().add(&edge("worker-1")).await?;
-    let fake_api = cluster_env.cluster.fake_api()?;
-    let access = Access::new(&fake_api.client_ca(), &["culvert-tunnel-server"])?;
-    let tls = TargetTls::self_signed(&["worker-1"])?;
-    let kubelet = FakeKubelet::guarded("worker-1", tls, access).await?;
+    let cluster_env = ClusterEnv::fake().await?;
+    let fake_api = cluster_env.fake_api()?;
+    let kubelet = kubelet(&cluster_env, &fake_api.client_ca()).await?;
     let callers = TestCa::new("callers")?;
     let apiserver = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
     let server = setup(&cluster_env, &kubelet, &callers)?.start().await?;
-    let token = server.token("worker-1", None).await?;
-    let folder = cluster_env.scratch.path().join("agent");
-    let agents = server.address(Listener::Agents);
-    let _agent = AgentSetup::on_loopback("worker-1", agents, &folder)
-        .args(&["--token", &token])
-        .start()?;
-    server.wait_until_connected(&["worker-1"]).await;
+    let _agent = agent(&cluster_env, &server).await?;
     let object = eventually("a request", FIRST, async || asked(&cluster_env).await).await;
     let name = object["metadata"]["name"].as_str().context("no name")?;
     // Before the approval, the server is ready, reports the command to run, and does not delegate.
-    eventually("the command is reported", FIRST, async || {
-        let shown = fetch_text(&server, "/readyz?verbose").await?;
-        let command = format!("kubectl certificate approve {name}");
-        ensure!(shown.contains(&command), "{shown}");
-        Ok(())
-    })
-    .await;
-    let meta = server.address(Listener::Meta);
-    let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
-    assert_eq!(ready.status, 200);
+    let command = format!("kubectl certificate approve {name}");
+    wait_for_text(&server, READYZ, FIRST, &command).await;
+    is_ready(&server).await?;
     assert_eq!(page(&server, &kubelet, &apiserver).await?.0, 401);
     decide(&cluster_env, object.clone(), "Approved").await?;
     let signed = fake_api.sign_request(name)?;
@@ -101,48 +111,34 @@ async fn certificate_is_requested_approved_and_delegated_also_after_a_restart() 
         Ok(())
     })
     .await;
-    eventually("the command is withdrawn", LOOK, async || {
-        let shown = fetch_text(&server, "/readyz?verbose").await?;
-        ensure!(!shown.contains("certificate approve"), "{shown}");
-        Ok(())
-    })
-    .await;
+    wait_until_gone(&server, READYZ, LOOK, "certificate approve").await;
     // The next process loads the certificate from its disk, because the request may be gone by
     // then.
-    cluster_env
-        .cluster
-        .admin()
-        .delete(&format!("{REQUESTS}/{name}"))
-        .await?;
+    let path = format!("{REQUESTS}/{name}");
+    cluster_env.admin().delete(&path).await?;
     let again = server.setup_for_restart();
     server.into_process().stop(FIRST).await?;
     let server = again.start().await?;
     server.wait_until_connected(&["worker-1"]).await;
     assert_eq!(page(&server, &kubelet, &apiserver).await?, expected);
-    ensure!(cluster_env.cluster.admin().list(REQUESTS).await?.is_empty());
+    ensure!(cluster_env.admin().list(REQUESTS).await?.is_empty());
     Ok(())
 }
 
 /// Tests a Secret that is mounted as optional and created after the server has started.
 #[tokio::test(flavor = "multi_thread")]
 async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart() -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
-    cluster_env.objects().add(&edge("worker-1")).await?;
+    let cluster_env = ClusterEnv::fake().await?;
     let clients = TestCa::new("clients of kubelets")?;
-    let access = Access::new(clients.root(), &["culvert-tunnel-server"])?;
-    let tls = TargetTls::self_signed(&["worker-1"])?;
-    let kubelet = FakeKubelet::guarded("worker-1", tls, access).await?;
+    let kubelet = kubelet(&cluster_env, clients.root()).await?;
     let callers = TestCa::new("callers")?;
     let apiserver = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
     let ca = cluster_env.scratch.file("callers.pem", callers.pem())?;
     let mounted = cluster_env.scratch.path().join("mounted");
     std::fs::create_dir(&mounted)?;
     let file = |end| mounted.join(format!("tls.{end}"));
-    let settings = cluster_env
-        .scratch
-        .file("limits.yaml", "limits: { reloadEvery: 50ms }\n")?;
+    let limits = "limits: { reloadEvery: 50ms }\n";
+    let settings = cluster_env.scratch.file("limits.yaml", limits)?;
     let port = kubelet.addr().port().to_string();
     let server = cluster_env
         .setup("a")?
@@ -152,25 +148,14 @@ async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart
         .args(&["--target-key-file", &file("key").to_string_lossy()])
         .args(&["--https-proxy-ports", &port]);
     let server = server.start().await?;
-    let token = server.token("worker-1", None).await?;
-    let agents = server.address(Listener::Agents);
-    let _agent = AgentSetup::on_loopback(
-        "worker-1",
-        agents,
-        &cluster_env.scratch.path().join("agent"),
-    )
-    .args(&["--token", &token])
-    .start()?;
-    server.wait_until_connected(&["worker-1"]).await;
+    let _agent = agent(&cluster_env, &server).await?;
     let condition = "[!] kubelet certificate: no client certificate for delegation";
-    let shown = fetch_text(&server, "/readyz?verbose").await?;
+    let shown = fetch_text(&server, READYZ).await?;
     ensure!(
         shown.contains(condition) && shown.contains("tls.crt"),
         "{shown}"
     );
-    let meta = server.address(Listener::Meta);
-    let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
-    assert_eq!(ready.status, 200);
+    is_ready(&server).await?;
     assert_eq!(page(&server, &kubelet, &apiserver).await?.0, 401);
     let own = clients.issue(&Leaf::caller("culvert-tunnel-server"))?;
     own.write(&mounted, "tls")?;
@@ -178,7 +163,7 @@ async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart
     eventually("the certificate is delegated", FIRST, async || {
         let shown = page(&server, &kubelet, &apiserver).await?;
         ensure!(shown == expected, "{shown:?}");
-        let shown = fetch_text(&server, "/readyz?verbose").await?;
+        let shown = fetch_text(&server, READYZ).await?;
         ensure!(!shown.contains(condition), "{shown}");
         Ok(())
     })
@@ -187,37 +172,22 @@ async fn certificate_of_a_secret_that_comes_later_is_delegated_without_a_restart
     std::fs::remove_file(file("crt"))?;
     let failed =
         "tunnel_server_credential_reloads_total{files=\"target_certificate\",result=\"failed\"} 1";
-    eventually("the failure is counted", FIRST, async || {
-        let shown = fetch_text(&server, "/metrics").await?;
-        ensure!(shown.contains(failed), "{shown}");
-        Ok(())
-    })
-    .await;
+    wait_for_text(&server, "/metrics", FIRST, failed).await;
     assert_eq!(page(&server, &kubelet, &apiserver).await?, expected);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn denied_request_is_reported_and_the_server_stays_ready() -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
+    let cluster_env = ClusterEnv::fake().await?;
     let tls = TargetTls::self_signed(&["worker-1"])?;
     let kubelet = FakeKubelet::start_on("127.0.0.1:0".parse()?, "worker-1", Some(tls)).await?;
-    let server = setup(&cluster_env, &kubelet, &TestCa::new("callers")?)?
-        .start()
-        .await?;
+    let setup = setup(&cluster_env, &kubelet, &TestCa::new("callers")?)?;
+    let server = setup.start().await?;
     let object = eventually("a request", FIRST, async || asked(&cluster_env).await).await;
     decide(&cluster_env, object.clone(), "Denied").await?;
-    eventually("the denial is reported", LOOK, async || {
-        let shown = fetch_text(&server, "/readyz?verbose").await?;
-        ensure!(shown.contains("was denied: KubectlDenied"), "{shown}");
-        Ok(())
-    })
-    .await;
-    let meta = server.address(Listener::Meta);
-    let ready = request(meta, &RawRequest::get("meta", "/readyz")).await?;
-    assert_eq!(ready.status, 200);
+    wait_for_text(&server, READYZ, LOOK, "was denied: KubectlDenied").await;
+    is_ready(&server).await?;
     assert_eq!(
         asked(&cluster_env).await?["metadata"]["uid"],
         object["metadata"]["uid"]

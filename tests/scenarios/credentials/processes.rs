@@ -9,9 +9,7 @@ use anyhow::{Context, Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{
-    AgentSetup, Listener, Program, ScratchDir, Server, ServerSetup, Signal,
-};
+use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, Server, ServerSetup, Signal};
 use tunnel_tests::targets::Exporter;
 
 const START: Duration = Duration::from_secs(15);

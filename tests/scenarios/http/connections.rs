@@ -8,9 +8,7 @@ use tokio::io::AsyncWriteExt;
 use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::{
-    Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget,
-};
+use tunnel_tests::targets::{Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget};
 
 use super::table::TwoNodes;
 

@@ -10,12 +10,12 @@ use tunnel_proto::identity::TrustDomain;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_tests::apiserver::{Presence, Reviewing, TokenClaims};
 use tunnel_tests::ca::replace;
-use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::Cluster;
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 
 use super::Site;
+use crate::credentials::{metric, metric_reaches};
 
 /// Returns the claims of a token in a projected volume: for the server, of the agents'
 /// ServiceAccount, bound to a Pod.
@@ -31,6 +31,11 @@ pub(in crate::cluster) fn claims(pod: &str, uid: &str) -> TokenClaims {
 }
 
 impl Site {
+    /// Creates a Pod on worker-1 and returns the claims of its token.
+    fn claims(&self) -> Result<TokenClaims> {
+        Ok(claims("agent-1", &self.pod("agent-1", "worker-1")?))
+    }
+
     fn write_token(&self, node: &str, token: &str) -> Result<PathBuf> {
         let file = self.env.path().join(format!("{node}-token"));
         replace(&file, token.as_bytes())?;
@@ -48,30 +53,22 @@ impl Site {
     }
 
     async fn enrolled(&self, word: &str) -> Result<f64> {
-        let meta = RawRequest::get("meta", "/metrics");
-        let text = request(self.env.bound().meta, &meta).await?.text();
-        let name = format!("tunnel_server_enrollments_total{{result=\"{word}\"}}");
-        let line = text.lines().find_map(|line| line.strip_prefix(&name));
-        Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
+        metric(&self.env, &enrollments(word)).await
     }
 
     async fn has_code(&self, word: &str) {
-        eventually(
-            &format!("an enrollment ends as {word}"),
-            WAIT_TIMEOUT,
-            async || {
-                let count = self.enrolled(word).await?;
-                ensure!(count > 0.0, "{word}: {count}");
-                anyhow::Ok(())
-            },
-        )
-        .await;
+        metric_reaches(&self.env, &enrollments(word), 1.0, WAIT_TIMEOUT).await;
     }
 }
 
-/// Starts an agent of `node` and returns the error that ends it.
-async fn refusal(site: &Site, node: &str, token: &str) -> Result<String> {
-    let agent = Agent::start(site.agent_with_token(node, token)?).await?;
+/// Returns the metric of enrollments that end like this.
+fn enrollments(word: &str) -> String {
+    format!("tunnel_server_enrollments_total{{result=\"{word}\"}}")
+}
+
+/// Starts an agent of worker-1 and returns the error that ends it.
+async fn refusal(site: &Site, token: &str) -> Result<String> {
+    let agent = Agent::start(site.agent_with_token("worker-1", token)?).await?;
     let ended = tokio::time::timeout(scaled(WAIT_TIMEOUT), agent.ended()).await;
     let error = ended.context("the agent goes on")?;
     Ok(format!("{:#}", error.err().context("no error")?))
@@ -102,11 +99,8 @@ async fn token_of_the_nodes_own_pod_enrolls_at_servers_old_and_new() -> Result<(
         agent.stop().await?;
         site.api()?.be(Presence::Here).await?;
     }
-    let asked = site.api()?.requests();
-    let own = asked
-        .iter()
-        .filter(|seen| seen.user == Cluster::server_user());
-    let pods: Vec<_> = own.filter(|seen| seen.resource == "pods").collect();
+    let mut pods = site.api()?.requests();
+    pods.retain(|seen| seen.user == Cluster::server_user() && seen.resource == "pods");
     ensure!(
         pods.len() == 1,
         "only the older one needs the Pod: {pods:?}"
@@ -119,113 +113,57 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
     let site = Site::start().await?;
     let uid = site.pod("agent-1", "worker-1")?;
     let other_uid = site.pod("agent-2", "worker-2")?;
-    let good = || claims("agent-1", &uid);
-    let sign = |claims: &TokenClaims| -> Result<String> { Ok(site.api()?.sign(claims)) };
-    let mut damaged = sign(&good())?;
-    damaged.pop();
-    let of_others = |namespace: &str, name: &str| TokenClaims {
-        account: (namespace.into(), name.into()),
-        ..good()
+    let changed = |change: fn(&mut TokenClaims)| {
+        let mut changed = claims("agent-1", &uid);
+        change(&mut changed);
+        changed
     };
-    let current = Reviewing::WithNodes;
-    let table = [
-        (
-            "another audience",
-            current,
-            sign(&TokenClaims {
-                audiences: vec!["vault".into()],
-                ..good()
-            })?,
-            "bad_token",
-        ),
-        (
-            "the API server's audience",
-            current,
-            sign(&TokenClaims {
-                audiences: vec!["https://kubernetes.default.svc.cluster.local".into()],
-                ..good()
-            })?,
-            "bad_token",
-        ),
-        (
-            "another ServiceAccount",
-            Reviewing::Cached,
-            sign(&of_others("kube-system", "default"))?,
-            "which is not in --agent-service-account",
-        ),
-        (
-            "another namespace",
-            Reviewing::Cached,
-            sign(&of_others("default", "tunnel-agent"))?,
-            "which is not in --agent-service-account",
-        ),
-        (
-            "another node's Pod",
-            current,
-            sign(&claims("agent-2", &other_uid))?,
-            "wrong_node",
-        ),
-        (
-            "another node's Pod, reviewed by an older server",
-            Reviewing::WithPods,
-            sign(&claims("agent-2", &other_uid))?,
-            "wrong_node",
-        ),
-        (
-            "a Pod that was created again",
-            current,
-            sign(&claims("agent-1", "other-uid"))?,
-            "bad_token",
-        ),
-        (
-            "a Pod that was created again, as a cached answer has it",
-            Reviewing::Cached,
-            sign(&claims("agent-1", "other-uid"))?,
-            "is gone",
-        ),
-        (
-            "a Pod that is not there, as a cached answer has it",
-            Reviewing::Cached,
-            sign(&claims("agent-9", &uid))?,
-            "is gone",
-        ),
-        (
-            "no Pod",
-            current,
-            sign(&TokenClaims {
-                pod: None,
-                ..good()
-            })?,
-            "bound to no Pod",
-        ),
-        (
-            "a Secret's token",
-            current,
-            sign(&TokenClaims {
-                audiences: Vec::new(),
-                ends: None,
-                ..good()
-            })?,
-            "bad_token",
-        ),
-        (
-            "a server that knows no audiences",
-            Reviewing::WithoutAudiences,
-            sign(&good())?,
-            "bad_token",
-        ),
-        ("a damaged signature", current, damaged, "bad_token"),
-        (
-            "nonsense",
-            current,
-            "eyJub25zZW5zZQ.e30.x".into(),
-            "bad_token",
-        ),
-    ];
+    let good = changed(|_| {});
+    let vault = changed(|claims| claims.audiences = vec!["vault".into()]);
+    let of_api_server = "https://kubernetes.default.svc.cluster.local";
+    let api_server = TokenClaims {
+        audiences: vec![of_api_server.into()],
+        ..good.clone()
+    };
+    let account = changed(|claims| claims.account.1 = "default".into());
+    let namespace = changed(|claims| claims.account.0 = "default".into());
+    let other_node = claims("agent-2", &other_uid);
+    let recreated = claims("agent-1", "other-uid");
+    let missing = claims("agent-9", &uid);
+    let no_pod = changed(|claims| claims.pod = None);
+    let of_secret = changed(|claims| {
+        claims.audiences.clear();
+        claims.ends = None;
+    });
+    let (current, cached) = (Reviewing::WithNodes, Reviewing::Cached);
+    let (older, ancient) = (Reviewing::WithPods, Reviewing::WithoutAudiences);
+    let unlisted = "which is not in --agent-service-account";
+    let mut table: Vec<_> = [
+        ("another audience", current, vault, "bad_token"),
+        ("the API server's audience", current, api_server, "bad_token"),
+        ("another ServiceAccount", cached, account, unlisted),
+        ("another namespace", cached, namespace, unlisted),
+        ("another node's Pod", current, other_node.clone(), "wrong_node"),
+        ("another node's Pod", older, other_node, "wrong_node"),
+        ("a new Pod", current, recreated.clone(), "bad_token"),
+        ("a new Pod, answered by a cache", cached, recreated, "is gone"),
+        ("no such Pod, answered by a cache", cached, missing, "is gone"),
+        ("no Pod", current, no_pod, "bound to no Pod"),
+        ("a Secret's token", current, of_secret, "bad_token"),
+        ("no audiences known", ancient, good.clone(), "bad_token"),
+    ]
+    .into_iter()
+    .map(|(what, reviewing, claims, words)| Ok((what, reviewing, site.api()?.sign(&claims), words)))
+    .collect::<Result<_>>()?;
+    let mut damaged = site.api()?.sign(&good);
+    damaged.pop();
+    table.push(("a damaged signature", current, damaged, "bad_token"));
+    let nonsense = "eyJub25zZW5zZQ.e30.x".to_owned();
+    table.push(("nonsense", current, nonsense, "bad_token"));
     for (what, reviewing, token, words) in &table {
         site.api()?.review_as(*reviewing);
-        let text = refusal(&site, "worker-1", token).await?;
-        ensure!(text.contains(words), "{what}: {text}");
+        let text = refusal(&site, token).await?;
+        ensure!(text.contains(words), "{what}, {reviewing:?}: {text}");
         let secret = token.rsplit('.').next().unwrap_or_default();
         ensure!(
             secret.len() < 8 || !text.contains(secret),
@@ -240,16 +178,15 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
 #[tokio::test(flavor = "multi_thread")]
 async fn ended_token_is_waited_for_as_the_kubelet_replaces_it() -> Result<()> {
     let site = Site::start().await?;
-    let uid = site.pod("agent-1", "worker-1")?;
+    let fresh = site.claims()?;
     let ended = TokenClaims {
         ends: Some(SystemTime::now() - Duration::from_secs(1)),
-        ..claims("agent-1", &uid)
+        ..fresh.clone()
     };
     let config = site.agent_with_token("worker-1", &site.api()?.sign(&ended))?;
     let _agent = Agent::start(config).await?;
     site.has_code("token_expired").await;
-    let fresh = site.api()?.sign(&claims("agent-1", &uid));
-    site.write_token("worker-1", &fresh)?;
+    site.write_token("worker-1", &site.api()?.sign(&fresh))?;
     site.env.connected("worker-1").await;
     Ok(())
 }
@@ -257,8 +194,7 @@ async fn ended_token_is_waited_for_as_the_kubelet_replaces_it() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn p9_token_that_one_key_has_used_enrolls_no_other() -> Result<()> {
     let site = Site::start().await?;
-    let uid = site.pod("agent-1", "worker-1")?;
-    let first = claims("agent-1", &uid);
+    let first = site.claims()?;
     let token = site.api()?.sign(&first);
     let config = site.agent_with_token("worker-1", &token)?;
     let agent = Agent::start(config.clone()).await?;
@@ -282,8 +218,7 @@ async fn p9_token_that_one_key_has_used_enrolls_no_other() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn api_server_that_is_away_is_a_reason_to_come_again() -> Result<()> {
     let site = Site::start().await?;
-    let uid = site.pod("agent-1", "worker-1")?;
-    let token = site.api()?.sign(&claims("agent-1", &uid));
+    let token = site.api()?.sign(&site.claims()?);
     let config = site.agent_with_token("worker-1", &token)?;
     site.api()?.be(Presence::Refusing).await?;
     let _agent = Agent::start(config).await?;
@@ -296,8 +231,7 @@ async fn api_server_that_is_away_is_a_reason_to_come_again() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<()> {
     let site = Site::start().await?;
-    let uid = site.pod("agent-1", "worker-1")?;
-    let first = claims("agent-1", &uid);
+    let first = site.claims()?;
     let token = site.api()?.sign(&first);
     let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
     site.env.connected("worker-1").await;
@@ -308,8 +242,13 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     site.has_code("revoked").await;
     ensure!(site.env.registry().of_node(&node).is_empty());
     agent.stop().await?;
-    let is_refused = refusal_of_stored(&site).await?;
-    ensure!(is_refused, "connected with the revoked certificate");
+    // The next agent has the stored certificate and a token from before the revocation.
+    let before = site.enrolled("revoked").await?;
+    let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
+    let revocations = enrollments("revoked");
+    metric_reaches(&site.env, &revocations, before + 1.0, WAIT_TIMEOUT).await;
+    drop(agent);
+    ensure!(site.env.registry().all().is_empty());
     let later = TokenClaims {
         issued: revoked + Duration::from_secs(2),
         ..first
@@ -320,30 +259,14 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     Ok(())
 }
 
-/// Returns whether the server refuses an agent that has the stored certificate and a token from
-/// before the revocation.
-async fn refusal_of_stored(site: &Site) -> Result<bool> {
-    let before = site.enrolled("revoked").await?;
-    let file = site.env.path().join("worker-1-token");
-    let token = std::fs::read_to_string(file)?;
-    let agent = Agent::start(site.agent_with_token("worker-1", &token)?).await?;
-    eventually("it is refused again", WAIT_TIMEOUT, async || {
-        let now = site.enrolled("revoked").await?;
-        ensure!(now > before, "{now}");
-        anyhow::Ok(())
-    })
-    .await;
-    drop(agent);
-    Ok(site.env.registry().all().is_empty())
-}
 
 /// Tests that an agent reloads the bundle of the servers' CA, which is a mounted ConfigMap and
 /// changes with the CA.
 #[tokio::test(flavor = "multi_thread")]
 async fn ca_file_of_an_enrolled_agent_is_reloaded() -> Result<()> {
     let site = Site::start().await?;
-    let uid = site.pod("agent-1", "worker-1")?;
-    let token = site.write_token("worker-1", &site.api()?.sign(&claims("agent-1", &uid)))?;
+    let token = site.api()?.sign(&site.claims()?);
+    let token = site.write_token("worker-1", &token)?;
     let bundle = site.env.path().join("bundle.crt");
     let ours = std::fs::read(site.tunnel_ca())?;
     replace(&bundle, &ours)?;
@@ -361,8 +284,7 @@ async fn ca_file_of_an_enrolled_agent_is_reloaded() -> Result<()> {
         for session in site.env.registry().of_node(&node) {
             session.close(CloseCode::Normal, "dial again").await;
         }
-        let meta = RawRequest::get("meta", "/metrics");
-        let text = request(site.env.bound().meta, &meta).await?.text();
+        let text = site.page("/metrics").await?;
         let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
         ensure!(text.contains(failed), "every handshake succeeds");
         anyhow::Ok(())
@@ -380,9 +302,8 @@ async fn server_outside_a_cluster_says_that_it_takes_no_such_tokens() -> Result<
         settings.kubeconfig = None;
     })
     .await?;
-    let uid = site.pod("agent-1", "worker-1")?;
-    let token = site.api()?.sign(&claims("agent-1", &uid));
-    let text = refusal(&site, "worker-1", &token).await?;
+    let token = site.api()?.sign(&site.claims()?);
+    let text = refusal(&site, &token).await?;
     ensure!(
         text.contains("not_offered") && text.contains("join token"),
         "{text}"
@@ -393,8 +314,7 @@ async fn server_outside_a_cluster_says_that_it_takes_no_such_tokens() -> Result<
 #[tokio::test(flavor = "multi_thread")]
 async fn token_without_a_ca_is_a_usage_error() -> Result<()> {
     let site = Site::start().await?;
-    let uid = site.pod("agent-1", "worker-1")?;
-    let token = site.api()?.sign(&claims("agent-1", &uid));
+    let token = site.api()?.sign(&site.claims()?);
     let mut config = site.agent_with_token("worker-1", &token)?;
     config.ca = None;
     let error = Agent::start(config).await.err().context("it started")?;

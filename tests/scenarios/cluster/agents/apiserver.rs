@@ -10,7 +10,9 @@ use rustls::RootCertStore;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::Scope;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
-use tunnel_tests::client::{ClientTls, Endpoint, HttpReply, RawRequest, UpgradeClient, request};
+use tunnel_tests::client::{
+    ByteStream, ClientTls, Endpoint, HttpReply, RawRequest, UpgradeClient, request,
+};
 use tunnel_tests::cluster::{Cluster, cloud, edge, server_roles_of};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
@@ -188,17 +190,11 @@ impl ApiServerSite {
     ) -> Result<()> {
         let accepted = |at: &Edge| at.kubelet.traffic().accepted();
         let before: Vec<_> = self.edges.iter().map(accepted).collect();
-        let mut stream = client.connect(listener).await?.switched()?;
-        stream.send(b"hello").await?;
-        ensure!(stream.receive(5).await? == b"hello", "no echo");
+        let _stream = echoing(listener, client).await?;
         for (at, before) in self.edges.iter().zip(before) {
             let came = accepted(at) - before;
-            ensure!(
-                came == u64::from(at.node == edge.node),
-                "{} at {}",
-                came,
-                at.node
-            );
+            let is_reached = at.node == edge.node;
+            ensure!(came == u64::from(is_reached), "{came} at {}", at.node);
         }
         Ok(())
     }
@@ -223,9 +219,8 @@ impl ApiServerSite {
     fn lookups(&self) -> Result<usize> {
         let requests = self.site.api()?.requests();
         let user = Cluster::server_user();
-        let gets = requests.iter().filter(|seen| {
-            seen.user == user && seen.resource == "pods" && seen.namespace == "default"
-        });
+        let own = requests.iter().filter(|seen| seen.user == user);
+        let gets = own.filter(|seen| seen.resource == "pods" && seen.namespace == "default");
         Ok(gets.count())
     }
 
@@ -233,6 +228,14 @@ impl ApiServerSite {
         let port = self.edges[1].kubelet.addr().port().to_string();
         HOSTS.iter().map(move |host| host.replace("PORT", &port))
     }
+}
+
+/// Opens an upgraded stream to an echo.
+async fn echoing(listener: Endpoint, client: UpgradeClient) -> Result<ByteStream> {
+    let mut stream = client.connect(listener).await?.switched()?;
+    stream.send(b"hello").await?;
+    ensure!(stream.receive(5).await? == b"hello", "no echo");
+    Ok(stream)
 }
 
 async fn every_shape(transport: &str) -> Result<()> {
@@ -289,12 +292,8 @@ async fn pod_in_the_path_leads_to_its_nodes_kubelet_and_the_port_of_its_status()
         for (edge, pod) in site.edges.iter().zip(["web-0", "web-1"]) {
             let reply = get(&host, &format!("/containerLogs/default/{pod}/app")).await?;
             let expected = format!("{}: log of {pod}/app\n", edge.node);
-            ensure!(
-                (reply.status, reply.text()) == (200, expected),
-                "{pod} by {host}: {} {}",
-                reply.status,
-                reply.text()
-            );
+            let got = (reply.status, reply.text());
+            ensure!(got == (200, expected), "{pod} by {host}: {got:?}");
         }
     }
     // For other paths the Host decides, and the server does not know this one. A Pod that does not
@@ -390,12 +389,9 @@ async fn p10_fields_of_users_lead_to_no_other_node() -> Result<()> {
                 .header("X-Forwarded-For", "10.0.0.9");
             let listener = site.dialed(Verification::Off, first)?;
             let reply = request(listener, &head).await?;
-            ensure!(reply.status == 400, "{path}: {}", reply.status);
-            ensure!(
-                reply.text().contains("--kubelet-certificate-authority"),
-                "{}",
-                reply.text()
-            );
+            let text = reply.text();
+            let advised = text.contains("--kubelet-certificate-authority");
+            ensure!(reply.status == 400 && advised, "{path}: {text}");
         }
     }
     ensure!(site.requests() == before, "a kubelet was asked");
@@ -499,8 +495,8 @@ async fn second_listed_caller_reaches_the_port_of_its_host() -> Result<()> {
 async fn other_callers_are_routed_by_host_and_never_ask_for_pods() -> Result<()> {
     let site = ApiServerSite::start("auto").await?;
     let before = site.lookups()?;
-    let other = format!("worker-2:{}", site.edges[1].kubelet.addr().port());
     let port = site.edges[1].kubelet.addr().port().to_string();
+    let other = format!("worker-2:{port}");
     let objects = site.site.cluster.objects();
     objects.set_ports(&[("https-proxy-ports", &port)]).await?;
     for server_name in [Some("worker-1"), None] {
@@ -536,11 +532,9 @@ async fn missing_right_to_get_pods_is_reported_to_users_and_operators() -> Resul
     let (status, _, text) = refused(&site, OF_ADMIN_CONF, "default/web-0").await?;
     ensure!(status == 400 && text.contains("pods get"), "{text}");
     let is_shown = async |expected: bool| {
-        let meta = site.site.env.bound().meta;
         eventually("the condition", WAIT_TIMEOUT, async || {
-            let page = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
-            let shown = page.text().contains("[!] pod lookup");
-            ensure!(shown == expected, "{}", page.text());
+            let page = site.site.page("/readyz?verbose").await?;
+            ensure!(page.contains("[!] pod lookup") == expected, "{page}");
             anyhow::Ok(())
         })
         .await;
@@ -568,10 +562,7 @@ async fn two_hundred_execs_at_once_all_reach_their_nodes() -> Result<()> {
         let pod = ["default/web-0", "default/web-1"][number % 2];
         let client = UpgradeClient::websocket(OF_ADMIN_CONF, &Stream::Exec.path(pod));
         let listener = caller.dialed(Verification::Off, &caller.edges[0])?;
-        let mut stream = client.connect(listener).await?.switched()?;
-        stream.send(b"hello").await?;
-        ensure!(stream.receive(5).await? == b"hello", "no echo");
-        anyhow::Ok(stream)
+        echoing(listener, client).await
     });
     let open = try_join_all(execs).await?;
     site.open_are(100).await;

@@ -8,9 +8,10 @@ use tunnel_proto::identity::{TrustDomain, validity};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::apiserver::Presence;
 use tunnel_tests::ca::{Leaf, Subject, TestCa, replace};
-use tunnel_tests::client::{RawRequest, UpgradeClient, request};
+use tunnel_tests::client::UpgradeClient;
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{FakeKubelet, deterministic_bytes};
 use tunnel_tests::websocket::{Message, WebSocket};
 
@@ -46,50 +47,36 @@ async fn only_a_kubelets_own_certificate_of_the_clusters_ca_makes_its_agent() ->
     };
     let foreign = TestCa::new("kubernetes")?;
     let past = std::time::SystemTime::now() - Duration::from_secs(3600);
+    let usage = Leaf {
+        server: true,
+        ..kubelet()
+    };
+    let ended = Leaf {
+        until: past,
+        from: past - Duration::from_secs(60),
+        ..kubelet()
+    };
+    let masters = (Subject::Organization, "system:masters");
+    let (second_name, wrong_name) = (
+        (Subject::Name, "system:node:worker-2"),
+        (Subject::Name, "worker-1"),
+    );
     let of_cluster = [
         ("our role in addition", ours("culvert://agent/worker-1")),
-        (
-            "our role for another node",
-            ours("culvert://agent/worker-2"),
-        ),
+        ("another node's role", ours("culvert://agent/worker-2")),
         ("a server's role", ours("culvert://server")),
         ("a damaged role", ours("culvert://agent/")),
         ("our role alone", Leaf::agent("worker-1")),
         ("no group", Leaf::subject(&[NAME])),
         ("no name", Leaf::subject(&[GROUP])),
-        (
-            "another group",
-            Leaf::subject(&[(Subject::Organization, "system:masters"), NAME]),
-        ),
-        (
-            "a second group",
-            Leaf::subject(&[GROUP, (Subject::Organization, "system:masters"), NAME]),
-        ),
-        (
-            "a second name",
-            Leaf::subject(&[GROUP, NAME, (Subject::Name, "system:node:worker-2")]),
-        ),
-        (
-            "a name that is no node's",
-            Leaf::subject(&[GROUP, (Subject::Name, "worker-1")]),
-        ),
+        ("another group", Leaf::subject(&[masters, NAME])),
+        ("a second group", Leaf::subject(&[GROUP, masters, NAME])),
+        ("a second name", Leaf::subject(&[GROUP, NAME, second_name])),
+        ("no node's name", Leaf::subject(&[GROUP, wrong_name])),
         ("an address", Leaf::kubelet("192.0.2.1")),
         ("capital letters", Leaf::kubelet("Worker-1")),
-        (
-            "the usage of servers",
-            Leaf {
-                server: true,
-                ..kubelet()
-            },
-        ),
-        (
-            "its time over",
-            Leaf {
-                until: past,
-                from: past - Duration::from_secs(60),
-                ..kubelet()
-            },
-        ),
+        ("the usage of servers", usage),
+        ("its time over", ended),
     ];
     let mut intruders = vec![("a foreign CA", foreign.issue(&kubelet())?.own)];
     for (what, leaf) in of_cluster {
@@ -179,8 +166,7 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
     // An invalid CA changes nothing, and the server reports it.
     site.api()?.set_client_ca("nothing")?;
     eventually("the condition is reported", WAIT_TIMEOUT, async || {
-        let ready = RawRequest::get("meta", "/readyz?verbose");
-        let ready_text = request(site.env.bound().meta, &ready).await?.text();
+        let ready_text = site.page("/readyz?verbose").await?;
         ensure!(ready_text.contains("[!] kubelet client CA"), "{ready_text}");
         anyhow::Ok(())
     })
@@ -214,7 +200,7 @@ async fn cas_are_reloaded_persisted_and_replaced_without_an_interruption() -> Re
 async fn kubelets_are_agents_without_a_cluster_by_a_file_and_never_when_it_is_off() -> Result<()> {
     let ca = TestCa::new("kubernetes")?;
     let other = TestCa::new("kubernetes")?;
-    let folder = tunnel_tests::process::ScratchDir::new()?;
+    let folder = ScratchDir::new()?;
     let file = folder.path().join("client-ca.crt");
     replace(&file, ca.pem().as_bytes())?;
     let env = TestEnv::start_with(|settings| {
@@ -269,12 +255,8 @@ async fn revoked_kubelet_is_out_until_the_cluster_gives_it_a_later_certificate()
         from: now + Duration::from_secs(1),
         ..Leaf::kubelet("worker-1")
     };
-    eventually(
-        "a later certificate is accepted",
-        WAIT_TIMEOUT,
-        async || dial(&later).await,
-    )
-    .await;
+    let accepted = async || dial(&later).await;
+    eventually("a later certificate is accepted", WAIT_TIMEOUT, accepted).await;
     drop(agent);
     Ok(())
 }

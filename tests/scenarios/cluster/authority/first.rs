@@ -9,18 +9,18 @@ use futures_util::future::try_join_all;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tunnel_tests::apiserver::Fault;
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::cluster::{Kind, Objects, empty_secrets};
-use tunnel_tests::env::WAIT_TIMEOUT;
+use tunnel_tests::cluster::{Objects, empty_secrets};
+use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::Program;
 use tunnel_tests::tools::or_skip;
 
 use super::super::kubectl::{Kubectl, kubectls};
-use super::super::{ClusterEnv, FIRST};
-use super::{ca_secret, cluster, server, state_secret};
+use super::super::{ClusterEnv, FIRST, READYZ};
+use super::{SECRETS, ca_secret, cluster, server, set_ca, state_secret};
 
 /// Number of seeds of a plain run. `R11_SEEDS` requests more.
 const SEEDS: u64 = 50;
@@ -64,13 +64,9 @@ async fn one_ca(seed: u64) -> Result<()> {
         ensure!(server.ca().root_pem() == secret["ca.crt"], "another CA");
     }
     let history = fake_api.history("secrets", Some("kube-system"), &ca_secret());
-    let made: BTreeSet<String> = history
+    let made: BTreeSet<_> = history
         .iter()
-        .filter_map(|(_, state)| {
-            state.as_ref()?["data"]["ca.key"]
-                .as_str()
-                .map(str::to_owned)
-        })
+        .filter_map(|(_, state)| state.as_ref()?["data"]["ca.key"].as_str())
         .collect();
     ensure!(made.len() == 1, "{} CAs were written", made.len());
     eventually("the certificates for agents", WAIT_TIMEOUT, async || {
@@ -89,12 +85,7 @@ async fn one_ca(seed: u64) -> Result<()> {
         "{} entries",
         replicas.len()
     );
-    try_join_all(
-        servers
-            .iter_mut()
-            .map(tunnel_tests::env::TestEnv::stop_server),
-    )
-    .await?;
+    try_join_all(servers.iter_mut().map(TestEnv::stop_server)).await?;
     Ok(())
 }
 
@@ -102,11 +93,9 @@ async fn one_ca(seed: u64) -> Result<()> {
 /// the Secret exists.
 #[tokio::test(flavor = "multi_thread")]
 async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made() -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
+    let cluster_env = ClusterEnv::fake().await?;
     let path = Objects::path("secrets", &ca_secret());
-    cluster_env.cluster.admin().delete(&path).await?;
+    cluster_env.admin().delete(&path).await?;
     let setup = cluster_env.setup("a")?;
     let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
     let mut process = run.args(setup.arguments().to_vec()).start()?;
@@ -121,7 +110,7 @@ async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made
     });
     let meta: std::net::SocketAddr = meta.await?;
     eventually("the condition to be reported", FIRST, async || {
-        let reply = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
+        let reply = request(meta, &RawRequest::get("meta", READYZ)).await?;
         let text = reply.text();
         ensure!(reply.status == 503, "{}", reply.status);
         ensure!(
@@ -138,12 +127,7 @@ async fn r11_a_missing_secret_is_reported_and_waited_for_and_no_other_ca_is_made
     ensure!(!folder.join("ca.key").exists() && !folder.join("ca.crt").exists());
 
     let [secret, _] = empty_secrets();
-    let collection = "/api/v1/namespaces/kube-system/secrets";
-    cluster_env
-        .cluster
-        .admin()
-        .create(collection, &secret)
-        .await?;
+    cluster_env.admin().create(SECRETS, &secret).await?;
     eventually("the server to be ready", FIRST, async || {
         let reply = request(meta, &RawRequest::get("meta", "/readyz")).await?;
         ensure!(reply.status == 200, "{}", reply.text());
@@ -170,29 +154,25 @@ async fn r11_applying_the_manifests_again_keeps_ca_and_tokens() -> Result<()> {
     for program in programs {
         let cluster = cluster().await?;
         let kubectl = Kubectl::new(program, cluster.admin_kubeconfig()?)?;
-        let scratch = tunnel_tests::process::ScratchDir::new()?;
-        let list =
-            serde_json::json!({ "apiVersion": "v1", "kind": "List", "items": empty_secrets() });
-        let file = scratch.file("secrets.json", list.to_string())?;
-        let file: &str = &file.to_string_lossy();
-        kubectl.ok(&["apply", "-f", file]).await?;
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": empty_secrets() });
+        let list = list.to_string();
+        kubectl.apply("", &list).await?;
         let server = server(&cluster, |_| {}).await?;
         let _token = server.token("worker-1", &[])?;
-        let before = (
-            cluster.objects().secret(&ca_secret()).await?,
-            cluster.objects().secret(&state_secret()).await?,
-        );
+        let stored = async || -> Result<_> {
+            let objects = cluster.objects();
+            let ca = objects.secret(&ca_secret()).await?;
+            Ok((ca, objects.secret(&state_secret()).await?))
+        };
+        let before = stored().await?;
         ensure!(
             before.0.len() == 2 && before.1.contains_key("tokens.json"),
             "{before:?}"
         );
-        kubectl.ok(&["apply", "-f", file]).await?;
-        let forced = ["apply", "--server-side", "--force-conflicts", "-f", file];
-        kubectl.ok(&forced).await?;
-        let after = (
-            cluster.objects().secret(&ca_secret()).await?,
-            cluster.objects().secret(&state_secret()).await?,
-        );
+        kubectl.apply("", &list).await?;
+        let forced = "--server-side --force-conflicts";
+        kubectl.apply(forced, &list).await?;
+        let after = stored().await?;
         ensure!(after.0 == before.0, "the CA has changed");
         ensure!(
             after.1["tokens.json"] == before.1["tokens.json"],
@@ -211,8 +191,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
     let path = Objects::path("secrets", &ca_secret());
     cluster.admin().delete(&path).await?;
     let [secret, _] = empty_secrets();
-    let collection = "/api/v1/namespaces/kube-system/secrets";
-    cluster.admin().create(collection, &secret).await?;
+    cluster.admin().create(SECRETS, &secret).await?;
     eventually("the same CA", WAIT_TIMEOUT, async || {
         let now = cluster.objects().secret(&ca_secret()).await?;
         ensure!(now == first, "not yet");
@@ -221,7 +200,7 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
     .await;
     // The server also repairs the agents' copy.
     let bundle = Objects::bundle_path();
-    let edit = serde_json::json!({ "data": { "ca.crt": "nonsense" } });
+    let edit = json!({ "data": { "ca.crt": "nonsense" } });
     cluster.admin().merge(&bundle, &edit).await?;
     eventually("repaired certificates", WAIT_TIMEOUT, async || {
         ensure!(cluster.objects().bundle().await? == first["ca.crt"]);
@@ -229,22 +208,12 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
     })
     .await;
 
-    cluster
-        .objects()
-        .set_secret(&ca_secret(), &[("ca.key", "nonsense")])
-        .await?;
+    set_ca(&cluster, "ca.key", "nonsense").await?;
     eventually("the damage to be reported", WAIT_TIMEOUT, async || {
-        let reply = request(
-            server.bound().meta,
-            &RawRequest::get("meta", "/readyz?verbose"),
-        )
-        .await?;
-        ensure!(
-            reply.status == 200
-                && reply
-                    .text()
-                    .contains("key ca.key holds no usable private key")
-        );
+        let reply = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        let text = reply.text();
+        let damage = "key ca.key holds no usable private key";
+        ensure!(reply.status == 200 && text.contains(damage), "{text}");
         Ok(())
     })
     .await;

@@ -1,15 +1,14 @@
 //! A server that loses its disk with its container restarts with its identity: agents need no new
 //! token, and notice the restart at once.
 
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use tunnel_tests::apiserver::Presence;
 use tunnel_tests::client::{Exchange, RawRequest};
-use tunnel_tests::cluster::Kind;
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::{AgentSetup, Listener, Server, Signal};
+use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup, Signal};
 
 use super::super::{ClusterEnv, FIRST, Site};
 use super::state_secret;
@@ -19,14 +18,10 @@ use super::state_secret;
 const KEEP_ALIVE: Duration = Duration::from_secs(1);
 
 /// Starts an agent on its own disk and waits until it has enrolled.
-async fn enrolled(
-    cluster_env: &ClusterEnv,
-    server: &Server,
-) -> Result<tunnel_tests::process::Process> {
+async fn enrolled(cluster_env: &ClusterEnv, server: &Server) -> Result<Process> {
     let token = server.token("worker-1", None).await?;
-    let agent = agent(cluster_env, server)?
-        .args(&["--token", &token])
-        .start()?;
+    let setup = agent(cluster_env, server)?;
+    let agent = setup.args(&["--token", &token]).start()?;
     server.wait_until_connected(&["worker-1"]).await;
     Ok(agent)
 }
@@ -40,26 +35,31 @@ fn agent(cluster_env: &ClusterEnv, server: &Server) -> Result<AgentSetup> {
     Ok(setup.args(&["--config", &file.to_string_lossy()]))
 }
 
-fn empty(folder: &Path) -> Result<()> {
-    std::fs::remove_dir_all(folder)?;
-    Ok(())
+/// Returns the file with the QUIC keys of the server `name`.
+fn replica(cluster_env: &ClusterEnv, name: &str) -> Result<Value> {
+    let file = cluster_env.scratch.path().join(name).join("replica.json");
+    Ok(serde_json::from_slice(&std::fs::read(file)?)?)
+}
+
+/// Ends a server at once and returns the setup for its restart.
+async fn kill(mut server: Server) -> Result<ServerSetup> {
+    let setup = server.setup_for_restart();
+    server.process().signal(Signal::Kill)?;
+    server.process().end(FIRST).await?;
+    Ok(setup)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_stateless_reset()
 -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
+    let cluster_env = ClusterEnv::fake().await?;
     let setup = cluster_env.setup("a")?.args(&["--single-replica"]);
     let mut server = setup.start().await?;
     let _agent = enrolled(&cluster_env, &server).await?;
     let ca = server.verb(&["ca"])?.run().await?.ok()?;
     for _ in 0..2 {
-        let setup = server.setup_for_restart();
-        server.process().signal(Signal::Kill)?;
-        server.process().end(FIRST).await?;
-        empty(&cluster_env.scratch.path().join("a"))?;
+        let setup = kill(server).await?;
+        std::fs::remove_dir_all(cluster_env.scratch.path().join("a"))?;
         server = setup.start().await?;
         let started = std::time::Instant::now();
         // Without the stateless reset, an idle agent would suspect its session only after 15 s.
@@ -78,21 +78,16 @@ async fn s03_killed_server_without_its_disk_is_the_same_and_agents_notice_by_a_s
 #[tokio::test(flavor = "multi_thread")]
 async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_its_own()
 -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
+    let cluster_env = ClusterEnv::fake().await?;
     let (mut one, other) = (
         cluster_env.server("a").await?,
         cluster_env.server("b").await?,
     );
     let entry = |name: &str| -> Result<(u64, String)> {
-        let file = cluster_env.scratch.path().join(name).join("replica.json");
-        let persisted: Value = serde_json::from_slice(&std::fs::read(file)?)?;
+        let persisted = replica(&cluster_env, name)?;
         let entry = persisted["claim"]["entry"].as_u64().context("no entry")?;
-        Ok((
-            entry,
-            persisted["keys"].as_str().context("no keys")?.to_owned(),
-        ))
+        let keys = persisted["keys"].as_str().context("no keys")?;
+        Ok((entry, keys.to_owned()))
     };
     let (first, second) = (entry("a")?, entry("b")?);
     ensure!(first.0 != second.0 && first.1 != second.1);
@@ -107,12 +102,8 @@ async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_
     ensure!(entry("d")? == first, "not the entry that was given back");
     let state = cluster_env.objects().secret(&state_secret()).await?;
     let replicas: Value = serde_json::from_str(&state["replicas.json"])?;
-    ensure!(
-        replicas["replicas"]
-            .as_object()
-            .is_some_and(|all| all.len() == 3),
-        "{replicas}"
-    );
+    let all = replicas["replicas"].as_object();
+    ensure!(all.is_some_and(|all| all.len() == 3), "{replicas}");
     drop((other, third, replacement));
     Ok(())
 }
@@ -120,41 +111,25 @@ async fn s03_two_servers_never_have_the_same_quic_keys_and_a_stopped_one_leaves_
 /// Tests a rollout: the next server starts while the previous one still serves its last streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
+    let cluster_env = ClusterEnv::fake().await?;
     let mut one = cluster_env.server("a").await?;
-    let site = Site::start(&cluster_env, &one, "worker-1", &[]).await?;
-    let port = site.port().to_string();
-    cluster_env
-        .objects()
-        .set_ports(&[("http-proxy-ports", &port)])
-        .await?;
-    eventually("the port", FIRST, async || site.serves(&one).await).await;
+    let site = Site::serving(&cluster_env, &one).await?;
     let follow = RawRequest::get(&site.host(), "/follow?interval_ms=50");
     let mut following = Exchange::start(one.address(Listener::Http), &follow).await?;
     one.process().signal(Signal::Term)?;
     let lease =
         "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/tunnel-server-replica-0";
     eventually("the Lease of the keys to be free", FIRST, async || {
-        let lease = cluster_env
-            .cluster
-            .admin()
-            .get(lease)
-            .await?
-            .context("no Lease")?;
+        let lease = cluster_env.admin().get(lease).await?;
+        let lease = lease.context("no Lease")?;
         let holder = &lease["spec"]["holderIdentity"];
         ensure!(holder.as_str().unwrap_or_default().is_empty(), "{holder}");
         anyhow::Ok(())
     })
     .await;
     let _next = cluster_env.server("b").await?;
-    let keys = |name: &str| -> Result<Value> {
-        let file = cluster_env.scratch.path().join(name).join("replica.json");
-        let replica: Value = serde_json::from_slice(&std::fs::read(file)?)?;
-        Ok(replica["keys"].clone())
-    };
-    ensure!(keys("a")? == keys("b")?, "other keys");
+    let (old, new) = (replica(&cluster_env, "a")?, replica(&cluster_env, "b")?);
+    ensure!(old["keys"] == new["keys"], "other keys");
     ensure!(following.line().await.is_some(), "the stream was cut");
     Ok(())
 }
@@ -164,16 +139,11 @@ async fn s03_a_draining_server_leaves_its_quic_keys_to_the_next_one_at_once() ->
 #[tokio::test(flavor = "multi_thread")]
 async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_who_was_revoked()
 -> Result<()> {
-    let cluster_env = ClusterEnv::start(Kind::FakeApiServer)
-        .await?
-        .context("a stand-in")?;
-    let mut server = cluster_env.server("a").await?;
+    let cluster_env = ClusterEnv::fake().await?;
+    let server = cluster_env.server("a").await?;
     let enrolled = enrolled(&cluster_env, &server).await?;
-    server
-        .verb(&["nodes", "revoke", "worker-1"])?
-        .run()
-        .await?
-        .ok()?;
+    let revoke = server.verb(&["nodes", "revoke", "worker-1"])?;
+    revoke.run().await?.ok()?;
     server.wait_until_connected(&[]).await;
     let persisted = cluster_env.scratch.path().join("a").join("authority.json");
     eventually("the revocation on disk", FIRST, async || {
@@ -182,14 +152,8 @@ async fn p06_a_server_with_its_disk_starts_without_the_api_server_and_refuses_wh
         Ok(())
     })
     .await;
-    cluster_env
-        .cluster
-        .fake_api()?
-        .be(tunnel_tests::apiserver::Presence::Refusing)
-        .await?;
-    let setup = server.setup_for_restart();
-    server.process().signal(Signal::Kill)?;
-    server.process().end(FIRST).await?;
+    cluster_env.fake_api()?.be(Presence::Refusing).await?;
+    let setup = kill(server).await?;
     drop(enrolled);
     let server = setup.start().await?;
     let mut agent = agent(&cluster_env, &server)?.start()?;

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
-use serde_json::json;
+use serde_json::{Value, json};
 use tunnel_proto::identity::PeerIdentity;
 use tunnel_server::ca::CaMaterial;
 use tunnel_server::cluster::objects::NAMES_ANNOTATION;
@@ -15,7 +15,8 @@ use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::FakeKubelet;
 
-use super::{Exec, ca_secret, cluster, server};
+use super::super::GUIDE_IP;
+use super::{Exec, ca_secret, cluster, server, set_ca};
 
 /// Agents renew certificates of this lifetime about every three seconds. With a renewal they also
 /// receive a new CA.
@@ -52,16 +53,12 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
     let certificate = one.path().join("agent-worker-1").join("agent.crt");
 
     // Both CAs are trusted, and the old one signs. Agents receive both with their next certificate.
-    cluster
-        .objects()
-        .set_secret(&ca_secret(), &[("ca.crt", &both)])
-        .await?;
+    set_ca(&cluster, "ca.crt", &both).await?;
     adopted("both roots", &both).await;
     exec.goes_on().await?;
     eventually("the agent to know both", RENEWAL, async || {
-        let roots = std::fs::read_to_string(&known)?
-            .matches("BEGIN CERTIFICATE")
-            .count();
+        let known = std::fs::read_to_string(&known)?;
+        let roots = known.matches("BEGIN CERTIFICATE").count();
         ensure!(roots == 2, "{roots} roots");
         Ok(())
     })
@@ -69,15 +66,10 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
 
     let signed_by = one.ca().spki_sha256();
     // The new CA signs, and certificates of the old one are valid.
-    cluster
-        .objects()
-        .set_secret(&ca_secret(), &[("ca.key", next.key_pem())])
-        .await?;
+    set_ca(&cluster, "ca.key", next.key_pem()).await?;
     eventually("the new CA to sign", WAIT_TIMEOUT, async || {
-        let all = servers
-            .iter()
-            .all(|server| server.ca().spki_sha256() != signed_by);
-        all.then_some(())
+        let mut signers = servers.iter().map(|server| server.ca().spki_sha256());
+        signers.all(|signer| signer != signed_by).then_some(())
     })
     .await;
     exec.goes_on().await?;
@@ -96,10 +88,7 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
 
     // The old CA is removed.
     let new = next.certificates_pem();
-    cluster
-        .objects()
-        .set_secret(&ca_secret(), &[("ca.crt", new)])
-        .await?;
+    set_ca(&cluster, "ca.crt", new).await?;
     adopted("the new root alone", new).await;
     exec.goes_on().await?;
     let mut again = Exec::start(one.https("worker-1")?, kubelet.addr().port()).await?;
@@ -113,11 +102,10 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
 #[tokio::test(flavor = "multi_thread")]
 async fn names_of_the_https_listener_follow_the_service_and_cut_no_exec() -> Result<()> {
     let cluster = cluster().await?;
-    cluster
-        .objects()
-        .create_service(|service| service["spec"]["clusterIP"] = "10.106.217.16".into())
-        .await?;
-    cluster.objects().add(&edge("worker-1")).await?;
+    let objects = cluster.objects();
+    let service = |service: &mut Value| service["spec"]["clusterIP"] = GUIDE_IP.into();
+    objects.create_service(service).await?;
+    objects.add(&edge("worker-1")).await?;
     let kubelet = FakeKubelet::start("worker-1").await?;
     let port = kubelet.addr().port();
     let server = server(&cluster, |settings| {
@@ -135,7 +123,7 @@ async fn names_of_the_https_listener_follow_the_service_and_cut_no_exec() -> Res
         "x-tunnel-server-internal-svc.kube-system",
         "x-tunnel-server-internal-svc.kube-system.svc",
         "x-tunnel-server-internal-svc.kube-system.svc.cluster.local",
-        "10.106.217.16",
+        GUIDE_IP,
         "tunnel.example",
         "192.0.2.7",
         "worker-1",
@@ -151,12 +139,7 @@ async fn names_of_the_https_listener_follow_the_service_and_cut_no_exec() -> Res
         "spec": { "externalIPs": ["198.51.100.4"] },
     });
     cluster.admin().merge(&path, &change).await?;
-    for name in [
-        "later.example",
-        "203.0.113.9",
-        "198.51.100.4",
-        "10.106.217.16",
-    ] {
+    for name in ["later.example", "203.0.113.9", "198.51.100.4", GUIDE_IP] {
         eventually(name, WAIT_TIMEOUT, async || endpoint(name).await).await;
     }
     exec.goes_on().await?;
@@ -176,8 +159,6 @@ async fn shakes_hands(server: &TestEnv, name: &str) -> Result<()> {
     let roots = RootCertStore::clone(&*server.roots()?);
     let endpoint = Endpoint::tls(address, ClientTls::verifying(name, roots, None)?);
     let stream = ByteStream::connect(endpoint).await?;
-    stream
-        .peer_certificate()
-        .map(drop)
-        .context("no certificate")
+    ensure!(stream.peer_certificate().is_some(), "no certificate");
+    Ok(())
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, Result, ensure};
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_tests::apiserver::Fault;
+use tunnel_tests::cluster::Cluster;
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 
@@ -29,24 +30,32 @@ async fn agent(node: &str, server: &TestEnv, token_of: &TestEnv) -> Result<Agent
     Ok(agent)
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()> {
-    let cluster = cluster().await?;
-    let (one, other) = (
-        server(&cluster, |_| {}).await?,
-        server(&cluster, |_| {}).await?,
-    );
-    let token = one.token("worker-1", &[])?;
-    let made = Instant::now();
+/// Waits until a server knows a token.
+async fn wait_for_token(server: &TestEnv, id: &str) {
     eventually("the token at the other", WAIT_TIMEOUT, async || {
-        let listed = other.tokens().list(SystemTime::now());
-        ensure!(
-            listed.iter().any(|known| known.id == token.id()),
-            "{listed:?}"
-        );
+        let listed = server.tokens().list(SystemTime::now());
+        let mut ids = listed.iter().map(|known| &known.id);
+        ensure!(ids.any(|known| known == id), "{listed:?}");
         Ok(())
     })
     .await;
+}
+
+/// Starts two servers of one cluster.
+async fn pair(cluster: &Cluster) -> Result<(TestEnv, TestEnv)> {
+    Ok((
+        server(cluster, |_| {}).await?,
+        server(cluster, |_| {}).await?,
+    ))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()> {
+    let cluster = cluster().await?;
+    let (one, other) = pair(&cluster).await?;
+    let token = one.token("worker-1", &[])?;
+    let made = Instant::now();
+    wait_for_token(&other, token.id()).await;
     ensure!(
         made.elapsed() <= scaled(Duration::from_secs(1)),
         "{:?}",
@@ -70,21 +79,11 @@ async fn a_token_of_one_server_is_good_at_another_within_a_second() -> Result<()
 #[tokio::test(flavor = "multi_thread")]
 async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused() -> Result<()> {
     let cluster = cluster().await?;
-    let (one, other) = (
-        server(&cluster, |_| {}).await?,
-        server(&cluster, |_| {}).await?,
-    );
+    let (one, other) = pair(&cluster).await?;
     let node = "worker-1".parse()?;
     for _ in 0..20 {
         let token = one.token("worker-1", &[])?;
-        eventually("the token at the other", WAIT_TIMEOUT, async || {
-            let listed = other.tokens().list(SystemTime::now());
-            listed
-                .iter()
-                .any(|known| known.id == token.id())
-                .then_some(())
-        })
-        .await;
+        wait_for_token(&other, token.id()).await;
         let text = token.reveal();
         let redeem = |env: &TestEnv, key: u8| {
             env.tokens()
@@ -110,10 +109,7 @@ async fn r09_of_two_keys_that_use_a_token_at_two_servers_at_once_one_is_refused(
 #[tokio::test(flavor = "multi_thread")]
 async fn t03_a_revocation_at_one_server_ends_the_session_at_another_within_10_s() -> Result<()> {
     let cluster = cluster().await?;
-    let (one, other) = (
-        server(&cluster, |_| {}).await?,
-        server(&cluster, |_| {}).await?,
-    );
+    let (one, other) = pair(&cluster).await?;
     let _agent = agent("worker-1", &other, &one).await?;
     let node = "worker-1".parse()?;
     one.revocations().revoke(&node, SystemTime::now())?;
@@ -147,22 +143,16 @@ async fn tokens_that_several_servers_make_under_conflicts_are_all_persisted() ->
         server(&cluster, |_| {}).await?,
         server(&cluster, |_| {}).await?,
     ];
-    cluster
-        .fake_api()?
-        .fault(Fault::conflict().of("secrets").times(5));
+    let conflicts = Fault::conflict().of("secrets").times(5);
+    cluster.fake_api()?.fault(conflicts);
     let made: Vec<String> = std::thread::scope(|threads| {
         let makers: Vec<_> = servers
             .iter()
             .map(|server| {
                 threads.spawn(move || {
-                    (0..10)
-                        .map(|count| {
-                            Ok(server
-                                .token(&format!("worker-{count}"), &[])?
-                                .id()
-                                .to_owned())
-                        })
-                        .collect::<Result<Vec<_>>>()
+                    let tokens = (0..10).map(|count| server.token(&format!("worker-{count}"), &[]));
+                    let ids = tokens.map(|token| Ok(token?.id().to_owned()));
+                    ids.collect::<Result<Vec<_>>>()
                 })
             })
             .collect();
