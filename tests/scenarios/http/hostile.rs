@@ -1,10 +1,10 @@
 //! Hostile targets (T12): the caller of each gets the answer that the contract specifies, the
 //! server stays healthy, and no byte of a hostile target appears in another answer.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use tokio::time::timeout;
 use tunnel_agent::config::TransportChoice;
 use tunnel_tests::client::{
@@ -41,12 +41,8 @@ async fn all_behaviors(transport: TransportChoice) -> Result<()> {
         async |behavior| site.run_case(behavior).await,
     )
     .await;
-    let session = site
-        .nodes
-        .env
-        .registry()
-        .of_node(&"worker-1".parse()?)
-        .remove(0);
+    let registry = site.nodes.env.registry();
+    let session = registry.of_node(&"worker-1".parse()?).remove(0);
     eventually("no stream is left", WAIT_TIMEOUT, async || {
         let streams = session.session.health().streams;
         (streams == 0).then_some(()).ok_or(streams)
@@ -82,13 +78,9 @@ impl Site {
             self.nodes.env.http()
         };
         let host = format!("worker-1:{}", target.addr().port());
-        let (met, beside) = tokio::join!(
-            timeout(
-                scaled(WAIT_TIMEOUT + Duration::from_secs(5)),
-                self.meet(behavior, &target, endpoint, &host)
-            ),
-            self.healthy_answer(None)
-        );
+        let patience = scaled(WAIT_TIMEOUT + Duration::from_secs(5));
+        let met = timeout(patience, self.meet(behavior, &target, endpoint, &host));
+        let (met, beside) = tokio::join!(met, self.healthy_answer(None));
         met.context("no end in time")??;
         beside.context("another caller at the same time")?;
         let gone = async || (target.traffic().open() == 0).then_some(());
@@ -166,10 +158,9 @@ impl Behavior {
 
 impl Answer {
     fn check(&self, reply: &Result<HttpReply>) -> Result<()> {
+        let answer = || reply.as_ref().map_err(|error| anyhow!("{error:#}"));
         let check_error = |status: u16, codes: &[&str]| -> Result<()> {
-            let reply = reply
-                .as_ref()
-                .map_err(|error| anyhow::anyhow!("{error:#}"))?;
+            let reply = answer()?;
             let code = reply.header("x-tunnel-error").unwrap_or("none");
             ensure!(
                 reply.status == status && codes.contains(&code),
@@ -188,9 +179,7 @@ impl Answer {
             Self::None => Ok(()),
             Self::ServerError(status, codes) => check_error(*status, codes),
             Self::Passed(status, body) => {
-                let reply = reply
-                    .as_ref()
-                    .map_err(|error| anyhow::anyhow!("{error:#}"))?;
+                let reply = answer()?;
                 ensure!(
                     reply.status == *status && reply.text() == *body && reply.ended.is_clean(),
                     "{} {:?} {:?}",
@@ -206,11 +195,8 @@ impl Answer {
             }
             Self::Cut => match reply {
                 Ok(reply) if reply.status == 200 => {
-                    ensure!(
-                        matches!(reply.ended, BodyEnd::Reset(_)),
-                        "{:?}",
-                        reply.ended
-                    );
+                    let ended = &reply.ended;
+                    ensure!(matches!(ended, BodyEnd::Reset(_)), "{ended:?}");
                     Ok(())
                 }
                 // The server had not forwarded any part of the answer yet.
@@ -232,18 +218,13 @@ impl Answer {
 
 /// Returns whether the connection ended or was reset, in contrast to any other failure.
 fn is_end(error: &anyhow::Error) -> bool {
-    let kinds = error.chain().filter_map(|cause| {
-        let error = cause.downcast_ref::<std::io::Error>()?;
-        Some(error.kind())
-    });
-    let ended = kinds.into_iter().any(|kind| {
-        matches!(
-            kind,
-            ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe
-        )
-    });
-    ended
-        || error
-            .to_string()
-            .contains("an earlier answer ended this connection")
+    let ends = [
+        ErrorKind::ConnectionReset,
+        ErrorKind::UnexpectedEof,
+        ErrorKind::BrokenPipe,
+    ];
+    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    let text = error.to_string();
+    causes.any(|cause| ends.contains(&cause.kind()))
+        || text.contains("an earlier answer ended this connection")
 }

@@ -49,6 +49,24 @@ impl Behavior {
         }
     }
 
+    /// Creates a row whose target answers a GET with `bytes`, one by one.
+    pub(super) fn drips(name: &str, bytes: impl AsRef<[u8]>, answer: Answer) -> Self {
+        let drip = HostileAction::Drip(bytes.as_ref().to_vec());
+        Self::actions(name, vec![HostileAction::ReadHead, drip], answer)
+    }
+
+    /// Creates two rows whose targets end the connection behind `bytes`, by FIN and by a reset.
+    pub(super) fn ends(at: &str, bytes: impl AsRef<[u8]>, answer: Answer) -> [Self; 2] {
+        let row = |end: &str| Self::sends(&format!("{end} {at}"), &bytes, answer);
+        [row("end"), row("reset").then(HostileAction::Reset)]
+    }
+
+    /// Adds an action.
+    pub(super) fn then(mut self, action: HostileAction) -> Self {
+        self.actions.push(action);
+        self
+    }
+
     pub(super) fn to(self, method: &'static str) -> Self {
         Self { method, ..self }
     }

@@ -60,85 +60,53 @@ fn sizes() -> Vec<Case> {
 }
 
 fn shapes() -> Vec<Case> {
+    let endless = format!("3;{}", "x".repeat(64 << 10));
     let mut cases = vec![
-        cut(
-            "chunk longer than its size",
-            &format!("3\r\nabcd\r\n0\r\n\r\n{HIDDEN}"),
-        ),
         cut("chunk shorter than its size", "4\r\nabc\r\n0\r\n\r\n"),
-        cut(
-            "chunk data ended by LF",
-            &format!("3\r\nabc\n0\r\n\r\n{HIDDEN}"),
-        ),
-        cut(
-            "chunk data ended by CR",
-            &format!("3\r\nabc\r0\r\n\r\n{HIDDEN}"),
-        ),
-        cut("size ended by LF", &format!("3\nabc\r\n0\r\n\r\n{HIDDEN}")),
-        cut("size ended by CR", &format!("3\rabc\r\n0\r\n\r\n{HIDDEN}")),
-        cut(
-            "last size ended by LF",
-            &format!("3\r\nabc\r\n0\n\r\n{HIDDEN}"),
-        ),
-        cut(
-            "extension with LF",
-            &format!("3;a\nb\r\nabc\r\n0\r\n\r\n{HIDDEN}"),
-        ),
-        cut(
-            "extension with CR",
-            &format!("3;a\rb\r\nabc\r\n0\r\n\r\n{HIDDEN}"),
-        ),
-        cut(
-            "extension that never ends",
-            &format!("3;{}", "x".repeat(64 << 10)),
-        ),
+        cut("extension that never ends", &endless),
         cut("a request in place of a chunk", HIDDEN),
-        cut("empty line in place of a chunk", &format!("\r\n{HIDDEN}")),
     ];
+    for shape in [
+        // A chunk that is longer than its size, then ends of chunk data, sizes and extensions.
+        "3\r\nabcd\r\n0\r\n\r\n",
+        "3\r\nabc\n0\r\n\r\n",
+        "3\r\nabc\r0\r\n\r\n",
+        "3\nabc\r\n0\r\n\r\n",
+        "3\rabc\r\n0\r\n\r\n",
+        "3\r\nabc\r\n0\n\r\n",
+        "3;a\nb\r\nabc\r\n0\r\n\r\n",
+        "3;a\rb\r\nabc\r\n0\r\n\r\n",
+        // An empty line in place of a chunk.
+        "\r\n",
+    ] {
+        let name = format!("chunks {shape:?}");
+        cases.push(cut(&name, &format!("{shape}{HIDDEN}")));
+    }
     let routed = |body: &str| Expect::Routed(vec![Want::own("POST", "/p", body)]);
     let one_by_one: String = "abcdef".chars().map(|c| format!("1\r\n{c}\r\n")).collect();
+    let inside = format!("{:x}\r\n{HIDDEN}\r\n", HIDDEN.len());
     for (name, rest, body) in [
-        ("no chunk", "0\r\n\r\n".to_owned(), ""),
-        ("several zeros", "3\r\nabc\r\n000\r\n\r\n".to_owned(), "abc"),
-        (
-            "bytes one by one",
-            format!("{one_by_one}0\r\n\r\n"),
-            "abcdef",
-        ),
-        (
-            "sizes in capitals",
-            "A\r\n0123456789\r\n0\r\n\r\n".to_owned(),
-            "0123456789",
-        ),
-        (
-            "CR LF as data",
-            "4\r\n\r\n\r\n\r\n0\r\n\r\n".to_owned(),
-            "\r\n\r\n",
-        ),
+        ("no chunk", "", ""),
+        ("bytes one by one", one_by_one.as_str(), "abcdef"),
+        ("size in capitals", "A\r\n0123456789\r\n", "0123456789"),
+        ("CR LF as data", "4\r\n\r\n\r\n\r\n", "\r\n\r\n"),
+        // The text of the body is a request, which must stay part of the body.
+        ("a request inside", inside.as_str(), HIDDEN),
     ] {
-        cases.push(Case::new(name, chunked(&rest), routed(body)));
+        let bytes = chunked(&format!("{rest}0\r\n\r\n"));
+        cases.push(Case::new(name, bytes, routed(body)));
     }
-    let lf = format!("3\r\nabc\r\n0\r\n\n{HIDDEN}");
-    cases.push(Case::new("end ended by LF", chunked(&lf), routed("abc")));
-    let endless = format!("ffffffffffffffff\r\nabc\r\n0\r\n\r\n{HIDDEN}");
-    cases.push(Case::new(
-        "a chunk of all there is",
-        chunked(&endless),
-        Expect::Gone,
-    ));
-    // The text of the body is a request, which must stay part of the body.
-    let rest = format!("{:x}\r\n{HIDDEN}\r\n0\r\n\r\n", HIDDEN.len());
-    cases.push(Case::new(
-        "request inside a chunk",
-        chunked(&rest),
-        routed(HIDDEN),
-    ));
+    let zeros = chunked("3\r\nabc\r\n000\r\n\r\n");
+    let lf = chunked(&format!("3\r\nabc\r\n0\r\n\n{HIDDEN}"));
+    let huge = chunked(&format!("ffffffffffffffff\r\nabc\r\n0\r\n\r\n{HIDDEN}"));
     let length = format!("Content-Length: {}\r\nConnection: close\r\n", HIDDEN.len());
-    cases.push(Case::new(
-        "request inside a body with a length",
-        post(&length, HIDDEN),
-        routed(HIDDEN),
-    ));
+    let in_length = post(&length, HIDDEN);
+    cases.extend([
+        Case::new("several zeros", zeros, routed("abc")),
+        Case::new("end ended by LF", lf, routed("abc")),
+        Case::new("a chunk of all there is", huge, Expect::Gone),
+        Case::new("a request in a length", in_length, routed(HIDDEN)),
+    ]);
     cases
 }
 
@@ -169,10 +137,8 @@ fn trailers() -> Vec<Case> {
         cases.push(cut(&format!("trailer {trailer:?}"), &end(trailer)));
     }
     let many: String = (0..2000).map(|index| format!("X-{index}: y\r\n")).collect();
+    let large = format!("X: {}\r\n", "y".repeat(100 << 10));
     cases.push(cut("2000 trailers", &end(&many)));
-    cases.push(cut(
-        "trailer of 100 KiB",
-        &end(&format!("X: {}\r\n", "y".repeat(100 << 10))),
-    ));
+    cases.push(cut("trailer of 100 KiB", &end(&large)));
     cases
 }

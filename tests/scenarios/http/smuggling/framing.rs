@@ -34,7 +34,6 @@ fn both() -> Vec<Case> {
 }
 
 fn lengths() -> Vec<Case> {
-    let close = "Connection: close\r\n";
     let mut cases = Vec::new();
     for value in [
         "+3",
@@ -60,54 +59,33 @@ fn lengths() -> Vec<Case> {
         let fields = format!("Content-Length: {value}\r\n");
         cases.push(Case::refused(&name, post(&fields, &format!("abc{HIDDEN}"))));
     }
-    for (name, fields) in [
-        ("two equal", "Content-Length: 3\r\nContent-Length: 3\r\n"),
-        (
-            "two different",
-            "Content-Length: 3\r\nContent-Length: 4\r\n",
-        ),
-        (
-            "three, the last differs",
-            "Content-Length: 3\r\nContent-Length: 3\r\nContent-Length: 30\r\n",
-        ),
-        (
-            "different spelling",
-            "content-length: 3\r\nCONTENT-LENGTH: 4\r\n",
-        ),
+    for fields in [
+        "Content-Length: 3\r\nContent-Length: 3\r\n",
+        "Content-Length: 3\r\nContent-Length: 4\r\n",
+        "Content-Length: 3\r\nContent-Length: 3\r\nContent-Length: 30\r\n",
+        "content-length: 3\r\nCONTENT-LENGTH: 4\r\n",
     ] {
         let bytes = post(fields, &format!("abc{HIDDEN}"));
-        cases.push(Case::refused(&format!("Content-Length, {name}"), bytes));
+        cases.push(Case::refused(&format!("lengths {fields:?}"), bytes));
     }
-    for (name, value) in [
-        ("leading zero", "03"),
-        ("spaces around", "  3  "),
-        ("tab", "\t3"),
-    ] {
-        let bytes = post(&format!("Content-Length: {value}\r\n{close}"), "abc");
-        let routed = Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
-        cases.push(Case::new(&format!("Content-Length, {name}"), bytes, routed));
-    }
-    // Content-Length stays although Connection names it. Otherwise the body would become the next
-    // request.
-    let bytes = post(
+    for fields in [
+        "Content-Length: 03\r\nConnection: close\r\n",
+        "Content-Length:   3  \r\nConnection: close\r\n",
+        "Content-Length: \t3\r\nConnection: close\r\n",
+        // The field stays although Connection names it. Otherwise the body would become the next
+        // request.
         "Connection: close, Content-Length\r\nContent-Length: 3\r\n",
-        "abc",
-    );
-    let routed = Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
-    cases.push(Case::new(
-        "Content-Length named by Connection",
-        bytes,
-        routed,
-    ));
-    let bytes = post("Content-Length: 18446744073709551615\r\n", HIDDEN);
-    let refused = Expect::Refused(431);
-    cases.push(Case::new("Content-Length of all there is", bytes, refused));
-    let bytes = post("Content-Length: 30\r\n", "abc");
-    cases.push(Case::new(
-        "Content-Length beyond what is sent",
-        bytes,
-        Expect::Gone,
-    ));
+    ] {
+        let routed = Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
+        let name = format!("length {fields:?}");
+        cases.push(Case::new(&name, post(fields, "abc"), routed));
+    }
+    let huge = post("Content-Length: 18446744073709551615\r\n", HIDDEN);
+    let more = post("Content-Length: 30\r\n", "abc");
+    cases.extend([
+        Case::new("length of all there is", huge, Expect::Refused(431)),
+        Case::new("length beyond what is sent", more, Expect::Gone),
+    ]);
     cases
 }
 
@@ -142,62 +120,31 @@ fn codings() -> Vec<Case> {
         let fields = format!("Transfer-Encoding: {value}\r\n");
         cases.push(Case::refused(&name, post(&fields, &body)));
     }
-    for (name, fields) in [
-        (
-            "twice",
-            "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
-        ),
-        (
-            "chunked then identity",
-            "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
-        ),
-        (
-            "identity then chunked",
-            "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
-        ),
-        ("space before the colon", "Transfer-Encoding : chunked\r\n"),
-        ("tab before the colon", "Transfer-Encoding\t: chunked\r\n"),
-        ("folded", "Transfer-Encoding:\r\n chunked\r\n"),
-        (
-            "folded behind another",
-            "X: y\r\n Transfer-Encoding: chunked\r\n",
-        ),
-        ("behind a bare CR", "X: y\rTransfer-Encoding: chunked\r\n"),
-        (
-            "with an underscore, and a length",
-            "Transfer_Encoding : chunked\r\nContent-Length: 3\r\n",
-        ),
+    for fields in [
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+        "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
+        // A space and a tab before the colon, folded fields, and a bare CR.
+        "Transfer-Encoding : chunked\r\n",
+        "Transfer-Encoding\t: chunked\r\n",
+        "Transfer-Encoding:\r\n chunked\r\n",
+        "X: y\r\n Transfer-Encoding: chunked\r\n",
+        "X: y\rTransfer-Encoding: chunked\r\n",
+        // An underscore, and a length.
+        "Transfer_Encoding : chunked\r\nContent-Length: 3\r\n",
     ] {
-        cases.push(Case::refused(
-            &format!("Transfer-Encoding {name}"),
-            post(fields, &body),
-        ));
+        let name = format!("coding {fields:?}");
+        cases.push(Case::refused(&name, post(fields, &body)));
     }
-    let routed = |body| Expect::Routed(vec![Want::own("POST", "/p", body)]);
-    for (name, fields) in [
-        (
-            "in capitals",
-            "Transfer-Encoding: CHUNKED\r\nConnection: close\r\n",
-        ),
-        (
-            "with spaces around",
-            "Transfer-Encoding: \t chunked \t\r\nConnection: close\r\n",
-        ),
-        (
-            "named by Connection",
-            "Connection: close, Transfer-Encoding\r\nTransfer-Encoding: chunked\r\n",
-        ),
-        (
-            "and TE",
-            "TE: chunked, trailers\r\nConnection: close, TE\r\nTransfer-Encoding: chunked\r\n",
-        ),
+    for fields in [
+        "Transfer-Encoding: CHUNKED\r\nConnection: close\r\n",
+        "Transfer-Encoding: \t chunked \t\r\nConnection: close\r\n",
+        "Connection: close, Transfer-Encoding\r\nTransfer-Encoding: chunked\r\n",
+        "TE: chunked, trailers\r\nConnection: close, TE\r\nTransfer-Encoding: chunked\r\n",
     ] {
         let bytes = post(fields, "3\r\nabc\r\n0\r\n\r\n");
-        cases.push(Case::new(
-            &format!("Transfer-Encoding {name}"),
-            bytes,
-            routed("abc"),
-        ));
+        let routed = Expect::Routed(vec![Want::own("POST", "/p", "abc")]);
+        cases.push(Case::new(&format!("coding {fields:?}"), bytes, routed));
     }
     cases
 }
@@ -206,35 +153,21 @@ fn versions() -> Vec<Case> {
     let old = |fields: &str, rest: &str| {
         format!("POST /p HTTP/1.0\r\nHost: worker-1:@port\r\n{fields}\r\n{rest}")
     };
+    let (coding, length) = ("Transfer-Encoding: chunked\r\n", "Content-Length: 3\r\n");
+    let hidden = format!("0\r\n\r\n{HIDDEN}");
+    let with_coding = old(coding, &hidden);
+    let with_both = old(&format!("{length}{coding}"), &hidden);
+    let with_length = old(length, "abc");
+    // HTTP/1.0 ends behind its request.
+    let two = format!("{with_length}{HIDDEN}");
+    let upgrade = "GET /g HTTP/1.0\r\nHost: worker-1:@port\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+    let routed = |method, target, body| Expect::Routed(vec![Want::own(method, target, body)]);
+    let post = || routed("POST", "/p", "abc");
     vec![
-        Case::refused(
-            "Transfer-Encoding in HTTP/1.0",
-            old(
-                "Transfer-Encoding: chunked\r\n",
-                &format!("0\r\n\r\n{HIDDEN}"),
-            ),
-        ),
-        Case::refused(
-            "Transfer-Encoding and Content-Length in HTTP/1.0",
-            old(
-                "Content-Length: 3\r\nTransfer-Encoding: chunked\r\n",
-                &format!("0\r\n\r\n{HIDDEN}"),
-            ),
-        ),
-        Case::new(
-            "HTTP/1.0 with a length becomes HTTP/1.1",
-            old("Content-Length: 3\r\n", "abc"),
-            Expect::Routed(vec![Want::own("POST", "/p", "abc")]),
-        ),
-        Case::new(
-            "HTTP/1.0 ends behind its request",
-            old("Content-Length: 3\r\n", &format!("abc{HIDDEN}")),
-            Expect::Routed(vec![Want::own("POST", "/p", "abc")]),
-        ),
-        Case::new(
-            "HTTP/1.0 that asks for an upgrade gets none",
-            "GET /g HTTP/1.0\r\nHost: worker-1:@port\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n",
-            Expect::Routed(vec![Want::own("GET", "/g", "")]),
-        ),
+        Case::refused("Transfer-Encoding in HTTP/1.0", with_coding),
+        Case::refused("a coding and a length in HTTP/1.0", with_both),
+        Case::new("HTTP/1.0 becomes HTTP/1.1", with_length, post()),
+        Case::new("HTTP/1.0, and another request", two, post()),
+        Case::new("no upgrade of HTTP/1.0", upgrade, routed("GET", "/g", "")),
     ]
 }

@@ -72,118 +72,57 @@ fn request_lines() -> Vec<Case> {
         "GET /\u{e9} HTTP/1.1",
         "GET /\u{2028} HTTP/1.1",
     ] {
-        cases.push(Case::refused(
-            &format!("request line {wrong:?}"),
-            line(wrong),
-        ));
+        let name = format!("request line {wrong:?}");
+        cases.push(Case::refused(&name, line(wrong)));
     }
-    for (right, method, target) in [
-        ("GET /g HTTP/1.1", "GET", "/g"),
-        ("get /g HTTP/1.1", "get", "/g"),
-        ("M-SEARCH /g HTTP/1.1", "M-SEARCH", "/g"),
-        ("GET //worker-2/x HTTP/1.1", "GET", "//worker-2/x"),
-        (
-            "GET /../a/./b?c=%00%0d%0a HTTP/1.1",
-            "GET",
-            "/../a/./b?c=%00%0d%0a",
-        ),
-        (
-            "GET /?a=http://worker-2/ HTTP/1.1",
-            "GET",
-            "/?a=http://worker-2/",
-        ),
+    for (method, target) in [
+        ("GET", "/g"),
+        ("get", "/g"),
+        ("M-SEARCH", "/g"),
+        ("GET", "//worker-2/x"),
+        ("GET", "/../a/./b?c=%00%0d%0a"),
+        ("GET", "/?a=http://worker-2/"),
     ] {
+        let right = format!("{method} {target} HTTP/1.1");
         let name = format!("request line {right:?}");
-        cases.push(Case::new(&name, line(right), routed(method, target)));
+        cases.push(Case::new(&name, line(&right), routed(method, target)));
     }
     // A fragment is never sent (RFC 9110, section 7.1), so the server removes it.
-    cases.push(Case::new(
-        "fragment",
-        line("GET /g#f HTTP/1.1"),
-        routed("GET", "/g"),
-    ));
+    let fragment = line("GET /g#f HTTP/1.1");
+    cases.push(Case::new("fragment", fragment, routed("GET", "/g")));
     cases
 }
 
 fn line_ends() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (name, bytes) in [
-        (
-            "bare CR behind the request line",
-            "GET /g HTTP/1.1\rHost: worker-1:@port\r\n\r\n".to_owned(),
-        ),
-        (
-            "bare CR behind a field",
-            "GET /g HTTP/1.1\r\nHost: worker-1:@port\rX: y\r\n\r\n".to_owned(),
-        ),
-        (
-            "bare CR as the end",
-            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n\r{HIDDEN}"),
-        ),
-        (
-            "two CR",
-            "GET /g HTTP/1.1\r\r\nHost: worker-1:@port\r\n\r\n".to_owned(),
-        ),
-        (
-            "LF CR",
-            "GET /g HTTP/1.1\n\rHost: worker-1:@port\n\r\n\r".to_owned(),
-        ),
-        (
-            "folded field",
-            "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nX: y\r\n z\r\n\r\n".to_owned(),
-        ),
-        (
-            "folded by a tab",
-            "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nX: y\r\n\tz\r\n\r\n".to_owned(),
-        ),
-        (
-            "folded first line",
-            "GET /g HTTP/1.1\r\n Host: worker-1:@port\r\n\r\n".to_owned(),
-        ),
-        (
-            "folded Host",
-            "GET /g HTTP/1.1\r\nHost:\r\n worker-1:@port\r\n\r\n".to_owned(),
-        ),
-        (
-            "line of spaces",
-            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n \r\n{HIDDEN}"),
-        ),
+    for wrong in [
+        // Bare CR, two CR, and LF CR.
+        "GET /g HTTP/1.1\rHost: worker-1:@port\r\n\r\n",
+        "GET /g HTTP/1.1\r\nHost: worker-1:@port\rX: y\r\n\r\n",
+        &format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n\r{HIDDEN}"),
+        "GET /g HTTP/1.1\r\r\nHost: worker-1:@port\r\n\r\n",
+        "GET /g HTTP/1.1\n\rHost: worker-1:@port\n\r\n\r",
+        // Folded fields, and a line of spaces.
+        "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nX: y\r\n z\r\n\r\n",
+        "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nX: y\r\n\tz\r\n\r\n",
+        "GET /g HTTP/1.1\r\n Host: worker-1:@port\r\n\r\n",
+        "GET /g HTTP/1.1\r\nHost:\r\n worker-1:@port\r\n\r\n",
+        &format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n \r\n{HIDDEN}"),
+        // RFC 9112, section 2.2, allows a recipient to accept LF alone. Not all recipients do.
+        "GET /g HTTP/1.1\nHost: worker-1:@port\nConnection: close\n\n",
+        "GET /g HTTP/1.1\nHost: worker-1:@port\r\nConnection: close\r\n\r\n",
+        "GET /g HTTP/1.1\r\nHost: worker-1:@port\nConnection: close\r\n\r\n",
+        "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\n",
     ] {
-        cases.push(Case::refused(name, bytes));
-    }
-    // RFC 9112, section 2.2, allows a recipient to accept LF alone. Not all recipients do.
-    for (name, bytes) in [
-        (
-            "bare LF throughout",
-            "GET /g HTTP/1.1\nHost: worker-1:@port\nConnection: close\n\n",
-        ),
-        (
-            "bare LF behind the request line",
-            "GET /g HTTP/1.1\nHost: worker-1:@port\r\nConnection: close\r\n\r\n",
-        ),
-        (
-            "bare LF behind a field",
-            "GET /g HTTP/1.1\r\nHost: worker-1:@port\nConnection: close\r\n\r\n",
-        ),
-        (
-            "bare LF as the end",
-            "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\n",
-        ),
-    ] {
-        cases.push(Case::refused(name, bytes));
+        cases.push(Case::refused(&format!("line ends {wrong:?}"), wrong));
     }
     let sane = line("GET /g HTTP/1.1");
-    cases.push(Case::new(
-        "empty line before the request",
-        format!("\r\n{sane}"),
-        routed("GET", "/g"),
-    ));
-    cases.push(Case::new(
-        "head that never ends",
-        "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n",
-        Expect::Gone,
-    ));
-    cases.push(Case::new("nothing at all", "", Expect::Gone));
+    let (behind_line, head) = (format!("\r\n{sane}"), sane.replace("\r\n\r\n", "\r\n"));
+    cases.extend([
+        Case::new("empty line before it", behind_line, routed("GET", "/g")),
+        Case::new("head that never ends", head, Expect::Gone),
+        Case::new("nothing at all", "", Expect::Gone),
+    ]);
     cases
 }
 
@@ -202,18 +141,9 @@ fn names() -> Vec<Case> {
         ("no name", ": y\r\n"),
         ("NUL in the name", "X\0: y\r\n"),
         ("space in the name", "X Y: z\r\n"),
-        (
-            "Host with a space before the colon",
-            "Host : worker-2:@port\r\n",
-        ),
-        (
-            "selector with a space before the colon",
-            "X-Tunnel-Proxy-Host : worker-2\r\n",
-        ),
-        (
-            "Content-Length with a space before the colon",
-            "Content-Length : 3\r\n",
-        ),
+        ("space behind Host", "Host : worker-2:@port\r\n"),
+        ("space behind a selector", "X-Tunnel-Proxy-Host : worker-2\r\n"),
+        ("space behind Content-Length", "Content-Length : 3\r\n"),
     ] {
         cases.push(Case::refused(name, get(field)));
     }
@@ -224,11 +154,8 @@ fn names() -> Vec<Case> {
         "X:\r\n",
         "X: y \t \r\n",
     ] {
-        cases.push(Case::new(
-            &format!("field {odd:?}"),
-            get(odd),
-            routed("GET", "/g"),
-        ));
+        let name = format!("field {odd:?}");
+        cases.push(Case::new(&name, get(odd), routed("GET", "/g")));
     }
     cases
 }
@@ -256,6 +183,7 @@ fn values() -> Vec<Case> {
 
 /// Returns cases of the Host field. The selectors have scenarios of their own.
 fn hosts() -> Vec<Case> {
+    let with_hosts = |hosts: &str| format!("GET /g HTTP/1.1\r\n{hosts}Connection: close\r\n\r\n");
     let mut cases = Vec::new();
     for host in [
         "",
@@ -280,68 +208,44 @@ fn hosts() -> Vec<Case> {
         "worker-1:80 ,",
         "worker-1\t:@port",
     ] {
-        let bytes = format!("GET /g HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+        let bytes = with_hosts(&format!("Host: {host}\r\n"));
         cases.push(Case::refused(&format!("Host {host:?}"), bytes));
     }
-    for (name, hosts) in [
-        ("no Host", ""),
-        (
-            "two Hosts, equal",
-            "Host: worker-1:@port\r\nHost: worker-1:@port\r\n",
-        ),
-        (
-            "two Hosts, different",
-            "Host: worker-1:@port\r\nHost: worker-2:@port\r\n",
-        ),
-        (
-            "two Hosts, spelt differently",
-            "host: worker-1:@port\r\nHOST: worker-2:@port\r\n",
-        ),
+    for hosts in [
+        "",
+        "Host: worker-1:@port\r\nHost: worker-1:@port\r\n",
+        "Host: worker-1:@port\r\nHost: worker-2:@port\r\n",
+        "host: worker-1:@port\r\nHOST: worker-2:@port\r\n",
     ] {
-        let bytes = format!("GET /g HTTP/1.1\r\n{hosts}Connection: close\r\n\r\n");
-        cases.push(Case::refused(name, bytes));
+        let name = format!("no Host or two: {hosts:?}");
+        cases.push(Case::refused(&name, with_hosts(hosts)));
     }
     for host in ["WORKER-1:@port", "worker-1.:@port", " worker-1:@port "] {
-        let bytes = format!("GET /g HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
-        cases.push(Case::new(
-            &format!("Host {host:?}"),
-            bytes,
-            routed("GET", "/g"),
-        ));
+        let (name, bytes) = (
+            format!("Host {host:?}"),
+            with_hosts(&format!("Host: {host}\r\n")),
+        );
+        cases.push(Case::new(&name, bytes, routed("GET", "/g")));
     }
-    let named = "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close, Host\r\n\r\n";
-    cases.push(Case::new(
-        "Host named by Connection",
-        named,
-        routed("GET", "/g"),
-    ));
+    let named = line("GET /g HTTP/1.1").replace("close", "close, Host");
+    let name = "Host named by Connection";
+    cases.push(Case::new(name, named, routed("GET", "/g")));
     cases
 }
 
 fn sizes() -> Vec<Case> {
     let many = |n: usize| -> String { (0..n).map(|index| format!("X-{index}: y\r\n")).collect() };
+    let value = get(format!("X: {}\r\n", "y".repeat(70 << 10)));
+    let name = get(format!("{}: y\r\n", "X".repeat(70 << 10)));
+    let target = line(&format!("GET /{} HTTP/1.1", "x".repeat(9 << 10)));
+    let method = "X".repeat(2 << 10);
+    let with_method = line(&format!("{method} / HTTP/1.1"));
     vec![
-        Case::new(
-            "field of 70 KiB",
-            get(format!("X: {}\r\n", "y".repeat(70 << 10))),
-            Expect::Refused(431),
-        ),
-        Case::new(
-            "name of 70 KiB",
-            get(format!("{}: y\r\n", "X".repeat(70 << 10))),
-            Expect::Refused(431),
-        ),
+        Case::new("field of 70 KiB", value, Expect::Refused(431)),
+        Case::new("name of 70 KiB", name, Expect::Refused(431)),
         Case::new("101 fields", get(many(99)), Expect::Refused(431)),
         Case::new("10,000 fields", get(many(10_000)), Expect::Refused(431)),
-        Case::new(
-            "request target of 9 KiB",
-            line(&format!("GET /{} HTTP/1.1", "x".repeat(9 << 10))),
-            Expect::Refused(414),
-        ),
-        Case::new(
-            "method of 2 KiB",
-            line(&format!("{} / HTTP/1.1", "X".repeat(2 << 10))),
-            routed(&"X".repeat(2 << 10), "/"),
-        ),
+        Case::new("request target of 9 KiB", target, Expect::Refused(414)),
+        Case::new("method of 2 KiB", with_method, routed(&method, "/")),
     ]
 }

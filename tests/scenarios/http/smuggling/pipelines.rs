@@ -8,96 +8,61 @@ pub(super) fn cases() -> Vec<Case> {
     let own = |target: &str| Want::own("GET", target, "");
     let hidden = || Want::other("GET", "/hidden", "");
     let body = "Content-Length: 3\r\n";
-    let mut cases = vec![
-        Case::new(
-            "two requests, two nodes",
-            format!("{get}{HIDDEN}"),
-            Expect::Routed(vec![own("/g"), hidden()]),
+    let with_body = || Want::own("POST", "/p", "abc");
+    let (coding, chunks) = ("Transfer-Encoding: chunked\r\n", "3\r\nabc\r\n0\r\n\r\n");
+    let mut cases = Vec::new();
+    for (name, first, want) in [
+        ("another request", get.to_owned(), own("/g")),
+        ("a body", post(body, "abc"), with_body()),
+        ("a chunked body", post(coding, chunks), with_body()),
+        ("an empty line", post(body, "abc\r\n"), with_body()),
+        (
+            "GET with a body",
+            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n{body}\r\nabc"),
+            Want::own("GET", "/g", "abc"),
         ),
-        Case::new(
-            "body, then a request",
-            format!("{}{HIDDEN}", post(body, "abc")),
-            Expect::Routed(vec![Want::own("POST", "/p", "abc"), hidden()]),
-        ),
-        Case::new(
-            "chunked body, then a request",
-            format!(
-                "{}{HIDDEN}",
-                post("Transfer-Encoding: chunked\r\n", "3\r\nabc\r\n0\r\n\r\n")
-            ),
-            Expect::Routed(vec![Want::own("POST", "/p", "abc"), hidden()]),
-        ),
-        Case::new(
-            "an empty line between two requests",
-            format!("{}\r\n{HIDDEN}", post(body, "abc")),
-            Expect::Routed(vec![Want::own("POST", "/p", "abc"), hidden()]),
-        ),
-        Case::new(
-            "GET with a body, then a request",
-            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\n{body}\r\nabc{HIDDEN}"),
-            Expect::Routed(vec![Want::own("GET", "/g", "abc"), hidden()]),
-        ),
-        Case::new(
-            "Connection: close, then a request",
-            format!("GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: close\r\n\r\n{HIDDEN}"),
-            Expect::Routed(vec![own("/g")]),
-        ),
-        Case::new(
-            "fifty requests to and fro",
-            {
-                let pair = format!("{get}{}", HIDDEN.replace("Connection: close\r\n", ""));
-                format!("{}{HIDDEN}", pair.repeat(25))
-            },
-            Expect::Routed(
-                (0..51)
-                    .map(|index| {
-                        if index % 2 == 0 && index < 50 {
-                            own("/g")
-                        } else {
-                            hidden()
-                        }
-                    })
-                    .collect(),
-            ),
-        ),
-        Case::new(
-            "a body that was not announced is the next request",
-            format!("{get}xyz {HIDDEN}"),
-            Expect::RoutedThenRefused(own("/g")),
-        ),
-    ];
+    ] {
+        cases.push(Case::new(
+            &format!("a request behind {name}"),
+            format!("{first}{HIDDEN}"),
+            Expect::Routed(vec![want, hidden()]),
+        ));
+    }
+    let close = get.replacen("\r\n\r\n", "\r\nConnection: close\r\n\r\n", 1) + HIDDEN;
+    let pair = format!("{get}{}", HIDDEN.replace("Connection: close\r\n", ""));
+    let pairs = format!("{}{HIDDEN}", pair.repeat(25));
+    let mut wanted = vec![[own("/g"), hidden()]; 25].concat();
+    wanted.push(hidden());
+    let unannounced = format!("{get}xyz {HIDDEN}");
+    let refused = Expect::RoutedThenRefused(own("/g"));
+    cases.extend([
+        Case::new("Connection: close", close, Expect::Routed(vec![own("/g")])),
+        Case::new("fifty requests to and fro", pairs, Expect::Routed(wanted)),
+        Case::new("a body that was not announced", unannounced, refused),
+    ]);
     // The server checks the heads of later requests like the first one, wherever bodies end.
     for (name, first) in [
         ("a request", get.to_owned()),
         ("a body", post(body, "abc")),
-        (
-            "a body with line ends",
-            post("Content-Length: 4\r\n", "\n\na\n"),
-        ),
+        ("line ends", post("Content-Length: 4\r\n", "\n\na\n")),
     ] {
+        let (head, first_body) = first.split_once("\r\n\r\n").unwrap_or_default();
+        let mut words = head.split(' ');
+        let (method, target) = (words.next(), words.next());
+        let want = Want::own(
+            method.unwrap_or_default(),
+            target.unwrap_or_default(),
+            first_body,
+        );
+        let lengths = "\r\nContent-Length: 0\r\nContent-Length: 0\r\nConn";
         for (what, second) in [
             ("bare LF", HIDDEN.replace("\r\n", "\n")),
-            (
-                "two lengths",
-                HIDDEN.replace(
-                    "\r\nConn",
-                    "\r\nContent-Length: 0\r\nContent-Length: 0\r\nConn",
-                ),
-            ),
+            ("two lengths", HIDDEN.replace("\r\nConn", lengths)),
         ] {
             cases.push(Case::new(
                 &format!("{what} behind {name}"),
                 format!("{first}{second}"),
-                Expect::RoutedThenRefused(Want {
-                    own: true,
-                    method: first[..4].trim().to_owned(),
-                    target: first.split(' ').nth(1).unwrap_or_default().to_owned(),
-                    body: first
-                        .split_once("\r\n\r\n")
-                        .unwrap_or_default()
-                        .1
-                        .to_owned(),
-                }),
+                Expect::RoutedThenRefused(want.clone()),
             ));
         }
     }
