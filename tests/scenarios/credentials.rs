@@ -14,6 +14,7 @@ mod revoked;
 mod rotation;
 mod secrets;
 
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
@@ -33,7 +34,12 @@ fn ends(path: &Path) -> Result<SystemTime> {
 /// Returns the value of a server metric, or 0 without such a series. `name` includes the labels in
 /// the form of the exposition format.
 pub(crate) async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
-    let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+    metric_at(env.bound().meta, name).await
+}
+
+/// Returns the value of a metric at a meta port.
+async fn metric_at(meta: SocketAddr, name: &str) -> Result<f64> {
+    let shown = request(meta, &RawRequest::get("meta", "/metrics")).await?;
     let text = shown.text();
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)

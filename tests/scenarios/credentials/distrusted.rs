@@ -6,26 +6,11 @@ use anyhow::{Result, ensure};
 use tokio::time::Instant;
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{Exchange, RawRequest, request};
-use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::Exporter;
 
 use super::credential_files::Files;
-
-async fn agent(files: &Files, env: &TestEnv, node: &str, transport: &str) -> Result<Agent> {
-    let issued = files.ca.issue(&Leaf::agent(node))?;
-    issued.write(files.path("").as_path(), node)?;
-    let config = env.agent_config_with(node, |settings| {
-        settings.cert_file = Some(files.path(&format!("{node}.crt")));
-        settings.key_file = Some(files.path(&format!("{node}.key")));
-        settings.ca_file = Some(files.path("agent-ca.pem"));
-        settings.transport = Some(transport.into());
-        settings.limits = TestEnv::agent_limits("reloadEvery: 50ms");
-    })?;
-    let agent = Agent::start(config).await?;
-    env.connected(node).await;
-    Ok(agent)
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()> {
@@ -40,7 +25,7 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
         ("worker-2", "h2"),
         ("worker-3", "quic"),
     ] {
-        agents.push(agent(&files, &env, node, transport).await?);
+        agents.push(files.agent_over(&env, node, transport).await?);
         let follow = RawRequest::get(&format!("{node}:{port}"), "/follow?interval_ms=20");
         let mut follow = Exchange::start(env.http(), &follow).await?;
         ensure!(follow.line().await.is_some(), "{node} does not follow");
@@ -52,15 +37,12 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     // worker-3's process opens a session with a certificate of the new CA. The first session stays,
     // with its stream.
     let first = env.registry().of_node(&"worker-3".parse()?);
-    next.issue(&Leaf::agent("worker-3"))?
-        .write(files.path("").as_path(), "worker-3")?;
+    let own = next.issue(&Leaf::agent("worker-3"))?;
+    own.write(files.scratch.path(), "worker-3")?;
     eventually("worker-3 has another session", WAIT_TIMEOUT, async || {
         let sessions = env.registry().of_node(&"worker-3".parse()?);
-        ensure!(
-            sessions.len() == 2 && first.len() == 1,
-            "{}",
-            sessions.len()
-        );
+        let counts = (sessions.len(), first.len());
+        ensure!(counts == (2, 1), "{counts:?}");
         Ok(())
     })
     .await;
@@ -84,11 +66,8 @@ async fn f20_sessions_of_a_ca_that_was_taken_out_end_within_10_s() -> Result<()>
     for _ in 0..10 {
         ensure!(stays.line().await.is_some(), "{:?}", stays.ended());
     }
-    let reply = request(
-        env.http(),
-        &RawRequest::get(&format!("worker-1:{port}"), "/metrics"),
-    )
-    .await?;
+    let get = RawRequest::get(&format!("worker-1:{port}"), "/metrics");
+    let reply = request(env.http(), &get).await?;
     assert_eq!(reply.status, 503, "{}", reply.text());
     Ok(())
 }

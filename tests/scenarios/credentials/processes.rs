@@ -1,6 +1,7 @@
 //! The two binaries with certificates that the operator provides: mounted by Kubernetes, written by
 //! the kubelet, and files that are refused at start.
 
+use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -9,8 +10,10 @@ use anyhow::{Context, Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, Server, ServerSetup, Signal};
+use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup, Signal};
 use tunnel_tests::targets::Exporter;
+
+use super::metric_at;
 
 const START: Duration = Duration::from_secs(15);
 
@@ -30,14 +33,18 @@ impl Mounted {
     }
 
     fn path(&self, name: &str) -> String {
-        self.scratch
-            .path()
-            .join(name)
-            .to_string_lossy()
-            .into_owned()
+        let path = self.scratch.path().join(name);
+        path.to_string_lossy().into_owned()
     }
 
-    fn swap(&mut self, files: &[(&str, &str)]) -> Result<()> {
+    /// Replaces the files by the CA and a new certificate of a server.
+    fn swap(&mut self, ca: &TestCa) -> Result<()> {
+        let issued = ca.issue(&Leaf::server())?;
+        let files = [
+            ("ca.crt", ca.pem()),
+            ("tls.crt", &issued.certificate),
+            ("tls.key", &issued.key),
+        ];
         self.generation += 1;
         let root = self.scratch.path();
         let folder = format!("..2026_{}", self.generation);
@@ -46,7 +53,7 @@ impl Mounted {
             let file = root.join(&folder).join(name);
             std::fs::write(&file, content)?;
             // The default mode of a projected Secret with fsGroup.
-            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640))?;
+            std::fs::set_permissions(&file, Permissions::from_mode(0o640))?;
             let link = root.join(name);
             if !link.is_symlink() {
                 symlink(Path::new("..data").join(name), link)?;
@@ -58,54 +65,33 @@ impl Mounted {
     }
 }
 
-async fn metric(server: &Server, name: &str) -> Result<f64> {
-    let meta = server.address(Listener::Meta);
-    let shown = request(meta, &RawRequest::get("meta", "/metrics")).await?;
-    let text = shown.text();
-    let line = text.lines().find_map(|line| line.strip_prefix(name));
-    Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Result<()> {
     let ca = TestCa::new("cluster")?;
     let (mut server_files, agent_files) = (Mounted::new()?, ScratchDir::new()?);
     let data = ScratchDir::new()?;
-    let issued = ca.issue(&Leaf::server())?;
-    let bundle = ca.pem().to_owned();
-    server_files.swap(&[
-        ("ca.crt", &bundle),
-        ("tls.crt", &issued.certificate),
-        ("tls.key", &issued.key),
-    ])?;
+    server_files.swap(&ca)?;
     let exporter = Exporter::start("worker-1").await?;
     let port = exporter.addr().port().to_string();
     // The interval does not elapse during the test, so only the signal triggers a reload.
-    let limits = data.file("server.yaml", "limits:\n  reloadEvery: 1h\n")?;
-    let setup = ServerSetup::on_loopback(&data.path().join("server")).args(&[
-        "--config",
-        &limits.to_string_lossy(),
-        "--agent-ca",
-        &server_files.path("ca.crt"),
-        "--agent-cert-file",
-        &server_files.path("tls.crt"),
-        "--agent-key-file",
-        &server_files.path("tls.key"),
-        "--http-proxy-ports",
-        &port,
-        "--proxy-port-listen",
-        "off",
-    ]);
+    let limits = data.file("limits.yaml", "limits:\n  reloadEvery: 1h\n")?;
+    let limits = limits.to_string_lossy();
+    let setup = ServerSetup::on_loopback(&data.path().join("server"))
+        .args(&["--config", &limits])
+        .args(&["--agent-ca", &server_files.path("ca.crt")])
+        .args(&["--agent-cert-file", &server_files.path("tls.crt")])
+        .args(&["--agent-key-file", &server_files.path("tls.key")])
+        .args(&["--http-proxy-ports", &port, "--proxy-port-listen", "off"]);
     let mut server = setup.start().await?;
+    let meta = server.address(Listener::Meta);
     // kubelet-client-current.pem is a link to one PEM file with certificate and key.
     let current = agent_files.path().join("kubelet-client-current.pem");
     let rotate = |round: u32| -> Result<()> {
         let issued = ca.issue(&Leaf::agent("worker-1"))?;
-        let dated = agent_files
-            .path()
-            .join(format!("kubelet-client-{round}.pem"));
+        let dated = format!("kubelet-client-{round}.pem");
+        let dated = agent_files.path().join(dated);
         std::fs::write(&dated, format!("{}{}", issued.certificate, issued.key))?;
-        std::fs::set_permissions(&dated, std::fs::Permissions::from_mode(0o600))?;
+        std::fs::set_permissions(&dated, Permissions::from_mode(0o600))?;
         let fresh = agent_files.path().join("fresh");
         symlink(&dated, &fresh)?;
         std::fs::rename(&fresh, &current)?;
@@ -113,42 +99,32 @@ async fn mounted_secrets_and_a_kubelet_style_pem_are_followed_by_hangup() -> Res
     };
     rotate(0)?;
     let agent_ca = agent_files.path().join("ca.crt");
-    replace(&agent_ca, bundle.as_bytes())?;
+    replace(&agent_ca, ca.pem().as_bytes())?;
     let agents = server.address(Listener::Agents);
-    let agent_limits = data.file("agent.yaml", "limits:\n  reloadEvery: 1h\n")?;
     let mut agent = AgentSetup::on_loopback("worker-1", agents, &data.path().join("agent"))
-        .args(&[
-            "--config",
-            &agent_limits.to_string_lossy(),
-            "--cert-file",
-            &current.to_string_lossy(),
-            "--ca-file",
-            &agent_ca.to_string_lossy(),
-        ])
+        .args(&["--config", &limits])
+        .args(&["--cert-file", &current.to_string_lossy()])
+        .args(&["--ca-file", &agent_ca.to_string_lossy()])
         .start()?;
     server.wait_until_connected(&["worker-1"]).await;
     let endpoint = server.address(Listener::Http);
     let host = format!("worker-1:{port}");
+    let admitted = "tunnel_server_handshakes_total{result=\"ok\"}";
     for round in 1..=3u32 {
-        let issued = ca.issue(&Leaf::server())?;
-        server_files.swap(&[
-            ("ca.crt", &bundle),
-            ("tls.crt", &issued.certificate),
-            ("tls.key", &issued.key),
-        ])?;
+        server_files.swap(&ca)?;
         server.process().signal(Signal::Hangup)?;
         let changed = "tunnel_server_credential_reloads_total{files=\"agent_certificate\",result=\"changed\"}";
         eventually("the server's files are in use", START, async || {
-            let count = metric(&server, changed).await?;
+            let count = metric_at(meta, changed).await?;
             ensure!(count >= f64::from(round), "{count}");
             Ok(())
         })
         .await;
-        let before = metric(&server, "tunnel_server_handshakes_total{result=\"ok\"}").await?;
+        let before = metric_at(meta, admitted).await?;
         rotate(round)?;
         agent.signal(Signal::Hangup)?;
         eventually("the agent moves to a new session", START, async || {
-            let count = metric(&server, "tunnel_server_handshakes_total{result=\"ok\"}").await?;
+            let count = metric_at(meta, admitted).await?;
             ensure!(count > before, "{count}; {agent}");
             Ok(())
         })
@@ -171,53 +147,39 @@ async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<
     let issued = ca.issue(&Leaf::agent("worker-1"))?;
     let both = format!("{}{}", issued.certificate, issued.key);
     let token = format!("abcdef012345.{}.{}", "a5".repeat(24), "11".repeat(32));
-    let cases = [
-        ("--cert-file", "own.pem", both.as_str()),
-        ("--ca-file", "ca.pem", ca.pem()),
-        ("--token-file", "token", token.as_str()),
-        ("--config", "agent.yaml", "logLevel: info\n"),
-    ];
-    let mut files = Vec::new();
-    for (_, name, content) in cases {
-        files.push(scratch.file(name, content)?);
-    }
-    for (index, (flag, name, _)) in cases.iter().enumerate() {
+    let file = |name: &str, content: &str| -> Result<String> {
+        let file = scratch.file(name, content)?;
+        Ok(file.to_string_lossy().into_owned())
+    };
+    let (own, ca) = (file("own.pem", &both)?, file("ca.pem", ca.pem())?);
+    let token = file("token", &token)?;
+    let config = file("agent.yaml", "logLevel: info\n")?;
+    let certificate = ["--cert-file", &own, "--ca-file", &ca];
+    for (flag, file, flags) in [
+        ("--cert-file", &own, &certificate[..]),
+        ("--ca-file", &ca, &certificate),
+        ("--token-file", &token, &["--token-file", &token]),
+        (
+            "--config",
+            &config,
+            &["--config", &config, "--token-file", &token],
+        ),
+    ] {
         for (mode, accepted) in [
             (0o600, true),
             (0o640, true),
             (0o644, true),
-            (0o660, *flag == "--config"),
+            (0o660, flag == "--config"),
             (0o602, false),
         ] {
-            std::fs::set_permissions(&files[index], std::fs::Permissions::from_mode(mode))?;
-            let data = scratch.path().join(format!("data-{index}-{mode:o}"));
-            let mut words = vec![
-                "run",
-                "--server",
-                "127.0.0.1:1",
-                "--node-name",
-                "worker-1",
-                "--meta-listen",
-                "off",
-                // Fails at once, where QUIC waits for an answer.
-                "--transport",
-                "h2",
-            ];
-            let paths: Vec<String> = files
-                .iter()
-                .map(|file| file.to_string_lossy().into_owned())
-                .collect();
-            let flag_value = match *flag {
-                "--cert-file" | "--ca-file" => {
-                    vec!["--cert-file", &paths[0], "--ca-file", &paths[1]]
-                }
-                "--token-file" => vec!["--token-file", &paths[2]],
-                _ => vec!["--config", &paths[3], "--token-file", &paths[2]],
-            };
-            words.extend(flag_value);
-            let data = data.to_string_lossy().into_owned();
-            words.extend(["--data-dir", &data]);
-            let mut process = Program::ours("tunnel-agent")?.args(words).start()?;
+            std::fs::set_permissions(file, Permissions::from_mode(mode))?;
+            let data = scratch.path().join(format!("data{flag}-{mode:o}"));
+            // h2 fails at once, where QUIC waits for an answer.
+            let run = "run --server 127.0.0.1:1 --node-name worker-1 --meta-listen off";
+            let program = Program::ours("tunnel-agent")?.args(run.split(' '));
+            let program = program.args(["--transport", "h2"]);
+            let program = program.args(flags.iter().copied());
+            let mut process = program.arg("--data-dir").arg(data).start()?;
             if accepted {
                 let word =
                     |line: &str| (line.contains("cannot") || line.contains("enroll")).then_some(());
@@ -227,15 +189,11 @@ async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<
             }
             let status = process.end(START).await?;
             ensure!(
-                status.code() == Some(64),
-                "{name} {mode:o}: {status}; {process}"
-            );
-            ensure!(
-                process.log().contains("run: chmod"),
-                "{name} {mode:o}: {process}"
+                status.code() == Some(64) && process.log().contains("run: chmod"),
+                "{flag} {mode:o}: {status}; {process}"
             );
         }
-        std::fs::set_permissions(&files[index], std::fs::Permissions::from_mode(0o600))?;
+        std::fs::set_permissions(file, Permissions::from_mode(0o600))?;
     }
     Ok(())
 }
@@ -247,36 +205,32 @@ async fn s09_files_that_others_may_write_are_refused_with_the_chmod() -> Result<
 async fn s07_documented_settings_fail_closed() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let ca = TestCa::new("callers")?;
-    let ca_file = scratch
-        .file("ca.pem", ca.pem())?
-        .to_string_lossy()
-        .into_owned();
-    let check = async |words: &[&str], variables: &[(&str, &str)]| -> Result<Option<i32>> {
-        let mut program =
-            Program::ours("tunnel-server")?.args(["check-config", "--kubernetes", "off"]);
-        program = program.args(words.iter().copied());
-        for (name, value) in variables {
-            program = program.env(name, *value);
-        }
-        Ok(program.run().await?.code())
-    };
-    for wide in ["--https-listen", "--http-listen"] {
+    let ca_file = scratch.file("ca.pem", ca.pem())?;
+    let ca_file = ca_file.to_string_lossy();
+    let check = async |words: &[&str], variables: &[(&str, &str)], code: i32| -> Result<()> {
+        let program = Program::ours("tunnel-server")?.args(["check-config", "--kubernetes", "off"]);
+        let program = program.args(words.iter().copied());
+        let program = variables
+            .iter()
+            .fold(program, |program, (name, value)| program.env(name, *value));
+        let finished = program.run().await?;
         ensure!(
-            check(&[wide, "0.0.0.0:0"], &[]).await? == Some(64),
-            "{wide} open"
+            finished.code() == Some(code),
+            "{words:?} {variables:?}: {finished}"
         );
-    }
+        Ok(())
+    };
+    check(&["--http-listen", "0.0.0.0:0"], &[], 64).await?;
     let wide = ["--https-listen", "0.0.0.0:0"];
+    check(&wide, &[], 64).await?;
     // A CA alone is no protection, because callers without a certificate are still accepted.
-    ensure!(check(&wide, &[("TUNNEL_SERVER_CLIENT_CA", &ca_file)]).await? == Some(64));
+    let client_ca = ("TUNNEL_SERVER_CLIENT_CA", &*ca_file);
+    check(&wide, &[client_ca], 64).await?;
     let mode = ("TUNNEL_SERVER_HTTPS_CLIENT_AUTH", "require");
-    ensure!(
-        check(&wide, &[mode]).await? == Some(64),
-        "require without a CA"
-    );
-    ensure!(check(&wide, &[mode, ("TUNNEL_SERVER_CLIENT_CA", &ca_file)]).await? == Some(0));
+    check(&wide, &[mode], 64).await?;
+    check(&wide, &[mode, client_ca], 0).await?;
     let both = ["--https-client-auth", "require", "--client-ca", &ca_file];
-    ensure!(check(&[&wide[..], &both].concat(), &[]).await? == Some(0));
+    check(&[&wide[..], &both].concat(), &[], 0).await?;
     // Settings that belong together, each given alone.
     for part in [
         "--agent-ca",
@@ -285,18 +239,10 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
         "--https-cert-file",
         "--https-key-file",
     ] {
-        ensure!(
-            check(&[part, &ca_file], &[]).await? == Some(64),
-            "{part} alone"
-        );
-        let variable = format!(
-            "TUNNEL_SERVER_{}",
-            part[2..].replace('-', "_").to_uppercase()
-        );
-        ensure!(
-            check(&[], &[(&variable, &ca_file)]).await? == Some(64),
-            "{variable} alone"
-        );
+        check(&[part, &ca_file], &[], 64).await?;
+        let variable = part[2..].replace('-', "_").to_uppercase();
+        let variable = format!("TUNNEL_SERVER_{variable}");
+        check(&[], &[(&variable, &ca_file)], 64).await?;
     }
     Ok(())
 }
@@ -305,19 +251,15 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<()> {
     let data = ScratchDir::new()?;
-    let mut server = ServerSetup::on_loopback(&data.path().join("server"))
-        .start()
-        .await?;
+    let setup = ServerSetup::on_loopback(&data.path().join("server"));
+    let mut server = setup.start().await?;
     let token = server.token("worker-1", None).await?;
     let agents = server.address(Listener::Agents);
     let agent = AgentSetup::on_loopback("worker-1", agents, &data.path().join("agent"));
     let mut agent = agent.args(&["--token", &token]).start()?;
     server.wait_until_connected(&["worker-1"]).await;
-    let printed = server
-        .verb(&["nodes", "revoke", "worker-1"])?
-        .run()
-        .await?
-        .ok()?;
+    let revoke = server.verb(&["nodes", "revoke", "worker-1"])?;
+    let printed = revoke.run().await?.ok()?;
     ensure!(printed.contains("node worker-1 revoked"), "{printed}");
     server.wait_until_connected(&[]).await;
     let reported = agent.wait_for_line("the reason", START, |line| {
@@ -358,45 +300,24 @@ async fn f17_clock_messages_name_the_clock() -> Result<()> {
     let agent = || Leaf::agent("worker-1");
     let by_host = "is the clock of this host wrong?";
     let by_server = "this node's certificate is expired or not yet valid by the server's clock";
+    let server = Leaf::server;
+    let future = |leaf| times(leaf, now + hour, now + day);
+    let past = |leaf| times(leaf, now - 2 * day, now - day);
     for (what, server, agent, words) in [
-        (
-            "host an hour behind",
-            times(Leaf::server(), now + hour, now + day),
-            agent(),
-            by_host,
-        ),
-        (
-            "host a day ahead",
-            times(Leaf::server(), now - 2 * day, now - day),
-            agent(),
-            by_host,
-        ),
-        (
-            "server an hour behind",
-            Leaf::server(),
-            times(agent(), now + hour, now + day),
-            by_server,
-        ),
-        (
-            "server a day ahead",
-            Leaf::server(),
-            times(agent(), now - 2 * day, now - day),
-            by_server,
-        ),
+        ("host an hour behind", future(server()), agent(), by_host),
+        ("host a day ahead", past(server()), agent(), by_host),
+        ("server an hour behind", server(), future(agent()), by_server),
+        ("server a day ahead", server(), past(agent()), by_server),
     ] {
         let scratch = ScratchDir::new()?;
         let (server_cert, server_key) = ca.issue(&server)?.write(scratch.path(), "server")?;
         let (agent_cert, agent_key) = ca.issue(&agent)?.write(scratch.path(), "agent")?;
         let ca_file = scratch.file("ca.pem", ca.pem())?;
         let text = |path: &Path| path.to_string_lossy().into_owned();
-        let server = ServerSetup::on_loopback(&scratch.path().join("data")).args(&[
-            "--agent-ca",
-            &text(&ca_file),
-            "--agent-cert-file",
-            &text(&server_cert),
-            "--agent-key-file",
-            &text(&server_key),
-        ]);
+        let server = ServerSetup::on_loopback(&scratch.path().join("data"))
+            .args(&["--agent-ca", &text(&ca_file)])
+            .args(&["--agent-cert-file", &text(&server_cert)])
+            .args(&["--agent-key-file", &text(&server_key)]);
         let server = server.start().await?;
         for transport in ["quic", "h2"] {
             let data = scratch.path().join(transport);
@@ -404,12 +325,8 @@ async fn f17_clock_messages_name_the_clock() -> Result<()> {
                 AgentSetup::on_loopback("worker-1", server.address(Listener::Agents), &data);
             let mut agent = setup
                 .args(&["--transport", transport, "--cert-file", &text(&agent_cert)])
-                .args(&[
-                    "--key-file",
-                    &text(&agent_key),
-                    "--ca-file",
-                    &text(&ca_file),
-                ])
+                .args(&["--key-file", &text(&agent_key)])
+                .args(&["--ca-file", &text(&ca_file)])
                 .start()?;
             let line = agent.wait_for_line(words, START, |line| line.contains(words).then_some(()));
             line.await

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
@@ -108,17 +108,13 @@ async fn settled(load: &Load, party: &Party<'_>) -> Result<()> {
 /// Waits until a node has a session that began after `leaves_since`. Such a session uses a new
 /// leaf.
 async fn moved(env: &TestEnv, node: &str, leaves_since: SystemTime) {
-    let patience = Duration::from_secs(20);
-    eventually(
-        &format!("{node} moves to its new certificate"),
-        patience,
-        async || {
-            let sessions = env.registry().of_node(&node.parse()?);
-            let newest = sessions.iter().find(|session| !session.is_withdrawn());
-            let newest = newest.ok_or_else(|| anyhow::anyhow!("no session"))?;
-            ensure!(newest.since >= leaves_since, "still the old one");
-            Ok(())
-        },
-    )
+    let what = format!("{node} moves to its new certificate");
+    eventually(&what, Duration::from_secs(20), async || {
+        let sessions = env.registry().of_node(&node.parse()?);
+        let newest = sessions.iter().find(|session| !session.is_withdrawn());
+        let newest = newest.context("no session")?;
+        ensure!(newest.since >= leaves_since, "still the old one");
+        Ok(())
+    })
     .await;
 }

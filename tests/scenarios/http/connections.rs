@@ -8,12 +8,20 @@ use tokio::io::AsyncWriteExt;
 use tunnel_tests::client::{ByteStream, KeepAliveClient, RawRequest};
 use tunnel_tests::env::WAIT_TIMEOUT;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::{Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget};
+use tunnel_tests::targets::{
+    Exporter, HostileAction, HostileTarget, RecordedInput, RecordingTarget, Traffic,
+};
 
 use super::table::TwoNodes;
 
 fn get(node: &str, port: u16, path: &str) -> RawRequest {
     RawRequest::new("GET", path, &format!("{node}:{port}"))
+}
+
+/// Waits until no connection to a target is open.
+async fn are_closed(what: &str, traffic: &Traffic) {
+    let closed = async || (traffic.open() == 0).then_some(());
+    eventually(what, WAIT_TIMEOUT, closed).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -28,16 +36,10 @@ async fn target_connection_is_used_again_by_its_caller_alone() -> Result<()> {
             let reply = caller.request(&get("worker-1", port, &path)).await?;
             assert_eq!(reply.text(), format!("GET {path} by one\n"));
         }
-        assert_eq!(
-            target.traffic().accepted(),
-            callers,
-            "one connection for each caller"
-        );
+        let accepted = target.traffic().accepted();
+        assert_eq!(accepted, callers, "one connection for each caller");
         drop(caller);
-        eventually("it closes with its caller", WAIT_TIMEOUT, async || {
-            (target.traffic().open() == 0).then_some(())
-        })
-        .await;
+        are_closed("it closes with its caller", target.traffic()).await;
     }
     // No connection carried the requests of two callers.
     for recorded in target.recorded() {
@@ -68,10 +70,8 @@ async fn target_connection_is_never_shared_by_two_credentials() -> Result<()> {
     let mut used = BTreeSet::new();
     for recorded in target.recorded() {
         if let RecordedInput::Request(connection, request) = recorded {
-            used.insert((
-                connection,
-                request.field("authorization").map(str::to_owned),
-            ));
+            let credential = request.field("authorization").map(str::to_owned);
+            used.insert((connection, credential));
         }
     }
     let connections: BTreeSet<_> = used.iter().map(|(connection, _)| *connection).collect();
@@ -149,20 +149,11 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
                 }
             }
             let traffic = target.traffic();
-            ensure!(
-                traffic.requests() >= round,
-                "{name}: {}",
-                traffic.requests()
-            );
-            ensure!(
-                traffic.requests() == traffic.accepted(),
-                "{name}: used again"
-            );
+            let (requests, accepted) = (traffic.requests(), traffic.accepted());
+            ensure!(requests >= round, "{name}: {requests}");
+            ensure!(requests == accepted, "{name}: used again");
         }
-        eventually("all are closed", WAIT_TIMEOUT, async || {
-            (target.traffic().open() == 0).then_some(())
-        })
-        .await;
+        are_closed(name, target.traffic()).await;
         assert_eq!(target.traffic().bytes_in(), 0, "{name}");
     }
     Ok(())
@@ -173,28 +164,19 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
 async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<()> {
     let site = TwoNodes::start().await?;
     let answer = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc";
-    let target = HostileTarget::start(vec![
+    let steps = vec![
         HostileAction::ReadHead,
         HostileAction::Send(answer.into()),
-    ])
-    .await?;
+    ];
+    let target = HostileTarget::start(steps).await?;
     let mut caller = KeepAliveClient::connect(site.env.http()).await?;
+    let asked = get("worker-1", target.addr().port(), "/");
     for round in 0..100 {
-        let reply = caller
-            .request(&get("worker-1", target.addr().port(), "/"))
-            .await?;
-        assert_eq!(
-            (reply.status, reply.text().as_str()),
-            (200, "abc"),
-            "round {round}"
-        );
+        let reply = caller.request(&asked).await?;
+        assert_eq!(reply.status, 200, "round {round}");
+        assert_eq!(reply.text(), "abc", "round {round}");
         if round % 2 == 0 {
-            eventually(
-                "the target's connection is closed",
-                WAIT_TIMEOUT,
-                async || (target.traffic().open() == 0).then_some(()),
-            )
-            .await;
+            are_closed("the target has closed", target.traffic()).await;
         }
     }
     Ok(())
@@ -211,11 +193,8 @@ async fn pipelined_requests_are_answered_in_their_order() -> Result<()> {
     for round in 0..200 {
         let (node, target, name) = &targets[usize::from(round % 3 == 0)];
         let host = format!("{node}:{}", target.addr().port());
-        let last = if round == 199 {
-            "Connection: close\r\n"
-        } else {
-            ""
-        };
+        let close = "Connection: close\r\n";
+        let last = if round == 199 { close } else { "" };
         let (method, body) = match round % 4 {
             1 => ("POST", "Content-Length: 3\r\n\r\nabc"),
             2 => (
@@ -239,10 +218,8 @@ async fn pipelined_requests_are_answered_in_their_order() -> Result<()> {
     written?;
     read?;
     let answers = String::from_utf8(answers)?;
-    let bodies: Vec<_> = answers
-        .lines()
-        .filter(|line| line.contains(" by "))
-        .collect();
+    let bodies = answers.lines().filter(|line| line.contains(" by "));
+    let bodies: Vec<_> = bodies.collect();
     assert_eq!(bodies, expected);
     Ok(())
 }
@@ -265,10 +242,7 @@ async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
         ("half a head", format!("{waiting}GET /metr")),
         ("half a body", half_a_body),
         ("a stream that is followed", follow.clone()),
-        (
-            "requests behind a stream that is followed",
-            format!("{follow}{}", next.repeat(1000)),
-        ),
+        ("many behind a stream", format!("{follow}{}", next.repeat(1000))),
     ] {
         for by_reset in [false, true] {
             let served = exporter.traffic().requests();
@@ -283,12 +257,8 @@ async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
             } else {
                 stream.finish().await?;
             }
-            eventually(
-                &format!("{name}: the target's side closes, reset {by_reset}"),
-                WAIT_TIMEOUT,
-                async || (exporter.traffic().open() == 0).then_some(()),
-            )
-            .await;
+            let what = format!("{name}: the target's side closes, reset {by_reset}");
+            are_closed(&what, exporter.traffic()).await;
             let requests = exporter.traffic().requests();
             assert_eq!(
                 requests,

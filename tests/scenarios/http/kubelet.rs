@@ -11,13 +11,12 @@ use tunnel_tests::client::{
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::spdy::{Frame, Spdy};
-use tunnel_tests::strict_http::{Parsed, parse};
+use tunnel_tests::strict_http::{Parsed, StrictRequest, parse};
 use tunnel_tests::targets::{FakeKubelet, RecordingTarget, deterministic_bytes};
 use tunnel_tests::websocket::{Message, WebSocket};
 
 pub(crate) mod heads;
 
-const TRANSPORTS: [TransportChoice; 2] = [TransportChoice::Quic, TransportChoice::H2];
 
 /// A node with a kubelet that callers reach like kube-apiserver does.
 struct Site {
@@ -51,6 +50,14 @@ impl Site {
     }
 }
 
+/// Runs a check over both transports at once.
+async fn over_both(check: impl AsyncFn(&Caller<'_>) -> Result<()>) -> Result<()> {
+    let [quic, h2] = [TransportChoice::Quic, TransportChoice::H2].map(Site::start);
+    let (quic, h2) = (quic.await?, h2.await?);
+    let (quic, h2) = (quic.caller(), h2.caller());
+    tokio::try_join!(check(&quic), check(&h2)).map(drop)
+}
+
 /// A caller that reaches a kubelet like kube-apiserver does.
 pub(crate) struct Caller<'a> {
     pub(crate) env: &'a TestEnv,
@@ -72,9 +79,8 @@ impl Caller<'_> {
     }
 
     async fn spdy(&self, head: RawRequest, protocol: &str) -> Result<Spdy<ByteStream>> {
-        let asked = UpgradeClient::asking_for_spdy(head)
-            .connect(self.endpoint()?)
-            .await?;
+        let client = UpgradeClient::asking_for_spdy(head);
+        let asked = client.connect(self.endpoint()?).await?;
         let Upgraded::Switched { headers, stream } = asked else {
             anyhow::bail!("{asked:?}");
         };
@@ -90,14 +96,11 @@ impl Caller<'_> {
 
     /// Waits until `n` connections to the kubelet are open.
     async fn has_connections(&self, n: u64) {
-        eventually(
-            &format!("{n} connections to the kubelet"),
-            WAIT_TIMEOUT,
-            async || {
-                let open = self.kubelet.traffic().open();
-                (open == n).then_some(()).ok_or(open)
-            },
-        )
+        let what = format!("{n} connections to the kubelet");
+        eventually(&what, WAIT_TIMEOUT, async || {
+            let open = self.kubelet.traffic().open();
+            (open == n).then_some(()).ok_or(open)
+        })
         .await;
     }
 }
@@ -120,41 +123,26 @@ async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
         // The target answers every request with 200, which is not a valid answer to an upgrade.
         assert_eq!(reply.status, if upgrade { 502 } else { 200 }, "{name}");
         let arrived = target.requests().pop().context("nothing arrived")?;
-        assert_eq!(
-            (&arrived.method, &arrived.target),
-            (&written.method, &written.target),
-            "{name}"
-        );
-        let end_to_end = |fields: &[(String, String)]| -> Vec<(String, String)> {
-            let forwarded = fields
-                .iter()
-                .filter(|(name, _)| !OF_THE_HOP.contains(&name.to_lowercase().as_str()));
-            let mut forwarded: Vec<_> = forwarded.cloned().collect();
+        assert_eq!(arrived.method, written.method, "{name}");
+        assert_eq!(arrived.target, written.target, "{name}");
+        let end_to_end = |request: &StrictRequest| -> Vec<(String, String)> {
+            let mut forwarded = request.fields.clone();
+            forwarded.retain(|(name, _)| !OF_THE_HOP.contains(&name.to_lowercase().as_str()));
             // The sort is stable, because the order of a field's values matters.
             forwarded.sort_by_key(|(name, _)| name.to_lowercase());
             forwarded
         };
-        assert_eq!(
-            end_to_end(&arrived.fields),
-            end_to_end(&written.fields),
-            "{name}"
-        );
+        assert_eq!(end_to_end(&arrived), end_to_end(&written), "{name}");
         assert_eq!(arrived.field("upgrade"), written.field("upgrade"), "{name}");
-        assert_eq!(
-            upgrade,
-            arrived.field("connection") == Some("Upgrade"),
-            "{name}"
-        );
+        let upgrades = arrived.field("connection") == Some("Upgrade");
+        assert_eq!(upgrade, upgrades, "{name}");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pages_of_the_kubelet_are_read() -> Result<()> {
-    for transport in TRANSPORTS {
-        pages(&Site::start(transport).await?.caller()).await?;
-    }
-    Ok(())
+    over_both(pages).await
 }
 
 pub(crate) async fn pages(site: &Caller<'_>) -> Result<()> {
@@ -190,10 +178,7 @@ pub(crate) async fn pages(site: &Caller<'_>) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn followed_logs_flush_each_line_and_hold_one_connection_each() -> Result<()> {
-    for transport in TRANSPORTS {
-        followed_logs(&Site::start(transport).await?.caller()).await?;
-    }
-    Ok(())
+    over_both(followed_logs).await
 }
 
 pub(crate) async fn followed_logs(site: &Caller<'_>) -> Result<()> {
@@ -247,10 +232,7 @@ fn data(id: u32, bytes: &[u8], fin: bool) -> Option<Frame> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn exec_over_spdy_has_all_its_streams() -> Result<()> {
-    for transport in TRANSPORTS {
-        commands_over_spdy(&Site::start(transport).await?.caller()).await?;
-    }
-    Ok(())
+    over_both(commands_over_spdy).await
 }
 
 pub(crate) async fn commands_over_spdy(site: &Caller<'_>) -> Result<()> {
@@ -286,10 +268,7 @@ pub(crate) async fn commands_over_spdy(site: &Caller<'_>) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn terminal_over_spdy_is_resized() -> Result<()> {
-    for transport in TRANSPORTS {
-        terminal_over_spdy(&Site::start(transport).await?.caller()).await?;
-    }
-    Ok(())
+    over_both(terminal_over_spdy).await
 }
 
 pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
@@ -316,10 +295,7 @@ pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn port_forward_carries_many_connections_in_one() -> Result<()> {
-    for transport in TRANSPORTS {
-        port_forward_over_spdy(&Site::start(transport).await?.caller()).await?;
-    }
-    Ok(())
+    over_both(port_forward_over_spdy).await
 }
 
 pub(crate) async fn port_forward_over_spdy(site: &Caller<'_>) -> Result<()> {
@@ -330,13 +306,8 @@ pub(crate) async fn port_forward_over_spdy(site: &Caller<'_>) -> Result<()> {
     for request_id in ["0", "1", "2"] {
         // portforward.go `handleConnection` opens the error stream first, and the client ends it at
         // once.
-        let fields = |kind| {
-            [
-                ("streamType", kind),
-                ("port", "8080"),
-                ("requestID", request_id),
-            ]
-        };
+        let port = ("port", "8080");
+        let fields = |kind| [("streamType", kind), port, ("requestID", request_id)];
         let error = spdy.open(&fields("error")).await?;
         spdy.data(error, b"", true).await?;
         assert_eq!(spdy.next().await?, Some(Frame::Reply(error)));
@@ -362,16 +333,7 @@ pub(crate) async fn port_forward_over_spdy(site: &Caller<'_>) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn exec_over_websocket_v5_is_pinged_and_closed_by_channel() -> Result<()> {
-    let sites = (
-        Site::start(TransportChoice::Quic).await?,
-        Site::start(TransportChoice::H2).await?,
-    );
-    let callers = (sites.0.caller(), sites.1.caller());
-    let both = tokio::join!(
-        terminal_over_websocket(&callers.0, 3),
-        terminal_over_websocket(&callers.1, 3)
-    );
-    both.0.and(both.1)
+    over_both(async |caller: &Caller<'_>| terminal_over_websocket(caller, 3).await).await
 }
 
 /// Runs a terminal session with `pings` pings, which are 5 s apart.
@@ -395,26 +357,20 @@ pub(crate) async fn terminal_over_websocket(site: &Caller<'_>, pings: usize) -> 
     for _ in 0..pings {
         period.tick().await;
         socket.send(&Message::Ping(Vec::new())).await?;
-        ensure!(
-            socket.next().await? == Some(Message::Pong(Vec::new())),
-            "no pong"
-        );
+        let pong = Message::Pong(Vec::new());
+        ensure!(socket.next().await? == Some(pong), "no pong");
     }
     let bytes = deterministic_bytes(2, 100_000);
     socket.send(&binary(0, &bytes)).await?;
     ensure!(socket.next().await? == Some(binary(1, &bytes)), "no echo");
     // `StreamClose`: the byte 255, followed by the channel that ends.
     socket.send(&Message::Binary(vec![255, 0])).await?;
-    ensure!(
-        socket.next().await? == Some(binary(2, b"100000 bytes\n")),
-        "no stderr"
-    );
+    let stderr = binary(2, b"100000 bytes\n");
+    ensure!(socket.next().await? == Some(stderr), "no stderr");
     let success = binary(3, b"{\"metadata\":{},\"status\":\"Success\"}");
     ensure!(socket.next().await? == Some(success), "no status");
-    ensure!(
-        socket.next().await? == Some(Message::Close(Some(1000))),
-        "no close"
-    );
+    let close = Message::Close(Some(1000));
+    ensure!(socket.next().await? == Some(close), "no close");
     ensure!(socket.next().await?.is_none(), "bytes behind the close");
     drop(socket);
     site.has_connections(0).await;

@@ -152,47 +152,26 @@ pub(crate) fn scrape(host: &str, path: &str) -> RawRequest {
 
 /// Returns all heads with their names, for checks that apply to each.
 pub(crate) fn all(host: &str) -> Vec<(&'static str, RawRequest)> {
+    let since = "?limitBytes=1048576&sinceTime=2026-01-02T03%3A04%3A05Z&timestamps=true";
+    let shell = "command=sh&command=-c&command=cat+%26%26+true&error=1&input=1&output=1";
+    let terminal = "command=sh&input=1&output=1&tty=1";
+    let streams = "error=1&input=1&output=1";
+    let web_socket = command_over_websocket(host, "exec", &format!("command=sh&{streams}"));
+    let summary = "/stats/summary?only_cpu_and_memory=true";
+    let checkpoint = "/checkpoint/default/web-0/app";
     vec![
         ("logs", logs(host, "")),
         ("logs -f", logs(host, "?follow=true&tailLines=10")),
-        (
-            "logs --since-time",
-            logs(
-                host,
-                "?limitBytes=1048576&sinceTime=2026-01-02T03%3A04%3A05Z&timestamps=true",
-            ),
-        ),
-        (
-            "exec",
-            command_over_spdy(
-                host,
-                "exec",
-                "command=sh&command=-c&command=cat+%26%26+true&error=1&input=1&output=1",
-            ),
-        ),
-        (
-            "exec -t",
-            command_over_spdy(host, "exec", "command=sh&input=1&output=1&tty=1"),
-        ),
-        (
-            "attach",
-            command_over_spdy(host, "attach", "error=1&input=1&output=1"),
-        ),
-        (
-            "exec over WebSocket",
-            command_over_websocket(host, "exec", "command=sh&error=1&input=1&output=1"),
-        ),
+        ("logs --since-time", logs(host, since)),
+        ("exec", command_over_spdy(host, "exec", shell)),
+        ("exec -t", command_over_spdy(host, "exec", terminal)),
+        ("attach", command_over_spdy(host, "attach", streams)),
+        ("exec over WebSocket", web_socket),
         ("port-forward", port_forward(host)),
         ("metrics by proxy", node_proxy(host, "GET", "/metrics")),
-        (
-            "summary by proxy",
-            node_proxy(host, "GET", "/stats/summary?only_cpu_and_memory=true"),
-        ),
+        ("summary by proxy", node_proxy(host, "GET", summary)),
         ("pods by proxy", node_proxy(host, "GET", "/pods")),
-        (
-            "checkpoint",
-            node_proxy(host, "POST", "/checkpoint/default/web-0/app"),
-        ),
+        ("checkpoint", node_proxy(host, "POST", checkpoint)),
         ("scrape", scrape(host, "/metrics")),
         ("scrape of cadvisor", scrape(host, "/metrics/cadvisor")),
         ("scrape of resources", scrape(host, "/metrics/resource")),
