@@ -45,6 +45,30 @@ async fn metric_at(meta: SocketAddr, name: &str) -> Result<f64> {
     Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
 }
 
+/// Waits until a server metric is 0.
+async fn metric_is_zero(env: &TestEnv, name: &str, patience: Duration) {
+    eventually(&format!("{name} 0"), patience, async || {
+        let value = metric(env, name).await?;
+        anyhow::ensure!(value == 0.0, "{name} is {value}");
+        anyhow::Ok(())
+    })
+    .await;
+}
+
+/// Starts a server that issues certificates of this lifetime.
+async fn short_lives(seconds: u64) -> Result<TestEnv> {
+    TestEnv::start_with(|settings| {
+        settings.limits = TestEnv::limits(&format!("certificateLife: {seconds}s"));
+    })
+    .await
+}
+
+/// Waits until the time is past `end`.
+async fn wait_until_after(end: SystemTime) {
+    let over = async || (SystemTime::now() > end).then_some(());
+    eventually("the certificate ends", Duration::from_secs(20), over).await;
+}
+
 /// Waits until a server metric is at least `least`.
 pub(crate) async fn metric_reaches(env: &TestEnv, name: &str, least: f64, patience: Duration) {
     eventually(&format!("{name} {least}"), patience, async || {

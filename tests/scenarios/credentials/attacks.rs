@@ -6,22 +6,25 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use rustls::client::Resumption;
-use rustls::sign::CertifiedKey;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use tokio::io::AsyncReadExt;
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::Dialer as _;
+use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::targets::Exporter;
+use tunnel_tests::targets::{Exporter, FakeKubelet};
 
-use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
+use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial, remote, settings};
 use super::credential_files::Files;
 use super::{metric, metric_reaches};
 
@@ -60,14 +63,8 @@ fn intruders(files: &Files) -> Result<Vec<(&'static str, Arc<CertifiedKey>)>> {
         ("role of a server", ours(&role(Some("culvert://server")))?),
         ("no role", ours(&role(None))?),
         ("role of nobody", ours(&role(Some("culvert://agent/")))?),
-        (
-            "name in another form",
-            ours(&role(Some("culvert://agent/Worker-1")))?,
-        ),
-        (
-            "role of a replica",
-            ours(&role(Some("culvert://replica/a")))?,
-        ),
+        ("capitals", ours(&role(Some("culvert://agent/Worker-1")))?),
+        ("a replica", ours(&role(Some("culvert://replica/a")))?),
     ])
 }
 
@@ -79,9 +76,8 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
     let env = files.env().await?;
     let trust = || Ok::<_, anyhow::Error>(Trust::Roots(tls::roots([files.ca.root().clone()])?));
     let good = files.ca.issue(&Leaf::agent("worker-1"))?.own;
-    over_tcp(&env, Some(good), trust()?)
-        .await
-        .context("the good one over TCP")?;
+    let admitted = over_tcp(&env, Some(good), trust()?).await;
+    admitted.context("the good one over TCP")?;
     let mut count = 0.0;
     for (what, key) in intruders(&files)? {
         let error = over_tcp(&env, Some(key.clone()), trust()?).await;
@@ -90,21 +86,16 @@ async fn r14_s12_t20_wrong_certificates_fail_in_the_handshake() -> Result<()> {
         ensure!(error.is_err(), "{what} was let in over QUIC");
         count += 2.0;
     }
-    ensure!(
-        over_tcp(&env, None, trust()?).await.is_err(),
-        "let in without a certificate"
-    );
+    let anonymous = over_tcp(&env, None, trust()?).await;
+    ensure!(anonymous.is_err(), "let in without a certificate");
     count += 1.0;
     let failed = "tunnel_server_handshakes_total{result=\"handshake_failed\"}";
     metric_reaches(&env, failed, count, WAIT_TIMEOUT).await;
     // No connection with a wrong certificate reached the Hello.
-    let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics"))
-        .await?
-        .text();
-    for line in shown
-        .lines()
-        .filter(|line| line.starts_with("tunnel_server_handshakes_total"))
-    {
+    let shown = request(env.bound().meta, &RawRequest::get("meta", "/metrics")).await?;
+    let shown = shown.text();
+    let handshakes = "tunnel_server_handshakes_total";
+    for line in shown.lines().filter(|line| line.starts_with(handshakes)) {
         // The connection with the valid certificate ended without a Hello.
         let good = "tunnel_server_handshakes_total{result=\"protocol\"} 1";
         ensure!(line.contains("handshake_failed") || line == good, "{line}");
@@ -126,7 +117,7 @@ async fn r14_listener_that_requires_certificates_lets_no_other_request_through()
         settings.https_client_auth = Some("require".into());
     })
     .await?;
-    let kubelet = tunnel_tests::targets::FakeKubelet::start("worker-1").await?;
+    let kubelet = FakeKubelet::start("worker-1").await?;
     let _agent = env.agent("worker-1").await?;
     let host = format!("worker-1:{}", kubelet.addr().port());
     let address = env.bound().https.unwrap();
@@ -137,24 +128,20 @@ async fn r14_listener_that_requires_certificates_lets_no_other_request_through()
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots);
         let config = match key {
-            Some(key) => config
-                .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(key))),
+            Some(key) => config.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(key))),
             None => config.with_no_client_auth(),
         };
-        let endpoint = Endpoint::tls(
-            address,
-            ClientTls::from_config("worker-1", Arc::new(config))?,
-        );
-        Ok(request(endpoint, &RawRequest::get(&host, "/metrics"))
-            .await?
-            .status)
+        let tls = ClientTls::from_config("worker-1", Arc::new(config))?;
+        let get = RawRequest::get(&host, "/metrics");
+        Ok(request(Endpoint::tls(address, tls), &get).await?.status)
     };
-    let before = kubelet_requests(&env).await?;
+    let streams = "tunnel_server_streams_total{result=\"ok\"}";
+    let before = metric(&env, streams).await?;
     ensure!(ask(None).await.is_err(), "let in without a certificate");
     for (what, key) in intruders(&files)? {
         ensure!(ask(Some(key)).await.is_err(), "{what} was let in");
     }
-    ensure!(kubelet_requests(&env).await? == before);
+    ensure!(metric(&env, streams).await? == before);
     let caller = callers.issue(&Leaf {
         uri: None,
         ..Leaf::agent("caller")
@@ -163,9 +150,6 @@ async fn r14_listener_that_requires_certificates_lets_no_other_request_through()
     Ok(())
 }
 
-async fn kubelet_requests(env: &TestEnv) -> Result<f64> {
-    metric(env, "tunnel_server_streams_total{result=\"ok\"}").await
-}
 
 /// Opens a session's TLS connection over TCP and waits for the server's first byte. The server
 /// sends that byte after it has verified the certificate.
@@ -182,25 +166,38 @@ pub(crate) async fn over_tcp(
             Arc::new(config)
         }
     };
-    connect(env, config).await
+    connect(env, config).await.map(drop)
 }
 
-async fn connect(env: &TestEnv, config: Arc<rustls::ClientConfig>) -> Result<()> {
+/// Returns the connection after its first byte from the server.
+pub(super) async fn connect(
+    env: &TestEnv,
+    config: Arc<rustls::ClientConfig>,
+) -> Result<TlsStream<TcpStream>> {
     let tcp = TcpStream::connect(env.bound().agents).await?;
     let name = "tunnel-server.culvert".try_into()?;
     let mut stream = TlsConnector::from(config).connect(name, tcp).await?;
     timeout(scaled(WAIT_TIMEOUT), stream.read_u8()).await??;
-    Ok(())
+    Ok(stream)
+}
+
+/// Returns the configuration of a client that resumes sessions and sends early data if it can.
+pub(super) fn resuming(
+    env: &TestEnv,
+    key: Arc<CertifiedKey>,
+) -> Result<Arc<rustls::ClientConfig>> {
+    let config = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
+    let mut config = rustls::ClientConfig::clone(&config);
+    config.resumption = Resumption::in_memory_sessions(64);
+    config.enable_early_data = true;
+    Ok(Arc::new(config))
 }
 
 /// Opens a session over QUIC and accepts its first stream.
 pub(crate) async fn over_quic(env: &TestEnv, key: Arc<CertifiedKey>, trust: Trust) -> Result<()> {
-    use tunnel_proto::transport::Dialer as _;
-    let settings = super::super::scripted::settings();
     let tls = tls::session_client(key, trust, ALPN_SESSION)?;
-    let dialer = tunnel_proto::transport::quic::QuicDialer::new(tls, settings)?;
-    let remote = super::super::scripted::remote(env.bound().agents);
-    let session = dialer.dial(&remote).await?;
+    let dialer = QuicDialer::new(tls, settings())?;
+    let session = dialer.dial(&remote(env.bound().agents)).await?;
     session.accept().await?;
     Ok(())
 }
@@ -223,13 +220,8 @@ async fn r01_certificate_of_one_node_serves_no_other() -> Result<()> {
         let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200 && reply.text().contains("worker-1"));
     }
-    metric_reaches(
-        &env,
-        "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}",
-        20.0,
-        WAIT_TIMEOUT,
-    )
-    .await;
+    let refused = "tunnel_server_handshakes_total{result=\"name_not_in_credential\"}";
+    metric_reaches(&env, refused, 20.0, WAIT_TIMEOUT).await;
     Ok(())
 }
 
@@ -249,12 +241,8 @@ async fn r09_late_end_of_an_old_session_never_takes_the_new_one_away() -> Result
         if let Some(old) = old.replace(new) {
             old.close().await;
         }
-        ensure!(
-            env.registry()
-                .of_node(&node)
-                .iter()
-                .any(|session| session.is_routable())
-        );
+        let sessions = env.registry().of_node(&node);
+        ensure!(sessions.iter().any(|session| session.is_routable()));
     }
     eventually("only the last is left", WAIT_TIMEOUT, async || {
         (env.registry().of_node(&node).len() == 1).then_some(())
@@ -337,18 +325,9 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
     let env = TestEnv::start().await?;
     let key = agent_key(&env, "worker-1")?;
     // Over TCP the client enables early data. Without a ticket the client cannot send any.
-    let config = tls::session_client(key.clone(), Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
-    let mut config = rustls::ClientConfig::clone(&config);
-    config.resumption = Resumption::in_memory_sessions(8);
-    config.enable_early_data = true;
-    let config = Arc::new(config);
+    let config = resuming(&env, key.clone())?;
     for _ in 0..3 {
-        let tcp = TcpStream::connect(env.bound().agents).await?;
-        let name = "tunnel-server.culvert".try_into()?;
-        let connector = TlsConnector::from(config.clone());
-        let mut stream = connector.connect(name, tcp).await?;
-        stream.flush().await?;
-        timeout(scaled(WAIT_TIMEOUT), stream.read_u8()).await??;
+        let stream = connect(&env, config.clone()).await?;
         ensure!(!stream.get_ref().1.is_early_data_accepted());
     }
     // A relay records all datagrams that the client of a session sends. The test sends them again.
@@ -359,11 +338,9 @@ async fn s25_t16_replayed_flight_opens_nothing_a_thousand_times() -> Result<()> 
     upstream.connect(server).await?;
     let mut flight: Vec<Vec<u8>> = Vec::new();
     let talk = async {
-        use tunnel_proto::transport::Dialer as _;
         let tls = tls::session_client(key.clone(), Trust::Roots(env.roots()?), ALPN_SESSION)?;
-        let settings = super::super::scripted::settings();
-        let dialer = tunnel_proto::transport::quic::QuicDialer::new(tls, settings)?;
-        let session = dialer.dial(&super::super::scripted::remote(tapped)).await?;
+        let dialer = QuicDialer::new(tls, settings())?;
+        let session = dialer.dial(&remote(tapped)).await?;
         session.accept().await?;
         session.close(CloseCode::Normal, "done").await;
         dialer.wait_idle().await;
@@ -427,33 +404,26 @@ async fn t17_downgrade_and_wrong_protocol_get_no_connection() -> Result<()> {
     ] {
         let mut config = rustls::ClientConfig::clone(&good);
         config.alpn_protocols = protocols.iter().map(|id| id.to_vec()).collect();
-        ensure!(
-            connect(&env, Arc::new(config)).await.is_err(),
-            "{protocols:?}"
-        );
+        let connected = connect(&env, Arc::new(config)).await;
+        ensure!(connected.is_err(), "{protocols:?}");
     }
     // TLS 1.2 only.
     #[expect(clippy::disallowed_methods, reason = "an older client")]
-    let older = rustls::ClientConfig::builder_with_provider(tls::provider())
+    let mut older = rustls::ClientConfig::builder_with_provider(tls::provider())
         .with_protocol_versions(&[&rustls::version::TLS12])?
         .with_root_certificates(rustls::RootCertStore::clone(&*env.roots()?))
-        .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(key.clone())));
-    let mut older = older;
+        .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(key.clone())));
     older.alpn_protocols = vec![ALPN_SESSION_TCP.to_vec()];
     ensure!(connect(&env, Arc::new(older)).await.is_err(), "TLS 1.2");
     // The attacker in the middle has another CA of the same name.
     let middle = TestEnv::start().await?;
     if let Ok((session, _dialer)) = dial(&middle, key).await {
-        ensure!(
-            session.accept().await.is_err(),
-            "the other server took the certificate"
-        );
+        let accepted = session.accept().await;
+        ensure!(accepted.is_err(), "the other server took the certificate");
     }
     ensure!(middle.registry().all().is_empty());
     let fooled = tls::session_client(agent_key(&env, "worker-3")?, trust()?, ALPN_SESSION_TCP)?;
-    ensure!(
-        connect(&middle, fooled).await.is_err(),
-        "the agent took another CA"
-    );
+    let connected = connect(&middle, fooled).await;
+    ensure!(connected.is_err(), "the agent took another CA");
     Ok(())
 }

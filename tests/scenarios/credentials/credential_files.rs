@@ -15,7 +15,7 @@ use tunnel_tests::load::Load;
 use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::{Exporter, FakeKubelet};
 
-use super::{metric, metric_reaches};
+use super::{metric, metric_is_zero, metric_reaches};
 
 /// Credential files of a server and its agents, all issued by one CA of the test.
 pub(super) struct Files {
@@ -173,12 +173,8 @@ async fn f20_unusable_files_keep_the_last_good_ones_and_alarm() -> Result<()> {
         // New sessions are admitted, too.
         drop(files.agent(&env, "worker-2").await?);
         replace(&files.path(file), good)?;
-        eventually("the alarm ends", WAIT_TIMEOUT, async || {
-            let value = metric(&env, &unusable).await?;
-            ensure!(value == 0.0, "{value}");
-            works().await
-        })
-        .await;
+        metric_is_zero(&env, &unusable, WAIT_TIMEOUT).await;
+        works().await?;
     }
     // A missing key file.
     let unusable = "tunnel_server_credential_files_unusable{files=\"agent_certificate\"}";

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tunnel_tests::client::{RawRequest, request};
@@ -12,25 +12,24 @@ use tunnel_tests::process::ScratchDir;
 use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::{Skip, or_skip};
 
-use super::{ends, metric, metric_reaches};
+use super::{ends, metric, metric_reaches, short_lives, wait_until_after};
 
 /// A tmpfs of 64 KiB, unmounted on drop. Mounting needs root.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
-    fn new(at: &Path) -> Option<Self> {
-        std::fs::create_dir_all(at).ok()?;
-        let disk = Self(at.to_owned());
-        mount(&["-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs"], at).then_some(disk)
+    fn new(at: &Path) -> Result<Self, Skip> {
+        let mounted = std::fs::create_dir_all(at).is_ok()
+            && mount(&["-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs"], at);
+        if !mounted {
+            return Err(Skip::because("mounting a tmpfs needs root"));
+        }
+        Ok(Self(at.to_owned()))
     }
 
     fn read_only(&self, read_only: bool) {
-        let how = if read_only {
-            "remount,ro"
-        } else {
-            "remount,rw"
-        };
-        assert!(mount(&["-o", how], &self.0));
+        let how = if read_only { "ro" } else { "rw" };
+        assert!(mount(&["-o", &format!("remount,{how}")], &self.0));
     }
 
     /// Fills the file system. Returns the file that occupies the space.
@@ -54,12 +53,10 @@ fn mount(arguments: &[&str], at: &Path) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> {
-    let limits = TestEnv::limits("certificateLife: 6s");
-    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
+    let env = short_lives(6).await?;
     let exporter = Exporter::start("worker-1").await?;
     let dir = env.path().join("agent-worker-1");
-    let disk = SmallDisk::new(&dir).ok_or_else(|| Skip::because("mounting a tmpfs needs root"));
-    let Some(disk) = or_skip(disk) else {
+    let Some(disk) = or_skip(SmallDisk::new(&dir)) else {
         return Ok(());
     };
     let mut config = env.agent_config_with("worker-1", |settings| {
@@ -73,10 +70,7 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
     let shows = async |line: &str| {
         let shown = request(meta, &RawRequest::get("meta", "/metrics")).await?;
         let text = shown.text();
-        ensure!(
-            text.lines().any(|shown| shown == line),
-            "{line} not in {text}"
-        );
+        ensure!(text.lines().any(|shown| shown == line), "{line}: {text}");
         anyhow::Ok(())
     };
     for full in [false, true] {
@@ -91,12 +85,7 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
             shows("tunnel_agent_certificate_unsaved 1").await
         })
         .await;
-        eventually(
-            "the stored certificate ends",
-            Duration::from_secs(20),
-            async || (SystemTime::now() > before + Duration::from_secs(1)).then_some(()),
-        )
-        .await;
+        wait_until_after(before + Duration::from_secs(1)).await;
         let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200, "{}", reply.text());
         ensure!(
@@ -135,8 +124,7 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
 async fn f24_server_on_a_full_disk_serves_and_renews_and_refuses_to_enroll() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let dir = scratch.path().join("server");
-    let disk = SmallDisk::new(&dir).ok_or_else(|| Skip::because("mounting a tmpfs needs root"));
-    let Some(disk) = or_skip(disk) else {
+    let Some(disk) = or_skip(SmallDisk::new(&dir)) else {
         return Ok(());
     };
     let env = TestEnv::start_with(|settings| {
@@ -186,22 +174,14 @@ async fn t21_metrics_nodes_and_debug_texts_hold_no_secret() -> Result<()> {
         format!("{:?}", env.ca()),
     ];
     for path in ["/metrics", "/nodes", "/readyz?verbose"] {
-        shown.push(
-            request(env.bound().meta, &RawRequest::get("meta", path))
-                .await?
-                .text(),
-        );
+        let page = request(env.bound().meta, &RawRequest::get("meta", path)).await?;
+        shown.push(page.text());
     }
-    shown.push(
-        request(agent.meta().unwrap(), &RawRequest::get("meta", "/metrics"))
-            .await?
-            .text(),
-    );
+    let metrics = RawRequest::get("meta", "/metrics");
+    shown.push(request(agent.meta().unwrap(), &metrics).await?.text());
     let secret = tunnel_proto::wire::enroll::hex(token.secret());
-    let lines = key
-        .lines()
-        .chain(ca_key.lines())
-        .filter(|line| line.len() > 40);
+    let lines = key.lines().chain(ca_key.lines());
+    let lines = lines.filter(|line| line.len() > 40);
     let secrets: Vec<&str> = lines.chain([secret.as_str()]).collect();
     ensure!(secrets.len() >= 3);
     for text in &shown {

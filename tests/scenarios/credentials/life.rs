@@ -13,15 +13,15 @@ use tunnel_tests::load::Load;
 use tunnel_tests::targets::Exporter;
 
 use super::super::scripted::ScriptedAgent;
-use super::{ends, metric, metric_reaches};
+use super::{ends, metric, metric_reaches, short_lives, wait_until_after};
+use crate::dns::report_figure;
 
 /// Runs load for three lives of a certificate, of a minute each in the full gear. No request fails,
 /// no stream is cut, and no session ends.
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Result<()> {
     let life = Duration::from_secs(Gear::current().pick(8, 60));
-    let limits = TestEnv::limits(&format!("certificateLife: {}s", life.as_secs()));
-    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
+    let env = short_lives(life.as_secs()).await?;
     let exporter = Exporter::start("worker-1").await?;
     let agents = [
         env.agent_with("worker-1", |_| {}).await?,
@@ -41,7 +41,7 @@ async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Resul
     outcome.check()?;
     let renewed = metric(&env, "tunnel_server_renewals_total{result=\"issued\"}").await?;
     let lost = metric(&env, "tunnel_server_session_ends_total").await?;
-    let _shown = writeln_figure(&format!(
+    report_figure(&format!(
         "certificates of {life:?}: {:?} under load, {} requests answered, {} failed, {} streams held, {renewed} renewals",
         began.elapsed(),
         outcome.answered,
@@ -52,11 +52,8 @@ async fn f18_three_lives_of_short_certificates_under_load_cut_nothing() -> Resul
     ensure!(renewed >= 8.0, "{renewed} renewals");
     ensure!(lost == 0.0, "{lost} sessions ended");
     ensure!(ends(&file)? > first + life * 2, "the file was not replaced");
-    let last_listed = listed_end(&env).await?;
-    ensure!(
-        last_listed > first_listed,
-        "{last_listed} is listed, as {first_listed} was"
-    );
+    let listed = listed_end(&env).await?;
+    ensure!(listed > first_listed, "{listed}, as {first_listed}");
     for agent in agents {
         agent.stop().await?;
     }
@@ -70,15 +67,10 @@ async fn listed_end(env: &TestEnv) -> Result<String> {
     Ok(listed[0]["certificateNotAfter"].to_string())
 }
 
-fn writeln_figure(line: &str) -> std::io::Result<()> {
-    use std::io::Write as _;
-    writeln!(std::io::stderr(), "{line}")
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Result<()> {
-    let limits = TestEnv::limits("certificateLife: 3s");
-    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
+    let env = short_lives(3).await?;
     // The scripted agent never requests another certificate, like an older version.
     let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     let began = Instant::now();
@@ -91,19 +83,13 @@ async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()> {
-    let limits = TestEnv::limits("certificateLife: 2s");
-    let env = TestEnv::start_with(|settings| settings.limits = limits).await?;
+    let env = short_lives(2).await?;
     let exporter = Exporter::start("worker-1").await?;
     let agent = env.agent("worker-1").await?;
     agent.stop().await?;
     let file = env.path().join("agent-worker-1").join("agent.crt");
     let ended = ends(&file)?;
-    eventually(
-        "the certificate ends",
-        Duration::from_secs(10),
-        async || (std::time::SystemTime::now() > ended).then_some(()),
-    )
-    .await;
+    wait_until_after(ended).await;
     // Without a token, the agent renews the expired certificate with its key.
     let began = Instant::now();
     let _agent = env
@@ -114,32 +100,21 @@ async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()
     ensure!(reply.status == 200, "{}", reply.text());
     ensure!(began.elapsed() < scaled(Duration::from_secs(30)));
     ensure!(ends(&file)? > ended);
-    metric_reaches(
-        &env,
-        "tunnel_server_enrollments_total{result=\"issued\"}",
-        2.0,
-        Duration::from_secs(5),
-    )
-    .await;
+    let issued = "tunnel_server_enrollments_total{result=\"issued\"}";
+    metric_reaches(&env, issued, 2.0, Duration::from_secs(5)).await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_running_agent_renews_after_an_outage_that_outlasted_its_certificate() -> Result<()> {
-    let limits = TestEnv::limits("certificateLife: 3s");
-    let mut env = TestEnv::start_with(|settings| settings.limits = limits).await?;
+    let mut env = short_lives(3).await?;
     let exporter = Exporter::start("worker-1").await?;
     let _agent = env.agent("worker-1").await?;
     let file = env.path().join("agent-worker-1").join("agent.crt");
     let bound = env.bound().clone();
     env.stop_server().await?;
     let ended = ends(&file)?;
-    eventually(
-        "the certificate ends",
-        Duration::from_secs(10),
-        async || (std::time::SystemTime::now() > ended + Duration::from_secs(1)).then_some(()),
-    )
-    .await;
+    wait_until_after(ended + Duration::from_secs(1)).await;
     env.start_server_at(bound.agents).await?;
     let host = format!("worker-1:{}", exporter.addr().port());
     let back = Duration::from_secs(30);

@@ -4,38 +4,32 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
-use rustls::client::Resumption;
-use tokio::io::AsyncReadExt;
-use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
-use tokio_rustls::TlsConnector;
 use tunnel_agent::config::TokenSource;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::ALPN_SESSION_TCP;
 use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_server::admin::revoke_node;
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 
 use super::super::scripted::{Admission, ScriptedAgent, agent_key, dial};
+use super::attacks::{connect, resuming};
 
 const SECONDS_10: Duration = Duration::from_secs(10);
 
 fn revoke(env: &TestEnv, node: &str) -> Result<usize> {
-    Ok(revoke_node(
-        env.revocations(),
-        env.tokens(),
-        &node.parse()?,
-    )?)
+    let node = node.parse()?;
+    Ok(revoke_node(env.revocations(), env.tokens(), &node)?)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn t03_revoked_node_is_out_within_10_s_and_after_a_restart() -> Result<()> {
     let mut env = TestEnv::start().await?;
     let (stolen, good) = (agent_key(&env, "worker-1")?, agent_key(&env, "worker-2")?);
-    let Admission::Admitted(live) =
-        ScriptedAgent::handshake(&env, stolen.clone(), "worker-1", [1; 16]).await?
-    else {
+    let answer = ScriptedAgent::handshake(&env, stolen.clone(), "worker-1", [1; 16]).await?;
+    let Admission::Admitted(live) = answer else {
         anyhow::bail!("not admitted");
     };
     let other = ScriptedAgent::connect(&env, "worker-2").await?;
@@ -65,49 +59,26 @@ async fn refused(env: &TestEnv, key: Arc<rustls::sign::CertifiedKey>) -> Result<
         Err(error) => anyhow::bail!("{error:#}"),
     };
     let config = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
-    let error = handshake_over_tcp(env, config)
-        .await
-        .err()
-        .context("let in over TCP")?;
-    let words = error.to_string();
+    let error = connect(env, config).await.err();
+    let words = error.context("let in over TCP")?.to_string();
     Ok(over_quic == CloseCode::CredentialRevoked && words.contains("Revoked"))
-}
-
-/// Connects over TCP and waits for the server's first byte, which follows the verification of the
-/// certificate. Returns the kind of handshake.
-async fn handshake_over_tcp(
-    env: &TestEnv,
-    config: Arc<rustls::ClientConfig>,
-) -> Result<rustls::HandshakeKind> {
-    let tcp = TcpStream::connect(env.bound().agents).await?;
-    let mut stream = TlsConnector::from(config)
-        .connect("tunnel-server.culvert".try_into()?, tcp)
-        .await?;
-    timeout(scaled(WAIT_TIMEOUT), stream.read_u8()).await??;
-    let kind = stream.get_ref().1.handshake_kind();
-    kind.context("no handshake")
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn t03_old_session_cache_of_a_revoked_client_is_of_no_use() -> Result<()> {
     let env = TestEnv::start().await?;
     let key = agent_key(&env, "worker-1")?;
-    let config = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
-    let mut config = rustls::ClientConfig::clone(&config);
-    config.resumption = Resumption::in_memory_sessions(64);
-    config.enable_early_data = true;
-    let config = Arc::new(config);
+    let config = resuming(&env, key)?;
     for _ in 0..3 {
         // The server resumes no session, although the client could.
-        let kind = handshake_over_tcp(&env, config.clone()).await?;
-        ensure!(kind == rustls::HandshakeKind::Full, "{kind:?}");
+        let stream = connect(&env, config.clone()).await?;
+        let kind = stream.get_ref().1.handshake_kind();
+        ensure!(kind == Some(rustls::HandshakeKind::Full), "{kind:?}");
     }
     revoke(&env, "worker-1")?;
     for _ in 0..3 {
-        let error = handshake_over_tcp(&env, config.clone())
-            .await
-            .err()
-            .context("let in")?;
+        let error = connect(&env, config.clone()).await.err();
+        let error = error.context("let in")?;
         ensure!(error.to_string().contains("Revoked"), "{error:#}");
     }
     Ok(())
@@ -134,11 +105,8 @@ async fn t03_revoked_agent_cannot_enroll_again_but_its_operator_can() -> Result<
     let mut config = env.agent_config("worker-1")?;
     config.token = Some(TokenSource::Inline(token));
     let ended = async { Agent::start(config).await?.ended().await };
-    let error = timeout(scaled(WAIT_TIMEOUT), ended)
-        .await?
-        .err()
-        .context("enrolled")?;
-    let error = format!("{error:#}");
+    let ended = timeout(scaled(WAIT_TIMEOUT), ended).await?;
+    let error = format!("{:#}", ended.err().context("enrolled")?);
     ensure!(error.contains("revoked"), "{error}");
     // A new token of the operator works at once.
     let _back = env.agent("worker-1").await?;
@@ -151,15 +119,14 @@ async fn messages_of_token_misuse_are_distinct() -> Result<()> {
     let node = "worker-1".parse()?;
     let now = SystemTime::now();
     let key = |byte| [byte; 32];
-    let redeem = |token: &tunnel_proto::wire::enroll::JoinToken, name: &str, byte, at| {
+    let redeem = |token: &JoinToken, name: &str, byte, at| {
         let name = name.parse().unwrap();
         let answer = env.tokens().redeem(&token.reveal(), &name, key(byte), at);
         answer.map(drop).unwrap_err()
     };
     let [used, other, ended, revoked] = [(); 4].map(|()| env.token("worker-1", &[]).unwrap());
-    env.tokens()
-        .redeem(&used.reveal(), &node, key(1), now)
-        .unwrap();
+    let redeemed = env.tokens().redeem(&used.reveal(), &node, key(1), now);
+    redeemed.unwrap();
     env.tokens().revoke(revoked.id(), now)?;
     let answers = [
         redeem(&used, "worker-1", 2, now),

@@ -31,39 +31,28 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
     let kubelet = FakeKubelet::start("worker-1").await?;
     let port = kubelet.addr().port().to_string();
     let data = scratch.path().join("server");
-    let server = ServerSetup::on_loopback(&data).args(&[
-        "--log-level",
-        "debug",
-        "--client-ca",
-        &callers_file.to_string_lossy(),
-        "--target-cert-file",
-        &own_file.to_string_lossy(),
-        "--target-key-file",
-        &own_key.to_string_lossy(),
-        "--https-proxy-ports",
-        &port,
-        "--proxy-port-listen",
-        "off",
-    ]);
-    let mut server = server.start().await?;
+    let setup = ServerSetup::on_loopback(&data)
+        .args(&["--log-level", "debug", "--proxy-port-listen", "off"])
+        .args(&["--client-ca", &callers_file.to_string_lossy()])
+        .args(&["--target-cert-file", &own_file.to_string_lossy()])
+        .args(&["--target-key-file", &own_key.to_string_lossy()])
+        .args(&["--https-proxy-ports", &port]);
+    let mut server = setup.start().await?;
     let token = server.token("worker-1", None).await?;
     let unused = server.token("worker-2", None).await?;
-    let folder = scratch.path().join("agent");
     let agents = server.address(Listener::Agents);
-    let agent = AgentSetup::on_loopback("worker-1", agents, &folder)
-        .args(&["--log-level", "debug", "--token", &token])
-        .start()?;
+    let start = |folder: &str, node: &str, token: &str| {
+        let folder = scratch.path().join(folder);
+        let setup = AgentSetup::on_loopback(node, agents, &folder);
+        let arguments = ["--log-level", "debug", "--token", token];
+        setup.args(&arguments).start()
+    };
+    let agent = start("agent", "worker-1", &token)?;
     server.wait_until_connected(&["worker-1"]).await;
     // Refused tokens are logged, too. One belongs to another node, and one was never issued.
-    let folder = scratch.path().join("other");
     let guess = token.replacen('.', ".0000", 1);
-    let refused = AgentSetup::on_loopback("worker-3", agents, &folder)
-        .args(&["--log-level", "debug", "--token", &unused])
-        .start()?;
-    let folder = scratch.path().join("third");
-    let wrong = AgentSetup::on_loopback("worker-1", agents, &folder)
-        .args(&["--log-level", "debug", "--token", &guess])
-        .start()?;
+    let refused = start("other", "worker-3", &unused)?;
+    let wrong = start("third", "worker-1", &guess)?;
     let caller = callers.issue(&Leaf::caller("kube-apiserver-kubelet-client"))?;
     let mut roots = RootCertStore::empty();
     for root in chain(&std::fs::read(data.join("ca.crt"))?)? {
@@ -96,23 +85,17 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
         let shown = request(meta, &RawRequest::get("meta", path)).await?;
         outputs.push((path.to_owned(), shown.text()));
     }
-    for verb in [
-        &["nodes"][..],
-        &["nodes", "-o", "json"],
-        &["token", "list"],
-        &["nodes", "revoke", "worker-1"],
-        &["ca"],
-    ] {
-        let done = server.verb(verb)?.run().await?;
-        outputs.push((verb.join(" "), format!("{done}")));
+    let verbs = "nodes, nodes -o json, token list, nodes revoke worker-1, ca";
+    for verb in verbs.split(", ") {
+        let words: Vec<_> = verb.split(' ').collect();
+        let done = server.verb(&words)?.run().await?;
+        outputs.push((verb.to_owned(), format!("{done}")));
     }
     let id = token.split('.').next().context("no id")?;
     let listed = &outputs[5].1;
     ensure!(listed.contains(id), "{listed}");
-    outputs.push((
-        "server's log".into(),
-        server.process().log().lines().join("\n"),
-    ));
+    let log = server.process().log().lines().join("\n");
+    outputs.push(("server's log".into(), log));
     for process in [&agent, &refused, &wrong] {
         outputs.push(("agent's log".into(), process.log().lines().join("\n")));
     }
@@ -126,17 +109,12 @@ async fn t21_no_secret_is_in_logs_metrics_or_answers_of_a_whole_run_at_debug() -
     for token in [&token, &unused, &guess] {
         secrets.push(token.split('.').nth(1).context("no secret")?.to_owned());
     }
-    for key in [
-        data.join("ca.key"),
-        own_key,
-        scratch.path().join("agent").join("agent.key"),
-    ] {
+    let agent_key = scratch.path().join("agent").join("agent.key");
+    for key in [data.join("ca.key"), own_key, agent_key] {
         secrets.extend(lines_of_key(&key)?);
     }
-    ensure!(
-        secrets.iter().all(|secret| secret.len() >= 16),
-        "{secrets:?}"
-    );
+    let are_long = secrets.iter().all(|secret| secret.len() >= 16);
+    ensure!(are_long, "{secrets:?}");
     for (where_, text) in &outputs {
         for secret in &secrets {
             ensure!(!text.contains(secret), "{secret} is in {where_}:\n{text}");
