@@ -2,18 +2,16 @@ use std::path::Path;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 use tunnel_proto::process::meta;
-use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
+use tunnel_proto::session::control::{ControlReader, ControlWriter};
 use tunnel_proto::transport::Session;
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{ControlMessage, Welcome};
-use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
-use tunnel_proto::wire::name::{Port, SessionId};
+use tunnel_proto::wire::control::ControlMessage;
 
 use super::*;
 use crate::config::{Secret, Settings};
 use crate::testing::TempDir;
+use crate::testing::net::{self, Busy};
 use crate::testing::server::Server;
 
 const LONG: Duration = Duration::from_secs(10);
@@ -34,36 +32,58 @@ async fn start(settings: Settings) -> anyhow::Result<App> {
     App::start(Config::check(settings).unwrap()).await
 }
 
-async fn enroll(server: &Server, dir: &Path) {
-    let answer = |_| Some(server.issue(dir, "culvert://agent/worker-1"));
-    timeout(LONG, server.enrollment(answer))
-        .await
-        .unwrap()
-        .unwrap();
+/// A running agent and its server.
+struct TestEnv {
+    server: Server,
+    scratch: TempDir,
+    meta: SocketAddr,
+    shutdown: Shutdown,
+    running: JoinSet<anyhow::Result<()>>,
 }
 
-/// Runs the server's end of a session up to Welcome.
-async fn welcome(server: &Server) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
-    handshake(timeout(LONG, server.session()).await.unwrap()).await
+impl TestEnv {
+    /// Starts an agent that has not enrolled yet.
+    async fn start(change: impl FnOnce(&mut Settings)) -> Self {
+        let (server, scratch) = (Server::start().await, TempDir::new());
+        let mut settings = settings(&server, scratch.path());
+        change(&mut settings);
+        let app = start(settings).await.unwrap();
+        let (meta, shutdown) = (app.meta_addr().unwrap(), app.shutdown().clone());
+        let mut running = JoinSet::new();
+        running.spawn(app.run());
+        Self {
+            server,
+            scratch,
+            meta,
+            shutdown,
+            running,
+        }
+    }
+
+    async fn enroll(&self) {
+        let answer = |_| {
+            let dir = self.scratch.path();
+            Some(self.server.issue(dir, "culvert://agent/worker-1"))
+        };
+        let served = timeout(LONG, self.server.enrollment(answer)).await;
+        served.unwrap().unwrap();
+    }
+
+    /// Runs the server's end of a session up to Welcome.
+    async fn welcome(&self) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
+        welcome(timeout(LONG, self.server.session()).await.unwrap()).await
+    }
+
+    /// Waits for the end of the agent.
+    async fn ended(&mut self) {
+        let ended = timeout(LONG, self.running.join_next()).await;
+        ended.unwrap().unwrap().unwrap().unwrap();
+    }
 }
 
-async fn handshake(session: Arc<dyn Session>) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
-    let header = StreamHeader::new(StreamKind::Control {
-        version_min: 1,
-        version_max: 1,
-    });
-    let (mut reader, mut writer) = control::split(session.open(&header, LONG).await.unwrap());
-    let hello = timeout(LONG, reader.receive()).await.unwrap().unwrap();
-    assert!(matches!(hello, Some(ControlMessage::Hello(_))), "{hello:?}");
-    let welcome = ControlMessage::Welcome(Welcome {
-        version: 1,
-        session: SessionId(1),
-        capabilities: vec![],
-        streams_per_agent: 64,
-        replicas: vec![],
-        target_dial_timeout: LONG,
-    });
-    writer.send(&welcome).await.unwrap();
+async fn welcome(session: Arc<dyn Session>) -> (Arc<dyn Session>, ControlReader, ControlWriter) {
+    let admitted = timeout(LONG, net::admit(&*session, net::welcome())).await;
+    let (reader, writer) = admitted.unwrap();
     (session, reader, writer)
 }
 
@@ -75,6 +95,13 @@ async fn until_ready(address: SocketAddr) {
     })
     .await
     .unwrap();
+}
+
+/// Expects that the agent has cut a stream without an end to either side.
+async fn expect_cut(mut busy: Busy) {
+    busy.stream.read_u8().await.unwrap_err();
+    let cut = busy.socket.read_u8().await.unwrap_err();
+    assert_eq!(cut.kind(), std::io::ErrorKind::ConnectionReset);
 }
 
 fn exit(error: &anyhow::Error) -> (u8, String) {
@@ -89,45 +116,33 @@ async fn answer_that_ends_with_the_drain_arrives_whole() {
 }
 
 async fn drain_under_way(transport: &str) {
-    let (server, scratch) = (Server::start().await, TempDir::new());
-    let mut settings = settings(&server, scratch.path());
-    settings.transport = Some(transport.into());
-    let app = start(settings).await.unwrap();
-    let (meta, shutdown) = (app.meta_addr().unwrap(), app.shutdown().clone());
-    let mut running = JoinSet::new();
-    running.spawn(app.run());
-    let (status, body) = meta::get(meta, "/readyz?verbose").await.unwrap();
+    let mut env = TestEnv::start(|settings| settings.transport = Some(transport.into())).await;
+    let (status, body) = meta::get(env.meta, "/readyz?verbose").await.unwrap();
     assert!(!status.is_success(), "{body}");
-    enroll(&server, scratch.path()).await;
+    env.enroll().await;
     let session = async {
         match transport {
-            "h2" => server.session_over_tcp().await,
-            _ => server.session().await,
+            "h2" => env.server.session_over_tcp().await,
+            _ => env.server.session().await,
         }
     };
     let session = timeout(LONG, session).await.unwrap();
     assert_eq!(session.transport().label(), transport);
-    let (session, mut reader, _writer) = handshake(session).await;
-    until_ready(meta).await;
+    let (session, mut reader, _writer) = welcome(session).await;
+    until_ready(env.meta).await;
 
-    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = Port::new(target.local_addr().unwrap().port()).unwrap();
-    let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
-    let mut stream = session.open(&header, LONG).await.unwrap();
-    stream.shutdown().await.unwrap();
-    let (mut socket, _) = target.accept().await.unwrap();
+    let mut busy = Busy::on(&*session).await;
+    busy.stream.shutdown().await.unwrap();
     let answer: Vec<u8> = (0..1 << 20)
         .map(|index: u32| index.to_le_bytes()[1])
         .collect();
-    socket.write_all(&answer).await.unwrap();
-    drop(socket);
-    shutdown.drain().cancel();
+    busy.socket.write_all(&answer).await.unwrap();
+    drop(busy.socket);
+    env.shutdown.drain().cancel();
 
     let mut received = Vec::new();
-    timeout(LONG, stream.read_to_end(&mut received))
-        .await
-        .unwrap()
-        .unwrap();
+    let read = timeout(LONG, busy.stream.read_to_end(&mut received)).await;
+    read.unwrap().unwrap();
     assert!(received == answer, "{} bytes", received.len());
     let sent = timeout(LONG, async {
         let mut sent = Vec::new();
@@ -143,101 +158,60 @@ async fn drain_under_way(transport: &str) {
     );
     let reason = timeout(LONG, session.closed()).await.unwrap();
     assert_eq!(reason.code, CloseCode::Normal);
-    running.join_next().await.unwrap().unwrap().unwrap();
-    assert!(meta::get(meta, "/livez").await.is_err());
+    env.ended().await;
+    assert!(meta::get(env.meta, "/livez").await.is_err());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stored_certificate_is_used_again_and_lost_sessions_come_back() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
-    let app = start(settings(&server, scratch.path())).await.unwrap();
-    let shutdown = app.shutdown().clone();
-    let mut running = JoinSet::new();
-    running.spawn(app.run());
-    enroll(&server, scratch.path()).await;
-    let (session, _reader, _writer) = welcome(&server).await;
+    let soon = Duration::from_secs(2);
+    let mut env = TestEnv::start(|_| {}).await;
+    env.enroll().await;
+    let (session, _reader, _writer) = env.welcome().await;
     session.close(CloseCode::Draining, "restarting").await;
     // The first retry is immediate.
-    let (_session, _reader, _writer) = timeout(Duration::from_secs(2), welcome(&server))
-        .await
-        .unwrap();
-    shutdown.stop().cancel();
-    timeout(Duration::from_secs(2), running.join_next())
-        .await
-        .unwrap()
-        .unwrap()
-        .unwrap()
-        .unwrap();
+    let (_session, _reader, _writer) = timeout(soon, env.welcome()).await.unwrap();
+    env.shutdown.stop().cancel();
+    timeout(soon, env.ended()).await.unwrap();
 
-    let mut again = settings(&server, scratch.path());
+    let mut again = settings(&env.server, env.scratch.path());
     // The token was deleted with its secret and is not needed again.
     again.token = None;
     again.token_file = Some("/nonexistent/token".into());
     let app = start(again).await.unwrap();
-    running.spawn(app.run());
-    let (session, _reader, _writer) = welcome(&server).await;
+    env.running.spawn(app.run());
+    let (session, _reader, _writer) = env.welcome().await;
     // An aborted agent leaves no tasks behind.
-    running.shutdown().await;
+    env.running.shutdown().await;
     timeout(LONG, session.closed()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn second_signal_does_not_wait_for_streams() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
-    let app = start(settings(&server, scratch.path())).await.unwrap();
-    let shutdown = app.shutdown().clone();
-    let mut running = JoinSet::new();
-    running.spawn(app.run());
-    enroll(&server, scratch.path()).await;
-    let (session, mut reader, _writer) = welcome(&server).await;
-    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = Port::new(target.local_addr().unwrap().port()).unwrap();
-    let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
-    let mut stream = session.open(&header, LONG).await.unwrap();
-    stream.accepted().await.unwrap();
-    let (mut socket, _) = target.accept().await.unwrap();
-
-    shutdown.drain().cancel();
+    let mut env = TestEnv::start(|_| {}).await;
+    env.enroll().await;
+    let (session, mut reader, _writer) = env.welcome().await;
+    let busy = Busy::on(&*session).await;
+    env.shutdown.drain().cancel();
     let withdraw = timeout(LONG, reader.receive()).await.unwrap().unwrap();
     assert_eq!(withdraw, Some(ControlMessage::Withdraw));
-    assert!(running.try_join_next().is_none());
-    let asked = Instant::now();
-    shutdown.stop().cancel();
-    let ended = timeout(LONG, running.join_next()).await.unwrap();
-    ended.unwrap().unwrap().unwrap();
-    assert!(
-        asked.elapsed() < Duration::from_secs(2),
-        "{:?}",
-        asked.elapsed()
-    );
-    stream.read_u8().await.unwrap_err();
-    let cut = socket.read_u8().await.unwrap_err();
-    assert_eq!(cut.kind(), std::io::ErrorKind::ConnectionReset);
+    assert!(env.running.try_join_next().is_none());
+    env.shutdown.stop().cancel();
+    let soon = Duration::from_secs(2);
+    timeout(soon, env.ended()).await.unwrap();
+    expect_cut(busy).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn drain_has_a_deadline() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
-    let mut brief = settings(&server, scratch.path());
-    brief.drain_timeout = Some("50ms".into());
-    let app = start(brief).await.unwrap();
-    let shutdown = app.shutdown().clone();
-    let mut running = JoinSet::new();
-    running.spawn(app.run());
-    enroll(&server, scratch.path()).await;
-    let (session, _reader, _writer) = welcome(&server).await;
-    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = Port::new(target.local_addr().unwrap().port()).unwrap();
-    let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
-    let mut stream = session.open(&header, LONG).await.unwrap();
-    stream.accepted().await.unwrap();
-    let (mut socket, _) = target.accept().await.unwrap();
-    shutdown.drain().cancel();
-    let ended = timeout(LONG, running.join_next()).await.unwrap();
-    ended.unwrap().unwrap().unwrap();
-    stream.read_u8().await.unwrap_err();
-    let cut = socket.read_u8().await.unwrap_err();
-    assert_eq!(cut.kind(), std::io::ErrorKind::ConnectionReset);
+    let brief = |settings: &mut Settings| settings.drain_timeout = Some("50ms".into());
+    let mut env = TestEnv::start(brief).await;
+    env.enroll().await;
+    let (session, _reader, _writer) = env.welcome().await;
+    let busy = Busy::on(&*session).await;
+    env.shutdown.drain().cancel();
+    env.ended().await;
+    expect_cut(busy).await;
 }
 
 #[tokio::test]

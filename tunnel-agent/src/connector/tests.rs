@@ -1,19 +1,18 @@
+use std::ops::RangeBounds;
 use std::time::SystemTime;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
+use tunnel_proto::transport::TransportKind;
 use tunnel_proto::transport::memory::Path;
-use tunnel_proto::transport::{Stream, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name::NodeName;
 
 use super::*;
 use crate::config::{Limits, Secret, ServerAddress};
 use crate::credentials::{CredentialStore, RotatingCredentials, Stored};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
-use crate::testing::net::{AGES, FakeNetwork, Peer};
+use crate::testing::net::{AGES, Busy, FakeNetwork, Peer};
 use crate::testing::{Ca, TempDir, context};
 
 mod changes;
@@ -38,6 +37,18 @@ impl TestEnv {
     fn behind_a_firewall() -> Self {
         let env = Self::start(AUTO);
         env.net.quic.set(Path::Silent);
+        env
+    }
+
+    /// Starts without an answer on any path, after a session over `remembered`.
+    async fn cut_off(remembered: TransportKind) -> Self {
+        let mut env = match remembered {
+            TransportKind::H2 => Self::behind_a_firewall(),
+            TransportKind::Quic | TransportKind::Memory => Self::start(AUTO),
+        };
+        let peer = env.peer(remembered).await;
+        env.net.set(Path::Silent);
+        peer.session.close(CloseCode::Draining, "gone").await;
         env
     }
 
@@ -86,12 +97,8 @@ impl TestEnv {
 
     async fn peer(&mut self, transport: TransportKind) -> Peer {
         let peer = self.net.peer().await;
-        assert_eq!(
-            peer.transport,
-            transport,
-            "after {:?}",
-            self.start.elapsed()
-        );
+        let after = self.start.elapsed();
+        assert_eq!(peer.transport, transport, "after {after:?}");
         self.until(|env| env.is_ready()).await;
         peer
     }
@@ -101,6 +108,13 @@ impl TestEnv {
         let now = Instant::now();
         let lap = now - std::mem::replace(&mut self.start, now);
         lap.as_secs_f64()
+    }
+
+    /// Expects a time in seconds since the start or the last call.
+    #[track_caller]
+    fn expect_lap(&mut self, bounds: impl RangeBounds<f64>) {
+        let waited = self.lap();
+        assert!(bounds.contains(&waited), "{waited}");
     }
 
     fn is_ready(&self) -> bool {
@@ -125,33 +139,6 @@ impl TestEnv {
     }
 }
 
-/// A stream that the agent serves, and the target's end of it.
-struct Busy {
-    stream: Stream,
-    socket: TcpStream,
-}
-
-impl Busy {
-    async fn on(peer: &Peer) -> Self {
-        let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = Port::new(target.local_addr().unwrap().port()).unwrap();
-        let mut stream = peer.open(port).await;
-        let (socket, _) = target.accept().await.unwrap();
-        stream.accepted().await.unwrap();
-        Self { stream, socket }
-    }
-
-    /// Ends the target's answer, which arrives complete.
-    async fn finish(mut self) {
-        self.socket.write_all(&[7; 100_000]).await.unwrap();
-        self.socket.shutdown().await.unwrap();
-        let mut answer = Vec::new();
-        self.stream.read_to_end(&mut answer).await.unwrap();
-        assert_eq!(answer.len(), 100_000);
-        self.stream.shutdown().await.unwrap();
-    }
-}
-
 /// Expects that the session retires and has no streams left.
 async fn expect_retirement(peer: &mut Peer) {
     assert_eq!(peer.recv_control().await, Some(ControlMessage::Withdraw));
@@ -169,7 +156,7 @@ async fn expect_bye(peer: &mut Peer) {
 async fn quic_that_answers_is_alone() {
     let mut env = TestEnv::start(AUTO);
     let _peer = env.peer(TransportKind::Quic).await;
-    assert!(env.lap() < 0.1);
+    env.expect_lap(..0.1);
     env.advance(3600).await;
     assert_eq!(env.net.h2.dials(), []);
     assert_eq!(env.net.quic.dials().len(), 1);
@@ -179,8 +166,7 @@ async fn quic_that_answers_is_alone() {
 async fn silent_quic_falls_back_to_h2_after_three_seconds() {
     let mut env = TestEnv::behind_a_firewall();
     let _peer = env.peer(TransportKind::H2).await;
-    let waited = env.lap();
-    assert!((3.0..3.1).contains(&waited), "{waited}");
+    env.expect_lap(3.0..3.1);
     assert_eq!(env.count(TransportKind::H2, ConnectResult::Ready), 1);
     env.advance(1).await;
     assert_eq!(env.count(TransportKind::Quic, ConnectResult::Abandoned), 1);
@@ -192,7 +178,7 @@ async fn quic_that_cannot_be_dialed_falls_back_at_once() {
     let mut env = TestEnv::start(AUTO);
     env.net.quic.set(Path::Refused);
     let _peer = env.peer(TransportKind::H2).await;
-    assert!(env.lap() < 0.1);
+    env.expect_lap(..0.1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -213,8 +199,7 @@ async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
     arrival.reject(CloseCode::NameInUse).await;
     env.lap();
     let _peer = env.peer(TransportKind::Quic).await;
-    let waited = env.lap();
-    assert!((60.0..67.0).contains(&waited), "{waited}");
+    env.expect_lap(60.0..67.0);
     assert_eq!(env.net.h2.dials(), []);
     assert_eq!(
         env.count(TransportKind::Quic, ConnectResult::NotAdmitted),
@@ -230,7 +215,7 @@ async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
     peer.session.close(CloseCode::Draining, "restarting").await;
     env.lap();
     let peer = env.peer(TransportKind::H2).await;
-    assert!(env.lap() < 0.1);
+    env.expect_lap(..0.1);
     assert_eq!(env.net.quic.dials(), []);
 
     env.advance(10).await;
@@ -239,8 +224,7 @@ async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
     peer.session.close(CloseCode::Draining, "restarting").await;
     env.lap();
     let _peer = env.peer(TransportKind::Quic).await;
-    let waited = env.lap();
-    assert!((3.0..3.1).contains(&waited), "{waited}");
+    env.expect_lap(3.0..3.1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -252,7 +236,7 @@ async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
     peer.session.close(CloseCode::Draining, "restarting").await;
     env.lap();
     let _peer = env.peer(TransportKind::Quic).await;
-    assert!(env.lap() < 0.1);
+    env.expect_lap(..0.1);
 }
 
 /// The stored certificate has never carried a session, and the previous certificate is available.
@@ -276,8 +260,7 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
     let (some_credentials, servers) = (Some(rotating_credentials.clone()), ["192.0.2.1:10262"]);
     let mut env =
         TestEnv::with_credentials(some_credentials, AUTO, &servers, ProxyChoice::default());
-    env.net.quic.set(Path::Refused);
-    env.net.h2.set(Path::Refused);
+    env.net.set(Path::Refused);
     env.advance(10).await;
     assert_eq!(
         in_use(),
@@ -295,25 +278,14 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
 
 #[tokio::test(start_paused = true)]
 async fn long_outage_ends_35_seconds_after_any_one_path_is_back() {
-    for (remembered, healed) in [
-        (TransportKind::H2, TransportKind::Quic),
-        (TransportKind::H2, TransportKind::H2),
-        (TransportKind::Quic, TransportKind::H2),
-        (TransportKind::Quic, TransportKind::Quic),
-    ] {
+    use TransportKind::{H2, Quic};
+    for (remembered, healed) in [(H2, Quic), (H2, H2), (Quic, H2), (Quic, Quic)] {
         for offset in 0..20 {
-            let mut env = TestEnv::start(AUTO);
-            if remembered == TransportKind::H2 {
-                env.net.quic.set(Path::Silent);
-            }
-            let peer = env.peer(remembered).await;
-            env.net.quic.set(Path::Silent);
-            env.net.h2.set(Path::Silent);
-            peer.session.close(CloseCode::Draining, "gone").await;
+            let mut env = TestEnv::cut_off(remembered).await;
             env.advance(400 + 2 * offset).await;
             match healed {
-                TransportKind::Quic => env.net.quic.set(Path::Open),
-                TransportKind::H2 | TransportKind::Memory => env.net.h2.set(Path::Open),
+                Quic => env.net.quic.set(Path::Open),
+                H2 | TransportKind::Memory => env.net.h2.set(Path::Open),
             }
             env.lap();
             env.peer(healed).await;
@@ -327,17 +299,9 @@ async fn long_outage_ends_35_seconds_after_any_one_path_is_back() {
 async fn short_outage_ends_three_seconds_after_the_partition() {
     for remembered in [TransportKind::Quic, TransportKind::H2] {
         for offset in 0..40 {
-            let mut env = TestEnv::start(AUTO);
-            if remembered == TransportKind::H2 {
-                env.net.quic.set(Path::Silent);
-            }
-            let peer = env.peer(remembered).await;
-            env.net.quic.set(Path::Silent);
-            env.net.h2.set(Path::Silent);
-            peer.session.close(CloseCode::Draining, "gone").await;
+            let mut env = TestEnv::cut_off(remembered).await;
             tokio::time::sleep(Duration::from_millis(30_000 + 370 * offset)).await;
-            env.net.quic.set(Path::Open);
-            env.net.h2.set(Path::Open);
+            env.net.set(Path::Open);
             env.lap();
             env.net.peer().await;
             let waited = env.lap();

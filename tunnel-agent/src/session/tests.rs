@@ -1,34 +1,30 @@
 use std::time::SystemTime;
 
 use rcgen::KeyPair;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::{Id, JoinSet};
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
-use tunnel_proto::session::control::{self, ControlWriter};
+use tunnel_proto::session::control::ControlWriter;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Stream, TransportKind, find_cause};
+use tunnel_proto::wire::VERSION_MAX;
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
-use tunnel_proto::wire::control::Welcome;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
-use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
-use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
+use tunnel_proto::wire::name::{InstanceId, Port};
 
 use super::*;
 use crate::config::Limits;
 use crate::credentials::RotatingCredentials;
+use crate::testing::net::{self, Busy};
 use crate::testing::{Ca, context, credentials};
 
 const LONG: Duration = Duration::from_secs(10);
 /// Longer than any silence of a session in these tests.
 const AGES: Duration = Duration::from_secs(100);
-const CURRENT: StreamKind = StreamKind::Control {
-    version_min: VERSION_MIN,
-    version_max: VERSION_MAX,
-};
 
 type SessionResult = Result<SessionSummary, AdmitError>;
 
@@ -78,18 +74,11 @@ impl TestEnv {
         self.server.open(&header, LONG).await.unwrap()
     }
 
-    async fn control(&self) -> (ControlReader, ControlWriter) {
-        control::split(self.open(CURRENT).await)
-    }
-
     /// Takes the session up to Welcome.
     async fn ready(&mut self) -> (ControlReader, ControlWriter) {
-        let (mut reader, mut writer) = self.control().await;
-        let hello = reader.receive().await.unwrap();
-        assert!(matches!(hello, Some(ControlMessage::Hello(_))));
-        writer.send(&welcome()).await.unwrap();
+        let control = net::admit(&*self.server, welcome()).await;
         assert_eq!(self.session_event().await, SessionEvent::Ready);
-        (reader, writer)
+        control
     }
 
     /// Like [`TestEnv::ready`], with a certificate that is due for renewal.
@@ -110,53 +99,56 @@ impl TestEnv {
         (env, reader, writer)
     }
 
-    /// Returns the next message that the server receives.
-    async fn recv_control(&self, reader: &mut ControlReader) -> Option<ControlMessage> {
-        timeout(AGES, reader.receive()).await.unwrap().unwrap()
-    }
-
     async fn session_event(&mut self) -> SessionEvent {
         let session_event = timeout(AGES, self.session_event.recv()).await;
         session_event.unwrap().unwrap().1
-    }
-
-    /// Opens a stream that the agent serves, and returns it with the target's end.
-    async fn busy(&self, target: &TcpListener) -> (Stream, TcpStream) {
-        let port = Port::new(target.local_addr().unwrap().port()).unwrap();
-        let stream = self.open(StreamKind::Target(Target::Node(port))).await;
-        let (socket, _) = target.accept().await.unwrap();
-        (stream, socket)
     }
 
     async fn outcome(&mut self) -> SessionResult {
         let joined = timeout(AGES, self.agent.join_next()).await;
         joined.unwrap().unwrap().unwrap()
     }
+
+    /// Expects that either end observes a session that the agent closes for this reason.
+    async fn expect_closed_for(&mut self, code: CloseCode) {
+        assert_eq!(self.server.closed().await.code, code);
+        let reason = self.outcome().await.unwrap().reason;
+        assert_eq!((reason.by, reason.code), (ClosedBy::Local, code));
+    }
 }
 
-fn welcome() -> ControlMessage {
-    ControlMessage::Welcome(Welcome {
-        version: 1,
-        session: SessionId(9),
+fn welcome() -> Welcome {
+    Welcome {
         capabilities: vec![CAPABILITY_RENEW.to_owned()],
-        streams_per_agent: 256,
-        replicas: vec![],
-        target_dial_timeout: LONG,
-    })
+        ..net::welcome()
+    }
+}
+
+/// Returns the next message that the server receives.
+async fn recv_control(reader: &mut ControlReader) -> Option<ControlMessage> {
+    timeout(AGES, reader.receive()).await.unwrap().unwrap()
+}
+
+async fn expect_control(reader: &mut ControlReader, expected: ControlMessage) {
+    assert_eq!(recv_control(reader).await, Some(expected));
+}
+
+async fn expect_bye(reader: &mut ControlReader) {
+    let bye = recv_control(reader).await;
+    assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
+    assert_eq!(recv_control(reader).await, None);
 }
 
 #[tokio::test]
 async fn session_is_ready_after_welcome_and_reports_why_it_ended() {
     let mut env = TestEnv::start();
-    let (mut reader, mut writer) = env.control().await;
-    let Some(ControlMessage::Hello(hello)) = env.recv_control(&mut reader).await else {
-        panic!("no Hello")
-    };
+    let (hello, _reader, mut writer) = net::hello(&*env.server).await;
     assert_eq!(hello.node_name.as_str(), "worker-1");
     assert_eq!(hello.node_ip, "127.0.0.1");
     assert_eq!(hello.instance, InstanceId::new([7; 16]));
     assert!(env.session_event.try_recv().is_err());
-    writer.send(&welcome()).await.unwrap();
+    let welcome = ControlMessage::Welcome(welcome());
+    writer.send(&welcome).await.unwrap();
     assert_eq!(env.session_event().await, SessionEvent::Ready);
     env.server.close(CloseCode::Superseded, "newer").await;
     let summary = env.outcome().await.unwrap();
@@ -167,8 +159,7 @@ async fn session_is_ready_after_welcome_and_reports_why_it_ended() {
 #[tokio::test]
 async fn refusal_of_the_server_keeps_its_code_and_detail() {
     let mut env = TestEnv::start();
-    let (mut reader, mut writer) = env.control().await;
-    env.recv_control(&mut reader).await;
+    let (_, _reader, mut writer) = net::hello(&*env.server).await;
     let message = ControlMessage::NotAdmitted(CloseCode::NameInUse, "worker-1 is live".into());
     writer.send(&message).await.unwrap();
     let error = env.outcome().await.unwrap_err();
@@ -179,14 +170,11 @@ async fn refusal_of_the_server_keeps_its_code_and_detail() {
 #[tokio::test]
 async fn close_code_without_a_message_is_reported() {
     let mut env = TestEnv::start();
-    let (mut reader, _writer) = env.control().await;
-    env.recv_control(&mut reader).await;
-    let reason = "not yours";
-    env.server
-        .close(CloseCode::NameNotInCredential, reason)
-        .await;
+    let _control = net::hello(&*env.server).await;
+    let code = CloseCode::NameNotInCredential;
+    env.server.close(code, "not yours").await;
     let error = env.outcome().await.unwrap_err();
-    assert_eq!(error.code(), Some(CloseCode::NameNotInCredential));
+    assert_eq!(error.code(), Some(code));
 }
 
 #[tokio::test]
@@ -215,7 +203,7 @@ async fn first_stream_must_be_the_control_stream() {
 #[tokio::test(start_paused = true)]
 async fn welcome_must_come_in_time() {
     let mut env = TestEnv::start();
-    let _control = env.control().await;
+    let _control = net::hello(&*env.server).await;
     let error = env.outcome().await.unwrap_err();
     assert!(matches!(error, AdmitError::Timeout), "{error:?}");
     assert_eq!(env.server.closed().await.code, CloseCode::HandshakeTimeout);
@@ -225,45 +213,30 @@ async fn welcome_must_come_in_time() {
 async fn drain_withdraws_finishes_streams_and_sends_bye() {
     let mut env = TestEnv::start();
     let (mut reader, _writer) = env.ready().await;
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = Port::new(listener.local_addr().unwrap().port()).unwrap();
-    let mut stream = env.open(StreamKind::Target(Target::Node(port))).await;
-    let (mut socket, _) = listener.accept().await.unwrap();
-
+    let busy = Busy::on(&*env.server).await;
     let shutdown = env.shutdown.clone();
     let mut drain = JoinSet::new();
     drain.spawn(async move { shutdown.drain_within(LONG).await });
-    assert_eq!(
-        env.recv_control(&mut reader).await,
-        Some(ControlMessage::Withdraw)
-    );
-    let mut late = env.open(StreamKind::Target(Target::Node(port))).await;
+    expect_control(&mut reader, ControlMessage::Withdraw).await;
+    let target = Target::Node(Port::new(9100).unwrap());
+    let mut late = env.open(StreamKind::Target(target)).await;
     let error = late.read_u8().await.unwrap_err();
     let refusal = find_cause::<Refusal>(&error).unwrap();
     assert_eq!(refusal.code, RefusalCode::Draining);
 
-    socket.write_all(&[1; 100_000]).await.unwrap();
-    drop(socket);
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).await.unwrap();
-    assert_eq!(answer.len(), 100_000);
-    stream.shutdown().await.unwrap();
+    busy.finish().await;
     let end = timeout(LONG, drain.join_next()).await.unwrap();
     assert_eq!(end.unwrap().unwrap(), DrainOutcome::Complete);
 
     env.graceful_shutdown.cancel();
-    let bye = env.recv_control(&mut reader).await;
-    assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
-    assert_eq!(env.recv_control(&mut reader).await, None);
-    assert_eq!(env.server.closed().await.code, CloseCode::Normal);
-    assert_eq!(env.outcome().await.unwrap().reason.by, ClosedBy::Local);
+    expect_bye(&mut reader).await;
+    env.expect_closed_for(CloseCode::Normal).await;
 }
 
 #[tokio::test]
 async fn drain_during_admission_closes_the_session() {
     let mut env = TestEnv::start();
-    let (mut reader, _writer) = env.control().await;
-    env.recv_control(&mut reader).await;
+    let _control = net::hello(&*env.server).await;
     env.shutdown.drain().cancel();
     env.outcome().await.unwrap_err();
     env.server.closed().await;
@@ -273,12 +246,10 @@ async fn drain_during_admission_closes_the_session() {
 async fn bye_of_the_server_ends_the_session() {
     let mut env = TestEnv::start();
     let (_reader, mut writer) = env.ready().await;
-    writer.send(&ControlMessage::Drain(LONG)).await.unwrap();
-    writer.send(&ControlMessage::Unknown).await.unwrap();
-    writer
-        .send(&ControlMessage::Bye("done".into()))
-        .await
-        .unwrap();
+    let bye = ControlMessage::Bye("done".into());
+    for message in [ControlMessage::Drain(LONG), ControlMessage::Unknown, bye] {
+        writer.send(&message).await.unwrap();
+    }
     let summary = env.outcome().await.unwrap();
     assert_eq!(summary.reason.code, CloseCode::Normal);
     env.server.closed().await;
@@ -298,16 +269,10 @@ async fn suspicion_is_reported_to_both_and_withdrawn() {
     let (mut reader, _writer) = env.ready().await;
     env.agent_session.script().is_silent = true;
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
-    assert_eq!(
-        env.recv_control(&mut reader).await,
-        Some(ControlMessage::Suspect(true))
-    );
+    expect_control(&mut reader, ControlMessage::Suspect(true)).await;
     env.agent_session.script().is_silent = false;
     assert_eq!(env.session_event().await, SessionEvent::Live);
-    assert_eq!(
-        env.recv_control(&mut reader).await,
-        Some(ControlMessage::Suspect(false))
-    );
+    expect_control(&mut reader, ControlMessage::Suspect(false)).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -331,17 +296,14 @@ async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol(
         for _ in 0..=50 {
             let _closed_meanwhile = writer.send(&message).await;
         }
-        assert_eq!(env.server.closed().await.code, CloseCode::Protocol);
-        let summary = env.outcome().await.unwrap();
-        assert_eq!(summary.reason.by, ClosedBy::Local);
-        assert_eq!(summary.reason.code, CloseCode::Protocol, "{message:?}");
+        env.expect_closed_for(CloseCode::Protocol).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn flood_of_control_messages_before_welcome_ends_the_session() {
     let mut env = TestEnv::start();
-    let (_reader, mut writer) = env.control().await;
+    let (_, _reader, mut writer) = net::hello(&*env.server).await;
     for _ in 0..=50 {
         let _closed_meanwhile = writer.send(&ControlMessage::Unknown).await;
     }
@@ -383,51 +345,31 @@ async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_sess
 
 #[tokio::test]
 async fn retired_session_serves_what_was_opened_before_and_ends_with_its_last_stream() {
-    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mut env = TestEnv::start();
     let (mut reader, _writer) = env.ready().await;
-    let (mut first, mut first_socket) = env.busy(&target).await;
+    let first = Busy::on(&*env.server).await;
     env.retire.cancel();
-    assert_eq!(
-        env.recv_control(&mut reader).await,
-        Some(ControlMessage::Withdraw)
-    );
+    expect_control(&mut reader, ControlMessage::Withdraw).await;
     // The server opened the stream before it read Withdraw.
-    let (mut late, mut late_socket) = env.busy(&target).await;
-    for (stream, socket) in [
-        (&mut first, &mut first_socket),
-        (&mut late, &mut late_socket),
-    ] {
+    let late = Busy::on(&*env.server).await;
+    for busy in [first, late] {
         assert!(env.agent.try_join_next().is_none());
-        socket.write_all(&[7; 100_000]).await.unwrap();
-        socket.shutdown().await.unwrap();
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).await.unwrap();
-        assert_eq!(answer.len(), 100_000);
-        stream.shutdown().await.unwrap();
+        busy.finish().await;
     }
-    let bye = env.recv_control(&mut reader).await;
-    assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
-    assert_eq!(env.recv_control(&mut reader).await, None);
-    let summary = env.outcome().await.unwrap();
-    assert_eq!(summary.reason.by, ClosedBy::Local);
-    assert_eq!(summary.reason.code, CloseCode::Normal);
+    expect_bye(&mut reader).await;
+    env.expect_closed_for(CloseCode::Normal).await;
 }
 
 #[tokio::test]
 async fn drain_sends_bye_on_a_retired_session_too() {
-    let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mut env = TestEnv::start();
     let (mut reader, _writer) = env.ready().await;
-    let _busy = env.busy(&target).await;
+    let _busy = Busy::on(&*env.server).await;
     env.retire.cancel();
     env.shutdown.drain().cancel();
     env.graceful_shutdown.cancel();
-    assert_eq!(
-        env.recv_control(&mut reader).await,
-        Some(ControlMessage::Withdraw)
-    );
-    let bye = env.recv_control(&mut reader).await;
+    expect_control(&mut reader, ControlMessage::Withdraw).await;
+    let bye = recv_control(&mut reader).await;
     assert!(matches!(bye, Some(ControlMessage::Bye(_))), "{bye:?}");
     assert_eq!(env.outcome().await.unwrap().reason.by, ClosedBy::Local);
 }
@@ -454,15 +396,13 @@ async fn certificate_that_was_not_asked_for_ends_the_session() {
     let mut env = TestEnv::start();
     let (_reader, mut writer) = env.ready().await;
     writer.send(&renewed()).await.unwrap();
-    let summary = env.outcome().await.unwrap();
-    assert_eq!(summary.reason.code, CloseCode::Protocol);
-    assert_eq!(env.server.closed().await.code, CloseCode::Protocol);
+    env.expect_closed_for(CloseCode::Protocol).await;
 }
 
 #[tokio::test]
 async fn request_for_a_certificate_has_one_answer() {
     let (mut env, mut reader, mut writer) = TestEnv::ready_to_renew().await;
-    let asked = env.recv_control(&mut reader).await;
+    let asked = recv_control(&mut reader).await;
     assert!(matches!(asked, Some(ControlMessage::Renew(_))), "{asked:?}");
     writer.send(&renewed()).await.unwrap();
     // The agent reads this before the second answer is sent.

@@ -3,15 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::memory::{MemoryConnection, MemoryDialer, MemorySession};
+use tunnel_proto::transport::memory::{MemoryConnection, MemoryDialer, MemorySession, Path};
 use tunnel_proto::transport::{CloseReason, Session, Stream, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{ControlMessage, Welcome};
+use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{Port, SessionId};
+use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 /// Longer than any wait in a test, on the paused clock.
 pub(crate) const AGES: Duration = Duration::from_secs(3600 * 24);
@@ -31,6 +34,12 @@ impl FakeNetwork {
             h2: MemoryDialer::new(TransportKind::H2, sender),
             connections,
         }
+    }
+
+    /// Sets the outcome of dials over both transports.
+    pub(crate) fn set(&self, path: Path) {
+        self.quic.set(path);
+        self.h2.set(path);
     }
 
     /// Returns the agent's next connection after its handshake.
@@ -67,30 +76,8 @@ pub(crate) struct Arrival {
 }
 
 impl Arrival {
-    /// Opens the control stream and reads the Hello.
-    pub(crate) async fn hello(&self) -> (ControlReader, ControlWriter) {
-        let kind = StreamKind::Control {
-            version_min: 1,
-            version_max: 1,
-        };
-        let stream = self.session.open(&StreamHeader::new(kind), AGES).await;
-        let (mut reader, writer) = control::split(stream.unwrap());
-        let hello = reader.receive().await.unwrap();
-        assert!(matches!(hello, Some(ControlMessage::Hello(_))), "{hello:?}");
-        (reader, writer)
-    }
-
     pub(crate) async fn welcome(self) -> Peer {
-        let (reader, mut writer) = self.hello().await;
-        let welcome = ControlMessage::Welcome(Welcome {
-            version: 1,
-            session: SessionId(1),
-            capabilities: vec![],
-            streams_per_agent: 64,
-            replicas: vec![],
-            target_dial_timeout: AGES,
-        });
-        writer.send(&welcome).await.unwrap();
+        let (reader, writer) = admit(&*self.session, welcome()).await;
         Peer {
             transport: self.transport,
             session: self.session,
@@ -101,7 +88,7 @@ impl Arrival {
     }
 
     pub(crate) async fn reject(self, code: CloseCode) {
-        let (mut reader, mut writer) = self.hello().await;
+        let (_, mut reader, mut writer) = hello(&*self.session).await;
         let message = ControlMessage::NotAdmitted(code, "not now".into());
         writer.send(&message).await.unwrap();
         while let Ok(Some(_)) = reader.receive().await {}
@@ -114,20 +101,20 @@ pub(crate) struct Peer {
     pub(crate) session: Arc<dyn Session>,
     /// Agent's end of the connection.
     pub(crate) agent_session: Arc<MemorySession>,
-    pub(crate) reader: ControlReader,
+    reader: ControlReader,
     writer: ControlWriter,
 }
 
 impl Peer {
-    pub(crate) async fn open(&self, port: Port) -> Stream {
-        let kind = StreamKind::Target(Target::Node(port));
-        let opened = self.session.open(&StreamHeader::new(kind), AGES).await;
-        opened.unwrap()
-    }
-
     /// Returns the agent's next message, or `None` after the last one.
     pub(crate) async fn recv_control(&mut self) -> Option<ControlMessage> {
         timeout(AGES, self.reader.receive()).await.unwrap().unwrap()
+    }
+
+    /// Expects that the agent's next message says whether the server is suspect.
+    pub(crate) async fn expect_suspect(&mut self, suspect: bool) {
+        let expected = ControlMessage::Suspect(suspect);
+        assert_eq!(self.recv_control().await, Some(expected));
     }
 
     /// Sends that the server receives nothing from the agent.
@@ -144,5 +131,69 @@ impl Peer {
 
     pub(crate) async fn closed(&self) -> CloseReason {
         timeout(AGES, self.session.closed()).await.unwrap()
+    }
+}
+
+/// Opens the control stream and reads the Hello.
+pub(crate) async fn hello(session: &dyn Session) -> (Hello, ControlReader, ControlWriter) {
+    let kind = StreamKind::Control {
+        version_min: VERSION_MIN,
+        version_max: VERSION_MAX,
+    };
+    let stream = session.open(&StreamHeader::new(kind), AGES).await;
+    let (mut reader, writer) = control::split(stream.unwrap());
+    match reader.receive().await.unwrap() {
+        Some(ControlMessage::Hello(hello)) => (hello, reader, writer),
+        other => panic!("no Hello: {other:?}"),
+    }
+}
+
+/// Runs the server's end of a session up to `welcome`.
+pub(crate) async fn admit(
+    session: &dyn Session,
+    welcome: Welcome,
+) -> (ControlReader, ControlWriter) {
+    let (_, reader, mut writer) = hello(session).await;
+    let welcome = ControlMessage::Welcome(welcome);
+    writer.send(&welcome).await.unwrap();
+    (reader, writer)
+}
+
+pub(crate) fn welcome() -> Welcome {
+    Welcome {
+        version: 1,
+        session: SessionId(1),
+        capabilities: vec![],
+        streams_per_agent: 64,
+        replicas: vec![],
+        target_dial_timeout: AGES,
+    }
+}
+
+/// A stream that the agent serves, and the target's end of it.
+pub(crate) struct Busy {
+    pub(crate) stream: Stream,
+    pub(crate) socket: TcpStream,
+}
+
+impl Busy {
+    pub(crate) async fn on(session: &dyn Session) -> Self {
+        let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = Port::new(target.local_addr().unwrap().port()).unwrap();
+        let header = StreamHeader::new(StreamKind::Target(Target::Node(port)));
+        let mut stream = session.open(&header, AGES).await.unwrap();
+        let (socket, _) = target.accept().await.unwrap();
+        stream.accepted().await.unwrap();
+        Self { stream, socket }
+    }
+
+    /// Ends the target's answer, which arrives complete.
+    pub(crate) async fn finish(mut self) {
+        self.socket.write_all(&[7; 100_000]).await.unwrap();
+        self.socket.shutdown().await.unwrap();
+        let mut answer = Vec::new();
+        self.stream.read_to_end(&mut answer).await.unwrap();
+        assert_eq!(answer.len(), 100_000);
+        self.stream.shutdown().await.unwrap();
     }
 }

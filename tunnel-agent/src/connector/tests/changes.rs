@@ -6,17 +6,16 @@ use super::*;
 async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
     let mut env = TestEnv::behind_a_firewall();
     let mut old = env.peer(TransportKind::H2).await;
-    let running = Busy::on(&old).await;
+    let running = Busy::on(&*old.session).await;
     env.advance(100).await;
     env.net.quic.set(Path::Open);
     env.lap();
     let new = env.peer(TransportKind::Quic).await;
-    let waited = env.lap();
-    assert!(waited <= 45.1, "{waited}");
+    env.expect_lap(..=45.1);
 
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
     // The server opened the stream before it read Withdraw.
-    let late = Busy::on(&old).await;
+    let late = Busy::on(&*old.session).await;
     assert_eq!(env.context.metrics.transport_changes(), (1, 1));
     env.advance(600).await;
     assert!(env.is_ready());
@@ -24,7 +23,7 @@ async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
     env.advance(600).await;
     running.finish().await;
     expect_bye(&mut old).await;
-    Busy::on(&new).await.finish().await;
+    Busy::on(&*new.session).await.finish().await;
     env.net.quic.dials();
     env.advance(3600).await;
     assert_eq!(env.net.quic.dials(), [], "there is nothing above QUIC");
@@ -63,26 +62,22 @@ async fn loss_counts_from_the_silence_and_not_from_what_replaced_it() {
     env.lap();
     let _h2 = env.peer(TransportKind::H2).await;
     env.net.quic.set(Path::Open);
-    let waited = env.lap();
-    assert!((3.0..3.1).contains(&waited), "{waited}");
+    env.expect_lap(3.0..3.1);
     let _quic = env.net.peer().await;
-    let waited = env.lap();
-    assert!((120.0..135.0).contains(&waited), "{waited}");
+    env.expect_lap(120.0..135.0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
     let mut env = TestEnv::start(AUTO);
     let mut peer = env.peer(TransportKind::Quic).await;
-    let running = Busy::on(&peer).await;
-    env.net.quic.set(Path::Silent);
-    env.net.h2.set(Path::Silent);
+    let running = Busy::on(&*peer.session).await;
+    env.net.set(Path::Silent);
     env.net.quic.dials();
     peer.agent_session.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
-    let waited = env.lap();
-    assert!((5.0..8.0).contains(&waited), "{waited}");
+    env.expect_lap(5.0..8.0);
     env.advance(20).await;
     assert!(env.net.quic.dials().len() >= 3 && !env.net.h2.dials().is_empty());
 
@@ -91,45 +86,32 @@ async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
     env.net.quic.dials();
     env.advance(120).await;
     assert_eq!(env.net.quic.dials(), []);
-    assert_eq!(
-        peer.recv_control().await,
-        Some(ControlMessage::Suspect(true))
-    );
-    assert_eq!(
-        peer.recv_control().await,
-        Some(ControlMessage::Suspect(false))
-    );
+    peer.expect_suspect(true).await;
+    peer.expect_suspect(false).await;
     running.finish().await;
-    Busy::on(&peer).await.finish().await;
+    Busy::on(&*peer.session).await.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn suspect_session_is_replaced_and_keeps_its_streams() {
     let mut env = TestEnv::start(AUTO);
     let mut old = env.peer(TransportKind::Quic).await;
-    let running = Busy::on(&old).await;
+    let running = Busy::on(&*old.session).await;
     env.net.quic.set(Path::Silent);
     old.agent_session.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
     let new = env.peer(TransportKind::H2).await;
-    let waited = env.lap();
-    assert!(waited < 10.0, "{waited}");
-    assert_eq!(
-        old.recv_control().await,
-        Some(ControlMessage::Suspect(true))
-    );
+    env.expect_lap(..10.0);
+    old.expect_suspect(true).await;
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
 
     env.advance(20).await;
     old.agent_session.script().is_silent = false;
-    assert_eq!(
-        old.recv_control().await,
-        Some(ControlMessage::Suspect(false))
-    );
+    old.expect_suspect(false).await;
     running.finish().await;
     expect_bye(&mut old).await;
-    Busy::on(&new).await.finish().await;
+    Busy::on(&*new.session).await.finish().await;
     assert!(env.is_ready());
 }
 
@@ -143,18 +125,12 @@ async fn recovery_of_a_retired_quic_session_brings_quic_back() {
     let mut h2 = env.peer(TransportKind::H2).await;
     env.net.quic.set(Path::Open);
     old.agent_session.script().is_silent = false;
-    assert_eq!(
-        old.recv_control().await,
-        Some(ControlMessage::Suspect(true))
-    );
+    old.expect_suspect(true).await;
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
-    assert_eq!(
-        old.recv_control().await,
-        Some(ControlMessage::Suspect(false))
-    );
+    old.expect_suspect(false).await;
     env.lap();
     let _quic = env.net.peer().await;
-    assert!(env.lap() < 0.1);
+    env.expect_lap(..0.1);
     expect_retirement(&mut h2).await;
 }
 
@@ -168,11 +144,9 @@ async fn idle_session_that_is_silent_is_replaced_within_20_seconds() {
     env.lap();
     env.until(|env| !env.is_ready()).await;
     let _new = env.peer(TransportKind::H2).await;
-    let waited = env.lap();
-    assert!(waited < 20.0, "{waited}");
+    env.expect_lap(..20.0);
     assert_eq!(old.closed().await.code, CloseCode::Dead);
-    let waited = env.lap();
-    assert!((39.0..46.0).contains(&waited), "{waited}");
+    env.expect_lap(39.0..46.0);
     assert!(env.is_ready());
 }
 
@@ -180,8 +154,7 @@ async fn idle_session_that_is_silent_is_replaced_within_20_seconds() {
 async fn dead_session_leaves_the_search_for_another_as_it_is() {
     let mut env = TestEnv::start(AUTO);
     let old = env.peer(TransportKind::Quic).await;
-    env.net.quic.set(Path::Silent);
-    env.net.h2.set(Path::Silent);
+    env.net.set(Path::Silent);
     old.agent_session.script().is_silent = true;
     assert_eq!(old.closed().await.code, CloseCode::Dead);
     let dead = Instant::now();
@@ -192,16 +165,14 @@ async fn dead_session_leaves_the_search_for_another_as_it_is() {
     env.net.quic.set(Path::Open);
     env.lap();
     env.net.peer().await;
-    let waited = env.lap();
-    assert!(waited <= 6.0, "{waited}");
+    env.expect_lap(..=6.0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn close_of_a_suspect_session_shows_that_the_server_is_back() {
     let mut env = TestEnv::start(AUTO);
     let old = env.peer(TransportKind::Quic).await;
-    env.net.quic.set(Path::Silent);
-    env.net.h2.set(Path::Silent);
+    env.net.set(Path::Silent);
     old.agent_session.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
     env.advance(8).await;
@@ -209,7 +180,7 @@ async fn close_of_a_suspect_session_shows_that_the_server_is_back() {
     old.session.close(CloseCode::Draining, "restarted").await;
     env.lap();
     let _new = env.peer(TransportKind::Quic).await;
-    assert!(env.lap() < 0.1);
+    env.expect_lap(..0.1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -224,17 +195,17 @@ async fn loser_that_was_admitted_retires() {
     env.until(TestEnv::is_ready).await;
     let mut loser = quic.welcome().await;
     expect_retirement(&mut loser).await;
-    Busy::on(&winner).await.finish().await;
+    Busy::on(&*winner.session).await.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn drain_with_two_sessions_closes_both_without_loss() {
     let mut env = TestEnv::behind_a_firewall();
     let mut old = env.peer(TransportKind::H2).await;
-    let on_old = Busy::on(&old).await;
+    let on_old = Busy::on(&*old.session).await;
     env.net.quic.set(Path::Open);
     let mut new = env.peer(TransportKind::Quic).await;
-    let on_new = Busy::on(&new).await;
+    let on_new = Busy::on(&*new.session).await;
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
 
     let shutdown = env.context.shutdown.clone();
@@ -259,7 +230,7 @@ async fn drain_ends_an_agent_that_has_no_session() {
     env.context.shutdown.drain().cancel();
     env.lap();
     env.agent.join_next().await.unwrap().unwrap();
-    assert!(env.lap() < 0.1);
+    env.expect_lap(..0.1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -275,15 +246,14 @@ async fn dropped_connector_cuts_its_sessions() {
 async fn drain_of_the_server_has_another_session_dialed_while_the_old_one_serves() {
     let mut env = TestEnv::start(AUTO);
     let mut old = env.peer(TransportKind::Quic).await;
-    let running = Busy::on(&old).await;
+    let running = Busy::on(&*old.session).await;
     env.advance(60).await;
     env.lap();
     old.send_drain().await;
     let new = env.peer(TransportKind::Quic).await;
-    let waited = env.lap();
-    assert!(waited < 0.6, "{waited}");
+    env.expect_lap(..0.6);
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
-    Busy::on(&new).await.finish().await;
+    Busy::on(&*new.session).await.finish().await;
     env.advance(20).await;
     assert!(env.is_ready());
     running.finish().await;
@@ -296,20 +266,18 @@ async fn agent_of_a_stopping_server_dials_on_until_another_one_answers() {
     let mut env = TestEnv::start(AUTO);
     let mut old = env.peer(TransportKind::Quic).await;
     env.advance(60).await;
-    env.net.quic.set(Path::Refused);
-    env.net.h2.set(Path::Refused);
+    env.net.set(Path::Refused);
     env.net.quic.dials();
     old.send_drain().await;
     env.advance(10).await;
     let dials = env.net.quic.dials().len();
     assert!((5..60).contains(&dials), "{dials} dials in 10 s");
     assert!(env.is_ready());
-    Busy::on(&old).await.finish().await;
+    Busy::on(&*old.session).await.finish().await;
     env.net.quic.set(Path::Open);
     env.lap();
     let _new = env.peer(TransportKind::Quic).await;
-    let waited = env.lap();
-    assert!(waited < 2.1, "{waited}");
+    env.expect_lap(..2.1);
     expect_retirement(&mut old).await;
 }
 
@@ -326,8 +294,7 @@ async fn end_of_a_stopped_server_has_the_next_one_dialed_afresh() {
     old.session.close(CloseCode::Draining, "restarting").await;
     env.lap();
     let _new = env.net.peer().await;
-    let waited = env.lap();
-    assert!(waited < 2.1, "{waited}");
+    env.expect_lap(..2.1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -353,8 +320,7 @@ async fn stopping_server_that_falls_silent_and_recovers_is_still_replaced() {
     let mut env = TestEnv::start(AUTO);
     let mut old = env.peer(TransportKind::Quic).await;
     env.advance(60).await;
-    env.net.quic.set(Path::Refused);
-    env.net.h2.set(Path::Refused);
+    env.net.set(Path::Refused);
     old.send_drain().await;
     env.advance(1).await;
     old.agent_session.script().is_silent = true;
@@ -364,6 +330,5 @@ async fn stopping_server_that_falls_silent_and_recovers_is_still_replaced() {
     env.net.quic.set(Path::Open);
     env.lap();
     let _new = env.net.peer().await;
-    let waited = env.lap();
-    assert!(waited < 2.1, "{waited}");
+    env.expect_lap(..2.1);
 }
