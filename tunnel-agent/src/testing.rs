@@ -12,10 +12,11 @@ use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
+use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limits;
-use crate::credentials::{Credentials, RotatingCredentials};
+use crate::credentials::{CredentialStore, Credentials, RotatingCredentials, Stored};
 use crate::egress::Egress;
 use crate::metrics::Metrics;
 use crate::policy::DialPolicy;
@@ -53,14 +54,18 @@ impl Ca {
     }
 
     /// Like [`Ca::issue`], with a certificate that expired long ago.
-    pub(crate) fn issue_ended(
-        &self,
-        key: &impl PublicKeyData,
-        uri: &str,
-    ) -> CertificateDer<'static> {
+    pub(crate) fn issue_ended(&self, key: &KeyPair, uri: &str) -> CertificateDer<'static> {
         let mut params = CertificateParams::default();
         params.not_after = rcgen::date_time_ymd(2001, 1, 1);
         self.issue_as(params, key, uri)
+    }
+
+    /// Returns a server's answer with a new certificate.
+    pub(crate) fn reply(&self, key: &impl PublicKeyData, uri: &str) -> EnrollReply {
+        EnrollReply::Issued {
+            chain: vec![self.issue(key, uri).to_vec()],
+            roots: vec![self.der().to_vec()],
+        }
     }
 
     fn issue_as(
@@ -115,6 +120,16 @@ pub(crate) fn credentials(ca: &Ca) -> Credentials {
         signer: None,
         issued: SystemTime::now(),
         not_after: SystemTime::now() + Duration::from_secs(3600),
+    }
+}
+
+/// Returns the valid credentials of worker-1 in a data directory.
+pub(crate) fn stored(dir: &Path) -> Credentials {
+    let store = CredentialStore::open(dir).unwrap();
+    let node = "worker-1".parse().unwrap();
+    match store.load(&node, None, SystemTime::now()).unwrap() {
+        Stored::Valid(stored) => *stored,
+        other => panic!("{other:?}"),
     }
 }
 

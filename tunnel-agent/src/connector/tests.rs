@@ -1,19 +1,17 @@
 use std::ops::RangeBounds;
-use std::time::SystemTime;
 
 use tokio::time::timeout;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::transport::memory::Path;
 use tunnel_proto::wire::control::ControlMessage;
-use tunnel_proto::wire::name::NodeName;
 
 use super::*;
 use crate::config::{Limits, Secret, ServerAddress};
-use crate::credentials::{CredentialStore, RotatingCredentials, Stored};
+use crate::credentials::{CredentialStore, RotatingCredentials};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
 use crate::testing::net::{AGES, Busy, FakeNetwork, Peer};
-use crate::testing::{Ca, TempDir, context};
+use crate::testing::{Ca, TempDir, context, stored};
 
 mod changes;
 
@@ -250,12 +248,9 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
     store.save(std::slice::from_ref(&older), &roots).unwrap();
     store.save_previous().unwrap();
     store.save(std::slice::from_ref(&newer), &roots).unwrap();
-    let node: NodeName = "worker-1".parse().unwrap();
-    let Stored::Valid(stored) = store.load(&node, None, SystemTime::now()).unwrap() else {
-        panic!("not valid")
-    };
+    let (node, stored) = ("worker-1".parse().unwrap(), stored(scratch.path()));
     let rotating_credentials =
-        RotatingCredentials::new(node, *stored, Some(store), None, Metrics::default());
+        RotatingCredentials::new(node, stored, Some(store), None, Metrics::default());
     let in_use = || rotating_credentials.identity().own().cert[0].to_vec();
     let (some_credentials, servers) = (Some(rotating_credentials.clone()), ["192.0.2.1:10262"]);
     let mut env =

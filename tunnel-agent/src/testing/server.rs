@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use rcgen::{KeyPair, PublicKeyData};
+use rcgen::KeyPair;
 use rustls::sign::SingleCertAndKey;
 use rustls_pki_types::PrivateKeyDer;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
-use tunnel_proto::identity::{sha256, spki_sha256};
+use tunnel_proto::identity::spki_sha256;
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 use tunnel_proto::transport::{
@@ -105,15 +105,7 @@ impl Server {
     pub(crate) fn issue(&self, data_dir: &Path, uri: &str) -> EnrollReply {
         let pem = std::fs::read_to_string(data_dir.join("agent.key")).unwrap();
         let key = KeyPair::from_pem(&pem).unwrap();
-        let leaf = self.ca.issue(&key, uri);
-        assert_eq!(
-            spki_sha256(&leaf).unwrap(),
-            sha256(&key.subject_public_key_info())
-        );
-        EnrollReply::Issued {
-            chain: vec![leaf.to_vec()],
-            roots: vec![self.ca.der().to_vec()],
-        }
+        self.ca.reply(&key, uri)
     }
 
     /// Returns the next session of an agent over TCP.

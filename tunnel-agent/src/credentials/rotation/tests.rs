@@ -4,7 +4,7 @@ use rcgen::KeyPair;
 use tokio::time::timeout;
 
 use super::*;
-use crate::testing::{Ca, TempDir, credentials};
+use crate::testing::{Ca, TempDir, credentials, stored};
 
 const LONG: Duration = Duration::from_secs(30 * 86400);
 const WORKER_1: &str = "culvert://agent/worker-1";
@@ -39,11 +39,20 @@ impl Fixture {
         }
     }
 
-    fn issued(&self, key: &KeyPair, uri: &str) -> EnrollReply {
-        EnrollReply::Issued {
-            chain: vec![self.ca.issue(key, uri).to_vec()],
-            roots: vec![self.ca.der().to_vec()],
-        }
+    /// Has the agent receive an answer to its request.
+    async fn handle(&self, reply: EnrollReply) {
+        self.rotating_credentials.handle_reply(reply).await;
+    }
+
+    /// Has the agent receive a valid certificate.
+    async fn renew(&self) {
+        self.handle(self.ca.reply(&*self.signer, WORKER_1)).await;
+    }
+
+    /// Reports a session with the current credentials.
+    async fn confirm(&self) {
+        let generation = self.rotating_credentials.generation();
+        self.rotating_credentials.confirm(generation).await;
     }
 
     /// Returns a server's answer that is issued by another CA; `roots` are the roots in it.
@@ -54,14 +63,6 @@ impl Fixture {
         }
     }
 
-    /// Makes three handshakes fail over certificates.
-    fn refuse(&self) {
-        for _ in 0..REFUSED_MOST {
-            self.rotating_credentials
-                .refused(self.rotating_credentials.generation());
-        }
-    }
-
     /// Returns the leaf that handshakes use.
     fn in_use(&self) -> CertificateDer<'static> {
         self.rotating_credentials.identity().own().cert[0].clone()
@@ -69,12 +70,7 @@ impl Fixture {
 
     /// Returns the leaf that the next start finds.
     fn stored(&self) -> CertificateDer<'static> {
-        let store = CredentialStore::open(self.scratch.path()).unwrap();
-        let node = "worker-1".parse().unwrap();
-        match store.load(&node, None, SystemTime::now()).unwrap() {
-            super::super::Stored::Valid(stored) => stored.own.cert[0].clone(),
-            other => panic!("{other:?}"),
-        }
+        stored(self.scratch.path()).own.cert[0].clone()
     }
 
     fn has_previous(&self) -> bool {
@@ -88,6 +84,13 @@ impl Fixture {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.text).unwrap();
         text.lines().any(|shown| shown == line)
+    }
+}
+
+/// Makes three handshakes fail over certificates.
+fn refuse(rotating_credentials: &RotatingCredentials) {
+    for _ in 0..REFUSED_MOST {
+        rotating_credentials.refused(rotating_credentials.generation());
     }
 }
 
@@ -117,64 +120,56 @@ fn renewal_is_at_half_life_give_or_take_a_tenth() {
 
 #[tokio::test(start_paused = true)]
 async fn due_request_goes_to_one_session_and_again_when_no_answer_comes() {
-    let fixture = Fixture::aged(LONG);
-    let (first, second) = (
-        fixture.rotating_credentials.clone(),
-        fixture.rotating_credentials.clone(),
-    );
-    assert!(!first.due().await.is_empty());
-    let soon = Duration::from_secs(60);
-    assert!(timeout(soon, second.due()).await.is_err(), "asked twice");
-    assert!(timeout(RETRY_MAX * 2, second.due()).await.is_ok());
+    let rotating_credentials = Fixture::aged(LONG).rotating_credentials;
+    assert!(!rotating_credentials.due().await.is_empty());
+    let soon = timeout(Duration::from_secs(60), rotating_credentials.due()).await;
+    assert!(soon.is_err(), "asked twice");
+    let later = timeout(RETRY_MAX * 2, rotating_credentials.due()).await;
+    assert!(later.is_ok());
+}
+
+/// A compromised server's answers move no agent to other servers and lock none out.
+#[tokio::test]
+async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
+    let fixture = Fixture::aged(LONG / 2);
+    let (ours, signer, before) = (&fixture.ca, &*fixture.signer, fixture.in_use());
+    let (other_ca, other_key) = (Ca::new(), KeyPair::generate().unwrap());
+    let issued = |chain, roots| EnrollReply::Issued { chain, roots };
+    let ended = ours.issue_ended(signer, WORKER_1).to_vec();
+    let unavailable = tunnel_proto::wire::code::EnrollCode::Unavailable;
+    for bad in [
+        ours.reply(&other_key, WORKER_1),
+        ours.reply(signer, "culvert://agent/worker-2"),
+        ours.reply(signer, "culvert://server"),
+        issued(vec![], vec![]),
+        issued(vec![vec![1, 2, 3]], vec![vec![4]]),
+        fixture.issued_by(&other_ca, &[&other_ca]),
+        fixture.issued_by(ours, &[&other_ca]),
+        fixture.issued_by(&other_ca, &[ours]),
+        issued(vec![ended], vec![ours.der().to_vec()]),
+        EnrollReply::Refused(unavailable, "x".into()),
+    ] {
+        fixture.handle(bad).await;
+        assert_eq!(fixture.in_use(), before);
+    }
+    assert!(!fixture.scratch.path().join("agent.crt").exists());
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 9"));
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unavailable\"} 1"));
+    // Like during the replacement of the CA.
+    let both = fixture.issued_by(&other_ca, &[ours, &other_ca]);
+    fixture.handle(both).await;
+    assert_ne!(fixture.in_use(), before);
 }
 
 #[tokio::test]
-async fn valid_answer_is_installed_and_stored_and_invalid_ones_change_nothing() {
+async fn valid_answer_is_installed_and_stored() {
     let fixture = Fixture::aged(LONG / 2);
-    let before = fixture.rotating_credentials.identity().own();
-    let uri = "culvert://agent/worker-1";
-    let other_key = KeyPair::generate().unwrap();
-    for bad in [
-        fixture.issued(&other_key, uri),
-        fixture.issued(&fixture.signer, "culvert://agent/worker-2"),
-        fixture.issued(&fixture.signer, "culvert://server"),
-        EnrollReply::Issued {
-            chain: vec![],
-            roots: vec![],
-        },
-        EnrollReply::Issued {
-            chain: vec![vec![1, 2, 3]],
-            roots: vec![vec![4]],
-        },
-        EnrollReply::Refused(
-            tunnel_proto::wire::code::EnrollCode::Unavailable,
-            "x".into(),
-        ),
-    ] {
-        fixture.rotating_credentials.handle_reply(bad).await;
-        assert!(Arc::ptr_eq(
-            &before,
-            &fixture.rotating_credentials.identity().own()
-        ));
-    }
-    assert!(!fixture.scratch.path().join("agent.crt").exists());
-    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 5"));
-    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unavailable\"} 1"));
-
-    fixture
-        .rotating_credentials
-        .handle_reply(fixture.issued(&fixture.signer, uri))
-        .await;
-    assert!(!Arc::ptr_eq(
-        &before,
-        &fixture.rotating_credentials.identity().own()
-    ));
+    let before = fixture.in_use();
+    fixture.renew().await;
+    assert_ne!(fixture.in_use(), before);
+    assert_eq!(fixture.stored(), fixture.in_use());
     assert!(fixture.metric("tunnel_agent_renewals_total{result=\"issued\"} 1"));
     assert!(fixture.metric("tunnel_agent_certificate_unsaved 0"));
-    let store = CredentialStore::open(fixture.scratch.path()).unwrap();
-    let node = "worker-1".parse().unwrap();
-    let stored = store.load(&node, None, SystemTime::now()).unwrap();
-    assert!(matches!(stored, super::super::Stored::Valid(_)));
 }
 
 /// F17: the agent logs a clock that is days ahead, and does not ask again and again.
@@ -185,32 +180,20 @@ async fn f17_renewal_on_a_host_whose_clock_is_ahead_waits_for_half_its_life() {
     ahead.issued = SystemTime::now() - LONG + Duration::from_secs(86400);
     ahead.not_after = ahead.issued + LONG;
     fixture.rotating_credentials.adopt(ahead, None, false).await;
-    let soon = LONG.mul_f64(0.39);
-    assert!(
-        timeout(soon, fixture.rotating_credentials.due())
-            .await
-            .is_err()
-    );
-    assert!(
-        timeout(LONG, fixture.rotating_credentials.due())
-            .await
-            .is_ok()
-    );
+    let soon = timeout(LONG.mul_f64(0.39), fixture.rotating_credentials.due()).await;
+    assert!(soon.is_err());
+    let later = timeout(LONG, fixture.rotating_credentials.due()).await;
+    assert!(later.is_ok());
 }
 
 /// F24 without a small disk: the directory disappears and returns.
 #[tokio::test]
 async fn f24_lost_directory_is_survived_in_memory_and_reported() {
     let fixture = Fixture::aged(LONG / 2);
-    let uri = "culvert://agent/worker-1";
-    let before = fixture.rotating_credentials.identity().own();
+    let before = fixture.in_use();
     fs::remove_dir_all(fixture.scratch.path()).unwrap();
-    fixture
-        .rotating_credentials
-        .handle_reply(fixture.issued(&fixture.signer, uri))
-        .await;
-    let second = fixture.rotating_credentials.identity().own();
-    assert!(!Arc::ptr_eq(&before, &second), "goes on with the new one");
+    fixture.renew().await;
+    assert_ne!(fixture.in_use(), before, "goes on with the new one");
     assert!(fixture.metric("tunnel_agent_certificate_unsaved 1"));
     fs::create_dir(fixture.scratch.path()).unwrap();
     fixture.rotating_credentials.save().await;
@@ -226,67 +209,25 @@ async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
     let file = fixture.scratch.path().join("agent.crt");
     let first_is_writing = fixture.rotating_credentials.saving.lock().await;
     for _ in 0..2 {
-        let issued = fixture.issued(&fixture.signer, "culvert://agent/worker-1");
-        let soon = Duration::from_secs(1);
-        let waiting = timeout(soon, fixture.rotating_credentials.handle_reply(issued)).await;
+        let waiting = timeout(Duration::from_secs(1), fixture.renew()).await;
         assert!(waiting.is_err() && !file.exists());
     }
     drop(first_is_writing);
     fixture.rotating_credentials.save().await;
-    let store = CredentialStore::open(fixture.scratch.path()).unwrap();
-    let node = "worker-1".parse().unwrap();
-    let stored = store.load(&node, None, SystemTime::now()).unwrap();
-    let super::super::Stored::Valid(stored) = stored else {
-        panic!("not valid")
-    };
-    assert_eq!(
-        stored.own.cert,
-        fixture.rotating_credentials.identity().own().cert
-    );
-}
-
-/// A compromised server's answers move no agent to other servers and lock none out.
-#[tokio::test]
-async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
-    let fixture = Fixture::aged(LONG / 2);
-    let (ours, other_ca) = (&fixture.ca, Ca::new());
-    let ended = EnrollReply::Issued {
-        chain: vec![ours.issue_ended(&*fixture.signer, WORKER_1).to_vec()],
-        roots: vec![ours.der().to_vec()],
-    };
-    let before = fixture.in_use();
-    for bad in [
-        fixture.issued_by(&other_ca, &[&other_ca]),
-        fixture.issued_by(ours, &[&other_ca]),
-        fixture.issued_by(&other_ca, &[ours]),
-        ended,
-    ] {
-        fixture.rotating_credentials.handle_reply(bad).await;
-        assert_eq!(fixture.in_use(), before);
-    }
-    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 4"));
-    assert!(!fixture.scratch.path().join("agent.crt").exists());
-    // Like during the replacement of the CA.
-    let both = fixture.issued_by(&other_ca, &[ours, &other_ca]);
-    fixture.rotating_credentials.handle_reply(both).await;
-    assert_ne!(fixture.in_use(), before);
+    assert_eq!(fixture.stored(), fixture.in_use());
 }
 
 #[tokio::test]
 async fn three_refused_handshakes_bring_the_previous_certificate_back() {
     let fixture = Fixture::aged(LONG / 2);
-    let first = fixture.issued(&fixture.signer, WORKER_1);
-    fixture.rotating_credentials.handle_reply(first).await;
-    fixture
-        .rotating_credentials
-        .confirm(fixture.rotating_credentials.generation())
-        .await;
+    fixture.renew().await;
+    fixture.confirm().await;
     assert!(!fixture.has_previous());
     let first = fixture.in_use();
 
     let hostile = Ca::new();
     let reply = fixture.issued_by(&hostile, &[&fixture.ca, &hostile]);
-    fixture.rotating_credentials.handle_reply(reply).await;
+    fixture.handle(reply).await;
     let second = fixture.in_use();
     assert_ne!(first, second);
     assert!(fixture.has_previous());
@@ -303,13 +244,10 @@ async fn three_refused_handshakes_bring_the_previous_certificate_back() {
 
     fixture.rotating_credentials.confirm(generation).await;
     assert_eq!(fixture.stored(), second, "another one's session");
-    fixture
-        .rotating_credentials
-        .confirm(fixture.rotating_credentials.generation())
-        .await;
+    fixture.confirm().await;
     assert_eq!(fixture.stored(), first);
     assert!(!fixture.has_previous());
-    fixture.refuse();
+    refuse(&fixture.rotating_credentials);
     assert_eq!(fixture.in_use(), first, "there is no other");
 }
 
@@ -319,49 +257,34 @@ async fn three_refused_handshakes_bring_the_previous_certificate_back() {
 async fn refused_certificates_alternate_until_one_works() {
     let fixture = Fixture::aged(LONG / 2);
     let before = fixture.in_use();
-    let reply = fixture.issued(&fixture.signer, WORKER_1);
-    fixture.rotating_credentials.handle_reply(reply).await;
+    fixture.renew().await;
     let after = fixture.in_use();
     for _ in 0..2 {
-        fixture.refuse();
+        refuse(&fixture.rotating_credentials);
         assert_eq!(fixture.in_use(), before);
-        fixture.refuse();
+        refuse(&fixture.rotating_credentials);
         assert_eq!(fixture.in_use(), after);
     }
-    fixture
-        .rotating_credentials
-        .confirm(fixture.rotating_credentials.generation())
-        .await;
+    fixture.confirm().await;
     assert_eq!(fixture.stored(), after);
 }
 
 #[tokio::test]
 async fn previous_certificate_outlives_a_restart() {
-    let fixture = Fixture::aged(LONG / 2);
+    let mut fixture = Fixture::aged(LONG / 2);
     for _ in 0..2 {
-        let reply = fixture.issued(&fixture.signer, WORKER_1);
-        fixture
-            .rotating_credentials
-            .confirm(fixture.rotating_credentials.generation())
-            .await;
-        fixture.rotating_credentials.handle_reply(reply).await;
+        fixture.confirm().await;
+        fixture.renew().await;
     }
     let newest = fixture.in_use();
-    let store = CredentialStore::open(fixture.scratch.path()).unwrap();
-    let node: NodeName = "worker-1".parse().unwrap();
-    let super::super::Stored::Valid(stored) = store.load(&node, None, SystemTime::now()).unwrap()
-    else {
-        panic!("not valid")
-    };
-    let restarted = RotatingCredentials::new(node, *stored, Some(store), None, Metrics::default());
-    let leaf = |rotating_credentials: &RotatingCredentials| {
-        rotating_credentials.identity().own().cert[0].clone()
-    };
-    assert_eq!(leaf(&restarted), newest);
-    for _ in 0..REFUSED_MOST {
-        restarted.refused(restarted.generation());
-    }
-    assert_ne!(leaf(&restarted), newest);
-    restarted.confirm(restarted.generation()).await;
-    assert_eq!(fixture.stored(), leaf(&restarted));
+    let dir = fixture.scratch.path();
+    let (node, metrics) = ("worker-1".parse().unwrap(), Metrics::default());
+    let store = Some(CredentialStore::open(dir).unwrap());
+    fixture.rotating_credentials =
+        RotatingCredentials::new(node, stored(dir), store, None, metrics);
+    assert_eq!(fixture.in_use(), newest);
+    refuse(&fixture.rotating_credentials);
+    assert_ne!(fixture.in_use(), newest);
+    fixture.confirm().await;
+    assert_eq!(fixture.stored(), fixture.in_use());
 }
