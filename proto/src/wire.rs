@@ -56,16 +56,3 @@ pub fn negotiate_version(min: u32, max: u32) -> Option<u32> {
 mod bounds;
 #[cfg(test)]
 mod golden;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn version_is_the_highest_of_both_ranges_or_none() {
-        assert_eq!(negotiate_version(1, 1), Some(1));
-        assert_eq!(negotiate_version(1, 9), Some(1));
-        assert_eq!(negotiate_version(2, 9), None);
-        assert_eq!(negotiate_version(0, 0), None);
-    }
-}

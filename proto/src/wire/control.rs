@@ -189,53 +189,6 @@ fn millis(duration: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::code::EnrollCode;
-
-    fn hello() -> Hello {
-        Hello {
-            versions: (1, 2),
-            capabilities: vec!["a".into()],
-            node_name: "worker-1".parse().unwrap(),
-            instance: InstanceId::new([7; 16]),
-            software: "0.1.0".into(),
-            node_ip: "192.168.33.221".into(),
-        }
-    }
-
-    #[test]
-    fn messages_round_trip() {
-        for message in [
-            ControlMessage::Hello(hello()),
-            ControlMessage::Welcome(Welcome {
-                version: 1,
-                session: SessionId(9),
-                capabilities: vec![],
-                streams_per_agent: 256,
-                replicas: vec!["a:10262".into(), "b:10262".into()],
-                target_dial_timeout: Duration::from_secs(5),
-            }),
-            ControlMessage::NotAdmitted(CloseCode::NameInUse, "worker-1 is live".into()),
-            ControlMessage::Drain(Duration::from_secs(30)),
-            ControlMessage::Withdraw,
-            ControlMessage::Bye("stopping".into()),
-            ControlMessage::Suspect(true),
-            ControlMessage::Suspect(false),
-            ControlMessage::Renew(vec![0x30, 0]),
-            ControlMessage::Renewed(EnrollReply::Issued {
-                chain: vec![vec![1]],
-                roots: vec![vec![2]],
-            }),
-            ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
-            ControlMessage::Unknown,
-        ] {
-            let mut buffer = BytesMut::new();
-            message.encode(&mut buffer).unwrap();
-            let frame = frame::take(&mut buffer, CONTROL_MESSAGE_MAX)
-                .unwrap()
-                .unwrap();
-            assert_eq!(ControlMessage::decode(&frame).unwrap(), message);
-        }
-    }
 
     #[test]
     fn hello_with_a_bad_name_or_instance_is_refused() {

@@ -373,41 +373,4 @@ mod tests {
         };
         assert!(!format!("{request:?} {:?}", token()).contains("a5a5"));
     }
-
-    #[test]
-    fn messages_round_trip() {
-        let renewal_proof = RenewalProof {
-            chain: vec![vec![1], vec![2]],
-            signature: vec![3],
-            scheme: 0x0403,
-        };
-        for proof in [None, Some(renewal_proof)] {
-            let request = EnrollRequest {
-                token: "t".to_owned().into(),
-                csr: vec![1, 2],
-                node_name: "n".parse().unwrap(),
-                proof,
-            };
-            let mut buffer = BytesMut::new();
-            request.encode(&mut buffer).unwrap();
-            let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX)
-                .unwrap()
-                .unwrap();
-            assert_eq!(EnrollRequest::decode(&frame).unwrap(), request);
-        }
-        for reply in [
-            EnrollReply::Issued {
-                chain: vec![vec![1]],
-                roots: vec![vec![2], vec![3]],
-            },
-            EnrollReply::Refused(EnrollCode::TokenUsed, "used".into()),
-        ] {
-            let mut buffer = BytesMut::new();
-            reply.encode(&mut buffer).unwrap();
-            let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX)
-                .unwrap()
-                .unwrap();
-            assert_eq!(EnrollReply::decode(&frame).unwrap(), reply);
-        }
-    }
 }

@@ -19,6 +19,7 @@ use super::{
 };
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+const TRACE_FIELD: &str = "1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031";
 /// Fields that no message has: a varint, 64 bits, bytes and 32 bits (numbers 100 to 103).
 const UNKNOWN_FIELDS: &str = "a0062a a9060102030405060708 b206026869 bd0601020304";
 
@@ -32,40 +33,26 @@ fn stream_headers_are_as_captured() {
     let node = StreamKind::Target(Target::Node(port(10250)));
     let loopback = StreamKind::Target(Target::Loopback(port(9100)));
     let host = StreamKind::Target(Target::Host("db.local".into(), port(5432)));
-    let traced = |kind: &StreamKind| StreamHeader {
-        kind: kind.clone(),
-        trace_parent: TRACE.to_owned(),
-    };
-    check(
-        &[
-            ("060a0408011001", StreamHeader::new(control.clone())),
-            (
-                "3f0a0408011001 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
-                traced(&control),
-            ),
-            ("0712050801188a50", StreamHeader::new(node.clone())),
-            (
-                "4012050801188a50 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
-                traced(&node),
-            ),
-            ("0712050802188c47", StreamHeader::new(loopback.clone())),
-            (
-                "4012050802188c47 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
-                traced(&loopback),
-            ),
-            (
-                "11120f0803120864622e6c6f63616c18b82a",
-                StreamHeader::new(host.clone()),
-            ),
-            (
-                "4a120f0803120864622e6c6f63616c18b82a 1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031",
-                traced(&host),
-            ),
-        ],
-        (STREAM_MESSAGE_MAX, Inside::Message),
-        |header, out| header.encode(out).unwrap(),
-        StreamHeader::decode,
-    );
+    for (length, traced_length, capture, kind) in [
+        ("06", "3f", "0a0408011001", control),
+        ("07", "40", "12050801188a50", node),
+        ("07", "40", "12050802188c47", loopback),
+        ("11", "4a", "120f0803120864622e6c6f63616c18b82a", host),
+    ] {
+        let mut traced = StreamHeader::new(kind.clone());
+        traced.trace_parent = TRACE.to_owned();
+        let plain_capture = format!("{length}{capture}");
+        let traced_capture = format!("{traced_length}{capture}{TRACE_FIELD}");
+        check(
+            &[
+                (plain_capture.as_str(), StreamHeader::new(kind)),
+                (traced_capture.as_str(), traced),
+            ],
+            (STREAM_MESSAGE_MAX, Inside::Message),
+            |header, out| header.encode(out).unwrap(),
+            StreamHeader::decode,
+        );
+    }
 }
 
 #[test]
@@ -187,8 +174,8 @@ fn enrollment_is_as_captured() {
     };
     let renewal = EnrollRequest {
         token: String::new().into(),
-        csr: vec![0x30, 0x03, 0x02, 0x01, 0x00],
-        node_name: "worker-1".parse().unwrap(),
+        csr: request.csr.clone(),
+        node_name: request.node_name.clone(),
         proof: Some(RenewalProof {
             chain: vec![vec![0x30, 1]],
             signature: vec![7, 8],
@@ -196,19 +183,16 @@ fn enrollment_is_as_captured() {
         }),
     };
     check(
-        &[(
-            "1c12053003020100 1a08776f726b65722d31 22023001 2a020708 308308",
-            renewal,
-        )],
-        (ENROLL_MESSAGE_MAX, Inside::Value),
-        |request, out| request.encode(out).unwrap(),
-        EnrollRequest::decode,
-    );
-    check(
-        &[(
-            "290a166162636465663031323334352e613561352e31313131 12053003020100 1a08776f726b65722d31",
-            request,
-        )],
+        &[
+            (
+                "1c12053003020100 1a08776f726b65722d31 22023001 2a020708 308308",
+                renewal,
+            ),
+            (
+                "290a166162636465663031323334352e613561352e31313131 12053003020100 1a08776f726b65722d31",
+                request,
+            ),
+        ],
         (ENROLL_MESSAGE_MAX, Inside::Value),
         |request, out| request.encode(out).unwrap(),
         EnrollRequest::decode,
@@ -412,10 +396,9 @@ fn check<T: PartialEq + Debug>(
         assert!(framed.is_empty());
         assert_eq!(decode(&content).as_ref(), Ok(value));
         let unknown = bytes(UNKNOWN_FIELDS);
-        let later = [&content[..], &unknown].concat();
-        assert_eq!(decode(&later).as_ref(), Ok(value));
-        let later = [&unknown, &content[..]].concat();
-        assert_eq!(decode(&later).as_ref(), Ok(value));
+        for later in [[&content[..], &unknown], [&unknown, &content[..]]] {
+            assert_eq!(decode(&later.concat()).as_ref(), Ok(value));
+        }
         if let Inside::Message = inside {
             let (length, rest) = (usize::from(content[1]), &content[2..]);
             let (message, rest) = rest.split_at(length);

@@ -252,39 +252,6 @@ pub fn one_line(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn port(number: u16) -> Port {
-        Port::new(number).unwrap()
-    }
-
-    fn round_trip(header: &StreamHeader) -> StreamHeader {
-        let mut buffer = BytesMut::new();
-        header.encode(&mut buffer).unwrap();
-        let frame = frame::take(&mut buffer, STREAM_MESSAGE_MAX)
-            .unwrap()
-            .unwrap();
-        assert!(buffer.is_empty());
-        StreamHeader::decode(&frame).unwrap()
-    }
-
-    #[test]
-    fn headers_round_trip() {
-        for kind in [
-            StreamKind::Control {
-                version_min: 1,
-                version_max: 3,
-            },
-            StreamKind::Target(Target::Node(port(10250))),
-            StreamKind::Target(Target::Loopback(port(10266))),
-            StreamKind::Target(Target::Host("db.local".into(), port(5432))),
-        ] {
-            let header = StreamHeader {
-                kind,
-                trace_parent: "00-abc-def-01".into(),
-            };
-            assert_eq!(round_trip(&header), header);
-        }
-    }
-
     #[test]
     fn headers_without_meaning_are_refused() {
         let target = |class, host: &str, port| {
@@ -294,13 +261,11 @@ mod tests {
                 port,
             };
             let kind = Some(pb::stream_header::Kind::Target(target));
-            StreamHeader::decode(
-                &pb::StreamHeader {
-                    kind,
-                    trace_parent: String::new(),
-                }
-                .encode_to_vec(),
-            )
+            let header = pb::StreamHeader {
+                kind,
+                ..pb::StreamHeader::default()
+            };
+            StreamHeader::decode(&header.encode_to_vec())
         };
         assert!(target(1, "", 80).is_ok());
         assert!(target(0, "", 80).is_err());
@@ -311,20 +276,6 @@ mod tests {
         assert!(target(3, "a b", 80).is_err());
         assert!(StreamHeader::decode(&[]).is_err());
         assert!(StreamHeader::decode(&[0xff, 0xff]).is_err());
-    }
-
-    #[test]
-    fn unknown_fields_are_ignored() {
-        let mut bytes = pb::StreamHeader {
-            kind: Some(pb::stream_header::Kind::Control(pb::ControlStream {
-                version_min: 1,
-                version_max: 1,
-            })),
-            trace_parent: String::new(),
-        }
-        .encode_to_vec();
-        bytes.extend_from_slice(&[0xfa, 0x01, 0x02, b'h', b'i']); // field 31, two bytes
-        assert!(StreamHeader::decode(&bytes).is_ok());
     }
 
     #[test]
