@@ -327,6 +327,7 @@ async fn explicit_transport_is_the_only_one() {
     let _peer = env.peer(TransportKind::H2).await;
     env.advance(3600).await;
     assert_eq!(env.net.quic.dials(), []);
+    assert_eq!(env.context.metrics.transport_changes(), (0, 0));
 
     let env = TestEnv::start(TransportChoice::Quic);
     env.net.quic.set(Path::Silent);

@@ -1,4 +1,5 @@
 use super::*;
+use SessionTransport::{H2, Quic};
 
 fn seconds(count: u64) -> Duration {
     Duration::from_secs(count)
@@ -19,48 +20,15 @@ fn probe(policy: &TransportPolicy, start: Instant) -> Option<u64> {
 fn last_ready_transport_is_dialed_first_and_the_other_still_tried() {
     let mut policy = policy(TransportChoice::Auto);
     let now = Instant::now();
-    assert_eq!(
-        policy.dial_order(),
-        (SessionTransport::Quic, Some(SessionTransport::H2))
-    );
-    assert_eq!(
-        policy.ready(SessionTransport::H2, now, 0.0),
-        TransportChange::Fallback
-    );
-    assert_eq!(
-        policy.dial_order(),
-        (SessionTransport::H2, Some(SessionTransport::Quic))
-    );
-    assert_eq!(
-        policy.ready(SessionTransport::H2, now, 0.0),
-        TransportChange::None
-    );
-    assert_eq!(
-        policy.ready(SessionTransport::Quic, now, 0.0),
-        TransportChange::Upgrade
-    );
-    assert_eq!(
-        policy.dial_order(),
-        (SessionTransport::Quic, Some(SessionTransport::H2))
-    );
-    assert_eq!(
-        policy.ready(SessionTransport::Quic, now, 0.0),
-        TransportChange::None
-    );
-}
-
-#[test]
-fn explicit_transport_has_no_fallback() {
-    for (choice, transport) in [
-        (TransportChoice::Quic, SessionTransport::Quic),
-        (TransportChoice::H2, SessionTransport::H2),
+    assert_eq!(policy.dial_order(), (Quic, Some(H2)));
+    for (ready, other, change) in [
+        (H2, Quic, TransportChange::Fallback),
+        (H2, Quic, TransportChange::None),
+        (Quic, H2, TransportChange::Upgrade),
+        (Quic, H2, TransportChange::None),
     ] {
-        let mut policy = policy(choice);
-        let now = Instant::now();
-        policy.record_dial(transport, now, 0.0);
-        assert_eq!(policy.ready(transport, now, 0.0), TransportChange::None);
-        assert_eq!(policy.dial_order(), (transport, None));
-        assert_eq!(policy.probe_at(), None);
+        assert_eq!(policy.ready(ready, now, 0.0), change);
+        assert_eq!(policy.dial_order(), (ready, Some(other)));
     }
 }
 
@@ -68,41 +36,19 @@ fn explicit_transport_has_no_fallback() {
 fn quic_is_probed_every_45_s_while_h2_carries_the_session() {
     let mut policy = policy(TransportChoice::Auto);
     let start = Instant::now();
-    policy.record_dial(SessionTransport::Quic, start, 0.0);
+    policy.record_dial(Quic, start, 0.0);
     assert_eq!(policy.probe_at(), None);
-    policy.ready(SessionTransport::H2, start + seconds(3), 0.0);
+    policy.ready(H2, start + seconds(3), 0.0);
     assert_eq!(probe(&policy, start), Some(45));
     // Replacing a session over h2 does not postpone the probe.
     policy.missed(start + seconds(30));
-    policy.record_dial(SessionTransport::H2, start + seconds(31), 0.0);
-    policy.ready(SessionTransport::H2, start + seconds(32), 0.0);
+    policy.record_dial(H2, start + seconds(31), 0.0);
+    policy.ready(H2, start + seconds(32), 0.0);
     assert_eq!(probe(&policy, start), Some(45));
-    policy.record_dial(SessionTransport::Quic, start + seconds(45), 1.0);
+    policy.record_dial(Quic, start + seconds(45), 1.0);
     assert_eq!(probe(&policy, start), Some(45 + 36));
-    policy.ready(SessionTransport::Quic, start + seconds(46), 0.0);
+    policy.ready(Quic, start + seconds(46), 0.0);
     assert_eq!(policy.probe_at(), None);
-}
-
-#[test]
-fn quic_lost_soon_after_promotion_is_left_alone_2_4_to_30_minutes() {
-    let mut policy = policy(TransportChoice::Auto);
-    let mut now = Instant::now();
-    policy.ready(SessionTransport::H2, now, 0.0);
-    let mut waits = Vec::new();
-    for _ in 0..6 {
-        policy.record_dial(SessionTransport::Quic, now, 0.0);
-        policy.ready(SessionTransport::Quic, now, 0.0);
-        policy.missed(now + seconds(59));
-        // The time that h2 needs to be ready does not extend the lifetime of QUIC.
-        now += seconds(65);
-        assert_eq!(
-            policy.ready(SessionTransport::H2, now, 0.0),
-            TransportChange::Fallback
-        );
-        waits.push(probe(&policy, now).unwrap() / 60);
-        now += seconds(3600);
-    }
-    assert_eq!(waits, [2, 4, 8, 16, 30, 30]);
 }
 
 #[test]
@@ -110,14 +56,14 @@ fn quic_that_held_or_was_not_promoted_is_probed_as_usual() {
     let mut policy = policy(TransportChoice::Auto);
     let start = Instant::now();
     let lose = |policy: &mut TransportPolicy, after: u64| {
-        policy.record_dial(SessionTransport::Quic, start, 0.0);
+        policy.record_dial(Quic, start, 0.0);
         policy.missed(start + seconds(after));
-        policy.ready(SessionTransport::H2, start + seconds(after), 0.0);
+        policy.ready(H2, start + seconds(after), 0.0);
         probe(policy, start).unwrap()
     };
     assert_eq!(lose(&mut policy, 1), 45, "not promoted");
     for (held, next) in [(59, 59 + 120), (59, 59 + 240), (60, 45), (59, 59 + 120)] {
-        policy.ready(SessionTransport::Quic, start, 0.0);
+        policy.ready(Quic, start, 0.0);
         assert_eq!(lose(&mut policy, held), next);
     }
 }
@@ -126,13 +72,13 @@ fn quic_that_held_or_was_not_promoted_is_probed_as_usual() {
 fn silence_that_ends_well_is_no_loss() {
     let mut policy = policy(TransportChoice::Auto);
     let start = Instant::now();
-    policy.ready(SessionTransport::H2, start, 0.0);
-    policy.record_dial(SessionTransport::Quic, start, 0.0);
-    policy.ready(SessionTransport::Quic, start, 0.0);
+    policy.ready(H2, start, 0.0);
+    policy.record_dial(Quic, start, 0.0);
+    policy.ready(Quic, start, 0.0);
     policy.missed(start + seconds(10));
     policy.record_recovery();
     policy.missed(start + seconds(100));
-    policy.ready(SessionTransport::H2, start + seconds(103), 0.0);
+    policy.ready(H2, start + seconds(103), 0.0);
     assert_eq!(probe(&policy, start), Some(45));
 }
 
@@ -140,16 +86,16 @@ fn silence_that_ends_well_is_no_loss() {
 fn answer_on_an_old_session_calls_for_a_probe_unless_quic_did_not_hold() {
     let mut policy = policy(TransportChoice::Auto);
     let start = Instant::now();
-    policy.record_dial(SessionTransport::Quic, start, 0.0);
-    policy.ready(SessionTransport::H2, start, 0.0);
+    policy.record_dial(Quic, start, 0.0);
+    policy.ready(H2, start, 0.0);
     policy.probe_quic_now(start + seconds(7));
     assert_eq!(probe(&policy, start), Some(7));
-    policy.record_dial(SessionTransport::Quic, start + seconds(7), 0.0);
+    policy.record_dial(Quic, start + seconds(7), 0.0);
     assert_eq!(probe(&policy, start), Some(7 + 45));
 
-    policy.ready(SessionTransport::Quic, start + seconds(10), 0.0);
+    policy.ready(Quic, start + seconds(10), 0.0);
     policy.missed(start + seconds(20));
-    policy.ready(SessionTransport::H2, start + seconds(23), 0.0);
+    policy.ready(H2, start + seconds(23), 0.0);
     policy.probe_quic_now(start + seconds(30));
     assert_eq!(probe(&policy, start), Some(23 + 120));
 }
