@@ -18,6 +18,8 @@ const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 /// An agent's egress behind a session in memory.
 struct Agent {
     server: Arc<dyn Session>,
+    egress: Arc<Egress>,
+    params: Arc<SessionParams>,
     metrics: Metrics,
     draining: CancellationToken,
     session: Arc<MemorySession>,
@@ -53,23 +55,25 @@ impl Agent {
             }),
             dial_timeout: Duration::ZERO,
         });
-        let agent = session.clone();
-        let mut tasks = JoinSet::new();
-        tasks.spawn(async move {
+        let mut agent = Self {
+            server,
+            egress,
+            params,
+            metrics,
+            draining,
+            session: session.clone(),
+            tasks: JoinSet::new(),
+        };
+        let (egress, params) = (agent.egress.clone(), agent.params.clone());
+        agent.tasks.spawn(async move {
             let mut streams = JoinSet::new();
-            while let Ok(incoming) = agent.accept().await {
+            while let Ok(incoming) = session.accept().await {
                 let (egress, params) = (egress.clone(), params.clone());
-                let has_room = agent.has_room();
+                let has_room = session.has_room();
                 streams.spawn(async move { egress.serve(incoming, has_room, &params).await });
             }
         });
-        Self {
-            server,
-            metrics,
-            draining,
-            session,
-            tasks,
-        }
+        agent
     }
 
     async fn open(&self, target: Target) -> Stream {
@@ -79,6 +83,19 @@ impl Agent {
     async fn open_kind(&self, kind: StreamKind) -> Stream {
         let header = StreamHeader::new(kind);
         self.server.open(&header, LONG).await.unwrap()
+    }
+
+    /// Opens a stream to a target, and returns it with the target's end and port.
+    async fn connect(&self) -> (Stream, TcpStream, Port) {
+        let (listener, port) = target().await;
+        let stream = self.open(Target::Node(port)).await;
+        (stream, accept(&listener).await, port)
+    }
+
+    /// Serves a stream without a session, as a task of `shutdown`.
+    fn serve(&self, incoming: IncomingStream, shutdown: &Shutdown) {
+        let (egress, params) = (self.egress.clone(), self.params.clone());
+        shutdown.spawn_work(async move { egress.serve(incoming, true, &params).await });
     }
 
     /// Returns the refusal that the opener of a stream reads.
@@ -145,10 +162,8 @@ async fn opener_learns_which_address_was_dialed() {
 #[tokio::test]
 async fn cut_of_the_stream_becomes_a_reset_of_the_target() {
     let agent = Agent::start();
-    let (listener, port) = target().await;
-    let mut stream = agent.open(Target::Node(port)).await;
+    let (mut stream, mut socket, _) = agent.connect().await;
     stream.write_all(b"half a requ").await.unwrap();
-    let mut socket = accept(&listener).await;
     let mut half = [0; 11];
     socket.read_exact(&mut half).await.unwrap();
     drop(stream);
@@ -159,9 +174,7 @@ async fn cut_of_the_stream_becomes_a_reset_of_the_target() {
 #[tokio::test]
 async fn reset_of_the_target_becomes_a_cut_of_the_stream() {
     let agent = Agent::start();
-    let (listener, port) = target().await;
-    let mut stream = agent.open(Target::Node(port)).await;
-    let mut socket = accept(&listener).await;
+    let (mut stream, mut socket, _) = agent.connect().await;
     socket.write_all(b"half an answ").await.unwrap();
     let mut half = [0; 12];
     stream.read_exact(&mut half).await.unwrap();
@@ -177,9 +190,7 @@ async fn reset_of_the_target_becomes_a_cut_of_the_stream() {
 #[tokio::test]
 async fn agent_that_stops_at_once_resets_the_target() {
     let mut agent = Agent::start();
-    let (listener, port) = target().await;
-    let _stream = agent.open(Target::Node(port)).await;
-    let mut socket = accept(&listener).await;
+    let (_stream, mut socket, _) = agent.connect().await;
     agent.tasks.shutdown().await;
     let read = timeout(LONG, socket.read_u8()).await.unwrap();
     assert_eq!(read.unwrap_err().kind(), ErrorKind::ConnectionReset);
@@ -301,38 +312,13 @@ async fn second_control_stream_is_refused() {
 }
 
 #[tokio::test]
-async fn more_streams_than_the_limit_are_refused_and_room_comes_back() {
-    let agent = Agent::with(DialPolicy::default(), Some(LOCALHOST), 1);
-    let (listener, port) = target().await;
-    let mut first = agent.open(Target::Node(port)).await;
-    first.accepted().await.unwrap();
-    let refusal = agent.refusal(Target::Node(port)).await;
-    assert_eq!(refusal.code, RefusalCode::TooManyStreams);
-    drop(first);
-    let mut socket = accept(&listener).await;
-    let _reset = socket.read_u8().await.unwrap_err();
-    timeout(LONG, async {
-        while agent
-            .open(Target::Node(port))
-            .await
-            .accepted()
-            .await
-            .is_err()
-        {}
-    })
-    .await
-    .unwrap();
-}
-
-#[tokio::test]
 async fn full_buffer_pool_refuses_new_streams_and_keeps_old_ones() {
     let agent = Agent::start();
     let (listener, port) = target().await;
     let mut first = agent.open(Target::Node(port)).await;
     let mut socket = accept(&listener).await;
     agent.session.script().is_full = true;
-    let refusal = timeout(LONG, agent.refusal(Target::Node(port))).await;
-    let refusal = refusal.unwrap();
+    let refusal = agent.refusal(Target::Node(port)).await;
     assert_eq!(refusal.code, RefusalCode::TooManyStreams);
     assert!(refusal.detail.contains("limits.bufferPool"), "{refusal}");
     socket.write_all(b"late").await.unwrap();
@@ -348,14 +334,10 @@ async fn full_buffer_pool_refuses_new_streams_and_keeps_old_ones() {
 #[tokio::test]
 async fn draining_agent_refuses_new_streams_and_keeps_old_ones() {
     let agent = Agent::start();
-    let (listener, port) = target().await;
-    let mut first = agent.open(Target::Node(port)).await;
-    let mut socket = accept(&listener).await;
+    let (mut first, mut socket, port) = agent.connect().await;
     agent.draining.cancel();
-    assert_eq!(
-        agent.refusal(Target::Node(port)).await.code,
-        RefusalCode::Draining
-    );
+    let refusal = agent.refusal(Target::Node(port)).await;
+    assert_eq!(refusal.code, RefusalCode::Draining);
     socket.write_all(b"late").await.unwrap();
     drop(socket);
     let mut answer = Vec::new();
@@ -387,43 +369,16 @@ async fn loopback_is_tried_on_both_families() {
     assert_eq!(stream.accepted().await.unwrap(), address.to_string());
 }
 
-/// Returns an egress, the parameters of its streams, and their metrics and shutdown.
-fn served(streams: u32) -> (Arc<Egress>, Arc<SessionParams>, Metrics, Shutdown) {
-    let limits = Limits {
-        streams_per_agent: streams,
-        ..Limits::default()
-    };
-    let (metrics, shutdown) = (Metrics::default(), Shutdown::new());
-    let egress = Egress::new(
-        "worker-1".parse().unwrap(),
-        DialPolicy::default(),
-        &limits,
-        metrics.clone(),
-        shutdown.drain().clone(),
-    );
-    let params = SessionParams {
-        session: SessionId(1),
-        node_ip: Some(NodeIp {
-            ip: LOCALHOST,
-            is_configured: true,
-        }),
-        dial_timeout: Duration::ZERO,
-    };
-    (Arc::new(egress), Arc::new(params), metrics, shutdown)
-}
-
 /// F36: panics in streams that are being served, and in streams before their header, release all
 /// resources.
 #[tokio::test]
 async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     tunnel_proto::process::panics::install_hook();
     let before = tunnel_proto::process::panics::count();
-    let (egress, params, metrics, shutdown) = served(2);
+    let agent = Agent::with(DialPolicy::default(), Some(LOCALHOST), 2);
     let (listener, port) = target().await;
-    let serve = |incoming| {
-        let (egress, params) = (egress.clone(), params.clone());
-        shutdown.spawn_work(async move { egress.serve(incoming, true, &params).await });
-    };
+    let shutdown = Shutdown::new();
+    let serve = |incoming| agent.serve(incoming, &shutdown);
     let mut header = bytes::BytesMut::new();
     let kind = StreamKind::Target(Target::Node(port));
     StreamHeader::new(kind).encode(&mut header).unwrap();
@@ -447,24 +402,23 @@ async fn f36_panic_in_a_stream_costs_that_stream_alone() {
     let _served = accept(&listener).await;
     assert!(!shutdown.drain().is_cancelled());
     shutdown.stop().cancel();
-    drop(metrics);
 }
 
 /// S22: all streams that send only one byte end at `requestHeadTimeout` and are counted.
 #[tokio::test(start_paused = true)]
 async fn s22_streams_of_one_byte_are_given_up_at_the_head_timeout() {
     const STREAMS: usize = 256 * 100;
-    let (egress, params, metrics, shutdown) = served(512);
+    let agent = Agent::with(DialPolicy::default(), Some(LOCALHOST), 512);
+    let shutdown = Shutdown::new();
     for _ in 0..STREAMS {
-        let (egress, params) = (egress.clone(), params.clone());
-        let incoming = memory::incoming_stream(&[20], false);
-        shutdown.spawn_work(async move { egress.serve(incoming, true, &params).await });
+        agent.serve(memory::incoming_stream(&[20], false), &shutdown);
     }
-    tokio::time::sleep(egress.head_timeout - Duration::from_millis(20)).await;
+    tokio::time::sleep(agent.egress.head_timeout - Duration::from_millis(20)).await;
     assert_eq!(shutdown.work_left(), STREAMS, "shortly before");
     tokio::time::sleep(Duration::from_millis(40)).await;
     assert_eq!(shutdown.work_left(), 0, "shortly after");
-    assert_eq!(metrics.reached(Limit::RequestHeadTimeout), STREAMS as u64);
+    let given_up = agent.metrics.reached(Limit::RequestHeadTimeout);
+    assert_eq!(given_up, STREAMS as u64);
 }
 
 #[tokio::test]
@@ -482,4 +436,14 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     assert_eq!(refusal.code, RefusalCode::TooManyStreams);
     assert!(refusal.detail.contains("limits.streamsPerAgent"));
     assert_eq!(agent.metrics.reached(Limit::StreamsPerAgent), 1);
+    drop(open.pop());
+    let room_comes_back = async {
+        loop {
+            let mut stream = agent.open(Target::Node(port)).await;
+            if stream.accepted().await.is_ok() {
+                break;
+            }
+        }
+    };
+    timeout(LONG, room_comes_back).await.unwrap();
 }
