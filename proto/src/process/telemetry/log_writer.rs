@@ -389,18 +389,12 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// An output that reports each write and accepts a write only when the test permits it.
-    struct GatedWriter {
-        sender: mpsc::Sender<String>,
-        permits: mpsc::Receiver<()>,
-    }
+    /// An output whose writes call a function.
+    struct Output<F>(F);
 
-    impl Write for GatedWriter {
+    impl<F: FnMut(&[u8]) -> io::Result<usize>> Write for Output<F> {
         fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-            let _test_is_over = self.permits.recv();
-            let text = String::from_utf8_lossy(data).into_owned();
-            let _test_is_over = self.sender.send(text);
-            Ok(data.len())
+            (self.0)(data)
         }
 
         fn flush(&mut self) -> io::Result<()> {
@@ -408,26 +402,32 @@ mod tests {
         }
     }
 
-    /// An output that panics at its first line.
-    struct PanickingWriter(mpsc::Sender<String>, bool);
-
-    impl Write for PanickingWriter {
-        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-            assert!(std::mem::replace(&mut self.1, true), "of the test");
-            let _test_is_over = self.0.send(String::from_utf8_lossy(data).into_owned());
-            Ok(data.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
+    /// Returns a writer to an output that `write` handles before it is reported.
+    fn output(
+        mut write: impl FnMut(&[u8]) -> io::Result<usize> + Send + 'static,
+    ) -> (
+        Arc<BatchWriter<impl Write + Send + 'static>>,
+        mpsc::Receiver<String>,
+    ) {
+        let (sender, written) = mpsc::channel();
+        let output = Output(move |data: &[u8]| {
+            let count = write(data)?;
+            let text = String::from_utf8_lossy(&data[..count]).into_owned();
+            let _test_is_over = sender.send(text);
+            Ok(count)
+        });
+        let counters = Box::leak(Box::new(DropCounters::new()));
+        (BatchWriter::new(output, counters), written)
     }
 
     #[test]
     fn lines_are_written_after_the_thread_has_panicked() {
-        let (sender, written) = mpsc::channel();
-        let writer = BatchWriter::new(PanickingWriter(sender, false), counters());
-        let flusher = Flusher::start(writer.clone(), TestReporter(writer.clone())).unwrap();
+        let mut has_panicked = false;
+        let (writer, written) = output(move |data| {
+            assert!(std::mem::replace(&mut has_panicked, true), "of the test");
+            Ok(data.len())
+        });
+        let flusher = start(&writer);
         writer.push(b"lost\n", LineKind::Panic);
         while !writer.queue.lock().finished {
             std::thread::yield_now();
@@ -437,21 +437,23 @@ mod tests {
         drop(flusher);
     }
 
-    fn counters() -> &'static DropCounters {
-        Box::leak(Box::new(DropCounters::new()))
-    }
-
+    /// Returns a writer to an output that accepts a write only when the test permits it.
     fn writer() -> (
-        Arc<BatchWriter<GatedWriter>>,
+        Arc<BatchWriter<impl Write + Send + 'static>>,
         mpsc::Receiver<String>,
         mpsc::Sender<()>,
     ) {
-        let ((sender, written), (permit, permits)) = (mpsc::channel(), mpsc::channel());
-        (
-            BatchWriter::new(GatedWriter { sender, permits }, counters()),
-            written,
-            permit,
-        )
+        let (permit, permits) = mpsc::channel();
+        let (writer, written) = output(move |data| {
+            let _test_is_over = permits.recv();
+            Ok(data.len())
+        });
+        (writer, written, permit)
+    }
+
+    /// Returns what was written since the last call.
+    fn text(written: &mpsc::Receiver<String>) -> String {
+        written.try_iter().collect()
     }
 
     /// A reporter that writes the notice as a line of the test.
@@ -498,7 +500,7 @@ mod tests {
         writer.push(b"c\n", LineKind::Other);
         assert!(writer.queue.lock().urgent);
         drop(start(&writer));
-        assert_eq!(written.try_iter().collect::<String>(), "a\nb\nc\n");
+        assert_eq!(text(&written), "a\nb\nc\n");
     }
 
     #[test]
@@ -508,9 +510,9 @@ mod tests {
         drop(permit);
         writer.push(b"a\n", LineKind::Access);
         drop(flusher);
-        assert_eq!(written.try_iter().collect::<String>(), "a\n");
+        assert_eq!(text(&written), "a\n");
         writer.push(b"b\n", LineKind::Access);
-        assert_eq!(written.try_iter().collect::<String>(), "b\n");
+        assert_eq!(text(&written), "b\n");
     }
 
     /// A blocked reader of the log blocks no task. Access log lines are dropped first, and dropped
@@ -546,7 +548,7 @@ mod tests {
         assert!(dropped.other > 0);
         drop(permit);
         drop(flusher);
-        let all: String = written.try_iter().collect();
+        let all = text(&written);
         let lines = |begin| all.lines().filter(|line| line.starts_with(begin)).count() as u64;
         assert_eq!(lines('x') + dropped.access, 10_000);
         assert_eq!(lines('y') + dropped.other, 1100);
@@ -584,44 +586,27 @@ mod tests {
         drop(permit);
         drop(flusher);
         assert!(!writer.queue.lock().stalled);
-        assert_eq!(written.try_iter().collect::<String>(), "a\nb\n");
+        assert_eq!(text(&written), "a\nb\n");
     }
 
-    /// An output that fails a number of times, in the middle of a line if the line is long.
-    struct FailingWriter {
-        failures: usize,
-        sender: mpsc::Sender<Vec<u8>>,
-    }
-
-    impl Write for FailingWriter {
-        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-            if self.failures > 0 {
-                if data.starts_with(b"long") {
-                    let _test_is_over = self.sender.send(b"lo".to_vec());
-                    return Ok(2);
-                }
-                self.failures -= 1;
+    /// Returns a writer to an output that fails a number of times, in the middle of a line if the
+    /// line is long.
+    fn failing(
+        mut failures: usize,
+    ) -> (
+        Arc<BatchWriter<impl Write + Send + 'static>>,
+        mpsc::Receiver<String>,
+    ) {
+        output(move |data| {
+            if failures > 0 && data.starts_with(b"long") {
+                return Ok(2);
+            }
+            if failures > 0 {
+                failures -= 1;
                 return Err(io::ErrorKind::StorageFull.into());
             }
-            let _test_is_over = self.sender.send(data.to_vec());
             Ok(data.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    fn failing(failures: usize) -> (Arc<BatchWriter<FailingWriter>>, mpsc::Receiver<Vec<u8>>) {
-        let (sender, written) = mpsc::channel();
-        (
-            BatchWriter::new(FailingWriter { failures, sender }, counters()),
-            written,
-        )
-    }
-
-    fn text(written: &mpsc::Receiver<Vec<u8>>) -> String {
-        String::from_utf8(written.try_iter().flatten().collect()).unwrap()
+        })
     }
 
     #[test]
@@ -652,7 +637,7 @@ mod tests {
         let flusher = start(&writer);
         writer.push(b"a\n", LineKind::Other);
         let notice = written.recv_timeout(LONG).unwrap();
-        assert_eq!(notice, b"lost 0 1\n", "the notices that failed are none");
+        assert_eq!(notice, "lost 0 1\n", "the notices that failed are none");
         drop(flusher);
         assert_eq!(text(&written), "");
     }
