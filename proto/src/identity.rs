@@ -289,11 +289,8 @@ mod tests {
             &["culvert://server/"],
             &["culvert://root"],
         ] {
-            assert_eq!(
-                PeerIdentity::from_certificate(&certificate(uris)),
-                Err(IdentityError::NoRole),
-                "{uris:?}"
-            );
+            let peer = PeerIdentity::from_certificate(&certificate(uris));
+            assert_eq!(peer, Err(IdentityError::NoRole), "{uris:?}");
         }
     }
 }

@@ -77,10 +77,8 @@ mod tests {
         assert_eq!(peer.node().unwrap().as_str(), "worker-1.site.example");
         assert_eq!(peer.domain, TrustDomain::Cluster);
         // The certificate has no `culvert` role, whichever CA signed it.
-        assert_eq!(
-            PeerIdentity::from_certificate(&der),
-            Err(IdentityError::NoRole)
-        );
+        let tunnel = PeerIdentity::from_certificate(&der);
+        assert_eq!(tunnel, Err(IdentityError::NoRole));
     }
 
     #[test]
@@ -109,11 +107,9 @@ mod tests {
             (good.to_vec(), &[]),
         ] {
             let der = certificate(&subject, usages, None);
-            assert_eq!(
-                PeerIdentity::from_agent_certificate(&der),
-                Err(IdentityError::NoRole),
-                "{subject:?} {usages:?}"
-            );
+            let peer = PeerIdentity::from_agent_certificate(&der);
+            let none = Err(IdentityError::NoRole);
+            assert_eq!(peer, none, "{subject:?} {usages:?}");
         }
     }
 
@@ -125,9 +121,7 @@ mod tests {
         assert_eq!(peer.domain, TrustDomain::Tunnel);
         assert_eq!(peer.node().unwrap().as_str(), "worker-2");
         let damaged = certificate(&good, CLIENT, Some("culvert://agent/"));
-        assert_eq!(
-            PeerIdentity::from_agent_certificate(&damaged),
-            Err(IdentityError::NoRole)
-        );
+        let peer = PeerIdentity::from_agent_certificate(&damaged);
+        assert_eq!(peer, Err(IdentityError::NoRole));
     }
 }

@@ -372,32 +372,34 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn evicted(permits: &[ConnPermit]) -> Vec<usize> {
+    fn acquire(limiter: &Arc<ConnLimiter>, source: &str) -> Arc<ConnPermit> {
+        Arc::new(limiter.acquire(ip(source)).unwrap())
+    }
+
+    fn evicted(permits: &[Arc<ConnPermit>]) -> Vec<usize> {
         (0..permits.len())
             .filter(|index| permits[*index].evicted.is_cancelled())
             .collect()
     }
 
     /// Acquires `count` permits for one source.
-    fn permits(limiter: &Arc<ConnLimiter>, count: usize) -> Vec<ConnPermit> {
-        (0..count)
-            .map(|_| limiter.acquire(ip("10.0.0.1")).unwrap())
-            .collect()
+    fn permits(limiter: &Arc<ConnLimiter>, count: usize) -> Vec<Arc<ConnPermit>> {
+        (0..count).map(|_| acquire(limiter, "10.0.0.1")).collect()
     }
 
     #[tokio::test(start_paused = true)]
     async fn source_at_its_limit_loses_its_own_oldest() {
         let limiter = of(3, 100);
-        let other = [limiter.acquire(ip("10.0.0.9")).unwrap()];
+        let other = [acquire(&limiter, "10.0.0.9")];
         let mut permits = permits(&limiter, 3);
         advance(MIN_IDLE).await;
         assert!(evicted(&permits).is_empty(), "at the limit");
-        permits.push(limiter.acquire(ip("10.0.0.1")).unwrap());
+        permits.push(acquire(&limiter, "10.0.0.1"));
         assert_eq!(evicted(&permits), [0], "one above it");
         assert!(evicted(&other).is_empty());
         assert_eq!(limiter.admitted(), 4);
         drop(permits.remove(1));
-        permits.push(limiter.acquire(ip("10.0.0.1")).unwrap());
+        permits.push(acquire(&limiter, "10.0.0.1"));
         assert_eq!(evicted(&permits), [0], "one left by itself");
         drop(permits);
         assert_eq!(limiter.admitted(), 1);
@@ -408,29 +410,21 @@ mod tests {
         let limiter = of(3, 100);
         let permits = permits(&limiter, 3);
         advance(MIN_IDLE - Duration::from_millis(1)).await;
-        assert_eq!(
-            limiter.acquire(ip("10.0.0.1")).err(),
-            Some(LimitReached::PerSource),
-            "turned away"
-        );
+        let refused = limiter.acquire(ip("10.0.0.1")).err();
+        assert_eq!(refused, Some(LimitReached::PerSource), "turned away");
         assert!(evicted(&permits).is_empty());
-        assert!(
-            limiter.acquire(ip("10.0.0.2")).is_ok(),
-            "others are not meant"
-        );
+        let other = limiter.acquire(ip("10.0.0.2"));
+        assert!(other.is_ok(), "others are not meant");
     }
 
     #[tokio::test(start_paused = true)]
     async fn full_listener_takes_from_the_source_with_the_most_however_young() {
         let limiter = of(100, 5);
-        let alone = [limiter.acquire(ip("10.0.0.9")).unwrap()];
+        let alone = [acquire(&limiter, "10.0.0.9")];
         let permits = permits(&limiter, 4);
-        assert_eq!(
-            limiter.acquire(ip("10.0.0.1")).err(),
-            Some(LimitReached::Total),
-            "the crowd is full"
-        );
-        let newcomer = [limiter.acquire(ip("10.0.0.5")).unwrap()];
+        let refused = limiter.acquire(ip("10.0.0.1")).err();
+        assert_eq!(refused, Some(LimitReached::Total), "the crowd is full");
+        let newcomer = [acquire(&limiter, "10.0.0.5")];
         assert_eq!(evicted(&permits), [0]);
         assert!(evicted(&alone).is_empty() && evicted(&newcomer).is_empty());
         assert_eq!(limiter.admitted(), 5);
@@ -442,90 +436,69 @@ mod tests {
 
     #[test]
     fn neighbors_of_a_64_are_one_source_and_mapped_addresses_are_ipv4() {
-        assert_eq!(
-            source(ip("2001:db8::1")),
-            source(ip("2001:db8::ffff:0:0:1"))
-        );
-        assert_ne!(source(ip("2001:db8::1")), source(ip("2001:db8:0:1::1")));
+        let first = source(ip("2001:db8::1"));
+        assert_eq!(first, source(ip("2001:db8::ffff:0:0:1")));
+        assert_ne!(first, source(ip("2001:db8:0:1::1")));
         assert_eq!(source(ip("::ffff:10.0.0.1")), ip("10.0.0.1"));
     }
 
     #[tokio::test(start_paused = true)]
     async fn eviction_wakes_the_connection() {
         let limiter = of(1, 1);
-        let first = limiter.acquire(ip("10.0.0.1")).unwrap();
+        let first = acquire(&limiter, "10.0.0.1");
         let wait = timeout(MIN_IDLE, first.evicted());
         assert!(wait.await.is_err(), "evicted although alone");
-        let _second = limiter.acquire(ip("10.0.0.1")).unwrap();
+        let _second = acquire(&limiter, "10.0.0.1");
         first.evicted().await;
     }
 
     #[tokio::test(start_paused = true)]
     async fn longest_idle_is_evicted_and_connections_in_use_never() {
         let limiter = of(4, 100);
-        let permits: Vec<_> = permits(&limiter, 4).into_iter().map(Arc::new).collect();
-        let evicted = || -> Vec<usize> {
-            (0..4)
-                .filter(|index| permits[*index].evicted.is_cancelled())
-                .collect()
-        };
+        let permits = permits(&limiter, 4);
         let in_use = permits[0].in_use();
         advance(MIN_IDLE).await;
         drop(permits[1].in_use());
         advance(MIN_IDLE).await;
-        let second = limiter.acquire(ip("10.0.0.1")).unwrap();
-        assert_eq!(evicted(), [2], "idle from the start");
+        let second = acquire(&limiter, "10.0.0.1");
+        assert_eq!(evicted(&permits), [2], "idle from the start");
         drop(second);
-        let _second = limiter.acquire(ip("10.0.0.1")).unwrap();
-        let _third = limiter.acquire(ip("10.0.0.1")).unwrap();
-        assert_eq!(evicted(), [2, 3]);
-        let _fourth = limiter.acquire(ip("10.0.0.1")).unwrap();
-        assert_eq!(evicted(), [1, 2, 3], "used a second ago");
-        assert_eq!(
-            limiter.acquire(ip("10.0.0.1")).err(),
-            Some(LimitReached::PerSource),
-            "one is in use, the others are new"
-        );
+        let _second = acquire(&limiter, "10.0.0.1");
+        let _third = acquire(&limiter, "10.0.0.1");
+        assert_eq!(evicted(&permits), [2, 3]);
+        let _fourth = acquire(&limiter, "10.0.0.1");
+        assert_eq!(evicted(&permits), [1, 2, 3], "used a second ago");
+        // One is in use, the others are new.
+        let refused = limiter.acquire(ip("10.0.0.1")).err();
+        assert_eq!(refused, Some(LimitReached::PerSource));
         drop(in_use);
         advance(MIN_IDLE).await;
-        let _fifth = limiter.acquire(ip("10.0.0.1")).unwrap();
-        assert!(
-            !permits[0].evicted.is_cancelled(),
-            "idle since the fourth came or later"
-        );
+        let _fifth = acquire(&limiter, "10.0.0.1");
+        // Idle since the fourth came or later.
+        assert!(!permits[0].evicted.is_cancelled());
     }
 
     #[tokio::test(start_paused = true)]
     async fn newcomer_is_refused_while_all_are_in_use_and_takes_from_the_next_source_with_an_idle_one()
      {
         let limiter = of(100, 5);
-        let permits: Vec<_> = permits(&limiter, 4).into_iter().map(Arc::new).collect();
+        let permits = permits(&limiter, 4);
         let uses: Vec<_> = permits.iter().map(ConnPermit::in_use).collect();
-        let idle = limiter.acquire(ip("10.0.0.9")).unwrap();
-        assert_eq!(
-            limiter.acquire(ip("10.0.0.5")).err(),
-            Some(LimitReached::Total),
-            "sources of one connection do not evict each other's at once"
-        );
+        let idle = acquire(&limiter, "10.0.0.9");
+        // Sources of one connection do not evict each other's at once.
+        let refused = limiter.acquire(ip("10.0.0.5")).err();
+        assert_eq!(refused, Some(LimitReached::Total));
         advance(MIN_IDLE).await;
-        let newcomer = Arc::new(limiter.acquire(ip("10.0.0.5")).unwrap());
+        let newcomer = acquire(&limiter, "10.0.0.5");
         assert!(idle.evicted.is_cancelled());
         let _use = newcomer.in_use();
         advance(RECHECK_INTERVAL).await;
-        assert_eq!(
-            limiter.acquire(ip("10.0.0.5")).err(),
-            Some(LimitReached::Total)
-        );
-        assert!(permits.iter().all(|permit| !permit.evicted.is_cancelled()));
+        let refused = limiter.acquire(ip("10.0.0.5")).err();
+        assert_eq!(refused, Some(LimitReached::Total));
+        assert!(evicted(&permits).is_empty());
         drop(uses);
         advance(MIN_IDLE).await;
         assert!(limiter.acquire(ip("10.0.0.5")).is_ok());
-        assert_eq!(
-            permits
-                .iter()
-                .filter(|permit| permit.evicted.is_cancelled())
-                .count(),
-            1
-        );
+        assert_eq!(evicted(&permits).len(), 1);
     }
 }

@@ -250,11 +250,8 @@ mod tests {
         replace(&path, b"two").unwrap();
         assert_eq!(read(&path).unwrap().unwrap(), b"two");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-        assert_eq!(
-            fs::read_dir(&dir).unwrap().count(),
-            1,
-            "no temporary file is left"
-        );
+        let left = fs::read_dir(&dir).unwrap().count();
+        assert_eq!(left, 1, "no temporary file is left");
         fs::remove_dir_all(dir).unwrap();
     }
 
@@ -286,12 +283,8 @@ mod tests {
         assert!(read(&path).unwrap().is_none());
         replace(&path, b"x").unwrap();
         symlink(&path, dir.join("link")).unwrap();
-        assert!(
-            read(&dir.join("link"))
-                .unwrap_err()
-                .to_string()
-                .contains("regular file")
-        );
+        let error = read(&dir.join("link")).unwrap_err().to_string();
+        assert!(error.contains("regular file"), "{error}");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("chmod"));
         fs::remove_dir_all(dir).unwrap();

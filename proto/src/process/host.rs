@@ -176,10 +176,8 @@ mod tests {
     #[test]
     fn descriptors_of_this_process_are_known_and_can_be_raised() {
         raise_descriptor_limit().unwrap();
-        assert_eq!(
-            Resources::of_process().descriptors,
-            getrlimit(Resource::Nofile).maximum
-        );
+        let known = Resources::of_process().descriptors;
+        assert_eq!(known, getrlimit(Resource::Nofile).maximum);
     }
 
     #[test]

@@ -203,10 +203,8 @@ mod tests {
         let shutdown = Shutdown::new();
         shutdown.spawn_work(tokio::time::sleep(Duration::from_secs(5)));
         shutdown.spawn_service(std::future::pending());
-        assert_eq!(
-            shutdown.drain_within(Duration::from_secs(30)).await,
-            DrainOutcome::Complete
-        );
+        let end = shutdown.drain_within(Duration::from_secs(30)).await;
+        assert_eq!(end, DrainOutcome::Complete);
         shutdown.finish().await;
     }
 
@@ -223,12 +221,9 @@ mod tests {
         others.await.unwrap();
         assert!(!shutdown.has_listener_panicked());
         assert!(!shutdown.drain().is_cancelled());
+        // The drain does not wait for a panicked task.
         let end = shutdown.drain_within(Duration::from_secs(30)).await;
-        assert_eq!(
-            end,
-            DrainOutcome::Complete,
-            "the drain waits for a panicked task"
-        );
+        assert_eq!(end, DrainOutcome::Complete);
         shutdown.finish().await;
     }
 
@@ -250,15 +245,11 @@ mod tests {
     async fn deadline_and_stop_end_a_drain() {
         let shutdown = Shutdown::new();
         shutdown.spawn_work(std::future::pending());
-        assert_eq!(
-            shutdown.drain_within(Duration::from_secs(1)).await,
-            DrainOutcome::Deadline
-        );
+        let end = shutdown.drain_within(Duration::from_secs(1)).await;
+        assert_eq!(end, DrainOutcome::Deadline);
         shutdown.stop().cancel();
-        assert_eq!(
-            shutdown.drain_within(Duration::from_secs(1)).await,
-            DrainOutcome::Stopped
-        );
+        let end = shutdown.drain_within(Duration::from_secs(1)).await;
+        assert_eq!(end, DrainOutcome::Stopped);
         shutdown.finish().await;
         assert_eq!(shutdown.work_left(), 0);
     }

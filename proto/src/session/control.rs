@@ -155,10 +155,8 @@ pub(super) mod tests {
         });
         let opened = first.open(&header, TEST_TIMEOUT).await.unwrap();
         let incoming = second.accept().await.unwrap();
-        let (_, mut accepted) = incoming
-            .header(Instant::now() + TEST_TIMEOUT)
-            .await
-            .unwrap();
+        let received = incoming.header(Instant::now() + TEST_TIMEOUT).await;
+        let (_, mut accepted) = received.unwrap();
         accepted.accept("").await.unwrap();
         (split(opened), split(accepted), (first, second))
     }
@@ -170,12 +168,9 @@ pub(super) mod tests {
         agent.1.send(&ControlMessage::Withdraw).await.unwrap();
         agent.1.send(&bye).await.unwrap();
         agent.1.finish().await.unwrap();
-        assert_eq!(
-            server.0.receive().await.unwrap(),
-            Some(ControlMessage::Withdraw)
-        );
-        assert_eq!(server.0.receive().await.unwrap(), Some(bye));
-        assert_eq!(server.0.receive().await.unwrap(), None);
+        for expected in [Some(ControlMessage::Withdraw), Some(bye), None] {
+            assert_eq!(server.0.receive().await.unwrap(), expected);
+        }
         let drain = ControlMessage::Drain(TEST_TIMEOUT);
         server.1.send(&drain).await.unwrap();
         assert_eq!(agent.0.receive().await.unwrap(), Some(drain));
@@ -184,20 +179,15 @@ pub(super) mod tests {
     #[tokio::test]
     async fn cancelled_receive_loses_no_bytes() {
         let (mut server, mut agent, _sessions) = control_stream().await;
+        let bye = ControlMessage::Bye("in two parts".into());
         let mut bytes = BytesMut::new();
-        ControlMessage::Bye("in two parts".into())
-            .encode(&mut bytes)
-            .unwrap();
+        bye.encode(&mut bytes).unwrap();
         let (head, tail) = bytes.split_at(5);
         agent.1.output.write_all(head).await.unwrap();
-        timeout(Duration::from_millis(20), server.0.receive())
-            .await
-            .unwrap_err();
+        let early = timeout(Duration::from_millis(20), server.0.receive()).await;
+        early.unwrap_err();
         agent.1.output.write_all(tail).await.unwrap();
-        assert_eq!(
-            server.0.receive().await.unwrap(),
-            Some(ControlMessage::Bye("in two parts".into()))
-        );
+        assert_eq!(server.0.receive().await.unwrap(), Some(bye));
     }
 
     #[tokio::test]

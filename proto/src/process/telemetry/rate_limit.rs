@@ -138,11 +138,8 @@ mod tests {
         assert_eq!(window.take(at(60), false), Some(0), "once");
         let admitted = (0..120).filter(|second| window.admit(at(60 + second)));
         assert_eq!(admitted.count(), 20);
-        assert_eq!(
-            window.take(at(61), true),
-            Some(100),
-            "the end of the process waits for none"
-        );
+        // The end of the process waits for none.
+        assert_eq!(window.take(at(61), true), Some(100));
     }
 
     #[test]
@@ -150,10 +147,8 @@ mod tests {
         static LIMIT: LogRateLimit = LogRateLimit::new("of a test");
         let listed = || {
             let exhausted = EXHAUSTED.lock();
-            exhausted
-                .iter()
-                .filter(|limit| limit.kind == LIMIT.kind)
-                .count()
+            let of_test = exhausted.iter().filter(|limit| limit.kind == LIMIT.kind);
+            of_test.count()
         };
         for _ in 0..LINES_PER_WINDOW - 1 {
             assert!(LIMIT.admit());

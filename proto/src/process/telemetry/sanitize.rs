@@ -121,30 +121,17 @@ mod tests {
 
     #[test]
     fn t15_hidden_characters_become_visible_in_one_line() {
-        let (json, text) = (
-            Sanitizer {
-                json: true,
-                colors: false,
-            },
-            Sanitizer {
-                json: false,
-                colors: false,
-            },
-        );
-        assert_eq!(json.escaped("{\"a\":\"é\"}\n"), "{\"a\":\"é\"}\n");
         let evil = "a\nb\r\x1b[31m\x7f\u{85}\u{9b}\u{202e}\u{2028}\u{2066}\n";
-        assert_eq!(
-            json.escaped(evil),
-            "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\n"
-        );
-        assert_eq!(
-            text.escaped(evil),
-            "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\n"
-        );
-        let colored = Sanitizer {
-            json: false,
-            colors: true,
-        };
-        assert_eq!(colored.escaped("\x1b[31mours\n"), "\x1b[31mours\n");
+        let in_json = "a\\u000ab\\u000d\\u001b[31m\\u007f\\u0085\\u009b\\u202e\\u2028\\u2066\n";
+        let in_text = "a\\u{a}b\\u{d}\\u{1b}[31m\\u{7f}\\u{85}\\u{9b}\\u{202e}\\u{2028}\\u{2066}\n";
+        for (json, colors, line, expected) in [
+            (true, false, "{\"a\":\"é\"}\n", "{\"a\":\"é\"}\n"),
+            (true, false, evil, in_json),
+            (false, false, evil, in_text),
+            (false, true, "\x1b[31mours\n", "\x1b[31mours\n"),
+        ] {
+            let escaped = Sanitizer { json, colors }.escaped(line);
+            assert_eq!(escaped, expected, "{json} {colors}");
+        }
     }
 }

@@ -87,10 +87,8 @@ mod tests {
             TransportErrorCode::PROTOCOL_VIOLATION,
         ];
         for other in others {
-            assert!(
-                matches!(reported(other), HandshakeError::Connect(_)),
-                "{other}"
-            );
+            let error = reported(other);
+            assert!(matches!(error, HandshakeError::Connect(_)), "{other}");
         }
         let silent = dial_error(ConnectionError::TimedOut);
         assert!(matches!(silent, HandshakeError::Timeout));
