@@ -70,9 +70,7 @@ mod tests {
             assert!(taken.is_none_or(|taken| taken == close));
         }
         let mut rubbish = BytesMut::from(&[0xff; 16][..]);
-        assert_eq!(
-            SessionClose::take(&mut rubbish).map(|close| close.code),
-            Some(CloseCode::Protocol)
-        );
+        let close = SessionClose::take(&mut rubbish).unwrap();
+        assert_eq!(close.code, CloseCode::Protocol);
     }
 }

@@ -328,23 +328,16 @@ mod tests {
     use super::*;
 
     fn token() -> JoinToken {
-        JoinToken::new(
-            "abcdef012345",
-            &[0xa5; TOKEN_SECRET_BYTES],
-            Some([0x11; CA_HASH_BYTES]),
-        )
-        .unwrap()
+        let pin = Some([0x11; CA_HASH_BYTES]);
+        JoinToken::new("abcdef012345", &[0xa5; TOKEN_SECRET_BYTES], pin).unwrap()
     }
 
     #[test]
     fn token_round_trips_and_forgives_white_space_around_it() {
-        assert_eq!(token().reveal().parse::<JoinToken>().unwrap(), token());
-        assert_eq!(
-            format!(" {}\n", token().reveal())
-                .parse::<JoinToken>()
-                .unwrap(),
-            token()
-        );
+        let text = token().reveal();
+        for text in [text.clone(), format!(" {text}\n")] {
+            assert_eq!(text.parse::<JoinToken>().unwrap(), token());
+        }
     }
 
     #[test]

@@ -136,22 +136,16 @@ mod tests {
 
     #[test]
     fn frame_survives_any_split_of_its_bytes() {
-        let mut whole = BytesMut::new();
-        encode(&reply(&"x".repeat(300)), STREAM_MESSAGE_MAX, &mut whole).unwrap();
+        let (mut whole, sent) = (BytesMut::new(), reply(&"x".repeat(300)));
+        encode(&sent, STREAM_MESSAGE_MAX, &mut whole).unwrap();
         for cut in 0..whole.len() {
             let mut buffer = BytesMut::from(&whole[..cut]);
-            assert_eq!(
-                take(&mut buffer, STREAM_MESSAGE_MAX).unwrap(),
-                None,
-                "cut at {cut}"
-            );
+            let early = take(&mut buffer, STREAM_MESSAGE_MAX).unwrap();
+            assert_eq!(early, None, "cut at {cut}");
             buffer.extend_from_slice(&whole[cut..]);
             buffer.extend_from_slice(b"next");
             let frame = take(&mut buffer, STREAM_MESSAGE_MAX).unwrap().unwrap();
-            assert_eq!(
-                pb::StreamReply::decode(frame).unwrap(),
-                reply(&"x".repeat(300))
-            );
+            assert_eq!(pb::StreamReply::decode(frame).unwrap(), sent);
             assert_eq!(&buffer[..], b"next");
         }
     }
@@ -169,21 +163,17 @@ mod tests {
 
     #[test]
     fn length_above_the_cap_is_refused_before_the_body_arrives() {
-        let mut buffer = BytesMut::new();
-        encode_length_prefix(u64::from(u32::MAX), &mut buffer);
-        assert!(matches!(
-            take(&mut buffer, 100),
-            Err(FrameError::TooLarge { limit: 100, .. })
-        ));
-        let mut buffer = BytesMut::new();
-        encode_length_prefix(101, &mut buffer);
-        assert!(matches!(
-            take(&mut buffer, 100),
-            Err(FrameError::TooLarge { announced: 101, .. })
-        ));
-        let mut buffer = BytesMut::new();
-        encode_length_prefix(100, &mut buffer);
-        assert_eq!(take(&mut buffer, 100).unwrap(), None);
+        let take_announced = |announced| {
+            let mut buffer = BytesMut::new();
+            encode_length_prefix(announced, &mut buffer);
+            take(&mut buffer, 100)
+        };
+        for length in [u64::from(u32::MAX), 101] {
+            let (announced, limit) = (length, 100);
+            let error = take_announced(length).unwrap_err();
+            assert_eq!(error, FrameError::TooLarge { announced, limit });
+        }
+        assert_eq!(take_announced(100).unwrap(), None);
     }
 
     #[test]

@@ -297,11 +297,8 @@ fn control_message_of_a_later_version_is_unknown_and_no_error() {
     // Field 15 with a message in it, alone and after fields with unknown numbers, and an empty
     // message.
     for later in ["7a020801", "a0062a7a020801", "a0062a", ""] {
-        assert_eq!(
-            ControlMessage::decode(&bytes(later)),
-            Ok(ControlMessage::Unknown),
-            "{later}"
-        );
+        let decoded = ControlMessage::decode(&bytes(later));
+        assert_eq!(decoded, Ok(ControlMessage::Unknown), "{later}");
     }
 }
 
@@ -337,17 +334,13 @@ fn versions_are_agreed_on_both_ways_as_the_messages_carry_them() {
         let mut framed = BytesMut::new();
         header.encode(&mut framed).unwrap();
         let StreamKind::Control {
-            version_min,
-            version_max,
+            version_min: min,
+            version_max: max,
         } = StreamHeader::decode(&framed[1..]).unwrap().kind
         else {
             panic!("not a control stream")
         };
-        assert_eq!(
-            negotiate_version(version_min, version_max),
-            agreed,
-            "{range:?}"
-        );
+        assert_eq!(negotiate_version(min, max), agreed, "{range:?}");
 
         let mut framed = BytesMut::new();
         hello(range).encode(&mut framed).unwrap();

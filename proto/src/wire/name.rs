@@ -167,10 +167,8 @@ mod tests {
         for text in ["worker-1", "Worker-1", "WORKER-1."] {
             assert_eq!(text.parse::<NodeName>().unwrap().as_str(), "worker-1");
         }
-        assert_eq!(
-            "a.b-c.example".parse::<NodeName>().unwrap().as_str(),
-            "a.b-c.example"
-        );
+        let name = "a.b-c.example".parse::<NodeName>().unwrap();
+        assert_eq!(name.as_str(), "a.b-c.example");
         assert_eq!("1".parse::<NodeName>().unwrap().as_str(), "1");
     }
 

@@ -75,43 +75,28 @@ impl FloodDetector {
 mod tests {
     use super::*;
 
-    /// Checks the counts two seconds after the start.
-    fn is_flood(frames: u64, retired: u64, received: u64, stream_bytes: u64) -> bool {
-        let began = Instant::now();
-        let counts = FrameCounts {
-            frames,
-            retired,
-            received,
-            stream_bytes,
-        };
-        FloodDetector::new(began).check(counts, began + Duration::from_secs(2))
-    }
-
     #[test]
     fn many_small_frames_that_move_nothing_are_a_flood() {
-        assert!(is_flood(200_000, 0, 200_000, 0), "pings");
-        assert!(
-            is_flood(200_000, 0, 200_000 * 6, 100),
-            "the same pieces again"
-        );
-        assert!(is_flood(1, 400, 8000, 0), "connection ids");
-    }
-
-    #[test]
-    fn what_honest_peers_send_is_none() {
-        assert!(
-            !is_flood(200_000, 0, 240_000_000, 0),
-            "windows that fill, unread"
-        );
-        assert!(
-            !is_flood(200_000, 0, 4_000_000, 240_000_000),
-            "acknowledgements"
-        );
-        assert!(
-            !is_flood(100_000, 0, 3_000_000, 50_000),
-            "a byte in each packet"
-        );
-        assert!(!is_flood(50, 50, 5000, 0), "new paths");
+        for (what, frames, retired, received, stream_bytes, is_flood) in [
+            ("pings", 200_000, 0, 200_000, 0, true),
+            ("the same pieces again", 200_000, 0, 1_200_000, 100, true),
+            ("connection ids", 1, 400, 8000, 0, true),
+            ("full windows, unread", 200_000, 0, 240_000_000, 0, false),
+            ("acks", 200_000, 0, 4_000_000, 240_000_000, false),
+            ("a byte a packet", 100_000, 0, 3_000_000, 50_000, false),
+            ("new paths", 50, 50, 5000, 0, false),
+        ] {
+            let began = Instant::now();
+            let counts = FrameCounts {
+                frames,
+                retired,
+                received,
+                stream_bytes,
+            };
+            let second = began + Duration::from_secs(2);
+            let found = FloodDetector::new(began).check(counts, second);
+            assert_eq!(found, is_flood, "{what}");
+        }
     }
 
     #[test]
@@ -122,14 +107,12 @@ mod tests {
             frames: 500_000,
             ..FrameCounts::default()
         };
-        assert!(
-            !flood_detector.check(counts, began + Duration::from_millis(900)),
-            "too soon"
-        );
-        assert!(flood_detector.check(counts, began + Duration::from_secs(2)));
-        assert!(
-            !flood_detector.check(counts, began + Duration::from_secs(4)),
-            "silent since"
-        );
+        let mut is_flood = |millis| {
+            let now = began + Duration::from_millis(millis);
+            flood_detector.check(counts, now)
+        };
+        assert!(!is_flood(900), "too soon");
+        assert!(is_flood(2000));
+        assert!(!is_flood(4000), "silent since");
     }
 }

@@ -91,10 +91,8 @@ async fn bulk_leaves_in_batches_of_segments() {
         },
         async {
             let incoming = session.accept().await.unwrap();
-            let (_, mut stream) = incoming
-                .header(Instant::now() + TEST_TIMEOUT)
-                .await
-                .unwrap();
+            let received = incoming.header(Instant::now() + TEST_TIMEOUT).await;
+            let (_, mut stream) = received.unwrap();
             stream.accept("").await.unwrap();
             let mut got = Vec::new();
             stream.read_to_end(&mut got).await.unwrap();
@@ -104,12 +102,8 @@ async fn bulk_leaves_in_batches_of_segments() {
     assert_eq!(received, BULK);
     // Without segmentation the value is 1. Here every second datagram is acknowledged, and each
     // acknowledgement releases about three.
-    assert!(
-        sent.datagrams > 2 * sent.ios,
-        "{} datagrams in {} system calls",
-        sent.datagrams,
-        sent.ios
-    );
+    let (datagrams, calls) = (sent.datagrams, sent.ios);
+    assert!(datagrams > 2 * calls, "{datagrams} in {calls} system calls");
 }
 
 /// quinn uses some 80 bytes for each stream that the peer may open.

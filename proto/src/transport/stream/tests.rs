@@ -41,19 +41,19 @@ impl AsyncWrite for NonReadingPeer {
 
 fn non_reading_peer() -> (DuplexStream, Stream) {
     let (far, near) = duplex(4096);
-    (
-        far,
-        Stream::opened(
-            Box::new(NonReadingPeer(near)),
-            Arc::default(),
-            Arc::default(),
-            TEST_TIMEOUT,
-        ),
-    )
+    let peer = Box::new(NonReadingPeer(near));
+    let stream = Stream::opened(peer, Arc::default(), Arc::default(), TEST_TIMEOUT);
+    (far, stream)
 }
 
 async fn is_pending<F: Future>(mut future: Pin<&mut F>) -> bool {
     poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_pending())).await
+}
+
+fn accepted() -> StreamReply {
+    StreamReply::Accepted {
+        dialed: String::new(),
+    }
 }
 
 async fn reply(far: &mut DuplexStream, reply: StreamReply) {
@@ -66,16 +66,12 @@ async fn reply(far: &mut DuplexStream, reply: StreamReply) {
 async fn write_error_waits_for_the_refusal_that_explains_it() {
     let (mut far, mut stream) = non_reading_peer();
     let mut writing = pin!(stream.write_all(b"x"));
-    assert!(
-        is_pending(writing.as_mut()).await,
-        "the reply is not known yet"
-    );
+    // The reply is not known yet.
+    assert!(is_pending(writing.as_mut()).await);
     reply(&mut far, StreamReply::refused(RefusalCode::Policy, "no")).await;
     let error = writing.await.unwrap_err();
-    assert_eq!(
-        find_cause::<Refusal>(&error).unwrap().code,
-        RefusalCode::Policy
-    );
+    let refusal = find_cause::<Refusal>(&error).unwrap();
+    assert_eq!(refusal.code, RefusalCode::Policy);
 }
 
 #[tokio::test]
@@ -83,13 +79,7 @@ async fn answer_that_came_first_is_read_before_a_write_error_is_reported() {
     let (mut far, stream) = non_reading_peer();
     let (mut reader, mut writer) = tokio::io::split(stream);
     let mut writing = pin!(writer.write_all(b"x"));
-    reply(
-        &mut far,
-        StreamReply::Accepted {
-            dialed: String::new(),
-        },
-    )
-    .await;
+    reply(&mut far, accepted()).await;
     far.write_all(b"answer").await.unwrap();
     assert!(is_pending(writing.as_mut()).await, "the answer goes first");
     drop(far);
@@ -102,18 +92,10 @@ async fn answer_that_came_first_is_read_before_a_write_error_is_reported() {
 #[tokio::test]
 async fn shutdown_fails_at_once_when_the_peer_stopped_reading() {
     let (mut far, mut stream) = non_reading_peer();
-    reply(
-        &mut far,
-        StreamReply::Accepted {
-            dialed: String::new(),
-        },
-    )
-    .await;
+    reply(&mut far, accepted()).await;
     let error = stream.shutdown().await.unwrap_err();
-    assert!(matches!(
-        find_cause::<StreamCut>(&error),
-        Some(StreamCut::Stopped(_))
-    ));
+    let cut = find_cause::<StreamCut>(&error);
+    assert!(matches!(cut, Some(StreamCut::Stopped(_))), "{cut:?}");
 }
 
 #[tokio::test]
@@ -131,34 +113,21 @@ async fn missing_or_damaged_reply_is_a_cut() {
 async fn failed_shutdown_waits_for_the_refusal_that_explains_it() {
     let (mut far, mut stream) = non_reading_peer();
     let mut ending = pin!(stream.shutdown());
-    assert!(
-        is_pending(ending.as_mut()).await,
-        "the reply is not known yet"
-    );
-    reply(
-        &mut far,
-        StreamReply::refused(RefusalCode::Draining, "stopping"),
-    )
-    .await;
+    // The reply is not known yet.
+    assert!(is_pending(ending.as_mut()).await);
+    reply(&mut far, StreamReply::refused(RefusalCode::Draining, "")).await;
     let error = ending.await.unwrap_err();
-    assert_eq!(
-        find_cause::<Refusal>(&error).unwrap().code,
-        RefusalCode::Draining
-    );
+    let refusal = find_cause::<Refusal>(&error).unwrap();
+    assert_eq!(refusal.code, RefusalCode::Draining);
 }
 
 /// Returns a stream of the peer that begins with the bytes `first` and then stays silent.
 async fn incoming(first: &[u8]) -> (DuplexStream, IncomingStream) {
     let (mut far, near) = duplex(64 * 1024);
     far.write_all(first).await.unwrap();
-    (
-        far,
-        IncomingStream::new(
-            Box::new(NonReadingPeer(near)),
-            Arc::default(),
-            Arc::default(),
-        ),
-    )
+    let peer = Box::new(NonReadingPeer(near));
+    let stream = IncomingStream::new(peer, Arc::default(), Arc::default());
+    (far, stream)
 }
 
 #[tokio::test(start_paused = true)]
@@ -166,10 +135,8 @@ async fn header_that_does_not_come_in_time_is_given_up() {
     for first in [&b""[..], &[20], &[20, 1, 2, 3]] {
         let (_far, stream) = incoming(first).await;
         let began = Instant::now();
-        let error = stream
-            .header(began + Duration::from_secs(10))
-            .await
-            .unwrap_err();
+        let header = stream.header(began + Duration::from_secs(10)).await;
+        let error = header.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{first:?}");
         assert_eq!(began.elapsed().as_secs(), 10);
     }
@@ -179,18 +146,14 @@ async fn header_that_does_not_come_in_time_is_given_up() {
 async fn oversize_damaged_or_cut_header_is_refused_at_once() {
     for first in [&[0xff, 0xff, 0x7f][..], &[0xff; 8], &[2, 0xff, 0xff], &[0]] {
         let (_far, stream) = incoming(first).await;
-        let error = stream
-            .header(Instant::now() + TEST_TIMEOUT)
-            .await
-            .unwrap_err();
+        let header = stream.header(Instant::now() + TEST_TIMEOUT).await;
+        let error = header.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{first:?}");
     }
     let (far, stream) = incoming(&[20, 1]).await;
     drop(far);
-    let error = stream
-        .header(Instant::now() + TEST_TIMEOUT)
-        .await
-        .unwrap_err();
+    let header = stream.header(Instant::now() + TEST_TIMEOUT).await;
+    let error = header.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
 }
 
@@ -246,12 +209,9 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
             let reading = read_frame(&mut reader, limit);
             let read = tokio::time::timeout(Duration::from_secs(1), reading).await;
             assert_eq!(read.is_ok_and(|read| read.is_err()), is_refused, "{length}");
-            assert!(reader.taken <= 10, "{length}: {} bytes", reader.taken);
-            assert!(
-                reader.largest <= RESERVED_MAX,
-                "{length}: {} bytes",
-                reader.largest
-            );
+            let AnnouncedLength { taken, largest, .. } = reader;
+            assert!(taken <= 10, "{length}: {taken} bytes");
+            assert!(largest <= RESERVED_MAX, "{length}: {largest} bytes");
         }
     }
 }
