@@ -454,7 +454,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::testing::{Ca, TempDir};
+    use crate::testing::{Ca, TempDir, stored};
 
     fn node(name: &str) -> NodeName {
         name.parse().unwrap()
@@ -473,19 +473,14 @@ mod tests {
         let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = filled(&scratch, &ca);
         let now = SystemTime::now();
-        let Stored::Valid(credentials) = store.load(&node("worker-1"), None, now).unwrap() else {
-            panic!("not valid")
-        };
-        assert!(credentials.not_after > now);
+        assert!(stored(scratch.path()).not_after > now);
         for name in [KEY, CERTIFICATE, CA] {
             let mode = std::fs::metadata(scratch.path().join(name)).unwrap().mode();
             assert_eq!(mode & 0o777, 0o600, "{name}");
         }
         let later = now + Duration::from_secs(3000 * 365 * 86400);
-        assert!(matches!(
-            store.load(&node("worker-1"), None, later).unwrap(),
-            Stored::Expired(_, Some(_))
-        ));
+        let expired = store.load(&node("worker-1"), None, later).unwrap();
+        assert!(matches!(expired, Stored::Expired(_, Some(_))));
     }
 
     #[test]
@@ -500,15 +495,11 @@ mod tests {
     fn other_name_is_a_usage_error_that_says_what_to_do() {
         let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = filled(&scratch, &ca);
-        let error = store
-            .load(&node("worker-2"), None, SystemTime::now())
-            .unwrap_err();
+        let loaded = store.load(&node("worker-2"), None, SystemTime::now());
+        let error = loaded.unwrap_err();
         assert!(error.is_usage());
-        assert!(
-            error
-                .to_string()
-                .contains("must equal the credential's name, worker-1")
-        );
+        let text = error.to_string();
+        assert!(text.contains("must equal the credential's name, worker-1"));
     }
 
     #[test]
@@ -517,13 +508,10 @@ mod tests {
         let store = filled(&scratch, &ca);
         std::fs::remove_file(scratch.path().join(KEY)).unwrap();
         store.key().unwrap();
-        let error = store
-            .load(&node("worker-1"), None, SystemTime::now())
-            .unwrap_err();
-        assert!(
-            error.to_string().contains("does not belong to agent.key"),
-            "{error}"
-        );
+        let loaded = store.load(&node("worker-1"), None, SystemTime::now());
+        let error = loaded.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("does not belong to agent.key"), "{text}");
         assert!(!error.is_usage());
     }
 }

@@ -221,11 +221,8 @@ mod tests {
             "[64:ff9b::a83f:8110]",
         ] {
             for class in [TargetClass::Node, TargetClass::Loopback, TargetClass::Host] {
-                assert_eq!(
-                    verdict(class, &format!("{ip}:9999")),
-                    NEVER,
-                    "{class:?} {ip}"
-                );
+                let flag = verdict(class, &format!("{ip}:9999"));
+                assert_eq!(flag, NEVER, "{class:?} {ip}");
             }
         }
     }
@@ -274,23 +271,18 @@ mod tests {
 
     #[test]
     fn denial_names_the_flag_in_one_sentence() {
-        let text = |class, address: &str| {
-            check(class, address.parse().unwrap(), &dial_policy())
-                .unwrap_err()
-                .to_string()
-        };
-        assert_eq!(
-            text(TargetClass::Loopback, "127.0.0.1:9999"),
-            "agent's --localhost-ports does not list 9999"
-        );
-        assert_eq!(
-            text(TargetClass::Host, "[::ffff:10.0.0.1]:1"),
-            "agent's --allow-targets does not list 10.0.0.1:1"
-        );
-        assert_eq!(
-            text(TargetClass::Node, "169.254.1.1:80"),
-            "agent's built-in rule forbids link-local addresses (169.254.1.1)"
-        );
+        use TargetClass::{Host, Loopback, Node};
+        let port = "--localhost-ports does not list 9999";
+        let target = "--allow-targets does not list 10.0.0.1:1";
+        let link_local = "built-in rule forbids link-local addresses (169.254.1.1)";
+        for (class, address, text) in [
+            (Loopback, "127.0.0.1:9999", port),
+            (Host, "[::ffff:10.0.0.1]:1", target),
+            (Node, "169.254.1.1:80", link_local),
+        ] {
+            let denied = check(class, address.parse().unwrap(), &dial_policy()).unwrap_err();
+            assert_eq!(denied.to_string(), format!("agent's {text}"));
+        }
     }
 
     #[test]

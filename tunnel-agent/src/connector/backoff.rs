@@ -164,8 +164,7 @@ mod tests {
 
     #[test]
     fn first_retry_is_at_once_then_jitter_up_to_the_outages_age() {
-        let mut backoff = Backoff::new();
-        let start = Instant::now();
+        let (mut backoff, start) = (Backoff::new(), Instant::now());
         assert_eq!(backoff.next(FAILED, start, 0.9), Duration::ZERO);
         assert_eq!(backoff.next(FAILED, start, 0.0), Duration::ZERO);
         let caps = [(0, 100), (99, 100), (300, 300), (1999, 1999), (2500, 2000)];
@@ -218,8 +217,7 @@ mod tests {
 
     #[test]
     fn server_that_refuses_is_asked_less_often() {
-        let mut backoff = Backoff::new();
-        let start = Instant::now();
+        let (mut backoff, start) = (Backoff::new(), Instant::now());
         let refused = ReconnectEvent::Failed(Some(CloseCode::Overloaded));
         assert_eq!(backoff.next(refused, start, 1.0), Duration::ZERO);
         assert_eq!(backoff.next(refused, start, 1.0), seconds(2));
@@ -228,21 +226,18 @@ mod tests {
 
     #[test]
     fn cap_doubles_to_thirty_seconds_after_two_minutes() {
-        let mut backoff = Backoff::new();
-        let start = Instant::now();
+        let (mut backoff, start) = (Backoff::new(), Instant::now());
         backoff.next(FAILED, start, 0.0);
         let late = start + seconds(120);
-        let caps: Vec<u64> = (0..6)
-            .map(|_| backoff.next(FAILED, late, 1.0).as_secs())
-            .collect();
-        assert_eq!(caps, [4, 8, 16, 30, 30, 30]);
+        for cap in [4, 8, 16, 30, 30, 30] {
+            assert_eq!(backoff.next(FAILED, late, 1.0), seconds(cap));
+        }
         assert_eq!(backoff.next(FAILED, late, 0.5), seconds(15));
     }
 
     #[test]
     fn session_that_was_ready_for_a_while_ends_the_outage() {
-        let mut backoff = Backoff::new();
-        let start = Instant::now();
+        let (mut backoff, start) = (Backoff::new(), Instant::now());
         backoff.next(FAILED, start, 0.0);
         backoff.next(FAILED, start + seconds(500), 1.0);
         let later = start + seconds(1000);
@@ -253,21 +248,17 @@ mod tests {
 
     #[test]
     fn lost_session_is_dialed_at_once_but_not_in_a_tight_loop() {
-        let mut backoff = Backoff::new();
-        let start = Instant::now();
+        let (mut backoff, start) = (Backoff::new(), Instant::now());
         assert_eq!(backoff.next(lost_after(1), start, 1.0), Duration::ZERO);
         let again = start + Duration::from_millis(50);
         assert_eq!(backoff.next(lost_after(0), again, 1.0), millis(100));
-        assert_eq!(
-            backoff.next(lost_after(1), start + seconds(1), 1.0),
-            Duration::ZERO
-        );
+        let later = backoff.next(lost_after(1), start + seconds(1), 1.0);
+        assert_eq!(later, Duration::ZERO);
     }
 
     #[test]
     fn short_sessions_do_not_end_the_outage() {
-        let mut backoff = Backoff::new();
-        let start = Instant::now();
+        let (mut backoff, start) = (Backoff::new(), Instant::now());
         backoff.next(FAILED, start, 0.0);
         let late = start + seconds(121);
         assert_eq!(backoff.next(lost_after(9), late, 1.0), Duration::ZERO);
@@ -277,22 +268,15 @@ mod tests {
     #[test]
     fn name_in_use_and_too_many_sessions_wait_a_minute_doubling_to_ten() {
         for code in [CloseCode::NameInUse, CloseCode::TooManySessions] {
-            waits_a_minute_doubling_to_ten(ReconnectEvent::Failed(Some(code)));
+            let (mut backoff, now) = (Backoff::new(), Instant::now());
+            let event = ReconnectEvent::Failed(Some(code));
+            for wait in [60, 120, 240, 480, 600, 600] {
+                assert_eq!(backoff.next(event, now, 0.0), seconds(wait));
+            }
+            assert_eq!(backoff.next(event, now, 1.0), seconds(660));
+            backoff.next(lost_after(10), now, 0.0);
+            assert_eq!(backoff.next(event, now, 0.0), seconds(60));
         }
-    }
-
-    fn waits_a_minute_doubling_to_ten(event: ReconnectEvent) {
-        let mut backoff = Backoff::new();
-        let waits: Vec<u64> = (0..6)
-            .map(|_| backoff.next(event, Instant::now(), 0.0).as_secs())
-            .collect();
-        assert_eq!(waits, [60, 120, 240, 480, 600, 600]);
-        assert_eq!(
-            backoff.next(event, Instant::now(), 1.0),
-            Duration::from_secs(660)
-        );
-        backoff.next(lost_after(10), Instant::now(), 0.0);
-        assert_eq!(backoff.next(event, Instant::now(), 0.0), seconds(60));
     }
 
     #[test]
@@ -302,13 +286,10 @@ mod tests {
             CloseCode::NameNotInCredential,
             CloseCode::CredentialRevoked,
         ] {
-            let mut backoff = Backoff::new();
+            let (mut backoff, now) = (Backoff::new(), Instant::now());
             let event = ReconnectEvent::Failed(Some(code));
-            assert_eq!(backoff.next(event, Instant::now(), 0.0), seconds(30));
-            assert_eq!(backoff.next(event, Instant::now(), 0.0), seconds(30));
+            assert_eq!(backoff.next(event, now, 0.0), seconds(30));
+            assert_eq!(backoff.next(event, now, 0.0), seconds(30));
         }
-        let mut backoff = Backoff::new();
-        let event = ReconnectEvent::Failed(Some(CloseCode::Overloaded));
-        assert_eq!(backoff.next(event, Instant::now(), 0.0), Duration::ZERO);
     }
 }

@@ -199,10 +199,8 @@ async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
     let _peer = env.peer(TransportKind::Quic).await;
     env.expect_lap(60.0..67.0);
     assert_eq!(env.net.h2.dials(), []);
-    assert_eq!(
-        env.count(TransportKind::Quic, ConnectResult::NotAdmitted),
-        1
-    );
+    let refused = env.count(TransportKind::Quic, ConnectResult::NotAdmitted);
+    assert_eq!(refused, 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -257,11 +255,8 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
         TestEnv::with_credentials(some_credentials, AUTO, &servers, ProxyChoice::default());
     env.net.set(Path::Refused);
     env.advance(10).await;
-    assert_eq!(
-        in_use(),
-        newer,
-        "no connection says nothing of certificates"
-    );
+    // No connection says nothing of certificates.
+    assert_eq!(in_use(), newer);
     env.net.quic.set(Path::Alert);
     env.until(|_| in_use() == older).await;
     env.net.quic.set(Path::Open);

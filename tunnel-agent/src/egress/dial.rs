@@ -202,41 +202,30 @@ mod tests {
             metrics: &metrics,
         };
         let target = Target::Node(Port::new(port).unwrap());
-        candidates(&target, &context, Instant::now())
-            .await
-            .unwrap()
-            .into_iter()
-            .map(|(class, address)| (class, address.to_string()))
-            .collect()
+        let found = candidates(&target, &context, Instant::now()).await;
+        let found = found.unwrap().into_iter();
+        found.map(|(class, at)| (class, at.to_string())).collect()
     }
 
     #[tokio::test]
     async fn kubelet_is_tried_at_the_node_address_and_then_at_loopback() {
         for port in KUBELET_PORTS {
-            assert_eq!(
-                of_node("192.168.33.221", true, port).await,
-                [
-                    (TargetClass::Node, format!("192.168.33.221:{port}")),
-                    (TargetClass::Loopback, format!("127.0.0.1:{port}")),
-                ]
-            );
+            let node = (TargetClass::Node, format!("192.168.33.221:{port}"));
+            let loopback = (TargetClass::Loopback, format!("127.0.0.1:{port}"));
+            let found = of_node("192.168.33.221", true, port).await;
+            assert_eq!(found, [node, loopback]);
         }
-        assert_eq!(
-            of_node("192.168.33.221", true, 9100).await,
-            [(TargetClass::Node, "192.168.33.221:9100".to_owned())]
-        );
+        let found = of_node("192.168.33.221", true, 9100).await;
+        let node = (TargetClass::Node, "192.168.33.221:9100".to_owned());
+        assert_eq!(found, [node]);
     }
 
     #[tokio::test]
     async fn loopback_counts_as_the_node_address_only_when_it_was_given() {
-        assert_eq!(
-            of_node("127.0.0.2", true, 9100).await[0].0,
-            TargetClass::Node
-        );
-        assert_eq!(
-            of_node("127.0.0.1", false, 9100).await[0].0,
-            TargetClass::Loopback
-        );
+        let given = of_node("127.0.0.2", true, 9100).await;
+        assert_eq!(given[0].0, TargetClass::Node);
+        let found = of_node("127.0.0.1", false, 9100).await;
+        assert_eq!(found[0].0, TargetClass::Loopback);
     }
 
     #[test]

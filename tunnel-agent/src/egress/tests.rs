@@ -181,10 +181,9 @@ async fn reset_of_the_target_becomes_a_cut_of_the_stream() {
     socket.set_zero_linger().unwrap();
     drop(socket);
     let error = timeout(LONG, stream.read(&mut half)).await.unwrap();
-    assert_eq!(
-        find_cause::<StreamCut>(&error.unwrap_err()),
-        Some(&StreamCut::Reset(ResetCode::PeerCut))
-    );
+    let error = error.unwrap_err();
+    let cut = find_cause::<StreamCut>(&error);
+    assert_eq!(cut, Some(&StreamCut::Reset(ResetCode::PeerCut)));
 }
 
 #[tokio::test]
@@ -205,28 +204,21 @@ async fn dial_policy_is_named_in_the_refusal() {
     };
     let agent = Agent::with(dial_policy, Some([192, 0, 2, 1].into()), 8);
     let port = |number| Port::new(number).unwrap();
+    let host = |name: &str, number| Target::Host(name.into(), port(number));
+    let loopback = "--localhost-ports does not list 9999";
+    let unlisted = "--allow-targets does not list 10.0.0.1:80";
+    let metadata = "built-in rule forbids cloud metadata addresses (169.254.169.254)";
     for (target, detail) in [
-        (
-            Target::Loopback(port(9999)),
-            "agent's --localhost-ports does not list 9999",
-        ),
-        (Target::Node(port(2379)), "agent's --deny-ports lists 2379"),
-        (
-            Target::Host("10.0.0.1".into(), port(80)),
-            "agent's --allow-targets does not list 10.0.0.1:80",
-        ),
-        (
-            Target::Host("localhost".into(), port(5432)),
-            "agent's built-in rule forbids",
-        ),
-        (
-            Target::Host("169.254.169.254".into(), port(80)),
-            "agent's built-in rule forbids cloud metadata addresses (169.254.169.254)",
-        ),
+        (Target::Loopback(port(9999)), loopback),
+        (Target::Node(port(2379)), "--deny-ports lists 2379"),
+        (host("10.0.0.1", 80), unlisted),
+        (host("localhost", 5432), "built-in rule forbids"),
+        (host("169.254.169.254", 80), metadata),
     ] {
         let refusal = agent.refusal(target).await;
         assert_eq!(refusal.code, RefusalCode::Policy);
-        assert!(refusal.detail.starts_with(detail), "{}", refusal.detail);
+        let begin = format!("agent's {detail}");
+        assert!(refusal.detail.starts_with(&begin), "{}", refusal.detail);
     }
 }
 
@@ -236,10 +228,8 @@ async fn refused_dial_names_node_address_and_reason() {
     let port = unused_port().await;
     let refusal = agent.refusal(Target::Node(port)).await;
     assert_eq!(refusal.code, RefusalCode::TargetRefused);
-    assert_eq!(
-        refusal.detail,
-        format!("127.0.0.1:{port}: connection refused")
-    );
+    let detail = format!("127.0.0.1:{port}: connection refused");
+    assert_eq!(refusal.detail, detail);
 }
 
 #[tokio::test]

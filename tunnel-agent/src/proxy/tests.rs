@@ -12,6 +12,7 @@ use crate::testing::TempDir;
 use crate::testing::server::Server;
 
 const LONG: Duration = Duration::from_secs(10);
+const CLOUD: &str = "cloud.example.com:10262";
 const OK: &[u8] = b"HTTP/1.1 200 Connection established\r\n\r\n";
 
 fn remote(name: &str) -> ServerAddr {
@@ -28,12 +29,13 @@ fn proxy(fake_proxy: &FakeProxy, user: &str) -> HttpProxy {
 
 /// Returns the client's result after `answer`, and its request.
 async fn answered(
-    proxy: &HttpProxy,
+    client: &dyn Connect,
+    name: &str,
     by: &FakeProxy,
     answer: &[u8],
 ) -> (io::Result<TcpStream>, String) {
-    let server = remote("cloud.example.com:10262");
-    let both = async { tokio::join!(proxy.connect(&server), by.answer(answer)) };
+    let server = remote(name);
+    let both = async { tokio::join!(client.connect(&server), by.answer(answer)) };
     let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
     (connected, request)
 }
@@ -42,26 +44,23 @@ async fn answered(
 async fn servers_first_bytes_right_behind_the_head_are_not_lost() {
     let fake_proxy = FakeProxy::start().await;
     let proxy = proxy(&fake_proxy, "");
+    let value = "a".repeat(HEAD_MAX - 24);
+    let longest = format!("HTTP/1.1 200 OK\r\nA: {value}\r\n\r\n");
     for head in [
         "HTTP/1.1 200 Connection established\r\n\r\n",
         "HTTP/1.0 200 OK\r\nProxy-Agent: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
         "HTTP/1.1 299\r\n\r\n",
         "HTTP/1.1 200 OK\nVia: x\n\n",
         "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nA: b\r\n\r\nHTTP/1.1 204 Fine\r\n\r\n",
-        &format!(
-            "HTTP/1.1 200 OK\r\nA: {}\r\n\r\n",
-            "a".repeat(HEAD_MAX - 24)
-        ),
+        &longest,
     ] {
         let bytes = format!("{head}\r\n\r\nserver speaks first\n\n");
-        let (connected, _) = answered(&proxy, &fake_proxy, bytes.as_bytes()).await;
+        let (connected, _) = answered(&proxy, CLOUD, &fake_proxy, bytes.as_bytes()).await;
         let mut socket = connected.unwrap_or_else(|error| panic!("{head:?}: {error}"));
         assert!(socket.nodelay().unwrap());
         let mut received = String::new();
-        timeout(LONG, socket.read_to_string(&mut received))
-            .await
-            .unwrap()
-            .unwrap();
+        let read = timeout(LONG, socket.read_to_string(&mut received)).await;
+        read.unwrap().unwrap();
         assert_eq!(received, "\r\n\r\nserver speaks first\n\n", "{head:?}");
     }
 }
@@ -71,9 +70,8 @@ async fn head_may_arrive_in_pieces() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let head = "HTTP/1.1 200 OK\r\nA: b\r\n\r\n";
     for cut in 1..head.len() {
-        let mut client = TcpStream::connect(listener.local_addr().unwrap())
-            .await
-            .unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await;
+        let mut client = client.unwrap();
         let (mut server, _) = listener.accept().await.unwrap();
         server.write_all(&head.as_bytes()[..cut]).await.unwrap();
         client.readable().await.unwrap();
@@ -95,18 +93,14 @@ async fn head_may_arrive_in_pieces() {
 #[tokio::test]
 async fn request_names_the_server_and_authenticates() {
     let fake_proxy = FakeProxy::start().await;
+    let aladdin = "Proxy-Authorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==\r\n";
     for (user, name, authorization) in [
-        ("", "cloud.example.com:10262", ""),
+        ("", CLOUD, ""),
         ("", "[2001:db8::1]:443", ""),
-        (
-            "Aladdin:open%20sesame@",
-            "10.0.0.1:1",
-            "Proxy-Authorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==\r\n",
-        ),
+        ("Aladdin:open%20sesame@", "10.0.0.1:1", aladdin),
     ] {
-        let (proxy, server) = (proxy(&fake_proxy, user), remote(name));
-        let both = async { tokio::join!(proxy.connect(&server), fake_proxy.answer(OK)) };
-        let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
+        let proxy = proxy(&fake_proxy, user);
+        let (connected, request) = answered(&proxy, name, &fake_proxy, OK).await;
         connected.unwrap();
         let version = env!("CARGO_PKG_VERSION");
         let expected = format!(
@@ -138,14 +132,11 @@ async fn refusals_say_what_to_do_and_keep_the_secret() {
     ] {
         let proxy = proxy(&fake_proxy, user);
         let head = format!("HTTP/1.1 {line}\r\nContent-Length: 2\r\n\r\nno");
-        let (connected, request) = answered(&proxy, &fake_proxy, head.as_bytes()).await;
+        let (connected, request) = answered(&proxy, CLOUD, &fake_proxy, head.as_bytes()).await;
         assert_eq!(request.contains("Basic"), !user.is_empty());
         let error = connected.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
-        let begin = format!(
-            "proxy {}: refuses cloud.example.com:10262: ",
-            fake_proxy.address()
-        );
+        let begin = format!("proxy {proxy}: refuses {CLOUD}: ");
         let text = error.to_string();
         let shown = format!("{text} {error:?}");
         assert!(text.starts_with(&begin), "{text}");
@@ -176,7 +167,7 @@ async fn invalid_response_is_reported_at_once() {
         (&long, "longer than 16384"),
         (&interim, "longer than 16384"),
     ] {
-        let (connected, _) = answered(&proxy, &fake_proxy, answer.as_bytes()).await;
+        let (connected, _) = answered(&proxy, CLOUD, &fake_proxy, answer.as_bytes()).await;
         let error = connected.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{answer:?}");
         assert!(error.to_string().contains(words), "{answer:?}: {error}");
@@ -187,18 +178,13 @@ async fn invalid_response_is_reported_at_once() {
 async fn proxy_that_echoes_or_closes_is_distinguished_from_one_that_refuses() {
     let fake_proxy = FakeProxy::start().await;
     let (proxy, server) = (proxy(&fake_proxy, "me:hunter2@"), remote("cloud:1"));
-    for (answer, kind) in [
-        (&b""[..], io::ErrorKind::UnexpectedEof),
-        (b"HTTP/1.1 200 OK\r\nA: b\r\n", io::ErrorKind::UnexpectedEof),
-    ] {
+    for answer in [&b""[..], b"HTTP/1.1 200 OK\r\nA: b\r\n"] {
         let serve = async { drop(fake_proxy.answer(answer).await) };
         let both = async { tokio::join!(proxy.connect(&server), serve) };
         let error = timeout(LONG, both).await.unwrap().0.unwrap_err();
-        assert_eq!(error.kind(), kind, "{error}");
-        assert!(
-            error.to_string().contains("closed the connection"),
-            "{error}"
-        );
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{error}");
+        let text = error.to_string();
+        assert!(text.contains("closed the connection"), "{text}");
     }
     let echo = async {
         let (request, mut socket) = fake_proxy.request().await;
@@ -217,26 +203,17 @@ async fn proxy_that_is_not_there_is_named() {
     drop(fake_proxy);
     let error = gone.connect(&remote("cloud:1")).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
-    assert!(
-        error
-            .to_string()
-            .starts_with(&format!("proxy {gone}: cannot connect: ")),
-        "{error}"
-    );
+    let text = error.to_string();
+    let begin = format!("proxy {gone}: cannot connect: ");
+    assert!(text.starts_with(&begin), "{text}");
 
-    let unknown: HttpProxy = "http://me:hunter2@does-not-exist.invalid:1"
-        .parse()
-        .unwrap();
-    let error = unknown
-        .connect(&remote("cloud:1"))
-        .await
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("does-not-exist.invalid:1: cannot resolve the proxy name"),
-        "{error}"
-    );
-    assert!(!error.contains("hunter2"), "{error}");
+    let url = "http://me:hunter2@does-not-exist.invalid:1";
+    let unknown: HttpProxy = url.parse().unwrap();
+    let error = unknown.connect(&remote("cloud:1")).await.unwrap_err();
+    let (text, name) = (error.to_string(), "does-not-exist.invalid:1");
+    let problem = format!("{name}: cannot resolve the proxy name");
+    assert!(text.contains(&problem), "{text}");
+    assert!(!text.contains("hunter2"), "{text}");
 }
 
 #[tokio::test]
@@ -269,9 +246,8 @@ async fn dropped_attempt_closes_its_connection() {
 async fn silent_and_failed_addresses_do_not_keep_from_the_next() {
     type Attempt = std::pin::Pin<Box<dyn Future<Output = io::Result<u8>> + Send>>;
     let silent = || -> Attempt { Box::pin(pending()) };
-    let refused =
-        || -> Attempt { Box::pin(async { Err(io::ErrorKind::ConnectionRefused.into()) }) };
-    let fine = |which| -> Attempt { Box::pin(async move { Ok(which) }) };
+    let refused = || -> Attempt { Box::pin(ready(Err(io::ErrorKind::ConnectionRefused.into()))) };
+    let fine = |which| -> Attempt { Box::pin(ready(Ok(which))) };
     let began = tokio::time::Instant::now();
     let found = connect_any([refused(), refused(), fine(3)].into_iter()).await;
     assert_eq!(found.unwrap(), 3);
@@ -281,9 +257,8 @@ async fn silent_and_failed_addresses_do_not_keep_from_the_next() {
     assert!((STAGGER * 2..STAGGER * 3).contains(&began.elapsed()));
     let error = connect_any([refused()].into_iter()).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
-    let error = connect_any(std::iter::empty::<Attempt>())
-        .await
-        .unwrap_err();
+    let none = connect_any(std::iter::empty::<Attempt>()).await;
+    let error = none.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::NotFound);
 }
 
@@ -291,7 +266,6 @@ async fn silent_and_failed_addresses_do_not_keep_from_the_next() {
 async fn proxy_choice_connects_by_the_route_of_each_server() {
     let fake_proxy = FakeProxy::start().await;
     let direct = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let near = direct.local_addr().unwrap();
     let environment = EnvironmentProxy {
         variable: "HTTPS_PROXY",
         url: Secret(format!("http://{}", fake_proxy.address())),
@@ -300,33 +274,24 @@ async fn proxy_choice_connects_by_the_route_of_each_server() {
     let names = ["near.example.com:1", "far.example.com:1"];
     let servers = names.map(|name| name.parse().unwrap());
     let choice = ProxyChoice::decide(None, Some(&environment), &servers).unwrap();
-    let far = remote(names[1]);
-    let both = async { tokio::join!(choice.connect(&far), fake_proxy.answer(OK)) };
-    let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
+    let (connected, request) = answered(&choice, names[1], &fake_proxy, OK).await;
     connected.unwrap();
-    assert!(
-        request.starts_with("CONNECT far.example.com:1 "),
-        "{request}"
-    );
-    let near = ServerAddr {
-        name: names[0].to_owned(),
-        address: Some(near),
-    };
+    let is_connect = request.starts_with("CONNECT far.example.com:1 ");
+    assert!(is_connect, "{request}");
+    let mut near = remote(names[0]);
+    near.address = Some(direct.local_addr().unwrap());
     let connected = timeout(LONG, choice.connect(&near)).await.unwrap();
-    let socket = connected.unwrap();
-    assert_eq!(socket.peer_addr().unwrap(), direct.local_addr().unwrap());
+    assert_eq!(connected.unwrap().peer_addr().ok(), near.address);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_behind_a_proxy_enrolls_and_connects_through_it() {
     let (server, scratch) = (Server::start().await, TempDir::new());
     let fake_proxy = FakeProxy::start().await;
+    let url = format!("http://me:hunter2@{}", fake_proxy.address());
     let settings = Settings {
         server: vec!["cloud.invalid:10262".into()],
-        proxy: Some(Secret(format!(
-            "http://me:hunter2@{}",
-            fake_proxy.address()
-        ))),
+        proxy: Some(Secret(url)),
         node_name: Some("worker-1".into()),
         token: Some(Secret(server.token().reveal())),
         data_dir: Some(scratch.path().to_owned()),
