@@ -247,32 +247,37 @@ pub fn sha256(bytes: &[u8]) -> [u8; 32] {
 #[cfg(test)]
 mod tests {
     use rcgen::string::Ia5String;
-    use rcgen::{CertificateParams, KeyPair, SanType};
+    use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue};
+    use rcgen::{ExtendedKeyUsagePurpose, KeyPair, SanType};
 
     use super::*;
 
-    fn certificate(uris: &[&str]) -> CertificateDer<'static> {
+    pub(super) fn certificate(
+        subject: Vec<(DnType, DnValue)>,
+        usages: &[ExtendedKeyUsagePurpose],
+        uris: &[&str],
+    ) -> CertificateDer<'static> {
         let mut params = CertificateParams::default();
-        params.subject_alt_names = uris
-            .iter()
-            .map(|uri| SanType::URI(Ia5String::try_from(*uri).unwrap()))
-            .collect();
-        params
-            .self_signed(&KeyPair::generate().unwrap())
-            .unwrap()
-            .der()
-            .clone()
+        params.distinguished_name = DistinguishedName::new();
+        for (kind, value) in subject {
+            params.distinguished_name.push(kind, value);
+        }
+        params.extended_key_usages = usages.to_vec();
+        let uri = |uri: &&str| SanType::URI(Ia5String::try_from(*uri).unwrap());
+        params.subject_alt_names = uris.iter().map(uri).collect();
+        let key = KeyPair::generate().unwrap();
+        params.self_signed(&key).unwrap().der().clone()
+    }
+
+    fn identity(uris: &[&str]) -> Result<PeerIdentity, IdentityError> {
+        PeerIdentity::from_certificate(&certificate(vec![], &[], uris))
     }
 
     #[test]
     fn role_is_read_from_the_single_uri() {
-        let agent = PeerIdentity::from_certificate(&certificate(&[
-            "spiffe://x/y",
-            "culvert://agent/worker-1",
-        ]))
-        .unwrap();
+        let agent = identity(&["spiffe://x/y", "culvert://agent/worker-1"]).unwrap();
         assert_eq!(agent.node().unwrap().as_str(), "worker-1");
-        let server = PeerIdentity::from_certificate(&certificate(&["culvert://server"])).unwrap();
+        let server = identity(&["culvert://server"]).unwrap();
         assert_eq!(server.role, Role::Server);
     }
 
@@ -289,8 +294,7 @@ mod tests {
             &["culvert://server/"],
             &["culvert://root"],
         ] {
-            let peer = PeerIdentity::from_certificate(&certificate(uris));
-            assert_eq!(peer, Err(IdentityError::NoRole), "{uris:?}");
+            assert_eq!(identity(uris), Err(IdentityError::NoRole), "{uris:?}");
         }
     }
 }

@@ -260,17 +260,13 @@ impl DerefMut for Buffer {
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
     use tokio_util::task::AbortOnDropHandle;
 
     use super::*;
 
     #[expect(clippy::disallowed_methods, reason = "owned by the returned handle")]
-    fn start() -> (
-        tokio::io::DuplexStream,
-        tokio::io::DuplexStream,
-        AbortOnDropHandle<RelayOutcome>,
-    ) {
+    fn start() -> (DuplexStream, DuplexStream, AbortOnDropHandle<RelayOutcome>) {
         let (left, mut left_inner) = duplex(1024);
         let (right, mut right_inner) = duplex(1024);
         let task = tokio::spawn(async move { relay(&mut left_inner, &mut right_inner).await });
@@ -316,25 +312,19 @@ mod tests {
         left.write_all(b"lost").await.unwrap();
         left.read_to_end(&mut got).await.unwrap();
         drop(left);
-        assert!(matches!(
-            task.await.unwrap().end,
-            RelayEnd::ReaderClosed(RelaySide::Right)
-        ));
+        let end = task.await.unwrap().end;
+        assert!(matches!(end, RelayEnd::ReaderClosed(RelaySide::Right)));
     }
 
     #[tokio::test]
     async fn failed_read_is_a_cut() {
-        let mut left = tokio_test_reader(io::ErrorKind::ConnectionReset);
+        let mut left = tokio::io::join(FailingReader, tokio::io::sink());
         let (mut right, _keep) = duplex(64);
         let outcome = relay(&mut left, &mut right).await;
         assert!(matches!(outcome.end, RelayEnd::Cut(RelaySide::Left, _)));
     }
 
-    fn tokio_test_reader(kind: io::ErrorKind) -> FailingReader {
-        FailingReader(kind)
-    }
-
-    struct FailingReader(io::ErrorKind);
+    struct FailingReader;
 
     impl AsyncRead for FailingReader {
         fn poll_read(
@@ -342,23 +332,7 @@ mod tests {
             _: &mut Context<'_>,
             _: &mut ReadBuf<'_>,
         ) -> Poll<io::Result<()>> {
-            Poll::Ready(Err(self.0.into()))
-        }
-    }
-
-    impl AsyncWrite for FailingReader {
-        fn poll_write(
-            self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-            data: &[u8],
-        ) -> Poll<io::Result<usize>> {
-            Poll::Ready(Ok(data.len()))
-        }
-        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Poll::Ready(Ok(()))
-        }
-        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Poll::Ready(Ok(()))
+            Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()))
         }
     }
 

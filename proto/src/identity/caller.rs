@@ -61,18 +61,13 @@ fn normalized(value: &AttributeTypeAndValue<'_>) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use rcgen::string::{BmpString, TeletexString};
-    use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue, KeyPair};
+    use rcgen::{DnType, DnValue};
 
+    use super::super::tests::certificate;
     use super::*;
 
-    fn certificate(subject: Vec<(DnType, DnValue)>) -> CertificateDer<'static> {
-        let mut params = CertificateParams::default();
-        params.distinguished_name = DistinguishedName::new();
-        for (kind, value) in subject {
-            params.distinguished_name.push(kind, value);
-        }
-        let key = KeyPair::generate().unwrap();
-        params.self_signed(&key).unwrap().der().clone()
+    fn name(subject: Vec<(DnType, DnValue)>) -> Result<String, CallerError> {
+        caller_name(&certificate(subject, &[], &[]))
     }
 
     fn text(value: &str) -> DnValue {
@@ -86,7 +81,7 @@ mod tests {
 
     #[test]
     fn callers_are_named_by_their_one_common_name() {
-        for (name, groups) in [
+        for (caller, groups) in [
             ("kube-apiserver-kubelet-client", "system:masters"),
             ("prometheus", "monitoring"),
             ("system:nodes", "system:node"),
@@ -95,9 +90,9 @@ mod tests {
         ] {
             let subject = vec![
                 (DnType::OrganizationName, text(groups)),
-                (DnType::CommonName, text(name)),
+                (DnType::CommonName, text(caller)),
             ];
-            assert_eq!(caller_name(&certificate(subject)), Ok(name.to_owned()));
+            assert_eq!(name(subject), Ok(caller.to_owned()));
         }
     }
 
@@ -105,7 +100,7 @@ mod tests {
     fn what_has_a_kubelets_name_or_group_is_no_caller_in_any_form() {
         let bmp = |text: &str| DnValue::BmpString(BmpString::try_from(text).unwrap());
         let teletex = |text: &str| DnValue::TeletexString(TeletexString::try_from(text).unwrap());
-        for name in [
+        for kubelet in [
             text("system:node:edge-1"),
             text("System:Node:edge-1"),
             text("SYSTEM:NODE:"),
@@ -113,14 +108,13 @@ mod tests {
             bmp("system:node:edge-1"),
             teletex("system:node:edge-1"),
         ] {
-            let alone = vec![(DnType::CommonName, name.clone())];
+            let alone = vec![(DnType::CommonName, kubelet.clone())];
             let second = vec![
                 (DnType::CommonName, text("prometheus")),
-                (second_name(), name.clone()),
+                (second_name(), kubelet.clone()),
             ];
             for subject in [alone, second] {
-                let result = caller_name(&certificate(subject));
-                assert_eq!(result, Err(CallerError::Kubelet), "{name:?}");
+                assert_eq!(name(subject), Err(CallerError::Kubelet), "{kubelet:?}");
             }
         }
         for group in [
@@ -130,11 +124,11 @@ mod tests {
             bmp("system:nodes"),
             teletex("system:nodes"),
         ] {
-            for name in [Some("prometheus"), None] {
+            for caller in [Some("prometheus"), None] {
                 let mut subject = vec![(DnType::OrganizationName, group.clone())];
-                subject.extend(name.map(|name| (DnType::CommonName, text(name))));
-                let result = caller_name(&certificate(subject));
-                assert_eq!(result, Err(CallerError::Kubelet), "{group:?} {name:?}");
+                subject.extend(caller.map(|caller| (DnType::CommonName, text(caller))));
+                let result = name(subject);
+                assert_eq!(result, Err(CallerError::Kubelet), "{group:?} {caller:?}");
             }
         }
     }
@@ -150,7 +144,7 @@ mod tests {
                 (second_name(), text("prometheus")),
             ],
         ] {
-            let result = caller_name(&certificate(subject.clone()));
+            let result = name(subject.clone());
             assert_eq!(result, Err(CallerError::NoSingleName), "{subject:?}");
         }
         let junk = CertificateDer::from(vec![1, 2, 3]);

@@ -34,80 +34,61 @@ pub(super) fn single_value<'a>(
 
 #[cfg(test)]
 mod tests {
-    use rcgen::string::Ia5String;
-    use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, SanType};
-    use rustls_pki_types::CertificateDer;
+    use rcgen::ExtendedKeyUsagePurpose::{self, Any, ClientAuth, ServerAuth};
+    use rcgen::{DnType, DnValue};
 
+    use super::super::tests::certificate;
     use super::super::{IdentityError, PeerIdentity, TrustDomain};
 
-    const CLIENT: &[ExtendedKeyUsagePurpose] = &[ExtendedKeyUsagePurpose::ClientAuth];
-
-    fn certificate(
-        subject: &[(DnType, &str)],
-        usages: &[ExtendedKeyUsagePurpose],
-        uri: Option<&str>,
-    ) -> CertificateDer<'static> {
-        let mut params = CertificateParams::default();
-        params.distinguished_name = rcgen::DistinguishedName::new();
-        for (kind, value) in subject {
-            params.distinguished_name.push(kind.clone(), *value);
-        }
-        params.extended_key_usages = usages.to_vec();
-        let uri = uri.map(|uri| SanType::URI(Ia5String::try_from(uri).unwrap()));
-        params.subject_alt_names = uri.into_iter().collect();
-        let key = KeyPair::generate().unwrap();
-        params.self_signed(&key).unwrap().der().clone()
+    fn subject(user: &str, group: &str) -> Vec<(DnType, DnValue)> {
+        vec![
+            (DnType::OrganizationName, group.into()),
+            (DnType::CommonName, user.into()),
+        ]
     }
 
-    fn subject<'a>(user: &'a str, group: &'a str) -> [(DnType, &'a str); 2] {
-        [
-            (DnType::OrganizationName, group),
-            (DnType::CommonName, user),
-        ]
+    fn identity(
+        subject: &[(DnType, DnValue)],
+        usages: &[ExtendedKeyUsagePurpose],
+        uris: &[&str],
+    ) -> Result<PeerIdentity, IdentityError> {
+        let der = certificate(subject.to_vec(), usages, uris);
+        PeerIdentity::from_agent_certificate(&der)
     }
 
     #[test]
     fn kubelets_certificate_names_its_node_in_the_domain_of_the_cluster() {
-        let der = certificate(
-            &subject("system:node:worker-1.site.example", "system:nodes"),
-            CLIENT,
-            None,
-        );
-        let peer = PeerIdentity::from_agent_certificate(&der).unwrap();
+        let subject = subject("system:node:worker-1.site.example", "system:nodes");
+        let peer = identity(&subject, &[ClientAuth], &[]).unwrap();
         assert_eq!(peer.node().unwrap().as_str(), "worker-1.site.example");
         assert_eq!(peer.domain, TrustDomain::Cluster);
         // The certificate has no `culvert` role, whichever CA signed it.
-        let tunnel = PeerIdentity::from_certificate(&der);
+        let tunnel = PeerIdentity::from_certificate(&certificate(subject, &[ClientAuth], &[]));
         assert_eq!(tunnel, Err(IdentityError::NoRole));
     }
 
     #[test]
     fn whatever_differs_from_a_kubelets_certificate_names_nobody() {
         let good = subject("system:node:worker-1", "system:nodes");
-        let server: &[_] = &[ExtendedKeyUsagePurpose::ServerAuth];
-        let any: &[_] = &[ExtendedKeyUsagePurpose::Any];
-        let pod = (DnType::CommonName, "system:node:worker-1");
+        let nodes = "system:nodes";
+        let [group, user] = [&good[..1], &good[1..]].map(<[_]>::to_vec);
         for (subject, usages) in [
-            (subject("worker-1", "system:nodes").to_vec(), CLIENT),
-            (subject("system:node:", "system:nodes").to_vec(), CLIENT),
-            (subject("system:node:A", "system:nodes").to_vec(), CLIENT),
-            (subject("system:node:a.", "system:nodes").to_vec(), CLIENT),
-            (subject("system:node:a_b", "system:nodes").to_vec(), CLIENT),
-            (
-                subject("system:node:10.0.0.1", "system:nodes").to_vec(),
-                CLIENT,
-            ),
-            (subject("system:nodes:a", "system:nodes").to_vec(), CLIENT),
-            (subject("system:node:a", "system:masters").to_vec(), CLIENT),
-            (subject("system:node:a", "system:node").to_vec(), CLIENT),
-            (vec![pod.clone()], CLIENT),
-            (vec![(DnType::OrganizationName, "system:nodes")], CLIENT),
-            (good.to_vec(), server),
-            (good.to_vec(), any),
-            (good.to_vec(), &[]),
+            (subject("worker-1", nodes), &[ClientAuth][..]),
+            (subject("system:node:", nodes), &[ClientAuth]),
+            (subject("system:node:A", nodes), &[ClientAuth]),
+            (subject("system:node:a.", nodes), &[ClientAuth]),
+            (subject("system:node:a_b", nodes), &[ClientAuth]),
+            (subject("system:node:10.0.0.1", nodes), &[ClientAuth]),
+            (subject("system:nodes:a", nodes), &[ClientAuth]),
+            (subject("system:node:a", "system:masters"), &[ClientAuth]),
+            (subject("system:node:a", "system:node"), &[ClientAuth]),
+            (user, &[ClientAuth]),
+            (group, &[ClientAuth]),
+            (good.clone(), &[ServerAuth]),
+            (good.clone(), &[Any]),
+            (good, &[]),
         ] {
-            let der = certificate(&subject, usages, None);
-            let peer = PeerIdentity::from_agent_certificate(&der);
+            let peer = identity(&subject, usages, &[]);
             let none = Err(IdentityError::NoRole);
             assert_eq!(peer, none, "{subject:?} {usages:?}");
         }
@@ -116,12 +97,10 @@ mod tests {
     #[test]
     fn a_role_of_ours_decides_the_domain_whatever_the_subject_says() {
         let good = subject("system:node:worker-1", "system:nodes");
-        let der = certificate(&good, CLIENT, Some("culvert://agent/worker-2"));
-        let peer = PeerIdentity::from_agent_certificate(&der).unwrap();
+        let peer = identity(&good, &[ClientAuth], &["culvert://agent/worker-2"]).unwrap();
         assert_eq!(peer.domain, TrustDomain::Tunnel);
         assert_eq!(peer.node().unwrap().as_str(), "worker-2");
-        let damaged = certificate(&good, CLIENT, Some("culvert://agent/"));
-        let peer = PeerIdentity::from_agent_certificate(&damaged);
-        assert_eq!(peer, Err(IdentityError::NoRole));
+        let damaged = identity(&good, &[ClientAuth], &["culvert://agent/"]);
+        assert_eq!(damaged, Err(IdentityError::NoRole));
     }
 }

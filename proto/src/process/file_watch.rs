@@ -120,22 +120,25 @@ async fn load_once<T: Send + 'static, E: Display + Send + 'static>(
 
 #[cfg(test)]
 mod tests {
-
     use parking_lot::Mutex;
 
     use super::*;
+
+    fn watcher(interval: Duration, reload_signal: watch::Receiver<u64>) -> FileWatcher {
+        FileWatcher {
+            what: "test",
+            interval,
+            reload_signal,
+            digest: [1; 32],
+        }
+    }
 
     #[tokio::test]
     async fn only_other_content_is_handed_on_and_bad_content_keeps_the_last() {
         let content = Arc::new(Mutex::new(Ok::<u8, String>(1)));
         let (ask, reload_signal) = watch::channel(0);
         let (events, mut received) = tokio::sync::mpsc::channel(16);
-        let watcher = FileWatcher {
-            what: "test",
-            interval: Duration::from_secs(3600),
-            reload_signal,
-            digest: [1; 32],
-        };
+        let watcher = watcher(Duration::from_secs(3600), reload_signal);
         let source = content.clone();
         let load = move || {
             let value = source.lock().clone()?;
@@ -180,12 +183,7 @@ mod tests {
 
         let interval = Duration::from_secs(10);
         let (_ask, reload_signal) = watch::channel(0);
-        let watcher = FileWatcher {
-            what: "test",
-            interval,
-            reload_signal,
-            digest: [1; 32],
-        };
+        let watcher = watcher(interval, reload_signal);
         let reads = Arc::new(AtomicU32::new(0));
         let counted = reads.clone();
         let load = move || {

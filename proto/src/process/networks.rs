@@ -226,7 +226,6 @@ mod tests {
         assert!(!contains("0.0.0.0/0", "::1"));
         assert!(contains("::/0", "fd00::1"));
         assert!(contains("192.0.2.7", "192.0.2.7") && !contains("192.0.2.7", "192.0.2.6"));
-        assert_eq!("fd00::/8".parse::<Cidr>().unwrap().to_string(), "fd00::/8");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Regression tests for costly QUIC settings: disabled offload, credit for streams that are never
-//! opened, a second of silence after a lost first packet, and silent peers that block others.
+//! opened, a second of silence after a lost first packet, and silent peers and crowds that block
+//! others.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use tokio::net::UdpSocket;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::{HANDSHAKES_MAX, INITIAL_STREAM_LIMIT, QuicAcceptor, QuicDialer, QuicKeys, udp_socket};
+use super::{HANDSHAKES_MAX, INITIAL_STREAM_LIMIT, RETRY_THRESHOLD};
+use super::{QuicAcceptor, QuicDialer, QuicKeys, udp_socket};
 use crate::identity::Role;
 use crate::tcp::ServerAddr;
 use crate::tls::{self, test_ca::TestCa};
@@ -210,5 +212,23 @@ async fn silent_peers_do_not_block_other_handshakes() {
 async fn permits_exhausted(acceptor: &QuicAcceptor) {
     while acceptor.handshake_permits.available_permits() > 0 {
         tokio::task::yield_now().await;
+    }
+}
+
+/// S26: a new peer is asked for a token exactly when many handshakes are unfinished.
+#[tokio::test]
+async fn s26_crowd_has_new_peers_prove_their_address() {
+    let (acceptor, dialer, remote) = dial_pair();
+    let mut guards = vec![acceptor.half_open.clone(); RETRY_THRESHOLD - 1];
+    for proves in [false, true] {
+        let accept = async {
+            let incoming = acceptor.incoming().await.unwrap();
+            let proven = incoming.remote_address_validated();
+            (proven, incoming.await.unwrap())
+        };
+        let ((proven, _connection), dialed) = tokio::join!(accept, dialer.dial(&remote));
+        dialed.unwrap();
+        assert_eq!(proven, proves, "with {} handshakes under way", guards.len());
+        guards.push(acceptor.half_open.clone());
     }
 }

@@ -275,14 +275,25 @@ mod tests {
 
     const WAITING: usize = 100_000;
 
+    fn bound() -> UdpSocket {
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        socket
+    }
+
+    fn datagram(destination: SocketAddr) -> Transmit<'static> {
+        Transmit {
+            destination,
+            ecn: None,
+            contents: &[0],
+            segment_size: None,
+            src_ip: None,
+        }
+    }
+
     /// Each connection has its own count, and sends the system's batches in the end.
     #[tokio::test]
     async fn only_the_first_datagrams_of_a_connection_go_singly() {
-        let bound = || {
-            let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            socket.set_nonblocking(true).unwrap();
-            socket
-        };
         let system = TokioRuntime.wrap_udp_socket(bound()).unwrap();
         let runtime = EndpointRuntime::default();
         let socket = runtime.wrap_udp_socket(bound()).unwrap();
@@ -293,14 +304,7 @@ mod tests {
                 let mut segments = Vec::new();
                 for _ in 0..=UNBATCHED_DATAGRAMS {
                     segments.push(socket.max_transmit_segments());
-                    let datagram = Transmit {
-                        destination: socket.local_addr().unwrap(),
-                        ecn: None,
-                        contents: &[0],
-                        segment_size: None,
-                        src_ip: None,
-                    };
-                    let _full = socket.try_send(&datagram);
+                    let _full = socket.try_send(&datagram(socket.local_addr().unwrap()));
                     tokio::task::yield_now().await;
                 }
                 sender.send(segments).unwrap();
@@ -328,30 +332,20 @@ mod tests {
     #[tokio::test]
     async fn peers_of_a_task_that_does_not_empty_its_queue_are_limited() {
         let runtime = EndpointRuntime::default();
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let socket = runtime.wrap_udp_socket(bound()).unwrap();
         let peer = socket.local_addr().unwrap();
-        socket.set_nonblocking(true).unwrap();
-        let socket = runtime.wrap_udp_socket(socket).unwrap();
         // The current_thread runtime polls the task some 61 times for one yield of the test.
         let (datagrams, mut queue) = mpsc::channel(WAITING);
         for _ in 0..WAITING {
             datagrams.try_send(()).unwrap();
         }
         runtime.spawn(Box::pin(async move {
-            let datagram = Transmit {
-                destination: peer,
-                ecn: None,
-                contents: &[0],
-                segment_size: None,
-                src_ip: None,
-            };
-            let _full = socket.try_send(&datagram);
+            let _full = socket.try_send(&datagram(peer));
             while queue.recv().await.is_some() {}
         }));
         let admitted = || {
-            (0..10_000)
-                .filter(|_| runtime.backlog.try_admit(peer, 1))
-                .count()
+            let datagrams = (0..10_000).filter(|_| runtime.backlog.try_admit(peer, 1));
+            datagrams.count()
         };
         assert_eq!(admitted(), 10_000);
         tokio::task::yield_now().await;

@@ -9,8 +9,21 @@ use crate::transport::BufferPool;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A stream whose peer reads nothing and answers through the given pipe.
-struct NonReadingPeer(DuplexStream);
+/// A stream whose peer answers through the given pipe and reads nothing: the peer has stopped
+/// reading, or (`is_full`) other streams send first.
+struct NonReadingPeer {
+    pipe: DuplexStream,
+    is_full: bool,
+}
+
+impl NonReadingPeer {
+    fn write<T>(&self) -> Poll<io::Result<T>> {
+        if self.is_full {
+            return Poll::Pending;
+        }
+        Poll::Ready(Err(StreamCut::Stopped(ResetCode::Refused).into()))
+    }
+}
 
 impl RawStream for NonReadingPeer {
     fn reset(&mut self, _code: ResetCode) {}
@@ -23,25 +36,30 @@ impl AsyncRead for NonReadingPeer {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(cx, out)
+        Pin::new(&mut self.pipe).poll_read(cx, out)
     }
 }
 
 impl AsyncWrite for NonReadingPeer {
     fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, _: &[u8]) -> Poll<io::Result<usize>> {
-        Poll::Ready(Err(StreamCut::Stopped(ResetCode::Refused).into()))
+        self.write()
     }
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Err(StreamCut::Stopped(ResetCode::Refused).into()))
+        self.write()
     }
 }
 
+/// Returns the peer's end of the pipe, and a stream.
+fn raw_stream(is_full: bool) -> (DuplexStream, Box<NonReadingPeer>) {
+    let (far, pipe) = duplex(64 * 1024);
+    (far, Box::new(NonReadingPeer { pipe, is_full }))
+}
+
 fn non_reading_peer() -> (DuplexStream, Stream) {
-    let (far, near) = duplex(4096);
-    let peer = Box::new(NonReadingPeer(near));
+    let (far, peer) = raw_stream(false);
     let stream = Stream::opened(peer, Arc::default(), Arc::default(), TEST_TIMEOUT);
     (far, stream)
 }
@@ -123,9 +141,8 @@ async fn failed_shutdown_waits_for_the_refusal_that_explains_it() {
 
 /// Returns a stream of the peer that begins with the bytes `first` and then stays silent.
 async fn incoming(first: &[u8]) -> (DuplexStream, IncomingStream) {
-    let (mut far, near) = duplex(64 * 1024);
+    let (mut far, peer) = raw_stream(false);
     far.write_all(first).await.unwrap();
-    let peer = Box::new(NonReadingPeer(near));
     let stream = IncomingStream::new(peer, Arc::default(), Arc::default());
     (far, stream)
 }
@@ -216,48 +233,15 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
     }
 }
 
-/// A stream that accepts no writes at the moment, because other streams send first.
-struct Full;
-
-impl RawStream for Full {
-    fn reset(&mut self, _code: ResetCode) {}
-    fn stop(&mut self, _code: ResetCode) {}
-}
-
-impl AsyncRead for Full {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-        _: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Poll::Pending
-    }
-}
-
-impl AsyncWrite for Full {
-    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, _: &[u8]) -> Poll<io::Result<usize>> {
-        Poll::Pending
-    }
-    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Pending
-    }
-    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Pending
-    }
-}
-
 /// With 500 busy streams ahead, a reply waits for longer than a reader may stall, and there is
 /// nothing to read yet.
 #[tokio::test(start_paused = true)]
 async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
     let pool = BufferPool::new(1 << 20);
     let flow = pool.session(1000, |_| {});
-    let mut stream = Stream::new(
-        Box::new(Full),
-        ReplyState::Local,
-        Arc::default(),
-        flow.read_monitor(),
-    );
+    let (_far, peer) = raw_stream(true);
+    let reply = ReplyState::Local;
+    let mut stream = Stream::new(peer, reply, Arc::default(), flow.read_monitor());
     let accepting = tokio::time::timeout(Duration::from_secs(1), stream.accept(""));
     assert!(accepting.await.is_err());
     assert_eq!(pool.charged(), 0);
