@@ -84,7 +84,6 @@ mod tests {
 
     #[test]
     fn contradicting_limits_are_reported_by_name() {
-        let set = |text: &str| Some(text.to_owned());
         assert_eq!(errors(|_| {}), [""; 0]);
         for (change, named) in [
             (
@@ -108,8 +107,8 @@ mod tests {
             assert!(found.len() == 1 && found[0].starts_with(named), "{found:?}");
         }
         let found = errors(|raw| {
-            raw.dead_after = set("soon");
-            raw.suspect_after_busy = set("16s");
+            raw.dead_after = Some("soon".into());
+            raw.suspect_after_busy = Some("16s".into());
         });
         assert!(found.len() == 1 && found[0].starts_with("limits.deadAfter"));
     }

@@ -1,12 +1,11 @@
-use tokio::task::JoinSet;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::*;
 use crate::config::Secret;
 use crate::proxy::testing::FakeProxy;
-use crate::testing::TempDir;
 use crate::testing::server::Server;
+use crate::testing::{TempDir, stored};
 
 const LONG: Duration = Duration::from_secs(10);
 
@@ -30,11 +29,13 @@ async fn once(
 ) -> (Result<Enrolled, EnrollError>, io::Result<()>) {
     let mut rotation = EndpointRotation::default();
     let attempt = attempt(enrollment, &mut rotation);
-    timeout(LONG, async {
-        tokio::join!(attempt, server.enrollment(answer))
-    })
-    .await
-    .unwrap()
+    let both = async { tokio::join!(attempt, server.enrollment(answer)) };
+    timeout(LONG, both).await.unwrap()
+}
+
+/// Issues worker-1's certificate to the key in the directory.
+fn issue(server: &Server, scratch: &TempDir) -> Option<EnrollReply> {
+    Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
 }
 
 #[tokio::test]
@@ -45,15 +46,12 @@ async fn certificate_for_our_key_and_name_is_stored() {
         assert_eq!(*request.token, server.token().reveal());
         assert_eq!(request.node_name.as_str(), "worker-1");
         assert!(!request.csr.is_empty());
-        Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
+        issue(&server, &scratch)
     })
     .await;
     served.unwrap();
     enrolled.unwrap();
-    let stored = enrollment
-        .store
-        .load(&enrollment.node, None, SystemTime::now());
-    assert!(matches!(stored, Ok(Stored::Valid(_))));
+    stored(scratch.path());
 }
 
 #[tokio::test]
@@ -72,10 +70,7 @@ async fn configured_ca_replaces_the_pin() {
     let (server, other, scratch) = (Server::start().await, Server::start().await, TempDir::new());
     let mut enrollment = enrollment(&server, other.token(), &scratch);
     enrollment.ca = Some(vec![server.ca.der().clone()]);
-    let (enrolled, _) = once(&enrollment, &server, |_| {
-        Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
-    })
-    .await;
+    let (enrolled, _) = once(&enrollment, &server, |_| issue(&server, &scratch)).await;
     enrolled.unwrap();
 }
 
@@ -95,15 +90,9 @@ async fn proxy_resolves_the_name_and_forwards_enrollment() {
     let (server, scratch) = (Server::start().await, TempDir::new());
     let fake_proxy = FakeProxy::start().await;
     let enrollment = behind(&fake_proxy, &server, &scratch);
-    let issue = |_| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
-    let ((enrolled, served), asked) = timeout(LONG, async {
-        tokio::join!(
-            once(&enrollment, &server, issue),
-            fake_proxy.relay(server.address())
-        )
-    })
-    .await
-    .unwrap();
+    let enrolling = once(&enrollment, &server, |_| issue(&server, &scratch));
+    let both = async { tokio::join!(enrolling, fake_proxy.relay(server.address())) };
+    let ((enrolled, served), asked) = timeout(LONG, both).await.unwrap();
     served.unwrap();
     enrolled.unwrap();
     assert!(asked.starts_with("CONNECT cloud.invalid:10262 "), "{asked}");
@@ -120,10 +109,8 @@ async fn refusal_and_silence_of_a_proxy_are_reported_and_retried() {
     let error = timeout(LONG, both).await.unwrap().0.unwrap_err();
     assert!(error.is_retryable());
     let text = causes(&error);
-    let begin = format!(
-        "cloud.invalid:10262 through proxy {}: cannot connect",
-        fake_proxy.address()
-    );
+    let proxy = fake_proxy.address();
+    let begin = format!("cloud.invalid:10262 through proxy {proxy}: cannot connect");
     assert!(text.starts_with(&begin), "{text}");
     assert!(text.contains("407 No"), "{text}");
     assert!(!format!("{text} {error:?}").contains("hunter2"));
@@ -142,12 +129,7 @@ async fn every_attempt_moves_on_to_the_next_server_and_address() {
     let names = ["127.0.0.1:1", "does-not-exist.invalid:2", "[::1]:3"];
     enrollment.servers = names.map(|name| name.parse().unwrap()).to_vec();
     let mut rotation = EndpointRotation::default();
-    for expected in [
-        Some("127.0.0.1:1"),
-        None,
-        Some("[::1]:3"),
-        Some("127.0.0.1:1"),
-    ] {
+    for expected in [Some(names[0]), None, Some(names[2]), Some(names[0])] {
         let endpoint = rotation.next(&enrollment).await;
         let endpoint = endpoint.ok().map(|endpoint| endpoint.to_string());
         assert_eq!(endpoint.as_deref(), expected);
@@ -167,10 +149,8 @@ async fn refusal_says_what_to_do() {
         (EnrollCode::WrongNode, false, "--node-name"),
         (EnrollCode::Unavailable, true, "refused here"),
     ] {
-        let (enrolled, _) = once(&enrollment, &server, |_| {
-            Some(EnrollReply::Refused(code, "refused here".into()))
-        })
-        .await;
+        let refused = EnrollReply::Refused(code, "refused here".into());
+        let (enrolled, _) = once(&enrollment, &server, |_| Some(refused)).await;
         let error = enrolled.unwrap_err();
         assert_eq!(error.is_retryable(), retryable);
         assert!(error.to_string().contains(words), "{error}");
@@ -183,22 +163,13 @@ async fn answers_for_another_node_key_or_ca_are_not_stored() {
     let enrollment = enrollment(&server, server.token(), &scratch);
     let foreign_key = KeyPair::generate().unwrap();
     let uri = "culvert://agent/worker-1";
-    let foreign = EnrollReply::Issued {
-        chain: vec![server.ca.issue(&foreign_key, uri).to_vec()],
-        roots: vec![server.ca.der().to_vec()],
-    };
     enrollment.store.key().unwrap();
+    let issue = |server: &Server, uri| server.issue(scratch.path(), uri);
     for (reply, words) in [
-        (
-            server.issue(scratch.path(), "culvert://agent/worker-2"),
-            "another node",
-        ),
-        (
-            server.issue(scratch.path(), "culvert://server"),
-            "another node",
-        ),
-        (foreign, "another key"),
-        (other.issue(scratch.path(), uri), "token pins"),
+        (issue(&server, "culvert://agent/worker-2"), "another node"),
+        (issue(&server, "culvert://server"), "another node"),
+        (server.ca.reply(&foreign_key, uri), "another key"),
+        (issue(&other, uri), "token pins"),
     ] {
         let (enrolled, _) = once(&enrollment, &server, |_| Some(reply)).await;
         let error = enrolled.unwrap_err();
@@ -209,41 +180,32 @@ async fn answers_for_another_node_key_or_ca_are_not_stored() {
 
 #[tokio::test]
 async fn lost_answer_is_asked_for_again_with_the_same_key() {
-    let (server, scratch) = (Arc::new(Server::start().await), Arc::new(TempDir::new()));
+    let (server, scratch) = (Server::start().await, TempDir::new());
     let enrollment = enrollment(&server, server.token(), &scratch);
-    let mut serving = JoinSet::new();
-    let (issuer, dir) = (server.clone(), scratch.clone());
-    serving.spawn(async move {
-        let read = || std::fs::read(dir.path().join("agent.key")).unwrap();
+    let serving = async {
+        let read = || std::fs::read(scratch.path().join("agent.key")).unwrap();
         let mut first = Vec::new();
-        issuer
-            .enrollment(|_| {
-                first = read();
-                None
-            })
-            .await
-            .unwrap();
-        issuer
-            .enrollment(|_| {
-                assert_eq!(read(), first);
-                Some(issuer.issue(dir.path(), "culvert://agent/worker-1"))
-            })
-            .await
-            .unwrap();
-    });
-    timeout(LONG, enroll(&enrollment)).await.unwrap().unwrap();
-    serving.join_next().await.unwrap().unwrap();
+        let lose = |_| {
+            first = read();
+            None
+        };
+        server.enrollment(lose).await.unwrap();
+        let answer = |_| {
+            assert_eq!(read(), first);
+            issue(&server, &scratch)
+        };
+        server.enrollment(answer).await.unwrap();
+    };
+    let both = async { tokio::join!(enroll(&enrollment), serving) };
+    timeout(LONG, both).await.unwrap().0.unwrap();
 }
 
 /// Returns the certificate that the server issued to the agent before, for the key in the
 /// directory.
 fn ended(server: &Server, scratch: &TempDir) -> (Credentials, Issued) {
-    let key = CredentialStore::open(scratch.path())
-        .unwrap()
-        .key()
-        .unwrap();
-    let reply = server.issue(scratch.path(), "culvert://agent/worker-1");
-    let EnrollReply::Issued { chain, roots } = reply else {
+    let store = CredentialStore::open(scratch.path()).unwrap();
+    let key = store.key().unwrap();
+    let Some(EnrollReply::Issued { chain, roots }) = issue(server, scratch) else {
         panic!("refused")
     };
     let credentials = Credentials::issued(Arc::new(key), &chain, &roots, None).unwrap();
@@ -264,14 +226,11 @@ async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later()
     let (mut ended, (chain, roots)) = ended(&server, &scratch);
     let store = CredentialStore::open(scratch.path()).unwrap();
     store.save(&chain, &roots).unwrap();
-    let (renewed, served) = once(
-        &late(&server, ended.clone(), &scratch),
-        &server,
-        |request| {
-            assert!(request.proof.is_some());
-            Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
-        },
-    )
+    let renewal = late(&server, ended.clone(), &scratch);
+    let (renewed, served) = once(&renewal, &server, |request| {
+        assert!(request.proof.is_some());
+        issue(&server, &scratch)
+    })
     .await;
     served.unwrap();
     assert!(renewed.unwrap().issued.is_some());
@@ -288,7 +247,6 @@ async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later()
 async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
     let (server, scratch) = (Server::start().await, TempDir::new());
     let (ended, _) = ended(&server, &scratch);
-    let issue = |_: EnrollRequest| Some(server.issue(scratch.path(), "culvert://agent/worker-1"));
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
     for (name, content) in [("enrol.lock", None), ("agent.crt", Some("damaged"))] {
@@ -298,11 +256,10 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
             Some(content) => std::fs::write(&path, content).unwrap(),
             None => std::fs::create_dir(&path).unwrap(),
         }
-        let error = attempt(&by_token, &mut EndpointRotation::default())
-            .await
-            .unwrap_err();
+        let enrolled = attempt(&by_token, &mut EndpointRotation::default()).await;
+        let error = enrolled.unwrap_err();
         assert!(matches!(error, EnrollError::Credentials(_)), "{error:?}");
-        let (renewed, served) = once(&late, &server, issue).await;
+        let (renewed, served) = once(&late, &server, |_| issue(&server, &scratch)).await;
         served.unwrap();
         assert!(renewed.unwrap().issued.is_some());
         if content.is_none() {
@@ -321,11 +278,11 @@ async fn token_is_tried_when_the_server_has_another_ca() {
     let serving = async {
         let refused = server.enrollment(|_| panic!("a proof arrived")).await;
         refused.unwrap_err();
-        let issue = |request: EnrollRequest| {
+        let answer = |request: EnrollRequest| {
             assert_eq!(*request.token, server.token().reveal());
-            Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
+            issue(&server, &scratch)
         };
-        server.enrollment(issue).await.unwrap();
+        server.enrollment(answer).await.unwrap();
     };
     let both = async { tokio::join!(renew_or_enroll(&late, &by_token), serving) };
     timeout(LONG, both).await.unwrap().0.unwrap();
@@ -342,11 +299,11 @@ async fn token_that_is_refused_does_not_end_a_renewal_that_may_still_work() {
         server.enrollment(|_| None).await.unwrap();
         let refused = EnrollReply::Refused(EnrollCode::TokenExpired, "long ago".into());
         server.enrollment(|_| Some(refused)).await.unwrap();
-        let issue = |request: EnrollRequest| {
+        let answer = |request: EnrollRequest| {
             assert!(request.proof.is_some());
-            Some(server.issue(scratch.path(), "culvert://agent/worker-1"))
+            issue(&server, &scratch)
         };
-        server.enrollment(issue).await.unwrap();
+        server.enrollment(answer).await.unwrap();
     };
     let both = async { tokio::join!(renew_or_enroll(&late, &by_token), serving) };
     let renewed = timeout(LONG, both).await.unwrap().0.unwrap();
