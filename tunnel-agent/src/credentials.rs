@@ -484,14 +484,6 @@ mod tests {
     }
 
     #[test]
-    fn key_is_made_once() {
-        let scratch = TempDir::new();
-        let store = CredentialStore::open(scratch.path()).unwrap();
-        let first = store.key().unwrap().serialize_pem();
-        assert_eq!(store.key().unwrap().serialize_pem(), first);
-    }
-
-    #[test]
     fn other_name_is_a_usage_error_that_says_what_to_do() {
         let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = filled(&scratch, &ca);

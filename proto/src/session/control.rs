@@ -162,21 +162,6 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn messages_arrive_in_order_and_the_end_is_reported() {
-        let (mut server, mut agent, _sessions) = control_stream().await;
-        let bye = ControlMessage::Bye("stopping".into());
-        agent.1.send(&ControlMessage::Withdraw).await.unwrap();
-        agent.1.send(&bye).await.unwrap();
-        agent.1.finish().await.unwrap();
-        for expected in [Some(ControlMessage::Withdraw), Some(bye), None] {
-            assert_eq!(server.0.receive().await.unwrap(), expected);
-        }
-        let drain = ControlMessage::Drain(TEST_TIMEOUT);
-        server.1.send(&drain).await.unwrap();
-        assert_eq!(agent.0.receive().await.unwrap(), Some(drain));
-    }
-
-    #[tokio::test]
     async fn cancelled_receive_loses_no_bytes() {
         let (mut server, mut agent, _sessions) = control_stream().await;
         let bye = ControlMessage::Bye("in two parts".into());

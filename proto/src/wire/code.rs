@@ -188,19 +188,3 @@ impl EnrollCode {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_round_trip_and_unknown_ones_are_kept() {
-        for number in 0..64 {
-            assert_eq!(RefusalCode::from_number(number).number(), number);
-            assert_eq!(ResetCode::from_number(number).number(), number);
-            assert_eq!(CloseCode::from_number(number).number(), number);
-            assert_eq!(EnrollCode::from_number(number).number(), number);
-        }
-        assert_eq!(CloseCode::from_number(4000).label(), "unknown");
-    }
-}

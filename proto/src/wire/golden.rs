@@ -281,6 +281,13 @@ fn numbers_are_as_released() {
             EnrollCode::Unknown(13),
         ]
     );
+    for number in 0..64 {
+        assert_eq!(RefusalCode::from_number(number).number(), number);
+        assert_eq!(ResetCode::from_number(number).number(), number);
+        assert_eq!(CloseCode::from_number(number).number(), number);
+        assert_eq!(EnrollCode::from_number(number).number(), number);
+    }
+    assert_eq!(CloseCode::from_number(4000).label(), "unknown");
 }
 
 #[test]

@@ -126,26 +126,6 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn endpoint_stays_while_it_works_and_moves_on_after_a_failure() {
-        let servers: Vec<ServerAddress> = ["127.0.0.1:1", "[::1]:2"]
-            .iter()
-            .map(|text| text.parse().unwrap())
-            .collect();
-        let within = Duration::from_secs(5);
-        let mut endpoints = EndpointCursor::default();
-        let next = async |endpoints: &mut EndpointCursor| {
-            let next = endpoints.next(&servers, within, |_| false).await;
-            next.unwrap().address.unwrap().port()
-        };
-        assert_eq!(next(&mut endpoints).await, 1);
-        assert_eq!(next(&mut endpoints).await, 1);
-        endpoints.failed();
-        assert_eq!(next(&mut endpoints).await, 2);
-        endpoints.failed();
-        assert_eq!(next(&mut endpoints).await, 1);
-    }
-
-    #[tokio::test]
     async fn name_for_a_proxy_counts_as_one_address() {
         let servers = ["cloud.invalid:1", "127.0.0.1:2", "other.invalid:3"];
         let servers = servers.map(|text| text.parse().unwrap());

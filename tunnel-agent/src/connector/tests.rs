@@ -6,7 +6,7 @@ use tunnel_proto::transport::memory::Path;
 use tunnel_proto::wire::control::ControlMessage;
 
 use super::*;
-use crate::config::{Limits, Secret, ServerAddress};
+use crate::config::Limits;
 use crate::credentials::{CredentialStore, RotatingCredentials};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
@@ -28,7 +28,17 @@ struct TestEnv {
 
 impl TestEnv {
     fn start(choice: TransportChoice) -> Self {
-        Self::with(choice, &["192.0.2.1:10262"], ProxyChoice::default())
+        Self::with(choice, &["192.0.2.1:10262"], None)
+    }
+
+    /// Starts with a session.
+    async fn ready(transport: TransportKind) -> (Self, Peer) {
+        let mut env = match transport {
+            TransportKind::H2 => Self::behind_a_firewall(),
+            TransportKind::Quic | TransportKind::Memory => Self::start(AUTO),
+        };
+        let peer = env.peer(transport).await;
+        (env, peer)
     }
 
     /// Starts with UDP blocked.
@@ -40,25 +50,16 @@ impl TestEnv {
 
     /// Starts without an answer on any path, after a session over `remembered`.
     async fn cut_off(remembered: TransportKind) -> Self {
-        let mut env = match remembered {
-            TransportKind::H2 => Self::behind_a_firewall(),
-            TransportKind::Quic | TransportKind::Memory => Self::start(AUTO),
-        };
-        let peer = env.peer(remembered).await;
+        let (env, peer) = Self::ready(remembered).await;
         env.net.set(Path::Silent);
         peer.session.close(CloseCode::Draining, "gone").await;
         env
     }
 
-    fn with(choice: TransportChoice, servers: &[&str], proxy: ProxyChoice) -> Self {
-        Self::with_credentials(None, choice, servers, proxy)
-    }
-
-    fn with_credentials(
-        rotating_credentials: Option<Arc<RotatingCredentials>>,
+    fn with(
         choice: TransportChoice,
         servers: &[&str],
-        proxy: ProxyChoice,
+        rotating_credentials: Option<Arc<RotatingCredentials>>,
     ) -> Self {
         let (net, readiness) = (FakeNetwork::new(), Readiness::default());
         let mut context = context(Limits {
@@ -70,7 +71,7 @@ impl TestEnv {
         let context = Arc::new(context);
         let dialers = Arc::new(Dialers {
             servers: servers.iter().map(|name| name.parse().unwrap()).collect(),
-            proxy,
+            proxy: ProxyChoice::default(),
             quic: net.quic.clone(),
             h2: net.h2.clone(),
         });
@@ -152,8 +153,7 @@ async fn expect_bye(peer: &mut Peer) {
 
 #[tokio::test(start_paused = true)]
 async fn quic_that_answers_is_alone() {
-    let mut env = TestEnv::start(AUTO);
-    let _peer = env.peer(TransportKind::Quic).await;
+    let (mut env, _peer) = TestEnv::ready(TransportKind::Quic).await;
     env.expect_lap(..0.1);
     env.advance(3600).await;
     assert_eq!(env.net.h2.dials(), []);
@@ -162,8 +162,7 @@ async fn quic_that_answers_is_alone() {
 
 #[tokio::test(start_paused = true)]
 async fn silent_quic_falls_back_to_h2_after_three_seconds() {
-    let mut env = TestEnv::behind_a_firewall();
-    let _peer = env.peer(TransportKind::H2).await;
+    let (mut env, _peer) = TestEnv::ready(TransportKind::H2).await;
     env.expect_lap(3.0..3.1);
     assert_eq!(env.count(TransportKind::H2, ConnectResult::Ready), 1);
     env.advance(1).await;
@@ -205,8 +204,7 @@ async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
 
 #[tokio::test(start_paused = true)]
 async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
-    let mut env = TestEnv::behind_a_firewall();
-    let peer = env.peer(TransportKind::H2).await;
+    let (mut env, peer) = TestEnv::ready(TransportKind::H2).await;
     env.net.quic.dials();
     peer.session.close(CloseCode::Draining, "restarting").await;
     env.lap();
@@ -225,8 +223,7 @@ async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
 
 #[tokio::test(start_paused = true)]
 async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
-    let mut env = TestEnv::behind_a_firewall();
-    let peer = env.peer(TransportKind::H2).await;
+    let (mut env, peer) = TestEnv::ready(TransportKind::H2).await;
     env.net.h2.set(Path::Alert);
     env.net.quic.set(Path::Open);
     peer.session.close(CloseCode::Draining, "restarting").await;
@@ -250,9 +247,8 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
     let rotating_credentials =
         RotatingCredentials::new(node, stored, Some(store), None, Metrics::default());
     let in_use = || rotating_credentials.identity().own().cert[0].to_vec();
-    let (some_credentials, servers) = (Some(rotating_credentials.clone()), ["192.0.2.1:10262"]);
-    let mut env =
-        TestEnv::with_credentials(some_credentials, AUTO, &servers, ProxyChoice::default());
+    let some_credentials = Some(rotating_credentials.clone());
+    let mut env = TestEnv::with(AUTO, &["192.0.2.1:10262"], some_credentials);
     env.net.set(Path::Refused);
     env.advance(10).await;
     // No connection says nothing of certificates.
@@ -333,7 +329,7 @@ async fn explicit_transport_is_the_only_one() {
 #[tokio::test(start_paused = true)]
 async fn servers_and_their_addresses_are_tried_in_rotation() {
     let servers = ["192.0.2.1:1", "192.0.2.2:2"];
-    let mut env = TestEnv::with(TransportChoice::Quic, &servers, ProxyChoice::default());
+    let mut env = TestEnv::with(TransportChoice::Quic, &servers, None);
     for _ in 0..2 {
         for name in servers {
             let arrival = env.net.arrival().await;
@@ -348,19 +344,5 @@ async fn servers_and_their_addresses_are_tried_in_rotation() {
         let peer = arrival.welcome().await;
         env.until(TestEnv::is_ready).await;
         peer.session.close(CloseCode::Draining, "restarting").await;
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn name_behind_a_proxy_is_not_resolved_here() {
-    let servers = ["cloud.invalid:1", "cloud.invalid:2"];
-    let addresses: Vec<ServerAddress> = servers.iter().map(|name| name.parse().unwrap()).collect();
-    let url = Secret("http://192.0.2.9:3128".into());
-    let proxy = ProxyChoice::decide(Some(&url), None, &addresses).unwrap();
-    let mut env = TestEnv::with(TransportChoice::H2, &servers, proxy);
-    for name in servers {
-        let arrival = env.net.arrival().await;
-        assert_eq!(arrival.name, name);
-        arrival.reject(CloseCode::Overloaded).await;
     }
 }

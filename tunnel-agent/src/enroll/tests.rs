@@ -86,19 +86,6 @@ fn behind(fake_proxy: &FakeProxy, server: &Server, scratch: &TempDir) -> Enrollm
 }
 
 #[tokio::test]
-async fn proxy_resolves_the_name_and_forwards_enrollment() {
-    let (server, scratch) = (Server::start().await, TempDir::new());
-    let fake_proxy = FakeProxy::start().await;
-    let enrollment = behind(&fake_proxy, &server, &scratch);
-    let enrolling = once(&enrollment, &server, |_| issue(&server, &scratch));
-    let both = async { tokio::join!(enrolling, fake_proxy.relay(server.address())) };
-    let ((enrolled, served), asked) = timeout(LONG, both).await.unwrap();
-    served.unwrap();
-    enrolled.unwrap();
-    assert!(asked.starts_with("CONNECT cloud.invalid:10262 "), "{asked}");
-}
-
-#[tokio::test]
 async fn refusal_and_silence_of_a_proxy_are_reported_and_retried() {
     let (server, scratch) = (Server::start().await, TempDir::new());
     let fake_proxy = FakeProxy::start().await;

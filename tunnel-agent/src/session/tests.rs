@@ -74,11 +74,15 @@ impl TestEnv {
         self.server.open(&header, LONG).await.unwrap()
     }
 
-    /// Takes the session up to Welcome.
-    async fn ready(&mut self) -> (ControlReader, ControlWriter) {
-        let control = net::admit(&*self.server, welcome()).await;
+    /// Starts a session and takes it up to Welcome.
+    async fn ready() -> (Self, ControlReader, ControlWriter) {
+        Self::start().welcomed().await
+    }
+
+    async fn welcomed(mut self) -> (Self, ControlReader, ControlWriter) {
+        let (reader, writer) = net::admit(&*self.server, welcome()).await;
         assert_eq!(self.session_event().await, SessionEvent::Ready);
-        control
+        (self, reader, writer)
     }
 
     /// Like [`TestEnv::ready`], with a certificate that is due for renewal.
@@ -94,9 +98,7 @@ impl TestEnv {
             None,
             context.metrics.clone(),
         );
-        let mut env = Self::with(context);
-        let (reader, writer) = env.ready().await;
-        (env, reader, writer)
+        Self::with(context).welcomed().await
     }
 
     async fn session_event(&mut self) -> SessionEvent {
@@ -211,8 +213,7 @@ async fn welcome_must_come_in_time() {
 
 #[tokio::test]
 async fn drain_withdraws_finishes_streams_and_sends_bye() {
-    let mut env = TestEnv::start();
-    let (mut reader, _writer) = env.ready().await;
+    let (mut env, mut reader, _writer) = TestEnv::ready().await;
     let busy = Busy::on(&*env.server).await;
     let shutdown = env.shutdown.clone();
     let mut drain = JoinSet::new();
@@ -244,8 +245,7 @@ async fn drain_during_admission_closes_the_session() {
 
 #[tokio::test(start_paused = true)]
 async fn bye_of_the_server_ends_the_session() {
-    let mut env = TestEnv::start();
-    let (_reader, mut writer) = env.ready().await;
+    let (mut env, _reader, mut writer) = TestEnv::ready().await;
     let bye = ControlMessage::Bye("done".into());
     for message in [ControlMessage::Drain(LONG), ControlMessage::Unknown, bye] {
         writer.send(&message).await.unwrap();
@@ -257,16 +257,15 @@ async fn bye_of_the_server_ends_the_session() {
 
 #[tokio::test]
 async fn cut_control_stream_ends_the_session() {
-    let mut env = TestEnv::start();
-    drop(env.ready().await);
+    let (mut env, reader, writer) = TestEnv::ready().await;
+    drop((reader, writer));
     let summary = env.outcome().await.unwrap();
     assert_eq!(summary.reason.code, CloseCode::Protocol);
 }
 
 #[tokio::test(start_paused = true)]
 async fn suspicion_is_reported_to_both_and_withdrawn() {
-    let mut env = TestEnv::start();
-    let (mut reader, _writer) = env.ready().await;
+    let (mut env, mut reader, _writer) = TestEnv::ready().await;
     env.agent_session.script().is_silent = true;
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
     expect_control(&mut reader, ControlMessage::Suspect(true)).await;
@@ -277,8 +276,7 @@ async fn suspicion_is_reported_to_both_and_withdrawn() {
 
 #[tokio::test(start_paused = true)]
 async fn doubt_of_the_server_makes_the_session_suspect() {
-    let mut env = TestEnv::start();
-    let (_reader, mut writer) = env.ready().await;
+    let (mut env, _reader, mut writer) = TestEnv::ready().await;
     let began = Instant::now();
     for (doubts, session_event) in [(true, SessionEvent::Suspect), (false, SessionEvent::Live)] {
         writer.send(&ControlMessage::Suspect(doubts)).await.unwrap();
@@ -291,8 +289,7 @@ async fn doubt_of_the_server_makes_the_session_suspect() {
 async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol() {
     let drain = ControlMessage::Drain(LONG);
     for message in [drain, ControlMessage::Unknown, ControlMessage::Withdraw] {
-        let mut env = TestEnv::start();
-        let (_reader, mut writer) = env.ready().await;
+        let (mut env, _reader, mut writer) = TestEnv::ready().await;
         for _ in 0..=50 {
             let _closed_meanwhile = writer.send(&message).await;
         }
@@ -314,10 +311,10 @@ async fn flood_of_control_messages_before_welcome_ends_the_session() {
 
 #[tokio::test(start_paused = true)]
 async fn silent_session_is_dead_at_its_limit_though_its_messages_are_not_read() {
-    let mut env = TestEnv::start();
+    let env = TestEnv::start();
     // The stream is too narrow for a single message that is not read.
     env.server.script().next_window = Some(1);
-    let _control = env.ready().await;
+    let (mut env, _reader, _writer) = env.welcomed().await;
     let ready = Instant::now();
     env.agent_session.script().is_silent = true;
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
@@ -329,8 +326,7 @@ async fn silent_session_is_dead_at_its_limit_though_its_messages_are_not_read() 
 
 #[tokio::test(start_paused = true)]
 async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_session() {
-    let mut env = TestEnv::start();
-    let _control = env.ready().await;
+    let (mut env, _reader, _writer) = TestEnv::ready().await;
     env.agent_session.script().is_silent = true;
     // A time between two checks of an idle session.
     tokio::time::sleep(Duration::from_millis(7300)).await;
@@ -345,8 +341,7 @@ async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_sess
 
 #[tokio::test]
 async fn retired_session_serves_what_was_opened_before_and_ends_with_its_last_stream() {
-    let mut env = TestEnv::start();
-    let (mut reader, _writer) = env.ready().await;
+    let (mut env, mut reader, _writer) = TestEnv::ready().await;
     let first = Busy::on(&*env.server).await;
     env.retire.cancel();
     expect_control(&mut reader, ControlMessage::Withdraw).await;
@@ -362,8 +357,7 @@ async fn retired_session_serves_what_was_opened_before_and_ends_with_its_last_st
 
 #[tokio::test]
 async fn drain_sends_bye_on_a_retired_session_too() {
-    let mut env = TestEnv::start();
-    let (mut reader, _writer) = env.ready().await;
+    let (mut env, mut reader, _writer) = TestEnv::ready().await;
     let _busy = Busy::on(&*env.server).await;
     env.retire.cancel();
     env.shutdown.drain().cancel();
@@ -376,8 +370,7 @@ async fn drain_sends_bye_on_a_retired_session_too() {
 
 #[tokio::test(start_paused = true)]
 async fn drain_of_the_server_is_one_event() {
-    let mut env = TestEnv::start();
-    let (_reader, mut writer) = env.ready().await;
+    let (mut env, _reader, mut writer) = TestEnv::ready().await;
     for _ in 0..3 {
         writer.send(&ControlMessage::Drain(LONG)).await.unwrap();
     }
@@ -393,8 +386,7 @@ fn renewed() -> ControlMessage {
 
 #[tokio::test]
 async fn certificate_that_was_not_asked_for_ends_the_session() {
-    let mut env = TestEnv::start();
-    let (_reader, mut writer) = env.ready().await;
+    let (mut env, _reader, mut writer) = TestEnv::ready().await;
     writer.send(&renewed()).await.unwrap();
     env.expect_closed_for(CloseCode::Protocol).await;
 }

@@ -4,8 +4,7 @@ use super::*;
 
 #[tokio::test(start_paused = true)]
 async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
-    let mut env = TestEnv::behind_a_firewall();
-    let mut old = env.peer(TransportKind::H2).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::H2).await;
     let running = Busy::on(&*old.session).await;
     env.advance(100).await;
     env.net.quic.set(Path::Open);
@@ -32,8 +31,7 @@ async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
 
 #[tokio::test(start_paused = true)]
 async fn quic_lost_soon_after_promotion_is_left_alone_for_2_4_to_30_minutes() {
-    let mut env = TestEnv::behind_a_firewall();
-    let mut h2 = env.peer(TransportKind::H2).await;
+    let (mut env, mut h2) = TestEnv::ready(TransportKind::H2).await;
     for minutes in [0.75, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0] {
         env.net.quic.set(Path::Open);
         let quic = env.peer(TransportKind::Quic).await;
@@ -51,8 +49,7 @@ async fn quic_lost_soon_after_promotion_is_left_alone_for_2_4_to_30_minutes() {
 
 #[tokio::test(start_paused = true)]
 async fn loss_counts_from_the_silence_and_not_from_what_replaced_it() {
-    let mut env = TestEnv::behind_a_firewall();
-    let _h2 = env.peer(TransportKind::H2).await;
+    let (mut env, _h2) = TestEnv::ready(TransportKind::H2).await;
     env.net.quic.set(Path::Open);
     let mut quic = env.net.peer().await;
     env.advance(58).await;
@@ -69,8 +66,7 @@ async fn loss_counts_from_the_silence_and_not_from_what_replaced_it() {
 
 #[tokio::test(start_paused = true)]
 async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
-    let mut env = TestEnv::start(AUTO);
-    let mut peer = env.peer(TransportKind::Quic).await;
+    let (mut env, mut peer) = TestEnv::ready(TransportKind::Quic).await;
     let running = Busy::on(&*peer.session).await;
     env.net.set(Path::Silent);
     env.net.quic.dials();
@@ -94,8 +90,7 @@ async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
 
 #[tokio::test(start_paused = true)]
 async fn suspect_session_is_replaced_and_keeps_its_streams() {
-    let mut env = TestEnv::start(AUTO);
-    let mut old = env.peer(TransportKind::Quic).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
     let running = Busy::on(&*old.session).await;
     env.net.quic.set(Path::Silent);
     old.agent_session.script().is_silent = true;
@@ -117,8 +112,7 @@ async fn suspect_session_is_replaced_and_keeps_its_streams() {
 
 #[tokio::test(start_paused = true)]
 async fn recovery_of_a_retired_quic_session_brings_quic_back() {
-    let mut env = TestEnv::start(AUTO);
-    let mut old = env.peer(TransportKind::Quic).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
     env.net.quic.set(Path::Silent);
     old.agent_session.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
@@ -136,8 +130,7 @@ async fn recovery_of_a_retired_quic_session_brings_quic_back() {
 
 #[tokio::test(start_paused = true)]
 async fn idle_session_that_is_silent_is_replaced_within_20_seconds() {
-    let mut env = TestEnv::start(AUTO);
-    let old = env.peer(TransportKind::Quic).await;
+    let (mut env, old) = TestEnv::ready(TransportKind::Quic).await;
     env.advance(100).await;
     env.net.quic.set(Path::Silent);
     old.agent_session.script().is_silent = true;
@@ -152,8 +145,7 @@ async fn idle_session_that_is_silent_is_replaced_within_20_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn dead_session_leaves_the_search_for_another_as_it_is() {
-    let mut env = TestEnv::start(AUTO);
-    let old = env.peer(TransportKind::Quic).await;
+    let (mut env, old) = TestEnv::ready(TransportKind::Quic).await;
     env.net.set(Path::Silent);
     old.agent_session.script().is_silent = true;
     assert_eq!(old.closed().await.code, CloseCode::Dead);
@@ -170,8 +162,7 @@ async fn dead_session_leaves_the_search_for_another_as_it_is() {
 
 #[tokio::test(start_paused = true)]
 async fn close_of_a_suspect_session_shows_that_the_server_is_back() {
-    let mut env = TestEnv::start(AUTO);
-    let old = env.peer(TransportKind::Quic).await;
+    let (mut env, old) = TestEnv::ready(TransportKind::Quic).await;
     env.net.set(Path::Silent);
     old.agent_session.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
@@ -200,8 +191,7 @@ async fn loser_that_was_admitted_retires() {
 
 #[tokio::test(start_paused = true)]
 async fn drain_with_two_sessions_closes_both_without_loss() {
-    let mut env = TestEnv::behind_a_firewall();
-    let mut old = env.peer(TransportKind::H2).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::H2).await;
     let on_old = Busy::on(&*old.session).await;
     env.net.quic.set(Path::Open);
     let mut new = env.peer(TransportKind::Quic).await;
@@ -235,8 +225,7 @@ async fn drain_ends_an_agent_that_has_no_session() {
 
 #[tokio::test(start_paused = true)]
 async fn dropped_connector_cuts_its_sessions() {
-    let mut env = TestEnv::start(AUTO);
-    let peer = env.peer(TransportKind::Quic).await;
+    let (mut env, peer) = TestEnv::ready(TransportKind::Quic).await;
     env.agent.shutdown().await;
     // The agent's end is gone; the test holds the last handle.
     assert_eq!(Arc::strong_count(&peer.agent_session), 1);
@@ -244,8 +233,7 @@ async fn dropped_connector_cuts_its_sessions() {
 
 #[tokio::test(start_paused = true)]
 async fn drain_of_the_server_has_another_session_dialed_while_the_old_one_serves() {
-    let mut env = TestEnv::start(AUTO);
-    let mut old = env.peer(TransportKind::Quic).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
     let running = Busy::on(&*old.session).await;
     env.advance(60).await;
     env.lap();
@@ -263,8 +251,7 @@ async fn drain_of_the_server_has_another_session_dialed_while_the_old_one_serves
 
 #[tokio::test(start_paused = true)]
 async fn agent_of_a_stopping_server_dials_on_until_another_one_answers() {
-    let mut env = TestEnv::start(AUTO);
-    let mut old = env.peer(TransportKind::Quic).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
     env.advance(60).await;
     env.net.set(Path::Refused);
     env.net.quic.dials();
@@ -283,8 +270,7 @@ async fn agent_of_a_stopping_server_dials_on_until_another_one_answers() {
 
 #[tokio::test(start_paused = true)]
 async fn end_of_a_stopped_server_has_the_next_one_dialed_afresh() {
-    let mut env = TestEnv::start(AUTO);
-    let mut old = env.peer(TransportKind::Quic).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
     env.advance(60).await;
     env.net.quic.set(Path::Silent);
     env.net.h2.set(Path::Refused);
@@ -301,8 +287,7 @@ async fn end_of_a_stopped_server_has_the_next_one_dialed_afresh() {
 async fn agents_of_a_stopping_server_do_not_dial_in_step() {
     let mut waits = Vec::new();
     for _ in 0..50 {
-        let mut env = TestEnv::start(AUTO);
-        let mut old = env.peer(TransportKind::Quic).await;
+        let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
         env.advance(60).await;
         old.send_drain().await;
         env.lap();
@@ -317,8 +302,7 @@ async fn agents_of_a_stopping_server_do_not_dial_in_step() {
 
 #[tokio::test(start_paused = true)]
 async fn stopping_server_that_falls_silent_and_recovers_is_still_replaced() {
-    let mut env = TestEnv::start(AUTO);
-    let mut old = env.peer(TransportKind::Quic).await;
+    let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
     env.advance(60).await;
     env.net.set(Path::Refused);
     old.send_drain().await;
