@@ -50,14 +50,6 @@ pub struct RelayOutcome {
     pub end: RelayEnd,
 }
 
-impl RelayOutcome {
-    /// Returns whether every byte that was read reached the other side.
-    #[must_use]
-    pub fn is_clean(&self) -> bool {
-        matches!(self.end, RelayEnd::Clean)
-    }
-}
-
 /// Relays until both directions have ended or one is cut. Idle streams are never cut.
 ///
 /// If the future is dropped, bytes in flight are lost, and the caller must drop both sides as after

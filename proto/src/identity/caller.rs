@@ -74,9 +74,12 @@ mod tests {
         value.into()
     }
 
-    /// Returns a second type for a common name, because rcgen accepts each type only once.
-    fn second_name() -> DnType {
-        DnType::CustomDnType(vec![2, 5, 4, 3])
+    /// Returns a subject with another common name.
+    fn two_names(second: DnValue) -> Vec<(DnType, DnValue)> {
+        // A second type for common names, because rcgen accepts each type only once.
+        let kind = DnType::CustomDnType(vec![2, 5, 4, 3]);
+        let first = (DnType::CommonName, text("prometheus"));
+        vec![first, (kind, second)]
     }
 
     #[test]
@@ -109,10 +112,7 @@ mod tests {
             teletex("system:node:edge-1"),
         ] {
             let alone = vec![(DnType::CommonName, kubelet.clone())];
-            let second = vec![
-                (DnType::CommonName, text("prometheus")),
-                (second_name(), kubelet.clone()),
-            ];
+            let second = two_names(kubelet.clone());
             for subject in [alone, second] {
                 assert_eq!(name(subject), Err(CallerError::Kubelet), "{kubelet:?}");
             }
@@ -139,10 +139,7 @@ mod tests {
             vec![],
             vec![(DnType::CommonName, text(""))],
             vec![(DnType::OrganizationName, text("system:masters"))],
-            vec![
-                (DnType::CommonName, text("prometheus")),
-                (second_name(), text("prometheus")),
-            ],
+            two_names(text("prometheus")),
         ] {
             let result = name(subject.clone());
             assert_eq!(result, Err(CallerError::NoSingleName), "{subject:?}");

@@ -182,45 +182,31 @@ mod tests {
         let servers = servers(&["cloud.example.com:10262"]);
         let up = ("HTTPS_PROXY", "http://up:1");
         let low = ("https_proxy", "http://low:2");
+        let wrong = ("HTTPS_PROXY", "socks5://x:1");
+        let no_proxy = ("no_proxy", "example.com");
+        let [by_up, given] = ["up:1 (HTTPS_PROXY)", "given:3 (--proxy)"];
         for (explicit, variables, expected) in [
             (None, &[][..], "none"),
-            (None, &[up], "up:1 (HTTPS_PROXY)"),
+            (None, &[up], by_up),
             (None, &[low], "low:2 (https_proxy)"),
-            (None, &[low, up], "up:1 (HTTPS_PROXY)"),
+            (None, &[low, up], by_up),
             (None, &[low, ("HTTPS_PROXY", " ")], "low:2 (https_proxy)"),
             (None, &[("HTTP_PROXY", "http://p:1")], "none"),
             (None, &[up, ("NO_PROXY", "example.com")], "none"),
-            (None, &[up, ("no_proxy", "example.com")], "none"),
-            (
-                None,
-                &[up, ("NO_PROXY", "x"), ("no_proxy", "example.com")],
-                "up:1 (HTTPS_PROXY)",
-            ),
-            (
-                None,
-                &[up, ("NO_PROXY", ""), ("no_proxy", "example.com")],
-                "none",
-            ),
-            (Some("http://given:3"), &[], "given:3 (--proxy)"),
-            (Some("given:3"), &[up], "given:3 (--proxy)"),
-            (
-                Some("given:3"),
-                &[up, ("NO_PROXY", "*")],
-                "given:3 (--proxy)",
-            ),
+            (None, &[up, no_proxy], "none"),
+            (None, &[up, ("NO_PROXY", "x"), no_proxy], by_up),
+            (None, &[up, ("NO_PROXY", ""), no_proxy], "none"),
+            (Some("http://given:3"), &[], given),
+            (Some("given:3"), &[up], given),
+            (Some("given:3"), &[up, ("NO_PROXY", "*")], given),
             (Some("off"), &[up], "none"),
             (Some(" off "), &[up], "none"),
             (Some(""), &[up], "none"),
-            (Some("off"), &[("HTTPS_PROXY", "socks5://x:1")], "none"),
-            (
-                None,
-                &[("HTTPS_PROXY", "socks5://x:1"), ("NO_PROXY", "*")],
-                "none",
-            ),
+            (Some("off"), &[wrong], "none"),
+            (None, &[wrong, ("NO_PROXY", "*")], "none"),
         ] {
-            let explicit = explicit.map(Secret::from);
-            let choice =
-                ProxyChoice::decide(explicit.as_ref(), environment(variables).as_ref(), &servers);
+            let (explicit, environment) = (explicit.map(Secret::from), environment(variables));
+            let choice = ProxyChoice::decide(explicit.as_ref(), environment.as_ref(), &servers);
             let choice = choice.unwrap();
             assert_eq!(choice.to_string(), expected, "{explicit:?} {variables:?}");
             assert_eq!(choice.is_explicit(), expected.ends_with("(--proxy)"));
@@ -238,8 +224,8 @@ mod tests {
         let environment = environment(&variables);
         let proxied = |explicit: Option<&str>| {
             let explicit = explicit.map(Secret::from);
-            let choice =
-                ProxyChoice::decide(explicit.as_ref(), environment.as_ref(), &servers).unwrap();
+            let choice = ProxyChoice::decide(explicit.as_ref(), environment.as_ref(), &servers);
+            let choice = choice.unwrap();
             assert!(!format!("{choice:?}{environment:?}").contains("hunter2"));
             let each = servers.iter().map(|server| choice.is_proxied(server));
             each.collect::<Vec<_>>()

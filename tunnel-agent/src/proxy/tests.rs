@@ -115,11 +115,7 @@ async fn refusals_say_what_to_do_and_keep_the_secret() {
     let fake_proxy = FakeProxy::start().await;
     for (user, line, words) in [
         ("", "407 Proxy Authentication Required", "user:password"),
-        (
-            "me:hunter2@",
-            "407 No",
-            "does not take the user and password",
-        ),
+        ("me:hunter2@", "407 No", "take the user and password"),
         ("me:hunter2@", "403 Forbidden", "allow CONNECT"),
         ("", "502 Bad Gateway", "does not reach the server"),
         ("", "503 Service Unavailable", "does not reach the server"),

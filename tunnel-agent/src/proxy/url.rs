@@ -152,40 +152,24 @@ mod tests {
             ("10.0.0.1:1", "10.0.0.1:1", None),
             ("http://[2001:db8::1]:3128", "[2001:db8::1]:3128", None),
             ("[fe80::1%eth0]", "[fe80::1%eth0]:80", None),
-            (
-                "http://user:pass@proxy:3128",
-                "proxy:3128",
-                Some("user:pass"),
-            ),
+            ("http://user:pass@p:3128", "p:3128", Some("user:pass")),
             ("user:pass@[::1]:3128/", "[::1]:3128", Some("user:pass")),
             ("http://user@proxy:1", "proxy:1", Some("user:")),
-            (
-                "http://u:p%40s%2fs%3A%25@proxy",
-                "proxy:80",
-                Some("u:p@s/s:%"),
-            ),
+            ("http://u:p%40s%2fs%3A%25@p", "p:80", Some("u:p@s/s:%")),
             ("http://u:p@ss:w@proxy", "proxy:80", Some("u:p@ss:w")),
-            (
-                "http://d%5Cu:%C3%A9+@proxy",
-                "proxy:80",
-                Some("d\\u:\u{e9}+"),
-            ),
+            ("http://d%5Cu:%C3%A9+@p", "p:80", Some("d\\u:\u{e9}+")),
         ] {
             let proxy = parse(url);
             assert_eq!(proxy.to_string(), authority, "{url}");
-            let expected =
-                user.map(|user| Secret(format!("Basic {}", BASE64_STANDARD.encode(user))));
-            assert_eq!(proxy.authorization, expected, "{url}");
+            let basic = |user| Secret(format!("Basic {}", BASE64_STANDARD.encode(user)));
+            assert_eq!(proxy.authorization, user.map(basic), "{url}");
         }
     }
 
     #[test]
     fn wrong_urls_are_explained_without_their_secrets() {
         for (url, words) in [
-            (
-                "https://u:hunter2@proxy:443",
-                "https:// proxies are not supported",
-            ),
+            ("https://u:hunter2@proxy:443", "https:// proxies are not"),
             ("SOCKS5://hunter2@proxy", "socks5:// proxies are not"),
             ("socks5h://proxy:1080", "socks5h:// proxies are not"),
             ("hunter2://proxy", "only http:// is"),

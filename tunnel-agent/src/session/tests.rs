@@ -264,17 +264,6 @@ async fn cut_control_stream_ends_the_session() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn suspicion_is_reported_to_both_and_withdrawn() {
-    let (mut env, mut reader, _writer) = TestEnv::ready().await;
-    env.agent_session.script().is_silent = true;
-    assert_eq!(env.session_event().await, SessionEvent::Suspect);
-    expect_control(&mut reader, ControlMessage::Suspect(true)).await;
-    env.agent_session.script().is_silent = false;
-    assert_eq!(env.session_event().await, SessionEvent::Live);
-    expect_control(&mut reader, ControlMessage::Suspect(false)).await;
-}
-
-#[tokio::test(start_paused = true)]
 async fn doubt_of_the_server_makes_the_session_suspect() {
     let (mut env, _reader, mut writer) = TestEnv::ready().await;
     let began = Instant::now();
@@ -337,22 +326,6 @@ async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_sess
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
     let waited = began.elapsed();
     assert!((5000..5300).contains(&waited.as_millis()), "{waited:?}");
-}
-
-#[tokio::test]
-async fn retired_session_serves_what_was_opened_before_and_ends_with_its_last_stream() {
-    let (mut env, mut reader, _writer) = TestEnv::ready().await;
-    let first = Busy::on(&*env.server).await;
-    env.retire.cancel();
-    expect_control(&mut reader, ControlMessage::Withdraw).await;
-    // The server opened the stream before it read Withdraw.
-    let late = Busy::on(&*env.server).await;
-    for busy in [first, late] {
-        assert!(env.agent.try_join_next().is_none());
-        busy.finish().await;
-    }
-    expect_bye(&mut reader).await;
-    env.expect_closed_for(CloseCode::Normal).await;
 }
 
 #[tokio::test]

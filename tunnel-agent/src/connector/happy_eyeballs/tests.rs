@@ -58,13 +58,6 @@ fn definite_answer_decides() {
 }
 
 #[test]
-fn alert_over_remembered_h2_lets_quic_run() {
-    let (first, second) = (H2, Some(Quic));
-    let mut happy_eyeballs = HappyEyeballs::new(first, second, Instant::now(), seconds(3));
-    assert_eq!(happy_eyeballs.failed(H2, HandshakeFailed), Dial(Quic));
-}
-
-#[test]
 fn round_does_not_wait_for_the_end_of_the_second() {
     let (mut happy_eyeballs, start) = happy_eyeballs();
     happy_eyeballs.start_second();
