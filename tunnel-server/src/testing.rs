@@ -1,5 +1,6 @@
 //! Test support: the state of a server, and agents that the test plays over in-memory sessions.
 
+use std::fmt::Display;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +36,13 @@ pub(crate) fn node() -> NodeName {
 
 pub(crate) fn header() -> StreamHeader {
     StreamHeader::new(StreamKind::Target(Target::Node(Port::new(9100).unwrap())))
+}
+
+/// Checks that `text` contains `part`.
+#[track_caller]
+pub(crate) fn assert_contains(text: &(impl Display + ?Sized), part: &str) {
+    let text = text.to_string();
+    assert!(text.contains(part), "{part:?} is not in {text:?}");
 }
 
 /// Waits until `holds` returns `true`.

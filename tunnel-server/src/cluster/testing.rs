@@ -71,6 +71,12 @@ impl Call {
         self.respond(200, object.to_string());
     }
 
+    /// Answers with the object of the request.
+    pub(super) fn accept(self) {
+        let object = self.body.clone();
+        self.answer(&object);
+    }
+
     /// Answers with a watch that sends these events and stays open.
     pub(super) fn stream(self, events: &[Value]) -> tokio::sync::mpsc::Sender<String> {
         let (more, mut lines) = tokio::sync::mpsc::channel::<String>(16);
@@ -94,14 +100,9 @@ impl Call {
     }
 
     fn respond(self, code: u16, body: String) {
+        let body = Full::from(body).map_err(|never| match never {});
         let response = Response::builder().status(code);
-        let response = response
-            .body(
-                Full::from(body)
-                    .map_err(|never| match never {})
-                    .boxed_unsync(),
-            )
-            .unwrap();
-        self.answer.send_response(response);
+        let response = response.body(body.boxed_unsync());
+        self.answer.send_response(response.unwrap());
     }
 }

@@ -21,6 +21,7 @@ use crate::testing::{POOL, eventually};
 /// The cluster controllers with their inputs and outputs, and the mock API server.
 struct Fixture {
     server: ApiServer,
+    cluster: Cluster,
     routes: Routes,
     records: Records,
     policy: SharedPortPolicy,
@@ -30,7 +31,8 @@ struct Fixture {
     writing: WritersHandle,
 }
 
-fn fixture(data: &DataDir) -> Fixture {
+/// Starts the controllers. The cluster has these nodes.
+fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
     let raw = RawConfig {
         http_proxy_ports: Some("9200".into()),
         ..RawConfig::default()
@@ -70,17 +72,16 @@ fn fixture(data: &DataDir) -> Fixture {
         dials_by_ranges: false,
         signer: None,
     };
-    let shared = (
-        inputs.routes.clone(),
-        inputs.records.clone(),
-        inputs.readiness.clone(),
-        inputs.shutdown.clone(),
-    );
-    let (routes, records, readiness, shutdown) = shared;
+    let (routes, records) = (inputs.routes.clone(), inputs.records.clone());
+    let (readiness, shutdown) = (inputs.readiness.clone(), inputs.shutdown.clone());
     let settings = config.kubernetes.unwrap();
     let handle = ClusterHandle::with_connection(connection, &readiness, &mut counters);
     Fixture {
         server,
+        cluster: Cluster {
+            nodes: list(nodes),
+            watches: BTreeMap::new(),
+        },
         routes,
         records,
         policy,
@@ -124,18 +125,9 @@ fn ports(lists: &Value) -> Value {
 struct Cluster {
     nodes: Value,
     watches: BTreeMap<&'static str, Sender<String>>,
-    leases: usize,
 }
 
 impl Cluster {
-    fn new(nodes: Value) -> Self {
-        Self {
-            nodes,
-            watches: BTreeMap::new(),
-            leases: 0,
-        }
-    }
-
     /// Answers a request of the start-up. Returns other requests.
     fn answer(&mut self, call: Call) -> Option<Call> {
         let what = call.what.clone();
@@ -145,14 +137,11 @@ impl Cluster {
         } else if of("/services?") {
             ("service", list(&[service()]))
         } else if of("metadata.name%3Dyurt-tunnel-server-cfg") {
-            (
-                "ports",
-                list(&[ports(&json!({"https-proxy-ports": "9100, x"}))]),
-            )
+            let lists = json!({"https-proxy-ports": "9100, x"});
+            ("ports", list(&[ports(&lists)]))
         } else if of("metadata.name%3Dyurt-tunnel-nodes") {
             ("records", list(&[]))
         } else if of("/leases") {
-            self.leases += 1;
             call.refuse(403, "Forbidden");
             return None;
         } else {
@@ -166,108 +155,90 @@ impl Cluster {
         None
     }
 
-    /// Answers requests until a condition holds.
-    async fn play_until(
-        &mut self,
-        server: &mut ApiServer,
-        what: &str,
-        holds: impl FnMut() -> bool,
-    ) {
-        let playing = async {
-            loop {
-                let call = server.call().await;
-                if let Some(call) = self.answer(call) {
-                    panic!("unexpected {}", call.what);
-                }
+}
+
+impl Fixture {
+    /// Answers requests of the start-up until another one, such as a lookup, arrives.
+    async fn lookup(&mut self) -> Call {
+        loop {
+            let call = self.server.call().await;
+            if let Some(call) = self.cluster.answer(call) {
+                return call;
             }
-        };
+        }
+    }
+
+    /// Answers requests until a condition holds.
+    async fn play_until(&mut self, what: &str, holds: impl FnMut() -> bool) {
         tokio::select! {
-            () = playing => {}
+            call = self.lookup() => panic!("unexpected {}", call.what),
             () = eventually(what, holds) => {}
         }
     }
 
     /// Answers requests until all four watches are open.
-    async fn play_until_watched(&mut self, server: &mut ApiServer) {
-        while self.watches.len() < 4 {
-            let call = server.call().await;
-            assert!(self.answer(call).is_none());
+    async fn play_until_watched(&mut self) {
+        while self.cluster.watches.len() < 4 {
+            let call = self.server.call().await;
+            assert!(self.cluster.answer(call).is_none());
         }
     }
 
     async fn send_event(&self, object: &str, kind: &str, event: &Value) {
         let line = format!("{}\n", json!({"type": kind, "object": event}));
-        self.watches[object].send(line).await.unwrap();
+        self.cluster.watches[object].send(line).await.unwrap();
     }
 }
 
-fn port(number: u16) -> Port {
-    Port::new(number).unwrap()
+fn serves(policy: &SharedPortPolicy, port: u16) -> bool {
+    policy.load().target(Port::new(port).unwrap()).is_ok()
 }
 
 #[tokio::test(start_paused = true)]
 async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_the_last() {
     let scratch = Scratch::new();
-    let mut first = fixture(&scratch.0);
-    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
-    assert!(
-        first.policy.load().target(port(9200)).is_ok(),
-        "the flags' list"
-    );
+    let mut first = fixture(&scratch.0, &[node("worker-1", "192.168.33.221")]);
+    assert!(serves(&first.policy, 9200), "the flags' list");
     assert_eq!(first.readiness.read().0, ["nodes of the cluster"]);
-    let (routes, records, policy) = (
-        first.routes.clone(),
-        first.records.clone(),
-        first.policy.clone(),
-    );
+    let (records, policy) = (first.records.clone(), first.policy.clone());
     let readiness = first.readiness.clone();
-    let serves_9100 = |policy: &SharedPortPolicy| policy.load().target(port(9100)).is_ok();
-    cluster
-        .play_until(&mut first.server, "nodes and ports", || {
-            records.load().hosts() == "10.106.217.16\tworker-1"
-                && serves_9100(&policy)
-                && policy.load().target(port(9200)).is_err()
-                && readiness.read().0.is_empty()
-        })
-        .await;
+    let is_applied = || {
+        records.load().hosts() == "10.106.217.16\tworker-1"
+            && serves(&policy, 9100)
+            && !serves(&policy, 9200)
+            && readiness.read().0.is_empty()
+    };
+    first.play_until("nodes and ports", is_applied).await;
     let address = "192.168.33.221".parse().unwrap();
-    assert!(routes.load().by_address(address).is_ok());
-    cluster.play_until_watched(&mut first.server).await;
+    assert!(first.routes.load().by_address(address).is_ok());
+    first.play_until_watched().await;
 
-    cluster
-        .send_event("nodes", "ADDED", &node("worker-2", "192.168.33.221"))
-        .await;
+    let twin = node("worker-2", "192.168.33.221");
+    first.send_event("nodes", "ADDED", &twin).await;
     let both = "10.106.217.16\tworker-1\n10.106.217.16\tworker-2";
     let sent_at = tokio::time::Instant::now();
-    cluster
-        .play_until(&mut first.server, "the other node", || {
-            records.load().hosts() == both
-        })
-        .await;
-    assert!(
-        sent_at.elapsed() < Duration::from_secs(1),
-        "{:?}",
-        sent_at.elapsed()
-    );
-    assert!(routes.load().by_address(address).is_err(), "shared by two");
+    let has_both = || records.load().hosts() == both;
+    first.play_until("the other node", has_both).await;
+    let waited = sent_at.elapsed();
+    assert!(waited < Duration::from_secs(1), "{waited:?}");
+    let shared = first.routes.load().by_address(address);
+    assert!(shared.is_err(), "shared by two");
 
     let path = scratch.0.cluster();
-    cluster
-        .play_until(&mut first.server, "the last on disk", || {
-            std::fs::read_to_string(&path).is_ok_and(|text| text.contains("worker-2"))
-        })
-        .await;
+    let is_on_disk =
+        || std::fs::read_to_string(&path).is_ok_and(|text| text.contains("worker-2"));
+    first.play_until("the last on disk", is_on_disk).await;
     first.shutdown.drain().cancel();
     first.writing.ended().await;
     first.shutdown.finish().await;
 
-    let second = fixture(&scratch.0);
+    let second = fixture(&scratch.0, &[]);
     // The API server is unavailable, so no request is answered.
     drop(second.server);
     assert!(second.readiness.read().0.is_empty());
-    let records = second.records.clone();
-    eventually("the persisted records", || records.load().hosts() == both).await;
-    assert!(serves_9100(&second.policy));
+    let has_both = || second.records.load().hosts() == both;
+    eventually("the persisted records", has_both).await;
+    assert!(serves(&second.policy, 9100));
     assert!(second.routes.load().knows(&"worker-2".parse().unwrap()));
     second.shutdown.finish().await;
 }
@@ -277,37 +248,25 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
 #[tokio::test(start_paused = true)]
 async fn deleted_objects_give_the_flags_lists_and_frozen_records() {
     let scratch = Scratch::new();
-    let mut fixture = fixture(&scratch.0);
-    let mut cluster = Cluster::new(list(&[node("worker-1", "192.168.33.221")]));
-    cluster.play_until_watched(&mut fixture.server).await;
-    cluster
-        .send_event("ports", "DELETED", &ports(&json!({})))
-        .await;
+    let mut fixture = fixture(&scratch.0, &[node("worker-1", "192.168.33.221")]);
+    fixture.play_until_watched().await;
+    let deleted = ports(&json!({}));
+    fixture.send_event("ports", "DELETED", &deleted).await;
     let policy = fixture.policy.clone();
-    cluster
-        .play_until(&mut fixture.server, "the flags' list", || {
-            policy.load().target(port(9200)).is_ok() && policy.load().target(port(9100)).is_err()
-        })
-        .await;
-    cluster.send_event("service", "DELETED", &service()).await;
-    cluster
-        .send_event("nodes", "ADDED", &node("worker-2", "10.0.0.2"))
-        .await;
+    let has_flags = || serves(&policy, 9200) && !serves(&policy, 9100);
+    fixture.play_until("the flags' list", has_flags).await;
+    fixture.send_event("service", "DELETED", &service()).await;
+    let other = node("worker-2", "10.0.0.2");
+    fixture.send_event("nodes", "ADDED", &other).await;
     let (routes, records) = (fixture.routes.clone(), fixture.records.clone());
-    cluster
-        .play_until(&mut fixture.server, "the other node", || {
-            routes.load().knows(&"worker-2".parse().unwrap())
-        })
-        .await;
+    let has_other = || routes.load().knows(&"worker-2".parse().unwrap());
+    fixture.play_until("the other node", has_other).await;
     assert_eq!(records.load().hosts(), "10.106.217.16\tworker-1");
     let mut moved = service();
     moved["spec"]["clusterIP"] = "10.9.9.9".into();
-    cluster.send_event("service", "ADDED", &moved).await;
-    cluster
-        .play_until(&mut fixture.server, "the new address", || {
-            records.load().hosts() == "10.9.9.9\tworker-1\n10.9.9.9\tworker-2"
-        })
-        .await;
+    fixture.send_event("service", "ADDED", &moved).await;
+    let has_moved = || records.load().hosts() == "10.9.9.9\tworker-1\n10.9.9.9\tworker-2";
+    fixture.play_until("the new address", has_moved).await;
     fixture.shutdown.finish().await;
 }
 
@@ -330,7 +289,6 @@ impl Fixture {
     /// call.
     async fn look_up(
         &mut self,
-        cluster: &mut Cluster,
         answer: impl Fn(Call),
     ) -> (Result<NodeName, PodLookupError>, Vec<String>) {
         let mut calls = Vec::new();
@@ -339,7 +297,7 @@ impl Fixture {
             tokio::select! {
                 biased;
                 found = &mut asking => return (found, calls),
-                call = self.server.call() => if let Some(call) = cluster.answer(call) {
+                call = self.server.call() => if let Some(call) = self.cluster.answer(call) {
                     calls.push(call.what.clone());
                     answer(call);
                 }
@@ -352,12 +310,11 @@ impl Fixture {
 #[tokio::test(start_paused = true)]
 async fn moved_pod_is_found_on_its_new_node_at_once() {
     let scratch = Scratch::new();
-    let mut fixture = fixture(&scratch.0);
-    let mut cluster = Cluster::new(list(&[]));
-    cluster.play_until_watched(&mut fixture.server).await;
+    let mut fixture = fixture(&scratch.0, &[]);
+    fixture.play_until_watched().await;
     for name in ["worker-1", "worker-2"] {
         let answer = |call: Call| call.answer(&pod_on(name));
-        let (found, calls) = fixture.look_up(&mut cluster, answer).await;
+        let (found, calls) = fixture.look_up(answer).await;
         assert_eq!(found.unwrap().as_str(), name);
         assert_eq!(calls, ["GET /api/v1/namespaces/default/pods/web-0"]);
     }
@@ -367,38 +324,32 @@ async fn moved_pod_is_found_on_its_new_node_at_once() {
 #[tokio::test(start_paused = true)]
 async fn missing_right_to_get_pods_is_named_and_shown_until_it_is_granted() {
     let scratch = Scratch::new();
-    let mut fixture = fixture(&scratch.0);
-    let mut cluster = Cluster::new(list(&[]));
-    cluster.play_until_watched(&mut fixture.server).await;
+    let mut fixture = fixture(&scratch.0, &[]);
+    fixture.play_until_watched().await;
     let shown = |fixture: &Fixture| {
         let conditions = fixture.readiness.conditions();
         let mut conditions = conditions.iter().filter(|(part, _)| *part == "pod lookup");
         conditions.any(|(_, line)| line.contains("verb get on resource pods"))
     };
     let refuse = |call: Call| call.refuse(403, "Forbidden");
-    let (found, _) = fixture.look_up(&mut cluster, refuse).await;
+    let (found, _) = fixture.look_up(refuse).await;
     assert_eq!(found, Err(PodLookupError::Forbidden));
     assert!(found.unwrap_err().to_string().contains("'pods get'"));
     eventually("the condition", || shown(&fixture)).await;
     // A failure of another kind shows nothing about permissions.
     let fail = |call: Call| call.refuse(503, "ServiceUnavailable");
-    let (found, _) = fixture.look_up(&mut cluster, fail).await;
-    assert!(
-        matches!(found, Err(PodLookupError::Unavailable(_))),
-        "{found:?}"
-    );
-    assert!(shown(&fixture));
-    let (found, _) = fixture
-        .look_up(&mut cluster, |call| call.refuse(404, "NotFound"))
-        .await;
+    let (found, _) = fixture.look_up(fail).await;
+    let is_failed = matches!(found, Err(PodLookupError::Unavailable(_)));
+    assert!(is_failed && shown(&fixture), "{found:?}");
+    let missing = |call: Call| call.refuse(404, "NotFound");
+    let (found, _) = fixture.look_up(missing).await;
     assert_eq!(found, Err(PodLookupError::NotFound));
     eventually("no condition", || !shown(&fixture)).await;
     let unbound = json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "web-0"}, "spec": {"containers": []},
     });
-    let (found, _) = fixture
-        .look_up(&mut cluster, |call| call.answer(&unbound))
-        .await;
+    let answer = |call: Call| call.answer(&unbound);
+    let (found, _) = fixture.look_up(answer).await;
     assert_eq!(found, Err(PodLookupError::Unbound));
     fixture.shutdown.finish().await;
 }
@@ -407,9 +358,8 @@ async fn missing_right_to_get_pods_is_named_and_shown_until_it_is_granted() {
 #[tokio::test(start_paused = true)]
 async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
     let scratch = Scratch::new();
-    let mut fixture = fixture(&scratch.0);
-    let mut cluster = Cluster::new(list(&[]));
-    cluster.play_until_watched(&mut fixture.server).await;
+    let mut fixture = fixture(&scratch.0, &[]);
+    fixture.play_until_watched().await;
     let mut asking = tokio::task::JoinSet::new();
     for number in 0..200 {
         let pods = fixture.pods.clone();
@@ -419,20 +369,12 @@ async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
     let mut answered = 0;
     while answered < 200 {
         while waiting.len() < 16.min(200 - answered) {
-            if let Some(call) = cluster.answer(fixture.server.call().await) {
-                waiting.push(call);
-            }
+            waiting.push(fixture.lookup().await);
         }
-        let more = async {
-            loop {
-                let call = fixture.server.call().await;
-                if let Some(call) = cluster.answer(call) {
-                    return call.what;
-                }
-            }
-        };
-        let more = tokio::time::timeout(Duration::from_millis(10), more).await;
-        assert!(more.is_err(), "a seventeenth call: {more:?}");
+        let more = tokio::time::timeout(Duration::from_millis(10), fixture.lookup());
+        if let Ok(call) = more.await {
+            panic!("a seventeenth call: {}", call.what);
+        }
         answered += waiting.len();
         for call in waiting.drain(..) {
             call.answer(&pod_on("worker-1"));
@@ -447,21 +389,15 @@ async fn two_hundred_questions_at_once_are_all_answered_sixteen_at_a_time() {
 #[test]
 fn rights_are_least() {
     for right in objects::RIGHTS {
-        assert!(
-            !right.verbs.contains(&"*") && !right.resource.contains('*'),
-            "{right:?}"
-        );
-        assert!(
-            !right.verbs.contains(&"delete") && !right.verbs.contains(&"patch"),
-            "{right:?}"
-        );
+        assert!(!right.resource.contains('*'), "{right:?}");
+        for verb in ["*", "delete", "patch"] {
+            assert!(!right.verbs.contains(&verb), "{right:?}");
+        }
         // The API server does not store reviews.
         let is_review = right.resource.ends_with("reviews");
-        assert_eq!(
-            right.verbs == ["create"] && !is_review,
-            right.scope == objects::Scope::Namespace,
-            "{right:?}"
-        );
+        let is_create = right.verbs == ["create"] && !is_review;
+        let in_namespace = right.scope == objects::Scope::Namespace;
+        assert_eq!(is_create, in_namespace, "{right:?}");
     }
 }
 
@@ -469,17 +405,11 @@ fn rights_are_least() {
 #[test]
 fn reference_says_what_the_code_does() {
     let page = include_str!("../../../docs/reference/kubernetes.md");
-    assert!(
-        page.contains(&objects::rights_table()),
-        "expected:\n{}",
-        objects::rights_table()
-    );
+    let rights = objects::rights_table();
+    assert!(page.contains(&rights), "expected:\n{rights}");
     let names = ObjectNames::default();
-    let listener_ports = [
-        tunnel_proto::wire::PORT_HTTP,
-        tunnel_proto::wire::PORT_HTTPS,
-    ]
-    .map(|port| port.to_string());
+    let http_port = tunnel_proto::wire::PORT_HTTP.to_string();
+    let https_port = tunnel_proto::wire::PORT_HTTPS.to_string();
     for word in [
         &*names.nodes_config_map,
         &names.ports_config_map,
@@ -494,8 +424,8 @@ fn reference_says_what_the_code_does() {
         objects::PORT_PAIRS_KEY,
         objects::EXTRA_PORT_PREFIX,
         objects::KUBELET_CLIENT_NAME,
-        &listener_ports[0],
-        &listener_ports[1],
+        &http_port,
+        &https_port,
     ] {
         assert!(page.contains(word), "{word} is not in the reference");
     }

@@ -154,10 +154,7 @@ mod tests {
             ("/containerLogs/ns/pod/c", "ns/pod"),
             ("/portForward/ns/pod", "ns/pod"),
             // The API name of a static Pod ends with the name of its node.
-            (
-                "/exec/kube-system/etcd-edge.site-3/etcd",
-                "kube-system/etcd-edge.site-3",
-            ),
+            ("/exec/ns/etcd-edge.site-3/etcd", "ns/etcd-edge.site-3"),
             // Names that look like addresses are valid Pod names too.
             ("/exec/1/10.0.0.1/c", "1/10.0.0.1"),
         ] {
@@ -170,35 +167,19 @@ mod tests {
         assert!(matches!(KubeletPath::of(&long), KubeletPath::Stream(_)));
         let too_long = format!("/exec/ns/{}/c", "x".repeat(254));
         let long_namespace = format!("/exec/{}/pod/c", "x".repeat(64));
-        for path in [
-            &*too_long,
-            &long_namespace,
-            "/exec",
-            "/exec/",
-            "/portForward/ns",
-            "/portForward/ns/",
-            "/exec//web-0/nginx",
-            "/exec/../web-0/nginx",
-            "/exec/ns/../nginx",
-            "/exec/a.b/web-0/nginx",
-            "/exec/NS/web-0/nginx",
-            "/exec/ns/web%2f0/nginx",
-            "/exec/ns/-web/nginx",
-            "/exec/ns/a..b/nginx",
-        ] {
+        let malformed = "/exec /exec/ /portForward/ns /portForward/ns/ /exec//web-0/nginx \
+                         /exec/../web-0/nginx /exec/ns/../nginx /exec/a.b/web-0/nginx \
+                         /exec/NS/web-0/nginx /exec/ns/web%2f0/nginx /exec/ns/-web/nginx \
+                         /exec/ns/a..b/nginx";
+        for path in [&*too_long, &long_namespace]
+            .into_iter()
+            .chain(malformed.split(' '))
+        {
             assert_eq!(KubeletPath::of(path), KubeletPath::Malformed, "{path}");
         }
-        for path in [
-            "",
-            "/",
-            "*",
-            "/metrics/cadvisor",
-            "/logs/ns/pod",
-            "/Exec/ns/pod/c",
-            "/%65xec/ns/pod/c",
-            "//exec/ns/pod/c",
-            "/run/ns/pod/c",
-        ] {
+        let other = " / * /metrics/cadvisor /logs/ns/pod /Exec/ns/pod/c /%65xec/ns/pod/c \
+                     //exec/ns/pod/c /run/ns/pod/c";
+        for path in other.split(' ') {
             assert_eq!(KubeletPath::of(path), KubeletPath::Other, "{path}");
         }
     }
@@ -215,10 +196,8 @@ mod tests {
         let (finder, requests) = PodResolver::new();
         drop(requests);
         let answer = finder.node_of(pod()).await;
-        assert!(
-            matches!(answer, Err(PodLookupError::Unavailable(_))),
-            "{answer:?}"
-        );
+        let is_unavailable = matches!(answer, Err(PodLookupError::Unavailable(_)));
+        assert!(is_unavailable, "{answer:?}");
     }
 
     #[tokio::test(start_paused = true)]

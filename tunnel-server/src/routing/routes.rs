@@ -236,6 +236,7 @@ const KUBELET_PORT: u16 = 10250;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::assert_contains;
 
     fn name(text: &str) -> NodeName {
         text.parse().unwrap()
@@ -248,15 +249,12 @@ mod tests {
         let own: IpAddr = "10.0.0.2".parse().unwrap();
         let table = RouteTable::new([(&one, &[shared][..]), (&two, &[shared, own][..])]);
         assert_eq!(table.by_address(own).unwrap(), two);
-        let error = table
-            .by_address("::ffff:192.168.33.221".parse().unwrap())
-            .unwrap_err();
-        assert!(error.to_string().contains("worker-1, worker-2"), "{error}");
+        let mapped = "::ffff:192.168.33.221".parse().unwrap();
+        let error = table.by_address(mapped).unwrap_err();
+        assert_contains(&error, "worker-1, worker-2");
         assert_eq!(table.conflicts().len(), 1);
-        assert!(matches!(
-            table.by_address("10.0.0.9".parse().unwrap()),
-            Err(RouteError::UnknownAddress(_))
-        ));
+        let unknown = table.by_address("10.0.0.9".parse().unwrap());
+        assert!(matches!(unknown, Err(RouteError::UnknownAddress(_))));
     }
 
     #[test]
@@ -289,7 +287,7 @@ mod tests {
         assert_eq!(table.by_name(&name("Host-A.example.")), Ok(name("a")));
         assert_eq!(table.by_name(&name("a")), Ok(name("a")));
         let error = table.by_name(&name("twin")).unwrap_err();
-        assert!(error.to_string().contains("of b, c;"), "{error}");
+        assert_contains(&error, "of b, c;");
         assert!(!table.knows(&name("twin")) && table.knows(&name("host-a.example")));
         assert_eq!(table.len(), 4);
     }
@@ -297,20 +295,18 @@ mod tests {
     #[test]
     fn sources_are_merged_and_replaced_one_by_one() {
         let routes = Routes::default();
+        let [one, two]: [IpAddr; 2] = ["10.0.0.1", "10.0.0.2"].map(|ip| ip.parse().unwrap());
         routes.set(RouteSource::Known, vec![route("a", None, &["10.0.0.1"])]);
-        let cluster = vec![
-            route("a", None, &["10.0.0.2"]),
-            route("b", None, &["10.0.0.1"]),
-        ];
+        let moved = route("a", None, &["10.0.0.2"]);
+        let cluster = vec![moved, route("b", None, &["10.0.0.1"])];
         let table = routes.set(RouteSource::Cluster, cluster);
         assert_eq!(table, routes.load());
-        assert_eq!(table.by_address("10.0.0.2".parse().unwrap()), Ok(name("a")));
-        assert!(matches!(
-            table.by_address("10.0.0.1".parse().unwrap()),
-            Err(RouteError::AmbiguousAddress(_, nodes)) if nodes == [name("a"), name("b")]
-        ));
+        assert_eq!(table.by_address(two), Ok(name("a")));
+        let both = vec![name("a"), name("b")];
+        let shared = RouteError::AmbiguousAddress(one, both);
+        assert_eq!(table.by_address(one), Err(shared));
         let table = routes.set(RouteSource::Cluster, Vec::new());
-        assert_eq!(table.by_address("10.0.0.1".parse().unwrap()), Ok(name("a")));
+        assert_eq!(table.by_address(one), Ok(name("a")));
         assert!(!table.knows(&name("b")));
     }
 }

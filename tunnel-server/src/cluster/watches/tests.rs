@@ -10,6 +10,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
+use crate::testing::assert_contains;
 
 fn map(name: &str, version: &str) -> Value {
     json!({
@@ -28,14 +29,11 @@ fn list(items: &[Value], more: &str) -> Value {
 /// Observed versions, with `-` for an absent object.
 type Versions = Arc<Mutex<Vec<String>>>;
 
-fn followed() -> (ApiServer, Versions, Shutdown) {
-    followed_with(Readiness::default())
-}
-
-fn followed_with(readiness: Readiness) -> (ApiServer, Versions, Shutdown) {
+fn followed() -> (ApiServer, Versions, Readiness, Shutdown) {
     let (client, server) = api_server();
     let (versions, tasks) = (Versions::default(), Shutdown::new());
-    let recorder = versions.clone();
+    let (recorder, shown) = (versions.clone(), Readiness::default());
+    let readiness = shown.clone();
     tasks.spawn_service(async move {
         let metrics = ClusterMetrics::default();
         let context = WatchContext {
@@ -54,7 +52,7 @@ fn followed_with(readiness: Readiness) -> (ApiServer, Versions, Shutdown) {
         })
         .await;
     });
-    (server, versions, tasks)
+    (server, versions, shown, tasks)
 }
 
 async fn until_versions(versions: &Versions, expected: &[&str]) {
@@ -67,14 +65,10 @@ fn is_list(what: &str) -> bool {
 
 #[tokio::test(start_paused = true)]
 async fn pages_make_one_state_and_only_the_named_object_counts() {
-    let (mut server, versions, _tasks) = followed();
+    let (mut server, versions, _readiness, _tasks) = followed();
     let first = server.call().await;
-    assert!(
-        first.what.contains("fieldSelector=metadata.name%3Da"),
-        "{}",
-        first.what
-    );
-    assert!(first.what.contains("limit=200"), "{}", first.what);
+    assert_contains(&first.what, "fieldSelector=metadata.name%3Da");
+    assert_contains(&first.what, "limit=200");
     first.answer(&list(&[map("b", "1")], "more"));
     let second = server.call().await;
     assert!(second.what.contains("continue=more"), "{}", second.what);
@@ -92,7 +86,7 @@ async fn pages_make_one_state_and_only_the_named_object_counts() {
 /// F21: a watch that is interrupted resumes at its last version, without a list.
 #[tokio::test(start_paused = true)]
 async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
-    let (mut server, versions, _tasks) = followed();
+    let (mut server, versions, _readiness, _tasks) = followed();
     server.call().await.answer(&list(&[], ""));
     let watch = server.call().await;
     drop(watch.stream(&[json!({"type": "ADDED", "object": map("a", "11")})]));
@@ -100,16 +94,10 @@ async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
     let mut last = cut;
     while cut.elapsed() < Duration::from_secs(600) {
         let again = server.call().await;
-        assert!(
-            !is_list(&again.what) && again.what.contains("resourceVersion=11"),
-            "{}",
-            again.what
-        );
-        assert!(
-            last.elapsed() <= Duration::from_secs(8),
-            "{:?}",
-            last.elapsed()
-        );
+        assert!(!is_list(&again.what), "{}", again.what);
+        assert_contains(&again.what, "resourceVersion=11");
+        let waited = last.elapsed();
+        assert!(waited <= Duration::from_secs(8), "{waited:?}");
         last = Instant::now();
         again.refuse(500, "InternalError");
     }
@@ -121,21 +109,15 @@ async fn cut_watch_is_resumed_and_an_absent_server_is_asked_again_soon() {
 /// F21: repeated status 410, at the start of a watch and within it.
 #[tokio::test(start_paused = true)]
 async fn expired_version_is_listed_again_at_most_every_thirty_seconds() {
-    let (mut server, versions, _tasks) = followed();
+    let (mut server, versions, _readiness, _tasks) = followed();
     let (start, mut lists) = (Instant::now(), 0);
     while start.elapsed() < Duration::from_secs(300) {
         let call = server.call().await;
         if is_list(&call.what) {
             lists += 1;
             call.answer(&list(&[map("a", "2")], ""));
-        } else if lists % 2 == 0 {
-            call.refuse(410, "Expired");
         } else {
-            let gone = json!({"type": "ERROR", "object": {
-                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-                "message": "too old resource version", "reason": "Expired", "code": 410,
-            }});
-            drop(call.stream(&[gone]));
+            expire(call, lists % 2 == 1);
         }
     }
     assert!((8..=13).contains(&lists), "{lists} lists in 300 s");
@@ -145,16 +127,12 @@ async fn expired_version_is_listed_again_at_most_every_thirty_seconds() {
 /// F22: the condition lasts as long as the failure, and clears even if the watch has no events.
 #[tokio::test(start_paused = true)]
 async fn lost_right_is_a_condition_until_the_watch_runs_again() {
-    let readiness = Readiness::default();
-    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
+    let (mut server, _versions, readiness, _tasks) = followed();
     let mut call = server.call().await;
     let lost = Instant::now();
     while lost.elapsed() < REPORT_AFTER {
-        assert_eq!(
-            readiness.conditions(),
-            [],
-            "it may be an API server that starts"
-        );
+        // It may be an API server that starts.
+        assert_eq!(readiness.conditions(), []);
         call.refuse(403, "Forbidden");
         call = server.call().await;
     }
@@ -162,10 +140,7 @@ async fn lost_right_is_a_condition_until_the_watch_runs_again() {
     let last = server.call().await;
     let conditions = readiness.conditions();
     assert_eq!(conditions.len(), 1);
-    assert!(
-        conditions[0].1.contains("cannot watch ports: Forbidden"),
-        "{conditions:?}"
-    );
+    assert_contains(&conditions[0].1, "cannot watch ports: Forbidden");
     last.answer(&list(&[], ""));
     let _watch = server.call().await.stream(&[]);
     tokio::time::sleep(RECOVERED_AFTER + Duration::from_secs(1)).await;
@@ -175,8 +150,7 @@ async fn lost_right_is_a_condition_until_the_watch_runs_again() {
 /// F21: silence during a list is no recovery.
 #[tokio::test(start_paused = true)]
 async fn list_that_hangs_and_fails_is_a_condition() {
-    let readiness = Readiness::default();
-    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
+    let (mut server, _versions, readiness, _tasks) = followed();
     server.call().await.refuse(500, "InternalError");
     let slow = server.call().await;
     tokio::time::sleep(RECOVERED_AFTER * 2).await;
@@ -189,8 +163,7 @@ async fn list_that_hangs_and_fails_is_a_condition() {
 #[tokio::test(start_paused = true)]
 async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_condition() {
     for in_stream in [false, true] {
-        let readiness = Readiness::default();
-        let (mut server, versions, _tasks) = followed_with(readiness.clone());
+        let (mut server, versions, readiness, _tasks) = followed();
         server.call().await.answer(&list(&[map("a", "2")], ""));
         drop(server.call().await.stream(&[]));
         for _ in 0..6 {
@@ -203,51 +176,37 @@ async fn restarted_api_server_is_listed_at_once_and_its_410_is_no_condition() {
         expire(first_watch, in_stream);
         let again = server.call().await;
         assert!(is_list(&again.what), "{}", again.what);
-        assert!(
-            back.elapsed() < Duration::from_millis(10),
-            "{:?}",
-            back.elapsed()
-        );
+        let waited = back.elapsed();
+        assert!(waited < Duration::from_millis(10), "{waited:?}");
         for (_, line) in readiness.conditions() {
             assert!(!line.contains("410"), "{line}");
         }
         again.answer(&list(&[map("a", "3")], ""));
         let watch = server.call().await;
         until_versions(&versions, &["2", "3"]).await;
-        assert_eq!(
-            readiness.conditions(),
-            [],
-            "the list shows that the API server is back"
-        );
+        // The list shows that the API server is back.
+        assert_eq!(readiness.conditions(), []);
 
         let listed = Instant::now();
         expire(watch, in_stream);
         let limited = server.call().await;
         assert!(is_list(&limited.what), "{}", limited.what);
-        assert!(
-            listed.elapsed() > Duration::from_secs(25),
-            "{:?}",
-            listed.elapsed()
-        );
+        let waited = listed.elapsed();
+        assert!(waited > Duration::from_secs(25), "{waited:?}");
     }
 }
 
 /// A version that expires repeatedly is a condition, which stays between the lists.
 #[tokio::test(start_paused = true)]
 async fn version_that_keeps_expiring_is_a_condition() {
-    let readiness = Readiness::default();
-    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
+    let (mut server, _versions, readiness, _tasks) = followed();
     for round in 0..4 {
         let call = server.call().await;
         assert!(is_list(&call.what), "{}", call.what);
         call.answer(&list(&[map("a", "2")], ""));
         let watch = server.call().await;
-        let conditions = readiness.conditions();
-        assert_eq!(
-            conditions.len(),
-            usize::from(round > 1),
-            "{round}: {conditions:?}"
-        );
+        let count = readiness.conditions().len();
+        assert_eq!(count, usize::from(round > 1), "{round}");
         expire(watch, true);
     }
 }
@@ -255,8 +214,7 @@ async fn version_that_keeps_expiring_is_a_condition() {
 /// A running watch is not a condition, however busy it is.
 #[tokio::test(start_paused = true)]
 async fn busy_watch_is_no_condition_after_a_while() {
-    let readiness = Readiness::default();
-    let (mut server, _versions, _tasks) = followed_with(readiness.clone());
+    let (mut server, _versions, readiness, _tasks) = followed();
     for _ in 0..2 {
         server.call().await.answer(&list(&[map("a", "2")], ""));
         expire(server.call().await, true);

@@ -4,19 +4,16 @@ use super::*;
 use crate::policy::PortPolicy;
 use crate::policy::authorize_node;
 use crate::routing::destination::Destination;
+use crate::testing::assert_contains;
 
 fn routes() -> RouteTable {
-    let (one, two, three): (NodeName, NodeName, NodeName) = (
-        "worker-1".parse().unwrap(),
-        "worker-2".parse().unwrap(),
-        "edge.site-3".parse().unwrap(),
-    );
-    let shared: IpAddr = "192.168.33.221".parse().unwrap();
-    let own: IpAddr = "10.0.0.3".parse().unwrap();
+    let [one, two, three]: [NodeName; 3] =
+        ["worker-1", "worker-2", "edge.site-3"].map(|text| text.parse().unwrap());
+    let [shared, own] = ["192.168.33.221", "10.0.0.3"].map(|text| [text.parse().unwrap()]);
     RouteTable::new([
-        (&one, &[shared][..]),
-        (&two, &[shared][..]),
-        (&three, &[own][..]),
+        (&one, &shared[..]),
+        (&two, &shared[..]),
+        (&three, &own[..]),
     ])
 }
 
@@ -40,10 +37,8 @@ fn answer(request: &str, fields: &[(&str, &str)], scheme: Scheme, implied: Optio
     let (method, uri) = request.split_once(' ').unwrap();
     let mut headers = HeaderMap::new();
     for (name, value) in fields {
-        headers.append(
-            HeaderName::try_from(*name).unwrap(),
-            HeaderValue::from_str(value).unwrap(),
-        );
+        let name = HeaderName::try_from(*name).unwrap();
+        headers.append(name, HeaderValue::from_str(value).unwrap());
     }
     let (method, uri) = (method.parse().unwrap(), uri.parse().unwrap());
     let implied_port = implied.and_then(Port::new);
@@ -97,186 +92,74 @@ fn host_by_name_or_unique_address_chooses_the_node() {
         assert_eq!(plain(&[("host", host)]), expected, "{host:?}");
     }
     assert_eq!(plain(&[]), "bad_request");
-    assert_eq!(
-        plain(&[("host", "worker-1:9100"), ("host", "worker-1:9100")]),
-        "bad_request"
-    );
+    let host = ("host", "worker-1:9100");
+    assert_eq!(plain(&[host, host]), "bad_request");
 }
 
 #[test]
 fn selectors_must_agree_with_a_name_and_decide_for_an_address() {
-    let table: &[(&[(&str, &str)], &str)] = &[
-        (
-            &[
-                ("host", "worker-1:9100"),
-                ("x-tunnel-proxy-host", "Worker-1"),
-            ],
-            "worker-1 node:9100",
-        ),
-        (
-            &[
-                ("host", "worker-1:9100"),
-                ("x-tunnel-proxy-host", "worker-2"),
-            ],
-            "bad_request",
-        ),
-        (
-            &[
-                ("host", "worker-1:9100"),
-                ("x-tunnel-proxy-dest", "worker-1:10250"),
-            ],
-            "worker-1 node:10250",
-        ),
-        (
-            &[
-                ("host", "worker-1:9100"),
-                ("x-tunnel-proxy-dest", "worker-2:9100"),
-            ],
-            "bad_request",
-        ),
-        (
-            &[
-                ("host", "worker-1:9100"),
-                ("x-tunnel-proxy-dest", "192.168.33.221:9100"),
-            ],
-            "bad_request",
-        ),
-        (
-            &[
-                ("host", "edge.site-3"),
-                ("x-tunnel-proxy-dest", "10.0.0.3:9100"),
-            ],
-            "edge.site-3 node:9100",
-        ),
-        (
-            &[
-                ("host", "worker-1:9100"),
-                ("x-tunnel-proxy-dest", "worker-1"),
-            ],
-            "bad_request",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9:9100"),
-                ("x-tunnel-proxy-host", "worker-2"),
-            ],
-            "worker-2 node:9100",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9:10264"),
-                ("x-tunnel-proxy-dest", "worker-2:9100"),
-            ],
-            "worker-2 node:9100",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9"),
-                ("x-tunnel-proxy-dest", "10.0.0.3:9100"),
-            ],
-            "edge.site-3 node:9100",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9"),
-                ("x-tunnel-proxy-dest", "192.168.33.221:9100"),
-            ],
-            "ambiguous_address",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9"),
-                ("x-tunnel-proxy-host", "worker-2"),
-                ("x-tunnel-proxy-dest", "192.168.33.221:9100"),
-            ],
-            "worker-2 node:9100",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9"),
-                ("x-tunnel-proxy-host", "worker-2"),
-                ("x-tunnel-proxy-dest", "worker-1:9100"),
-            ],
-            "bad_request",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9:9100"),
-                ("x-tunnel-proxy-host", "worker-9"),
-            ],
-            "unknown_node",
-        ),
-        (
-            &[("host", "10.9.9.9:9100"), ("x-tunnel-proxy-host", "a b")],
-            "bad_request",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9:9100"),
-                ("x-tunnel-proxy-host", "worker-1"),
-                ("x-tunnel-proxy-host", "worker-1"),
-            ],
-            "bad_request",
-        ),
-        (
-            &[
-                ("host", "10.9.9.9"),
-                ("x-tunnel-proxy-dest", "worker-1:9100, worker-2:9100"),
-            ],
-            "bad_request",
-        ),
-    ];
-    for (fields, expected) in table {
-        assert_eq!(plain(fields), *expected, "{fields:?}");
+    // Host, both selectors and the decision.
+    for (host, by_host, by_dest, expected) in [
+        ("worker-1:9100", "Worker-1", "", "worker-1 node:9100"),
+        ("worker-1:9100", "worker-2", "", "bad_request"),
+        ("worker-1:9100", "", "worker-1:10250", "worker-1 node:10250"),
+        ("worker-1:9100", "", "worker-2:9100", "bad_request"),
+        ("worker-1:9100", "", "192.168.33.221:9100", "bad_request"),
+        ("edge.site-3", "", "10.0.0.3:9100", "edge.site-3 node:9100"),
+        ("worker-1:9100", "", "worker-1", "bad_request"),
+        ("10.9.9.9:9100", "worker-2", "", "worker-2 node:9100"),
+        ("10.9.9.9:10264", "", "worker-2:9100", "worker-2 node:9100"),
+        ("10.9.9.9", "", "10.0.0.3:9100", "edge.site-3 node:9100"),
+        ("10.9.9.9", "", "192.168.33.221:9100", "ambiguous_address"),
+        ("10.9.9.9", "worker-2", "worker-1:9100", "bad_request"),
+        ("10.9.9.9:9100", "worker-9", "", "unknown_node"),
+        ("10.9.9.9:9100", "a b", "", "bad_request"),
+    ] {
+        let selectors = [
+            ("x-tunnel-proxy-host", by_host),
+            ("x-tunnel-proxy-dest", by_dest),
+        ];
+        let selectors = selectors.into_iter().filter(|(_, value)| !value.is_empty());
+        let fields: Vec<_> = [("host", host)].into_iter().chain(selectors).collect();
+        assert_eq!(plain(&fields), expected, "{fields:?}");
     }
+    let by_address = ("host", "10.9.9.9:9100");
+    let by_name = ("x-tunnel-proxy-host", "worker-2");
+    let shared = ("x-tunnel-proxy-dest", "192.168.33.221:9100");
+    assert_eq!(plain(&[by_address, by_name, shared]), "worker-2 node:9100");
+    let twice = ("x-tunnel-proxy-host", "worker-1");
+    assert_eq!(plain(&[by_address, twice, twice]), "bad_request");
+    let two = ("x-tunnel-proxy-dest", "worker-1:9100, worker-2:9100");
+    assert_eq!(plain(&[by_address, two]), "bad_request");
 }
 
 #[test]
 fn port_comes_from_host_then_from_the_listener_then_from_the_scheme() {
-    let host = &[("host", "worker-1")];
-    assert_eq!(
-        answer("GET /", host, Scheme::Http, Some(9100)),
-        "worker-1 node:9100"
-    );
-    assert_eq!(
-        answer(
-            "GET /",
-            &[("host", "worker-1:9443")],
-            Scheme::Http,
-            Some(9100)
-        ),
-        "worker-1 node:9443"
-    );
-    assert_eq!(
-        answer("GET /", host, Scheme::Https, None),
-        "refused_by_policy",
-        "443 is in no list"
-    );
+    for (host, scheme, implied, expected) in [
+        ("worker-1", Scheme::Http, Some(9100), "worker-1 node:9100"),
+        ("worker-1:9443", Scheme::Http, Some(9100), "worker-1 node:9443"),
+        // Port 443 is in no list.
+        ("worker-1", Scheme::Https, None, "refused_by_policy"),
+    ] {
+        let answer = answer("GET /", &[("host", host)], scheme, implied);
+        assert_eq!(answer, expected, "{host}");
+    }
 }
 
 #[test]
 fn only_origin_form_requests_are_taken() {
-    let host = &[("host", "worker-1:9100")];
-    for request in [
-        "GET http://worker-1:9100/metrics",
-        "CONNECT worker-1:9100",
-        "OPTIONS *",
-    ] {
-        assert_eq!(
-            answer(request, host, Scheme::Http, None),
-            "bad_request",
-            "{request}"
-        );
-    }
     let long = |bytes: usize| format!("GET /{}", "x".repeat(bytes - 1));
-    assert_eq!(
-        answer(&long(8192), host, Scheme::Http, None),
-        "worker-1 node:9100"
-    );
-    assert_eq!(
-        answer(&long(8193), host, Scheme::Http, None),
-        "uri_too_long"
-    );
+    for (request, expected) in [
+        ("GET http://worker-1:9100/metrics", "bad_request"),
+        ("CONNECT worker-1:9100", "bad_request"),
+        ("OPTIONS *", "bad_request"),
+        (&*long(8192), "worker-1 node:9100"),
+        (&*long(8193), "uri_too_long"),
+    ] {
+        let host = &[("host", "worker-1:9100")];
+        let answer = answer(request, host, Scheme::Http, None);
+        assert_eq!(answer, expected, "{request}");
+    }
 }
 
 #[test]
@@ -292,29 +175,19 @@ fn own_port_is_explained() {
         implied_port: None,
     };
     let failure = destination(&facts).unwrap_err();
-    assert!(
-        failure.text.contains("10264 is the tunnel's own port"),
-        "{}",
-        failure.text
-    );
-    assert!(
-        failure.text.contains("put the target's port in Host"),
-        "{}",
-        failure.text
-    );
+    assert_contains(&failure.text, "10264 is the tunnel's own port");
+    assert_contains(&failure.text, "put the target's port in Host");
 }
 
 #[test]
 fn host_field_towards_the_target() {
     let node: NodeName = "worker-1".parse().unwrap();
     let port = Port::new(9100).unwrap();
-    let field = |target| {
-        Destination {
-            node: node.clone(),
-            target,
-        }
-        .host_field()
-    };
-    assert_eq!(field(Target::Node(port)), "worker-1:9100");
-    assert_eq!(field(Target::Loopback(port)), "127.0.0.1:9100");
+    for (target, expected) in [
+        (Target::Node(port), "worker-1:9100"),
+        (Target::Loopback(port), "127.0.0.1:9100"),
+    ] {
+        let node = node.clone();
+        assert_eq!(Destination { node, target }.host_field(), expected);
+    }
 }

@@ -10,6 +10,14 @@ fn check(dial_policy: &DialPolicy, address: &str) -> &'static str {
     check_with(dial_policy, address, &AddressClaims::none(&routes))
 }
 
+#[track_caller]
+fn check_all(dial_policy: &DialPolicy, claims: &AddressClaims<'_>, rows: &[(&str, &str)]) {
+    for (address, expected) in rows {
+        let result = check_with(dial_policy, address, claims);
+        assert_eq!(result, *expected, "{address}");
+    }
+}
+
 fn check_with(dial_policy: &DialPolicy, address: &str, claims: &AddressClaims<'_>) -> &'static str {
     match dial_policy.check(address.parse().unwrap(), claims) {
         Ok(_) => "dialed",
@@ -21,11 +29,21 @@ fn check_with(dial_policy: &DialPolicy, address: &str, claims: &AddressClaims<'_
     }
 }
 
-fn pods(node: &str, network: &str) -> PodNetwork {
-    PodNetwork {
-        network: network.parse().unwrap(),
-        node: node.parse().unwrap(),
-    }
+/// Sets the networks of a cluster with one node. Returns its routes.
+fn set_networks(ranges: &LiveClusterNetworks, own: &[IpAddr]) -> RouteTable {
+    let cloud: NodeName = "cloud-1".parse().unwrap();
+    let addresses = ["10.0.0.9".parse().unwrap()];
+    let pods = PodNetwork {
+        network: "10.244.1.0/24".parse().unwrap(),
+        node: cloud.clone(),
+    };
+    ranges.set(ClusterNetworks {
+        services: vec!["10.96.0.0/12".parse().unwrap()],
+        pods: vec![pods],
+        cloud_nodes: [(cloud.clone(), addresses.to_vec())].into(),
+        own: own.to_vec(),
+    });
+    RouteTable::new([(&cloud, &addresses[..])])
 }
 
 /// T05: the addresses that are never dialed even if every network is listed, and the addresses that
@@ -33,35 +51,13 @@ fn pods(node: &str, network: &str) -> PodNetwork {
 #[test]
 fn t05_table_of_addresses_that_are_never_dialed_directly() {
     let all = listed(&["0.0.0.0/0", "::/0"]);
-    for ip in [
-        "169.254.0.1",
-        "169.254.169.254",
-        "169.254.170.2",
-        "169.254.255.255",
-        "100.100.100.200",
-        "192.0.0.192",
-        "168.63.129.16",
-        "0.0.0.0",
-        "0.1.2.3",
-        "224.0.0.1",
-        "239.255.255.255",
-        "255.255.255.255",
-        "[::]",
-        "[fe80::1]",
-        "[febf:ffff::1]",
-        "[ff02::1]",
-        "[fd00:ec2::254]",
-        "[fd00:ec2::23]",
-        "[fd20:ce::254]",
-        "[::ffff:169.254.169.254]",
-        "[::ffff:100.100.100.200]",
-        "[::ffff:0.0.0.0]",
-        "[::ffff:224.0.0.1]",
-        "[64:ff9b::169.254.169.254]",
-        "[64:ff9b::a83f:8110]",
-        "[64:ff9b::127.0.0.1]",
-        "[64:ff9b::10.0.0.5]",
-    ] {
+    let never = "169.254.0.1 169.254.169.254 169.254.170.2 169.254.255.255 100.100.100.200 \
+                 192.0.0.192 168.63.129.16 0.0.0.0 0.1.2.3 224.0.0.1 239.255.255.255 \
+                 255.255.255.255 [::] [fe80::1] [febf:ffff::1] [ff02::1] [fd00:ec2::254] \
+                 [fd00:ec2::23] [fd20:ce::254] [::ffff:169.254.169.254] [::ffff:100.100.100.200] \
+                 [::ffff:0.0.0.0] [::ffff:224.0.0.1] [64:ff9b::169.254.169.254] \
+                 [64:ff9b::a83f:8110] [64:ff9b::127.0.0.1] [64:ff9b::10.0.0.5]";
+    for ip in never.split(' ') {
         for port in [80, 443, 2379, 10250] {
             assert_eq!(check(&all, &format!("{ip}:{port}")), "never", "{ip}:{port}");
         }
@@ -102,45 +98,24 @@ fn nothing_is_allowed_before_the_cluster_networks_are_known() {
     let dial_policy = DialPolicy::Cluster(ranges.clone());
     assert!(dial_policy.is_deny_all());
     assert_eq!(check(&dial_policy, "10.96.0.1:443"), "not listed");
-    let cloud: NodeName = "cloud-1".parse().unwrap();
-    let own = ["10.0.0.9".parse().unwrap()];
-    ranges.set(ClusterNetworks {
-        services: vec!["10.96.0.0/12".parse().unwrap()],
-        pods: vec![pods("cloud-1", "10.244.1.0/24")],
-        cloud_nodes: [(cloud.clone(), own.to_vec())].into(),
-        own: Vec::new(),
-    });
-    let routes = RouteTable::new([(&cloud, &own[..])]);
+    let routes = set_networks(&ranges, &[]);
     let claims = AddressClaims::none(&routes);
-    for (address, expected) in [
+    let rows = [
         ("10.96.0.1:443", "dialed"),
         ("10.244.1.7:8443", "dialed"),
         ("10.244.2.7:8443", "not listed"),
         ("10.0.0.9:10250", "dialed"),
         ("10.0.0.9:2379", "not listed"),
         ("10.0.0.10:10250", "not listed"),
-    ] {
-        assert_eq!(
-            check_with(&dial_policy, address, &claims),
-            expected,
-            "{address}"
-        );
-    }
+    ];
+    check_all(&dial_policy, &claims, &rows);
     assert!(listed(&[]).is_deny_all() && !listed(&["10.0.0.0/8"]).is_deny_all());
 }
 
 #[test]
 fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
     let ranges = LiveClusterNetworks::default();
-    let cloud: NodeName = "cloud-1".parse().unwrap();
-    let node = ["10.0.0.9".parse().unwrap()];
-    ranges.set(ClusterNetworks {
-        services: vec!["10.96.0.0/12".parse().unwrap()],
-        pods: vec![pods("cloud-1", "10.244.1.0/24")],
-        cloud_nodes: [(cloud.clone(), node.to_vec())].into(),
-        own: vec!["10.96.0.7".parse().unwrap()],
-    });
-    let routes = RouteTable::new([(&cloud, &node[..])]);
+    let routes = set_networks(&ranges, &["10.96.0.7".parse().unwrap()]);
     let own_ports = [Port::new(10264).unwrap()];
     let own: [IpAddr; 2] = ["10.244.1.5", "10.0.0.9"].map(|ip| ip.parse().unwrap());
     let claims = AddressClaims {
@@ -149,7 +124,7 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
         ..AddressClaims::none(&routes)
     };
     let dial_policy = DialPolicy::Cluster(ranges.clone());
-    for (address, expected) in [
+    let rows = [
         ("10.244.1.5:8443", "own"),
         ("[::ffff:10.244.1.5]:8443", "own"),
         ("10.244.1.6:8443", "dialed"),
@@ -158,13 +133,8 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
         // The server shares the address of its host.
         ("10.0.0.9:10250", "dialed"),
         ("10.0.0.9:10264", "own"),
-    ] {
-        assert_eq!(
-            check_with(&dial_policy, address, &claims),
-            expected,
-            "{address}"
-        );
-    }
+    ];
+    check_all(&dial_policy, &claims, &rows);
     let listed = ["10.0.0.0/8".parse().unwrap()];
     let listed = DialPolicy::Listed(listed.to_vec(), ranges);
     assert_eq!(check_with(&listed, "10.244.1.5:8443", &claims), "dialed");

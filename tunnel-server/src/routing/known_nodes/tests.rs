@@ -19,31 +19,26 @@ fn nodes_survive_a_restart_until_they_are_forgotten() {
 
     let again = KnownNodes::open(&scratch.0).unwrap();
     assert_eq!(again.snapshot(), nodes.snapshot());
-    let known = again.snapshot();
-    assert_eq!(
-        known[&name("worker-2")].certificate_not_after,
-        Some(at(5_000))
-    );
+    let known = &again.snapshot()[&name("worker-2")];
+    assert_eq!(known.certificate_not_after, Some(at(5_000)));
     assert!(again.forget(&name("worker-1")));
     assert!(!again.forget(&name("worker-1")));
     again.save().unwrap();
-    assert!(
-        !KnownNodes::open(&scratch.0)
-            .unwrap()
-            .knows(&name("worker-1"))
-    );
+    let left = KnownNodes::open(&scratch.0).unwrap();
+    assert!(!left.knows(&name("worker-1")));
 }
 
 #[test]
 fn shared_addresses_are_conflicts_in_any_notation() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
-    nodes.record(&name("worker-1"), &["192.168.33.221".parse().unwrap()]);
-    nodes.record(
-        &name("worker-2"),
-        &["::ffff:192.168.33.221".parse().unwrap()],
-    );
-    nodes.record(&name("worker-3"), &["192.168.33.222".parse().unwrap()]);
+    for (node, address) in [
+        ("worker-1", "192.168.33.221"),
+        ("worker-2", "::ffff:192.168.33.221"),
+        ("worker-3", "192.168.33.222"),
+    ] {
+        nodes.record(&name(node), &[address.parse().unwrap()]);
+    }
     let conflicts = nodes.conflicts();
     assert_eq!(conflicts.len(), 1);
     assert_eq!(
@@ -93,10 +88,8 @@ fn node_added_by_a_verb_is_taken_in_and_a_forgotten_one_is_not() {
 #[test]
 fn damaged_file_is_named() {
     let scratch = Scratch::new();
-    for text in [
-        "{",
-        "{\"nodes\":{\"a b\":{\"firstSeen\":\"2025-01-01T00:00:00Z\"}}}",
-    ] {
+    let bad_name = "{\"nodes\":{\"a b\":{\"firstSeen\":\"2025-01-01T00:00:00Z\"}}}";
+    for text in ["{", bad_name] {
         tunnel_proto::process::files::replace(&scratch.0.nodes(), text.as_bytes()).unwrap();
         let error = KnownNodes::open(&scratch.0).unwrap_err().to_string();
         assert!(error.contains("nodes.json is damaged"), "{error}");
@@ -137,9 +130,8 @@ async fn what_could_not_be_written_is_written_again_without_another_change() {
             tokio::time::sleep(SAVE_DEBOUNCE).await;
         }
     };
-    tokio::time::timeout(SAVE_RETRY_DELAY * 2, written)
-        .await
-        .unwrap();
+    let written = tokio::time::timeout(SAVE_RETRY_DELAY * 2, written);
+    written.await.unwrap();
     let again = KnownNodes::open(&scratch.0).unwrap();
     assert!(again.knows(&name("worker-1")));
     shutdown.finish().await;
@@ -148,10 +140,7 @@ async fn what_could_not_be_written_is_written_again_without_another_change() {
 #[test]
 fn forgotten_node_stays_forgotten_when_the_file_cannot_be_written_at_first() {
     let scratch = Scratch::new();
-    let (there, away) = (
-        scratch.0.path().join("there"),
-        scratch.0.path().join("away"),
-    );
+    let [there, away] = ["there", "away"].map(|name| scratch.0.path().join(name));
     std::fs::create_dir(&there).unwrap();
     let open = || KnownNodes {
         file: SharedFile::new(&scratch.0, there.join("nodes.json")),

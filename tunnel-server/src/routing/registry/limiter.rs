@@ -220,10 +220,9 @@ mod tests {
                 let (permits, exhausted) = fill(&limiter, &caller);
                 assert_eq!(permits.len(), half, "{limit}: {caller:?}");
                 // An agent with a limit of one stream has only that stream.
-                let quota = if limit == 1 {
-                    StreamQuota::Agent
-                } else {
-                    StreamQuota::UnverifiedCaller
+                let quota = match limit {
+                    1 => StreamQuota::Agent,
+                    _ => StreamQuota::UnverifiedCaller,
                 };
                 assert_eq!(exhausted.quota, quota, "{limit}: {caller:?}");
             }
@@ -248,10 +247,8 @@ mod tests {
 
         let limiter = StreamLimiter::new(256);
         let (busy, exhausted) = fill(&limiter, &certificate("kube-apiserver"));
-        assert_eq!(
-            (busy.len(), exhausted.quota),
-            (192, StreamQuota::VerifiedCaller)
-        );
+        assert_eq!(busy.len(), 192);
+        assert_eq!(exhausted.quota, StreamQuota::VerifiedCaller);
         let (other, _) = fill(&limiter, &certificate("prometheus"));
         assert_eq!(other.len(), 64);
     }
@@ -261,10 +258,7 @@ mod tests {
         let limiter = StreamLimiter::new(8);
         let callers = [source(1), source(2), certificate("a")];
         for _ in 0..3 {
-            let permits: Vec<_> = callers
-                .iter()
-                .map(|caller| fill(&limiter, caller))
-                .collect();
+            let permits = callers.each_ref().map(|caller| fill(&limiter, caller));
             assert!(!limiter.has_spare());
             drop(permits);
             let open = limiter.open.lock();

@@ -7,6 +7,7 @@ use crate::policy::PortPolicy;
 use crate::policy::authorize_node;
 use crate::routing::destination::{AgentTarget, Scheme};
 use crate::routing::routes::RouteNode;
+use crate::testing::assert_contains;
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";
 /// Node argument for requests that must not cause a lookup.
@@ -53,6 +54,24 @@ fn authorized(requested: RequestedNode) -> Result<AgentTarget, ProxyError> {
 /// A request: method and path, the server name in TLS (`-` for none), and Host.
 type Asked<'a> = (&'a str, &'a str, &'a str);
 
+/// Returns a request at the HTTPS listener without a server name in TLS.
+fn request_without_name<'a>(
+    method: &'a Method,
+    uri: &'a Uri,
+    headers: &'a HeaderMap,
+) -> DelegatedRequest<'a> {
+    DelegatedRequest {
+        facts: RequestFacts {
+            method,
+            uri,
+            headers,
+            scheme: Scheme::Https,
+            implied_port: None,
+        },
+        server_name: None,
+    }
+}
+
 /// Returns `node target`, followed by `, own Host` if the server sets the target's Host. On failure
 /// returns the code and, after a colon, the expected part of the text. `on` is the node that the
 /// cluster returns for a Pod.
@@ -67,14 +86,8 @@ fn answer(asked: Asked<'_>, fields: &[(&str, &str)], on: &str) -> String {
     let (method, uri): (Method, Uri) = (method.parse().unwrap(), path.parse().unwrap());
     let server_name = (server_name != "-").then(|| node(server_name));
     let request = DelegatedRequest {
-        facts: RequestFacts {
-            method: &method,
-            uri: &uri,
-            headers: &headers,
-            scheme: Scheme::Https,
-            implied_port: None,
-        },
         server_name: server_name.as_ref(),
+        ..request_without_name(&method, &uri, &headers)
     };
     let routes = routes();
     let decided = match decide(&request, &routes) {
@@ -115,19 +128,14 @@ const HOSTS: &[&str] = &[
 
 #[test]
 fn streams_go_to_the_node_by_tls_else_of_the_pod_whatever_host_says() {
-    for request in [
-        "GET /exec/default/web-0/app?command=sh",
-        "GET /attach/default/web-0/app",
-        "GET /portForward/default/web-0",
-        "POST /exec/default/web-0/app",
-        "POST /attach/default/web-0/0a1b/app",
-        "POST /portForward/default/web-0",
+    for (request, fields) in [
+        ("GET /exec/default/web-0/app?command=sh", WEBSOCKET),
+        ("GET /attach/default/web-0/app", WEBSOCKET),
+        ("GET /portForward/default/web-0", WEBSOCKET),
+        ("POST /exec/default/web-0/app", SPDY),
+        ("POST /attach/default/web-0/0a1b/app", SPDY),
+        ("POST /portForward/default/web-0", SPDY),
     ] {
-        let fields = if request.starts_with("GET") {
-            WEBSOCKET
-        } else {
-            SPDY
-        };
         for &host in HOSTS {
             for server_name in ["edge-1", "host-1"] {
                 let by_tls = answer((request, server_name, host), fields, NO_QUESTION);
@@ -141,10 +149,8 @@ fn streams_go_to_the_node_by_tls_else_of_the_pod_whatever_host_says() {
     }
     let logs = "GET /containerLogs/default/web-0/app";
     for &host in HOSTS {
-        assert_eq!(
-            answer((logs, "-", host), &[], "edge-2"),
-            "edge-2 node:10250"
-        );
+        let by_pod = answer((logs, "-", host), &[], "edge-2");
+        assert_eq!(by_pod, "edge-2 node:10250", "{host}");
     }
 }
 
@@ -153,52 +159,39 @@ fn streams_go_to_the_node_by_tls_else_of_the_pod_whatever_host_says() {
 #[test]
 fn port_of_host_counts_where_host_names_the_node_and_leads_somewhere() {
     let exec = "POST /exec/default/web-0/app";
-    for (asked, on, expected) in [
-        (
-            (exec, "-", "10.77.100.3:6443"),
-            "master-1",
-            "master-1 node:10250",
-        ),
-        (
-            (exec, "master-1", "master-1:6443"),
-            "",
-            "master-1 node:10250",
-        ),
-        ((exec, "master-1", "master-1"), "", "master-1 node:10250"),
+    for (server_name, host, on, expected) in [
+        ("-", "10.77.100.3:6443", "master-1", "master-1 node:10250"),
+        ("master-1", "master-1:6443", "", "master-1 node:10250"),
+        ("master-1", "master-1", "", "master-1 node:10250"),
         // Requests of API servers before 1.36.
-        ((exec, "-", "edge-1:10350"), "edge-1", "edge-1 node:10350"),
-        ((exec, "-", "edge-2:10250"), "edge-2", "edge-2 node:10250"),
-        ((exec, "edge-2", "EDGE-2.:10250"), "", "edge-2 node:10250"),
+        ("-", "edge-1:10350", "edge-1", "edge-1 node:10350"),
+        ("-", "edge-2:10250", "edge-2", "edge-2 node:10250"),
+        ("edge-2", "EDGE-2.:10250", "", "edge-2 node:10250"),
     ] {
+        let asked = (exec, server_name, host);
         assert_eq!(answer(asked, SPDY, on), expected, "{asked:?}");
     }
-    let get = "GET /metrics";
-    for (asked, expected) in [
-        ((get, "edge-1", "edge-1:9100"), "edge-1 node:9100, own Host"),
-        ((get, "edge-1", "host-1:9443"), "edge-1 node:9443, own Host"),
-        (
-            (get, "edge-1", "10.0.0.1:9100"),
-            "edge-1 node:9100, own Host",
-        ),
-        (
-            (get, "edge-1", "edge-1:10266"),
-            "edge-1 loopback:10266, own Host",
-        ),
-        ((get, "edge-1", "edge-1:22"), "refused_by_policy"),
-        ((get, "-", "edge-1:9100"), "edge-1 node:9100, own Host"),
-        ((get, "-", "edge-1:22"), "refused_by_policy"),
-        ((get, "-", "edge-1"), "refused_by_policy"),
-        ((get, "-", "192.168.33.221:9100"), "ambiguous_address"),
-        ((get, "-", "my_api:9100"), "bad_request"),
-        ((get, "-", "10.0.0.1:6443"), "refused_by_policy"),
+    for (server_name, host, expected) in [
+        ("edge-1", "edge-1:9100", "edge-1 node:9100, own Host"),
+        ("edge-1", "host-1:9443", "edge-1 node:9443, own Host"),
+        ("edge-1", "10.0.0.1:9100", "edge-1 node:9100, own Host"),
+        ("edge-1", "edge-1:10266", "edge-1 loopback:10266, own Host"),
+        ("edge-1", "edge-1:22", "refused_by_policy"),
+        ("-", "edge-1:9100", "edge-1 node:9100, own Host"),
+        ("-", "edge-1:22", "refused_by_policy"),
+        ("-", "edge-1", "refused_by_policy"),
+        ("-", "192.168.33.221:9100", "ambiguous_address"),
+        ("-", "my_api:9100", "bad_request"),
+        ("-", "10.0.0.1:6443", "refused_by_policy"),
         // The node proxy, also from an API server on the node itself.
-        ((get, "master-1", "10.77.100.3:6443"), "master-1 node:10250"),
-        ((get, "edge-1", "10.0.0.1:6443"), "edge-1 node:10350"),
-        ((get, "edge-1", "10.0.0.1"), "edge-1 node:10350"),
-        ((get, "edge-1", "10.77.100.3:6443"), "edge-1 node:10350"),
-        ((get, "edge-1", "edge-2:9100"), "edge-1 node:10350"),
-        ((get, "edge-1", "my_api:6443"), "edge-1 node:10350"),
+        ("master-1", "10.77.100.3:6443", "master-1 node:10250"),
+        ("edge-1", "10.0.0.1:6443", "edge-1 node:10350"),
+        ("edge-1", "10.0.0.1", "edge-1 node:10350"),
+        ("edge-1", "10.77.100.3:6443", "edge-1 node:10350"),
+        ("edge-1", "edge-2:9100", "edge-1 node:10350"),
+        ("edge-1", "my_api:6443", "edge-1 node:10350"),
     ] {
+        let asked = ("GET /metrics", server_name, host);
         assert_eq!(answer(asked, &[], NO_QUESTION), expected, "{asked:?}");
     }
 }
@@ -224,15 +217,14 @@ fn upgrades_without_a_node_by_tls_are_never_judged_by_host() {
             }
         }
     }
-    for path in [
-        "/exec",
-        "/exec/default",
-        "/exec/../web-0/app",
-        "/exec/NS/web-0/app",
+    for request in [
+        "GET /exec",
+        "GET /exec/default",
+        "GET /exec/../web-0/app",
+        "GET /exec/NS/web-0/app",
     ] {
-        let request = format!("GET {path}");
-        let asked = (&*request, "-", "edge-2:10250");
-        assert_eq!(answer(asked, &[], NO_QUESTION), "bad_request", "{path}");
+        let asked = (request, "-", "edge-2:10250");
+        assert_eq!(answer(asked, &[], NO_QUESTION), "bad_request", "{request}");
     }
 }
 
@@ -244,12 +236,9 @@ fn selectors_are_not_read() {
         ("x-tunnel-proxy-dest", "edge-2:10250"),
         ("x-tunnel-proxy-dest", ""),
     ];
+    let exec = ("GET /exec/ns/pod/c", "-", "edge-2:10250");
     for (asked, fields, on) in [
-        (
-            ("GET /exec/ns/pod/c", "-", "edge-2:10250"),
-            WEBSOCKET,
-            "edge-1",
-        ),
+        (exec, WEBSOCKET, "edge-1"),
         (("GET /pods", "edge-1", "10.77.100.3:6443"), &[][..], ""),
         (("GET /pods", "-", "edge-1:10350"), &[][..], ""),
     ] {
@@ -263,16 +252,7 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
     let (method, uri) = (Method::GET, Uri::from_static("/exec/default/web-0/app"));
     let host = HeaderValue::from_static("edge-2:10250");
     let headers = HeaderMap::from_iter([(HOST, host)]);
-    let request = DelegatedRequest {
-        facts: RequestFacts {
-            method: &method,
-            uri: &uri,
-            headers: &headers,
-            scheme: Scheme::Https,
-            implied_port: None,
-        },
-        server_name: None,
-    };
+    let request = request_without_name(&method, &uri, &headers);
     let routes = routes();
     let Ok(Decision::LookUp(pod)) = decide(&request, &routes) else {
         panic!("no question");
@@ -283,51 +263,33 @@ fn failed_lookup_is_the_answer_and_host_is_not() {
         (Err(PodLookupError::Forbidden), "the right 'pods get'"),
         (Err(PodLookupError::Timeout), "within 10 s"),
         (Err(PodLookupError::Unavailable("away".into())), "away"),
-        (
-            Ok(node("edge-9")),
-            "it runs on edge-9, which is not a known node",
-        ),
+        (Ok(node("edge-9")), "on edge-9, which is not a known node"),
         // The host name of another node.
-        (
-            Ok(node("host-1")),
-            "it runs on host-1, which is not a known node",
-        ),
+        (Ok(node("host-1")), "on host-1, which is not a known node"),
     ] {
         let failure = decide_by_pod(&request, &pod, found, &routes).unwrap_err();
         assert_eq!(failure.outcome, Outcome::UnknownNode);
-        assert!(failure.text.contains("pod default/web-0"), "{failure}");
-        assert!(failure.text.contains(says), "{failure}");
+        assert_contains(&failure.text, "pod default/web-0");
+        assert_contains(&failure.text, says);
     }
 }
 
 /// Covers `--pod-lookup=false`, and a server outside a cluster.
 #[test]
 fn without_lookups_logs_go_by_host_and_upgrades_are_refused() {
-    let (method, uri) = (
-        Method::GET,
-        Uri::from_static("/containerLogs/default/web-0/app"),
-    );
+    let method = Method::GET;
+    let uri = Uri::from_static("/containerLogs/default/web-0/app");
     let mut headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static("edge-2:10250"))]);
     let routes = routes();
     let ask = |headers: &HeaderMap| {
-        let facts = RequestFacts {
-            method: &method,
-            uri: &uri,
-            headers,
-            scheme: Scheme::Https,
-            implied_port: None,
-        };
-        let request = DelegatedRequest {
-            facts,
-            server_name: None,
-        };
+        let request = request_without_name(&method, &uri, headers);
         decide_by_host(&request, &routes).and_then(authorized)
     };
     let addressed = ask(&headers).unwrap();
     assert_eq!(addressed.destination.to_string(), "edge-2 node:10250");
     headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     let failure = ask(&headers).unwrap_err();
-    assert!(failure.text.contains("--pod-lookup"), "{failure}");
+    assert_contains(&failure.text, "--pod-lookup");
 }
 
 #[test]
@@ -338,11 +300,8 @@ fn form_of_a_request_is_judged_as_that_of_any_other() {
         ("GET /pods", &[("transfer-encoding", "gzip")][..]),
     ] {
         let asked = (request, "edge-1", "edge-1:10250");
-        assert_eq!(
-            answer(asked, fields, NO_QUESTION),
-            "bad_request",
-            "{request}"
-        );
+        let answer = answer(asked, fields, NO_QUESTION);
+        assert_eq!(answer, "bad_request", "{request}");
     }
 }
 
