@@ -177,6 +177,7 @@ mod tests {
         {
             assert_eq!(KubeletPath::of(path), KubeletPath::Malformed, "{path}");
         }
+        // The first path is empty.
         let other = " / * /metrics/cadvisor /logs/ns/pod /Exec/ns/pod/c /%65xec/ns/pod/c \
                      //exec/ns/pod/c /run/ns/pod/c";
         for path in other.split(' ') {

@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::DirectDialer;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthUsers};
 use crate::ingress::context::{ConnectProxy, HttpListener};
-use crate::ingress::http::tests::fixture::{Fixture, HI, head};
+use crate::ingress::http::tests::fixture::{Fixture, HI, assert_status, head};
 use crate::routing::dial_policy::{DialPolicy, LiveClusterNetworks};
-use crate::testing::within;
+use crate::testing::{assert_contains, within};
 
 mod fuzz;
 
@@ -20,8 +20,17 @@ mod fuzz;
 const GRANTED: &str = "HTTP/1.1 200 OK\r\n\r\n";
 const ASK: &str = "CONNECT worker-1:9100 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n";
 
-fn open_connect_listener(direct: &[&str]) -> Arc<HttpListener> {
-    connect_listener(None, direct)
+/// Returns a caller over TCP that has sent these bytes to a listener without passwords.
+async fn dial(fixture: &Fixture, direct: &[&str], sent: &str) -> TcpStream {
+    let mut caller = fixture.dial_at(connect_listener(None, direct)).await;
+    caller.write_all(sent.as_bytes()).await.unwrap();
+    caller
+}
+
+async fn read_all(stream: &mut (impl AsyncRead + Unpin)) -> String {
+    let mut text = String::new();
+    within(stream.read_to_string(&mut text)).await.unwrap();
+    text
 }
 
 fn connect_listener(passwords: Option<&str>, direct: &[&str]) -> Arc<HttpListener> {
@@ -45,17 +54,13 @@ fn connect_listener(passwords: Option<&str>, direct: &[&str]) -> Arc<HttpListene
 /// the caller's head go to the target.
 #[tokio::test]
 async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     for (early, late) in [("", "hello"), ("he", "llo"), ("hello", "")] {
-        let mut caller = fixture.connect_at(open_connect_listener(&[]));
+        let mut caller = fixture.connect_at(connect_listener(None, &[]));
         let asks = async {
-            caller
-                .write_all(format!("{ASK}{early}").as_bytes())
-                .await
-                .unwrap();
-            let granted = head(&mut caller).await;
-            assert_eq!(granted, GRANTED);
+            let sent = format!("{ASK}{early}");
+            caller.write_all(sent.as_bytes()).await.unwrap();
+            assert_eq!(head(&mut caller).await, GRANTED);
             let silent = tokio::time::timeout(Duration::from_millis(20), caller.read_u8()).await;
             assert!(silent.is_err(), "a byte came before the caller spoke");
             caller.write_all(late.as_bytes()).await.unwrap();
@@ -66,82 +71,58 @@ async fn p04_answer_is_exactly_200_and_pipelined_bytes_arrive() {
         assert_eq!(&received, b"hello");
         stream.write_all(b"answer").await.unwrap();
         stream.shutdown().await.unwrap();
-        let mut answer = String::new();
-        within(caller.read_to_string(&mut answer)).await.unwrap();
-        assert_eq!(answer, "answer");
+        assert_eq!(read_all(&mut caller).await, "answer");
     }
 }
 
 #[tokio::test]
 async fn half_close_is_kept_also_before_the_answer() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
-    caller
-        .write_all(format!("{ASK}all").as_bytes())
-        .await
-        .unwrap();
+    let (fixture, agent) = Fixture::with_agent();
+    let mut caller = dial(&fixture, &[], &format!("{ASK}all")).await;
     caller.shutdown().await.unwrap();
     let mut stream = agent.accepts().await;
-    let mut all = String::new();
-    within(stream.read_to_string(&mut all)).await.unwrap();
-    assert_eq!(all, "all");
+    assert_eq!(read_all(&mut stream).await, "all");
     stream.write_all(b"late").await.unwrap();
     stream.shutdown().await.unwrap();
-    let mut answer = String::new();
-    within(caller.read_to_string(&mut answer)).await.unwrap();
-    assert_eq!(answer, format!("{GRANTED}late"));
+    assert_eq!(read_all(&mut caller).await, format!("{GRANTED}late"));
 }
 
 /// The caller's FIN follows its head directly. The response comes later, when the target is
 /// connected.
 #[tokio::test]
 async fn half_close_right_behind_the_head_is_kept_until_the_answer_and_beyond() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = target.local_addr().unwrap();
-    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
-    caller.write_all(ASK.as_bytes()).await.unwrap();
+    let mut caller = dial(&fixture, &[], ASK).await;
     caller.shutdown().await.unwrap();
     let mut stream = agent.stream().await;
     // The listener has had time to see the end before it can respond.
     assert!(agent.is_left_alone().await);
     stream.accept("").await.unwrap();
     speaks_after_the_end(&mut stream).await;
-    let mut answer = String::new();
-    within(caller.read_to_string(&mut answer)).await.unwrap();
-    assert_eq!(answer, format!("{GRANTED}late"));
+    assert_eq!(read_all(&mut caller).await, format!("{GRANTED}late"));
 
     let ask = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
-    let mut caller = fixture
-        .dial_at(open_connect_listener(&["127.0.0.1/32"]))
-        .await;
-    caller.write_all(ask.as_bytes()).await.unwrap();
+    let mut caller = dial(&fixture, &["127.0.0.1/32"], &ask).await;
     caller.shutdown().await.unwrap();
     let (mut socket, _) = within(target.accept()).await.unwrap();
     speaks_after_the_end(&mut socket).await;
     drop(socket);
-    let mut answer = String::new();
-    within(caller.read_to_string(&mut answer)).await.unwrap();
-    assert_eq!(answer, format!("{GRANTED}late"));
+    assert_eq!(read_all(&mut caller).await, format!("{GRANTED}late"));
 }
 
 async fn speaks_after_the_end<S: AsyncRead + AsyncWrite + Unpin>(target: &mut S) {
-    let mut nothing = Vec::new();
-    within(target.read_to_end(&mut nothing)).await.unwrap();
-    assert!(nothing.is_empty());
+    assert_eq!(read_all(target).await, "");
     target.write_all(b"late").await.unwrap();
     target.shutdown().await.unwrap();
 }
 
 #[tokio::test]
 async fn cut_is_a_cut_on_either_side() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     // The target's side: the stream is dropped before its end.
-    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
-    caller.write_all(ASK.as_bytes()).await.unwrap();
+    let mut caller = dial(&fixture, &[], ASK).await;
     let mut stream = agent.accepts().await;
     stream.write_all(b"part").await.unwrap();
     assert_eq!(head(&mut caller).await, GRANTED);
@@ -150,8 +131,7 @@ async fn cut_is_a_cut_on_either_side() {
     let ended = within(caller.read_to_end(&mut rest)).await.unwrap_err();
     assert_eq!(ended.kind(), io::ErrorKind::ConnectionReset);
     // The caller's side: the socket is reset.
-    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
-    caller.write_all(ASK.as_bytes()).await.unwrap();
+    let mut caller = dial(&fixture, &[], ASK).await;
     let mut stream = agent.accepts().await;
     assert_eq!(head(&mut caller).await, GRANTED);
     tunnel_proto::tcp::abort_on_close(&caller).unwrap();
@@ -162,36 +142,26 @@ async fn cut_is_a_cut_on_either_side() {
 
 #[tokio::test]
 async fn refusals_are_reported_and_the_connection_can_be_reused() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let mut caller = fixture.connect_at(open_connect_listener(&[]));
-    for (target, code) in [
-        ("worker-1:22", "refused_by_policy"),
-        ("unknown:443", "refused_by_policy"),
-        ("169.254.169.254:80", "refused_by_policy"),
-    ] {
+    let (fixture, agent) = Fixture::with_agent();
+    let mut caller = fixture.connect_at(connect_listener(None, &[]));
+    for target in ["worker-1:22", "unknown:443", "169.254.169.254:80"] {
         let ask = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
         caller.write_all(ask.as_bytes()).await.unwrap();
         let answer = head(&mut caller).await;
         assert!(answer.starts_with("HTTP/1.1 403 "), "{target}: {answer}");
-        assert!(
-            answer.contains(&format!("X-Tunnel-Error: {code}")),
-            "{answer}"
-        );
+        assert_contains(&answer, "X-Tunnel-Error: refused_by_policy");
         while within(caller.read_u8()).await.unwrap() != b'\n' {}
     }
     caller.write_all(ASK.as_bytes()).await.unwrap();
     agent.refuses(RefusalCode::TargetRefused).await;
-    let answer = head(&mut caller).await;
-    assert!(answer.starts_with("HTTP/1.1 502 "), "{answer}");
+    assert_status(&head(&mut caller).await, 502);
     assert!(agent.is_left_alone().await);
 }
 
 /// S44: a password for metrics opens no stream for anything other than a plain read.
 #[tokio::test]
 async fn s44_upgrades_and_other_methods_are_refused_before_any_stream_opens() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let websocket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n";
     let exec = "http://worker-1:9100/exec/a/b/c?command=sh";
     for (method, fields) in [
@@ -206,56 +176,39 @@ async fn s44_upgrades_and_other_methods_are_refused_before_any_stream_opens() {
         ("PATCH", ""),
     ] {
         let ask = format!("{method} {exec} HTTP/1.1\r\nHost: worker-1:9100\r\n{fields}\r\n");
-        let mut caller = fixture.connect_at(open_connect_listener(&[]));
+        let mut caller = fixture.connect_at(connect_listener(None, &[]));
         caller.write_all(ask.as_bytes()).await.unwrap();
         let answer = head(&mut caller).await;
-        assert!(
-            answer.starts_with("HTTP/1.1 403 "),
-            "{method} {fields}: {answer}"
-        );
+        let is_refused = answer.starts_with("HTTP/1.1 403 ");
+        assert!(is_refused, "{method} {fields}: {answer}");
     }
     assert!(agent.is_left_alone().await);
 }
 
 #[tokio::test]
 async fn passwords_are_asked_for_and_never_passed_on() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let auth = |pair: &str| {
         let pair = BASE64_STANDARD.encode(pair);
         format!("Proxy-Authorization: Basic {pair}\r\n")
     };
     let url = "GET http://worker-1:9100/metrics?x=1 HTTP/1.1\r\nHost: elsewhere\r\n";
     let connect = "CONNECT worker-1:9100 HTTP/1.1\r\nHost: x\r\n";
+    let right = "prometheus:right-0123456789";
+    let wrong = auth("prometheus:wrong");
+    let other = auth("other:right-0123456789");
     for ask in [url, connect] {
-        for fields in [
-            String::new(),
-            auth("prometheus:wrong"),
-            auth("other:right-0123456789"),
-        ] {
+        for fields in ["", &wrong, &other] {
             let ask = format!("{ask}{fields}\r\n");
-            let answer = fixture
-                .ask_at(
-                    connect_listener(Some("prometheus:right-0123456789"), &[]),
-                    &ask,
-                )
-                .await;
-            assert!(answer.starts_with("HTTP/1.1 407 "), "{answer}");
-            assert!(
-                answer.contains("Proxy-Authenticate: Basic realm="),
-                "{answer}"
-            );
+            let listener = connect_listener(Some(right), &[]);
+            let answer = fixture.ask_at(listener, &ask).await;
+            assert_status(&answer, 407);
+            assert_contains(&answer, "Proxy-Authenticate: Basic realm=");
         }
     }
     assert!(agent.is_left_alone().await);
-    let ask = format!(
-        "{url}{}Connection: close\r\n\r\n",
-        auth("prometheus:right-0123456789")
-    );
-    let asks = fixture.ask_at(
-        connect_listener(Some("prometheus:right-0123456789"), &[]),
-        &ask,
-    );
+    let ask = format!("{url}{}Connection: close\r\n\r\n", auth(right));
+    let asks = fixture.ask_at(connect_listener(Some(right), &[]), &ask);
     let (answer, seen) = tokio::join!(asks, agent.answers());
     assert!(answer.ends_with("hi"), "{answer}");
     assert!(seen.starts_with("GET /metrics?x=1 HTTP/1.1\r\n"), "{seen}");
@@ -270,18 +223,11 @@ async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = target.local_addr().unwrap();
     let ask = format!("CONNECT {address} HTTP/1.1\r\nHost: x\r\n\r\n");
-    let mut caller = fixture.connect_at(open_connect_listener(&["10.0.0.0/8"]));
-    caller.write_all(ask.as_bytes()).await.unwrap();
-    let answer = head(&mut caller).await;
-    assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+    let mut caller = dial(&fixture, &["10.0.0.0/8"], &ask).await;
+    assert_status(&head(&mut caller).await, 403);
 
-    let mut caller = fixture
-        .dial_at(open_connect_listener(&["127.0.0.1/32"]))
-        .await;
-    caller
-        .write_all(format!("{ask}ping").as_bytes())
-        .await
-        .unwrap();
+    let loopback = &["127.0.0.1/32"];
+    let mut caller = dial(&fixture, loopback, &format!("{ask}ping")).await;
     let (mut socket, _) = within(target.accept()).await.unwrap();
     assert_eq!(head(&mut caller).await, GRANTED);
     let mut ping = [0; 4];
@@ -291,10 +237,7 @@ async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
     tunnel_proto::tcp::abort_on_close(&socket).unwrap();
     drop(socket);
     within(caller.read_u8()).await.unwrap_err();
-    let mut caller = fixture
-        .dial_at(open_connect_listener(&["127.0.0.1/32"]))
-        .await;
-    caller.write_all(ask.as_bytes()).await.unwrap();
+    let mut caller = dial(&fixture, loopback, &ask).await;
     let (mut socket, _) = within(target.accept()).await.unwrap();
     assert_eq!(head(&mut caller).await, GRANTED);
     tunnel_proto::tcp::abort_on_close(&caller).unwrap();
@@ -310,7 +253,7 @@ async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
         socket.write_all(HI.as_bytes()).await.unwrap();
         seen
     };
-    let asks = fixture.ask_at(open_connect_listener(&["127.0.0.1/32"]), &ask);
+    let asks = fixture.ask_at(connect_listener(None, loopback), &ask);
     let (seen, answer) = tokio::join!(serves, asks);
     assert!(seen.starts_with("GET /m HTTP/1.1\r\n"), "{seen}");
     assert!(seen.contains(&format!("{address}\r\n")), "{seen}");
@@ -321,7 +264,7 @@ async fn names_of_no_node_are_dialed_by_the_server_within_its_list() {
 async fn a_head_that_does_not_come_is_not_waited_for() {
     let fixture = Fixture::new();
     for begun in ["", "CONNECT worker-1:9100 HT"] {
-        let mut caller = fixture.connect_at(open_connect_listener(&[]));
+        let mut caller = fixture.connect_at(connect_listener(None, &[]));
         caller.write_all(begun.as_bytes()).await.unwrap();
         let began = tokio::time::Instant::now();
         let mut rest = Vec::new();
@@ -335,11 +278,8 @@ async fn a_head_that_does_not_come_is_not_waited_for() {
 #[tokio::test]
 async fn caller_that_ends_between_requests_is_let_go() {
     let fixture = Fixture::new();
-    let mut caller = fixture.dial_at(open_connect_listener(&[])).await;
-    caller
-        .write_all(b"CONNECT worker-1:22 HTTP/1.1\r\nHost: x\r\n\r\n")
-        .await
-        .unwrap();
+    let ask = "CONNECT worker-1:22 HTTP/1.1\r\nHost: x\r\n\r\n";
+    let mut caller = dial(&fixture, &[], ask).await;
     let _refused = head(&mut caller).await;
     caller.shutdown().await.unwrap();
     let mut rest = Vec::new();
@@ -348,14 +288,11 @@ async fn caller_that_ends_between_requests_is_let_go() {
 
 #[test]
 fn access_log_contains_neither_passwords_nor_queries() {
+    let url = "http://u:secret@worker-1:9100/m?token=secret";
     for (method, uri, expected) in [
         ("CONNECT", "worker-1:9100", "CONNECT worker-1:9100"),
         ("CONNECT", "u:secret@worker-1:9100", "CONNECT worker-1:9100"),
-        (
-            "GET",
-            "http://u:secret@worker-1:9100/m?token=secret",
-            "GET worker-1:9100/m",
-        ),
+        ("GET", url, "GET worker-1:9100/m"),
         ("GET", "/m?token=secret", "GET /m"),
     ] {
         let request = http::Request::builder().method(method).uri(uri);

@@ -48,10 +48,8 @@ impl Agent {
     /// Returns the next stream with its header.
     pub(in crate::ingress) async fn asked(&self) -> (StreamHeader, Stream) {
         let incoming = within(self.far.accept()).await.unwrap();
-        incoming
-            .header(Instant::now() + WAIT_TIMEOUT)
-            .await
-            .unwrap()
+        let header = incoming.header(Instant::now() + WAIT_TIMEOUT);
+        header.await.unwrap()
     }
 
     pub(in crate::ingress) async fn stream(&self) -> Stream {
@@ -86,15 +84,21 @@ impl Agent {
 
     /// Returns whether no stream arrives for a while.
     pub(in crate::ingress) async fn is_left_alone(&self) -> bool {
-        tokio::time::timeout(Duration::from_millis(20), self.far.accept())
-            .await
-            .is_err()
+        let next = tokio::time::timeout(Duration::from_millis(20), self.far.accept());
+        next.await.is_err()
     }
 }
 
 impl Fixture {
     pub(in crate::ingress) fn new() -> Self {
         Self::with_callers(64)
+    }
+
+    /// Creates a fixture with one connected agent.
+    pub(in crate::ingress) fn with_agent() -> (Self, Agent) {
+        let fixture = Self::new();
+        let agent = fixture.agent();
+        (fixture, agent)
     }
 
     /// Creates a fixture with a limit of `callers` connections.
@@ -194,13 +198,7 @@ impl Fixture {
 
     /// Creates a CONNECT listener without TLS.
     pub(in crate::ingress) fn connect_proxy(connect_proxy: ConnectProxy) -> Arc<HttpListener> {
-        Arc::new(HttpListener {
-            name: "connect",
-            scheme: Scheme::Http,
-            implied_port: None,
-            tls: None,
-            connect: Some(connect_proxy),
-        })
+        listener("connect", Scheme::Http, Some(connect_proxy))
     }
 
     pub(in crate::ingress) async fn ask_at(
@@ -219,6 +217,13 @@ impl Fixture {
             answer
         };
         within(ask).await
+    }
+
+    /// Opens a caller's connection in memory and sends these bytes.
+    pub(in crate::ingress) async fn send(&self, bytes: &str) -> DuplexStream {
+        let mut caller = self.connect();
+        caller.write_all(bytes.as_bytes()).await.unwrap();
+        caller
     }
 
     /// Opens a caller's connection in memory.
@@ -295,22 +300,24 @@ impl Drop for Fixture {
 }
 
 fn https_listener() -> Arc<HttpListener> {
-    Arc::new(HttpListener {
-        name: "https",
-        scheme: Scheme::Https,
-        implied_port: None,
-        tls: None,
-        connect: None,
-    })
+    listener("https", Scheme::Https, None)
 }
 
 pub(in crate::ingress) fn http_listener() -> Arc<HttpListener> {
+    listener("http", Scheme::Http, None)
+}
+
+fn listener(
+    name: &'static str,
+    scheme: Scheme,
+    connect: Option<ConnectProxy>,
+) -> Arc<HttpListener> {
     Arc::new(HttpListener {
-        name: "http",
-        scheme: Scheme::Http,
+        name,
+        scheme,
         implied_port: None,
         tls: None,
-        connect: None,
+        connect,
     })
 }
 
@@ -329,6 +336,13 @@ pub(in crate::ingress) async fn head(stream: &mut (impl AsyncRead + Unpin)) -> S
         head.push(within(stream.read_u8()).await.unwrap());
     }
     String::from_utf8(head).unwrap()
+}
+
+/// Checks the status of a response.
+#[track_caller]
+pub(in crate::ingress) fn assert_status(response: &str, status: u16) {
+    let expected = format!("HTTP/1.1 {status} ");
+    assert!(response.starts_with(&expected), "not {status}: {response}");
 }
 
 /// Sends a request and reads exactly the response [`HI`].

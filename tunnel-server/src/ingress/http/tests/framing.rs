@@ -2,27 +2,31 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::fixture::{Fixture, HI, get, head};
+use super::fixture::{Fixture, HI, assert_status, get, head};
+use crate::testing::assert_contains;
+
+/// Returns a request with these fields, after which the connection is closed.
+fn closing(fields: &str) -> String {
+    format!("{}Connection: close\r\n{fields}\r\n", get("/"))
+}
 
 /// Returns the request as the target receives it, and the response as the caller receives it.
 async fn passes(fields: &str, answer: &str) -> (String, String) {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let asked = format!("{}Connection: close\r\n{fields}\r\n", get("/"));
+    let (fixture, agent) = Fixture::with_agent();
+    let asked = closing(fields);
     let (reply, seen) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
     (seen, reply)
 }
 
 /// Returns the listener's response, up to the end of the connection, to bytes that must not reach a
 /// target.
-async fn refused(request: &[u8]) -> String {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+async fn refused(request: &str) -> String {
+    let (fixture, agent) = Fixture::with_agent();
     let (mut reader, mut writer) = tokio::io::split(fixture.connect());
     let mut reply = String::new();
     let asks = async {
         // The listener may close before everything is sent.
-        let _refused_early = writer.write_all(request).await;
+        let _refused_early = writer.write_all(request.as_bytes()).await;
     };
     let (_, read) = tokio::join!(asks, reader.read_to_string(&mut reply));
     read.unwrap();
@@ -37,69 +41,43 @@ async fn other_transfer_codings_are_refused() {
         "chunked, chunked",
         "chunked\r\nTransfer-Encoding: chunked",
     ] {
-        let request = format!(
-            "{}Connection: close\r\nTransfer-Encoding: {coding}\r\n\r\n0\r\n\r\n",
-            get("/")
-        );
-        let reply = refused(request.as_bytes()).await;
+        let head = closing(&format!("Transfer-Encoding: {coding}\r\n"));
+        let reply = refused(&format!("{head}0\r\n\r\n")).await;
         assert!(reply.starts_with("HTTP/1.1 400 "), "{coding}: {reply}");
-        assert!(
-            reply.contains("X-Tunnel-Error: bad_request"),
-            "{coding}: {reply}"
-        );
+        let shown = format!("{coding}: {reply}");
+        assert_contains(&shown, "X-Tunnel-Error: bad_request");
         let answer =
             format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: {coding}\r\n\r\n2\r\nhi\r\n0\r\n\r\n");
         let (_, reply) = passes("", &answer).await;
-        assert!(
-            reply.contains("X-Tunnel-Error: target_bad_response"),
-            "{coding}: {reply}"
-        );
+        let shown = format!("{coding}: {reply}");
+        assert_contains(&shown, "X-Tunnel-Error: target_bad_response");
     }
     let unframed = format!("{}Transfer-Encoding: gzip\r\n\r\n", get("/"));
-    assert!(
-        refused(unframed.as_bytes())
-            .await
-            .starts_with("HTTP/1.1 400 ")
-    );
+    assert_status(&refused(&unframed).await, 400);
 }
 
 #[tokio::test(start_paused = true)]
 async fn length_is_said_once_in_plain_digits() {
     let upload = |length: &str| format!("{}Connection: close\r\n{length}\r\nab", get("/"));
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let asked = upload("Content-Length: 0002\r\n");
     let (_, seen) = tokio::join!(fixture.ask(&asked), agent.answers());
     let seen = seen.to_lowercase();
     assert_eq!(seen.matches("content-length").count(), 1, "{seen}");
     assert!(seen.contains("content-length: 2\r\n"), "{seen}");
-    for length in [
-        "2\r\nContent-Length: 2",
-        "2\r\nContent-Length: 3",
-        "2, 2",
-        "+2",
-        "0x2",
-        "2 2",
-        "",
-        "99999999999999999999",
-    ] {
-        let reply = refused(upload(&format!("Content-Length: {length}\r\n")).as_bytes()).await;
+    let twice = "2\r\nContent-Length: 2";
+    let other = "2\r\nContent-Length: 3";
+    for length in [twice, other, "2, 2", "+2", "0x2", "2 2", "", &"9".repeat(20)] {
+        let reply = refused(&upload(&format!("Content-Length: {length}\r\n"))).await;
         assert!(reply.starts_with("HTTP/1.1 400 "), "{length}: {reply}");
     }
-    for (length, told_length) in [
-        ("2, 2", Some(2)),
-        ("2\r\nContent-Length: 2", Some(2)),
-        ("02", Some(2)),
-    ] {
+    for length in ["2, 2", twice, "02"] {
         let answer = HI.replace("Content-Length: 2", &format!("Content-Length: {length}"));
         let (_, reply) = passes("", &answer).await;
-        let expected = told_length.map(|length| format!("Content-Length: {length}\r\n"));
-        assert!(reply.contains(&expected.unwrap()), "{length}: {reply}");
-        assert_eq!(
-            reply.to_lowercase().matches("content-length").count(),
-            1,
-            "{reply}"
-        );
+        let shown = format!("{length}: {reply}");
+        assert_contains(&shown, "Content-Length: 2\r\n");
+        let lengths = reply.to_lowercase().matches("content-length").count();
+        assert_eq!(lengths, 1, "{reply}");
         assert!(reply.ends_with("hi"), "{reply}");
     }
 }
@@ -107,30 +85,21 @@ async fn length_is_said_once_in_plain_digits() {
 #[tokio::test(start_paused = true)]
 async fn heads_with_two_readings_are_refused_and_the_connection_closed() {
     let post = get("/").replace("GET", "POST");
+    let length_first = "Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
+    let coding_first = "Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n";
+    let two_lengths = "Content-Length: 2\r\ncontent-length: 2\r\n\r\nab";
     for (asked, hint) in [
-        (
-            format!("{post}Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
-            "Transfer-Encoding",
-        ),
-        (
-            format!("{post}Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n"),
-            "Transfer-Encoding",
-        ),
-        (
-            format!("{post}Content-Length: 2\r\ncontent-length: 2\r\n\r\nab"),
-            "more than once",
-        ),
+        (format!("{post}{length_first}"), "Transfer-Encoding"),
+        (format!("{post}{coding_first}"), "Transfer-Encoding"),
+        (format!("{post}{two_lengths}"), "more than once"),
         (format!("{}\r\n", get("/")).replace("\r\n", "\n"), "LF"),
         (format!("{}\n", get("/")), "LF"),
     ] {
-        let answer = refused(format!("{asked}{}\r\n", get("/smuggled")).as_bytes()).await;
+        let answer = refused(&format!("{asked}{}\r\n", get("/smuggled"))).await;
         assert_eq!(answer.matches("HTTP/1.1 ").count(), 1, "{answer}");
-        assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
-        assert!(
-            answer.contains("X-Tunnel-Error: bad_request\r\n"),
-            "{answer}"
-        );
-        assert!(answer.contains(hint), "{answer}");
+        assert_status(&answer, 400);
+        assert_contains(&answer, "X-Tunnel-Error: bad_request\r\n");
+        assert_contains(&answer, hint);
     }
 }
 
@@ -144,8 +113,7 @@ async fn heads_of_later_requests_are_checked_too() {
     };
     let bad = format!("{}\n", get("/smuggled"));
     for at_once in [true, false] {
-        let fixture = Fixture::new();
-        let agent = fixture.agent();
+        let (fixture, agent) = Fixture::with_agent();
         let (mut reader, mut writer) = tokio::io::split(fixture.connect());
         let mut answer = String::new();
         let (first, second) = (upload("/1"), format!("{}\r\n", get("/2")));
@@ -178,11 +146,8 @@ async fn heads_of_later_requests_are_checked_too() {
             (first, second)
         };
         let (_streams, ()) = tokio::join!(answers, asks);
-        let statuses: Vec<_> = answer
-            .split("HTTP/1.1 ")
-            .skip(1)
-            .map(|one| &one[..3])
-            .collect();
+        let answers = answer.split("HTTP/1.1 ").skip(1);
+        let statuses: Vec<_> = answers.map(|one| &one[..3]).collect();
         assert_eq!(statuses, ["200", "200", "400"], "{answer}");
         assert!(agent.is_left_alone().await);
     }
@@ -204,7 +169,7 @@ async fn malformed_heads_are_refused() {
         "GET / HTTP/1.1\r\nConnection: close\r\n\r\n".into(),
         format!("GET / HTTP/1.1\r\nConnection: close\r\n{host}{host}\r\n"),
     ] {
-        let reply = refused(request.as_bytes()).await;
+        let reply = refused(&request).await;
         assert!(reply.starts_with("HTTP/1.1 400 "), "{request:?}: {reply}");
     }
 }
@@ -212,34 +177,29 @@ async fn malformed_heads_are_refused() {
 #[tokio::test(start_paused = true)]
 async fn heads_fields_and_targets_have_their_bounds() {
     let head = |size: usize| {
-        let fixed = format!("{}Connection: close\r\nX: \r\n\r\n", get("/")).len();
+        let fixed = closing("X: \r\n").len();
         format!("X: {}\r\n", "x".repeat(size - fixed))
     };
     // Host and Connection count as two more fields.
     let fields = |count: usize| (2..count).map(|_| "X: 1\r\n").collect::<String>();
-    for (small, large, status) in [
-        (head(64 << 10), head((64 << 10) + 1), 431),
-        (fields(100), fields(101), 431),
+    for (small, large) in [
+        (head(64 << 10), head((64 << 10) + 1)),
+        (fields(100), fields(101)),
     ] {
         assert!(passes(&small, HI).await.1.ends_with("hi"));
-        let reply =
-            refused(format!("{}Connection: close\r\n{large}\r\n", get("/")).as_bytes()).await;
-        assert!(reply.starts_with(&format!("HTTP/1.1 {status} ")), "{reply}");
+        assert_status(&refused(&closing(&large)).await, 431);
     }
     for (length, status) in [(8191, 200), (8192, 200), (8193, 414)] {
         let path = format!("/{}", "p".repeat(length - 1));
         let asked = format!("{}Connection: close\r\n\r\n", get(&path));
         let reply = if status == 200 {
-            let fixture = Fixture::new();
-            let agent = fixture.agent();
+            let (fixture, agent) = Fixture::with_agent();
             tokio::join!(fixture.ask(&asked), agent.answers()).0
         } else {
-            refused(asked.as_bytes()).await
+            refused(&asked).await
         };
-        assert!(
-            reply.starts_with(&format!("HTTP/1.1 {status} ")),
-            "{length}: {reply}"
-        );
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(reply.starts_with(&expected), "{length}: {reply}");
     }
 }
 
@@ -247,12 +207,9 @@ async fn heads_fields_and_targets_have_their_bounds() {
 async fn interim_answers_are_consumed_up_to_a_bound() {
     let interim = "HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n";
     let (_, reply) = passes("", &format!("{}{HI}", interim.repeat(64))).await;
-    assert!(
-        reply.starts_with("HTTP/1.1 200 ") && reply.ends_with("hi"),
-        "{reply}"
-    );
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    assert_status(&reply, 200);
+    assert!(reply.ends_with("hi"), "{reply}");
+    let (fixture, agent) = Fixture::with_agent();
     let endless = async {
         let (mut reader, mut writer) = tokio::io::split(agent.accepts().await);
         let write = async {
@@ -267,12 +224,9 @@ async fn interim_answers_are_consumed_up_to_a_bound() {
             () = write => {}
         }
     };
-    let asked = format!("{}Connection: close\r\n\r\n", get("/"));
+    let asked = closing("");
     let (reply, ()) = tokio::join!(fixture.ask(&asked), endless);
-    assert!(
-        reply.contains("X-Tunnel-Error: target_bad_response"),
-        "{reply}"
-    );
+    assert_contains(&reply, "X-Tunnel-Error: target_bad_response");
 }
 
 #[tokio::test(start_paused = true)]
@@ -297,34 +251,17 @@ async fn fields_of_one_hop_do_not_cross_and_others_do() {
 #[tokio::test(start_paused = true)]
 async fn answers_without_a_body_keep_what_they_say_of_it() {
     for (method, answer, kept) in [
-        (
-            "HEAD",
-            "HTTP/1.1 200 OK\r\nContent-Length: 1234\r\n\r\n",
-            "Content-Length: 1234\r\n",
-        ),
-        (
-            "GET",
-            "HTTP/1.1 304 Not Modified\r\nETag: \"a\"\r\n\r\n",
-            "ETag: \"a\"\r\n",
-        ),
-        (
-            "GET",
-            "HTTP/1.1 204 No Content\r\nX-Own: 1\r\n\r\n",
-            "X-Own: 1\r\n",
-        ),
+        ("HEAD", "200 OK", "Content-Length: 1234\r\n"),
+        ("GET", "304 Not Modified", "ETag: \"a\"\r\n"),
+        ("GET", "204 No Content", "X-Own: 1\r\n"),
     ] {
-        let fixture = Fixture::new();
-        let agent = fixture.agent();
-        let asked = format!(
-            "{}Connection: close\r\n\r\n",
-            get("/").replace("GET", method)
-        );
-        let (reply, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(answer));
-        assert!(reply.contains(kept), "{reply}");
+        let (fixture, agent) = Fixture::with_agent();
+        let asked = closing("").replace("GET", method);
+        let answer = format!("HTTP/1.1 {answer}\r\n{kept}\r\n");
+        let (reply, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(&answer));
+        assert_contains(&reply, kept);
         assert!(reply.ends_with("\r\n\r\n"), "{reply}");
-        assert!(
-            !reply.to_lowercase().contains("transfer-encoding"),
-            "{reply}"
-        );
+        let is_chunked = reply.to_lowercase().contains("transfer-encoding");
+        assert!(!is_chunked, "{reply}");
     }
 }

@@ -1,6 +1,7 @@
 //! Entries of `limits:` that apply to requests, just below, at and beyond each limit: the caller's
 //! response, and the metric.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,11 +11,15 @@ use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::transport::Stream;
 
 use super::super::RELEASE_BUFFERS_AFTER;
-use super::fixture::{Agent, Fixture, HI, expect_hi, get, head, http_listener};
+use super::fixture::{
+    Agent, Fixture, HI, assert_status, expect_hi, get, head, http_listener,
+};
 use crate::config::Limit;
 use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
-use crate::testing::{STREAMS, WAIT_TIMEOUT, header, node, within};
+use crate::testing::{
+    STREAMS, WAIT_TIMEOUT, assert_contains, eventually, header, node, within,
+};
 
 fn reached(fixture: &Fixture, limit: Limit) -> u64 {
     let name = limit.name();
@@ -25,38 +30,29 @@ fn reached(fixture: &Fixture, limit: Limit) -> u64 {
 
 #[tokio::test(start_paused = true)]
 async fn streams_per_agent_hold_for_one_below_at_and_above() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let request = format!("{}\r\n", get("/"));
-    let mut open = Vec::new();
+    let (mut open, mut others) = (Vec::new(), Vec::new());
     // One caller cannot use all of them.
+    let (node, header) = (node(), header());
     let other = CallerKey::Certificate("other".into());
-    let mut others = Vec::new();
     for _ in 0..STREAMS / 2 {
         let registry = &fixture.ingress.registry;
-        let opened = registry
-            .open(&node(), &header(), &other, WAIT_TIMEOUT, None)
-            .await;
-        others.push((opened.unwrap(), agent.accepts().await));
+        let opened = registry.open(&node, &header, &other, WAIT_TIMEOUT, None);
+        others.push((opened.await.unwrap(), agent.accepts().await));
     }
     // One below the limit, and at it.
     for _ in 0..STREAMS / 2 {
-        let mut caller = fixture.connect();
-        caller.write_all(request.as_bytes()).await.unwrap();
-        open.push((caller, agent.accepts().await));
+        open.push((fixture.send(&request).await, agent.accepts().await));
     }
     assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 0);
     let closing = format!("{}Connection: close\r\n\r\n", get("/"));
     let refused = fixture.ask(&closing).await;
-    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
-    for part in [
-        "X-Tunnel-Error: too_many_streams\r\n",
-        "Retry-After: ",
-        "the agent has 8 streams open",
-        "limits.streamsPerAgent",
-    ] {
-        assert!(refused.contains(part), "{refused}");
-    }
+    assert_status(&refused, 503);
+    assert_contains(&refused, "X-Tunnel-Error: too_many_streams\r\n");
+    assert_contains(&refused, "Retry-After: ");
+    assert_contains(&refused, "the agent has 8 streams open");
+    assert_contains(&refused, "limits.streamsPerAgent");
     assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 1);
     // A released permit can be acquired at once.
     open.pop();
@@ -66,7 +62,7 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
         fixture.ask(&closing).await
     };
     let (answer, _) = tokio::join!(asked, agent.answers());
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert_status(&answer, 200);
     assert_eq!(reached(&fixture, Limit::StreamsPerAgent), 1);
 }
 
@@ -95,27 +91,18 @@ async fn fill(
 
 #[tokio::test(start_paused = true)]
 async fn one_caller_cannot_take_all_streams_of_a_node() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let (half, refused) = fill(&fixture, &agent, "192.0.2.1:5", CallerIdentity::Anonymous).await;
+    let (fixture, agent) = Fixture::with_agent();
+    let anonymous = || CallerIdentity::Anonymous;
+    let (half, refused) = fill(&fixture, &agent, "192.0.2.1:5", anonymous()).await;
     assert_eq!(half.len(), STREAMS / 2);
-    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
-    assert!(
-        refused.contains("X-Tunnel-Error: too_many_streams\r\n"),
-        "{refused}"
-    );
-    assert!(refused.contains("Retry-After: 1\r\n"), "{refused}");
+    assert_status(&refused, 503);
+    assert_contains(&refused, "X-Tunnel-Error: too_many_streams\r\n");
+    assert_contains(&refused, "Retry-After: 1\r\n");
     // Another port of the same address is the same caller. Other callers without a certificate
     // share the next quarter.
-    let (none, _) = fill(&fixture, &agent, "192.0.2.1:6", CallerIdentity::Anonymous).await;
+    let (none, _) = fill(&fixture, &agent, "192.0.2.1:6", anonymous()).await;
     assert!(none.is_empty());
-    let (quarter, _) = fill(
-        &fixture,
-        &agent,
-        "[2001:db8::1]:5",
-        CallerIdentity::Anonymous,
-    )
-    .await;
+    let (quarter, _) = fill(&fixture, &agent, "[2001:db8::1]:5", anonymous()).await;
     assert_eq!(quarter.len(), STREAMS / 4);
     for from in ["[2001:db8::2]:5", "192.0.2.9:5"] {
         let (none, _) = fill(&fixture, &agent, from, CallerIdentity::User("u".into())).await;
@@ -129,14 +116,11 @@ async fn one_caller_cannot_take_all_streams_of_a_node() {
 
 #[tokio::test(start_paused = true)]
 async fn open_timeout_holds_shortly_before_and_after() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let limit = fixture.ingress.limits.open;
     let request = format!("{}Connection: close\r\n\r\n", get("/"));
-    for (reply_after, status) in [
-        (limit - Duration::from_millis(50), "200"),
-        (limit + Duration::from_millis(50), "504"),
-    ] {
+    let just = Duration::from_millis(50);
+    for (reply_after, status) in [(limit - just, 200), (limit + just, 504)] {
         let began = Instant::now();
         let late = async {
             let mut stream = agent.stream().await;
@@ -149,37 +133,24 @@ async fn open_timeout_holds_shortly_before_and_after() {
             }
             .await;
         };
-        let asked = async {
-            let answer = fixture.ask(&request).await;
-            (answer, began.elapsed())
-        };
+        let asked = async { (fixture.ask(&request).await, began.elapsed()) };
         let ((answer, took), ()) = tokio::join!(asked, late);
-        assert!(
-            answer.starts_with(&format!("HTTP/1.1 {status}")),
-            "{answer}"
-        );
+        assert_status(&answer, status);
         assert!(took <= limit + Duration::from_millis(20), "{took:?}");
-        let timed_out = status == "504";
-        assert_eq!(
-            answer.contains("(limits.openTimeout)"),
-            timed_out,
-            "{answer}"
-        );
+        let timed_out = status == 504;
+        let names_limit = answer.contains("(limits.openTimeout)");
+        assert_eq!(names_limit, timed_out, "{answer}");
         assert_eq!(reached(&fixture, Limit::OpenTimeout), u64::from(timed_out));
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn caller_timeouts_are_counted_by_their_limit() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let (head_time, idle) = (
-        fixture.ingress.limits.request_head_time,
-        fixture.ingress.limits.idle,
-    );
+    let (fixture, agent) = Fixture::with_agent();
+    let limits = &fixture.ingress.limits;
+    let (head_time, idle) = (limits.request_head_time, limits.idle);
     let just = Duration::from_millis(20);
-    let mut silent = fixture.connect();
-    silent.write_all(b"GET /").await.unwrap();
+    let _silent = fixture.send("GET /").await;
     let mut idler = fixture.connect();
     let request = format!("{}\r\n", get("/"));
     tokio::join!(expect_hi(&mut idler, &request), agent.answers());
@@ -260,6 +231,13 @@ async fn caller_with_a_request_under_way_is_never_evicted() {
     }
 }
 
+/// Connects a caller whose kernel accepts little data that the caller does not read.
+async fn slow_caller(address: SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    socket.connect(address).await.unwrap()
+}
+
 /// hyper has finished a connection after it stopped reading the request body, and still holds the
 /// data that a slow caller has not read.
 #[tokio::test]
@@ -268,9 +246,7 @@ async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
     let fixture = Fixture::with_callers(1);
     let agent = fixture.agent();
     let address = fixture.listen(http_listener()).await;
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.set_recv_buffer_size(4096).unwrap();
-    let mut caller = socket.connect(address).await.unwrap();
+    let mut caller = slow_caller(address).await;
     let request = format!("POST {}Content-Length: 1000000\r\n\r\n", &get("/")[4..]);
     caller.write_all(request.as_bytes()).await.unwrap();
     caller.write_all(&[0; 1000]).await.unwrap();
@@ -302,20 +278,14 @@ async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
     let ingress = Arc::get_mut(&mut fixture.ingress).unwrap();
     ingress.limits.idle = Duration::from_millis(500);
     let address = fixture.listen(http_listener()).await;
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.set_recv_buffer_size(4096).unwrap();
-    let mut caller = socket.connect(address).await.unwrap();
+    let mut caller = slow_caller(address).await;
     // Short responses of the server itself, because no agent is connected.
     let requests = format!("{}\r\n", get("/")).repeat(1000);
     let flood = async { while caller.write_all(requests.as_bytes()).await.is_ok() {} };
-    assert!(
-        timeout(Duration::from_secs(20), flood).await.is_ok(),
-        "never cut"
-    );
-    crate::testing::eventually("the permit is free", || {
-        fixture.ingress.callers.admitted() == 0
-    })
-    .await;
+    let flooded = timeout(Duration::from_secs(20), flood).await;
+    assert!(flooded.is_ok(), "never cut");
+    let is_free = || fixture.ingress.callers.admitted() == 0;
+    eventually("the permit is free", is_free).await;
 }
 
 #[tokio::test]
@@ -323,17 +293,9 @@ async fn oversize_heads_are_counted_by_their_limit() {
     let fixture = Fixture::new();
     let limit = fixture.ingress.limits.request_head_bytes;
     let mut caller = fixture.connect();
-    let begun = get("/");
-    let write = async {
-        caller.write_all(begun.as_bytes()).await?;
-        caller.write_all(b"X: ").await?;
-        caller.write_all(&vec![b'y'; limit]).await?;
-        caller.write_all(b"\r\n\r\n").await
-    };
+    let head = format!("{}X: {}\r\n\r\n", get("/"), "y".repeat(limit));
     // The listener may have responded and closed before everything was accepted.
-    let _cut = write.await;
-    crate::testing::eventually("counted", || {
-        reached(&fixture, Limit::RequestHeadBytes) == 1
-    })
-    .await;
+    let _cut = caller.write_all(head.as_bytes()).await;
+    let is_counted = || reached(&fixture, Limit::RequestHeadBytes) == 1;
+    eventually("counted", is_counted).await;
 }

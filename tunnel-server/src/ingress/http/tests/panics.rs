@@ -15,8 +15,7 @@ async fn f36_panic_in_a_request_costs_its_connection_alone() {
     panics::install_hook();
     let fixture = Fixture::new();
     let request = format!("{}Connection: close\r\n\r\n", get("/"));
-    let mut waiting = fixture.connect();
-    waiting.write_all(b"GET").await.unwrap();
+    let mut waiting = fixture.send("GET").await;
     let (near, _far) = memory::pair();
     near.script().is_panicking = true;
     let registry = fixture.ingress.registry.clone();
@@ -25,19 +24,13 @@ async fn f36_panic_in_a_request_costs_its_connection_alone() {
     let before = panics::count();
     // More than the limit, so that a permit that is not released would be noticed.
     for _ in 0..2 * STREAMS {
-        let mut caller = fixture.connect();
-        caller.write_all(request.as_bytes()).await.unwrap();
-        let mut answer = Vec::new();
-        caller.read_to_end(&mut answer).await.unwrap();
-        assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+        assert_eq!(fixture.ask(&request).await, "");
     }
     assert_eq!(panics::count() - before, 2 * STREAMS as u64);
     drop(broken);
-    eventually("nothing is left of them", || {
-        fixture.metric("tunnel_server_streams_open") == 0
-            && fixture.ingress.shutdown.work_left() == 1
-    })
-    .await;
+    let is_alone = || fixture.ingress.shutdown.work_left() == 1;
+    let is_empty = || fixture.metric("tunnel_server_streams_open") == 0;
+    eventually("nothing is left", || is_empty() && is_alone()).await;
     let agent = fixture.agent();
     let rest = request.strip_prefix("GET").unwrap();
     let others = async {

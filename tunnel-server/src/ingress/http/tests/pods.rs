@@ -10,7 +10,7 @@ use tunnel_proto::wire::name::Port;
 use super::fixture::{Agent, Fixture};
 use crate::routing::pod_lookup::{PodLookupError, PodLookupRequest, PodResolver};
 use crate::routing::routes::{RouteNode, RouteSource};
-use crate::testing::node;
+use crate::testing::{assert_contains, node};
 
 const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.77.100.3:6443\r\n\
                     Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n\r\n";
@@ -26,10 +26,8 @@ fn fixture() -> (Fixture, Agent, Receiver<PodLookupRequest>) {
         addresses: vec!["10.0.0.1".parse().unwrap()],
         kubelet_port: Port::new(10350),
     };
-    fixture
-        .ingress
-        .routes
-        .set(RouteSource::Cluster, vec![of_cluster]);
+    let routes = &fixture.ingress.routes;
+    routes.set(RouteSource::Cluster, vec![of_cluster]);
     let agent = fixture.agent();
     (fixture, agent, questions)
 }
@@ -52,10 +50,7 @@ async fn exec_without_a_node_in_tls_goes_to_the_node_of_its_pod() {
         refuses_at_the_kubelet(&agent).await;
     };
     let (answer, ()) = tokio::join!(fixture.ask_delegated(None, EXEC), answering);
-    assert!(
-        answer.contains("X-Tunnel-Error: target_refused\r\n"),
-        "{answer}"
-    );
+    assert_contains(&answer, "X-Tunnel-Error: target_refused\r\n");
 }
 
 #[tokio::test(start_paused = true)]
@@ -63,10 +58,7 @@ async fn exec_with_its_node_in_tls_asks_nobody() {
     let (fixture, agent, mut questions) = fixture();
     let asking = fixture.ask_delegated(Some("worker-1"), EXEC);
     let (answer, ()) = tokio::join!(asking, refuses_at_the_kubelet(&agent));
-    assert!(
-        answer.contains("X-Tunnel-Error: target_refused\r\n"),
-        "{answer}"
-    );
+    assert_contains(&answer, "X-Tunnel-Error: target_refused\r\n");
     assert!(questions.try_recv().is_err());
 }
 
@@ -80,10 +72,8 @@ async fn failed_lookup_opens_no_stream() {
         question.answer.send(forbidden).unwrap();
     };
     let (answer, ()) = tokio::join!(fixture.ask_delegated(None, &exec), answering);
-    assert!(
-        answer.contains("X-Tunnel-Error: unknown_node\r\n") && answer.contains("pods get"),
-        "{answer}"
-    );
+    assert_contains(&answer, "X-Tunnel-Error: unknown_node\r\n");
+    assert_contains(&answer, "pods get");
     assert!(agent.is_left_alone().await);
 }
 
@@ -95,10 +85,7 @@ async fn other_callers_never_cause_a_question() {
     for host in ["10.9.9.9:10250", "unknown-1:10250"] {
         let exec = EXEC.replace("10.77.100.3:6443", host);
         for answer in [fixture.ask_secure(&exec).await, fixture.ask(&exec).await] {
-            assert!(
-                answer.contains("X-Tunnel-Error: unknown_node\r\n"),
-                "{answer}"
-            );
+            assert_contains(&answer, "X-Tunnel-Error: unknown_node\r\n");
         }
     }
     assert!(questions.try_recv().is_err() && agent.is_left_alone().await);
@@ -111,8 +98,5 @@ async fn selectors_of_a_caller_with_delegation_are_not_judged() {
                    X-Tunnel-Proxy-Dest: worker-9:22\r\nConnection: close\r\n\r\n";
     let asking = fixture.ask_delegated(Some("worker-1"), request);
     let (answer, ()) = tokio::join!(asking, refuses_at_the_kubelet(&agent));
-    assert!(
-        answer.contains("X-Tunnel-Error: target_refused\r\n"),
-        "{answer}"
-    );
+    assert_contains(&answer, "X-Tunnel-Error: target_refused\r\n");
 }

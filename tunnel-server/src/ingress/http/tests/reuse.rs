@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::Instant;
 use tunnel_proto::transport::Stream;
 
-use super::fixture::{Fixture, HI, expect_hi, get, head};
+use super::fixture::{Agent, Fixture, HI, expect_hi, get, head};
 use crate::testing::{STREAMS, eventually, within};
 
 async fn serves(stream: &mut Stream, answer: &str) -> String {
@@ -16,10 +16,24 @@ async fn serves(stream: &mut Stream, answer: &str) -> String {
     head
 }
 
+/// Accepts the next stream and answers one request over it. The stream stays open.
+async fn serves_once(agent: &Agent) -> Stream {
+    let mut stream = agent.accepts().await;
+    serves(&mut stream, HI).await;
+    stream
+}
+
+/// Checks that the stream ends cleanly in less than this time.
+async fn ends_within(stream: &mut Stream, limit: Duration) {
+    let began = Instant::now();
+    assert_eq!(within(stream.read(&mut [0])).await.unwrap(), 0);
+    let waited = began.elapsed();
+    assert!(waited < limit, "{waited:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let mut caller = fixture.connect();
     let target = async {
         let mut stream = agent.accepts().await;
@@ -41,22 +55,12 @@ async fn requests_to_one_target_share_a_connection_and_are_counted_one_by_one() 
     let count = |series: &str| fixture.metric(series);
     let ok_series = "tunnel_server_streams_total{result=\"ok\"}";
     eventually("records", || count(ok_series) == 3).await;
-    let direction = |way| {
-        count(&format!(
-            "tunnel_server_stream_bytes_total{{direction=\"{way}\"}}"
-        ))
-    };
-    assert_eq!(direction("out"), bytes as u64);
-    assert_eq!(direction("in"), 3 * HI.len() as u64);
+    let out = "tunnel_server_stream_bytes_total{direction=\"out\"}";
+    assert_eq!(count(out), bytes as u64);
+    assert_eq!(count(&out.replace("out", "in")), 3 * HI.len() as u64);
     assert!(agent.is_left_alone().await);
     // An idle connection is closed gracefully.
-    let began = Instant::now();
-    assert_eq!(within(stream.read(&mut [0])).await.unwrap(), 0);
-    assert!(
-        began.elapsed() < Duration::from_millis(1100),
-        "{:?}",
-        began.elapsed()
-    );
+    ends_within(&mut stream, Duration::from_millis(1100)).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -65,10 +69,8 @@ async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
     let elsewhere = plain.replace(":9100", ":9101");
     let post = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nContent-Length: 0\r\n\r\n".to_owned();
     let body = plain.replace("\r\n\r\n", "\r\nContent-Length: 1\r\n\r\nx");
-    let both = HI.replace(
-        "\r\n\r\nhi",
-        "\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
-    );
+    let chunked = "\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n";
+    let both = HI.replace("\r\n\r\nhi", chunked);
     let closing = HI.replace("\r\n\r\nhi", "\r\nConnection: close\r\n\r\nhi");
     let old = HI.replace("HTTP/1.1", "HTTP/1.0");
     let more = format!("{HI}HTTP/1.1 200 OK\r\n");
@@ -83,8 +85,7 @@ async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
         // Framed in two ways.
         (&plain, &*both, &plain),
     ] {
-        let fixture = Fixture::new();
-        let agent = fixture.agent();
+        let (fixture, agent) = Fixture::with_agent();
         let mut caller = fixture.connect();
         let case = format!("{first:?} {answer:?} {second:?}");
         let target = async {
@@ -112,14 +113,12 @@ async fn other_targets_and_what_may_not_be_repeated_get_their_own() {
 
 #[tokio::test(start_paused = true)]
 async fn request_meets_a_target_that_has_closed_and_goes_over_a_new_connection() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/"));
     for _ in 0..5 {
         let target = async {
-            let mut stream = agent.accepts().await;
-            serves(&mut stream, HI).await;
+            let mut stream = serves_once(&agent).await;
             stream.shutdown().await.unwrap();
             stream
         };
@@ -133,13 +132,11 @@ async fn request_meets_a_target_that_has_closed_and_goes_over_a_new_connection()
 
 #[tokio::test(start_paused = true)]
 async fn request_lost_on_a_pooled_connection_is_retried_once() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/"));
     let target = async {
-        let mut stream = agent.accepts().await;
-        serves(&mut stream, HI).await;
+        let mut stream = serves_once(&agent).await;
         head(&mut stream).await;
         drop(stream);
         let mut fresh = agent.accepts().await;
@@ -161,35 +158,22 @@ async fn newer_session_of_the_node_takes_the_next_request() {
     let old = fixture.agent();
     let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/"));
-    let target = async {
-        let mut stream = old.accepts().await;
-        serves(&mut stream, HI).await;
-        stream
-    };
-    let (_stream, ()) = tokio::join!(target, expect_hi(&mut caller, &request));
+    let asks = expect_hi(&mut caller, &request);
+    let (_stream, ()) = tokio::join!(serves_once(&old), asks);
     let new = fixture.agent();
     tokio::join!(expect_hi(&mut caller, &request), new.answers());
 }
 
 #[tokio::test(start_paused = true)]
 async fn no_idle_connection_is_pooled_when_the_agent_has_few_streams_left() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let request = format!("{}\r\n", get("/"));
     let mut waiting = Vec::new();
     for _ in 0..STREAMS / 4 {
-        let mut caller = fixture.connect();
-        caller.write_all(request.as_bytes()).await.unwrap();
-        waiting.push((caller, agent.accepts().await));
+        waiting.push((fixture.send(&request).await, agent.accepts().await));
     }
     let mut caller = fixture.connect();
-    let target = async {
-        let mut stream = agent.accepts().await;
-        serves(&mut stream, HI).await;
-        stream
-    };
-    let (mut stream, ()) = tokio::join!(target, expect_hi(&mut caller, &request));
-    let began = Instant::now();
-    assert_eq!(within(stream.read(&mut [0])).await.unwrap(), 0);
-    assert!(began.elapsed() < Duration::from_millis(100));
+    let asks = expect_hi(&mut caller, &request);
+    let (mut stream, ()) = tokio::join!(serves_once(&agent), asks);
+    ends_within(&mut stream, Duration::from_millis(100)).await;
 }

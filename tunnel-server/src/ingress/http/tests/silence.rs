@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::time::{Instant, timeout};
 
-use super::fixture::{Fixture, expect_hi, get};
+use super::fixture::{Fixture, HI, expect_hi, get};
 
 /// Timeouts of the fixture.
 const HEAD: Duration = Duration::from_secs(10);
@@ -37,8 +37,7 @@ async fn answered(fixture: &Fixture, request: &str) -> DuplexStream {
 async fn first_head_that_does_not_end_is_cut() {
     let fixture = Fixture::new();
     for begun in ["", "GET / HT"] {
-        let mut caller = fixture.connect();
-        caller.write_all(begun.as_bytes()).await.unwrap();
+        let mut caller = fixture.send(begun).await;
         about(lasts(&mut caller).await, HEAD);
     }
     // One byte per second does not extend the timeout.
@@ -53,8 +52,7 @@ async fn first_head_that_does_not_end_is_cut() {
 
 #[tokio::test(start_paused = true)]
 async fn idle_caller_stays_between_requests() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let mut caller = fixture.connect();
     let request = format!("{}\r\n", get("/metrics"));
     for _ in 0..4 {
@@ -90,21 +88,16 @@ async fn idle_caller_stays_after_a_body() {
 
 #[tokio::test(start_paused = true)]
 async fn request_that_waits_is_never_too_long() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let mut caller = fixture.connect();
+    let (fixture, agent) = Fixture::with_agent();
     let slow = async {
         let mut stream = agent.accepts().await;
         tokio::time::sleep(Duration::from_secs(86_400)).await;
-        stream
-            .write_all(super::fixture::HI.as_bytes())
-            .await
-            .unwrap();
+        stream.write_all(HI.as_bytes()).await.unwrap();
         stream
     };
     let request = format!("{}\r\n", get("/"));
     let asks = async {
-        caller.write_all(request.as_bytes()).await.unwrap();
+        let mut caller = fixture.send(&request).await;
         let mut first = [0; 12];
         caller.read_exact(&mut first).await.unwrap();
         assert_eq!(&first, b"HTTP/1.1 200");

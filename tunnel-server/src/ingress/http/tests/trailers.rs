@@ -18,13 +18,8 @@ async fn caller_that_takes_trailers_gets_those_that_were_announced() {
         ("TE: trailers\r\nConnection: TE\r\n", true),
         ("TE: gzip;q=0.5, Trailers\r\n", true),
     ] {
-        let fixture = Fixture::new();
-        let agent = fixture.agent();
-        let mut caller = fixture.connect();
-        caller
-            .write_all(format!("{}{te}\r\n", get("/")).as_bytes())
-            .await
-            .unwrap();
+        let (fixture, agent) = Fixture::with_agent();
+        let mut caller = fixture.send(&format!("{}{te}\r\n", get("/"))).await;
         let mut stream = agent.accepts().await;
         let asked = head(&mut stream).await.to_lowercase();
         assert_eq!(asked.contains("\r\nte: trailers\r\n"), wanted, "{asked}");
@@ -37,10 +32,8 @@ async fn caller_that_takes_trailers_gets_those_that_were_announced() {
         within(caller.read_exact(&mut body)).await.unwrap();
         assert_eq!(String::from_utf8_lossy(&body), expected);
         // Both connections remain usable.
-        caller
-            .write_all(format!("{}\r\n", get("/again")).as_bytes())
-            .await
-            .unwrap();
+        let again = format!("{}\r\n", get("/again"));
+        caller.write_all(again.as_bytes()).await.unwrap();
         let asked = head(&mut stream).await;
         assert!(asked.starts_with("GET /again "), "{asked}");
     }
@@ -48,13 +41,11 @@ async fn caller_that_takes_trailers_gets_those_that_were_announced() {
 
 #[tokio::test(start_paused = true)]
 async fn trailers_of_a_request_arrive_without_selectors() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let mut caller = fixture.connect();
+    let (fixture, agent) = Fixture::with_agent();
     let upload = "POST / HTTP/1.1\r\nHost: worker-1:9100\r\nTransfer-Encoding: chunked\r\n\
         Trailer: X-Sum, X-Tunnel-Proxy-Host, Host\r\n\r\n2;ext=1\r\nhi\r\n0\r\n\
         X-Sum: 7\r\nX-Tunnel-Proxy-Host: worker-2\r\nHost: b\r\n\r\n";
-    caller.write_all(upload.as_bytes()).await.unwrap();
+    let mut caller = fixture.send(upload).await;
     let mut stream = agent.accepts().await;
     head(&mut stream).await;
     let expected = "2\r\nhi\r\n0\r\nx-sum: 7\r\n\r\n";

@@ -6,37 +6,31 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::fixture::{Fixture, get, head};
-use crate::testing::within;
+use crate::testing::{assert_contains, within};
 
 const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
 
 #[tokio::test]
 async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
     let head_of = |status: &str| format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n");
-    let mut cases: Vec<(String, u16)> = ["400 Bad Request", "403 Forbidden", "500 Oops"]
-        .map(|status| (head_of(status), status[..3].parse().unwrap()))
-        .into();
-    for status in [
-        "200 OK",
-        "204 No Content",
-        "301 A",
-        "302 Found",
-        "307 B",
-        "308 C",
-    ] {
-        cases.push((head_of(status), 502));
-    }
     let switching = "HTTP/1.1 101 Switching Protocols\r\n";
-    cases.push((format!("{switching}\r\n"), 502));
-    cases.push((
-        format!("{switching}Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"),
-        502,
-    ));
-    cases.push(("\0\u{1}garbage\r\n\r\n".into(), 502));
-    cases.push((String::new(), 502));
-    for (answer, status) in cases {
-        let fixture = Fixture::new();
-        let agent = fixture.agent();
+    let other = "Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n";
+    for (answer, status) in [
+        (head_of("400 Bad Request"), 400),
+        (head_of("403 Forbidden"), 403),
+        (head_of("500 Oops"), 500),
+        (head_of("200 OK"), 502),
+        (head_of("204 No Content"), 502),
+        (head_of("301 A"), 502),
+        (head_of("302 Found"), 502),
+        (head_of("307 B"), 502),
+        (head_of("308 C"), 502),
+        (format!("{switching}\r\n"), 502),
+        (format!("{switching}{other}"), 502),
+        ("\0\u{1}garbage\r\n\r\n".into(), 502),
+        (String::new(), 502),
+    ] {
+        let (fixture, agent) = Fixture::with_agent();
         let mut caller = fixture.dial().await;
         let asked = format!("{}{UPGRADE}{}\r\n", get("/exec"), get("/secret"));
         caller.write_all(asked.as_bytes()).await.unwrap();
@@ -49,13 +43,11 @@ async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
         }
         // The response, followed by an end and no reset.
         let mut response = String::new();
-        let closed =
-            tokio::time::timeout(Duration::from_secs(5), caller.read_to_string(&mut response));
-        closed.await.expect("open").unwrap();
-        assert!(
-            response.starts_with(&format!("HTTP/1.1 {status} ")),
-            "{answer:?}: {response}"
-        );
+        let read = caller.read_to_string(&mut response);
+        let closed = tokio::time::timeout(Duration::from_secs(5), read).await;
+        closed.expect("open").unwrap();
+        let expected = format!("HTTP/1.1 {status} ");
+        assert!(response.starts_with(&expected), "{answer:?}: {response}");
         assert!(response.contains("Connection: close\r\n"), "{response}");
         assert_eq!(response.matches("HTTP/1.1 ").count(), 1, "{response}");
         let mut rest = Vec::new();
@@ -69,28 +61,21 @@ async fn request_behind_an_upgrade_that_is_not_granted_reaches_nobody() {
 #[tokio::test(start_paused = true)]
 async fn redirect_is_passed_on_and_never_followed() {
     for status in [301, 302, 303, 307, 308] {
-        let fixture = Fixture::new();
-        let agent = fixture.agent();
+        let (fixture, agent) = Fixture::with_agent();
         let location = "Location: http://169.254.169.254/\r\n";
         let answer = format!("HTTP/1.1 {status} Go\r\n{location}Content-Length: 0\r\n\r\n");
-        let asked = format!(
-            "{}Authorization: Bearer x\r\nConnection: close\r\n\r\n",
-            get("/")
-        );
+        let fields = "Authorization: Bearer x\r\nConnection: close\r\n\r\n";
+        let asked = format!("{}{fields}", get("/"));
         let (response, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(&answer));
-        assert!(
-            response.starts_with(&format!("HTTP/1.1 {status} Go\r\n")),
-            "{response}"
-        );
-        assert!(response.contains(location), "{response}");
+        assert_contains(&response, &format!("HTTP/1.1 {status} Go\r\n"));
+        assert_contains(&response, location);
         assert!(agent.is_left_alone().await);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn upgrade_field_without_the_option_is_no_upgrade_and_ends_in_order() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
+    let (fixture, agent) = Fixture::with_agent();
     let asked = format!("{}Upgrade: h2c\r\nConnection: close\r\n\r\n", get("/"));
     let (response, asked) = tokio::join!(fixture.ask(&asked), agent.answers());
     assert!(response.ends_with("\r\n\r\nhi"), "{response}");
@@ -99,20 +84,13 @@ async fn upgrade_field_without_the_option_is_no_upgrade_and_ends_in_order() {
 
 #[tokio::test(start_paused = true)]
 async fn all_protocols_of_the_list_are_offered_and_bytes_pass_both_ways() {
-    let fixture = Fixture::new();
-    let agent = fixture.agent();
-    let mut caller = fixture.connect();
-    let asked = format!(
-        "{}Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nUpgrade: SPDY/3.1\r\n\r\nearly",
-        get("/exec")
-    );
-    caller.write_all(asked.as_bytes()).await.unwrap();
+    let (fixture, agent) = Fixture::with_agent();
+    let fields = "Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nUpgrade: SPDY/3.1\r\n";
+    let asked = format!("{}{fields}\r\nearly", get("/exec"));
+    let mut caller = fixture.send(&asked).await;
     let mut stream = agent.accepts().await;
     let request = head(&mut stream).await;
-    assert!(
-        request.contains("pgrade: websocket, SPDY/3.1\r\n"),
-        "{request}"
-    );
+    assert_contains(&request, "pgrade: websocket, SPDY/3.1\r\n");
     let answer = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: spdy/3.1\r\n\r\nhello";
     stream.write_all(answer).await.unwrap();
     let response = head(&mut caller).await;
