@@ -4,11 +4,16 @@ use std::os::unix::fs::MetadataExt;
 use super::*;
 use crate::ca::tokens::TokenState;
 use crate::store::data_dir::testing::Scratch;
+use crate::testing::assert_contains;
 
 struct Fixture {
     scratch: Scratch,
     state: AdminState,
     shutdown: Shutdown,
+}
+
+fn node(name: &str) -> NodeName {
+    name.parse().unwrap()
 }
 
 impl Fixture {
@@ -44,11 +49,19 @@ impl Fixture {
     async fn client(&self) -> Option<AdminClient> {
         AdminClient::connect(&self.scratch.0).await.unwrap()
     }
+
+    /// Creates a fixture whose server runs, and its client.
+    async fn started() -> (Self, AdminClient) {
+        let fixture = Self::new();
+        fixture.start().unwrap();
+        let client = fixture.client().await.unwrap();
+        (fixture, client)
+    }
 }
 
-fn token_request(node: &str) -> CreateToken {
+fn token_request() -> CreateToken {
     CreateToken {
-        node: node.parse().unwrap(),
+        node: node("worker-1"),
         ttl_seconds: 60,
         ips: vec!["192.168.33.221".parse().unwrap()],
     }
@@ -56,27 +69,13 @@ fn token_request(node: &str) -> CreateToken {
 
 #[tokio::test]
 async fn token_is_made_listed_and_revoked_over_the_socket() {
-    let fixture = Fixture::new();
-    fixture.start().unwrap();
-    let client = fixture.client().await.unwrap();
-
-    let created = client
-        .create_token(&token_request("worker-1"))
-        .await
-        .unwrap();
-    assert_eq!(
-        created.command,
-        format!(
-            "tunnel-agent run --server tunnel.example:10262 --node-name worker-1 --token {}",
-            created.token
-        )
-    );
+    let (fixture, client) = Fixture::started().await;
+    let created = client.create_token(&token_request()).await.unwrap();
+    let command = "tunnel-agent run --server tunnel.example:10262 --node-name worker-1 --token";
+    assert_eq!(created.command, format!("{command} {}", created.token));
     assert!(!format!("{created:?}").contains(&created.token));
     let known = fixture.state.nodes.snapshot();
-    assert_eq!(
-        known[&token_request("worker-1").node].addresses,
-        token_request("worker-1").ips
-    );
+    assert_eq!(known[&node("worker-1")].addresses, token_request().ips);
 
     let list = client.tokens().await.unwrap();
     assert_eq!(list[0].id, created.id);
@@ -89,44 +88,28 @@ async fn token_is_made_listed_and_revoked_over_the_socket() {
 
 #[tokio::test]
 async fn nodes_and_ca_are_read_and_only_absent_nodes_forgotten() {
-    let fixture = Fixture::new();
-    fixture.start().unwrap();
-    let client = fixture.client().await.unwrap();
+    let (fixture, client) = Fixture::started().await;
     assert_eq!(client.ca().await.unwrap(), fixture.state.ca.root_pem());
     assert_eq!(client.nodes().await.unwrap()[0].node, "worker-9");
-    fixture
-        .state
-        .nodes
-        .record(&"worker-1".parse().unwrap(), &[]);
-    assert!(
-        client
-            .forget_node(&"worker-1".parse().unwrap())
-            .await
-            .unwrap()
-    );
-    assert!(
-        !client
-            .forget_node(&"worker-1".parse().unwrap())
-            .await
-            .unwrap()
-    );
-    let connected = client.forget_node(&"worker-9".parse().unwrap()).await;
-    let message = connected.unwrap_err().to_string();
-    assert!(message.contains("worker-9 is connected"), "{message}");
+    fixture.state.nodes.record(&node("worker-1"), &[]);
+    for is_known in [true, false] {
+        let forgotten = client.forget_node(&node("worker-1")).await;
+        assert_eq!(forgotten.unwrap(), is_known);
+    }
+    let connected = client.forget_node(&node("worker-9")).await;
+    assert_contains(&connected.unwrap_err(), "worker-9 is connected");
     fixture.shutdown.finish().await;
 }
 
 #[tokio::test]
 async fn refusals_carry_their_reason() {
-    let fixture = Fixture::new();
-    fixture.start().unwrap();
-    let client = fixture.client().await.unwrap();
+    let (fixture, client) = Fixture::started().await;
     let forever = CreateToken {
         ttl_seconds: u64::MAX,
-        ..token_request("worker-1")
+        ..token_request()
     };
     let error = client.create_token(&forever).await.unwrap_err();
-    assert!(error.to_string().contains("365 days"), "{error}");
+    assert_contains(&error, "365 days");
     fixture.shutdown.finish().await;
 }
 
@@ -137,12 +120,10 @@ async fn socket_is_private_exclusive_and_gone_at_the_end() {
     fixture.start().unwrap();
     let path = fixture.scratch.0.admin_socket();
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-    let second = fixture.start().unwrap_err().to_string();
-    assert!(second.contains("another tunnel-server runs"), "{second}");
-    assert!(
-        fixture.client().await.is_some(),
-        "the first one still serves"
-    );
+    let second = fixture.start().unwrap_err();
+    assert_contains(&second, "another tunnel-server runs");
+    // The first one still serves.
+    assert!(fixture.client().await.is_some());
     fixture.shutdown.finish().await;
     assert!(!path.exists());
 }
@@ -159,8 +140,7 @@ async fn socket_of_a_dead_server_is_replaced_but_no_other_file() {
     fixture.shutdown.finish().await;
 
     fs::write(&path, "precious").unwrap();
-    let error = fixture.start().unwrap_err().to_string();
-    assert!(error.contains("admin.sock"), "{error}");
+    assert_contains(&fixture.start().unwrap_err(), "admin.sock");
     assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
 }
 
@@ -170,13 +150,9 @@ async fn no_token_is_made_where_it_would_be_of_no_use() {
     fixture.state.can_issue = false;
     fixture.start().unwrap();
     let client = fixture.client().await.unwrap();
-    let error = client
-        .create_token(&token_request("worker-1"))
-        .await
-        .unwrap_err();
-    let text = error.to_string();
+    let error = client.create_token(&token_request()).await.unwrap_err();
     for words in ["--agent-ca", "culvert://agent/worker-1", "--cert-file"] {
-        assert!(text.contains(words), "{text}");
+        assert_contains(&error, words);
     }
     assert!(fixture.state.tokens.list(SystemTime::now()).is_empty());
 }
@@ -184,14 +160,10 @@ async fn no_token_is_made_where_it_would_be_of_no_use() {
 #[test]
 fn tokens_are_taken_back_before_the_certificates_are_revoked() {
     let fixture = Fixture::new();
-    let created = create_token(&fixture.state, token_request("worker-1"));
+    let created = create_token(&fixture.state, token_request());
     created.unwrap_or_else(|refusal| panic!("{}", refusal.problem));
-    let node: NodeName = "worker-1".parse().unwrap();
-    let AdminState {
-        revocations,
-        tokens,
-        ..
-    } = &fixture.state;
+    let node = node("worker-1");
+    let (revocations, tokens) = (&fixture.state.revocations, &fixture.state.tokens);
     // The first change waits here for the lock on its file.
     let held = fixture.scratch.0.lock_files().unwrap();
     std::thread::scope(|scope| {

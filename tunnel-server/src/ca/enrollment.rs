@@ -318,19 +318,15 @@ mod tests {
     use rustls_pki_types::CertificateDer;
     use tokio::io::DuplexStream;
     use tunnel_proto::identity::PeerIdentity;
-    use tunnel_proto::wire::name::NodeName;
 
     use super::*;
     use crate::store::data_dir::testing::Scratch;
+    use crate::testing::node;
 
     struct Fixture {
         enrollment: Enrollment,
         token: String,
         _scratch: Scratch,
-    }
-
-    fn node() -> NodeName {
-        "worker-1".parse().unwrap()
     }
 
     impl Fixture {
@@ -342,19 +338,12 @@ mod tests {
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
                 attestor: None,
             };
-            let token = enrollment
-                .tokens
-                .create(
-                    &node(),
-                    Duration::from_secs(60),
-                    vec![],
-                    enrollment.renewals.as_ref().unwrap().ca.spki_sha256(),
-                    SystemTime::now(),
-                )
-                .unwrap();
+            let (minute, now) = (Duration::from_secs(60), SystemTime::now());
+            let ca = enrollment.renewals.as_ref().unwrap().ca.spki_sha256();
+            let token = enrollment.tokens.create(&node(), minute, vec![], ca, now);
             Self {
+                token: token.unwrap().reveal(),
                 enrollment,
-                token: token.reveal(),
                 _scratch: scratch,
             }
         }
@@ -383,9 +372,8 @@ mod tests {
             let mut bytes = BytesMut::new();
             request.encode(&mut bytes).unwrap();
             let (result, mut reply) = self.send(&bytes).await;
-            let frame = frame::take(&mut reply, ENROLL_MESSAGE_MAX)
-                .unwrap()
-                .unwrap();
+            let frame = frame::take(&mut reply, ENROLL_MESSAGE_MAX).unwrap();
+            let frame = frame.unwrap();
             (result, EnrollReply::decode(&frame).unwrap())
         }
     }
@@ -407,17 +395,8 @@ mod tests {
         let EnrollReply::Issued { chain, roots } = reply else {
             panic!("refused: {reply:?}");
         };
-        assert_eq!(
-            roots,
-            [fixture
-                .enrollment
-                .renewals
-                .as_ref()
-                .unwrap()
-                .ca
-                .root()
-                .to_vec()]
-        );
+        let ca = &fixture.enrollment.renewals.as_ref().unwrap().ca;
+        assert_eq!(roots, [ca.root().to_vec()]);
         let leaf = CertificateDer::from(chain[0].clone());
         let identity = PeerIdentity::from_certificate(&leaf).unwrap();
         assert_eq!(identity.node(), Some(&node()));

@@ -84,18 +84,13 @@ mod tests {
     fn tokens_are_forgotten_when_they_end_and_never_before() {
         let (keys, now) = (KeyBindings::default(), SystemTime::now());
         let ends = now + Duration::from_secs(3600);
+        let bind = |token, key| keys.bind(hash(token), hash(key), ends, now);
         for token in 0..TOKENS_MAX {
-            assert_eq!(
-                keys.bind(hash(token), hash(1), ends, now),
-                KeyBinding::Granted
-            );
+            assert_eq!(bind(token, 1), KeyBinding::Granted);
         }
         let next = hash(TOKENS_MAX);
-        assert_eq!(keys.bind(next, hash(1), ends, now), KeyBinding::Full);
-        assert_eq!(
-            keys.bind(hash(7), hash(2), ends, now),
-            KeyBinding::BoundToOtherKey
-        );
+        assert_eq!(bind(TOKENS_MAX, 1), KeyBinding::Full);
+        assert_eq!(bind(7, 2), KeyBinding::BoundToOtherKey);
         let later = ends + Duration::from_secs(1);
         assert_eq!(keys.bind(next, hash(1), later, later), KeyBinding::Granted);
     }

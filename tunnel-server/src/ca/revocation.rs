@@ -344,6 +344,7 @@ mod tests {
 
     use super::*;
     use crate::store::data_dir::testing::Scratch;
+    use crate::testing::node;
 
     fn peer(node: &str, issued: SystemTime) -> PeerIdentity {
         PeerIdentity {
@@ -358,10 +359,7 @@ mod tests {
     fn revocation_holds_for_what_was_issued_until_then_also_after_a_restart() {
         let scratch = Scratch::new();
         let revocations = Revocations::open(&scratch.0, true).unwrap();
-        let (node, now) = (
-            "worker-1".parse().unwrap(),
-            whole_seconds(SystemTime::now()),
-        );
+        let (node, now) = (node(), whole_seconds(SystemTime::now()));
         let old = peer("worker-1", now - Duration::from_secs(60));
         assert!(!revocations.is_revoked(&old));
         revocations.revoke(&node, now).unwrap();
@@ -378,8 +376,7 @@ mod tests {
     fn clock_that_went_back_makes_no_revocation_weaker() {
         let scratch = Scratch::new();
         let revocations = Revocations::open(&scratch.0, true).unwrap();
-        let node: NodeName = "worker-1".parse().unwrap();
-        let now = whole_seconds(SystemTime::now());
+        let (node, now) = (node(), whole_seconds(SystemTime::now()));
         let behind = now - Duration::from_secs(3600);
         // The session is live when the clock goes back.
         let live = peer("worker-1", now);
@@ -399,8 +396,7 @@ mod tests {
         let scratch = Scratch::new();
         let open = || Revocations::open(&scratch.0, true).unwrap();
         let (here, there) = (open(), open());
-        let node = "worker-1".parse().unwrap();
-        let now = whole_seconds(SystemTime::now());
+        let (node, now) = (node(), whole_seconds(SystemTime::now()));
         // This server's clock is ahead, and the server has not received the revocation.
         let ahead = now + Duration::from_secs(2);
         there.revoke(&node, now).unwrap();
@@ -423,15 +419,14 @@ mod tests {
     fn revocation_by_another_process_is_seen_and_a_lost_file_takes_none_back() {
         let scratch = Scratch::new();
         let running = Revocations::open(&scratch.0, true).unwrap();
-        let node = "worker-1".parse().unwrap();
+        let node = node();
         let verb = Revocations::open(&scratch.0, true).unwrap();
         verb.revoke(&node, SystemTime::now()).unwrap();
         assert!(running.of_node(&node).is_some());
         std::fs::remove_file(scratch.0.revoked()).unwrap();
         assert!(running.of_node(&node).is_some());
-        running
-            .revoke(&"worker-2".parse().unwrap(), SystemTime::now())
-            .unwrap();
+        let other = "worker-2".parse().unwrap();
+        running.revoke(&other, SystemTime::now()).unwrap();
         let restarted = Revocations::open(&scratch.0, true).unwrap();
         assert!(restarted.of_node(&node).is_some());
     }

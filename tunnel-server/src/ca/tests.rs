@@ -22,11 +22,8 @@ fn knows_worker_1() -> IsKnown {
 fn listener(ca: &Arc<LocalCa>) -> cert_resolver::ServingCertResolver {
     let names = vec!["localhost".into(), "tunnel.example".into(), "ümlaut".into()];
     let ips = vec!["127.0.0.1".parse().unwrap(), "0.0.0.0".parse().unwrap()];
-    cert_resolver::ServingCertResolver::new(
-        ca.clone(),
-        knows_worker_1(),
-        ServingNames::new(names, ips),
-    )
+    let names = ServingNames::new(names, ips);
+    cert_resolver::ServingCertResolver::new(ca.clone(), knows_worker_1(), names)
 }
 
 /// Performs a TLS handshake in memory. Returns the client's error, or the certificates that the
@@ -79,14 +76,10 @@ fn ca_is_made_once_and_its_files_are_private() {
     let second = ca(&scratch);
     assert_eq!(first.root(), second.root());
     assert_eq!(first.spki_sha256(), spki_sha256(&first.root()).unwrap());
-    assert_eq!(
-        fs::read_to_string(scratch.0.ca_certificate()).unwrap(),
-        first.root_pem()
-    );
-    assert_eq!(
-        fs::metadata(scratch.0.ca_key()).unwrap().mode() & 0o777,
-        0o600
-    );
+    let stored = fs::read_to_string(scratch.0.ca_certificate());
+    assert_eq!(stored.unwrap(), first.root_pem());
+    let key = fs::metadata(scratch.0.ca_key()).unwrap();
+    assert_eq!(key.mode() & 0o777, 0o600);
     assert!(!format!("{first:?}").contains("PRIVATE"));
 }
 
@@ -110,11 +103,8 @@ fn odd_files_are_refused_by_name() {
     assert!(message().contains("ca.key can be written by others"));
     files::replace(&key, b"nonsense").unwrap();
     assert!(message().contains("ca.key holds no usable private key"));
-    files::replace(
-        &key,
-        KeyPair::generate().unwrap().serialize_pem().as_bytes(),
-    )
-    .unwrap();
+    let other = KeyPair::generate().unwrap().serialize_pem();
+    files::replace(&key, other.as_bytes()).unwrap();
     assert!(message().contains("do not belong together"));
     fs::remove_file(&key).unwrap();
     assert!(message().contains("ca.key is missing"));
@@ -132,11 +122,10 @@ fn odd_files_are_refused_by_name() {
 fn agent_certificate_names_its_node_for_30_days() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let issued = ca
-        .issue_agent(&csr(), &"worker-1".parse().unwrap())
-        .unwrap();
+    let node: NodeName = "worker-1".parse().unwrap();
+    let issued = ca.issue_agent(&csr(), &node).unwrap();
     let identity = PeerIdentity::from_certificate(&issued.chain[0]).unwrap();
-    assert_eq!(identity.role, Role::Agent("worker-1".parse().unwrap()));
+    assert_eq!(identity.role, Role::Agent(node));
     assert_eq!(identity.not_after, issued.not_after);
     let left = issued.not_after.duration_since(SystemTime::now()).unwrap();
     assert!(left > DAY * 30 - Duration::from_secs(60) && left <= DAY * 30);
@@ -179,28 +168,15 @@ fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
 fn serving_certificates_never_act_as_the_tunnel_server() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let listener = ca.serving_resolver(
-        knows_worker_1(),
-        ServingNames::new(vec!["culvert.example".into()], vec![]),
-    );
+    let names = ServingNames::new(vec!["culvert.example".into()], vec![]);
+    let listener = ca.serving_resolver(knows_worker_1(), names);
     let server = tls::enroll_server(listener).unwrap();
-    for name in [
-        "worker-1",
-        "culvert.example",
-        "unknown.example",
-        "127.0.0.1",
-    ] {
+    let expected = rustls::CertificateError::ApplicationVerificationFailure;
+    let expected = rustls::Error::InvalidCertificate(expected);
+    for name in "worker-1 culvert.example unknown.example 127.0.0.1".split(' ') {
         let client = tls::enroll_client(Trust::Pin(ca.spki_sha256())).unwrap();
         let error = handshake(client, server.clone(), name).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                rustls::Error::InvalidCertificate(
-                    rustls::CertificateError::ApplicationVerificationFailure
-                )
-            ),
-            "{name}: {error}"
-        );
+        assert_eq!(error, expected, "{name}");
     }
 }
 
@@ -252,17 +228,13 @@ fn certificates_are_kept_and_renewed_at_half_life() {
 fn certificates_cached_for_the_listener_are_bounded() {
     let scratch = Scratch::new();
     let ca = ca(&scratch);
-    let listener = cert_resolver::ServingCertResolver::new(
-        ca,
-        Arc::new(|_| true),
-        ServingNames::new(vec![], vec![]),
-    );
+    let names = ServingNames::new(vec![], vec![]);
+    let listener = cert_resolver::ServingCertResolver::new(ca, Arc::new(|_| true), names);
     let now = SystemTime::now();
     let first = listener.certificate(Some("node-0"), now).unwrap();
     for number in 1..=cert_resolver::CACHED_CERTS_MAX {
-        listener
-            .certificate(Some(&format!("node-{number}")), now)
-            .unwrap();
+        let name = format!("node-{number}");
+        listener.certificate(Some(&name), now).unwrap();
     }
     assert_eq!(listener.cached_nodes(), cert_resolver::CACHED_CERTS_MAX);
     let again = listener.certificate(Some("node-0"), now).unwrap();
@@ -279,10 +251,8 @@ fn another_ca_or_name_makes_new_serving_certificates_at_once() {
     let now = SystemTime::now();
     let leaf = |sni: &str| listener.certificate(Some(sni), now).unwrap().cert[0].clone();
     let (own, node) = (leaf("localhost"), leaf("worker-1"));
-    assert_eq!(
-        (leaf("localhost"), leaf("worker-1")),
-        (own.clone(), node.clone())
-    );
+    assert_eq!(leaf("localhost"), own);
+    assert_eq!(leaf("worker-1"), node);
 
     let further = std::collections::BTreeSet::from(["edge.ns.svc".to_owned()]);
     assert!(names.set_additional(&further, &Default::default()));

@@ -7,6 +7,7 @@ use super::*;
 use crate::admin::{self, AdminState};
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::store::data_dir::testing::Scratch;
+use crate::testing::assert_contains;
 
 #[derive(Parser, Debug)]
 enum Cli {
@@ -19,10 +20,8 @@ enum Cli {
 
 async fn verb(scratch: &Scratch, line: &str) -> Result<VerbOutput, VerbError> {
     let dir = scratch.0.path().to_str().unwrap();
-    let words = ["tunnel-server"]
-        .into_iter()
-        .chain(line.split(' '))
-        .chain(["--data-dir", dir]);
+    let words = format!("tunnel-server {line} --data-dir {dir}");
+    let words = words.split(' ');
     match Cli::try_parse_from(words).unwrap() {
         Cli::Token(verb) => verb.execute().await,
         Cli::Nodes(args) => args.execute().await,
@@ -35,6 +34,14 @@ async fn out(scratch: &Scratch, line: &str) -> String {
     verb(scratch, line).await.unwrap().out
 }
 
+async fn error(scratch: &Scratch, line: &str) -> VerbError {
+    verb(scratch, line).await.err().unwrap()
+}
+
+async fn tokens(scratch: &Scratch) -> Vec<TokenInfo> {
+    serde_json::from_str(&out(scratch, "token list -o json").await).unwrap()
+}
+
 fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let dir = &scratch.0;
     let nodes = Arc::new(KnownNodes::open(dir).unwrap());
@@ -45,10 +52,8 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
         tokens: Arc::new(TokenStore::open(dir).unwrap()),
         nodes,
         status: Arc::new(move || {
-            stored_nodes(&listed)
-                .iter()
-                .map(|node| serde_json::json!(node))
-                .collect()
+            let nodes = stored_nodes(&listed);
+            nodes.iter().map(|node| serde_json::json!(node)).collect()
         }),
         advertised: vec!["running.example:10262".into()],
         can_issue: true,
@@ -60,69 +65,51 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
 
 /// Runs the commands for the life of a token and its node.
 async fn tour(scratch: &Scratch, server: &str) {
-    let created = verb(
-        scratch,
-        "token create --node Worker-1 --ip 192.168.33.221 --ttl 2h",
-    )
-    .await
-    .unwrap();
+    let create = "token create --node Worker-1 --ip 192.168.33.221 --ttl 2h";
+    let created = verb(scratch, create).await.unwrap();
     let token = created.out.trim_end();
-    assert_eq!(
-        token.split('.').count(),
-        3,
-        "the token alone on standard output"
-    );
-    let command =
-        format!("tunnel-agent run --server {server} --node-name worker-1 --token {token}");
-    assert!(created.err.contains(&command), "{}", created.err);
+    // The token is alone on standard output.
+    assert_eq!(token.split('.').count(), 3);
+    let command = format!("--server {server} --node-name worker-1 --token {token}");
+    assert_contains(&created.err, &format!("tunnel-agent run {command}"));
     out(scratch, "token create --node worker-2 --ip 192.168.33.221").await;
 
-    let list: Vec<TokenInfo> =
-        serde_json::from_str(&out(scratch, "token list -o json").await).unwrap();
+    let list = tokens(scratch).await;
     assert_eq!(list.len(), 2);
     let id = token.split('.').next().unwrap();
     let ours = list.iter().find(|token| token.id == id).unwrap();
     assert_eq!(ours.expires, ours.created + Duration::from_secs(7200));
     assert!(out(scratch, "token list").await.contains(id));
     out(scratch, &format!("token revoke {id}")).await;
-    let list: Vec<TokenInfo> =
-        serde_json::from_str(&out(scratch, "token list -o json").await).unwrap();
-    assert!(
-        list.iter()
-            .any(|token| token.id == id && token.state == TokenState::Revoked)
-    );
-    let unknown = verb(scratch, "token revoke nosuchtoken1").await;
-    assert!(matches!(unknown, Err(VerbError::UnknownToken(_))));
+    let list = tokens(scratch).await;
+    let ours = list.iter().find(|token| token.id == id).unwrap();
+    assert_eq!(ours.state, TokenState::Revoked);
+    let unknown = error(scratch, "token revoke nosuchtoken1").await;
+    assert!(matches!(unknown, VerbError::UnknownToken(_)));
 
-    let table = out(scratch, "nodes").await;
     let shared = "192.168.33.221 is the address of worker-1, worker-2: reach them by name";
-    assert!(table.contains(shared), "{table}");
+    assert_contains(&out(scratch, "nodes").await, shared);
     out(scratch, "nodes forget worker-2").await;
-    let again = verb(scratch, "nodes forget worker-2").await;
-    assert!(matches!(again, Err(VerbError::UnknownNode(_))));
-    let nodes: serde_json::Value =
-        serde_json::from_str(&out(scratch, "nodes -o json").await).unwrap();
+    let again = error(scratch, "nodes forget worker-2").await;
+    assert!(matches!(again, VerbError::UnknownNode(_)));
+    let nodes = out(scratch, "nodes -o json").await;
+    let nodes: serde_json::Value = serde_json::from_str(&nodes).unwrap();
     assert_eq!(nodes.as_array().unwrap().len(), 1);
     assert_eq!(nodes[0]["node"], "worker-1");
     assert_eq!(nodes[0]["connected"], false);
     assert_eq!(nodes[0]["connectedSince"], serde_json::Value::Null);
     assert_eq!(nodes[0]["addresses"][0], "192.168.33.221");
 
-    let pem = out(scratch, "ca").await;
-    assert_eq!(
-        pem,
-        std::fs::read_to_string(scratch.0.ca_certificate()).unwrap()
-    );
+    let stored = std::fs::read_to_string(scratch.0.ca_certificate());
+    assert_eq!(out(scratch, "ca").await, stored.unwrap());
 }
 
 #[tokio::test]
 async fn verbs_work_on_the_files_when_no_server_runs() {
     let scratch = Scratch::new();
-    scratch
-        .0
-        .set_advertised(&["kept.example:10262".into()])
-        .unwrap();
-    tour(&scratch, "kept.example:10262").await;
+    let advertised = ["kept.example:10262".to_owned()];
+    scratch.0.set_advertised(&advertised).unwrap();
+    tour(&scratch, &advertised[0]).await;
 }
 
 #[tokio::test]
@@ -130,8 +117,8 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
     let scratch = Scratch::new();
     let dir = &scratch.0;
     std::fs::write(dir.authority(), "{}").unwrap();
-    let error = verb(&scratch, "ca").await.err().unwrap();
-    assert!(matches!(error, VerbError::CaNotStored(_)), "{error}");
+    let refused = error(&scratch, "ca").await;
+    assert!(matches!(refused, VerbError::CaNotStored(_)), "{refused}");
     assert!(!dir.ca_key().exists(), "no other CA is made");
     std::fs::write(dir.ca_certificate(), "the cluster's\n").unwrap();
     assert_eq!(out(&scratch, "ca").await, "the cluster's\n");
@@ -141,12 +128,10 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
         "token revoke abcdef012345",
         "nodes revoke worker-1",
     ] {
-        let error = verb(&scratch, line).await.err().unwrap();
-        assert!(
-            matches!(error, VerbError::ClusterManaged(_)),
-            "{line}: {error}"
-        );
-        assert!(error.to_string().contains("Secrets"), "{error}");
+        let refused = error(&scratch, line).await;
+        let is_managed = matches!(refused, VerbError::ClusterManaged(_));
+        assert!(is_managed, "{line}: {refused}");
+        assert_contains(&refused, "Secrets");
     }
     assert!(!dir.tokens().exists() && !dir.revoked().exists());
 }
@@ -157,35 +142,21 @@ async fn verbs_work_through_a_running_server() {
     let shutdown = Shutdown::new();
     let state = start(&scratch, &shutdown);
     tour(&scratch, "running.example:10262").await;
-    assert_eq!(
-        state.tokens.list(SystemTime::now()).len(),
-        2,
-        "the server knows them"
-    );
-    let error = verb(&scratch, "token create --node a --ttl 1000d").await;
-    assert_eq!(error.err().unwrap().exit_code(), 64);
+    let known = state.tokens.list(SystemTime::now());
+    assert_eq!(known.len(), 2, "the server knows them");
+    let refused = error(&scratch, "token create --node a --ttl 1000d").await;
+    assert_eq!(refused.exit_code(), 64);
     shutdown.finish().await;
-    assert_eq!(
-        out(&scratch, "token list -o json")
-            .await
-            .matches("\"id\"")
-            .count(),
-        2
-    );
+    assert_eq!(tokens(&scratch).await.len(), 2);
 }
 
 #[tokio::test]
 async fn token_without_an_advertised_address_comes_with_a_hint() {
     let scratch = Scratch::new();
-    let created = verb(&scratch, "token create --node worker-1")
-        .await
-        .unwrap();
-    assert!(created.err.contains("--advertise"), "{}", created.err);
-    let error = verb(&scratch, "token create --node a --ttl 0s")
-        .await
-        .err()
-        .unwrap();
-    assert_eq!(error.exit_code(), 64);
+    let created = verb(&scratch, "token create --node worker-1").await;
+    assert_contains(&created.unwrap().err, "--advertise");
+    let refused = error(&scratch, "token create --node a --ttl 0s").await;
+    assert_eq!(refused.exit_code(), 64);
 }
 
 #[test]
@@ -206,20 +177,13 @@ fn bad_arguments_are_explained() {
 
 #[tokio::test]
 async fn looking_makes_no_data_directory() {
-    let args = Cli::try_parse_from([
-        "tunnel-server",
-        "nodes",
-        "--data-dir",
-        "/nonexistent/culvert",
-    ]);
+    let line = "tunnel-server nodes --data-dir /nonexistent/culvert";
+    let args = Cli::try_parse_from(line.split(' '));
     let Ok(Cli::Nodes(args)) = args else {
         panic!("{args:?}");
     };
     let error = args.execute().await.err().unwrap();
-    assert!(
-        error.to_string().contains("/nonexistent/culvert"),
-        "{error}"
-    );
+    assert_contains(&error, "/nonexistent/culvert");
 }
 
 #[test]

@@ -22,16 +22,36 @@ impl Renewals {
 
 const DAY: Duration = Duration::from_secs(86400);
 
+/// The holder of a certificate for `worker-1`.
 struct Holder {
     pair: KeyPair,
     own: Arc<CertifiedKey>,
 }
 
+/// Returns a renewal service, and the holder of a certificate that it issued at this time.
+fn service(scratch: &Scratch, issued: SystemTime) -> (Arc<Renewals>, Holder) {
+    let renewals = Renewals::of(&scratch.0);
+    let holder = Holder::new(&renewals, issued);
+    (renewals, holder)
+}
+
+fn node() -> NodeName {
+    "worker-1".parse().unwrap()
+}
+
+/// Returns the identity of the certificate that a renewal issued.
+fn identity(renewed: RenewedCertificate) -> PeerIdentity {
+    let EnrollReply::Issued { chain, .. } = renewed.reply else {
+        panic!("refused")
+    };
+    PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap()
+}
+
 impl Holder {
-    fn new(renewals: &Renewals, node: &str, issued: SystemTime) -> Self {
+    fn new(renewals: &Renewals, issued: SystemTime) -> Self {
         let pair = KeyPair::generate().unwrap();
         let request = AgentCsr::parse(&csr(&pair)).unwrap();
-        let issued = renewals.ca.issue(&request, &node.parse().unwrap(), issued);
+        let issued = renewals.ca.issue(&request, &node(), issued);
         let key = pair.serialize_der().try_into().unwrap();
         let own = tls::certified_key(issued.unwrap().chain, key).unwrap();
         Self { pair, own }
@@ -46,15 +66,18 @@ impl Holder {
         }
     }
 
+    fn request(&self) -> AgentCsr {
+        AgentCsr::parse(&csr(&self.pair)).unwrap()
+    }
+
     fn ask(
         &self,
         renewals: &Renewals,
-        claimed: &str,
+        claimed: &NodeName,
         now: SystemTime,
     ) -> Result<RenewedCertificate, EnrollCode> {
-        let proof = self.proof(&[7; 32]);
-        let csr = csr(&self.pair);
-        let answer = renewals.renew_expired(&claimed.parse().unwrap(), &proof, &csr, &[7; 32], now);
+        let (proof, csr) = (self.proof(&[7; 32]), csr(&self.pair));
+        let answer = renewals.renew_expired(claimed, &proof, &csr, &[7; 32], now);
         answer.map_err(|(code, _)| code)
     }
 }
@@ -67,10 +90,8 @@ fn csr(key: &KeyPair) -> Vec<u8> {
 #[test]
 fn ended_certificate_is_renewed_by_its_key_for_90_days() {
     let scratch = Scratch::new();
-    let renewals = Renewals::of(&scratch.0);
-    let now = SystemTime::now();
-    let issued = now - 40 * DAY;
-    let holder = Holder::new(&renewals, "worker-1", issued);
+    let issued = SystemTime::now() - 40 * DAY;
+    let (renewals, holder) = service(&scratch, issued);
     for (days, outcome) in [
         (0, None),
         (29, None),
@@ -78,98 +99,75 @@ fn ended_certificate_is_renewed_by_its_key_for_90_days() {
         (119, None),
         (121, Some(EnrollCode::CertificateEnded)),
     ] {
-        let answer = holder.ask(&renewals, "worker-1", issued + days * DAY);
+        let answer = holder.ask(&renewals, &node(), issued + days * DAY);
         assert_eq!(answer.as_ref().err().copied(), outcome, "after {days} days");
         if let Ok(renewed) = answer {
             let left = renewed.not_after.duration_since(issued + days * DAY);
             assert!(left.unwrap() > 29 * DAY);
         }
     }
-    let before = holder.ask(&renewals, "worker-1", issued - DAY);
+    let before = holder.ask(&renewals, &node(), issued - DAY);
     assert_eq!(before.unwrap_err(), EnrollCode::ClockWrong);
 }
 
 #[test]
 fn only_the_keys_own_name_and_connection_count() {
     let (scratch, foreign) = (Scratch::new(), Scratch::new());
-    let renewals = Renewals::of(&scratch.0);
     let now = SystemTime::now();
-    let holder = Holder::new(&renewals, "worker-1", now - 40 * DAY);
-    assert_eq!(
-        holder.ask(&renewals, "worker-2", now).unwrap_err(),
-        EnrollCode::WrongNode
-    );
-    let name = "worker-1".parse().unwrap();
+    let (renewals, holder) = service(&scratch, now - 40 * DAY);
+    let refused = holder.ask(&renewals, &"worker-2".parse().unwrap(), now);
+    assert_eq!(refused.unwrap_err(), EnrollCode::WrongNode);
     let renew_expired = |proof: &RenewalProof, csr: &[u8], exported| {
-        let answer = renewals.renew_expired(&name, proof, csr, exported, now);
+        let answer = renewals.renew_expired(&node(), proof, csr, exported, now);
         answer.map(drop).map_err(|(code, _)| code)
     };
+    let bad_proof = Err(EnrollCode::BadProof);
     let proof = holder.proof(&[7; 32]);
     let own = csr(&holder.pair);
     assert_eq!(renew_expired(&proof, &own, &[7; 32]), Ok(()));
     // The proof was captured on another connection.
-    assert_eq!(
-        renew_expired(&proof, &own, &[8; 32]),
-        Err(EnrollCode::BadProof)
-    );
+    assert_eq!(renew_expired(&proof, &own, &[8; 32]), bad_proof);
     // The request is for another key.
     let other = csr(&KeyPair::generate().unwrap());
-    assert_eq!(
-        renew_expired(&proof, &other, &[7; 32]),
-        Err(EnrollCode::BadProof)
-    );
+    assert_eq!(renew_expired(&proof, &other, &[7; 32]), bad_proof);
     // The certificate is of another CA, or the chain is empty.
-    let other_holder = Holder::new(&Renewals::of(&foreign.0), "worker-1", now);
+    let (_, other_holder) = service(&foreign, now);
     let proof = other_holder.proof(&[7; 32]);
     let refused = renew_expired(&proof, &csr(&other_holder.pair), &[7; 32]);
-    assert_eq!(refused, Err(EnrollCode::BadProof));
+    assert_eq!(refused, bad_proof);
     let none = RenewalProof {
         chain: Vec::new(),
         ..proof
     };
-    assert_eq!(
-        renew_expired(&none, &own, &[7; 32]),
-        Err(EnrollCode::BadProof)
-    );
+    assert_eq!(renew_expired(&none, &own, &[7; 32]), bad_proof);
 }
 
 #[test]
 fn revoked_node_is_refused_until_it_has_a_later_certificate() {
     let scratch = Scratch::new();
-    let renewals = Renewals::of(&scratch.0);
     let now = SystemTime::now();
-    let holder = Holder::new(&renewals, "worker-1", now - DAY);
-    let node = "worker-1".parse().unwrap();
-    renewals.revocations.revoke(&node, now).unwrap();
-    assert_eq!(
-        holder.ask(&renewals, "worker-1", now).unwrap_err(),
-        EnrollCode::Revoked
-    );
+    let (renewals, holder) = service(&scratch, now - DAY);
+    let (node, revocations) = (node(), &renewals.revocations);
+    revocations.revoke(&node, now).unwrap();
+    let refused = holder.ask(&renewals, &node, now);
+    assert_eq!(refused.unwrap_err(), EnrollCode::Revoked);
     let peer = PeerIdentity::from_certificate(&holder.own.cert[0]).unwrap();
-    let refused = renewals
-        .renew_on_session(&peer, &csr(&holder.pair), now)
-        .unwrap_err();
-    assert_eq!(refused.0, EnrollCode::Revoked);
-    assert!(refused.1.contains("new token"), "{}", refused.1);
+    let refused = renewals.renew_on_session(&peer, &csr(&holder.pair), now);
+    let (code, detail) = refused.unwrap_err();
+    assert_eq!(code, EnrollCode::Revoked);
+    assert!(detail.contains("new token"), "{detail}");
     // A new token yields a certificate in the same second.
-    let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
-    let revoked = renewals.revocations.of_node(&node);
-    let renewed = renewals.issue(&request, &node, revoked, now).unwrap();
-    let EnrollReply::Issued { chain, .. } = renewed.reply else {
-        panic!("refused")
-    };
-    let peer = PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap();
-    assert!(!renewals.revocations.is_revoked(&peer));
+    let revoked = revocations.of_node(&node);
+    let renewed = renewals.issue(&holder.request(), &node, revoked, now);
+    assert!(!revocations.is_revoked(&identity(renewed.unwrap())));
 }
 
 #[test]
 fn revocation_between_the_judgement_and_the_signature_refuses_the_certificate() {
     let scratch = Scratch::new();
-    let renewals = Renewals::of(&scratch.0);
     let now = SystemTime::now();
-    let holder = Holder::new(&renewals, "worker-1", now - DAY);
-    let node = "worker-1".parse().unwrap();
-    let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
+    let (renewals, holder) = service(&scratch, now - DAY);
+    let (node, request) = (node(), holder.request());
     // Revoke once, and again in the same second.
     for _ in 0..2 {
         let judged_by = renewals.revocations.of_node(&node);
@@ -184,20 +182,14 @@ fn revocation_between_the_judgement_and_the_signature_refuses_the_certificate() 
 #[test]
 fn revocation_right_after_the_signature_holds_for_what_was_signed() {
     let scratch = Scratch::new();
-    let renewals = Renewals::of(&scratch.0);
     let now = SystemTime::now();
-    let holder = Holder::new(&renewals, "worker-1", now - DAY);
-    let node = "worker-1".parse().unwrap();
-    renewals.revocations.revoke(&node, now).unwrap();
-    let revoked = renewals.revocations.of_node(&node);
-    let request = AgentCsr::parse(&csr(&holder.pair)).unwrap();
-    let renewed = renewals.issue(&request, &node, revoked, now).unwrap();
-    let EnrollReply::Issued { chain, .. } = renewed.reply else {
-        panic!("refused")
-    };
-    renewals.revocations.revoke(&node, now).unwrap();
-    let peer = PeerIdentity::from_certificate(&CertificateDer::from(chain[0].clone())).unwrap();
-    assert!(renewals.revocations.is_revoked(&peer));
+    let (renewals, holder) = service(&scratch, now - DAY);
+    let (node, revocations) = (node(), &renewals.revocations);
+    revocations.revoke(&node, now).unwrap();
+    let revoked = revocations.of_node(&node);
+    let renewed = renewals.issue(&holder.request(), &node, revoked, now);
+    revocations.revoke(&node, now).unwrap();
+    assert!(revocations.is_revoked(&identity(renewed.unwrap())));
 }
 
 /// The cluster's CA attests kubelets, but a kubelet's certificate never yields a certificate of the
@@ -226,10 +218,8 @@ fn kubelets_certificate_is_not_ours_to_renew_and_no_proof() {
 
     let peer = PeerIdentity::from_agent_certificate(leaf.der()).unwrap();
     assert_eq!(peer.domain, TrustDomain::Cluster);
-    let refused = renewals
-        .renew_on_session(&peer, &csr(&holder.pair), now)
-        .unwrap_err();
-    assert_eq!(refused.0, EnrollCode::NotOffered);
-    let refused = holder.ask(&renewals, "worker-1", now).unwrap_err();
+    let refused = renewals.renew_on_session(&peer, &csr(&holder.pair), now);
+    assert_eq!(refused.unwrap_err().0, EnrollCode::NotOffered);
+    let refused = holder.ask(&renewals, &node(), now).unwrap_err();
     assert_eq!(refused, EnrollCode::BadProof);
 }

@@ -1,5 +1,6 @@
 use super::*;
 use crate::store::data_dir::testing::Scratch;
+use crate::testing::assert_contains;
 
 const CA: [u8; 32] = [7; 32];
 const KEY: [u8; 32] = [1; 32];
@@ -24,15 +25,9 @@ impl Fixture {
     fn new() -> Self {
         let scratch = Scratch::new();
         let store = TokenStore::open(&scratch.0).unwrap();
-        let token = store
-            .create(
-                &name("worker-1"),
-                Duration::from_secs(3600),
-                vec![],
-                CA,
-                at(0),
-            )
-            .unwrap();
+        let hour = Duration::from_secs(3600);
+        let token = store.create(&name("worker-1"), hour, vec![], CA, at(0));
+        let token = token.unwrap();
         Self {
             scratch,
             store,
@@ -51,20 +46,27 @@ impl Fixture {
     }
 
     fn with_wrong_secret(&self) -> String {
-        JoinToken::new(self.token.id(), &[0; TOKEN_SECRET_BYTES], Some(CA))
-            .unwrap()
-            .reveal()
+        forged(self.token.id())
     }
+
+    /// Opens the store once more, as a restarted server or a verb does.
+    fn open_again(&self) -> TokenStore {
+        TokenStore::open(&self.scratch.0).unwrap()
+    }
+}
+
+/// Returns a token with this id and a wrong secret.
+fn forged(id: &str) -> String {
+    let token = JoinToken::new(id, &[0; TOKEN_SECRET_BYTES], Some(CA));
+    token.unwrap().reveal()
 }
 
 #[test]
 fn first_key_may_repeat_a_token_until_it_ends_and_no_other_may_use_it() {
     let fixture = Fixture::new();
     let grant = fixture.redeem(KEY, 10).unwrap();
-    assert_eq!(
-        (grant.id.as_str(), grant.node),
-        (fixture.token.id(), name("worker-1"))
-    );
+    assert_eq!(grant.id, fixture.token.id());
+    assert_eq!(grant.node, name("worker-1"));
     assert!(fixture.redeem(KEY, 20).is_ok());
     assert_eq!(fixture.redeem(OTHER_KEY, 30), Err(EnrollCode::TokenUsed));
     assert_eq!(fixture.redeem(KEY, 3600), Err(EnrollCode::TokenExpired));
@@ -74,7 +76,7 @@ fn first_key_may_repeat_a_token_until_it_ends_and_no_other_may_use_it() {
 fn use_survives_a_restart_and_the_secret_is_not_on_disk() {
     let fixture = Fixture::new();
     fixture.redeem(KEY, 10).unwrap();
-    let again = TokenStore::open(&fixture.scratch.0).unwrap();
+    let again = fixture.open_again();
     let text = fixture.token.reveal();
     let other = again.redeem(&text, &name("worker-1"), OTHER_KEY, at(20));
     assert_eq!(other.unwrap_err().0, EnrollCode::TokenUsed);
@@ -87,38 +89,26 @@ fn use_survives_a_restart_and_the_secret_is_not_on_disk() {
 #[test]
 fn token_is_for_one_node() {
     let fixture = Fixture::new();
-    let wrong = fixture
-        .store
-        .redeem(&fixture.token.reveal(), &name("worker-2"), KEY, at(1));
+    let (store, token) = (&fixture.store, fixture.token.reveal());
+    let wrong = store.redeem(&token, &name("worker-2"), KEY, at(1));
     let (code, detail) = wrong.unwrap_err();
     assert_eq!(code, EnrollCode::WrongNode);
     assert!(detail.contains("worker-1") && detail.contains("worker-2"));
-    assert!(
-        fixture.redeem(OTHER_KEY, 2).is_ok(),
-        "a wrong node binds no key"
-    );
+    // A wrong node binds no key.
+    assert!(fixture.redeem(OTHER_KEY, 2).is_ok());
 }
 
 #[test]
 fn unknown_ids_and_wrong_secrets_get_the_same_answer() {
     let fixture = Fixture::new();
-    let unknown = JoinToken::new("zzzzzzzzzzzz", &[0; TOKEN_SECRET_BYTES], Some(CA)).unwrap();
-    let answers = [
-        fixture.with_wrong_secret(),
-        unknown.reveal(),
-        "nonsense".into(),
-    ]
-    .map(|text| {
-        fixture
-            .store
-            .redeem(&text, &name("worker-1"), KEY, at(1))
-            .unwrap_err()
+    let wrong = fixture.with_wrong_secret();
+    let answers = [wrong, forged("zzzzzzzzzzzz"), "nonsense".into()].map(|text| {
+        let answer = fixture.store.redeem(&text, &name("worker-1"), KEY, at(1));
+        answer.unwrap_err()
     });
     assert_eq!(answers[0].0, EnrollCode::BadToken);
-    assert!(
-        answers.iter().all(|answer| *answer == answers[0]),
-        "{answers:?}"
-    );
+    assert_eq!(answers[1], answers[0]);
+    assert_eq!(answers[2], answers[0]);
 }
 
 #[test]
@@ -128,7 +118,7 @@ fn revoked_token_is_refused_also_after_its_use() {
     assert!(fixture.store.revoke(fixture.token.id(), at(2)).unwrap());
     assert!(!fixture.store.revoke("zzzzzzzzzzzz", at(2)).unwrap());
     assert_eq!(fixture.redeem(KEY, 3), Err(EnrollCode::Revoked));
-    let again = TokenStore::open(&fixture.scratch.0).unwrap();
+    let again = fixture.open_again();
     assert_eq!(again.list(at(3))[0].state, TokenState::Revoked);
 }
 
@@ -139,10 +129,8 @@ fn failures_are_limited_per_token_but_the_right_secret_always_passes() {
     for _ in 0..FAILURES_PER_MINUTE {
         assert_eq!(fixture.try_text(&wrong, KEY, 1), Err(EnrollCode::BadToken));
     }
-    assert_eq!(
-        fixture.try_text(&wrong, KEY, 2),
-        Err(EnrollCode::RateLimited)
-    );
+    let limited = fixture.try_text(&wrong, KEY, 2);
+    assert_eq!(limited, Err(EnrollCode::RateLimited));
     assert!(fixture.redeem(KEY, 3).is_ok());
     assert_eq!(fixture.try_text(&wrong, KEY, 61), Err(EnrollCode::BadToken));
 }
@@ -150,11 +138,7 @@ fn failures_are_limited_per_token_but_the_right_secret_always_passes() {
 #[test]
 fn unknown_ids_are_limited_together_without_memory_of_each() {
     let fixture = Fixture::new();
-    let unknown = |number: u32| {
-        JoinToken::new(&format!("{number:012}"), &[0; TOKEN_SECRET_BYTES], Some(CA))
-            .unwrap()
-            .reveal()
-    };
+    let unknown = |number: u32| forged(&format!("{number:012}"));
     for number in 0..UNKNOWN_PER_MINUTE {
         let answer = fixture.try_text(&unknown(number), KEY, 1);
         assert_eq!(answer, Err(EnrollCode::BadToken));
@@ -169,16 +153,9 @@ fn unknown_ids_are_limited_together_without_memory_of_each() {
 fn list_shows_states_and_forgets_ended_tokens_after_a_day() {
     let fixture = Fixture::new();
     let ip = "192.168.33.221".parse().unwrap();
-    let second = fixture
-        .store
-        .create(
-            &name("worker-2"),
-            Duration::from_secs(60),
-            vec![ip],
-            CA,
-            at(5),
-        )
-        .unwrap();
+    let (store, minute) = (&fixture.store, Duration::from_secs(60));
+    let second = store.create(&name("worker-2"), minute, vec![ip], CA, at(5));
+    let second = second.unwrap();
     fixture.redeem(KEY, 10).unwrap();
     let states = |seconds| {
         let list = fixture.store.list(at(seconds));
@@ -187,52 +164,37 @@ fn list_shows_states_and_forgets_ended_tokens_after_a_day() {
     assert_eq!(states(20), [TokenState::Used, TokenState::Active]);
     assert_eq!(states(100), [TokenState::Used, TokenState::Expired]);
     let list = fixture.store.list(at(20));
-    assert_eq!(
-        (list[1].id.as_str(), &list[1].ips[..]),
-        (second.id(), &[ip][..])
-    );
+    assert_eq!(list[1].id, second.id());
+    assert_eq!(list[1].ips, [ip]);
     assert_eq!(list[0].used_by.as_deref(), Some(hex(&KEY).as_str()));
     assert_eq!(states(24 * 3600 + 70), [TokenState::Used]);
     let text = serde_json::to_string(&list).unwrap();
-    assert!(
-        text.contains("usedBy") && text.contains("\"active\""),
-        "{text}"
-    );
+    assert_contains(&text, "usedBy");
+    assert_contains(&text, "\"active\"");
     assert_eq!(serde_json::from_str::<Vec<TokenInfo>>(&text).unwrap(), list);
 }
 
 #[test]
 fn token_made_by_a_verb_beside_the_server_is_known_at_once_and_kept() {
     let fixture = Fixture::new();
-    let verb = TokenStore::open(&fixture.scratch.0).unwrap();
-    let token = verb
-        .create(
-            &name("worker-1"),
-            Duration::from_secs(60),
-            vec![],
-            CA,
-            at(1),
-        )
-        .unwrap();
-    assert!(fixture.try_text(&token.reveal(), KEY, 2).is_ok());
+    let verb = fixture.open_again();
+    let minute = Duration::from_secs(60);
+    let token = verb.create(&name("worker-1"), minute, vec![], CA, at(1));
+    let text = token.unwrap().reveal();
+    assert!(fixture.try_text(&text, KEY, 2).is_ok());
     fixture.redeem(OTHER_KEY, 3).unwrap();
     verb.revoke(fixture.token.id(), at(4)).unwrap();
     assert_eq!(fixture.redeem(OTHER_KEY, 5), Err(EnrollCode::Revoked));
     let states = verb.list(at(6));
-    assert!(
-        states.iter().all(|token| token.used_by.is_some()),
-        "{states:?}"
-    );
+    let are_used = states.iter().all(|token| token.used_by.is_some());
+    assert!(are_used, "{states:?}");
 }
 
 #[test]
 fn life_is_bounded() {
     let fixture = Fixture::new();
-    for ttl in [
-        Duration::ZERO,
-        LIFE_MAX + Duration::from_secs(1),
-        Duration::MAX,
-    ] {
+    let too_long = LIFE_MAX + Duration::from_secs(1);
+    for ttl in [Duration::ZERO, too_long, Duration::MAX] {
         let made = fixture.store.create(&name("a"), ttl, vec![], CA, at(0));
         assert!(matches!(made, Err(CreateTokenError::InvalidTtl)));
     }
@@ -247,7 +209,7 @@ fn use_that_cannot_be_kept_is_refused_and_may_be_repeated() {
     assert_eq!(fixture.redeem(KEY, 1), Err(EnrollCode::Unavailable));
     std::fs::remove_dir(&path).unwrap();
     assert!(fixture.redeem(KEY, 2).is_ok());
-    let again = TokenStore::open(&fixture.scratch.0).unwrap();
+    let again = fixture.open_again();
     assert_eq!(again.list(at(3))[0].state, TokenState::Used);
 }
 
@@ -256,8 +218,6 @@ fn damaged_file_is_named() {
     let fixture = Fixture::new();
     let path = fixture.scratch.0.tokens();
     tunnel_proto::process::files::replace(&path, b"[]").unwrap();
-    let error = TokenStore::open(&fixture.scratch.0)
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("tokens.json is damaged"), "{error}");
+    let error = TokenStore::open(&fixture.scratch.0).unwrap_err();
+    assert_contains(&error, "tokens.json is damaged");
 }
