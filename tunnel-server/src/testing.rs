@@ -143,22 +143,7 @@ impl Bench {
         let (sessions, serving) = (self.sessions.clone(), near.clone());
         let serve = async move { sessions.serve(serving).await };
         self.sessions.shutdown.spawn_service(serve);
-        let incoming = within(far.accept()).await.unwrap();
-        let (_, mut stream) = incoming
-            .header(Instant::now() + WAIT_TIMEOUT)
-            .await
-            .unwrap();
-        stream.accept("").await.unwrap();
-        let (reader, mut writer) = control::split(stream);
-        let hello = Hello {
-            versions: (1, 1),
-            capabilities: vec![],
-            node_name: node(),
-            instance: InstanceId::new([instance; 16]),
-            software: "played".into(),
-            node_ip: String::new(),
-        };
-        writer.send(&ControlMessage::Hello(hello)).await.unwrap();
+        let (reader, writer) = say_hello(&*far, instance).await;
         Agent {
             near,
             far,
@@ -166,6 +151,33 @@ impl Bench {
             writer,
         }
     }
+}
+
+/// Accepts the control stream of a session and sends Hello as an agent.
+pub(crate) async fn say_hello(
+    session: &dyn Session,
+    instance: u8,
+) -> (ControlReader, ControlWriter) {
+    let mut stream = accept(session).await;
+    stream.accept("").await.unwrap();
+    let (reader, mut writer) = control::split(stream);
+    let hello = Hello {
+        versions: (1, 1),
+        capabilities: vec![],
+        node_name: node(),
+        instance: InstanceId::new([instance; 16]),
+        software: "played".into(),
+        node_ip: String::new(),
+    };
+    writer.send(&ControlMessage::Hello(hello)).await.unwrap();
+    (reader, writer)
+}
+
+/// Accepts the next stream of a session and reads its header.
+async fn accept(session: &dyn Session) -> Stream {
+    let incoming = within(session.accept()).await.unwrap();
+    let header = incoming.header(Instant::now() + WAIT_TIMEOUT);
+    header.await.unwrap().1
 }
 
 impl Drop for Bench {
@@ -187,12 +199,7 @@ pub(crate) struct Agent {
 impl Agent {
     /// Accepts the next stream of the server and reads its header.
     pub(crate) async fn stream(&self) -> Stream {
-        let incoming = within(self.far.accept()).await.unwrap();
-        incoming
-            .header(Instant::now() + WAIT_TIMEOUT)
-            .await
-            .unwrap()
-            .1
+        accept(&*self.far).await
     }
 
     /// Receives the next control message of the server.

@@ -283,15 +283,13 @@ mod tests {
     async fn waits_double_up_to_the_longest_and_begin_again_after_quiet() {
         let (mut backoff, now) = (Backoff::default(), Instant::now());
         let away = failure(ApiErrorKind::Unavailable);
-        let waits: Vec<_> = (0..8)
-            .map(|_| backoff.next_delay(&away, now, 1.0))
-            .collect();
-        let seconds: Vec<f64> = waits.iter().map(Duration::as_secs_f64).collect();
-        assert_eq!(seconds, [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0]);
-        assert_eq!(
-            backoff.next_delay(&failure(ApiErrorKind::Conflict), now, 1.0),
-            CONFLICT_DELAY_MAX
-        );
+        for seconds in [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0] {
+            let wait = backoff.next_delay(&away, now, 1.0);
+            assert_eq!(wait, Duration::from_secs_f64(seconds));
+        }
+        let conflict = failure(ApiErrorKind::Conflict);
+        let wait = backoff.next_delay(&conflict, now, 1.0);
+        assert_eq!(wait, CONFLICT_DELAY_MAX);
         let later = now + QUIET * 2;
         assert_eq!(backoff.next_delay(&away, later, 0.0), DELAY_INITIAL / 2);
     }
@@ -349,11 +347,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn server_says_how_long_to_wait() {
         let (throttle, now) = (Throttle::default(), Instant::now());
-        let headers = [(
-            http::header::RETRY_AFTER,
-            http::HeaderValue::from_static("7"),
-        )];
-        let headers = headers.into_iter().collect();
+        let seven = http::HeaderValue::from_static("7");
+        let headers = http::HeaderMap::from_iter([(http::header::RETRY_AFTER, seven)]);
         throttle.observe(http::StatusCode::OK, &headers);
         assert_eq!(throttle.remaining(now), Duration::ZERO);
         throttle.observe(http::StatusCode::TOO_MANY_REQUESTS, &headers);

@@ -68,12 +68,9 @@ mod tests {
     use super::*;
 
     fn map(data: &[(&str, &str)]) -> ConfigMap {
-        let data = data.iter();
+        let owned = |(key, text): &(&str, &str)| ((*key).to_owned(), (*text).to_owned());
         ConfigMap {
-            data: Some(
-                data.map(|(key, text)| ((*key).to_owned(), (*text).to_owned()))
-                    .collect(),
-            ),
+            data: Some(data.iter().map(owned).collect()),
             ..ConfigMap::default()
         }
     }
@@ -82,10 +79,8 @@ mod tests {
     fn only_our_key_is_written_and_only_when_it_differs() {
         let found = map(&[("tunnel-nodes", "old"), ("theirs", "kept")]);
         let expected = map(&[("tunnel-nodes", "new"), ("theirs", "kept")]);
-        assert_eq!(
-            plan("n", Some(&found), Some("new")),
-            HostsPlan::Update(expected)
-        );
+        let changed = plan("n", Some(&found), Some("new"));
+        assert_eq!(changed, HostsPlan::Update(expected));
         assert_eq!(plan("n", Some(&found), Some("old")), HostsPlan::Nothing);
         assert_eq!(plan("n", Some(&found), None), HostsPlan::Nothing);
     }
@@ -95,17 +90,13 @@ mod tests {
     fn missing_data_and_missing_object_are_made() {
         let empty = ConfigMap::default();
         let expected = map(&[("tunnel-nodes", "")]);
-        assert_eq!(
-            plan("n", Some(&empty), Some("")),
-            HostsPlan::Update(expected.clone())
-        );
+        let filled = plan("n", Some(&empty), Some(""));
+        assert_eq!(filled, HostsPlan::Update(expected.clone()));
         let HostsPlan::Create(made) = plan("n", None, None) else {
             panic!("nothing is made")
         };
-        assert_eq!(
-            (made.metadata.name.as_deref(), made.data),
-            (Some("n"), expected.data)
-        );
+        assert_eq!(made.metadata.name.as_deref(), Some("n"));
+        assert_eq!(made.data, expected.data);
     }
 
     /// T14: the bytes of foreign keys count, as they do in the API server.
@@ -114,14 +105,8 @@ mod tests {
         let text = "x".repeat(CONFIG_MAP_MAX_BYTES);
         assert!(matches!(plan("n", None, Some(&text)), HostsPlan::Create(_)));
         let found = map(&[("tunnel-nodes", "old"), ("theirs", "y")]);
-        let bytes = CONFIG_MAP_MAX_BYTES + 1;
-        assert_eq!(
-            plan("n", Some(&found), Some(&text)),
-            HostsPlan::TooLarge(bytes)
-        );
-        assert_eq!(
-            plan("n", None, Some(&format!("{text}x"))),
-            HostsPlan::TooLarge(bytes)
-        );
+        let refused = HostsPlan::TooLarge(CONFIG_MAP_MAX_BYTES + 1);
+        assert_eq!(plan("n", Some(&found), Some(&text)), refused);
+        assert_eq!(plan("n", None, Some(&format!("{text}x"))), refused);
     }
 }

@@ -131,9 +131,9 @@ mod tests {
     fn extra_ports_come_and_go_and_others_stay() {
         let mut ports = base();
         ports.push(json!({"name": "custom", "port": 8443, "protocol": "TCP", "targetPort": "web", "nodePort": 31000}));
-        ports.push(
-            json!({"name": "dnat-9100", "port": 9100, "protocol": "UDP", "targetPort": 9100}),
-        );
+        let mut udp = extra(9100, 9100);
+        udp["protocol"] = "UDP".into();
+        ports.push(udp);
         let with = plan(&ports, &lists("", "9100, 9100, 10250")).unwrap();
         assert_eq!(with[..4], ports[..]);
         let added =
@@ -141,10 +141,8 @@ mod tests {
         assert_eq!(with[4..], [added]);
         assert_eq!(plan(&with, &lists("", "9100")), None);
         assert_eq!(plan(&with, &lists("", "")).unwrap(), ports);
-        assert_eq!(
-            plan(&base(), &lists("", "9100")).unwrap()[2],
-            extra(9100, 10263)
-        );
+        let added = plan(&base(), &lists("", "9100")).unwrap();
+        assert_eq!(added[2], extra(9100, 10263));
     }
 
     /// DNS-4: https takes precedence over http.
@@ -173,11 +171,9 @@ mod tests {
 
     #[test]
     fn addresses_are_of_both_families_and_none_of_a_headless_service() {
+        let both = json!({"clusterIP": "10.0.0.1", "clusterIPs": ["10.0.0.1", "fd00::1"]});
         for (spec, expected) in [
-            (
-                json!({"clusterIP": "10.0.0.1", "clusterIPs": ["10.0.0.1", "fd00::1"]}),
-                2,
-            ),
+            (both, 2),
             (json!({"clusterIP": "10.0.0.1"}), 1),
             (json!({"clusterIP": "None", "clusterIPs": ["None"]}), 0),
             (json!({"clusterIP": ""}), 0),

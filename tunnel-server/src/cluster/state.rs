@@ -284,10 +284,8 @@ mod tests {
 
     #[test]
     fn leading_zeros_signs_and_ranges_make_no_second_name() {
-        let parsed = read_from(&[(
-            "http-proxy-ports",
-            "09100,9100,+9100,9200-9300,0, 65536,9100=",
-        )]);
+        let text = "09100,9100,+9100,9200-9300,0, 65536,9100=";
+        let parsed = read_from("http-proxy-ports", text);
         assert_eq!(parsed.policy.http.to_string(), "9100");
         assert_eq!(parsed.mistakes.len(), 5, "{:?}", parsed.mistakes);
     }
@@ -300,7 +298,7 @@ mod tests {
             ("9100,9200", "9100, 9200", 0),
             ("9100,9200=10264", "9200", 1),
         ] {
-            let parsed = read_from(&[("dnat-ports-pair", text)]);
+            let parsed = read_from("dnat-ports-pair", text);
             assert_eq!(parsed.policy.http.to_string(), ports, "{text}");
             assert_eq!(parsed.mistakes.len(), mistakes, "{text}");
         }
@@ -308,19 +306,18 @@ mod tests {
 
     #[test]
     fn localhost_ports_have_a_default_only_while_the_key_is_absent() {
-        assert_eq!(read_from(&[]).policy.localhost.to_string(), "10266, 10267");
-        let parsed = read_from(&[("localhost-proxy-ports", "")]);
+        let absent = read(&BTreeMap::new(), 10264, &[]);
+        assert_eq!(absent.policy.localhost.to_string(), "10266, 10267");
+        let parsed = read_from("localhost-proxy-ports", "");
         assert_eq!(parsed.policy.localhost.to_string(), "");
     }
 
     #[test]
     fn floods_of_mistakes_are_counted() {
         let text = vec!["x"; 5000].join(",");
-        let parsed = read_from(&[("http-proxy-ports", &text)]);
+        let parsed = read_from("http-proxy-ports", &text);
         assert_eq!(parsed.mistakes.len(), MISTAKES_MAX + 1);
-        assert_eq!(
-            parsed.mistakes.last().map(String::as_str),
-            Some("http-proxy-ports: 4980 more")
-        );
+        let last = parsed.mistakes.last().unwrap();
+        assert_eq!(last, "http-proxy-ports: 4980 more");
     }
 }

@@ -157,21 +157,17 @@ const DEFAULT_MODE: u32 = 0o600;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
+    use crate::config::tests::yaml as parse;
 
     fn yaml(text: &str) -> Result<Option<ConnectSettings>, String> {
-        let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
-        let config = Config::try_from(raw).map_err(|error| error.to_string())?;
-        Ok(config.connect)
+        parse(text).map(|config| config.connect)
     }
 
     #[test]
     fn connect_listeners_are_off_until_they_are_configured() {
         assert_eq!(yaml("{}"), Ok(None));
-        assert_eq!(
-            yaml("connectListen: off\nconnectAuth: /f\nconnectDirect: [10.0.0.0/8]"),
-            Ok(None)
-        );
+        let off = "connectListen: off\nconnectAuth: /f\nconnectDirect: [10.0.0.0/8]";
+        assert_eq!(yaml(off), Ok(None));
         let settings = yaml(
             "connectUds: /run/c.sock\nconnectUdsMode: '660'\nconnectUdsOwner: '0:1000'\n\
              connectDirect: ['10.96.0.0/12:443', '[fd00::/8]:443', '192.0.2.1']",
@@ -180,13 +176,8 @@ mod tests {
         let unix = settings.unix.unwrap();
         assert_eq!((unix.mode, unix.owner), (0o660, Some((0, Some(1000)))));
         assert_eq!(settings.direct.unwrap().len(), 3);
-        assert_eq!(
-            yaml("connectUds: /s\nconnectDirect: [off]")
-                .unwrap()
-                .unwrap()
-                .direct,
-            Some(vec![])
-        );
+        let none = yaml("connectUds: /s\nconnectDirect: [off]").unwrap();
+        assert_eq!(none.unwrap().direct, Some(vec![]));
     }
 
     #[test]
@@ -207,20 +198,20 @@ mod tests {
     #[test]
     fn passwords_on_a_wide_listener_without_tls_are_warned_of() {
         let warnings = |text: &str| {
-            let raw: RawConfig = serde_saphyr::from_str(text).unwrap();
-            let warnings = Config::try_from(raw).unwrap().warnings;
-            let ours = warnings.into_iter().filter(|text| text.contains(AUTH));
-            ours.collect::<Vec<_>>()
+            let mut warnings = parse(text).unwrap().warnings;
+            warnings.retain(|text| text.contains(AUTH));
+            warnings
         };
         let wide = "connectListen: 0.0.0.0:8131\nconnectAuth: /f\n";
-        let [plain] = &warnings(wide)[..] else {
-            panic!("no warning")
-        };
-        assert!(plain.contains("without TLS"), "{plain}");
-        let [both] = &warnings(&format!("{wide}clientCa: /ca.crt"))[..] else {
-            panic!("no warning")
-        };
-        assert!(both.contains("with and without TLS"), "{both}");
+        let with_tls = format!("{wide}clientCa: /ca.crt");
+        for (text, expected) in [
+            (wide, "without TLS"),
+            (&*with_tls, "with and without TLS"),
+        ] {
+            let warnings = warnings(text);
+            assert_eq!(warnings.len(), 1, "{text}");
+            assert!(warnings[0].contains(expected), "{warnings:?}");
+        }
         for quiet in [
             "connectListen: 127.0.0.1:8131\nconnectAuth: /f\n",
             "connectListen: '[::1]:8131'\nconnectAuth: /f\n",
@@ -232,24 +223,16 @@ mod tests {
 
     #[test]
     fn malformed_settings_are_reported() {
+        let direct = |target| format!("connectUds: /s\nconnectDirect: ['{target}']");
         for (text, hint) in [
             ("connectAuth: /f", "--connect-auth"),
             ("connectUdsMode: '600'", "--connect-uds-mode"),
             ("connectDirect: [10.0.0.0/8]", "--connect-direct"),
             ("connectUds: /s\nconnectUdsMode: '9'", "octal"),
             ("connectUds: /s\nconnectUdsOwner: root", "number"),
-            (
-                "connectUds: /s\nconnectDirect: [10.1.0.0/8]",
-                "write 10.0.0.0/8",
-            ),
-            (
-                "connectUds: /s\nconnectDirect: ['10.0.0.0/8:']",
-                "names no port",
-            ),
-            (
-                "connectUds: /s\nconnectDirect: [example.com]",
-                "not a network",
-            ),
+            (&*direct("10.1.0.0/8"), "write 10.0.0.0/8"),
+            (&*direct("10.0.0.0/8:"), "names no port"),
+            (&*direct("example.com"), "not a network"),
         ] {
             let error = yaml(text).unwrap_err();
             assert!(error.contains(hint), "{text}: {error}");

@@ -182,11 +182,10 @@ const CLUSTER_DOMAIN: &str = "cluster.local";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
+    use crate::config::tests::yaml as parse;
 
     fn yaml(text: &str) -> Result<DnsSettings, String> {
-        let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
-        let config = Config::try_from(raw).map_err(|error| error.to_string())?;
+        let config = parse(text)?;
         config.dns.ok_or_else(|| "off".to_owned())
     }
 
@@ -211,12 +210,8 @@ mod tests {
         let dns = yaml("dnsListen: 127.0.0.1:5353").unwrap();
         assert_eq!(dns.default_resolvers, Resolvers::Host);
         assert_eq!(dns.clusters, [cluster("cluster.local", &[])]);
-        let answer: Vec<_> = dns
-            .answer
-            .iter()
-            .map(|address| address.to_string())
-            .collect();
-        assert_eq!(answer, ["127.0.0.1"]);
+        let answer = dns.answer.iter().map(|address| address.to_string());
+        assert_eq!(answer.collect::<Vec<_>>(), ["127.0.0.1"]);
         assert_eq!(dns.zone, None);
     }
 
@@ -252,6 +247,7 @@ dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
 
     #[test]
     fn every_error_names_its_setting() {
+        let bad_name = "dnsRecords: [{ name: 'a b', addresses: [10.0.0.1] }]";
         for (text, expected) in [
             ("dnsListen: 5353", "--dns-listen"),
             ("dnsZone: a..b", "--dns-zone"),
@@ -261,24 +257,17 @@ dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
             ("dnsUpstream: ['127.0.0.1:5353']", "is this server itself"),
             ("dnsAnswer: [name]", "--dns-answer"),
             ("dnsAnswer: [0.0.0.0]", "--dns-answer"),
-            (
-                "dnsAnswer: [10.0.0.1, 10.0.0.2]",
-                "one address of each family",
-            ),
-            (
-                "dnsRecords: [{ name: 'a b', addresses: [10.0.0.1] }]",
-                "dnsRecords: a b",
-            ),
+            ("dnsAnswer: [10.0.0.1, 10.0.0.2]", "one address of each"),
+            (bad_name, "dnsRecords: a b"),
             ("dnsRecords: [{ name: a, addresses: [x] }]", "dnsRecords: a"),
             ("dnsRecords: [{ name: a, addresses: [] }]", "dnsRecords: a"),
             ("limits: { dnsForwards: 0 }", "limits.dnsForwards"),
         ] {
-            let listen = if text.starts_with("dnsListen") {
-                ""
-            } else {
-                "dnsListen: 0.0.0.0:5353\n"
+            let text = match text.starts_with("dnsListen") {
+                true => text.to_owned(),
+                false => format!("dnsListen: 0.0.0.0:5353\n{text}"),
             };
-            let error = yaml(&format!("{listen}{text}")).unwrap_err();
+            let error = yaml(&text).unwrap_err();
             assert!(error.contains(expected), "{text}: {error}");
         }
     }

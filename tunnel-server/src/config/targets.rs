@@ -181,6 +181,9 @@ mod tests {
 
     #[test]
     fn settings_without_effect_are_errors() {
+        let two_identities = "{ targetCertFile: /own, targetCertSigner: a/b }";
+        let no_name = "{ targetCertFile: /own, delegationAllowedCallers: [a, ''] }";
+        let callers = "--delegation-allowed-callers";
         for (yaml, asks, setting) in [
             ("targetTls: strict", true, "--target-tls"),
             ("targetTls: verify", true, "--target-tls"),
@@ -189,21 +192,9 @@ mod tests {
             ("targetCertFile: /own", false, "--target-cert-file"),
             ("targetCertSigner: a/b", false, "--target-cert-signer"),
             ("targetCertSigner: client", true, "--target-cert-signer"),
-            (
-                "{ targetCertFile: /own, targetCertSigner: a/b }",
-                true,
-                "--target-cert-signer",
-            ),
-            (
-                "delegationAllowedCallers: [a]",
-                true,
-                "--delegation-allowed-callers",
-            ),
-            (
-                "{ targetCertFile: /own, delegationAllowedCallers: [a, ''] }",
-                true,
-                "--delegation-allowed-callers",
-            ),
+            (two_identities, true, "--target-cert-signer"),
+            ("delegationAllowedCallers: [a]", true, callers),
+            (no_name, true, callers),
         ] {
             let error = checked(yaml, asks).unwrap_err();
             assert!(error.contains("1 error(s)"), "{yaml}: {error}");

@@ -1,10 +1,15 @@
 use tunnel_proto::session::LivenessLimits;
 
 use super::*;
+use crate::testing::assert_contains;
 
-fn yaml(text: &str) -> Result<Config, String> {
+pub(super) fn yaml(text: &str) -> Result<Config, String> {
     let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
     Config::try_from(raw).map_err(|error| error.to_string())
+}
+
+fn shown<T: ToString>(value: Option<T>) -> String {
+    value.map(|value| value.to_string()).unwrap_or_default()
 }
 
 #[test]
@@ -12,14 +17,8 @@ fn defaults_are_those_of_the_contract() {
     let config = yaml("{}").unwrap();
     assert_eq!(config.listeners.agents[0].to_string(), "[::]:10262");
     assert_eq!(config.listeners.agents[1].to_string(), "0.0.0.0:10262");
-    assert_eq!(
-        config.listeners.https.unwrap().to_string(),
-        "127.0.0.1:10263"
-    );
-    assert_eq!(
-        config.listeners.http.unwrap().to_string(),
-        "127.0.0.1:10264"
-    );
+    assert_eq!(shown(config.listeners.https), "127.0.0.1:10263");
+    assert_eq!(shown(config.listeners.http), "127.0.0.1:10264");
     assert_eq!(config.meta_listen.to_string(), "127.0.0.1:10265");
     assert_eq!(config.ports.localhost.to_string(), "10266, 10267");
     assert_eq!(config.limits.streams_per_agent, 256);
@@ -38,8 +37,8 @@ fn defaults_are_those_of_the_contract() {
 
 #[test]
 fn flags_win_over_the_file() {
-    let file: RawConfig =
-        serde_saphyr::from_str("httpProxyPorts: 9100\nlogLevel: debug\n").unwrap();
+    let file = "httpProxyPorts: 9100\nlogLevel: debug\n";
+    let file: RawConfig = serde_saphyr::from_str(file).unwrap();
     let flags = RawConfig {
         http_proxy_ports: Some("9200".into()),
         ..RawConfig::default()
@@ -64,23 +63,12 @@ limits: { streamWindow: 1KB, streamsPerAgent: 0, openTimeout: 0s }
 services: [{ name: db, listen: x, node: 'a b', target: y }]
 ";
     let error = yaml(text).unwrap_err();
-    for setting in [
-        "--agent-listen",
-        "--quic-congestion",
-        "--http-proxy-ports",
-        "--https-client-auth",
-        "--https-cert-file",
-        "--kubernetes",
-        "--drain-timeout",
-        "--advertise",
-        "limits.streamWindow",
-        "limits.streamsPerAgent",
-        "limits.openTimeout",
-        "services: db: listen",
-        "services: db: node",
-        "services: db: target",
-    ] {
-        assert!(error.contains(setting), "{setting} is missing in:\n{error}");
+    let settings = "--agent-listen --quic-congestion --http-proxy-ports --https-client-auth \
+                    --https-cert-file --kubernetes --drain-timeout --advertise \
+                    limits.streamWindow limits.streamsPerAgent limits.openTimeout";
+    let services = ["listen", "node", "target"].map(|field| format!("services: db: {field}"));
+    for setting in settings.split(' ').chain(services.iter().map(String::as_str)) {
+        assert_contains(&error, setting);
     }
 }
 
@@ -95,12 +83,9 @@ fn advertised_addresses_may_have_spaces_around() {
 
 #[test]
 fn unknown_keys_are_refused() {
-    assert!(yaml("httpListne: 1").unwrap_err().contains("httpListne"));
-    assert!(
-        yaml("limits: { openTimout: 1s }")
-            .unwrap_err()
-            .contains("openTimout")
-    );
+    assert_contains(&yaml("httpListne: 1").unwrap_err(), "httpListne");
+    let error = yaml("limits: { openTimout: 1s }").unwrap_err();
+    assert_contains(&error, "openTimout");
 }
 
 #[test]
@@ -108,43 +93,36 @@ fn listeners_open_to_the_network_need_an_explicit_flag() {
     for text in [
         "httpListen: 0.0.0.0:10264",
         "httpsListen: '[::]:10263'",
-        "{ httpProxyPorts: 9100, proxyPortListen: 0.0.0.0 }",
+        "httpProxyPorts: 9100\nproxyPortListen: 0.0.0.0",
         "services: [{ name: db, listen: '0.0.0.0:5432', node: a, target: 5432 }]",
     ] {
         let error = yaml(text).unwrap_err();
-        assert!(error.contains("--allow-unauthenticated"), "{error}");
-        let allowed = format!(
-            "{}\nallowUnauthenticated: true",
-            text.trim_matches(['{', '}', ' '])
-                .replace(", proxy", "\nproxy")
-        );
-        yaml(&allowed).unwrap();
+        assert_contains(&error, "--allow-unauthenticated");
+        yaml(&format!("{text}\nallowUnauthenticated: true")).unwrap();
     }
     let config = yaml("{ clientCa: /ca, httpsClientAuth: require }").unwrap();
-    assert_eq!(config.listeners.https.unwrap().to_string(), "[::]:10263");
+    assert_eq!(shown(config.listeners.https), "[::]:10263");
 }
 
 #[test]
 fn https_listener_without_client_certificates_is_warned_of() {
     let warned = |text: &str, in_cluster| {
         let warnings = around(text, in_cluster).unwrap().warnings;
-        warnings
-            .iter()
-            .any(|warning| warning.contains("--https-listen"))
+        let mut warnings = warnings.iter();
+        warnings.any(|warning| warning.contains("--https-listen"))
     };
     let wide = "httpsListen: '[::]:10263'\nallowUnauthenticated: true\n";
-    assert!(warned(wide, false));
-    assert!(warned(&format!("{wide}clientCa: /ca"), false));
-    assert!(!warned(
-        "{ clientCa: /ca, httpsClientAuth: require }",
-        false
-    ));
-    assert!(!warned("{}", false));
-    {
-        assert!(warned("{}", true));
-        assert!(warned("{ clientCa: /ca, httpsClientAuth: none }", true));
-        assert!(!warned("clientCa: /ca", true));
-        assert!(!warned("httpsListen: 127.0.0.1:10263", true));
+    for (text, in_cluster, expected) in [
+        (wide, false, true),
+        (&*format!("{wide}clientCa: /ca"), false, true),
+        ("clientCa: /ca\nhttpsClientAuth: require", false, false),
+        ("{}", false, false),
+        ("{}", true, true),
+        ("clientCa: /ca\nhttpsClientAuth: none", true, true),
+        ("clientCa: /ca", true, false),
+        ("httpsListen: 127.0.0.1:10263", true, false),
+    ] {
+        assert_eq!(warned(text, in_cluster), expected, "{text}");
     }
 }
 
@@ -152,26 +130,21 @@ fn https_listener_without_client_certificates_is_warned_of() {
 fn extra_ports_follow_their_listener_or_the_configured_host() {
     let listeners = |text: &str| {
         let listeners = yaml(text).unwrap().extra_listeners();
-        listeners
-            .iter()
-            .map(|(address, ..)| address.to_string())
-            .collect::<Vec<_>>()
+        let addresses = listeners.iter().map(|(address, ..)| address.to_string());
+        addresses.collect::<Vec<_>>().join(" ")
     };
-    assert_eq!(
-        listeners("{ httpProxyPorts: 9100, httpsProxyPorts: '9443, 10250' }"),
-        ["127.0.0.1:9443", "127.0.0.1:9100"]
-    );
-    assert_eq!(
-        listeners("{ httpProxyPorts: 9100, proxyPortListen: 127.0.0.9 }"),
-        ["127.0.0.9:9100"]
-    );
-    assert!(listeners("{ httpProxyPorts: 9100, proxyPortListen: off }").is_empty());
-    assert!(listeners("{ httpProxyPorts: 9100, httpListen: off }").is_empty());
-    assert!(
-        yaml("httpProxyPorts: 1024-65535")
-            .unwrap_err()
-            .contains("more than 64 ports")
-    );
+    let both = "127.0.0.1:9443 127.0.0.1:9100";
+    for (more, expected) in [
+        ("httpsProxyPorts: '9443, 10250'", both),
+        ("proxyPortListen: 127.0.0.9", "127.0.0.9:9100"),
+        ("proxyPortListen: off", ""),
+        ("httpListen: off", ""),
+    ] {
+        let listeners = listeners(&format!("httpProxyPorts: 9100\n{more}"));
+        assert_eq!(listeners, expected, "{more}");
+    }
+    let error = yaml("httpProxyPorts: 1024-65535").unwrap_err();
+    assert_contains(&error, "more than 64 ports");
 }
 
 #[test]
@@ -218,9 +191,8 @@ fn limits_of_a_session_must_fit_each_other() {
 fn hard_bound_of_an_agent_is_reported_when_it_exceeds_the_pool() {
     assert!(yaml("{}").unwrap().warnings.is_empty());
     let config = yaml("limits: { streamsPerAgent: 300, bufferPool: 64MiB }").unwrap();
-    let warning = &config.warnings[0];
     for number in ["600MiB", "300", "2MiB", "64MiB"] {
-        assert!(warning.contains(number), "{number}: {warning}");
+        assert_contains(&config.warnings[0], number);
     }
 }
 
@@ -244,14 +216,11 @@ fn container_of_a_cluster_follows_it_and_opens_the_https_listener() {
     assert_eq!(kubernetes.edge_label, "openyurt.io/is-edge-worker");
     assert_eq!((kubernetes.namespace, kubernetes.kubeconfig), (None, None));
     assert!(kubernetes.pod_lookup && !kubernetes.edge_by_agent);
-    assert_eq!(config.listeners.https.unwrap().to_string(), "[::]:10263");
+    assert_eq!(shown(config.listeners.https), "[::]:10263");
     assert_eq!(config.listeners.proxy_ports, ProxyPortListen::Off);
     let config = around("kubernetes: off", true).unwrap();
     assert_eq!(config.kubernetes, None);
-    assert_eq!(
-        config.listeners.https.unwrap().to_string(),
-        "127.0.0.1:10263"
-    );
+    assert_eq!(shown(config.listeners.https), "127.0.0.1:10263");
     assert_eq!(config.listeners.proxy_ports, ProxyPortListen::WithListener);
     assert!(around("{ kubernetes: off, httpListen: '[::]:10264' }", true).is_err());
 }
@@ -270,19 +239,12 @@ fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
     assert_eq!(kubernetes.names.leader_lease, "other");
     assert!(kubernetes.edge_by_agent && !kubernetes.pod_lookup);
     let patterns = kubernetes.record_names.iter().map(ToString::to_string);
-    assert_eq!(
-        patterns.collect::<Vec<_>>(),
-        ["*.edge.example.com", "gateway"]
-    );
-    assert_eq!(
-        config.listeners.https.unwrap().to_string(),
-        "127.0.0.1:10263"
-    );
-    let errors = around(
-        "{ kubeconfig: /nonexistent, namespace: A, recordNames: ['**'], edgeNodes: all, internalService: a_b, nodesConfigMap: '' }",
-        false,
-    );
-    let errors = errors.unwrap_err();
+    let patterns: Vec<_> = patterns.collect();
+    assert_eq!(patterns, ["*.edge.example.com", "gateway"]);
+    assert_eq!(shown(config.listeners.https), "127.0.0.1:10263");
+    let text = "{ kubeconfig: /nonexistent, namespace: A, recordNames: ['**'], edgeNodes: all, \
+                internalService: a_b, nodesConfigMap: '' }";
+    let errors = around(text, false).unwrap_err();
     for setting in [
         "--kubeconfig: /nonexistent: ",
         "--namespace",
@@ -291,7 +253,7 @@ fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
         "--internal-service",
         "--nodes-config-map",
     ] {
-        assert!(errors.contains(setting), "{setting}: {errors}");
+        assert_contains(&errors, setting);
     }
 }
 
@@ -299,7 +261,7 @@ fn kubeconfig_follows_a_cluster_from_outside_with_loopback_listeners() {
 fn cluster_is_followed_only_where_there_is_one() {
     assert_eq!(around("kubernetes: auto", false).unwrap().kubernetes, None);
     let error = around("kubernetes: on", false).unwrap_err();
-    assert!(error.contains("--kubernetes: "), "{error}");
+    assert_contains(&error, "--kubernetes: ");
     let error = around("kubernetes: maybe", true).unwrap_err();
-    assert!(error.contains("auto, on or off"), "{error}");
+    assert_contains(&error, "auto, on or off");
 }

@@ -251,6 +251,10 @@ mod tests {
         }
     }
 
+    fn generate() -> CaMaterial {
+        CaMaterial::generate(SystemTime::now()).unwrap()
+    }
+
     fn refused(secret: &Secret) -> String {
         match plan(secret, "Secret ns/ca") {
             Plan::Refuse(condition) => condition,
@@ -260,7 +264,7 @@ mod tests {
 
     #[test]
     fn only_a_secret_without_a_ca_is_filled() {
-        let ca = CaMaterial::generate(SystemTime::now()).unwrap();
+        let ca = generate();
         let mut empty = secret(&[]);
         assert!(matches!(plan(&empty, ""), Plan::Fill));
         let blank = secret(&[(CA_CERTIFICATE_KEY, ""), (CA_PRIVATE_KEY, "\n"), ("x", "y")]);
@@ -274,10 +278,7 @@ mod tests {
 
     #[test]
     fn incomplete_or_damaged_secrets_are_reported_and_not_changed() {
-        let (ca, other) = (
-            CaMaterial::generate(SystemTime::now()).unwrap(),
-            CaMaterial::generate(SystemTime::now()).unwrap(),
-        );
+        let (ca, other) = (generate(), generate());
         let half = secret(&[(CA_CERTIFICATE_KEY, ca.certificates_pem())]);
         assert!(refused(&half).contains("ca.key is missing"));
         let half = secret(&[(CA_PRIVATE_KEY, ca.key_pem())]);
@@ -296,10 +297,7 @@ mod tests {
 
     #[test]
     fn both_are_trusted_while_a_ca_is_replaced() {
-        let (old, new) = (
-            CaMaterial::generate(SystemTime::now()).unwrap(),
-            CaMaterial::generate(SystemTime::now()).unwrap(),
-        );
+        let (old, new) = (generate(), generate());
         let both = format!("{}{}", old.certificates_pem(), new.certificates_pem());
         let by = |key: &str| {
             let secret = secret(&[(CA_CERTIFICATE_KEY, &both), (CA_PRIVATE_KEY, key)]);

@@ -6,8 +6,10 @@ use tunnel_proto::process::meta::Readiness;
 use super::super::client::Connection;
 use super::super::testing::{ApiServer, NAMESPACE, api_server};
 use super::*;
+use crate::testing::assert_contains;
 
-const ONE: &str = "GET /apis/coordination.k8s.io/v1/namespaces/kube-system/leases/l?";
+const ONE: &str = "GET /apis/coordination.k8s.io/v1/namespaces/kube-system/leases/l";
+const ACQUIRED: &str = "2026-11-21T10:00:00.000000Z";
 
 fn spec(holder: &str, renewed: i64) -> LeaseSpec {
     let time = Timestamp::from_second(renewed).unwrap();
@@ -40,26 +42,13 @@ fn taken(next_action: LeaseAction) -> LeaseSpec {
 async fn anothers_lease_is_taken_when_it_did_not_change_for_its_duration() {
     let (mut me, start, wall) = (candidate(), Instant::now(), Timestamp::UNIX_EPOCH);
     let after = |seconds| start + Duration::from_secs(seconds);
-    let other = spec("other", 100);
     // The times in the Lease may be of any clock. Only whether the Lease changes counts.
-    assert_eq!(
-        me.next_action(Some(&other), start, wall),
-        LeaseAction::Follow("other".into())
-    );
-    assert_eq!(
-        me.next_action(Some(&other), after(14), wall),
-        LeaseAction::Follow("other".into())
-    );
-    let renewed = spec("other", 102);
-    assert_eq!(
-        me.next_action(Some(&renewed), after(14), wall),
-        LeaseAction::Follow("other".into())
-    );
-    assert_eq!(
-        me.next_action(Some(&renewed), after(28), wall),
-        LeaseAction::Follow("other".into())
-    );
-    let mine = taken(me.next_action(Some(&renewed), after(29), wall));
+    for (renewed, at) in [(100, 0), (100, 14), (102, 14), (102, 28)] {
+        let other = spec("other", renewed);
+        let action = me.next_action(Some(&other), after(at), wall);
+        assert_eq!(action, LeaseAction::Follow("other".into()), "{at}");
+    }
+    let mine = taken(me.next_action(Some(&spec("other", 102)), after(29), wall));
     assert_eq!(mine.holder_identity.as_deref(), Some("me"));
     assert_eq!(mine.lease_transitions, Some(4));
     assert_eq!(mine.acquire_time, Some(MicroTime(wall)));
@@ -76,9 +65,10 @@ async fn own_and_free_leases_are_taken_at_once() {
     assert_eq!(renewed.renew_time, Some(MicroTime(wall)));
     let free = taken(me.next_action(Some(&spec("", 100)), now, wall));
     assert_eq!(free.lease_transitions, Some(4));
-    assert!(
-        matches!(me.next_action(None, now, wall), LeaseAction::Create(made) if made.lease_transitions == Some(0))
-    );
+    let LeaseAction::Create(made) = me.next_action(None, now, wall) else {
+        panic!("not created");
+    };
+    assert_eq!(made.lease_transitions, Some(0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -120,7 +110,7 @@ fn lease(holder: &str, version: &str) -> Value {
         "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
         "metadata": {"name": "l", "resourceVersion": version},
         "spec": {"holderIdentity": holder, "leaseDurationSeconds": 15, "leaseTransitions": 1,
-            "acquireTime": "2026-11-21T10:00:00.000000Z", "renewTime": "2026-11-21T10:00:00.000000Z"},
+            "acquireTime": ACQUIRED, "renewTime": ACQUIRED},
     })
 }
 
@@ -130,35 +120,26 @@ async fn writing_ends_ten_seconds_after_the_last_renewal_and_comes_back_with_the
     let (mut election, mut server) = election();
     let (mut leadership, stop) = (election.leadership(), CancellationToken::new());
     let playing = async {
-        server
-            .expect(ONE.trim_end_matches('?'))
-            .await
-            .refuse(404, "NotFound");
+        server.expect(ONE).await.refuse(404, "NotFound");
         let made = server.call().await;
         assert_eq!(made.body["spec"]["holderIdentity"], "me");
         let renewed_at = Instant::now();
         made.answer(&lease("me", "1"));
         leadership.changed().await;
-        assert_eq!(
-            leadership.until(renewed_at),
-            Some(renewed_at + RENEW_DEADLINE)
-        );
+        let end = renewed_at + RENEW_DEADLINE;
+        assert_eq!(leadership.until(renewed_at), Some(end));
         while leadership.until(Instant::now()).is_some() {
             tokio::select! {
                 call = server.call() => call.refuse(500, "InternalError"),
                 _ = leadership.changed() => {}
             }
         }
-        assert_eq!(Instant::now(), renewed_at + RENEW_DEADLINE);
-        let found = server.call().await;
-        found.answer(&lease("me", "7"));
+        assert_eq!(Instant::now(), end);
+        server.call().await.answer(&lease("me", "7"));
         let put = server.call().await;
         assert!(put.what.starts_with("PUT "), "{}", put.what);
         assert_eq!(put.body["metadata"]["resourceVersion"], "7");
-        assert_eq!(
-            put.body["spec"]["acquireTime"],
-            "2026-11-21T10:00:00.000000Z"
-        );
+        assert_eq!(put.body["spec"]["acquireTime"], ACQUIRED);
         put.answer(&lease("me", "8"));
         leadership.changed().await;
         assert!(leadership.until(Instant::now()).is_some());
@@ -186,10 +167,7 @@ async fn lease_that_another_took_ends_writing_at_once() {
         server.call().await.answer(&lease("me", "2"));
         leadership.changed().await;
         assert!(leadership.until(Instant::now()).is_some());
-        server
-            .call()
-            .await
-            .answer(&lease("yurt-tunnel-server_1", "3"));
+        server.call().await.answer(&lease("other", "3"));
         leadership.changed().await;
         assert!(leadership.until(Instant::now()).is_none());
         stop.cancel();
@@ -223,12 +201,9 @@ async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
         let found = server.call().await;
         let lines = conditions();
         assert_eq!(lines.len(), 1, "{lines:?}");
-        let condition = &lines[0];
-        assert!(
-            condition.contains("Lease kube-system/l does not exist")
-                && condition.ends_with("| kubectl -n kube-system create -f -"),
-            "{condition}"
-        );
+        assert_contains(&lines[0], "Lease kube-system/l does not exist");
+        let command = "| kubectl -n kube-system create -f -";
+        assert!(lines[0].ends_with(command), "{lines:?}");
         // An empty Lease, as manifests ship it.
         let mut empty = lease("", "1");
         empty.as_object_mut().unwrap().remove("spec");

@@ -11,7 +11,7 @@ use super::*;
 use crate::cluster::metrics::ClusterMetrics;
 use crate::cluster::testing::{ApiServer, api_server};
 use crate::store::data_dir::testing::Scratch;
-use crate::testing::POOL;
+use crate::testing::{POOL, assert_contains};
 
 const PATH: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
 
@@ -55,6 +55,12 @@ impl Fixture {
         tls_profile.tls.client_auth_cert_resolver.has_certs()
     }
 
+    /// Waits for half of the interval of polls, and checks the condition.
+    async fn shows(&mut self, part: &str) {
+        self.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
+        assert_contains(&self.condition(), part);
+    }
+
     fn condition(&self) -> String {
         self.problems.of(Condition::KubeletCertificate).join("\n")
     }
@@ -62,20 +68,12 @@ impl Fixture {
     /// Answers that no request exists, and returns the request that the server then creates.
     async fn asked(&mut self) -> Value {
         let poll = self.server.call().await;
-        assert!(
-            poll.what.starts_with(&format!("GET {PATH}/culvert-")),
-            "{}",
-            poll.what
-        );
+        assert_contains(&poll.what, &format!("GET {PATH}/culvert-"));
         poll.refuse(404, "NotFound");
         let made = self.server.call().await;
-        assert!(
-            made.what.starts_with(&format!("POST {PATH}?")),
-            "{}",
-            made.what
-        );
+        assert_contains(&made.what, &format!("POST {PATH}?"));
         let object = made.body.clone();
-        made.answer(&object);
+        made.accept();
         object
     }
 
@@ -100,10 +98,10 @@ fn signed(object: &Value, ago: Duration, life: Duration) -> (String, Value) {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-    let pem: k8s_openapi::ByteString =
-        serde_json::from_value(object["spec"]["request"].clone()).unwrap();
-    let mut asked =
-        CertificateSigningRequestParams::from_pem(std::str::from_utf8(&pem.0).unwrap()).unwrap();
+    let pem = serde_json::from_value(object["spec"]["request"].clone());
+    let k8s_openapi::ByteString(pem) = pem.unwrap();
+    let pem = String::from_utf8(pem).unwrap();
+    let mut asked = CertificateSigningRequestParams::from_pem(&pem).unwrap();
     let from = SystemTime::now() - ago;
     asked.params.not_before = from.into();
     asked.params.not_after = (from + life).into();
@@ -119,22 +117,14 @@ async fn request_is_approved_and_its_certificate_is_used_and_persisted() {
     let mut fixture = fixture(Scratch::new());
     let object = fixture.asked().await;
     let name = object["metadata"]["name"].as_str().unwrap().to_owned();
-    assert_eq!(
-        object["spec"]["signerName"],
-        "kubernetes.io/kube-apiserver-client"
-    );
-    assert_eq!(
-        object["spec"]["usages"],
-        json!(["digital signature", "client auth"])
-    );
+    let spec = &object["spec"];
+    assert_eq!(spec["signerName"], "kubernetes.io/kube-apiserver-client");
+    assert_eq!(spec["usages"], json!(["digital signature", "client auth"]));
     fixture.finds(&object, json!({})).await;
     let approve = format!("kubectl certificate approve {name}");
     let poll = fixture.server.call().await;
-    assert!(
-        fixture.condition().ends_with(&approve),
-        "{}",
-        fixture.condition()
-    );
+    let condition = fixture.condition();
+    assert!(condition.ends_with(&approve), "{condition}");
     assert!(!fixture.is_delegating());
     let approved = json!([{ "type": "Approved", "status": "True" }]);
     let mut shown = object.clone();
@@ -163,17 +153,15 @@ async fn certificate_is_renewed_under_another_name_while_the_old_one_is_in_use()
     let object = fixture.asked().await;
     // 95 % of the lifetime is over.
     let (_, certificate) = signed(&object, 19 * HOUR, 20 * HOUR);
-    fixture
-        .finds(&object, json!({ "certificate": certificate }))
-        .await;
+    let status = json!({ "certificate": certificate });
+    fixture.finds(&object, status).await;
     let next = fixture.asked().await;
     assert!(fixture.is_delegating());
     assert_ne!(next["metadata"]["name"], object["metadata"]["name"]);
     fixture.finds(&next, json!({})).await;
     let (_, certificate) = signed(&next, HOUR, 24 * HOUR);
-    fixture
-        .finds(&next, json!({ "certificate": certificate }))
-        .await;
+    let status = json!({ "certificate": certificate });
+    fixture.finds(&next, status).await;
     fixture.server.is_quiet_for(HOUR / 2).await;
     assert_eq!(fixture.condition(), "");
 }
@@ -182,44 +170,20 @@ async fn certificate_is_renewed_under_another_name_while_the_old_one_is_in_use()
 async fn refused_request_is_a_condition_and_is_recreated_after_its_deletion() {
     let mut fixture = fixture(Scratch::new());
     let object = fixture.asked().await;
-    let denied =
-        json!([{ "type": "Denied", "status": "True", "reason": "Policy", "message": "not here" }]);
-    fixture
-        .finds(&object, json!({ "conditions": denied }))
-        .await;
-    let failed = json!([{ "type": "Failed", "status": "True", "message": "no such signer" }]);
-    fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
-    assert!(
-        fixture.condition().contains("was denied: Policy, not here"),
-        "{}",
-        fixture.condition()
-    );
-    fixture
-        .finds(&object, json!({ "conditions": failed }))
-        .await;
     // A certificate for another key is not usable.
     let other_key = KeyPair::generate().unwrap();
-    let other = CertificateParams::default()
-        .self_signed(&other_key)
-        .unwrap();
-    fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
-    assert!(
-        fixture.condition().contains("has failed: no such signer"),
-        "{}",
-        fixture.condition()
-    );
-    fixture
-        .finds(
-            &object,
-            json!({ "certificate": base64(other.pem().as_bytes()) }),
-        )
-        .await;
-    fixture.server.is_quiet_for(REFUSED_POLL_INTERVAL / 2).await;
-    assert!(
-        fixture.condition().contains("cannot use the certificate"),
-        "{}",
-        fixture.condition()
-    );
+    let other = CertificateParams::default().self_signed(&other_key);
+    let other = base64(other.unwrap().pem().as_bytes());
+    let denied = json!({ "type": "Denied", "status": "True", "reason": "Policy", "message": "no" });
+    let failed = json!({ "type": "Failed", "status": "True", "message": "no such signer" });
+    for (status, condition) in [
+        (json!({ "conditions": [denied] }), "was denied: Policy, no"),
+        (json!({ "conditions": [failed] }), "failed: no such signer"),
+        (json!({ "certificate": other }), "cannot use the certificate"),
+    ] {
+        fixture.finds(&object, status).await;
+        fixture.shows(condition).await;
+    }
     assert!(!fixture.is_delegating());
     let again = fixture.asked().await;
     assert_eq!(again["metadata"]["name"], object["metadata"]["name"]);
@@ -230,12 +194,7 @@ async fn missing_right_is_a_condition() {
     let mut fixture = fixture(Scratch::new());
     fixture.server.call().await.refuse(403, "Forbidden");
     let poll = fixture.server.call().await;
-    assert!(
-        fixture
-            .condition()
-            .contains("cannot request a client certificate"),
-        "{}",
-        fixture.condition()
-    );
+    let condition = fixture.condition();
+    assert_contains(&condition, "cannot request a client certificate");
     poll.refuse(404, "NotFound");
 }

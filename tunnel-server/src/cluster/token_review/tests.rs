@@ -35,19 +35,20 @@ fn accepted(user: &str, extra: &Value) -> Value {
 #[test]
 fn node_of_the_token_is_taken_from_what_the_api_server_says() {
     let extra = json!({ NODE_NAME: ["worker-1"], POD_NAME: ["p"], POD_UID: ["u"] });
-    let token_binding = check(accepted(ACCOUNT, &extra)).unwrap();
-    assert_eq!(
-        token_binding.bound,
-        BoundObject::Node("worker-1".parse().unwrap())
-    );
     let older = json!({ POD_NAME: ["p"], POD_UID: ["u"] });
-    let pod = BoundPod {
+    let node = BoundObject::Node("worker-1".parse().unwrap());
+    for (extra, expected) in [(extra, node), (older, BoundObject::Pod(pod()))] {
+        let token_binding = check(accepted(ACCOUNT, &extra)).unwrap();
+        assert_eq!(token_binding.bound, expected);
+    }
+}
+
+fn pod() -> BoundPod {
+    BoundPod {
         namespace: "kube-system".into(),
         name: "p".into(),
         uid: "u".into(),
-    };
-    let token_binding = check(accepted(ACCOUNT, &older)).unwrap();
-    assert_eq!(token_binding.bound, BoundObject::Pod(pod));
+    }
 }
 
 #[test]
@@ -55,81 +56,55 @@ fn reviews_that_prove_no_node_are_refused() {
     let bound = json!({ NODE_NAME: ["worker-1"] });
     let other = "system:serviceaccount:default:tunnel-agent";
     let not_accepted = AttestError::NotAccepted("tunnel-server".into());
-    let mut without_audience = accepted(ACCOUNT, &bound);
-    without_audience["audiences"] = json!([]);
-    let mut no_field = accepted(ACCOUNT, &bound);
-    no_field["audiences"] = Value::Null;
-    let mut other_audience = accepted(ACCOUNT, &bound);
-    other_audience["audiences"] = json!(["https://kubernetes.default.svc"]);
-    let mut refused = accepted(ACCOUNT, &bound);
-    refused["authenticated"] = false.into();
-    for (status, expected) in [
-        (json!({}), not_accepted.clone()),
-        (json!({ "error": "no" }), not_accepted.clone()),
-        (refused, not_accepted.clone()),
-        (without_audience, not_accepted.clone()),
-        (no_field, not_accepted.clone()),
-        (other_audience, not_accepted),
-        (
-            accepted(other, &bound),
-            AttestError::OtherAccount(other.into()),
-        ),
-        (
-            accepted("worker-1", &bound),
-            AttestError::OtherAccount("worker-1".into()),
-        ),
-        (accepted(ACCOUNT, &json!({})), AttestError::NotBound),
-        (
-            accepted(ACCOUNT, &json!({ POD_NAME: ["p"] })),
-            AttestError::NotBound,
-        ),
-        (
-            accepted(ACCOUNT, &json!({ POD_UID: ["u"] })),
-            AttestError::NotBound,
-        ),
-        (
-            accepted(ACCOUNT, &json!({ NODE_NAME: ["a", "b"] })),
-            AttestError::NotBound,
-        ),
-        (
-            accepted(ACCOUNT, &json!({ NODE_NAME: ["Worker_1"] })),
-            AttestError::NotScheduled,
-        ),
-        (
-            accepted(ACCOUNT, &json!({ NODE_NAME: [""] })),
-            AttestError::NotScheduled,
-        ),
+    let but = |field: &str, value: Value| {
+        let mut status = accepted(ACCOUNT, &bound);
+        status[field] = value;
+        status
+    };
+    for status in [
+        json!({}),
+        json!({ "error": "no" }),
+        but("authenticated", false.into()),
+        but("audiences", json!([])),
+        but("audiences", Value::Null),
+        but("audiences", json!(["https://kubernetes.default.svc"])),
     ] {
-        assert_eq!(check(status.clone()), Err(expected), "{status}");
+        let refused = check(status.clone());
+        assert_eq!(refused.as_ref(), Err(&not_accepted), "{status}");
+    }
+    for user in [other, "worker-1"] {
+        let refused = AttestError::OtherAccount(user.into());
+        assert_eq!(check(accepted(user, &bound)), Err(refused));
+    }
+    for (extra, expected) in [
+        (json!({}), AttestError::NotBound),
+        (json!({ POD_NAME: ["p"] }), AttestError::NotBound),
+        (json!({ POD_UID: ["u"] }), AttestError::NotBound),
+        (json!({ NODE_NAME: ["a", "b"] }), AttestError::NotBound),
+        (json!({ NODE_NAME: ["A_b"] }), AttestError::NotScheduled),
+        (json!({ NODE_NAME: [""] }), AttestError::NotScheduled),
+    ] {
+        let refused = check(accepted(ACCOUNT, &extra));
+        assert_eq!(refused, Err(expected), "{extra}");
     }
 }
 
 #[test]
 fn pod_counts_only_when_it_is_the_very_one_and_runs_somewhere() {
-    let bound = BoundPod {
-        namespace: "kube-system".into(),
-        name: "p".into(),
-        uid: "u".into(),
-    };
+    let bound = pod();
     let pod = |uid: &str, spec: Value| -> Pod {
         serde_json::from_value(json!({ "metadata": { "uid": uid }, "spec": spec })).unwrap()
     };
     let spec = |node: &str| json!({ "containers": [], "nodeName": node });
     let gone = AttestError::PodGone("kube-system/p".into());
-    assert_eq!(
-        node_of(&bound, Some(&pod("u", spec("worker-1")))),
-        Ok("worker-1".parse().unwrap())
-    );
+    let found = node_of(&bound, Some(&pod("u", spec("worker-1"))));
+    assert_eq!(found, Ok("worker-1".parse().unwrap()));
     assert_eq!(node_of(&bound, None), Err(gone.clone()));
-    assert_eq!(
-        node_of(&bound, Some(&pod("v", spec("worker-1")))),
-        Err(gone)
-    );
+    let other = pod("v", spec("worker-1"));
+    assert_eq!(node_of(&bound, Some(&other)), Err(gone));
     for nowhere in [json!({ "containers": [] }), Value::Null, spec("")] {
-        assert_eq!(
-            node_of(&bound, Some(&pod("u", nowhere))),
-            Err(AttestError::NotScheduled)
-        );
+        let found = node_of(&bound, Some(&pod("u", nowhere)));
+        assert_eq!(found, Err(AttestError::NotScheduled));
     }
 }
 
@@ -145,17 +120,15 @@ async fn review_asks_for_the_audience_and_an_older_server_for_the_pod() {
         attestor.node_of(token, now).await
     };
     let api = async {
-        let call = server
-            .expect("POST /apis/authentication.k8s.io/v1/tokenreviews?")
-            .await;
+        let reviews = "POST /apis/authentication.k8s.io/v1/tokenreviews?";
+        let call = server.expect(reviews).await;
         let spec = &call.body["spec"];
         assert_eq!(spec["audiences"], json!(["tunnel-server"]));
         assert_eq!(spec["token"], sent);
         let older = json!({ POD_NAME: ["agent-x"], POD_UID: ["u"] });
         call.answer(&json!({ "metadata": {}, "spec": {}, "status": accepted(ACCOUNT, &older) }));
-        let call = server
-            .expect("GET /api/v1/namespaces/kube-system/pods/agent-x")
-            .await;
+        let pod = "GET /api/v1/namespaces/kube-system/pods/agent-x";
+        let call = server.expect(pod).await;
         call.answer(&json!({
             "metadata": { "name": "agent-x", "uid": "u" },
             "spec": { "containers": [], "nodeName": "worker-1" },

@@ -204,6 +204,13 @@ mod tests {
             }
         }
 
+        /// Makes five wrong attempts.
+        fn guess(&mut self, who: usize, at: f64) {
+            for _ in 0..5 {
+                assert_eq!(self.ask(who, at, false), AttemptResult::Wrong);
+            }
+        }
+
         fn ask(&mut self, who: usize, at: f64, is_right: bool) -> AttemptResult {
             let now = self.start + Duration::from_secs_f64(at);
             self.throttle.check(SITE, name(who), now, || is_right)
@@ -213,17 +220,12 @@ mod tests {
     #[test]
     fn waits_begin_with_the_fifth_wrong_password_and_double_to_a_minute() {
         let mut fixture = Fixture::new();
-        for _ in 0..5 {
-            assert_eq!(fixture.ask(1, 0.0, false), AttemptResult::Wrong);
-        }
+        fixture.guess(1, 0.0);
         let mut at = 0.0;
+        let half = AttemptResult::Throttled(Duration::from_millis(500));
         for wait in [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0] {
             let early = fixture.ask(1, at + wait - 0.5, true);
-            assert_eq!(
-                early,
-                AttemptResult::Throttled(Duration::from_millis(500)),
-                "{wait}"
-            );
+            assert_eq!(early, half, "{wait}");
             at += wait;
             assert_eq!(fixture.ask(1, at, false), AttemptResult::Wrong, "{wait}");
         }
@@ -241,9 +243,7 @@ mod tests {
         assert_eq!(fixture.ask(1, at, true), AttemptResult::Throttled(minute));
         // The count is reset with time.
         at += 600.0;
-        for _ in 0..5 {
-            assert_eq!(fixture.ask(1, at, false), AttemptResult::Wrong);
-        }
+        fixture.guess(1, at);
         let second = Duration::from_secs(1);
         assert_eq!(fixture.ask(1, at, true), AttemptResult::Throttled(second));
     }
@@ -253,9 +253,8 @@ mod tests {
         let mut fixture = Fixture::new();
         // 100 attempts per second, in place of thousands.
         let guesses = (0..360_000).map(|tick| fixture.ask(1, f64::from(tick) / 100.0, false));
-        let judged = guesses
-            .filter(|result| *result == AttemptResult::Wrong)
-            .count();
+        let judged = guesses.filter(|result| *result == AttemptResult::Wrong);
+        let judged = judged.count();
         assert!((60..75).contains(&judged), "{judged} guesses an hour");
     }
 
@@ -265,10 +264,8 @@ mod tests {
         for _ in 0..6 {
             fixture.ask(1, 0.0, false);
         }
-        assert!(matches!(
-            fixture.ask(1, 0.5, true),
-            AttemptResult::Throttled(_)
-        ));
+        let named = fixture.ask(1, 0.5, true);
+        assert!(matches!(named, AttemptResult::Throttled(_)));
         assert_eq!(fixture.ask(2, 0.5, true), AttemptResult::Accepted);
         let elsewhere = "192.0.2.2".parse().unwrap();
         let now = fixture.start;
@@ -283,26 +280,16 @@ mod tests {
         for who in 0..NAMES_MAX {
             assert_eq!(fixture.ask(who, 1.0, false), AttemptResult::Wrong);
         }
-        assert_eq!(
-            fixture.ask(2000, 1.0, true),
-            AttemptResult::Accepted,
-            "it does not wait yet"
-        );
+        // The source does not wait yet.
+        assert_eq!(fixture.ask(2000, 1.0, true), AttemptResult::Accepted);
         assert_eq!(fixture.ask(500, 1.0, false), AttemptResult::Wrong);
-        let second = Duration::from_secs(1);
+        let second = AttemptResult::Throttled(Duration::from_secs(1));
         for who in [500, 501, 0] {
-            assert_eq!(
-                fixture.ask(who, 1.0, true),
-                AttemptResult::Throttled(second),
-                "{who}"
-            );
+            assert_eq!(fixture.ask(who, 1.0, true), second, "{who}");
         }
         for who in [1000, 2000] {
-            assert_eq!(
-                fixture.ask(who, 1.5, true),
-                AttemptResult::Accepted,
-                "{who}"
-            );
+            let result = fixture.ask(who, 1.5, true);
+            assert_eq!(result, AttemptResult::Accepted, "{who}");
         }
         assert_eq!(fixture.ask(501, 2.0, false), AttemptResult::Wrong);
         let doubled = AttemptResult::Throttled(Duration::from_secs(2));
@@ -311,10 +298,8 @@ mod tests {
         for _ in 0..5 {
             fixture.ask(1000, 2.0, false);
         }
-        assert!(matches!(
-            fixture.ask(1000, 2.5, true),
-            AttemptResult::Throttled(_)
-        ));
+        let known = fixture.ask(1000, 2.5, true);
+        assert!(matches!(known, AttemptResult::Throttled(_)));
     }
 
     #[test]

@@ -2,12 +2,22 @@ use tokio::time::sleep;
 use tunnel_proto::transport::memory;
 
 use super::*;
-use crate::testing::{Bench, node};
+use crate::testing::{Agent, Bench, eventually, node, within};
 
 fn closed_with(bench: &Bench, code: &str) -> Option<u64> {
-    bench.metric(&format!(
-        "tunnel_server_session_ends_total{{code=\"{code}\"}}"
-    ))
+    let ends = format!("tunnel_server_session_ends_total{{code=\"{code}\"}}");
+    bench.metric(&ends)
+}
+
+/// Checks that an agent is refused with this code, and its session closed. Returns the detail.
+async fn is_refused(agent: Agent, answer: &ControlMessage, code: CloseCode) -> &str {
+    let ControlMessage::NotAdmitted(refused, detail) = answer else {
+        panic!("{answer:?}");
+    };
+    assert_eq!(*refused, code, "{detail}");
+    drop((agent.reader, agent.writer));
+    assert_eq!(agent.far.closed().await.code, code);
+    detail
 }
 
 /// A connected agent holds these futures, so state that only admission needs must not remain in
@@ -29,12 +39,8 @@ async fn other_instance_is_refused_while_the_first_answers() {
     let bench = Bench::new();
     let first = bench.agent(1).await;
     let (second, answer) = bench.connect_agent(2, 4096).await;
-    let ControlMessage::NotAdmitted(CloseCode::NameInUse, detail) = answer else {
-        panic!("{answer:?}");
-    };
+    let detail = is_refused(second, &answer, CloseCode::NameInUse).await;
     assert!(detail.contains("worker-1"), "{detail}");
-    drop((second.reader, second.writer));
-    assert_eq!(second.far.closed().await.code, CloseCode::NameInUse);
     assert_eq!(bench.sessions.registry.of_node(&node()).len(), 1);
     drop(first);
 }
@@ -47,16 +53,7 @@ async fn process_with_four_sessions_gets_a_fifth_when_one_is_withdrawn() {
         four.push(bench.agent(1).await);
     }
     let (refused, answer) = bench.connect_agent(1, 4096).await;
-    assert!(
-        matches!(
-            answer,
-            ControlMessage::NotAdmitted(CloseCode::TooManySessions, _)
-        ),
-        "{answer:?}"
-    );
-    drop((refused.reader, refused.writer));
-    let code = refused.far.closed().await.code;
-    assert_eq!(code, CloseCode::TooManySessions);
+    is_refused(refused, &answer, CloseCode::TooManySessions).await;
     let oldest = bench.sessions.registry.of_node(&node()).pop().unwrap();
     oldest.withdraw();
     let _fifth = bench.agent(1).await;
@@ -89,7 +86,7 @@ async fn instance_that_withdrew_yields_without_a_probe() {
     let mut first = bench.agent(1).await;
     first.send(ControlMessage::Withdraw).await;
     let withdrawn = || bench.sessions.registry.of_node(&node())[0].is_withdrawn();
-    crate::testing::eventually("withdrawn", withdrawn).await;
+    eventually("withdrawn", withdrawn).await;
     let began = Instant::now();
     let _second = bench.agent(2).await;
     assert!(began.elapsed() < PROBE_POLL_INTERVAL);
@@ -101,14 +98,12 @@ async fn agent_that_does_not_take_its_welcome_is_not_kept() {
     // The stream is too narrow for Welcome, because the agent does not read.
     let agent = bench.hello(1, 2).await;
     let began = Instant::now();
-    let reason = crate::testing::within(agent.far.closed()).await;
+    let reason = within(agent.far.closed()).await;
     assert_eq!(reason.code, CloseCode::HandshakeTimeout);
     assert_eq!(began.elapsed(), bench.sessions.limits.handshake);
-    crate::testing::eventually("gone", || bench.sessions.registry.all().is_empty()).await;
-    assert_eq!(
-        bench.metric("tunnel_server_agents{transport=\"quic\"}"),
-        Some(0)
-    );
+    eventually("gone", || bench.sessions.registry.all().is_empty()).await;
+    let agents = bench.metric("tunnel_server_agents{transport=\"quic\"}");
+    assert_eq!(agents, Some(0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -116,12 +111,7 @@ async fn draining_server_sends_an_agent_to_another_one() {
     let bench = Bench::new();
     bench.sessions.shutdown.drain().cancel();
     let (agent, answer) = bench.connect_agent(1, 4096).await;
-    assert!(
-        matches!(answer, ControlMessage::NotAdmitted(CloseCode::Draining, _)),
-        "{answer:?}"
-    );
-    drop((agent.reader, agent.writer));
-    assert_eq!(agent.far.closed().await.code, CloseCode::Draining);
+    is_refused(agent, &answer, CloseCode::Draining).await;
     assert!(bench.sessions.registry.all().is_empty());
 }
 

@@ -26,10 +26,8 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
     assert_eq!(suspect_reason(&bench), None, "5 s have not passed");
     // The 5 s of the request, and up to one probe interval since the last sign of life.
     sleep(secs(4)).await;
-    assert!(matches!(
-        suspect_reason(&bench),
-        Some(SuspectReason::Silent(_))
-    ));
+    let reason = suspect_reason(&bench);
+    assert!(matches!(reason, Some(SuspectReason::Silent(_))));
     let asked = Instant::now();
     let refused = bench.open().await.unwrap_err();
     assert!(matches!(refused, OpenError::Suspect(_)), "{refused}");
@@ -73,10 +71,8 @@ async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
     sleep(Duration::from_millis(4_900)).await;
     assert_eq!(suspect_reason(&bench), None);
     sleep(Duration::from_millis(400)).await;
-    assert!(
-        suspect_reason(&bench).is_some(),
-        "5 s since the stream have passed"
-    );
+    // 5 s since the stream have passed.
+    assert!(suspect_reason(&bench).is_some());
 }
 
 #[tokio::test(start_paused = true)]
@@ -89,10 +85,8 @@ async fn dead_session_is_closed_after_a_minute_and_its_streams_are_cut() {
     sleep(secs(55)).await;
     assert_eq!(bench.sessions.registry.all().len(), 1);
     sleep(Duration::from_millis(5500)).await;
-    assert!(
-        bench.sessions.registry.all().is_empty(),
-        "closing is no reason to keep it"
-    );
+    // A session that is closing is not registered.
+    assert!(bench.sessions.registry.all().is_empty());
     let reason = crate::testing::within(agent.far.closed()).await;
     assert_eq!(reason.code, CloseCode::Dead);
     assert!(opened.read_u8().await.is_err());
@@ -129,20 +123,14 @@ async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
     assert!(suspect_reason(&bench).is_some());
     agent.near.script().is_silent = false;
     sleep(secs(3)).await;
-    assert_eq!(
-        suspect_reason(&bench),
-        None,
-        "the session waits for an unsent message"
-    );
+    // The session does not wait for an unsent message.
+    assert_eq!(suspect_reason(&bench), None);
     agent.near.script().is_silent = true;
     let began = Instant::now();
     let reason = crate::testing::within(agent.far.closed()).await;
     assert_eq!(reason.code, CloseCode::Dead);
-    assert!(
-        (secs(58)..secs(70)).contains(&began.elapsed()),
-        "{:?}",
-        began.elapsed()
-    );
+    let waited = began.elapsed();
+    assert!((secs(58)..secs(70)).contains(&waited), "{waited:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -155,12 +143,8 @@ async fn end_of_the_control_stream_withdraws_and_a_broken_one_closes() {
     agent.far.close(CloseCode::Normal, "done").await;
     let gone = || bench.sessions.registry.all().is_empty();
     eventually("gone", gone).await;
-    let ends = |code: &str| {
-        bench.metric(&format!(
-            "tunnel_server_session_ends_total{{code=\"{code}\"}}"
-        ))
-    };
-    eventually("counted", || ends("normal") == Some(1)).await;
+    let ends = "tunnel_server_session_ends_total{code=\"normal\"}";
+    eventually("counted", || bench.metric(ends) == Some(1)).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,31 +1,28 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
 use tokio::net::TcpListener;
-
-use crate::routing::dial_policy::LiveClusterNetworks;
-use crate::routing::routes::RouteTable;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::*;
+use crate::routing::dial_policy::LiveClusterNetworks;
+use crate::routing::routes::RouteTable;
+use crate::testing::assert_contains;
 
 /// A resolver that returns its answers one after the other.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Flipping {
     answers: Vec<Vec<SocketAddr>>,
     asked: Arc<AtomicUsize>,
-    names: Mutex<Vec<String>>,
 }
 
 impl Resolve for Flipping {
     fn resolve<'a>(
         &'a self,
-        name: &'a str,
+        _name: &'a str,
         _port: u16,
         _permit: OwnedSemaphorePermit,
     ) -> ResolveFuture<'a> {
         let number = self.asked.fetch_add(1, Ordering::Relaxed);
-        self.names.lock().push(name.to_owned());
         let answer = self.answers[number % self.answers.len()].clone();
         Box::pin(async move { Ok(answer) })
     }
@@ -40,6 +37,16 @@ fn dial_policy(texts: &[&str]) -> DialPolicy {
 
 fn named(name: &str) -> DialTarget {
     DialTarget::Name(name.parse().unwrap())
+}
+
+/// Returns a resolver with these answers, and the number of questions.
+fn resolver(answers: Vec<Vec<SocketAddr>>) -> (Box<Flipping>, Arc<AtomicUsize>) {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let resolver = Flipping {
+        answers,
+        asked: asked.clone(),
+    };
+    (Box::new(resolver), asked)
 }
 
 async fn accepted(listener: &TcpListener) -> bool {
@@ -58,36 +65,26 @@ async fn s42_name_that_flips_is_resolved_once_and_only_the_checked_address_is_di
     // The next call would reach the canary, and the one after it the metadata service.
     let canary = TcpListener::bind(("127.0.0.2", port)).await.unwrap();
     let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), port);
-    let asked = Arc::new(AtomicUsize::new(0));
-    let resolver = Flipping {
-        answers: vec![
-            vec![at("127.0.0.1")],
-            vec![at("127.0.0.2")],
-            vec![at("169.254.169.254")],
-            vec![at("127.0.0.2"), at("169.254.169.254"), at("127.0.0.1")],
-        ],
-        asked: asked.clone(),
-        ..Flipping::default()
-    };
-    let direct =
-        DirectDialer::with_resolver(dial_policy(&["127.0.0.1/32"]), LIMIT, Box::new(resolver));
+    let (resolver, asked) = resolver(vec![
+        vec![at("127.0.0.1")],
+        vec![at("127.0.0.2")],
+        vec![at("169.254.169.254")],
+        vec![at("127.0.0.2"), at("169.254.169.254"), at("127.0.0.1")],
+    ]);
+    let direct = DirectDialer::with_resolver(dial_policy(&["127.0.0.1/32"]), LIMIT, resolver);
     let port = Port::new(port).unwrap();
     let dial_target = named("flip.example");
     for round in 0..3 {
         let expected = [Ok(()), Err(()), Err(()), Ok(())];
         for (number, expected) in expected.into_iter().enumerate() {
-            let dialed = direct
-                .dial(&dial_target, port, "flip.example", &claims)
-                .await;
+            let dialed = direct.dial(&dial_target, port, "flip.example", &claims);
+            let dialed = dialed.await;
             let outcome = dialed.as_ref().map(drop).map_err(|failure| {
                 assert_eq!(failure.outcome, Outcome::RefusedByPolicy, "{failure}");
             });
             assert_eq!(outcome, expected, "call {number} of round {round}");
-            assert_eq!(
-                asked.load(Ordering::Relaxed),
-                round * 4 + number + 1,
-                "asked once"
-            );
+            let calls = round * 4 + number + 1;
+            assert_eq!(asked.load(Ordering::Relaxed), calls, "asked once");
             assert_eq!(accepted(&good).await, expected.is_ok());
         }
     }
@@ -102,53 +99,26 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
     let canary = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(canary.local_addr().unwrap().port()).unwrap();
     let direct = DirectDialer::new(dial_policy(&["0.0.0.0/0", "::/0"]), LIMIT);
-    for spelling in [
-        "2130706433",
-        "0x7f000001",
-        "017700000001",
-        "127.1",
-        "0x7f.1",
-        "0177.0.0.1",
-        "localhost",
-        "localhost.",
-        "0",
-        "0x0",
-    ] {
+    let spellings =
+        "2130706433 0x7f000001 017700000001 127.1 0x7f.1 0177.0.0.1 localhost localhost. 0 0x0";
+    for spelling in spellings.split(' ') {
         let Ok(name) = spelling.parse() else {
             // Refused as an invalid name before anything is resolved.
             continue;
         };
-        let dialed = direct
-            .dial(&DialTarget::Name(name), port, spelling, &claims)
-            .await;
-        let failure = dialed
-            .err()
-            .unwrap_or_else(|| panic!("{spelling} was dialed"));
-        assert!(
-            matches!(
-                failure.outcome,
-                Outcome::RefusedByPolicy | Outcome::TargetRefused
-            ),
-            "{spelling}: {failure}"
-        );
+        let dial_target = DialTarget::Name(name);
+        let dialed = direct.dial(&dial_target, port, spelling, &claims).await;
+        let Err(failure) = dialed else {
+            panic!("{spelling} was dialed");
+        };
+        let refusals = [Outcome::RefusedByPolicy, Outcome::TargetRefused];
+        assert!(refusals.contains(&failure.outcome), "{spelling}: {failure}");
     }
-    for address in [
-        "127.0.0.1",
-        "::1",
-        "::ffff:127.0.0.1",
-        "0.0.0.0",
-        "169.254.169.254",
-    ] {
+    for address in "127.0.0.1 ::1 ::ffff:127.0.0.1 0.0.0.0 169.254.169.254".split(' ') {
         let dial_target = DialTarget::Addresses(vec![address.parse().unwrap()]);
-        let failure = direct
-            .dial(&dial_target, port, address, &claims)
-            .await
-            .unwrap_err();
-        assert_eq!(
-            failure.outcome,
-            Outcome::RefusedByPolicy,
-            "{address}: {failure}"
-        );
+        let dialed = direct.dial(&dial_target, port, address, &claims).await;
+        let failure = dialed.unwrap_err();
+        assert_eq!(failure.outcome, Outcome::RefusedByPolicy, "{address}");
     }
     assert!(!accepted(&canary).await);
 }
@@ -157,27 +127,19 @@ async fn t05_odd_spellings_of_loopback_reach_no_listener() {
 async fn failures_say_what_was_tried_and_nothing_is_asked_where_nothing_is_allowed() {
     let routes = RouteTable::default();
     let claims = AddressClaims::none(&routes);
-    let asked = Arc::new(AtomicUsize::new(0));
-    let resolver = Flipping {
-        answers: vec![Vec::new()],
-        asked: asked.clone(),
-        ..Flipping::default()
-    };
+    let (resolver, asked) = resolver(vec![Vec::new()]);
     let port = Port::new(1).unwrap();
-    let nothing = DirectDialer::with_resolver(dial_policy(&[]), LIMIT, Box::new(resolver));
-    let failure = nothing
-        .dial(&named("a.example"), port, "a.example:1", &claims)
-        .await;
-    let failure = failure.unwrap_err();
+    let nothing = DirectDialer::with_resolver(dial_policy(&[]), LIMIT, resolver);
+    let name = named("a.example");
+    let dialed = nothing.dial(&name, port, "a.example:1", &claims).await;
+    let failure = dialed.unwrap_err();
     assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
-    assert!(failure.text.contains("--connect-direct"), "{failure}");
+    assert_contains(&failure.text, "--connect-direct");
     assert_eq!(asked.load(Ordering::Relaxed), 0);
     let direct = DirectDialer::new(dial_policy(&["127.0.0.0/8"]), LIMIT);
     let closed = DialTarget::Addresses(vec!["127.0.0.1".parse().unwrap()]);
-    let failure = direct
-        .dial(&closed, port, "127.0.0.1:1", &claims)
-        .await
-        .unwrap_err();
+    let dialed = direct.dial(&closed, port, "127.0.0.1:1", &claims).await;
+    let failure = dialed.unwrap_err();
     assert_eq!(failure.outcome, Outcome::TargetRefused, "{failure}");
 }
 
@@ -196,18 +158,14 @@ async fn names_lead_past_no_agent_and_to_no_contested_address() {
         (own, Outcome::RefusedByPolicy, "edge-1"),
         (shared, Outcome::AmbiguousAddress, "edge-1, edge-2"),
     ] {
-        let resolver = Flipping {
-            answers: vec![vec![at("127.0.0.1")]],
-            ..Flipping::default()
-        };
-        let direct =
-            DirectDialer::with_resolver(dial_policy(&["127.0.0.0/8"]), LIMIT, Box::new(resolver));
+        let (resolver, _) = resolver(vec![vec![at("127.0.0.1")]]);
+        let direct = DirectDialer::with_resolver(dial_policy(&["127.0.0.0/8"]), LIMIT, resolver);
         let claims = AddressClaims::none(&routes);
         let dial_target = named("a.example");
         let dialed = direct.dial(&dial_target, port, "a.example", &claims).await;
         let failure = dialed.unwrap_err();
         assert_eq!(failure.outcome, outcome, "{failure}");
-        assert!(failure.text.contains(reason), "{failure}");
+        assert_contains(&failure.text, reason);
     }
     assert!(!accepted(&canary).await);
 }

@@ -7,13 +7,12 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
-use tunnel_proto::session::control;
+use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::{BufferPool, CongestionControl, Dialer as _, TransportKind};
-use tunnel_proto::wire::control::{ControlMessage, Hello};
-use tunnel_proto::wire::name::InstanceId;
+use tunnel_proto::wire::control::ControlMessage;
 
 use super::*;
 use crate::ca::LocalCa;
@@ -21,8 +20,7 @@ use crate::ca::tokens::TokenStore;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::CallerKey;
 use crate::store::data_dir::testing::Scratch;
-use crate::testing::{Bench, eventually, header, node};
-use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
+use crate::testing::{Bench, assert_contains, eventually, header, node, say_hello};
 
 const CONNS_PER_SOURCE: usize = 8;
 /// Timeout of steps over loopback on a busy machine.
@@ -100,9 +98,8 @@ impl Listener {
 
     fn agent_key(&self) -> Arc<CertifiedKey> {
         let key = KeyPair::generate().unwrap();
-        let request = CertificateParams::default()
-            .serialize_request(&key)
-            .unwrap();
+        let request = CertificateParams::default().serialize_request(&key);
+        let request = request.unwrap();
         let issued = self.ca.issue_agent(request.der(), &node()).unwrap();
         let key = key.serialize_der().try_into().unwrap();
         tls::certified_key(issued.chain, key).unwrap()
@@ -130,9 +127,8 @@ impl Listener {
         // In TLS 1.3 the server verifies the client after the client's handshake has returned, so
         // the result shows in the server's first bytes. Enrollment waits for the client's bytes.
         if offer != [ALPN_ENROLL] {
-            within(stream.read_u8())
-                .await
-                .map_err(|error| error.to_string())?;
+            let first = within(stream.read_u8()).await;
+            first.map_err(|error| error.to_string())?;
         }
         Ok(String::from_utf8(agreed.unwrap_or_default()).unwrap())
     }
@@ -181,10 +177,8 @@ async fn other_protocols_none_and_both_end_in_the_handshake() {
     for offer in offers {
         for key in [None, Some(test_listener.agent_key())] {
             let error = test_listener.connect(offer, key).await.unwrap_err();
-            assert!(
-                error.contains("NoApplicationProtocol"),
-                "{offer:?}: {error}"
-            );
+            let is_alert = error.contains("NoApplicationProtocol");
+            assert!(is_alert, "{offer:?}: {error}");
         }
     }
     assert_eq!(test_listener.handshakes("unknown_protocol"), Some(10));
@@ -196,33 +190,23 @@ async fn enrollment_needs_no_certificate_and_a_session_does() {
     let test_listener = Listener::open(Duration::from_secs(5)).await;
     let agreed = test_listener.connect(&[ALPN_ENROLL], None).await;
     assert_eq!(agreed.as_deref(), Ok("culvert-enroll/1"));
-    let error = test_listener
-        .connect(&[ALPN_SESSION_TCP], None)
-        .await
-        .unwrap_err();
-    assert!(error.contains("CertificateRequired"), "{error}");
-    eventually("the failure is counted", || {
-        test_listener.handshakes("handshake_failed") == Some(1)
-    })
-    .await;
-    let agreed = test_listener
-        .connect(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
-        .await;
+    let error = test_listener.connect(&[ALPN_SESSION_TCP], None).await;
+    assert_contains(&error.unwrap_err(), "CertificateRequired");
+    let is_counted = || test_listener.handshakes("handshake_failed") == Some(1);
+    eventually("the failure is counted", is_counted).await;
+    let key = Some(test_listener.agent_key());
+    let agreed = test_listener.connect(&[ALPN_SESSION_TCP], key).await;
     assert_eq!(agreed.as_deref(), Ok("h2"));
     test_listener.all_permits_are_free().await;
 }
 
 #[tokio::test]
 async fn certificate_of_another_ca_ends_in_the_handshake() {
-    let (test_listener, other) = (
-        Listener::open(Duration::from_secs(5)).await,
-        Listener::open(Duration::from_secs(5)).await,
-    );
-    let error = test_listener
-        .connect(&[ALPN_SESSION_TCP], Some(other.agent_key()))
-        .await
-        .unwrap_err();
-    assert!(error.contains("UnknownCA"), "{error}");
+    let test_listener = Listener::open(Duration::from_secs(5)).await;
+    let other = Listener::open(Duration::from_secs(5)).await;
+    let key = Some(other.agent_key());
+    let error = test_listener.connect(&[ALPN_SESSION_TCP], key).await;
+    assert_contains(&error.unwrap_err(), "UnknownCA");
     assert!(test_listener.bench.sessions.registry.all().is_empty());
 }
 
@@ -237,46 +221,23 @@ async fn agent_is_admitted_over_h2_and_holds_no_unauthenticated_permit() {
         address: Some(test_listener.address),
     };
     let session = within(dialer.dial(&remote)).await.unwrap();
-    let incoming = within(session.accept()).await.unwrap();
-    let (_, mut stream) = incoming
-        .header(Instant::now() + WAIT_TIMEOUT)
-        .await
-        .unwrap();
-    stream.accept("").await.unwrap();
-    let (mut reader, mut writer) = control::split(stream);
-    let hello = Hello {
-        versions: (1, 1),
-        capabilities: vec![],
-        node_name: node(),
-        instance: InstanceId::new([1; 16]),
-        software: "played".into(),
-        node_ip: String::new(),
-    };
-    writer.send(&ControlMessage::Hello(hello)).await.unwrap();
+    let (mut reader, _writer) = say_hello(&*session, 1).await;
     let answer = within(reader.receive()).await.unwrap();
     assert!(matches!(answer, Some(ControlMessage::Welcome(_))));
-    let registered = test_listener.bench.sessions.registry.of_node(&node());
+    let bench = &test_listener.bench;
+    let registry = &bench.sessions.registry;
+    let registered = registry.of_node(&node());
     assert_eq!(registered[0].session.transport(), TransportKind::H2);
-    assert_eq!(
-        registered[0].session.health().remote.ip(),
-        test_listener.address.ip()
-    );
-    eventually("the agent is counted", || {
-        test_listener
-            .bench
-            .metric("tunnel_server_agents{transport=\"h2\"}")
-            == Some(1)
-    })
-    .await;
-    let registry = &test_listener.bench.sessions.registry;
+    let remote = registered[0].session.health().remote;
+    assert_eq!(remote.ip(), test_listener.address.ip());
+    let agents = "tunnel_server_agents{transport=\"h2\"}";
+    eventually("the agent is counted", || bench.metric(agents) == Some(1)).await;
     let operator = CallerKey::Local(None);
     let opened = within(registry.open(&node(), &header(), &operator, WAIT_TIMEOUT, None)).await;
     let mut opened = opened.unwrap().stream;
     let incoming = within(session.accept()).await.unwrap();
-    let (asked, mut accepted) = incoming
-        .header(Instant::now() + WAIT_TIMEOUT)
-        .await
-        .unwrap();
+    let asked = incoming.header(Instant::now() + WAIT_TIMEOUT);
+    let (asked, mut accepted) = asked.await.unwrap();
     assert_eq!(asked, header());
     accepted.accept("").await.unwrap();
     accepted.write_all(b"!").await.unwrap();
@@ -291,10 +252,8 @@ async fn unauthenticated_peer_that_stays_silent_releases_its_permit() {
     let mut socket = TcpStream::connect(test_listener.address).await.unwrap();
     let ended = within(socket.read_u8()).await;
     assert!(ended.is_err(), "the connection was not ended");
-    eventually("the timeout is counted", || {
-        test_listener.handshakes("timeout") == Some(1)
-    })
-    .await;
+    let is_counted = || test_listener.handshakes("timeout") == Some(1);
+    eventually("the timeout is counted", is_counted).await;
     test_listener.all_permits_are_free().await;
 }
 
@@ -304,10 +263,8 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
     let mut crowd = Vec::new();
     for admitted in 1..=CONNS_PER_SOURCE {
         crowd.push(TcpStream::connect(test_listener.address).await.unwrap());
-        eventually("the connection has its permit", || {
-            test_listener.limiter.admitted() == admitted
-        })
-        .await;
+        let has_permit = || test_listener.limiter.admitted() == admitted;
+        eventually("the connection has its permit", has_permit).await;
     }
     assert_eq!(test_listener.handshakes("evicted"), None, "at the limit");
     let pushes = async {
@@ -319,13 +276,10 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
         }
     };
     within(pushes).await;
-    eventually("the eviction is counted", || {
-        test_listener.handshakes("evicted").is_some()
-    })
-    .await;
-    let agreed = test_listener
-        .connect(&[ALPN_SESSION_TCP], Some(test_listener.agent_key()))
-        .await;
+    let is_counted = || test_listener.handshakes("evicted").is_some();
+    eventually("the eviction is counted", is_counted).await;
+    let key = Some(test_listener.agent_key());
+    let agreed = test_listener.connect(&[ALPN_SESSION_TCP], key).await;
     assert_eq!(agreed.as_deref(), Ok("h2"));
 }
 
