@@ -279,10 +279,8 @@ mod tests {
             node("worker-1", None, None),
         ];
         let records = RecordSet::new(&nodes, tunnel(&["10.106.217.16"]));
-        assert_eq!(
-            records.hosts(),
-            "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1"
-        );
+        let expected = "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1";
+        assert_eq!(records.hosts(), expected);
     }
 
     #[test]
@@ -293,10 +291,8 @@ mod tests {
             node("lost", None, Some(&[])),
         ];
         let records = RecordSet::new(&nodes, tunnel(&["fd00::9", "10.9.9.9"]));
-        assert_eq!(
-            records.hosts(),
-            "10.0.0.1\tcloud\n10.9.9.9\tedge\nfd00::1\tcloud\nfd00::9\tedge"
-        );
+        let expected = "10.0.0.1\tcloud\n10.9.9.9\tedge\nfd00::1\tcloud\nfd00::9\tedge";
+        assert_eq!(records.hosts(), expected);
         assert_eq!(records.get(&name("lost")), None);
     }
 
@@ -318,10 +314,8 @@ mod tests {
     fn equal_records_wake_nobody() {
         let records = Records::default();
         let mut changed = records.changed();
-        let set = RecordSet::new(
-            &[node("a", None, Some(&["10.0.0.1"]))],
-            Addresses::default(),
-        );
+        let nodes = [node("a", None, Some(&["10.0.0.1"]))];
+        let set = RecordSet::new(&nodes, Addresses::default());
         assert!(records.replace(set.clone()));
         assert!(changed.has_changed().unwrap());
         changed.mark_unchanged();

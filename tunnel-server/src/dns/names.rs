@@ -161,7 +161,6 @@ const ROOT: &str = "";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dns::{Node, NodeLocation};
 
     const CLUSTER: &str = "10.96.0.10:53";
     const HOST: &str = "192.0.2.53:53";
@@ -180,16 +179,9 @@ mod tests {
 
     fn records() -> RecordSet {
         let hostile = ["kubernetes.default.svc.cluster.local", "localhost", "kube"];
-        let nodes: Vec<Node> = ["worker-1", "ip-10.ec2.internal", "default", "a.b"]
-            .iter()
-            .chain(&hostile)
-            .map(|name| Node {
-                name: name.parse().unwrap(),
-                hostname: None,
-                location: NodeLocation::Edge,
-            })
-            .collect();
-        RecordSet::new(&nodes, tunnel())
+        let usual = ["worker-1", "ip-10.ec2.internal", "default", "a.b"];
+        let names = usual.iter().chain(&hostile);
+        RecordSet::of(names.map(|name| (name.parse().unwrap(), tunnel())))
     }
 
     fn tunnel() -> Addresses {
@@ -259,10 +251,8 @@ mod tests {
         }
         for name in ["worker-1.svc.cluster.local", "worker-1.cluster.local"] {
             let found = names.resolve(name, &records);
-            assert!(
-                matches!(found, NameResolution::Local { .. }),
-                "{name}: {found:?}"
-            );
+            let is_local = matches!(found, NameResolution::Local { .. });
+            assert!(is_local, "{name}: {found:?}");
         }
         assert_eq!(names.resolvers().len(), 2);
     }
@@ -274,11 +264,9 @@ mod tests {
             domain: "b.cluster.local".parse().unwrap(),
             resolvers: Vec::new(),
         });
-        assert_eq!(
-            names.resolve("x.y.svc.b.cluster.local", &records()),
-            NameResolution::Absent {
-                authority: "b.cluster.local"
-            }
-        );
+        let authority = "b.cluster.local";
+        let records = records();
+        let found = names.resolve("x.y.svc.b.cluster.local", &records);
+        assert_eq!(found, NameResolution::Absent { authority });
     }
 }

@@ -131,6 +131,8 @@ fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use super::*;
 
     #[test]
@@ -139,26 +141,18 @@ mod tests {
             code: RefusalCode::Policy,
             detail: "--localhost-ports does not list 1".into(),
         };
-        let wrapped = std::io::Error::other(std::io::Error::new(
-            std::io::ErrorKind::ConnectionRefused,
-            refusal,
-        ));
-        let failure =
-            ProxyError::from_stream(&wrapped, "worker-1 node:1", Outcome::TargetBadResponse);
+        let refused = io::Error::new(io::ErrorKind::ConnectionRefused, refusal);
+        let wrapped = io::Error::other(refused);
+        let failure = ProxyError::from_stream(&wrapped, "worker-1", Outcome::TargetBadResponse);
         assert_eq!(failure.outcome, Outcome::RefusedByPolicy);
-        assert_eq!(
-            failure.text,
-            "worker-1 node:1: --localhost-ports does not list 1"
-        );
-        let lost = std::io::Error::from(StreamCut::SessionLost);
-        assert_eq!(
-            ProxyError::from_stream(&lost, "x", Outcome::TargetTls).outcome,
-            Outcome::AgentLost
-        );
-        let other = std::io::Error::other("odd");
-        assert_eq!(
-            ProxyError::from_stream(&other, "x", Outcome::TargetTls).outcome,
-            Outcome::TargetTls
-        );
+        let text = "worker-1: --localhost-ports does not list 1";
+        assert_eq!(failure.text, text);
+        for (error, expected) in [
+            (io::Error::from(StreamCut::SessionLost), Outcome::AgentLost),
+            (io::Error::other("odd"), Outcome::TargetTls),
+        ] {
+            let failure = ProxyError::from_stream(&error, "x", Outcome::TargetTls);
+            assert_eq!(failure.outcome, expected);
+        }
     }
 }

@@ -165,13 +165,8 @@ mod tests {
         let targets = TargetTls::new(None).unwrap();
         // Without a client certificate, callers with delegation share the profile of all others.
         assert_eq!(targets.tls_profile(true).id, targets.tls_profile(false).id);
-        assert!(
-            !targets
-                .tls_profile(true)
-                .tls
-                .client_auth_cert_resolver
-                .has_certs()
-        );
+        let profile = targets.tls_profile(true);
+        assert!(!profile.tls.client_auth_cert_resolver.has_certs());
         targets.delegate(own()).unwrap();
         let (anonymous, delegated) = (targets.tls_profile(false), targets.tls_profile(true));
         assert_ne!(anonymous.id, delegated.id);

@@ -296,13 +296,11 @@ mod tests {
     use super::*;
 
     fn headers(fields: &[(&'static str, &'static str)]) -> HeaderMap {
-        let field = |(name, value): &(&'static str, &'static str)| {
-            (
-                HeaderName::from_static(name),
-                HeaderValue::from_static(value),
-            )
-        };
-        HeaderMap::from_iter(fields.iter().map(field))
+        let fields = fields.iter().map(|(name, value)| {
+            let name = HeaderName::from_static(name);
+            (name, HeaderValue::from_static(value))
+        });
+        fields.collect()
     }
 
     #[test]
@@ -310,14 +308,9 @@ mod tests {
         let asked = |fields: &[(&'static str, &'static str)]| {
             requested_upgrade(Version::HTTP_11, &headers(fields)).is_some()
         };
-        assert!(asked(&[
-            ("connection", "keep-alive, Upgrade"),
-            ("upgrade", "SPDY/3.1")
-        ]));
-        assert!(!asked(&[
-            ("connection", "keep-alive"),
-            ("upgrade", "SPDY/3.1")
-        ]));
+        let protocol = ("upgrade", "SPDY/3.1");
+        assert!(asked(&[("connection", "keep-alive, Upgrade"), protocol]));
+        assert!(!asked(&[("connection", "keep-alive"), protocol]));
         assert!(!asked(&[("connection", "upgrade")]));
     }
 

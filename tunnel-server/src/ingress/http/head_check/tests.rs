@@ -14,6 +14,10 @@ fn head_error(head: &str, piece: usize) -> Option<HeadError> {
 #[test]
 fn heads_with_two_readings_are_found_however_they_are_split() {
     let both = "Content-Length: 3\r\nTransfer-Encoding: chunked\r\n";
+    let both_apart = "TRANSFER-ENCODING:chunked\r\nX: y\r\ncontent-length:3\r\n";
+    let twice = "Content-Length: 3\r\nContent-Length: 3\r\n";
+    let twice_apart = "Content-Length: 3\r\nX: y\r\ncontent-length: 4\r\n";
+    let two_codings = "Transfer-Encoding: gzip\r\ntransfer-encoding: chunked\r\n";
     for (head, expected) in [
         (PLAIN.to_owned(), None),
         (format!("\r\n\r\n{PLAIN}"), None),
@@ -30,27 +34,15 @@ fn heads_with_two_readings_are_found_however_they_are_split() {
     for (fields, expected) in [
         ("Content-Length: 3\r\n", None),
         ("Transfer-Encoding: chunked\r\n", None),
-        (
-            "Transfer-Encoding: gzip\r\ntransfer-encoding: chunked\r\n",
-            None,
-        ),
+        (two_codings, None),
         ("X-Content-Length: 3\r\nContent-Length: 3\r\n", None),
         ("Content-Length-X: 3\r\nContent-Length: 3\r\n", None),
         ("X: Content-Length: 3\r\nContent-Length: 3\r\n", None),
         ("Content-Lengths: 3\r\nTransfer-Encoding: chunked\r\n", None),
         (both, Some(HeadError::TwoFramings)),
-        (
-            "TRANSFER-ENCODING:chunked\r\nX: y\r\ncontent-length:3\r\n",
-            Some(HeadError::TwoFramings),
-        ),
-        (
-            "Content-Length: 3\r\nContent-Length: 3\r\n",
-            Some(HeadError::TwoLengths),
-        ),
-        (
-            "Content-Length: 3\r\nX: y\r\ncontent-length: 4\r\n",
-            Some(HeadError::TwoLengths),
-        ),
+        (both_apart, Some(HeadError::TwoFramings)),
+        (twice, Some(HeadError::TwoLengths)),
+        (twice_apart, Some(HeadError::TwoLengths)),
     ] {
         let head = PLAIN.replace("\r\n\r\n", &format!("\r\n{fields}\r\n"));
         for piece in 1..=head.len() {
@@ -85,11 +77,8 @@ fn next_heads_are_found_behind_bodies_of_known_length() {
                     rest = later.to_owned();
                 }
             }
-            assert_eq!(
-                faults,
-                [None, None, Some(HeadError::BareLf)],
-                "{piece} {split}"
-            );
+            let expected = [None, None, Some(HeadError::BareLf)];
+            assert_eq!(faults, expected, "{piece} {split}");
         }
     }
 }
@@ -114,16 +103,11 @@ fn nothing_is_taken_for_a_head_where_its_beginning_is_unknown() {
     assert_eq!(asked(BodyFraming::Opaque, "", None), None);
     assert_eq!(asked(BodyFraming::Opaque, "", Some("0\r\n\r\n")), None);
     // A line of text within an upload that was answered early.
-    assert_eq!(
-        asked(BodyFraming::Chunked, "6\r\nhello\n\r\n", Some("o\n\r\n")),
-        None
-    );
+    let text = asked(BodyFraming::Chunked, "6\r\nhello\n\r\n", Some("o\n\r\n"));
+    assert_eq!(text, None);
     // The previous request was answered, and its last bytes are those of an end.
-    let last = Some("0\r\n\r\n");
-    assert_eq!(
-        asked(BodyFraming::Chunked, chunks, last),
-        Some(HeadError::BareLf)
-    );
+    let next = asked(BodyFraming::Chunked, chunks, Some("0\r\n\r\n"));
+    assert_eq!(next, Some(HeadError::BareLf));
 }
 
 #[test]
@@ -137,10 +121,8 @@ fn a_request_without_a_body_makes_the_beginning_known_again() {
     assert_eq!(check.request(BodyFraming::Length(0)), None);
     check.idle(b"0\r\n\r\n");
     check.read(PLAIN.replace("\r\n", "\n").as_bytes());
-    assert_eq!(
-        check.request(BodyFraming::Length(0)),
-        Some(HeadError::BareLf)
-    );
+    let error = check.request(BodyFraming::Length(0));
+    assert_eq!(error, Some(HeadError::BareLf));
 }
 
 #[test]
