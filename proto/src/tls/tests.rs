@@ -28,7 +28,7 @@ fn handshake(
 fn transfer<A, B>(
     from: &mut ConnectionCommon<A>,
     to: &mut ConnectionCommon<B>,
-) -> Result<(), rustls::Error> {
+) -> Result<(), Error> {
     let mut wire = Vec::new();
     while from.wants_write() {
         from.write_tls(&mut wire).unwrap();

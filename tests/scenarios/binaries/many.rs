@@ -95,7 +95,7 @@ async fn all_serve(server: &Server, port: &str) -> Result<()> {
                 let asked = get_ok(endpoint, &format!("{node}:{port}"), "/metrics").await;
                 asked.context(node)?;
             }
-            Ok(())
+            anyhow::Ok(())
         });
     }
     while let Some(worker) = asked.join_next().await {

@@ -152,8 +152,8 @@ impl Sample {
         let agent = stack.agent.id().context("the agent has ended")?;
         let server = stack.server.process().id();
         Ok(Self {
-            sessions: whole(stack.server_metric("tunnel_server_agents").await?),
-            streams: whole(stack.server_metric("tunnel_server_streams_open").await?),
+            sessions: stack.server_metric("tunnel_server_agents").await?,
+            streams: stack.server_metric("tunnel_server_streams_open").await?,
             server: ProcessUsage::sample_min(server.context("the server has ended")?).await?,
             agent: ProcessUsage::sample_min(agent).await?,
         })

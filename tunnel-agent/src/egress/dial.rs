@@ -234,7 +234,7 @@ mod tests {
         assert!(!found.is_configured);
         assert_eq!(
             found.ip,
-            primary_address().unwrap_or(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST))
+            primary_address().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
         );
     }
 }

@@ -256,21 +256,15 @@ fn entries(
 mod tests {
     use super::*;
 
-    fn data(entries: &[(&str, &str)]) -> BTreeMap<String, String> {
-        let entries = entries.iter();
-        entries
-            .map(|(key, text)| ((*key).to_owned(), (*text).to_owned()))
-            .collect()
-    }
-
-    fn read_from(entries: &[(&str, &str)]) -> ParsedPorts {
-        read_ports(&data(entries), 10264, &[])
+    fn read_from(key: &str, text: &str) -> ParsedPorts {
+        let data = BTreeMap::from([(key.to_owned(), text.to_owned())]);
+        read_ports(&data, 10264, &[])
     }
 
     /// The reading half of DNS-3.
     #[test]
     fn bad_entries_are_named_and_the_rest_applies() {
-        let parsed = read_from(&[("https-proxy-ports", "9100, 9100,,70000,abc, 10250")]);
+        let parsed = read_from("https-proxy-ports", "9100, 9100,,70000,abc, 10250");
         assert_eq!(parsed.policy.https.to_string(), "9100, 10250");
         assert_eq!(parsed.policy.extra_ports().count(), 1);
         assert_eq!(
@@ -306,7 +300,7 @@ mod tests {
 
     #[test]
     fn localhost_ports_have_a_default_only_while_the_key_is_absent() {
-        let absent = read(&BTreeMap::new(), 10264, &[]);
+        let absent = read_ports(&BTreeMap::new(), 10264, &[]);
         assert_eq!(absent.policy.localhost.to_string(), "10266, 10267");
         let parsed = read_from("localhost-proxy-ports", "");
         assert_eq!(parsed.policy.localhost.to_string(), "");

@@ -17,7 +17,7 @@ struct NonReadingPeer {
 }
 
 impl NonReadingPeer {
-    fn write<T>(&self) -> Poll<io::Result<T>> {
+    fn blocked_or_stopped<T>(&self) -> Poll<io::Result<T>> {
         if self.is_full {
             return Poll::Pending;
         }
@@ -42,13 +42,13 @@ impl AsyncRead for NonReadingPeer {
 
 impl AsyncWrite for NonReadingPeer {
     fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, _: &[u8]) -> Poll<io::Result<usize>> {
-        self.write()
+        self.blocked_or_stopped()
     }
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.write()
+        self.blocked_or_stopped()
     }
 }
 

@@ -89,7 +89,7 @@ impl Fixture {
 }
 
 fn base64(bytes: &[u8]) -> Value {
-    serde_json::to_value(k8s_openapi::ByteString(bytes.to_vec())).unwrap()
+    serde_json::to_value(ByteString(bytes.to_vec())).unwrap()
 }
 
 /// Signs the request with a certificate that began `ago` before the current time and lasts for
@@ -99,7 +99,7 @@ fn signed(object: &Value, ago: Duration, life: Duration) -> (String, Value) {
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
     let pem = serde_json::from_value(object["spec"]["request"].clone());
-    let k8s_openapi::ByteString(pem) = pem.unwrap();
+    let ByteString(pem) = pem.unwrap();
     let pem = String::from_utf8(pem).unwrap();
     let mut asked = CertificateSigningRequestParams::from_pem(&pem).unwrap();
     let from = SystemTime::now() - ago;
