@@ -256,16 +256,6 @@ fn lines(stack: &mut Stack) -> [u64; 2] {
     [count(server), count(stack.agent.log().lines())]
 }
 
-/// Returns a counter from the metrics.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "a count, far below 2^52"
-)]
-fn whole(count: f64) -> u64 {
-    count as u64
-}
-
 const HALF: Duration = Duration::from_secs(3);
 const LENGTH: Duration = Duration::from_secs(600);
 const LENGTH_SHORT: Duration = Duration::from_secs(20);
