@@ -25,6 +25,8 @@ use tunnel_tests::dns::DnsClient;
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 
+pub(crate) use crate::abuse::report_figure;
+
 /// Address that the DNS returns for edge nodes in these scenarios.
 const TUNNEL: &str = "10.106.217.16";
 
@@ -58,12 +60,6 @@ async fn client_that_knows(env: &TestEnv, node: &str) -> Result<DnsClient> {
     })
     .await;
     Ok(client)
-}
-
-/// Prints a measured figure to the test's output.
-#[expect(clippy::print_stderr, reason = "shown with the test's output")]
-pub(crate) fn report_figure(figure: &str) {
-    eprintln!("{figure}");
 }
 
 fn listener(env: &TestEnv) -> Result<SocketAddr> {

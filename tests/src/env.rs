@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_agent::config::{
@@ -128,19 +128,15 @@ impl TestEnv {
         let shutdown = Shutdown::new();
         let starting = tunnel_server::app::App::start(self.config.clone(), shutdown.clone());
         let app = Box::pin(starting).await?;
-        let (bound, ca, tokens) = (app.bound().clone(), app.ca().clone(), app.tokens().clone());
-        let (nodes, registry) = (app.nodes().clone(), app.registry().clone());
-        let revocations = app.revocations().clone();
-        let running = spawn(app.run());
         self.server = Some(Server {
-            bound,
+            bound: app.bound().clone(),
             shutdown,
-            ca,
-            tokens,
-            nodes,
-            registry,
-            revocations,
-            running,
+            ca: app.ca().clone(),
+            tokens: app.tokens().clone(),
+            nodes: app.nodes().clone(),
+            registry: app.registry().clone(),
+            revocations: app.revocations().clone(),
+            running: spawn(app.run()),
         });
         Ok(())
     }
@@ -162,10 +158,9 @@ impl TestEnv {
     /// Returns the HTTPS listener for a caller that trusts the CA and addresses `node`.
     pub fn https(&self, node: &str) -> Result<Endpoint> {
         let address = self.bound().https.context("no HTTPS listener")?;
-        Ok(Endpoint::tls(
-            address,
-            ClientTls::verifying(node, RootCertStore::clone(&*self.roots()?), None)?,
-        ))
+        let roots = RootCertStore::clone(&*self.roots()?);
+        let tls = ClientTls::verifying(node, roots, None)?;
+        Ok(Endpoint::tls(address, tls))
     }
 
     /// Returns the CA as trust anchor.
@@ -275,10 +270,8 @@ impl TestEnv {
     pub async fn connected(&self, node: &str) {
         eventually(&format!("{node} connects"), WAIT_TIMEOUT, async || {
             let sessions = self.registry().of_node(&node.parse()?);
-            anyhow::ensure!(
-                sessions.iter().any(|session| !session.is_withdrawn()),
-                "no session"
-            );
+            let is_connected = sessions.iter().any(|session| !session.is_withdrawn());
+            ensure!(is_connected, "no session");
             anyhow::Ok(())
         })
         .await;

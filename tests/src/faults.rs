@@ -27,4 +27,4 @@ pub use pipe::{Loads, Pipe};
 pub use runs::{Run, Runs, TransportMode};
 pub use site::Site;
 pub use stack::{ProcessUsage, Stack};
-pub use watch::{node_status, until};
+pub use watch::{Measured, node_status, until};

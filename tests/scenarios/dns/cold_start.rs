@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_server::dns::{Addresses, Node, NodeLocation, RecordSet, Records};
 use tunnel_server::store::data_dir::DataDir;
@@ -45,10 +45,8 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
     let before = Shutdown::new();
     let (client, records) = unfed(&data, black_hole.address(), &before).await?;
     ensure!(client.addresses("worker-1").await?.is_empty());
-    records.replace(RecordSet::new(
-        &[edge("worker-1")?, edge("worker-2")?],
-        tunnel,
-    ));
+    let both = [edge("worker-1")?, edge("worker-2")?];
+    records.replace(RecordSet::new(&both, tunnel));
     eventually("the records on disk", WAIT_TIMEOUT, async || {
         data.dns_records().exists().then_some(())
     })
@@ -59,8 +57,7 @@ async fn p4b_the_last_records_are_answered_while_no_feed_arrives() -> Result<()>
 
     let after = Shutdown::new();
     let began = Instant::now();
-    let starting = unfed(&data, black_hole.address(), &after);
-    let (client, records) = starting.await?;
+    let (client, records) = unfed(&data, black_hole.address(), &after).await?;
     let loops_looked_for = began.elapsed();
     let asked = Instant::now();
     ensure!(client.addresses("worker-1").await? == [TUNNEL.parse::<IpAddr>()?]);
@@ -89,13 +86,12 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
     // the server is down.
     let host = own_loopback();
     let setup = ServerSetup::on_loopback(&scratch.path().join("data")).args(&flags);
-    let mut server = setup
-        .clone()
-        .args(&["--dns-listen", &format!("{host}:0")])
-        .start()
-        .await?;
+    let first = setup.clone().args(&["--dns-listen", &format!("{host}:0")]);
+    let mut server = first.start().await?;
     server.token("worker-1", None).await?;
-    let address = dns_address(&mut server).await?;
+    let opened = |line: &str| Listener::Dns.opened(line);
+    let address = server.process().wait_for_line("DNS", WAIT_TIMEOUT, opened);
+    let address = address.await?;
     let client = DnsClient::new(address).from_source(Ipv4Addr::LOCALHOST.into());
     eventually("worker-1", WAIT_TIMEOUT, async || {
         ensure!(!client.addresses("worker-1").await?.is_empty());
@@ -125,9 +121,7 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
             }
         }
     };
-    report_figure(&format!(
-        "P4b: answered {answered:?} after the start of the process"
-    ));
+    report_figure(&format!("P4b: answered {answered:?} after the start"));
     ensure!(answered < scaled(Duration::from_secs(1)), "{answered:?}");
     // The DNS does not wait for the nodes, either. A name missing from the records on disk would
     // have been forwarded.
@@ -135,11 +129,4 @@ async fn p4b_a_killed_server_answers_again_within_a_second_of_its_start() -> Res
     ensure!(!asked.iter().any(|name| name == "worker-1"), "{asked:?}");
     let _server = starting.await?;
     Ok(())
-}
-
-async fn dns_address(server: &mut tunnel_tests::process::Server) -> Result<SocketAddr> {
-    let line = server
-        .process()
-        .wait_for_line("DNS", WAIT_TIMEOUT, |line| Listener::Dns.opened(line));
-    line.await.context("DNS listener")
 }

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use tokio::time::{Instant, sleep};
 use tunnel_tests::eventually::scaled;
 use tunnel_tests::faults::{
-    Clocks, Flow, FlowEnd, Load, Loads, Pipe, Run, Runs, Site, TransportMode,
+    Clocks, Flow, FlowEnd, Load, Loads, Measured, Pipe, Run, Runs, Site, TransportMode,
 };
 use tunnel_tests::link::{Impairment, TrafficClass};
 
@@ -146,7 +146,7 @@ impl GoodputCurve {
 
     /// Returns the end of the last half second below `least`, or `Err` if that was the very last
     /// one.
-    fn slow_up_to(&self, least: f64) -> Result<Duration, Duration> {
+    fn slow_up_to(&self, least: f64) -> Measured {
         let mut samples = self.samples.iter();
         let slow = samples.rposition(|(_, goodput)| *goodput < least);
         match slow.and_then(|slow| Some((slow + 1, self.samples.get(slow)?.0))) {

@@ -24,28 +24,19 @@ impl Clocks {
     /// Converts a time of the fault matrix (an outage, a pause) to this run.
     #[must_use]
     pub fn time(self, contract: Duration) -> Duration {
-        match self {
-            Self::Full => contract,
-            Self::Short => contract / DIVISOR,
-        }
+        self.pick(contract, contract / DIVISOR)
     }
 
     /// Converts a bound that depends on the timers of a session.
     #[must_use]
     pub fn bound(self, contract: Duration) -> Duration {
-        match self {
-            Self::Full => contract,
-            Self::Short => contract / DIVISOR + SLACK,
-        }
+        self.pick(contract, contract / DIVISOR + SLACK)
     }
 
     /// Converts a bound that includes opening a session.
     #[must_use]
     pub fn connect_bound(self, contract: Duration) -> Duration {
-        match self {
-            Self::Full => contract,
-            Self::Short => contract / DIVISOR + CONNECT,
-        }
+        self.pick(contract, contract / DIVISOR + CONNECT)
     }
 
     /// Returns one of two values, for amounts and rates that keep short runs short.

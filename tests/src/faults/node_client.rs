@@ -15,7 +15,7 @@ use tokio::time::{Instant, interval, sleep_until, timeout};
 
 use super::pipe::{Loads, Pipe};
 use super::runs::Run;
-use super::watch::ensure_soon;
+use super::watch::{Measured, ensure_soon};
 use crate::client::{BodyEnd, Endpoint, RawRequest, request};
 use crate::eventually::scaled;
 use crate::targets::Exporter;
@@ -104,10 +104,7 @@ impl NodeClient {
         let hashed = tally.hashed.load(Ordering::Relaxed);
         run.report(format_args!("answers: {hashed} bytes hashed at both ends"));
         let unequal = tally.unequal.load(Ordering::Relaxed);
-        ensure!(
-            unequal == 0,
-            "{unequal} answers with false or missing bytes"
-        );
+        ensure!(unequal == 0, "{unequal} answers with false bytes");
         Ok(())
     }
 }
@@ -155,10 +152,8 @@ impl Requester {
     pub async fn ask(&self, limit: Duration) -> TimedOutcome {
         let began = Instant::now();
         let number = self.number.fetch_add(1, Ordering::Relaxed);
-        let path = format!(
-            "/size/{ANSWER_BYTES}?seed={}",
-            self.seed.wrapping_add(number)
-        );
+        let seed = self.seed.wrapping_add(number);
+        let path = format!("/size/{ANSWER_BYTES}?seed={seed}");
         let get = RawRequest::get(&self.host, &path);
         let outcome = match timeout(limit, request(self.endpoint.clone(), &get)).await {
             Err(_elapsed) => RequestOutcome::Silence,
@@ -189,28 +184,19 @@ impl Requester {
 
     /// Sends a request every 100 ms, independent of the previous ones, until one is served. Returns
     /// its time after `since`, or `Err` if none was served within `give_up`.
-    pub async fn serving(&self, since: Instant, give_up: Duration) -> Result<Duration, Duration> {
+    pub async fn serving(&self, since: Instant, give_up: Duration) -> Measured {
         self.serves(since, give_up, Duration::ZERO).await
     }
 
     /// Like [`Requester::serving`], but permanently: all requests sent in the second after the
     /// first served one are served too.
-    pub async fn serving_on(
-        &self,
-        since: Instant,
-        give_up: Duration,
-    ) -> Result<Duration, Duration> {
+    pub async fn serving_on(&self, since: Instant, give_up: Duration) -> Measured {
         self.serves(since, give_up, FOR_GOOD).await
     }
 
     /// Sends requests until all that were sent within some time are served. Returns the time of the
     /// first of them after `since`.
-    async fn serves(
-        &self,
-        since: Instant,
-        give_up: Duration,
-        steady: Duration,
-    ) -> Result<Duration, Duration> {
+    async fn serves(&self, since: Instant, give_up: Duration, steady: Duration) -> Measured {
         let deadline = since + give_up;
         let mut asking = JoinSet::new();
         let mut ticks = interval(ASK_EVERY);
@@ -300,11 +286,8 @@ impl Requester {
             }
         }
         run.within("refused: the slowest request", AT_ONCE, Ok(slowest))?;
-        ensure!(
-            others.is_empty(),
-            "of {asked} requests not refused with 503 no_agent: {}",
-            others.join(", ")
-        );
+        let others = others.join(", ");
+        ensure!(others.is_empty(), "not 503 no_agent: {others}");
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, timeout};
 
 use super::flow::{Flow, FlowEnd, Load};
-use super::watch::{ensure_soon, until};
+use super::watch::{Measured, ensure_soon, until};
 use crate::eventually::scaled;
 
 /// The loads of the two directions of a stream.
@@ -95,7 +95,7 @@ impl Pipe {
 
     /// Returns the time from [`Pipe::mark`] until bytes flow again in both directions. Returns
     /// `Err` if they do not within `give_up`, or if the stream was cut.
-    pub async fn resumed(&self, give_up: Duration) -> Result<Duration, Duration> {
+    pub async fn resumed(&self, give_up: Duration) -> Measured {
         let marked = Instant::now();
         let both = || Some(self.to_edge.resumed()?.max(self.to_cloud.resumed()?));
         let _found = until(marked, give_up, async || {

@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 
 use super::clocks::Clocks;
 use super::flow::FlowEnd;
+use super::watch::Measured;
 use crate::eventually::scaled;
 use crate::gear::Gear;
 
@@ -124,7 +125,7 @@ impl Run {
     }
 
     /// Reports the time until an event, or the time that was waited in vain.
-    pub fn observed(&self, what: &str, measured: Result<Duration, Duration>) {
+    pub fn observed(&self, what: &str, measured: Measured) {
         self.report(format_args!("{what}: {}", text(measured)));
     }
 
@@ -132,12 +133,7 @@ impl Run {
     ///
     /// # Errors
     /// Returns an error if the event came later than the scaled bound, or not at all.
-    pub fn within(
-        &self,
-        what: &str,
-        bound: Duration,
-        measured: Result<Duration, Duration>,
-    ) -> Result<()> {
+    pub fn within(&self, what: &str, bound: Duration, measured: Measured) -> Result<()> {
         let figure = format!("{what}: {}, bound {bound:.2?}", text(measured));
         self.report(&figure);
         let limit = scaled(bound);
@@ -196,7 +192,7 @@ impl fmt::Display for Run {
     }
 }
 
-fn text(measured: Result<Duration, Duration>) -> String {
+fn text(measured: Measured) -> String {
     match measured {
         Ok(took) => format!("{took:.2?}"),
         Err(waited) => format!("not in {waited:.2?}"),

@@ -13,7 +13,7 @@ use tunnel_server::routing::registry::AgentSession;
 
 use super::node_client::{NODE, NodeClient, Targets};
 use super::runs::Run;
-use super::watch::{ensure_soon, until};
+use super::watch::{Measured, ensure_soon, until};
 use crate::env::{Agent, TestEnv};
 use crate::link::{Impairment, Link, TrafficClass};
 use crate::metrics::metric;
@@ -91,15 +91,10 @@ impl Site {
 
     /// Starts the agent with another address of the server.
     pub async fn start_agent_towards(&mut self, server: SocketAddr) -> Result<()> {
-        let Run {
-            limits,
-            transport_mode,
-            ..
-        } = self.run;
         let config = self.env.agent_config_with(NODE, |settings| {
             settings.server = vec![server.to_string()];
-            settings.transport = Some(transport_mode.setting().into());
-            settings.limits = TestEnv::agent_limits(limits.agent_limits());
+            settings.transport = Some(self.run.transport_mode.setting().into());
+            settings.limits = TestEnv::agent_limits(self.run.limits.agent_limits());
             settings.meta_listen = Some("127.0.0.1:0".into());
         })?;
         self.agent = Some(Agent::start(config).await?);
@@ -131,16 +126,12 @@ impl Site {
         transport: TransportKind,
         since: Instant,
         give_up: Duration,
-    ) -> Result<Duration, Duration> {
+    ) -> Measured {
         until(since, give_up, async || self.transport() == Some(transport)).await
     }
 
     /// Waits until the server has no session that it does not suspect.
-    pub async fn server_suspects(
-        &self,
-        since: Instant,
-        give_up: Duration,
-    ) -> Result<Duration, Duration> {
+    pub async fn server_suspects(&self, since: Instant, give_up: Duration) -> Measured {
         let suspects = async || !self.sessions().iter().any(|session| session.is_routable());
         until(since, give_up, suspects).await
     }
@@ -151,16 +142,12 @@ impl Site {
         id: SessionId,
         since: Instant,
         give_up: Duration,
-    ) -> Result<Duration, Duration> {
+    ) -> Measured {
         until(since, give_up, async || !self.ids().contains(&id)).await
     }
 
     /// Waits until the agent reports that it suspects its server or has no session.
-    pub async fn agent_suspects(
-        &self,
-        since: Instant,
-        give_up: Duration,
-    ) -> Result<Duration, Duration> {
+    pub async fn agent_suspects(&self, since: Instant, give_up: Duration) -> Measured {
         let suspects = async || {
             let suspect = self.agent_metric("tunnel_agent_sessions_suspect").await;
             suspect.is_ok_and(|count| count > 0) || self.agent_is_alone().await
@@ -169,11 +156,7 @@ impl Site {
     }
 
     /// Waits until the agent has no session.
-    pub async fn agent_lost(
-        &self,
-        since: Instant,
-        give_up: Duration,
-    ) -> Result<Duration, Duration> {
+    pub async fn agent_lost(&self, since: Instant, give_up: Duration) -> Measured {
         until(since, give_up, async || self.agent_is_alone().await).await
     }
 

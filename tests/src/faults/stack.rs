@@ -1,6 +1,5 @@
 //! The two binaries as processes, with a link between them.
 
-use std::fmt::Write as _;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -41,38 +40,25 @@ pub struct ProcessUsage {
 impl Stack {
     /// Starts both processes and waits until requests are served.
     pub async fn up(run: Run) -> Result<Self> {
-        let Run {
-            seed,
-            limits: clocks,
-            transport_mode,
-            ..
-        } = run;
+        let (seed, clocks) = (run.seed, run.limits);
         let scratch = ScratchDir::new()?;
         let targets = Targets::start().await?;
         let exporter = targets.exporter.addr().port().to_string();
-        let server_file = scratch.file(
-            "server.yaml",
-            server_yaml(clocks, targets.raw.local_addr()?.port()),
-        )?;
+        let yaml = server_yaml(clocks, targets.raw.local_addr()?.port());
+        let server_file = scratch.file("server.yaml", yaml)?;
         let agent_file = scratch.file("agent.yaml", limits(clocks.agent_limits()))?;
-        let setup = ServerSetup::on_loopback(&scratch.path().join("server")).args(&[
-            "--http-proxy-ports",
-            &exporter,
-            "--proxy-port-listen",
-            "off",
-            "--config",
-            &server_file.to_string_lossy(),
-        ]);
+        let setup = ServerSetup::on_loopback(&scratch.path().join("server"))
+            .args(&["--http-proxy-ports", &exporter])
+            .args(&["--proxy-port-listen", "off"])
+            .args(&["--config", &server_file.to_string_lossy()]);
         let mut server = setup.start().await?;
-        let service = server.process();
-        let service = service
-            .wait_for_line("service", START, opened_service)
-            .await?;
+        let opened = server.process().wait_for_line("service", START, opened_service);
+        let service = opened.await?;
         let token = server.token(NODE, None).await?;
         let link = Link::start(server.address(Listener::Agents), seed)?;
         let setup = AgentSetup::on_loopback(NODE, link.addr(), &scratch.path().join("agent"));
         let mut agent = setup
-            .args(&["--token", &token, "--transport", transport_mode.setting()])
+            .args(&["--token", &token, "--transport", run.transport_mode.setting()])
             .args(&["--config", &agent_file.to_string_lossy()])
             .start()?;
         let agent_meta = agent.wait_for_line("meta", START, |line| Listener::Meta.opened(line));
@@ -148,13 +134,10 @@ impl ProcessUsage {
 }
 
 fn server_yaml(clocks: Clocks, target: u16) -> String {
-    let mut yaml = limits(clocks.server_limits());
-    // Writing to a String cannot fail.
-    let _ = write!(
-        yaml,
-        "services:\n  - {{name: raw, listen: \"127.0.0.1:0\", node: {NODE}, target: \"{target}\"}}\n"
-    );
-    yaml
+    let limits = limits(clocks.server_limits());
+    format!(
+        "{limits}services:\n  - {{name: raw, listen: \"127.0.0.1:0\", node: {NODE}, target: \"{target}\"}}\n"
+    )
 }
 
 /// Formats the limits as the section of a file.

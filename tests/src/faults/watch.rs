@@ -10,13 +10,16 @@ use tokio::time::{Instant, sleep};
 use crate::eventually::scaled;
 use crate::metrics::meta_page;
 
+/// The time until an event, or the time that was waited in vain.
+pub type Measured = Result<Duration, Duration>;
+
 /// Returns the time after `since` at which the check was first true, or `Err` with the waited time
 /// if it was not true within `give_up`.
 pub async fn until<Fut: Future<Output = bool>>(
     since: Instant,
     give_up: Duration,
     mut check: impl FnMut() -> Fut,
-) -> Result<Duration, Duration> {
+) -> Measured {
     loop {
         if check().await {
             return Ok(since.elapsed());

@@ -163,16 +163,8 @@ fn hold(
 ) -> Result<Namespace, Skip> {
     let ip = Tool::Ip.find().unwrap_or_else(|| Tool::Ip.program().into());
     let holder = unshare
-        .args([
-            "-m",
-            "-n",
-            "--propagation",
-            "private",
-            "sh",
-            "-ec",
-            HOLD,
-            "sh",
-        ])
+        .args(["-m", "-n", "--propagation", "private"])
+        .args(["sh", "-ec", HOLD, "sh"])
         .args([hosts.as_os_str(), ip.as_os_str()]);
     start_holder(holder, name, in_user_namespace)
 }

@@ -57,14 +57,8 @@ impl ServerSetup {
     }
 
     fn on_free_ports(self) -> Self {
-        let free = [
-            "--agent-listen",
-            "--https-listen",
-            "--http-listen",
-            "--meta-listen",
-        ];
-        free.iter()
-            .fold(self, |setup, flag| setup.args(&[flag, "127.0.0.1:0"]))
+        let flags = Listener::LISTENERS.iter().map(|listener| listener.flag());
+        flags.fold(self, |setup, flag| setup.args(&[flag, "127.0.0.1:0"]))
     }
 
     /// Returns the arguments of `run`.
@@ -156,10 +150,8 @@ impl Server {
     pub fn setup_for_restart(&self) -> ServerSetup {
         let mut setup = self.setup.clone();
         for listener in Listener::LISTENERS {
-            let flag = setup
-                .arguments
-                .iter()
-                .position(|word| word == listener.flag());
+            let mut words = setup.arguments.iter();
+            let flag = words.position(|word| word == listener.flag());
             if let Some(value) = flag.and_then(|flag| setup.arguments.get_mut(flag + 1)) {
                 *value = self.address(listener).to_string();
             }
@@ -261,14 +253,8 @@ impl AgentSetup {
             arguments: Vec::new(),
             own_group: false,
         }
-        .args(&[
-            "--server",
-            &server,
-            "--node-name",
-            node,
-            "--data-dir",
-            &data_dir,
-        ])
+        .args(&["--server", &server, "--node-name", node])
+        .args(&["--data-dir", &data_dir])
     }
 
     /// Creates an agent on free loopback ports, whose targets of class `node` are on loopback.

@@ -33,12 +33,8 @@ impl Fleet {
         for edge in sites.edges() {
             let node = edge.node_name();
             let token = server.token(node, Some(EDGE_ADDRESS.into())).await?;
-            let agent = AgentSetup::new(
-                node,
-                endpoint,
-                &scratch.path().join(node),
-                Some(edge.node()),
-            );
+            let folder = scratch.path().join(node);
+            let agent = AgentSetup::new(node, endpoint, &folder, Some(edge.node()));
             agents.push(Some(agent.args(&["--token", &token]).start()?));
         }
         server.wait_until_connected(&NODES).await;
@@ -56,16 +52,11 @@ impl Fleet {
     /// Stops the agent of one edge, given by its index in [`NODES`], and waits until the server has
     /// noticed.
     pub async fn stop_agent(&mut self, edge: usize) -> Result<()> {
-        let agent = self
-            .agents
-            .get_mut(edge)
-            .and_then(Option::take)
-            .context("no such agent")?;
-        agent.stop(STOP).await?;
-        let others = (0..)
-            .zip(NODES)
-            .filter(|(n, _)| self.agents.get(*n).is_some_and(Option::is_some));
-        let others: Vec<_> = others.map(|(_, node)| node).collect();
+        let agent = self.agents.get_mut(edge).and_then(Option::take);
+        agent.context("no such agent")?.stop(STOP).await?;
+        let others = self.agents.iter().zip(NODES);
+        let others = others.filter_map(|(agent, node)| agent.as_ref().map(|_| node));
+        let others: Vec<_> = others.collect();
         self.server.wait_until_connected(&others).await;
         Ok(())
     }

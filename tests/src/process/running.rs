@@ -219,12 +219,8 @@ impl Finished {
 
 impl fmt::Display for Finished {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            label,
-            status,
-            out,
-            err,
-        } = self;
+        let (label, status) = (&self.label, self.status);
+        let (out, err) = (&self.out, &self.err);
         write!(f, "{label}: {status}\nstdout: {out}\nstderr: {err}")
     }
 }
@@ -280,13 +276,8 @@ impl Process {
             .with_context(|| format!("{} has ended", self.label))?;
         // The shell's own `kill`, since not every machine has the program.
         let mut kill = std::process::Command::new("sh");
-        kill.args([
-            "-c",
-            "kill -s \"$1\" \"$2\"",
-            "sh",
-            signal.name(),
-            &id.to_string(),
-        ]);
+        kill.args(["-c", "kill -s \"$1\" \"$2\"", "sh"]);
+        kill.args([signal.name(), &id.to_string()]);
         let status = kill.status().context("run sh")?;
         if !status.success() {
             bail!("{}: cannot send {}", self.label, signal.name());
@@ -302,13 +293,7 @@ impl Process {
     pub async fn end(&mut self, patience: Duration) -> Result<ExitStatus> {
         match timeout(scaled(patience), self.ended()).await {
             Ok(status) => status,
-            Err(_elapsed) => {
-                bail!(
-                    "{}: still running after {patience:?}; its log:{}",
-                    self.label,
-                    self.log
-                )
-            }
+            Err(_elapsed) => bail!("still running after {patience:?}; {self}"),
         }
     }
 
