@@ -18,21 +18,13 @@ pub(super) async fn run_cases<T>(
     let mut wrong = Vec::new();
     for batch in rows.chunks(AT_ONCE) {
         let results = join_all(batch.iter().map(|row| run_case(row))).await;
-        for (row, results) in batch.iter().zip(results) {
-            wrong.extend(
-                results
-                    .err()
-                    .map(|error| format!("{}: {error:#}", name(row))),
-            );
+        for (row, result) in batch.iter().zip(results) {
+            let error = result.err();
+            wrong.extend(error.map(|error| format!("{}: {error:#}", name(row))));
         }
     }
-    assert!(
-        wrong.is_empty(),
-        "{} of {} rows:\n{}",
-        wrong.len(),
-        rows.len(),
-        wrong.join("\n")
-    );
+    let (count, all) = (wrong.len(), rows.len());
+    assert!(count == 0, "{count} of {all} rows:\n{}", wrong.join("\n"));
 }
 
 const AT_ONCE: usize = 14;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
 use tunnel_agent::config::TransportChoice;
-use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, RawRequest, UpgradeClient, request};
+use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, UpgradeClient, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::rounds;
@@ -125,13 +125,10 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
             let endpoint = env.http();
             async move {
                 let reply = client.connect(endpoint).await?.refused()?;
-                ensure!(
-                    reply.status == 403 && reply.ended.is_clean(),
-                    "{id}: {} {}",
-                    reply.status,
-                    reply.text()
-                );
-                ensure!(reply.text() == refusal(*id), "{id} got {}", reply.text());
+                let (status, text) = (reply.status, reply.text());
+                let is_whole = reply.ended.is_clean();
+                ensure!(status == 403 && is_whole, "{id}: {status} {text}");
+                ensure!(text == refusal(*id), "{id} got {text}");
                 anyhow::Ok(())
             }
         });
@@ -152,9 +149,8 @@ const FILES_EACH: usize = 4;
 
 fn open_files() -> Result<usize> {
     let limits = std::fs::read_to_string("/proc/self/limits")?;
-    let line = limits
-        .lines()
-        .find_map(|line| line.strip_prefix("Max open files"));
+    let mut lines = limits.lines();
+    let line = lines.find_map(|line| line.strip_prefix("Max open files"));
     let soft = line.and_then(|line| line.split_whitespace().next());
     Ok(soft.context("limit of open files")?.parse()?)
 }
@@ -187,10 +183,8 @@ async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> 
         stream.send(&upgrade_with_another_behind(&target)).await?;
         let reading = stream.read_to_end().await;
         let text = String::from_utf8_lossy(&reading.bytes);
-        assert!(
-            text.starts_with(&format!("HTTP/1.1 {status} ")),
-            "{sent:?}: {text}"
-        );
+        let line = format!("HTTP/1.1 {status} ");
+        assert!(text.starts_with(&line), "{sent:?}: {text}");
         assert_eq!(text.matches("HTTP/1.1 ").count(), 1, "{sent:?}: {text}");
         is_closed_untouched(&target).await;
     }
@@ -217,17 +211,11 @@ fn upgrade_with_another_behind(target: &HostileTarget) -> Vec<u8> {
 /// Waits up to a second until the target's only connection is closed, and checks that no byte
 /// followed the first head.
 async fn is_closed_untouched(target: &HostileTarget) {
-    eventually(
-        "the connection is closed",
-        Duration::from_secs(1),
-        async || (target.traffic().open() == 0).then_some(()),
-    )
-    .await;
     let traffic = target.traffic();
-    assert_eq!(
-        (traffic.accepted(), traffic.requests(), traffic.bytes_in()),
-        (1, 1, 0)
-    );
+    let closed = async || (traffic.open() == 0).then_some(());
+    eventually("the connection is closed", Duration::from_secs(1), closed).await;
+    let counts = (traffic.accepted(), traffic.requests(), traffic.bytes_in());
+    assert_eq!(counts, (1, 1, 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -239,17 +227,14 @@ async fn s41_redirects_are_passed_or_refused_and_never_followed() -> Result<()> 
     for status in [300, 301, 302, 303, 307, 308] {
         let answer =
             format!("HTTP/1.1 {status} X\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n");
-        let target = HostileTarget::start(vec![
-            HostileAction::ReadHead,
-            HostileAction::Send(answer.into()),
-        ])
-        .await?;
+        let answer = HostileAction::Send(answer.into());
+        let target = HostileTarget::start(vec![HostileAction::ReadHead, answer]).await?;
         let host = format!("worker-1:{}", target.addr().port());
-        let with_token = |request: RawRequest| request.header("Authorization", "Bearer secret");
         for method in ["GET", "POST"] {
-            let plain =
-                with_token(RawRequest::new(method, "/", &host)).header("Connection", "close");
-            let reply = request(Endpoint::clone(&env.http()), &plain).await?;
+            let plain = RawRequest::new(method, "/", &host)
+                .header("Authorization", "Bearer secret")
+                .header("Connection", "close");
+            let reply = request(env.http(), &plain).await?;
             assert_eq!(reply.status, status);
             assert_eq!(reply.header("location"), Some(location.as_str()));
         }

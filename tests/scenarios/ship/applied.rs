@@ -3,7 +3,7 @@
 //! lead to the ports that the objects name. The only credential of the agent is its pod's token.
 
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -16,14 +16,14 @@ use tunnel_tests::fakes::{ApiServer, api_server, edge_sites};
 use tunnel_tests::manifests::{Container, Facts, find, folder, items, overlay, pod_program};
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
 use tunnel_tests::process::{Finished, Process, Program, ScratchDir};
-use tunnel_tests::tools::{Skip, Tool, or_skip, require};
+use tunnel_tests::tools::{Tool, or_skip, require};
 
 use crate::cluster::kubectls;
 
 /// A cluster of processes: an API server, kubectl, and network namespaces.
 struct ShipFixture {
     api: ApiServer,
-    kubectl: std::path::PathBuf,
+    kubectl: PathBuf,
     sites: Topology,
     scratch: ScratchDir,
 }
@@ -55,7 +55,7 @@ impl ShipFixture {
 
     async fn create(&self, object: &Value) -> Result<()> {
         let file = self.scratch.file("object.json", object.to_string())?;
-        let file = file.to_string_lossy().into_owned();
+        let file = file.to_string_lossy();
         self.kubectl(&["create", "-f", &file]).await.map(drop)
     }
 
@@ -70,10 +70,8 @@ impl ShipFixture {
     /// Returns the relevant objects from the API server.
     async fn objects(&self) -> Result<Vec<Value>> {
         let kinds = "deployments,daemonsets,configmaps,secrets,services";
-        let list = self
-            .kubectl(&["-n", "kube-system", "get", kinds, "-o", "json"])
-            .await?;
-        let list: Value = serde_json::from_str(&list)?;
+        let get = ["-n", "kube-system", "get", kinds, "-o", "json"];
+        let list: Value = serde_json::from_str(&self.kubectl(&get).await?)?;
         Ok(items(&list["items"]).cloned().collect())
     }
 
@@ -81,18 +79,13 @@ impl ShipFixture {
     /// cloud's address.
     async fn proxy(&self) -> Result<()> {
         let mut rules = String::new();
-        for service in self
-            .objects()
-            .await?
-            .iter()
-            .filter(|object| object["kind"] == "Service")
-        {
+        let mut services = self.objects().await?;
+        services.retain(|object| object["kind"] == "Service");
+        for service in services {
             let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
             for port in items(&service["spec"]["ports"]) {
-                let protocol = port["protocol"]
-                    .as_str()
-                    .context("protocol")?
-                    .to_lowercase();
+                let protocol = port["protocol"].as_str().context("protocol")?;
+                let protocol = protocol.to_lowercase();
                 let to = format!("dnat to {CLOUD_ADDRESS}:{}", port["targetPort"]);
                 rules.push_str(&format!(
                     "add rule ip services output ip daddr {address} {protocol} dport {} {to}\n",
@@ -126,13 +119,13 @@ add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
         namespace: &Namespace,
         facts: &Facts,
         token: &str,
-    ) -> Result<Result<Process, Skip>> {
+    ) -> Result<Option<Process>> {
         let objects = self.objects().await?;
         let container = Container::of(find(&objects, kind, name)?, &objects, facts)?;
         let root = self.scratch.path().join(name);
-        let program = match pod_program(&container, (&root, namespace), &objects, token)? {
-            Ok(program) => program,
-            Err(skip) => return Ok(Err(skip)),
+        let program = pod_program(&container, (&root, namespace), &objects, token)?;
+        let Some(program) = or_skip(program) else {
+            return Ok(None);
         };
         let api = kubeconfig(&self.api.admin)?["clusters"][0]["cluster"]["server"].clone();
         let api = api.as_str().and_then(|url| url.rsplit_once(':'));
@@ -141,7 +134,29 @@ add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
         let program = program
             .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
             .env("KUBERNETES_SERVICE_PORT", port);
-        Ok(Ok(program.start()?))
+        program.start().map(Some)
+    }
+
+    /// Starts the server of the Deployment in the cloud and waits until it has created a socket.
+    async fn start_server(&self, socket: &str) -> Result<Option<(Process, PathBuf)>> {
+        let token = kubeconfig(&self.api.account)?["users"][0]["user"]["token"].clone();
+        let token = token.as_str().context("a token")?;
+        let facts = Facts {
+            node: "master-1".into(),
+            address: CLOUD_ADDRESS.to_string(),
+        };
+        let workload = ("Deployment", "tunnel-server");
+        let cloud = self.sites.cloud();
+        let Some(server) = self.start_pod(workload, cloud, &facts, token).await? else {
+            return Ok(None);
+        };
+        let socket = self.scratch.path().join("tunnel-server").join(socket);
+        eventually("the socket", START, async || {
+            ensure!(socket.exists(), "{server}");
+            Ok(())
+        })
+        .await;
+        Ok(Some((server, socket)))
     }
 
     /// Returns the token that a kubelet requests for a volume of a workload's pod. The pod is
@@ -173,25 +188,16 @@ add chain ip services prerouting {{ type nat hook prerouting priority -100; }}
         });
         let file = self.scratch.file("request.json", request.to_string())?;
         let path = format!("/api/v1/namespaces/kube-system/serviceaccounts/{account}/token");
-        let file = file.to_string_lossy().into_owned();
-        let answer = self
-            .kubectl(&["create", "--raw", &path, "-f", &file])
-            .await?;
-        let answer: Value = serde_json::from_str(&answer)?;
+        let create = ["create", "--raw", &path, "-f", &file.to_string_lossy()];
+        let answer: Value = serde_json::from_str(&self.kubectl(&create).await?)?;
         let token = answer["status"]["token"].as_str();
         token.map(str::to_owned).context(answer.to_string())
     }
 
     /// Runs a subcommand of the server with the data directory of its pod.
-    async fn verb(&self, words: &[&str]) -> Result<String> {
-        self.ask(words).await?.ok()
-    }
-
-    async fn ask(&self, words: &[&str]) -> Result<Finished> {
-        let data = self
-            .scratch
-            .path()
-            .join("tunnel-server/var/lib/tunnel-server");
+    async fn verb(&self, words: &[&str]) -> Result<Finished> {
+        let data = "tunnel-server/var/lib/tunnel-server";
+        let data = self.scratch.path().join(data);
         let verb = Program::ours("tunnel-server")?.args(words.iter().copied());
         verb.arg("--data-dir").arg(data).run().await
     }
@@ -212,9 +218,8 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let text = text.replace("server: tunnel.example.com:31008", &here);
     ensure!(text.contains(&here), "the address of the server");
     let manifest = fixture.scratch.file("install.yaml", text)?;
-    fixture
-        .kubectl(&["apply", "-f", &manifest.to_string_lossy()])
-        .await?;
+    let apply = ["apply", "-f", &manifest.to_string_lossy()];
+    fixture.kubectl(&apply).await?;
     fixture.create_root_ca().await?;
     for (name, edge, address) in [
         ("worker-1", "true", EDGE_ADDRESS),
@@ -238,29 +243,11 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     });
     fixture.create(&secret).await?;
 
-    let token = kubeconfig(&fixture.api.account)?["users"][0]["user"]["token"].clone();
-    let token = token.as_str().context("a token")?;
-    let cloud = Facts {
-        node: "master-1".into(),
-        address: CLOUD_ADDRESS.to_string(),
-    };
-    let server = ("Deployment", "tunnel-server");
-    let server = fixture
-        .start_pod(server, fixture.sites.cloud(), &cloud, token)
-        .await?;
-    let Some(server) = or_skip(server) else {
+    // Without a running server, a subcommand would write the files directly, as another user.
+    let socket = "var/lib/tunnel-server/admin.sock";
+    let Some((server, _)) = fixture.start_server(socket).await? else {
         return Ok(());
     };
-    // Without a running server, a subcommand would write the files directly, as another user.
-    let socket = fixture
-        .scratch
-        .path()
-        .join("tunnel-server/var/lib/tunnel-server/admin.sock");
-    eventually("the server", START, async || {
-        ensure!(socket.exists(), "{server}");
-        Ok(())
-    })
-    .await;
 
     // The agent can start after the server has written its CA to the ConfigMap that the manifest
     // mounts.
@@ -279,10 +266,8 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         node: "worker-1".into(),
         address: EDGE_ADDRESS.to_string(),
     };
-    let agent = fixture
-        .start_pod(agent, edge.node(), &facts, &token)
-        .await?;
-    let Some(agent) = or_skip(agent) else {
+    let agent = fixture.start_pod(agent, edge.node(), &facts, &token);
+    let Some(agent) = agent.await? else {
         return Ok(());
     };
 
@@ -291,10 +276,8 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         let address = find(&objects, "Service", name)?["spec"]["clusterIP"].as_str();
         Ok(address.context("clusterIP")?.to_owned())
     };
-    let (internal_ip, dns) = (
-        address("x-tunnel-server-internal-svc")?,
-        address("tunnel-dns")?,
-    );
+    let internal_ip = address("x-tunnel-server-internal-svc")?;
+    let dns = address("tunnel-dns")?;
     let records = format!("{CLOUD_ADDRESS}\tmaster-1\n{internal_ip}\tworker-1");
     eventually("record, port and agent", START, async || {
         let objects = fixture.objects().await?;
@@ -308,7 +291,8 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         let service = find(&objects, "Service", "x-tunnel-server-internal-svc")?;
         let extra = items(&service["spec"]["ports"]).any(|port| port["name"] == "dnat-9100");
         ensure!(extra, "{service}");
-        let nodes: Value = serde_json::from_str(&fixture.verb(&["nodes", "-o", "json"]).await?)?;
+        let nodes = fixture.verb(&["nodes", "-o", "json"]).await?.ok()?;
+        let nodes: Value = serde_json::from_str(&nodes)?;
         let connected = items(&nodes).any(|node| node["connected"] == true);
         ensure!(connected, "{nodes}; {agent}; {server}");
         Ok(())
@@ -320,9 +304,8 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         let status =
             std::fs::read_to_string(format!("/proc/{}/status", process.id().context("it runs")?))?;
         let is = |line: &str| {
-            status
-                .lines()
-                .any(|found| found.split_whitespace().eq(line.split(' ')))
+            let mut lines = status.lines().map(str::split_whitespace);
+            lines.any(|found| found.eq(line.split(' ')))
         };
         ensure!(is("Uid: 65532 65532 65532 65532"), "{name}: {status}");
         ensure!(is("CapEff: 0000000000000000"), "{name}: {status}");
@@ -330,16 +313,14 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     }
 
     let resolver = format!("nameserver {dns}\noptions ndots:0\n");
-    let caller = fixture
-        .sites
-        .cloud()
-        .with_resolver("caller", fixture.scratch.path(), &resolver);
+    let cloud = fixture.sites.cloud();
+    let caller = cloud.with_resolver("caller", fixture.scratch.path(), &resolver);
     let caller = caller.context("a caller's resolver")?;
     let curl = Program::tool(Tool::Curl)?.args(["-fsS", "--max-time", "10"]);
     let own = curl
         .clone()
         .arg(format!("http://{CLOUD_ADDRESS}:10265/metrics"))
-        .inside(Some(fixture.sites.cloud()));
+        .inside(Some(cloud));
     let own = own.run().await?.ok()?;
     for count in [
         "tunnel_server_enrollments_total{result=\"issued\"} 1",
@@ -348,11 +329,10 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         ensure!(own.contains(count), "no {count}: {own}");
     }
     let tokens = fixture.verb(&["token", "list", "-o", "json"]).await?;
-    let tokens: Value = serde_json::from_str(&tokens)?;
+    let tokens: Value = serde_json::from_str(&tokens.ok()?)?;
     ensure!(items(&tokens).count() == 0, "join tokens: {tokens}");
-    let created = fixture
-        .ask(&["token", "create", "--node", "worker-2"])
-        .await?;
+    let create = ["token", "create", "--node", "worker-2"];
+    let created = fixture.verb(&create).await?;
     let dialed = format!("--server {CLOUD_ADDRESS}:31008 ");
     ensure!(created.err.contains(&dialed), "{created}");
     let metrics = curl
@@ -387,9 +367,8 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
         return Ok(());
     };
     let overlay = overlay("egress-selector");
-    fixture
-        .kubectl(&["apply", "-k", &overlay.to_string_lossy()])
-        .await?;
+    let apply = ["apply", "-k", &overlay.to_string_lossy()];
+    fixture.kubectl(&apply).await?;
     fixture.create_root_ca().await?;
     let webhook = json!({
         "apiVersion": "v1", "kind": "Service", "metadata": { "name": "webhook", "namespace": "kube-system" },
@@ -402,28 +381,10 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
     fixture.create(&webhook).await?;
     fixture.create(&ranges).await?;
     fixture.proxy().await?;
-    let token = kubeconfig(&fixture.api.account)?["users"][0]["user"]["token"].clone();
-    let token = token.as_str().context("a token")?;
-    let facts = Facts {
-        node: "master-1".into(),
-        address: CLOUD_ADDRESS.to_string(),
-    };
-    let server = ("Deployment", "tunnel-server");
-    let server = fixture
-        .start_pod(server, fixture.sites.cloud(), &facts, token)
-        .await?;
-    let Some(server) = or_skip(server) else {
+    let socket = "run/culvert/connect.sock";
+    let Some((server, socket)) = fixture.start_server(socket).await? else {
         return Ok(());
     };
-    let socket = fixture
-        .scratch
-        .path()
-        .join("tunnel-server/run/culvert/connect.sock");
-    eventually("the socket", START, async || {
-        ensure!(socket.exists(), "{server}");
-        Ok(())
-    })
-    .await;
     let metadata = std::fs::metadata(&socket)?;
     let (owner, mode) = (metadata.uid(), metadata.mode() & 0o777);
     ensure!((owner, mode) == (0, 0o600), "{owner} {mode:o}");
@@ -434,10 +395,8 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
     let dialer = EgressDialer::uds(&socket);
     let request = "GET / HTTP/1.1\r\nHost: nobody:9100\r\nConnection: close\r\n\r\n";
     let answer = eventually("the Service", START, async || {
-        let tunnel = dialer
-            .dial(&target)
-            .await
-            .with_context(|| server.to_string())?;
+        let tunnel = dialer.dial(&target).await;
+        let tunnel = tunnel.with_context(|| server.to_string())?;
         anyhow::Ok(ask_through(tunnel, request).await?)
     })
     .await;

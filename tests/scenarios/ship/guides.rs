@@ -6,11 +6,12 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
+use tunnel_server::config::EDGE_LABEL;
 use tunnel_tests::cluster::{Cluster, Kind, Node, Objects};
 use tunnel_tests::guides::{blocks, links, page, pages, script};
 use tunnel_tests::manifests::repository;
 use tunnel_tests::netns::Namespace;
-use tunnel_tests::process::{Finished, Program, ScratchDir};
+use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
 use crate::cluster::kubectls;
@@ -56,12 +57,8 @@ fn every_block_of_commands_runs_here_or_says_why_not() -> Result<()> {
     for guide in GUIDES.iter().chain([&STANDALONE]) {
         for block in blocks(&page(guide)?) {
             let marked = block.is_run() || block.reason().is_some();
-            ensure!(
-                !block.is_commands() || marked,
-                "{guide}:{}: {:?}",
-                block.line,
-                block.mark
-            );
+            let (line, mark) = (block.line, &block.mark);
+            ensure!(!block.is_commands() || marked, "{guide}:{line}: {mark:?}");
         }
     }
     Ok(())
@@ -92,26 +89,18 @@ fn p6_cluster_tutorial_has_four_actions_where_the_old_way_has_sixteen() -> Resul
         .take_while(|line| line.starts_with('|'))
         .skip(1);
     let old = rows.count();
-    report_figure(&format!(
-        "P6: {} actions, {old} with yurt-tunnel",
-        actions.len()
-    ));
-    for (index, action) in actions.iter().enumerate() {
+    let count = actions.len();
+    report_figure(&format!("P6: {count} actions, {old} with yurt-tunnel"));
+    for (number, action) in (1..).zip(&actions) {
         let first = action.lines().next().unwrap_or_default();
-        report_figure(&format!("  {}. {first}", index + 1));
+        report_figure(&format!("  {number}. {first}"));
     }
-    ensure!(
-        headings.count() == actions.len(),
-        "a heading for each action"
-    );
+    ensure!(headings.count() == count, "a heading for each action");
     ensure!(old == OLD_ACTIONS, "{old} rows of the old way");
     ensure!(actions.len() <= ACTIONS_MAX, "{actions:#?}");
     // The server must not be scheduled on a node that becomes an edge a moment later.
-    ensure!(
-        actions[0].starts_with("kubectl label node"),
-        "{}",
-        actions[0]
-    );
+    let first = &actions[0];
+    ensure!(first.starts_with("kubectl label node"), "{first}");
     // One block is one thing: a command, or an edit of one file.
     for action in &actions {
         let commands = action.replace("\\\n", " ");
@@ -132,17 +121,13 @@ async fn standalone_tutorial_runs_as_it_stands() -> Result<()> {
         return Ok(());
     };
     let text = script(&blocks(&page(STANDALONE)?));
-    let finished = bash(&text, scratch.path(), &[])?
-        .inside(Some(&network))
-        .run()
-        .await?;
+    let program = bash(&text, scratch.path(), &[])?.inside(Some(&network));
+    let finished = program.run().await?;
     let shown = finished.to_string();
     finished.ok()?;
     ensure!(shown.contains("tunnel_agent_session_connected"), "{shown}");
-    ensure!(
-        !scratch.path().join("tunnel").exists(),
-        "it leaves its folder"
-    );
+    let folder = scratch.path().join("tunnel");
+    ensure!(!folder.exists(), "it leaves its folder");
     Ok(())
 }
 
@@ -153,20 +138,16 @@ async fn cluster_tutorial_runs_against_an_api_server() -> Result<()> {
     };
     let node = Node::new("worker-1").addressed("InternalIP", "192.168.33.221");
     fixture.cluster.objects().add(&node).await?;
-    let finished = fixture.run("docs/tutorials/cluster.md", "", &[]).await?;
-    let output = finished.ok()?;
+    let output = fixture.run("docs/tutorials/cluster.md").await?;
     let service = Objects::path("services", "tunnel-dns");
     let service = fixture.object(&service).await?;
     let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
     ensure!(output.contains(address), "{output}");
     let node = fixture.object("/api/v1/nodes/worker-1").await?;
-    ensure!(
-        node["metadata"]["labels"]["openyurt.io/is-edge-worker"] == "true",
-        "{node}"
-    );
-    let map = fixture
-        .object(&Objects::path("configmaps", "tunnel-agent"))
-        .await?;
+    let labels = &node["metadata"]["labels"];
+    ensure!(labels[EDGE_LABEL] == "true", "{node}");
+    let map = Objects::path("configmaps", "tunnel-agent");
+    let map = fixture.object(&map).await?;
     ensure!(map["data"]["server"] == "cloud.example.com:31008", "{map}");
     let secret = Objects::path("secrets", "tunnel-kubelet-client");
     let secret = fixture.object(&secret).await?;
@@ -179,24 +160,15 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
     let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    fixture
-        .run("docs/how-to/openyurt.md", "", &[])
-        .await?
-        .ok()?;
+    fixture.run("docs/how-to/openyurt.md").await?;
     let path = "/apis/apps/v1/namespaces/kube-system/deployments/tunnel-server";
     let server = fixture.object(path).await?;
     let selector = &server["spec"]["template"]["spec"]["nodeSelector"];
-    ensure!(
-        selector["openyurt.io/is-edge-worker"] == "false",
-        "{selector}"
-    );
+    ensure!(selector[EDGE_LABEL] == "false", "{selector}");
     if or_skip(require(&[Tool::Promtool])).is_none() {
         return Ok(());
     }
-    fixture
-        .run("docs/how-to/prometheus.md", "", &[])
-        .await?
-        .ok()?;
+    fixture.run("docs/how-to/prometheus.md").await?;
     let ports = Objects::path("configmaps", "yurt-tunnel-server-cfg");
     let ports = fixture.object(&ports).await?;
     ensure!(ports["data"]["http-proxy-ports"] == "9100, 9256", "{ports}");
@@ -208,10 +180,7 @@ async fn egress_selector_guide_runs_against_an_api_server() -> Result<()> {
     let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    let finished = fixture
-        .run("docs/how-to/egress-selector.md", "", &[])
-        .await?;
-    let printed = finished.ok()?;
+    let printed = fixture.run("docs/how-to/egress-selector.md").await?;
     let service = Objects::path("services", "x-tunnel-server-internal-svc");
     let service = fixture.object(&service).await?;
     let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
@@ -230,10 +199,8 @@ async fn migration_guide_runs_against_an_api_server_with_the_old_objects() -> Re
     };
     let backup = fixture.scratch.path().join("backup.yaml");
     let variables = [("BACKUP", backup.as_os_str().to_owned())];
-    let finished = fixture
-        .run("docs/how-to/migrate.md", OLD, &variables)
-        .await?;
-    finished.ok()?;
+    let guide = "docs/how-to/migrate.md";
+    fixture.run_with(guide, OLD, &variables).await?;
     let saved = std::fs::read_to_string(backup)?;
     ensure!(saved.contains("x-tunnel-server-svc") && saved.contains("yurt-tunnel-nodes"));
     let service = Objects::path("services", "x-tunnel-server-internal-svc");
@@ -244,10 +211,8 @@ async fn migration_guide_runs_against_an_api_server_with_the_old_objects() -> Re
     });
     ensure!(service["spec"]["selector"] == selector, "{service}");
     let old = "/apis/apps/v1/namespaces/kube-system/daemonsets/yurt-tunnel-agent";
-    ensure!(
-        fixture.cluster.admin().get(old).await?.is_none(),
-        "still there"
-    );
+    let old = fixture.cluster.admin().get(old).await?;
+    ensure!(old.is_none(), "still there");
     Ok(())
 }
 
@@ -295,13 +260,18 @@ impl ShipFixture {
         object.with_context(|| path.to_owned())
     }
 
+    /// Runs a guide's blocks and returns their output.
+    async fn run(&self, guide: &str) -> Result<String> {
+        self.run_with(guide, "", &[]).await
+    }
+
     /// Runs a guide's blocks after `prologue`.
-    async fn run(
+    async fn run_with(
         &self,
         guide: &str,
         prologue: &str,
         variables: &[(&str, OsString)],
-    ) -> Result<Finished> {
+    ) -> Result<String> {
         let folder = self.scratch.path();
         let pki = folder.join("pki");
         let text = script(&blocks(&page(guide)?));
@@ -318,7 +288,7 @@ impl ShipFixture {
         program = program
             .env("PATH", path)
             .env("KUBECONFIG", self.cluster.admin_kubeconfig()?);
-        program.run().await
+        program.run().await?.ok()
     }
 
     /// What kubeadm has on a control plane.

@@ -22,14 +22,15 @@ use crate::cluster::kubectls;
 /// Names of overlays, with their objects.
 type Rendered = Vec<(&'static str, Vec<Value>)>;
 
-/// Renders every overlay with the first kubectl on this machine.
-fn overlays() -> Result<Option<Rendered>> {
+/// Renders every overlay with the first kubectl on this machine. Returns nothing, with a note, if
+/// there is no kubectl.
+fn overlays() -> Result<Rendered> {
     let Some(files) = or_skip(kubectls()) else {
-        return Ok(None);
+        return Ok(Vec::new());
     };
     let file = files.first().context("one at least")?;
     let each = OVERLAYS.map(|name| Ok((name, render(file, &overlay(name))?)));
-    each.into_iter().collect::<Result<_>>().map(Some)
+    each.into_iter().collect()
 }
 
 /// Returns the two workloads, with the container of each.
@@ -40,11 +41,8 @@ fn workloads(objects: &[Value]) -> Result<[(&'static str, Value, Container); 2]>
     };
     let one = |name: &'static str, kind| -> Result<_> {
         let workload = find(objects, kind, name)?;
-        Ok((
-            name,
-            workload.clone(),
-            Container::of(workload, objects, &facts)?,
-        ))
+        let container = Container::of(workload, objects, &facts)?;
+        Ok((name, workload.clone(), container))
     };
     Ok([
         one("tunnel-server", "Deployment")?,
@@ -76,9 +74,6 @@ fn every_kubectl_renders_each_overlay_and_install_yaml_is_the_plain_one() -> Res
 
 #[tokio::test]
 async fn check_config_takes_the_arguments_and_variables_of_each_container() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
     // The test provides the data of the server and of the kubelet: the ConfigMap with the server's
     // CA, and a node's certificate with its key.
     let ca = TestCa::new("ca")?;
@@ -86,7 +81,7 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
     let bundle = json!({
         "kind": "ConfigMap", "metadata": { "name": "tunnel-ca" }, "data": { "ca.crt": ca.pem() },
     });
-    for (overlay, mut objects) in overlays {
+    for (overlay, mut objects) in overlays()? {
         objects.retain(|object| object["metadata"]["name"] != "tunnel-ca");
         objects.push(bundle.clone());
         for (name, _, container) in workloads(&objects)? {
@@ -97,10 +92,8 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
                 let pair = format!("{}{}", node.certificate, node.key);
                 std::fs::write(kubelet.join("kubelet-client-current.pem"), pair)?;
             }
-            ensure!(
-                args.first().map(String::as_str) == Some("run"),
-                "{overlay}: {args:?}"
-            );
+            let run = args.first().is_some_and(|word| word == "run");
+            ensure!(run, "{overlay}: {args:?}");
             let mut check = Program::ours(name)?.arg("check-config").args(&args[1..]);
             // Every container of a cluster has this variable.
             check = check.env("KUBERNETES_SERVICE_HOST", "10.96.0.1");
@@ -108,11 +101,8 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
                 check = check.env(variable, value);
             }
             let output = check.run().await?;
-            let text = format!("{output}");
-            output
-                .ok()
-                .with_context(|| format!("{overlay}: {name}: {text}"))?;
-            ensure!(!text.contains("warning"), "{overlay}: {name}: {text}");
+            let is_taken = output.status.success() && !output.to_string().contains("warning");
+            ensure!(is_taken, "{overlay}: {name}: {output}");
         }
     }
     Ok(())
@@ -120,10 +110,7 @@ async fn check_config_takes_the_arguments_and_variables_of_each_container() -> R
 
 #[test]
 fn flags_and_variables_of_the_manifests_are_those_of_the_code() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         for (name, _, container) in workloads(&objects)? {
             let command = match name {
                 "tunnel-server" => tunnel_server::cli::command(),
@@ -137,10 +124,8 @@ fn flags_and_variables_of_the_manifests_are_those_of_the_code() -> Result<()> {
                 ensure!(seen.insert(flag), "{overlay}: {name}: {flag} comes twice");
             }
             for variable in container.env.keys() {
-                ensure!(
-                    variables.contains(variable),
-                    "{overlay}: {name} reads no variable {variable}"
-                );
+                let is_known = variables.contains(variable);
+                ensure!(is_known, "{overlay}: {name} reads no variable {variable}");
             }
         }
     }
@@ -161,34 +146,27 @@ fn known(command: &Command) -> Result<(BTreeSet<String>, BTreeSet<String>)> {
 
 #[test]
 fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         let [(_, _, server), _] = workloads(&objects)?;
         let roles = server_roles_of(|right| is_needed(right, &server.args));
         let wanted: BTreeSet<_> = roles.iter().flat_map(rights).collect();
-        let roles = objects.iter().filter(|object| {
-            ["Role", "ClusterRole"]
-                .iter()
-                .any(|kind| object["kind"] == *kind)
-        });
-        let found: BTreeSet<_> = roles.flat_map(rights).collect();
-        let (more, less): (Vec<_>, Vec<_>) = (
-            found.difference(&wanted).collect(),
-            wanted.difference(&found).collect(),
-        );
+        let of_kind = |end: &str| {
+            let is_of_kind = |object: &&Value| {
+                let kind = object["kind"].as_str();
+                kind.is_some_and(|kind| kind.ends_with(end))
+            };
+            objects.iter().filter(is_of_kind).collect::<Vec<_>>()
+        };
+        let found: BTreeSet<_> = of_kind("Role").into_iter().flat_map(rights).collect();
+        let more: Vec<_> = found.difference(&wanted).collect();
+        let less: Vec<_> = wanted.difference(&found).collect();
         ensure!(
             more.is_empty() && less.is_empty(),
             "{overlay}: too many {more:#?}, missing {less:#?}"
         );
         let (namespace, name) = SERVICE_ACCOUNT;
-        for binding in objects.iter().filter(|object| {
-            let kind = object["kind"].as_str().unwrap_or_default();
-            kind.ends_with("RoleBinding")
-        }) {
-            let subject =
-                json!([{ "kind": "ServiceAccount", "name": name, "namespace": namespace }]);
+        let subject = json!([{ "kind": "ServiceAccount", "name": name, "namespace": namespace }]);
+        for binding in of_kind("RoleBinding") {
             ensure!(binding["subjects"] == subject, "{overlay}: {binding}");
         }
     }
@@ -200,10 +178,7 @@ fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Res
 /// that key or the others.
 #[test]
 fn objects_that_the_server_fills_are_shipped_without_content() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         let [(_, _, server), _] = workloads(&objects)?;
         let mut checked = 0;
         for role in server_roles_of(|right| is_needed(right, &server.args)) {
@@ -268,11 +243,8 @@ fn rights(role: &Value) -> Vec<[String; 5]> {
 
 #[test]
 fn names_and_ports_lead_to_each_other() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
     let names = ObjectNames::default();
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         find(&objects, "Service", &names.internal_service)?;
         find(&objects, "ConfigMap", &names.ports_config_map)?;
         let [(_, deployment, server), (_, daemons, agent)] = workloads(&objects)?;
@@ -285,10 +257,9 @@ fn names_and_ports_lead_to_each_other() -> Result<()> {
                 let target = (port["protocol"].to_string(), port["targetPort"].as_u64());
                 ensure!(ports.contains(&target), "{overlay}: {port} leads nowhere");
             }
-            let selector = service["spec"]["selector"]
-                .as_object()
-                .context("selector")?;
-            let selects = selector.iter().all(|(key, value)| template[key] == *value);
+            let selector = service["spec"]["selector"].as_object();
+            let mut selector = selector.context("selector")?.iter();
+            let selects = selector.all(|(key, value)| template[key] == *value);
             ensure!(selects, "{overlay}: {service} selects nothing");
         }
         let policy = find(&objects, "NetworkPolicy", "tunnel-server")?;
@@ -349,10 +320,7 @@ fn rolls_without_an_outage_or_ends_soon(
 
 #[test]
 fn pods_have_no_more_than_they_need() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         let [server, agent] = workloads(&objects)?;
         ensure!(server.1["spec"]["replicas"] == 1, "{overlay}");
         rolls_without_an_outage_or_ends_soon(overlay, &objects, &server.1, &server.2)?;
@@ -371,33 +339,25 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
             let own = json!({
                 "allowPrivilegeEscalation": false, "readOnlyRootFilesystem": true, "capabilities": { "drop": ["ALL"] },
             });
-            ensure!(
-                spec["securityContext"] == own,
-                "{place}: {}",
-                spec["securityContext"]
-            );
+            let context = &spec["securityContext"];
+            ensure!(*context == own, "{place}: {context}");
             ensure!(pod["enableServiceLinks"] == false, "{place}");
             ensure!(pod["automountServiceAccountToken"] == false, "{place}");
             ensure!(pod["dnsPolicy"] == "Default", "{place}");
             let priority = pod["priorityClassName"].as_str().unwrap_or_default();
             ensure!(priority.starts_with("system-"), "{place}: {priority}");
-            for probe in ["startupProbe", "livenessProbe"] {
-                ensure!(
-                    spec[probe]["httpGet"]["path"] == "/livez",
-                    "{place}: {probe}"
-                );
+            for (probe, path) in [
+                ("startupProbe", "/livez"),
+                ("livenessProbe", "/livez"),
+                ("readinessProbe", "/readyz"),
+            ] {
+                let found = &spec[probe]["httpGet"]["path"];
+                ensure!(*found == path, "{place}: {probe}");
             }
-            ensure!(
-                spec["readinessProbe"]["httpGet"]["path"] == "/readyz",
-                "{place}"
-            );
             ensure!(spec["resources"]["limits"]["memory"].is_string(), "{place}");
             ensure!(spec["resources"]["requests"]["cpu"].is_string(), "{place}");
             let grace = pod["terminationGracePeriodSeconds"].as_u64();
-            ensure!(
-                grace > Some(30),
-                "{place}: {grace:?} is not above the drain"
-            );
+            ensure!(grace > Some(30), "{place}: {grace:?} is within the drain");
             for mount in items(&spec["volumeMounts"]) {
                 let socket = overlay == "egress-selector" && mount["name"] == "connect";
                 let writable = mount["name"] == "data" || socket;
@@ -419,10 +379,7 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
 /// without the edge label is no edge node, so the tutorial sets the label first.
 #[test]
 fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         let [(_, _, server), _] = workloads(&objects)?;
         let affinity = &server.pod["affinity"]["nodeAffinity"];
         let preferred = &affinity["preferredDuringSchedulingIgnoredDuringExecution"];
@@ -430,12 +387,9 @@ fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<(
             .flat_map(|term| items(&term["preference"]["matchExpressions"]))
             .map(|role| (&role["key"], &role["operator"]))
             .collect();
-        ensure!(
-            roles
-                .iter()
-                .any(|(key, operator)| *key == ROLE && *operator == "Exists"),
-            "{overlay}: {preferred}"
-        );
+        let mut roles = roles.iter();
+        let is_preferred = roles.any(|(key, operator)| *key == ROLE && *operator == "Exists");
+        ensure!(is_preferred, "{overlay}: {preferred}");
         let required = &affinity["requiredDuringSchedulingIgnoredDuringExecution"];
         let required = &required["nodeSelectorTerms"][0]["matchExpressions"][0];
         let no_edge = json!({ "key": EDGE_LABEL, "operator": "NotIn", "values": ["true"] });
@@ -445,10 +399,8 @@ fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<(
             "{overlay}: {affinity} {selector}"
         );
         let pinned = selector.get(ROLE).is_some();
-        ensure!(
-            pinned == (overlay == "egress-selector"),
-            "{overlay}: {selector}"
-        );
+        let pins = overlay == "egress-selector";
+        ensure!(pinned == pins, "{overlay}: {selector}");
     }
     Ok(())
 }
@@ -456,17 +408,12 @@ fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<(
 /// Agents outside of pods dial the address that the agents of the DaemonSet dial.
 #[test]
 fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         let [(_, _, server), (_, _, agent)] = workloads(&objects)?;
         let advertised = server.env.get("TUNNEL_SERVER_ADVERTISE");
         ensure!(advertised.is_some(), "{overlay}: {:?}", server.env);
-        ensure!(
-            advertised == agent.env.get("TUNNEL_AGENT_SERVER"),
-            "{overlay}"
-        );
+        let dialed = agent.env.get("TUNNEL_AGENT_SERVER");
+        ensure!(advertised == dialed, "{overlay}");
     }
     Ok(())
 }
@@ -475,11 +422,8 @@ fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
 /// folder that the server may write to.
 #[test]
 fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
-    let Some(overlays) = overlays()? else {
-        return Ok(());
-    };
     let page = std::fs::read_to_string(repository().join("docs/how-to/egress-selector.md"))?;
-    for (overlay, objects) in overlays {
+    for (overlay, objects) in overlays()? {
         let [(_, deployment, server), _] = workloads(&objects)?;
         let flag = |name: &str| server.args.iter().find_map(|word| word.strip_prefix(name));
         match (flag("--connect-uds="), flag("--connect-listen=")) {
@@ -501,11 +445,8 @@ fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
             (None, Some(listen)) => {
                 let (_, port) = listen.rsplit_once(':').context("a port")?;
                 let port: u64 = port.parse()?;
-                let service = find(
-                    &objects,
-                    "Service",
-                    &ObjectNames::default().internal_service,
-                )?;
+                let name = ObjectNames::default().internal_service;
+                let service = find(&objects, "Service", &name)?;
                 let has = |list: &Value| items(list).any(|found| found["port"] == port);
                 ensure!(has(&service["spec"]["ports"]), "{overlay}: {service}");
                 let policy = find(&objects, "NetworkPolicy", "tunnel-server")?;
@@ -534,11 +475,9 @@ fn examples_apart_from_the_manifests_are_objects_of_their_kinds() -> Result<()> 
 /// Checks the scrape configuration with Prometheus' own tool.
 #[test]
 fn promtool_takes_the_scrape_example() -> Result<()> {
-    let Some(promtool) = or_skip(
-        Tool::Promtool
-            .find()
-            .ok_or_else(|| Skip::because("needs promtool")),
-    ) else {
+    let promtool = Tool::Promtool.find();
+    let promtool = promtool.ok_or_else(|| Skip::because("needs promtool"));
+    let Some(promtool) = or_skip(promtool) else {
         return Ok(());
     };
     for file in [
