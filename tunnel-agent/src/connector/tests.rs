@@ -1,8 +1,8 @@
 use std::ops::RangeBounds;
 
 use tokio::time::timeout;
-use tunnel_proto::transport::TransportKind;
 use tunnel_proto::transport::memory::Path;
+use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
 
 use super::*;
@@ -10,7 +10,7 @@ use crate::config::Limits;
 use crate::credentials::{CredentialStore, RotatingCredentials};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
-use crate::testing::net::{AGES, Busy, FakeNetwork, Peer};
+use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject};
 use crate::testing::{Ca, TempDir, context, stored};
 
 mod changes;
@@ -52,7 +52,7 @@ impl TestEnv {
     async fn cut_off(remembered: TransportKind) -> Self {
         let (env, peer) = Self::ready(remembered).await;
         env.net.set(Path::Silent);
-        peer.session.close(CloseCode::Draining, "gone").await;
+        peer.close(CloseCode::Draining).await;
         env
     }
 
@@ -97,7 +97,8 @@ impl TestEnv {
     async fn peer(&mut self, transport: TransportKind) -> Peer {
         let peer = self.net.peer().await;
         let after = self.start.elapsed();
-        assert_eq!(peer.transport, transport, "after {after:?}");
+        let dialed = peer.connection.agent.transport();
+        assert_eq!(dialed, transport, "after {after:?}");
         self.until(|env| env.is_ready()).await;
         peer
     }
@@ -193,7 +194,7 @@ async fn alert_of_quic_is_no_reason_to_try_h2() {
 async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
     let mut env = TestEnv::start(AUTO);
     let arrival = env.net.arrival().await;
-    arrival.reject(CloseCode::NameInUse).await;
+    reject(arrival, CloseCode::NameInUse).await;
     env.lap();
     let _peer = env.peer(TransportKind::Quic).await;
     env.expect_lap(60.0..67.0);
@@ -206,7 +207,7 @@ async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
 async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
     let (mut env, peer) = TestEnv::ready(TransportKind::H2).await;
     env.net.quic.dials();
-    peer.session.close(CloseCode::Draining, "restarting").await;
+    peer.close(CloseCode::Draining).await;
     env.lap();
     let peer = env.peer(TransportKind::H2).await;
     env.expect_lap(..0.1);
@@ -215,7 +216,7 @@ async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
     env.advance(10).await;
     env.net.h2.set(Path::Silent);
     env.net.quic.set(Path::Open);
-    peer.session.close(CloseCode::Draining, "restarting").await;
+    peer.close(CloseCode::Draining).await;
     env.lap();
     let _peer = env.peer(TransportKind::Quic).await;
     env.expect_lap(3.0..3.1);
@@ -226,7 +227,7 @@ async fn alert_over_h2_does_not_keep_quic_from_being_tried() {
     let (mut env, peer) = TestEnv::ready(TransportKind::H2).await;
     env.net.h2.set(Path::Alert);
     env.net.quic.set(Path::Open);
-    peer.session.close(CloseCode::Draining, "restarting").await;
+    peer.close(CloseCode::Draining).await;
     env.lap();
     let _peer = env.peer(TransportKind::Quic).await;
     env.expect_lap(..0.1);
@@ -302,7 +303,7 @@ async fn answer_within_the_head_start_keeps_h2_out() {
     env.net.quic.set(Path::Slow(Duration::from_secs(2)));
     let quic = env.net.arrival().await;
     env.advance(4).await;
-    let _peer = quic.welcome().await;
+    let _peer = Peer::admit(quic).await;
     env.until(TestEnv::is_ready).await;
     assert_eq!(env.net.h2.dials(), []);
 }
@@ -312,7 +313,7 @@ async fn explicit_transport_is_the_only_one() {
     let mut env = TestEnv::start(TransportChoice::H2);
     let peer = env.peer(TransportKind::H2).await;
     env.net.h2.set(Path::Silent);
-    peer.session.close(CloseCode::Draining, "restarting").await;
+    peer.close(CloseCode::Draining).await;
     env.advance(3600).await;
     env.net.h2.set(Path::Open);
     let _peer = env.peer(TransportKind::H2).await;
@@ -334,15 +335,15 @@ async fn servers_and_their_addresses_are_tried_in_rotation() {
         for name in servers {
             let arrival = env.net.arrival().await;
             assert_eq!(arrival.name, name);
-            arrival.reject(CloseCode::Overloaded).await;
+            reject(arrival, CloseCode::Overloaded).await;
         }
     }
     // The cursor stays at the address that worked.
     for _ in 0..2 {
         let arrival = env.net.arrival().await;
         assert_eq!(arrival.name, servers[0]);
-        let peer = arrival.welcome().await;
+        let peer = Peer::admit(arrival).await;
         env.until(TestEnv::is_ready).await;
-        peer.session.close(CloseCode::Draining, "restarting").await;
+        peer.close(CloseCode::Draining).await;
     }
 }

@@ -8,7 +8,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::transport::memory::{MemoryConnection, MemoryDialer, MemorySession, Path};
+use tunnel_proto::transport::memory::{MemoryConnection, MemoryDialer, Path};
 use tunnel_proto::transport::{CloseReason, Session, Stream, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
@@ -43,20 +43,14 @@ impl FakeNetwork {
     }
 
     /// Returns the agent's next connection after its handshake.
-    pub(crate) async fn arrival(&mut self) -> Arrival {
+    pub(crate) async fn arrival(&mut self) -> MemoryConnection {
         let received = timeout(AGES, self.connections.recv()).await;
-        let connection = received.unwrap().unwrap();
-        Arrival {
-            transport: connection.agent.transport(),
-            name: connection.name,
-            session: connection.server,
-            agent_session: connection.agent,
-        }
+        received.unwrap().unwrap()
     }
 
     /// Returns the agent's next connection after its admission.
     pub(crate) async fn peer(&mut self) -> Peer {
-        self.arrival().await.welcome().await
+        Peer::admit(self.arrival().await).await
     }
 
     /// Returns whether no connection arrived that the test has not received.
@@ -65,47 +59,31 @@ impl FakeNetwork {
     }
 }
 
-/// The server's end of a connection.
-pub(crate) struct Arrival {
-    pub(crate) transport: TransportKind,
-    /// Name that the agent dialed.
-    pub(crate) name: String,
-    pub(crate) session: Arc<dyn Session>,
-    /// Agent's end of the connection.
-    pub(crate) agent_session: Arc<MemorySession>,
+/// Rejects the agent on its connection.
+pub(crate) async fn reject(connection: MemoryConnection, code: CloseCode) {
+    let (_, mut reader, mut writer) = hello(&*connection.server).await;
+    let message = ControlMessage::NotAdmitted(code, "not now".into());
+    writer.send(&message).await.unwrap();
+    while let Ok(Some(_)) = reader.receive().await {}
 }
 
-impl Arrival {
-    pub(crate) async fn welcome(self) -> Peer {
-        let (reader, writer) = admit(&*self.session, welcome()).await;
-        Peer {
-            transport: self.transport,
-            session: self.session,
-            agent_session: self.agent_session,
-            reader,
-            writer,
-        }
-    }
-
-    pub(crate) async fn reject(self, code: CloseCode) {
-        let (_, mut reader, mut writer) = hello(&*self.session).await;
-        let message = ControlMessage::NotAdmitted(code, "not now".into());
-        writer.send(&message).await.unwrap();
-        while let Ok(Some(_)) = reader.receive().await {}
-    }
-}
-
-/// The server's end of an admitted session.
+/// An admitted agent's connection, and the server's end of its control stream.
 pub(crate) struct Peer {
-    pub(crate) transport: TransportKind,
-    pub(crate) session: Arc<dyn Session>,
-    /// Agent's end of the connection.
-    pub(crate) agent_session: Arc<MemorySession>,
+    pub(crate) connection: MemoryConnection,
     reader: ControlReader,
     writer: ControlWriter,
 }
 
 impl Peer {
+    pub(crate) async fn admit(connection: MemoryConnection) -> Self {
+        let (reader, writer) = admit(&*connection.server, welcome()).await;
+        Self {
+            connection,
+            reader,
+            writer,
+        }
+    }
+
     /// Returns the agent's next message, or `None` after the last one.
     pub(crate) async fn recv_control(&mut self) -> Option<ControlMessage> {
         timeout(AGES, self.reader.receive()).await.unwrap().unwrap()
@@ -129,8 +107,12 @@ impl Peer {
         self.writer.send(&message).await.unwrap();
     }
 
+    pub(crate) async fn close(&self, code: CloseCode) {
+        self.connection.server.close(code, "of the test").await;
+    }
+
     pub(crate) async fn closed(&self) -> CloseReason {
-        timeout(AGES, self.session.closed()).await.unwrap()
+        timeout(AGES, self.connection.server.closed()).await.unwrap()
     }
 }
 

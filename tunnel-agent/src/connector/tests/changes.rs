@@ -5,7 +5,7 @@ use super::*;
 #[tokio::test(start_paused = true)]
 async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
     let (mut env, mut old) = TestEnv::ready(TransportKind::H2).await;
-    let running = Busy::on(&*old.session).await;
+    let running = Busy::on(&*old.connection.server).await;
     env.advance(100).await;
     env.net.quic.set(Path::Open);
     env.lap();
@@ -14,7 +14,7 @@ async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
 
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
     // The server opened the stream before it read Withdraw.
-    let late = Busy::on(&*old.session).await;
+    let late = Busy::on(&*old.connection.server).await;
     assert_eq!(env.context.metrics.transport_changes(), (1, 1));
     env.advance(600).await;
     assert!(env.is_ready());
@@ -22,7 +22,7 @@ async fn upgrade_retires_the_old_session_and_its_streams_go_on() {
     env.advance(600).await;
     running.finish().await;
     expect_bye(&mut old).await;
-    Busy::on(&*new.session).await.finish().await;
+    Busy::on(&*new.connection.server).await.finish().await;
     env.net.quic.dials();
     env.advance(3600).await;
     assert_eq!(env.net.quic.dials(), [], "there is nothing above QUIC");
@@ -41,7 +41,7 @@ async fn quic_lost_soon_after_promotion_is_left_alone_for_2_4_to_30_minutes() {
         expect_retirement(&mut h2).await;
         env.advance(30).await;
         env.net.quic.set(Path::Silent);
-        quic.session.close(CloseCode::Dead, "blocked again").await;
+        quic.close(CloseCode::Dead).await;
         h2 = env.peer(TransportKind::H2).await;
         env.lap();
     }
@@ -67,17 +67,17 @@ async fn loss_counts_from_the_silence_and_not_from_what_replaced_it() {
 #[tokio::test(start_paused = true)]
 async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
     let (mut env, mut peer) = TestEnv::ready(TransportKind::Quic).await;
-    let running = Busy::on(&*peer.session).await;
+    let running = Busy::on(&*peer.connection.server).await;
     env.net.set(Path::Silent);
     env.net.quic.dials();
-    peer.agent_session.script().is_silent = true;
+    peer.connection.agent.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
     env.expect_lap(5.0..8.0);
     env.advance(20).await;
     assert!(env.net.quic.dials().len() >= 3 && !env.net.h2.dials().is_empty());
 
-    peer.agent_session.script().is_silent = false;
+    peer.connection.agent.script().is_silent = false;
     env.until(TestEnv::is_ready).await;
     env.net.quic.dials();
     env.advance(120).await;
@@ -85,15 +85,15 @@ async fn suspect_session_that_recovers_keeps_its_streams_and_stays_current() {
     peer.expect_suspect(true).await;
     peer.expect_suspect(false).await;
     running.finish().await;
-    Busy::on(&*peer.session).await.finish().await;
+    Busy::on(&*peer.connection.server).await.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn suspect_session_is_replaced_and_keeps_its_streams() {
     let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
-    let running = Busy::on(&*old.session).await;
+    let running = Busy::on(&*old.connection.server).await;
     env.net.quic.set(Path::Silent);
-    old.agent_session.script().is_silent = true;
+    old.connection.agent.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
     let new = env.peer(TransportKind::H2).await;
@@ -102,11 +102,11 @@ async fn suspect_session_is_replaced_and_keeps_its_streams() {
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
 
     env.advance(20).await;
-    old.agent_session.script().is_silent = false;
+    old.connection.agent.script().is_silent = false;
     old.expect_suspect(false).await;
     running.finish().await;
     expect_bye(&mut old).await;
-    Busy::on(&*new.session).await.finish().await;
+    Busy::on(&*new.connection.server).await.finish().await;
     assert!(env.is_ready());
 }
 
@@ -114,11 +114,11 @@ async fn suspect_session_is_replaced_and_keeps_its_streams() {
 async fn recovery_of_a_retired_quic_session_brings_quic_back() {
     let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
     env.net.quic.set(Path::Silent);
-    old.agent_session.script().is_silent = true;
+    old.connection.agent.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
     let mut h2 = env.peer(TransportKind::H2).await;
     env.net.quic.set(Path::Open);
-    old.agent_session.script().is_silent = false;
+    old.connection.agent.script().is_silent = false;
     old.expect_suspect(true).await;
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
     old.expect_suspect(false).await;
@@ -133,7 +133,7 @@ async fn idle_session_that_is_silent_is_replaced_within_20_seconds() {
     let (mut env, old) = TestEnv::ready(TransportKind::Quic).await;
     env.advance(100).await;
     env.net.quic.set(Path::Silent);
-    old.agent_session.script().is_silent = true;
+    old.connection.agent.script().is_silent = true;
     env.lap();
     env.until(|env| !env.is_ready()).await;
     let _new = env.peer(TransportKind::H2).await;
@@ -147,7 +147,7 @@ async fn idle_session_that_is_silent_is_replaced_within_20_seconds() {
 async fn dead_session_leaves_the_search_for_another_as_it_is() {
     let (mut env, old) = TestEnv::ready(TransportKind::Quic).await;
     env.net.set(Path::Silent);
-    old.agent_session.script().is_silent = true;
+    old.connection.agent.script().is_silent = true;
     assert_eq!(old.closed().await.code, CloseCode::Dead);
     let dead = Instant::now();
     assert!(!env.is_ready());
@@ -164,11 +164,11 @@ async fn dead_session_leaves_the_search_for_another_as_it_is() {
 async fn close_of_a_suspect_session_shows_that_the_server_is_back() {
     let (mut env, old) = TestEnv::ready(TransportKind::Quic).await;
     env.net.set(Path::Silent);
-    old.agent_session.script().is_silent = true;
+    old.connection.agent.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
     env.advance(8).await;
     env.net.quic.set(Path::Open);
-    old.session.close(CloseCode::Draining, "restarted").await;
+    old.close(CloseCode::Draining).await;
     env.lap();
     let _new = env.peer(TransportKind::Quic).await;
     env.expect_lap(..0.1);
@@ -180,22 +180,22 @@ async fn loser_that_was_admitted_retires() {
     env.net.quic.set(Path::Slow(Duration::from_secs(4)));
     let h2 = env.net.arrival().await;
     let quic = env.net.arrival().await;
-    let kinds = (h2.transport, quic.transport);
+    let kinds = (h2.agent.transport(), quic.agent.transport());
     assert_eq!(kinds, (TransportKind::H2, TransportKind::Quic));
-    let winner = h2.welcome().await;
+    let winner = Peer::admit(h2).await;
     env.until(TestEnv::is_ready).await;
-    let mut loser = quic.welcome().await;
+    let mut loser = Peer::admit(quic).await;
     expect_retirement(&mut loser).await;
-    Busy::on(&*winner.session).await.finish().await;
+    Busy::on(&*winner.connection.server).await.finish().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn drain_with_two_sessions_closes_both_without_loss() {
     let (mut env, mut old) = TestEnv::ready(TransportKind::H2).await;
-    let on_old = Busy::on(&*old.session).await;
+    let on_old = Busy::on(&*old.connection.server).await;
     env.net.quic.set(Path::Open);
     let mut new = env.peer(TransportKind::Quic).await;
-    let on_new = Busy::on(&*new.session).await;
+    let on_new = Busy::on(&*new.connection.server).await;
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
 
     let shutdown = env.context.shutdown.clone();
@@ -228,20 +228,20 @@ async fn dropped_connector_cuts_its_sessions() {
     let (mut env, peer) = TestEnv::ready(TransportKind::Quic).await;
     env.agent.shutdown().await;
     // The agent's end is gone; the test holds the last handle.
-    assert_eq!(Arc::strong_count(&peer.agent_session), 1);
+    assert_eq!(Arc::strong_count(&peer.connection.agent), 1);
 }
 
 #[tokio::test(start_paused = true)]
 async fn drain_of_the_server_has_another_session_dialed_while_the_old_one_serves() {
     let (mut env, mut old) = TestEnv::ready(TransportKind::Quic).await;
-    let running = Busy::on(&*old.session).await;
+    let running = Busy::on(&*old.connection.server).await;
     env.advance(60).await;
     env.lap();
     old.send_drain().await;
     let new = env.peer(TransportKind::Quic).await;
     env.expect_lap(..0.6);
     assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
-    Busy::on(&*new.session).await.finish().await;
+    Busy::on(&*new.connection.server).await.finish().await;
     env.advance(20).await;
     assert!(env.is_ready());
     running.finish().await;
@@ -260,7 +260,7 @@ async fn agent_of_a_stopping_server_dials_on_until_another_one_answers() {
     let dials = env.net.quic.dials().len();
     assert!((5..60).contains(&dials), "{dials} dials in 10 s");
     assert!(env.is_ready());
-    Busy::on(&*old.session).await.finish().await;
+    Busy::on(&*old.connection.server).await.finish().await;
     env.net.quic.set(Path::Open);
     env.lap();
     let _new = env.peer(TransportKind::Quic).await;
@@ -277,7 +277,7 @@ async fn end_of_a_stopped_server_has_the_next_one_dialed_afresh() {
     old.send_drain().await;
     env.advance(2).await;
     env.net.quic.set(Path::Open);
-    old.session.close(CloseCode::Draining, "restarting").await;
+    old.close(CloseCode::Draining).await;
     env.lap();
     let _new = env.net.peer().await;
     env.expect_lap(..2.1);
@@ -307,9 +307,9 @@ async fn stopping_server_that_falls_silent_and_recovers_is_still_replaced() {
     env.net.set(Path::Refused);
     old.send_drain().await;
     env.advance(1).await;
-    old.agent_session.script().is_silent = true;
+    old.connection.agent.script().is_silent = true;
     env.until(|env| !env.is_ready()).await;
-    old.agent_session.script().is_silent = false;
+    old.connection.agent.script().is_silent = false;
     env.until(TestEnv::is_ready).await;
     env.net.quic.set(Path::Open);
     env.lap();
