@@ -410,7 +410,7 @@ mod tests {
         mpsc::Receiver<String>,
     ) {
         let (sender, written) = mpsc::channel();
-        let output = Output(move |data: &[u8]| {
+        let output = Output(move |data: &[u8]| -> io::Result<usize> {
             let count = write(data)?;
             let text = String::from_utf8_lossy(&data[..count]).into_owned();
             let _test_is_over = sender.send(text);
