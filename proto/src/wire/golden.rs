@@ -215,72 +215,64 @@ fn enrollment_is_as_captured() {
 
 #[test]
 fn numbers_are_as_released() {
-    let refusals: Vec<_> = (0..=8).map(RefusalCode::from_number).collect();
-    assert_eq!(
-        refusals,
-        [
-            RefusalCode::Unknown(0),
-            RefusalCode::BadHeader,
-            RefusalCode::Policy,
-            RefusalCode::TargetRefused,
-            RefusalCode::TargetTimeout,
-            RefusalCode::TooManyStreams,
-            RefusalCode::Draining,
-            RefusalCode::Internal,
-            RefusalCode::Unknown(8),
-        ]
-    );
-    let resets: Vec<_> = (0..=4).map(ResetCode::from_number).collect();
-    assert_eq!(
-        resets,
-        [
-            ResetCode::Dropped,
-            ResetCode::PeerCut,
-            ResetCode::Protocol,
-            ResetCode::Refused,
-            ResetCode::Unknown(4),
-        ]
-    );
-    let closes: Vec<_> = (0..=13).map(CloseCode::from_number).collect();
-    assert_eq!(
-        closes,
-        [
-            CloseCode::Normal,
-            CloseCode::Draining,
-            CloseCode::Protocol,
-            CloseCode::Version,
-            CloseCode::NameNotInCredential,
-            CloseCode::NameInUse,
-            CloseCode::Superseded,
-            CloseCode::HandshakeTimeout,
-            CloseCode::Dead,
-            CloseCode::CredentialRevoked,
-            CloseCode::Overloaded,
-            CloseCode::CredentialExpired,
-            CloseCode::TooManySessions,
-            CloseCode::Unknown(13),
-        ]
-    );
-    let enrollments: Vec<_> = (0..=13).map(EnrollCode::from_number).collect();
-    assert_eq!(
-        enrollments,
-        [
-            EnrollCode::Unknown(0),
-            EnrollCode::BadRequest,
-            EnrollCode::BadToken,
-            EnrollCode::TokenExpired,
-            EnrollCode::TokenUsed,
-            EnrollCode::WrongNode,
-            EnrollCode::RateLimited,
-            EnrollCode::Unavailable,
-            EnrollCode::Revoked,
-            EnrollCode::CertificateEnded,
-            EnrollCode::ClockWrong,
-            EnrollCode::NotOffered,
-            EnrollCode::BadProof,
-            EnrollCode::Unknown(13),
-        ]
-    );
+    let refusals = [
+        RefusalCode::Unknown(0),
+        RefusalCode::BadHeader,
+        RefusalCode::Policy,
+        RefusalCode::TargetRefused,
+        RefusalCode::TargetTimeout,
+        RefusalCode::TooManyStreams,
+        RefusalCode::Draining,
+        RefusalCode::Internal,
+        RefusalCode::Unknown(8),
+    ];
+    let released: Vec<_> = (0..=8).map(RefusalCode::from_number).collect();
+    assert_eq!(released, refusals);
+    let resets = [
+        ResetCode::Dropped,
+        ResetCode::PeerCut,
+        ResetCode::Protocol,
+        ResetCode::Refused,
+        ResetCode::Unknown(4),
+    ];
+    let released: Vec<_> = (0..=4).map(ResetCode::from_number).collect();
+    assert_eq!(released, resets);
+    let closes = [
+        CloseCode::Normal,
+        CloseCode::Draining,
+        CloseCode::Protocol,
+        CloseCode::Version,
+        CloseCode::NameNotInCredential,
+        CloseCode::NameInUse,
+        CloseCode::Superseded,
+        CloseCode::HandshakeTimeout,
+        CloseCode::Dead,
+        CloseCode::CredentialRevoked,
+        CloseCode::Overloaded,
+        CloseCode::CredentialExpired,
+        CloseCode::TooManySessions,
+        CloseCode::Unknown(13),
+    ];
+    let released: Vec<_> = (0..=13).map(CloseCode::from_number).collect();
+    assert_eq!(released, closes);
+    let enrollments = [
+        EnrollCode::Unknown(0),
+        EnrollCode::BadRequest,
+        EnrollCode::BadToken,
+        EnrollCode::TokenExpired,
+        EnrollCode::TokenUsed,
+        EnrollCode::WrongNode,
+        EnrollCode::RateLimited,
+        EnrollCode::Unavailable,
+        EnrollCode::Revoked,
+        EnrollCode::CertificateEnded,
+        EnrollCode::ClockWrong,
+        EnrollCode::NotOffered,
+        EnrollCode::BadProof,
+        EnrollCode::Unknown(13),
+    ];
+    let released: Vec<_> = (0..=13).map(EnrollCode::from_number).collect();
+    assert_eq!(released, enrollments);
     for number in 0..64 {
         assert_eq!(RefusalCode::from_number(number).number(), number);
         assert_eq!(ResetCode::from_number(number).number(), number);

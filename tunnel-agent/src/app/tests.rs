@@ -5,8 +5,9 @@ use tokio::task::JoinSet;
 use tunnel_proto::process::meta;
 use tunnel_proto::session::control::{ControlReader, ControlWriter};
 use tunnel_proto::transport::Session;
-use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::code::{CloseCode, EnrollCode};
 use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::*;
 use crate::config::{Secret, Settings};
@@ -218,17 +219,13 @@ async fn drain_has_a_deadline() {
 async fn refused_enrollment_ends_the_agent() {
     let (server, scratch) = (Server::start().await, TempDir::new());
     let app = start(settings(&server, scratch.path())).await.unwrap();
-    let refused = tunnel_proto::wire::enroll::EnrollReply::Refused(
-        tunnel_proto::wire::code::EnrollCode::TokenUsed,
-        "token abcdef012345 was used by another key".into(),
-    );
+    let detail = "token abcdef012345 was used by another key";
+    let refused = EnrollReply::Refused(EnrollCode::TokenUsed, detail.into());
     let (ended, _) = tokio::join!(app.run(), server.enrollment(|_| Some(refused)));
     let (code, text) = exit(&ended.unwrap_err());
     assert_eq!(code, EXIT_FAILURE);
-    assert!(
-        text.contains("used by another key") && text.contains("create a new token"),
-        "{text}"
-    );
+    assert!(text.contains("used by another key"), "{text}");
+    assert!(text.contains("create a new token"), "{text}");
 }
 
 #[tokio::test]
@@ -250,10 +247,8 @@ async fn exit_code_distinguishes_configuration_from_failure() {
     let no_token = with(|settings| settings.token = None).await.unwrap_err();
     let (code, text) = exit(&no_token);
     assert_eq!(code, EXIT_USAGE);
-    assert!(
-        text.contains("tunnel-server token create --node worker-1"),
-        "{text}"
-    );
+    let advice = "tunnel-server token create --node worker-1";
+    assert!(text.contains(advice), "{text}");
 
     let no_file = with(|settings| {
         settings.token = None;
