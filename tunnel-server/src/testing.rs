@@ -101,6 +101,13 @@ impl Bench {
         }
     }
 
+    /// Creates a server with one agent that is admitted.
+    pub(crate) async fn with_agent() -> (Self, Agent) {
+        let bench = Self::new();
+        let agent = bench.agent(1).await;
+        (bench, agent)
+    }
+
     /// Returns the value of a metric. `name` contains the labels as exposed.
     pub(crate) fn metric(&self, name: &str) -> Option<u64> {
         let mut text = String::new();

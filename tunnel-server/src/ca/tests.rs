@@ -15,6 +15,12 @@ fn ca(scratch: &Scratch) -> Arc<LocalCa> {
     Arc::new(LocalCa::load_or_create(&scratch.0).unwrap())
 }
 
+fn new_ca() -> (Scratch, Arc<LocalCa>) {
+    let scratch = Scratch::new();
+    let ca = ca(&scratch);
+    (scratch, ca)
+}
+
 fn knows_worker_1() -> IsKnown {
     Arc::new(|node| node.as_str() == "worker-1")
 }
@@ -120,8 +126,7 @@ fn odd_files_are_refused_by_name() {
 
 #[test]
 fn agent_certificate_names_its_node_for_30_days() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let node: NodeName = "worker-1".parse().unwrap();
     let issued = ca.issue_agent(&csr(), &node).unwrap();
     let identity = PeerIdentity::from_certificate(&issued.chain[0]).unwrap();
@@ -137,8 +142,7 @@ fn agent_certificate_names_its_node_for_30_days() {
 
 #[test]
 fn serial_numbers_differ_for_one_key() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let (csr, node) = (csr(), "worker-1".parse().unwrap());
     let first = ca.issue_agent(&csr, &node).unwrap();
     let second = ca.issue_agent(&csr, &node).unwrap();
@@ -147,8 +151,7 @@ fn serial_numbers_differ_for_one_key() {
 
 #[test]
 fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let server = tls::enroll_server(ca.server_resolver(Box::new(|_| {}))).unwrap();
     for trust in [
         Trust::Pin(ca.spki_sha256()),
@@ -166,8 +169,7 @@ fn agent_that_pins_the_ca_or_has_it_accepts_the_server() {
 
 #[test]
 fn serving_certificates_never_act_as_the_tunnel_server() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let names = ServingNames::new(vec!["culvert.example".into()], vec![]);
     let listener = ca.serving_resolver(knows_worker_1(), names);
     let server = tls::enroll_server(listener).unwrap();
@@ -182,8 +184,7 @@ fn serving_certificates_never_act_as_the_tunnel_server() {
 
 #[test]
 fn listener_is_verified_by_node_name_own_name_and_own_address() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let server = tls::https_server(Arc::new(listener(&ca)), None).unwrap();
     for (name, is_good) in [
         ("worker-1", true),
@@ -201,8 +202,7 @@ fn listener_is_verified_by_node_name_own_name_and_own_address() {
 
 #[test]
 fn certificates_are_kept_and_renewed_at_half_life() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let now = SystemTime::now();
     let server = cert_resolver::ServerCertResolver::new(ca.clone(), Box::new(|_| {}));
     let listener = listener(&ca);
@@ -226,8 +226,7 @@ fn certificates_are_kept_and_renewed_at_half_life() {
 
 #[test]
 fn certificates_cached_for_the_listener_are_bounded() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let names = ServingNames::new(vec![], vec![]);
     let listener = cert_resolver::ServingCertResolver::new(ca, Arc::new(|_| true), names);
     let now = SystemTime::now();
@@ -243,8 +242,7 @@ fn certificates_cached_for_the_listener_are_bounded() {
 
 #[test]
 fn another_ca_or_name_makes_new_serving_certificates_at_once() {
-    let scratch = Scratch::new();
-    let ca = ca(&scratch);
+    let (_scratch, ca) = new_ca();
     let names = ServingNames::new(vec!["localhost".into()], vec![]);
     let listener =
         cert_resolver::ServingCertResolver::new(ca.clone(), knows_worker_1(), names.clone());

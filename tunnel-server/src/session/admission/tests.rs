@@ -36,8 +36,7 @@ fn session_at_rest_is_small() {
 
 #[tokio::test(start_paused = true)]
 async fn other_instance_is_refused_while_the_first_answers() {
-    let bench = Bench::new();
-    let first = bench.agent(1).await;
+    let (bench, first) = Bench::with_agent().await;
     let (second, answer) = bench.connect_agent(2, 4096).await;
     let detail = is_refused(second, &answer, CloseCode::NameInUse).await;
     assert!(detail.contains("worker-1"), "{detail}");
@@ -62,8 +61,7 @@ async fn process_with_four_sessions_gets_a_fifth_when_one_is_withdrawn() {
 
 #[tokio::test(start_paused = true)]
 async fn silent_session_gives_way_to_another_instance_after_a_second() {
-    let bench = Bench::new();
-    let first = bench.agent(1).await;
+    let (bench, first) = Bench::with_agent().await;
     first.near.script().is_silent = true;
     let began = Instant::now();
     let _second = bench.agent(2).await;
@@ -82,8 +80,7 @@ async fn silent_session_gives_way_to_another_instance_after_a_second() {
 
 #[tokio::test(start_paused = true)]
 async fn instance_that_withdrew_yields_without_a_probe() {
-    let bench = Bench::new();
-    let mut first = bench.agent(1).await;
+    let (bench, mut first) = Bench::with_agent().await;
     first.send(ControlMessage::Withdraw).await;
     let withdrawn = || bench.sessions.registry.of_node(&node())[0].is_withdrawn();
     eventually("withdrawn", withdrawn).await;

@@ -15,8 +15,7 @@ fn suspect_reason(bench: &Bench) -> Option<SuspectReason> {
 
 #[tokio::test(start_paused = true)]
 async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_until_it_ends() {
-    let bench = Bench::new();
-    let mut agent = bench.agent(1).await;
+    let (bench, mut agent) = Bench::with_agent().await;
     sleep(secs(20)).await;
     let mut opened = bench.open().await.unwrap().stream;
     let mut accepted = agent.stream().await;
@@ -47,8 +46,7 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
 
 #[tokio::test(start_paused = true)]
 async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
-    let bench = Bench::new();
-    let agent = bench.agent(1).await;
+    let (bench, agent) = Bench::with_agent().await;
     let before = agent.near.health().acknowledged;
     sleep(secs(61)).await;
     let probes = agent.near.health().acknowledged - before;
@@ -62,8 +60,7 @@ async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
-    let bench = Bench::new();
-    let agent = bench.agent(1).await;
+    let (bench, agent) = Bench::with_agent().await;
     agent.near.script().is_silent = true;
     // Between two checks of an idle session, which run every second.
     sleep(Duration::from_millis(5_100)).await;
@@ -77,8 +74,7 @@ async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
 
 #[tokio::test(start_paused = true)]
 async fn dead_session_is_closed_after_a_minute_and_its_streams_are_cut() {
-    let bench = Bench::new();
-    let agent = bench.agent(1).await;
+    let (bench, agent) = Bench::with_agent().await;
     let mut opened = bench.open().await.unwrap().stream;
     agent.near.script().is_silent = true;
     agent.near.script().is_slow_to_close = true;
@@ -97,8 +93,7 @@ async fn dead_session_is_closed_after_a_minute_and_its_streams_are_cut() {
 
 #[tokio::test(start_paused = true)]
 async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
-    let bench = Bench::new();
-    let mut agent = bench.agent(1).await;
+    let (bench, mut agent) = Bench::with_agent().await;
     agent.send(ControlMessage::Suspect(true)).await;
     let doubted = || suspect_reason(&bench) == Some(SuspectReason::PeerHearsNothing);
     let began = Instant::now();
@@ -135,8 +130,7 @@ async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
 
 #[tokio::test(start_paused = true)]
 async fn end_of_the_control_stream_withdraws_and_a_broken_one_closes() {
-    let bench = Bench::new();
-    let mut agent = bench.agent(1).await;
+    let (bench, mut agent) = Bench::with_agent().await;
     agent.writer.finish().await.unwrap();
     let withdrawn = || bench.sessions.registry.of_node(&node())[0].is_withdrawn();
     eventually("withdrawn", withdrawn).await;
@@ -154,8 +148,7 @@ async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol(
         ControlMessage::Unknown,
         ControlMessage::Suspect(true),
     ] {
-        let bench = Bench::new();
-        let mut agent = bench.agent(1).await;
+        let (bench, mut agent) = Bench::with_agent().await;
         for _ in 0..=50 {
             let _closed_meanwhile = agent.writer.send(&message).await;
         }
