@@ -12,6 +12,25 @@ struct Fixture {
     shutdown: Shutdown,
 }
 
+/// Returns the state of a server with this directory. The node `worker-9` is connected.
+pub(super) fn state(dir: &DataDir) -> AdminState {
+    AdminState {
+        revocations: Arc::new(Revocations::open(dir, true).unwrap()),
+        ca: Arc::new(LocalCa::load_or_create(dir).unwrap()),
+        tokens: Arc::new(TokenStore::open(dir).unwrap()),
+        nodes: Arc::new(KnownNodes::open(dir).unwrap()),
+        status: Arc::new(|| {
+            let mut status = serde_json::json!(status::NodeStatus::default());
+            status["node"] = "worker-9".into();
+            status["connected"] = true.into();
+            vec![status]
+        }),
+        advertised: vec!["tunnel.example:10262".into()],
+        can_issue: true,
+        tunnels: None,
+    }
+}
+
 fn node(name: &str) -> NodeName {
     name.parse().unwrap()
 }
@@ -19,25 +38,9 @@ fn node(name: &str) -> NodeName {
 impl Fixture {
     fn new() -> Self {
         let scratch = Scratch::new();
-        let dir = &scratch.0;
-        let state = AdminState {
-            revocations: Arc::new(Revocations::open(dir, true).unwrap()),
-            ca: Arc::new(LocalCa::load_or_create(dir).unwrap()),
-            tokens: Arc::new(TokenStore::open(dir).unwrap()),
-            nodes: Arc::new(KnownNodes::open(dir).unwrap()),
-            status: Arc::new(|| {
-                let mut status = serde_json::json!(status::NodeStatus::default());
-                status["node"] = "worker-9".into();
-                status["connected"] = true.into();
-                vec![status]
-            }),
-            advertised: vec!["tunnel.example:10262".into()],
-            can_issue: true,
-            tunnels: None,
-        };
         Self {
+            state: state(&scratch.0),
             scratch,
-            state,
             shutdown: Shutdown::new(),
         }
     }

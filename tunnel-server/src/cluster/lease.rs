@@ -117,19 +117,3 @@ pub(super) fn identity() -> String {
     let random: u128 = rand::random();
     format!("{host}_{random:032x}")
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn renewals_keep_the_beginning_and_takers_count() {
-        let first = spec_for(&LeaseSpec::default(), "a", Timestamp::UNIX_EPOCH);
-        let renewed = spec_for(&first, "a", Timestamp::now());
-        assert_eq!(renewed.acquire_time, first.acquire_time);
-        assert_eq!(renewed.lease_transitions, first.lease_transitions);
-        let taken = spec_for(&renewed, "b", Timestamp::now());
-        assert_ne!(taken.acquire_time, first.acquire_time);
-        assert_eq!(taken.lease_transitions, Some(2));
-    }
-}

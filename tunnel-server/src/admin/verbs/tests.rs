@@ -44,21 +44,13 @@ async fn tokens(scratch: &Scratch) -> Vec<TokenInfo> {
 
 fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let dir = &scratch.0;
-    let nodes = Arc::new(KnownNodes::open(dir).unwrap());
-    let listed = nodes.clone();
-    let state = AdminState {
-        revocations: Arc::new(Revocations::open(dir, true).unwrap()),
-        ca: Arc::new(LocalCa::load_or_create(dir).unwrap()),
-        tokens: Arc::new(TokenStore::open(dir).unwrap()),
-        nodes,
-        status: Arc::new(move || {
-            let nodes = stored_nodes(&listed);
-            nodes.iter().map(|node| serde_json::json!(node)).collect()
-        }),
-        advertised: vec!["running.example:10262".into()],
-        can_issue: true,
-        tunnels: None,
-    };
+    let mut state = admin::tests::state(dir);
+    let listed = state.nodes.clone();
+    state.status = Arc::new(move || {
+        let nodes = stored_nodes(&listed);
+        nodes.iter().map(|node| serde_json::json!(node)).collect()
+    });
+    state.advertised = vec!["running.example:10262".into()];
     admin::start(state.clone(), dir, shutdown).unwrap();
     state
 }
