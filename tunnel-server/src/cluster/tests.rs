@@ -154,7 +154,6 @@ impl Cluster {
         }
         None
     }
-
 }
 
 impl Fixture {
