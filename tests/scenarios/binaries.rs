@@ -86,7 +86,9 @@ impl Stack {
 /// `others` are connected meanwhile.
 async fn enroll(server: &Server, node: &str, folder: &Path, others: &[&str]) -> Result<()> {
     let agent = server.agent_setup(node, folder).await?.start()?;
-    server.wait_until_connected(&[others, &[node]].concat()).await;
+    server
+        .wait_until_connected(&[others, &[node]].concat())
+        .await;
     agent.stop(CONNECT).await?;
     server.wait_until_connected(others).await;
     Ok(())

@@ -168,7 +168,8 @@ impl ClusterEnv {
     #[track_caller]
     fn wait_for_ports(&self, extra: Option<(u16, u16)>) -> impl Future<Output = ()> {
         let caller = Location::caller();
-        let extra = extra.map(|(port, target)| json!([format!("dnat-{port}"), port, "TCP", target]));
+        let extra =
+            extra.map(|(port, target)| json!([format!("dnat-{port}"), port, "TCP", target]));
         let own = [
             json!(["http", 10255, "TCP", 10264]),
             json!(["https", 10250, "TCP", 10263]),

@@ -78,7 +78,8 @@ fn each_target_has_a_test_and_a_binary_for_cargo_fuzz() -> Result<()> {
     let (tests, manifest) = (include_str!("fuzz.rs"), include_str!("../fuzz/Cargo.toml"));
     for target in TARGETS {
         let name = target.name;
-        let test = format!("fn fuzz_{name}() -> Result<()> {{\n    FuzzTarget::of_name(\"{name}\")");
+        let test =
+            format!("fn fuzz_{name}() -> Result<()> {{\n    FuzzTarget::of_name(\"{name}\")");
         ensure!(tests.contains(&test), "{name} has no test");
         ensure!(
             manifest.contains(&format!("name = \"{name}\"\n")),

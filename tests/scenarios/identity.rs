@@ -160,7 +160,10 @@ async fn end_of(config: Config) -> Result<String> {
     let ended = async { Agent::start(config).await?.ended().await };
     let ended = timeout(Duration::from_secs(60), ended).await;
     let ended = ended.context("the agent does not give up")?;
-    Ok(format!("{:#}", ended.err().context("the agent ended well")?))
+    Ok(format!(
+        "{:#}",
+        ended.err().context("the agent ended well")?
+    ))
 }
 
 fn admitted(answer: Admission) -> Result<ScriptedAgent> {

@@ -130,7 +130,13 @@ fn exporters() -> Result<Option<(Topology, ScratchDir, Vec<Process>)>> {
 pub(super) fn ports_of_targets(ports: &str) -> [&str; 5] {
     let listen = "--proxy-port-listen";
     let unauthenticated = "--allow-unauthenticated";
-    ["--http-proxy-ports", ports, listen, "0.0.0.0", unauthenticated]
+    [
+        "--http-proxy-ports",
+        ports,
+        listen,
+        "0.0.0.0",
+        unauthenticated,
+    ]
 }
 
 /// Returns the page without the lines that contain the duration of the collection.

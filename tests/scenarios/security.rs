@@ -105,7 +105,10 @@ fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
     let metrics = BTreeMap::from([
         (
             "server",
-            sources(&["tunnel-server/src/metrics.rs", "tunnel-server/src/dns/server.rs"])?,
+            sources(&[
+                "tunnel-server/src/metrics.rs",
+                "tunnel-server/src/dns/server.rs",
+            ])?,
         ),
         ("agent", sources(&["tunnel-agent/src/metrics.rs"])?),
     ]);

@@ -48,12 +48,7 @@ pub const TARGETS: &[FuzzTarget] = &[
         messages::streams,
         messages::check_stream,
     ),
-    target(
-        "tokens",
-        512,
-        credentials::tokens,
-        credentials::check_token,
-    ),
+    target("tokens", 512, credentials::tokens, credentials::check_token),
     target(
         "pem_files",
         2048,

@@ -143,6 +143,9 @@ mod tests {
             Ok(())
         });
         let error = format!("{:#}", checked.unwrap_err());
-        assert!(error.contains("a5") && error.ends_with("found it"), "{error}");
+        assert!(
+            error.contains("a5") && error.ends_with("found it"),
+            "{error}"
+        );
     }
 }

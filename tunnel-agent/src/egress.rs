@@ -25,8 +25,8 @@ mod dial;
 #[cfg(test)]
 mod tests;
 
-use dial::{DialContext, dial};
 pub(crate) use dial::NodeIp;
+use dial::{DialContext, dial};
 
 /// Serves the streams of all sessions.
 #[derive(Debug)]

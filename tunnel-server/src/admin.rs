@@ -35,9 +35,7 @@ pub mod status;
 pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
-pub use message::{
-    AgentCommand, CreateToken, CreatedToken, ErrorBody, RevokedNode, agent_command,
-};
+pub use message::{AgentCommand, CreateToken, CreatedToken, ErrorBody, RevokedNode, agent_command};
 
 #[derive(Clone)]
 pub struct AdminState {

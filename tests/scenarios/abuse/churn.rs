@@ -92,7 +92,10 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
     eventually("all is released", Duration::from_secs(5), async || {
         let open = env.metric("tunnel_server_streams_open").await?;
         let bytes = env.metric("tunnel_server_buffer_bytes").await?;
-        ensure!((open, bytes) == (0, 0), "seed {seed}: {open}, {bytes} bytes");
+        ensure!(
+            (open, bytes) == (0, 0),
+            "seed {seed}: {open}, {bytes} bytes"
+        );
         let agents = env.registry().all();
         let streams = agents.iter().map(|agent| agent.session.health().streams);
         let streams = streams.sum::<usize>();

@@ -139,7 +139,10 @@ impl Logged {
             }
         }
         let dropped = format!("{}: {access} and {other} dropped", self.name);
-        ensure!(read + access == streams, "{dropped}, {read} of {streams} read");
+        ensure!(
+            read + access == streams,
+            "{dropped}, {read} of {streams} read"
+        );
         let is_reported = lines.is_empty() || reported == access + other;
         ensure!(is_reported, "{dropped}, the log reports {reported}");
         Ok(())

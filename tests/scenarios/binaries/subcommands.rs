@@ -79,10 +79,8 @@ async fn all_mistakes_of_a_file_are_reported_at_once() -> Result<()> {
     let listeners = ["--agent-listen", "--http-proxy-ports"];
     let servers = [&listeners[..], &["--drain-timeout", "limits.openTimeout"]].concat();
     let agents = ["--node-ip", "--drain-timeout", "limits.keepAlive"];
-    for (binary, content, mistakes) in [
-        (SERVER, server, &servers[..]),
-        (AGENT, agent, &agents[..]),
-    ] {
+    for (binary, content, mistakes) in [(SERVER, server, &servers[..]), (AGENT, agent, &agents[..])]
+    {
         let file = scratch.file("wrong.yaml", content)?;
         for verb in ["check-config", "run"] {
             let finished = with_file(binary, verb, &file).await?;

@@ -79,7 +79,11 @@ async fn with_each(kind: Kind, check: impl AsyncFn(&Kubectl) -> Result<()>) -> R
 
 #[tokio::test(flavor = "multi_thread")]
 async fn real_api_server_sees_conflicts_of_server_side_applies() -> Result<()> {
-    with_each(Kind::Real, kubectl_applies_on_the_servers_side_and_sees_conflicts).await
+    with_each(
+        Kind::Real,
+        kubectl_applies_on_the_servers_side_and_sees_conflicts,
+    )
+    .await
 }
 
 /// Returns one object of each kind that matters. Lists that are replaced as a whole contain the
@@ -121,14 +125,15 @@ fn count(text: &str, end: &str) -> usize {
     text.lines().filter(|line| line.ends_with(end)).count()
 }
 
-async fn kubectl_applies_changes_describes_and_deletes_every_kind(
-    kubectl: &Kubectl,
-) -> Result<()> {
+async fn kubectl_applies_changes_describes_and_deletes_every_kind(kubectl: &Kubectl) -> Result<()> {
     let mut list = json!({ "apiVersion": "v1", "kind": "List", "items": manifests() });
     let applied = kubectl.apply("", &list.to_string()).await?;
     ensure!(count(&applied, "created") == 14, "{applied}");
     let again = kubectl.apply("", &list.to_string()).await?;
-    ensure!(count(&again, "unchanged") == again.lines().count(), "{again}");
+    ensure!(
+        count(&again, "unchanged") == again.lines().count(),
+        "{again}"
+    );
 
     // kubectl removes a key that is missing in the file, and keeps one that another writer added.
     let patch = r#"-n kube-system patch configmap x --type=merge -p {"data":{"c":"3"}}"#;

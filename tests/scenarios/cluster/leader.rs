@@ -29,7 +29,6 @@ const FOLLOWER: &str = "tunnel_server_kubernetes_leader 0";
 /// Longest time from the end of a leader to the first write of another.
 const TAKEOVER: Duration = Duration::from_secs(20);
 
-
 /// A long answer through the HTTP listener, to which the exporter adds lines.
 struct Long<'a> {
     exchange: Exchange,
@@ -193,7 +192,10 @@ async fn f38_the_writer_stops_when_it_cannot_renew_and_no_tunnel_drops() -> Resu
     let patience = Duration::from_secs(12);
     wait_for_text(&server, "/metrics", patience, FOLLOWER).await;
     let stopped = refused.elapsed();
-    ensure!(stopped <= scaled(patience), "stopped only after {stopped:?}");
+    ensure!(
+        stopped <= scaled(patience),
+        "stopped only after {stopped:?}"
+    );
     let before = other_writes(&cluster_env)?;
     cluster_env.objects().add(&edge("worker-2")).await?;
     // The server has the new node in its own routes.

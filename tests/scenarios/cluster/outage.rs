@@ -83,7 +83,6 @@ impl Running {
     }
 }
 
-
 #[tokio::test(flavor = "multi_thread")]
 async fn f21_an_api_server_that_is_away_leaves_traffic_alone() -> Result<()> {
     for presence in [Presence::Refusing, Presence::Silent] {

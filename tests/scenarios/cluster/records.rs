@@ -46,7 +46,10 @@ async fn dns_5_a_flipped_label_and_a_changed_address_are_followed(
     cluster_env.wait_for_records(REACTION, both).await;
     objects.set_edge("worker-1", true).await?;
     cluster_env.wait_for_records(REACTION, GUIDE_RECORDS).await;
-    for (kind, address) in [("InternalIP", "192.168.33.230"), ("ExternalIP", "203.0.113.5")] {
+    for (kind, address) in [
+        ("InternalIP", "192.168.33.230"),
+        ("ExternalIP", "203.0.113.5"),
+    ] {
         let addresses = json!([{ "type": kind, "address": address }]);
         objects.set_addresses("master-1", addresses).await?;
         let records = format!("10.106.217.16\tworker-1\n{address}\tmaster-1");

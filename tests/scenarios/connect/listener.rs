@@ -72,7 +72,9 @@ async fn connect_command_passes_bytes_and_reports_refusals() -> Result<()> {
     for route_args in [&[][..], &over_tcp[..]] {
         let run = |port: &str| server.verb(&[&["connect", NODE, port], route_args].concat());
         let mut message = deterministic_bytes(7, 300);
-        message.iter_mut().for_each(|byte| *byte = *byte % 26 + b'a');
+        message
+            .iter_mut()
+            .for_each(|byte| *byte = *byte % 26 + b'a');
         let echoed = run(&ports[0])?.run_with(&message).await?.ok()?;
         ensure!(echoed.as_bytes() == message, "{route_args:?}: {echoed:?}");
         // The target sends its bytes after the caller's half-close, so their arrival proves that

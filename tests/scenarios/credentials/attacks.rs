@@ -150,7 +150,6 @@ async fn r14_listener_that_requires_certificates_lets_no_other_request_through()
     Ok(())
 }
 
-
 /// Opens a session's TLS connection over TCP and waits for the server's first byte. The server
 /// sends that byte after it has verified the certificate.
 pub(crate) async fn over_tcp(
@@ -182,10 +181,7 @@ pub(super) async fn connect(
 }
 
 /// Returns the configuration of a client that resumes sessions and sends early data if it can.
-pub(super) fn resuming(
-    env: &TestEnv,
-    key: Arc<CertifiedKey>,
-) -> Result<Arc<rustls::ClientConfig>> {
+pub(super) fn resuming(env: &TestEnv, key: Arc<CertifiedKey>) -> Result<Arc<rustls::ClientConfig>> {
     let config = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION_TCP)?;
     let mut config = rustls::ClientConfig::clone(&config);
     config.resumption = Resumption::in_memory_sessions(64);

@@ -67,7 +67,6 @@ async fn listed_end(env: &TestEnv) -> Result<String> {
     Ok(listed[0]["certificateNotAfter"].to_string())
 }
 
-
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Result<()> {
     let env = short_lives(3).await?;

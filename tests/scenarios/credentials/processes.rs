@@ -306,7 +306,12 @@ async fn f17_clock_messages_name_the_clock() -> Result<()> {
     for (what, server, agent, words) in [
         ("host an hour behind", future(server()), agent(), by_host),
         ("host a day ahead", past(server()), agent(), by_host),
-        ("server an hour behind", server(), future(agent()), by_server),
+        (
+            "server an hour behind",
+            server(),
+            future(agent()),
+            by_server,
+        ),
         ("server a day ahead", server(), past(agent()), by_server),
     ] {
         let scratch = ScratchDir::new()?;

@@ -13,7 +13,10 @@ async fn f35_process_that_stands_still_is_suspect_and_goes_on_without_a_double_d
 -> Result<()> {
     let mut runs = Runs::timed(Clocks::of_gear())?;
     for transport_mode in [TransportMode::Quic, TransportMode::H2] {
-        for (case, who) in [("agent stopped", Who::Agent), ("server stopped", Who::Server)] {
+        for (case, who) in [
+            ("agent stopped", Who::Agent),
+            ("server stopped", Who::Server),
+        ] {
             runs.start(transport_mode, case, |run| stopped(run, who));
         }
     }

@@ -164,10 +164,7 @@ async fn target_connection_is_not_used_again_after_an_odd_exchange() -> Result<(
 async fn target_that_closes_between_two_requests_costs_none_of_them() -> Result<()> {
     let site = TwoNodes::start().await?;
     let answer = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc";
-    let steps = vec![
-        HostileAction::ReadHead,
-        HostileAction::Send(answer.into()),
-    ];
+    let steps = vec![HostileAction::ReadHead, HostileAction::Send(answer.into())];
     let target = HostileTarget::start(steps).await?;
     let mut caller = KeepAliveClient::connect(site.env.http()).await?;
     let asked = get("worker-1", target.addr().port(), "/");
@@ -242,7 +239,10 @@ async fn caller_that_leaves_is_noticed_behind_waiting_bytes() -> Result<()> {
         ("half a head", format!("{waiting}GET /metr")),
         ("half a body", half_a_body),
         ("a stream that is followed", follow.clone()),
-        ("many behind a stream", format!("{follow}{}", next.repeat(1000))),
+        (
+            "many behind a stream",
+            format!("{follow}{}", next.repeat(1000)),
+        ),
     ] {
         for by_reset in [false, true] {
             let served = exporter.traffic().requests();

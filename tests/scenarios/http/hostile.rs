@@ -223,7 +223,9 @@ fn is_end(error: &anyhow::Error) -> bool {
         ErrorKind::UnexpectedEof,
         ErrorKind::BrokenPipe,
     ];
-    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    let mut causes = error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>());
     let text = error.to_string();
     causes.any(|cause| ends.contains(&cause.kind()))
         || text.contains("an earlier answer ended this connection")

@@ -17,7 +17,6 @@ use tunnel_tests::websocket::{Message, WebSocket};
 
 pub(crate) mod heads;
 
-
 /// A node with a kubelet that callers reach like kube-apiserver does.
 struct Site {
     env: TestEnv,

@@ -101,9 +101,8 @@ impl Action {
     }
 
     fn allowed_by(&self, rule: &Value) -> bool {
-        let lists = |list: &str, wanted: &str| {
-            items(&rule[list]).any(|item| item == wanted || item == "*")
-        };
+        let lists =
+            |list: &str, wanted: &str| items(&rule[list]).any(|item| item == wanted || item == "*");
         let mut names = items(&rule["resourceNames"]).peekable();
         lists("verbs", &self.verb)
             && lists("apiGroups", &self.group)

@@ -112,11 +112,7 @@ fn is_subdomain(name: &str) -> bool {
 /// Sets the server-managed fields of a new object.
 pub(super) fn born(kind: &Kind, object: &mut Value) {
     let metadata = &mut object["metadata"];
-    for own in [
-        "resourceVersion",
-        "selfLink",
-        "deletionTimestamp",
-    ] {
+    for own in ["resourceVersion", "selfLink", "deletionTimestamp"] {
         if let Some(metadata) = metadata.as_object_mut() {
             metadata.remove(own);
         }

@@ -29,8 +29,8 @@ impl FakeApiServer {
         let mut object = self
             .get("certificatesigningrequests", None, name)
             .with_context(|| format!("no CertificateSigningRequest {name}"))?;
-        let is_approved = items(&object["status"]["conditions"])
-            .any(|condition| condition["type"] == "Approved");
+        let is_approved =
+            items(&object["status"]["conditions"]).any(|condition| condition["type"] == "Approved");
         ensure!(is_approved, "{name} is not approved");
         ensure!(object["spec"]["signerName"] == SIGNER, "another signer");
         let usages = object["spec"]["usages"].as_array().context("no usages")?;

@@ -238,7 +238,11 @@ impl KeepAliveClient {
 }
 
 /// Sends `request` and reads heads until that of the final answer or of a 101.
-async fn send(wire: &mut ByteStream, request: &RawRequest, interim: &mut Vec<u16>) -> io::Result<Head> {
+async fn send(
+    wire: &mut ByteStream,
+    request: &RawRequest,
+    interim: &mut Vec<u16>,
+) -> io::Result<Head> {
     let mut bytes = request.head_bytes();
     let mut waits = request.waits_for_continue();
     if !waits {

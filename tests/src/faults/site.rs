@@ -137,12 +137,7 @@ impl Site {
     }
 
     /// Waits until the server has closed a session.
-    pub async fn server_lost(
-        &self,
-        id: SessionId,
-        since: Instant,
-        give_up: Duration,
-    ) -> Measured {
+    pub async fn server_lost(&self, id: SessionId, since: Instant, give_up: Duration) -> Measured {
         until(since, give_up, async || !self.ids().contains(&id)).await
     }
 

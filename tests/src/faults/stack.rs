@@ -52,13 +52,20 @@ impl Stack {
             .args(&["--proxy-port-listen", "off"])
             .args(&["--config", &server_file.to_string_lossy()]);
         let mut server = setup.start().await?;
-        let opened = server.process().wait_for_line("service", START, opened_service);
+        let opened = server
+            .process()
+            .wait_for_line("service", START, opened_service);
         let service = opened.await?;
         let token = server.token(NODE, None).await?;
         let link = Link::start(server.address(Listener::Agents), seed)?;
         let setup = AgentSetup::on_loopback(NODE, link.addr(), &scratch.path().join("agent"));
         let mut agent = setup
-            .args(&["--token", &token, "--transport", run.transport_mode.setting()])
+            .args(&[
+                "--token",
+                &token,
+                "--transport",
+                run.transport_mode.setting(),
+            ])
             .args(&["--config", &agent_file.to_string_lossy()])
             .start()?;
         let agent_meta = agent.wait_for_line("meta", START, |line| Listener::Meta.opened(line));

@@ -51,7 +51,10 @@ pub(super) fn check_name(input: &[u8]) -> Result<()> {
         ensure!(port.to_string().parse::<Port>()? == port, "{port}");
     }
     if let Ok(address) = parse_address(&text) {
-        ensure!(address.to_string().parse::<SocketAddr>()? == address, "{address}");
+        ensure!(
+            address.to_string().parse::<SocketAddr>()? == address,
+            "{address}"
+        );
     }
     let _any = (text.parse::<Cidr>(), text.parse::<PortSet>());
     let _any = (text.parse::<DirectTarget>(), text.parse::<NamePattern>());
@@ -97,7 +100,8 @@ pub(super) fn persisted() -> Result<Vec<Vec<u8>>> {
     let tokens = TokenStore::open(&data.dir)?;
     let ip = IpAddr::from([192, 0, 2, 1]);
     let _token = tokens.create(&node, Duration::from_secs(60), vec![ip], [0x11; 32], now)?;
-    data.dir.set_advertised(&["cloud.example.com:10262".to_owned()])?;
+    data.dir
+        .set_advertised(&["cloud.example.com:10262".to_owned()])?;
     let mut corpus = vec![
         br#"{"worker-1":["192.0.2.1","2001:db8::1"],"worker-2":[]}"#.to_vec(),
         b"# users\nprometheus:correct horse battery staple\n".to_vec(),
@@ -117,7 +121,12 @@ pub(super) fn check_persisted(input: &[u8]) -> Result<()> {
         let data = data.as_ref().ok().context("a data directory")?;
         let dir = &data.dir;
         let passwords = dir.path().join("passwords");
-        let files = [dir.revoked(), dir.tokens(), dir.dns_records(), dir.advertise()];
+        let files = [
+            dir.revoked(),
+            dir.tokens(),
+            dir.dns_records(),
+            dir.advertise(),
+        ];
         for file in files.iter().chain([&passwords]) {
             std::fs::write(file, input)?;
         }

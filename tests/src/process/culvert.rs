@@ -224,7 +224,11 @@ impl Server {
             let listed = self.nodes().await?;
             let connected = listed.iter().filter(|node| node["connected"] == true);
             let connected: Vec<_> = connected.filter_map(|node| node["node"].as_str()).collect();
-            ensure!(connected == nodes, "nodes lists {listed:?}; {}", self.process);
+            ensure!(
+                connected == nodes,
+                "nodes lists {listed:?}; {}",
+                self.process
+            );
             Ok(())
         })
         .await;

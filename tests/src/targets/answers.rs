@@ -56,7 +56,11 @@ impl Request {
     }
 
     /// Applies `after`, and returns the wire if another request may follow.
-    pub(crate) async fn settle(mut self, mut wire: ByteStream, after: After) -> io::Result<Option<ByteStream>> {
+    pub(crate) async fn settle(
+        mut self,
+        mut wire: ByteStream,
+        after: After,
+    ) -> io::Result<Option<ByteStream>> {
         match after {
             After::Reset => wire.reset().await.map(|()| None),
             After::Close => wire.close().await.map(|()| None),

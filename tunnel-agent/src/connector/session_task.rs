@@ -16,7 +16,9 @@ use super::transport_policy::SessionTransport;
 use crate::config::ServerAddress;
 use crate::metrics::ConnectResult;
 use crate::proxy::ProxyChoice;
-use crate::session::{self, AdmitError, SessionContext, SessionEvent, SessionHandle, SessionSummary};
+use crate::session::{
+    self, AdmitError, SessionContext, SessionEvent, SessionHandle, SessionSummary,
+};
 
 /// The servers, and a dialer for each transport.
 pub(crate) struct Dialers {

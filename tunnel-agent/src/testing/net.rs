@@ -112,7 +112,9 @@ impl Peer {
     }
 
     pub(crate) async fn closed(&self) -> CloseReason {
-        timeout(AGES, self.connection.server.closed()).await.unwrap()
+        timeout(AGES, self.connection.server.closed())
+            .await
+            .unwrap()
     }
 }
 

@@ -38,10 +38,7 @@ pub enum AdminError {
     #[error("cannot read the answer of the running server: {0}")]
     InvalidResponse(String),
     #[error("{problem}")]
-    Refused {
-        status: StatusCode,
-        problem: String,
-    },
+    Refused { status: StatusCode, problem: String },
 }
 
 impl AdminError {

@@ -228,7 +228,9 @@ impl TokenStore {
             let detail = "the server cannot save its files; try again later";
             (EnrollCode::Unavailable, detail.to_owned())
         })?;
-        self.state.lock().is_bound(&grant.id, csr_public_key_sha256)?;
+        self.state
+            .lock()
+            .is_bound(&grant.id, csr_public_key_sha256)?;
         Ok(grant)
     }
 

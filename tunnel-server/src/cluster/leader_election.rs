@@ -11,8 +11,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::failure::{ApiError, ApiErrorKind, Throttle};
 use super::client::ClusterHandle;
+use super::failure::{ApiError, ApiErrorKind, Throttle};
 use super::lease::{LeaseHandle, spec_for};
 use super::metrics::ClusterMetrics;
 use super::objects::Object;

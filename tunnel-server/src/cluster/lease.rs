@@ -10,8 +10,8 @@ use kube::api::{ObjectMeta, PostParams};
 use tunnel_proto::process::host::host_name;
 
 use super::api_call::{CALL_LIMIT, with_limit};
-use super::failure::ApiError;
 use super::client::ClusterHandle;
+use super::failure::ApiError;
 use super::objects::Object;
 
 /// Limit for releasing a Lease at a clean stop.

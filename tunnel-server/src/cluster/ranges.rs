@@ -11,8 +11,8 @@ use tokio::sync::watch;
 use tracing::debug;
 use tunnel_proto::process::networks::Cidr;
 
-use super::client::Connection;
 use super::client::ClusterHandle;
+use super::client::Connection;
 use crate::cluster::conditions::Condition;
 use crate::cluster::state::ClusterState;
 

@@ -14,8 +14,8 @@ use tracing::warn;
 use tunnel_proto::process::meta::ReadinessBlock;
 use tunnel_proto::process::shutdown::Shutdown;
 
-use super::client::Connection;
 use super::client::ClusterHandle;
+use super::client::Connection;
 use super::nodes::{NodeObject, NodeStore};
 use super::objects::Object;
 use super::watches::{Observed, WatchContext, config, follow, follow_one};

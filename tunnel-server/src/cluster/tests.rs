@@ -224,8 +224,7 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     assert!(shared.is_err(), "shared by two");
 
     let path = scratch.0.cluster();
-    let is_on_disk =
-        || std::fs::read_to_string(&path).is_ok_and(|text| text.contains("worker-2"));
+    let is_on_disk = || std::fs::read_to_string(&path).is_ok_and(|text| text.contains("worker-2"));
     first.play_until("the last on disk", is_on_disk).await;
     first.shutdown.drain().cancel();
     first.writing.ended().await;

@@ -204,10 +204,7 @@ mod tests {
         };
         let wide = "connectListen: 0.0.0.0:8131\nconnectAuth: /f\n";
         let with_tls = format!("{wide}clientCa: /ca.crt");
-        for (text, expected) in [
-            (wide, "without TLS"),
-            (&*with_tls, "with and without TLS"),
-        ] {
+        for (text, expected) in [(wide, "without TLS"), (&*with_tls, "with and without TLS")] {
             let warnings = warnings(text);
             assert_eq!(warnings.len(), 1, "{text}");
             assert!(warnings[0].contains(expected), "{warnings:?}");

@@ -67,7 +67,10 @@ services: [{ name: db, listen: x, node: 'a b', target: y }]
                     --https-cert-file --kubernetes --drain-timeout --advertise \
                     limits.streamWindow limits.streamsPerAgent limits.openTimeout";
     let services = ["listen", "node", "target"].map(|field| format!("services: db: {field}"));
-    for setting in settings.split(' ').chain(services.iter().map(String::as_str)) {
+    for setting in settings
+        .split(' ')
+        .chain(services.iter().map(String::as_str))
+    {
         assert_contains(&error, setting);
     }
 }
@@ -153,9 +156,8 @@ fn service_targets_are_ports_of_the_node_loopback_or_other_hosts() {
         localhost: "10266".parse().unwrap(),
         ..PortPolicy::default()
     };
-    let target = |text: &str| {
-        listeners::service_target(text, &ports).map(|target| target.to_string())
-    };
+    let target =
+        |text: &str| listeners::service_target(text, &ports).map(|target| target.to_string());
     assert_eq!(target("5432").unwrap(), "node:5432");
     assert_eq!(target("10266").unwrap(), "loopback:10266");
     assert_eq!(target("127.0.0.1:22").unwrap(), "loopback:22");

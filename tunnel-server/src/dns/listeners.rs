@@ -19,7 +19,9 @@ use super::limiter::Limiter;
 use super::loop_detection::{LoopDetector, LoopError};
 use super::server::{DnsMetrics, Server};
 use super::udp::{self, DnsSocket};
-use super::{Addresses, DnsLimits, DnsSettings, Names, RecordSet, Records, Resolvers, tcp, upstream};
+use super::{
+    Addresses, DnsLimits, DnsSettings, Names, RecordSet, Records, Resolvers, tcp, upstream,
+};
 use crate::store::data_dir::DataDir;
 use crate::store::snapshot::Snapshot;
 

@@ -140,14 +140,34 @@ async fn p9_tokens_that_prove_no_node_or_another_one_are_refused() -> Result<()>
     let unlisted = "which is not in --agent-service-account";
     let mut table: Vec<_> = [
         ("another audience", current, vault, "bad_token"),
-        ("the API server's audience", current, api_server, "bad_token"),
+        (
+            "the API server's audience",
+            current,
+            api_server,
+            "bad_token",
+        ),
         ("another ServiceAccount", cached, account, unlisted),
         ("another namespace", cached, namespace, unlisted),
-        ("another node's Pod", current, other_node.clone(), "wrong_node"),
+        (
+            "another node's Pod",
+            current,
+            other_node.clone(),
+            "wrong_node",
+        ),
         ("another node's Pod", older, other_node, "wrong_node"),
         ("a new Pod", current, recreated.clone(), "bad_token"),
-        ("a new Pod, answered by a cache", cached, recreated, "is gone"),
-        ("no such Pod, answered by a cache", cached, missing, "is gone"),
+        (
+            "a new Pod, answered by a cache",
+            cached,
+            recreated,
+            "is gone",
+        ),
+        (
+            "no such Pod, answered by a cache",
+            cached,
+            missing,
+            "is gone",
+        ),
         ("no Pod", current, no_pod, "bound to no Pod"),
         ("a Secret's token", current, of_secret, "bad_token"),
         ("no audiences known", ancient, good.clone(), "bad_token"),
@@ -258,7 +278,6 @@ async fn revoked_node_comes_back_with_a_token_that_was_issued_later() -> Result<
     site.env.connected("worker-1").await;
     Ok(())
 }
-
 
 /// Tests that an agent reloads the bundle of the servers' CA, which is a mounted ConfigMap and
 /// changes with the CA.

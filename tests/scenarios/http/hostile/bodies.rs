@@ -127,7 +127,10 @@ fn endless() -> Vec<Behavior> {
         Behavior::sends(&name, bytes, Answer::None).then(HostileAction::Hold)
     };
     let floods = |name: &str, start: &str, flood: &[u8], answer| {
-        let (name, bytes) = (format!("{name} without an end"), format!("{CHUNKED}{start}"));
+        let (name, bytes) = (
+            format!("{name} without an end"),
+            format!("{CHUNKED}{start}"),
+        );
         let flood = HostileAction::Flood(flood.repeat(1000));
         Behavior::sends(&name, bytes, answer).then(flood)
     };

@@ -164,7 +164,11 @@ fn tls() -> Vec<Behavior> {
     let timeout = Answer::ServerError(504, &["target_timeout"]);
     let without_tls = [
         ("garbage", vec![send([0x41; 200])], none),
-        ("plain", vec![send("HTTP/1.1 400 Bad Request\r\n\r\n")], none),
+        (
+            "plain",
+            vec![send("HTTP/1.1 400 Bad Request\r\n\r\n")],
+            none,
+        ),
         ("alert", vec![send(b"\x15\x03\x03\0\x02\x02\x28")], none),
         ("end", vec![], none),
         ("reset", vec![HostileAction::Reset], refused),

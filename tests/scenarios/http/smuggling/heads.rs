@@ -142,7 +142,10 @@ fn names() -> Vec<Case> {
         ("NUL in the name", "X\0: y\r\n"),
         ("space in the name", "X Y: z\r\n"),
         ("space behind Host", "Host : worker-2:@port\r\n"),
-        ("space behind a selector", "X-Tunnel-Proxy-Host : worker-2\r\n"),
+        (
+            "space behind a selector",
+            "X-Tunnel-Proxy-Host : worker-2\r\n",
+        ),
         ("space behind Content-Length", "Content-Length : 3\r\n"),
     ] {
         cases.push(Case::refused(name, get(field)));

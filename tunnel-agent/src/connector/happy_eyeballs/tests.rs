@@ -68,7 +68,11 @@ fn round_does_not_wait_for_the_end_of_the_second() {
     assert_eq!(happy_eyeballs.next_timeout(), None, "the second still runs");
     assert_eq!(happy_eyeballs.failed(H2, Timeout), Wait);
     let again = Some(start + seconds(8));
-    assert_eq!(happy_eyeballs.next_timeout(), again, "and has its turn again");
+    assert_eq!(
+        happy_eyeballs.next_timeout(),
+        again,
+        "and has its turn again"
+    );
     assert_eq!(happy_eyeballs.start_second(), Some(H2));
     assert_eq!(happy_eyeballs.failed(H2, Unreachable), Wait);
     assert_eq!(happy_eyeballs.next_timeout(), None, "once a round");

@@ -72,10 +72,7 @@ pub enum ConnectError {
     #[error("the server gave no answer in {} s", RESPONSE_TIMEOUT.as_secs())]
     Timeout,
     #[error("{reason} ({status})")]
-    Refused {
-        status: StatusCode,
-        reason: String,
-    },
+    Refused { status: StatusCode, reason: String },
     #[error("connection was reset: {0}")]
     Cut(#[source] io::Error),
 }

@@ -6,10 +6,10 @@ use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::Api;
 
 use crate::cluster::api_call::{CALL_LIMIT, Conflicts, with_limit};
+use crate::cluster::client::ClusterHandle;
 use crate::cluster::client::Connection;
 use crate::cluster::conditions::Condition;
 use crate::cluster::failure::{ApiError, ApiErrorKind};
-use crate::cluster::client::ClusterHandle;
 use crate::cluster::objects::Object;
 
 /// Number of consecutive write conflicts on one object before the writer backs off.

@@ -179,7 +179,10 @@ async fn refused_request_is_a_condition_and_is_recreated_after_its_deletion() {
     for (status, condition) in [
         (json!({ "conditions": [denied] }), "was denied: Policy, no"),
         (json!({ "conditions": [failed] }), "failed: no such signer"),
-        (json!({ "certificate": other }), "cannot use the certificate"),
+        (
+            json!({ "certificate": other }),
+            "cannot use the certificate",
+        ),
     ] {
         fixture.finds(&object, status).await;
         fixture.shows(condition).await;

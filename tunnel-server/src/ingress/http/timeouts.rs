@@ -26,12 +26,20 @@ use super::head_check::{BodyFraming, HeadCheck, HeadError};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ConnState {
     /// No request has arrived yet.
-    FirstHead { since: Instant },
+    FirstHead {
+        since: Instant,
+    },
     /// Requests are in progress. Their responses are not complete.
-    Busy { requests: usize },
+    Busy {
+        requests: usize,
+    },
     /// The connection is between requests, and no byte of the next request has arrived.
-    Idle { since: Instant },
-    Head { since: Instant },
+    Idle {
+        since: Instant,
+    },
+    Head {
+        since: Instant,
+    },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

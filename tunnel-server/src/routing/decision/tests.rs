@@ -10,11 +10,7 @@ fn routes() -> RouteTable {
     let [one, two, three]: [NodeName; 3] =
         ["worker-1", "worker-2", "edge.site-3"].map(|text| text.parse().unwrap());
     let [shared, own] = ["192.168.33.221", "10.0.0.3"].map(|text| [text.parse().unwrap()]);
-    RouteTable::new([
-        (&one, &shared[..]),
-        (&two, &shared[..]),
-        (&three, &own[..]),
-    ])
+    RouteTable::new([(&one, &shared[..]), (&two, &shared[..]), (&three, &own[..])])
 }
 
 fn policy() -> PortPolicy {
@@ -137,7 +133,12 @@ fn selectors_must_agree_with_a_name_and_decide_for_an_address() {
 fn port_comes_from_host_then_from_the_listener_then_from_the_scheme() {
     for (host, scheme, implied, expected) in [
         ("worker-1", Scheme::Http, Some(9100), "worker-1 node:9100"),
-        ("worker-1:9443", Scheme::Http, Some(9100), "worker-1 node:9443"),
+        (
+            "worker-1:9443",
+            Scheme::Http,
+            Some(9100),
+            "worker-1 node:9443",
+        ),
         // Port 443 is in no list.
         ("worker-1", Scheme::Https, None, "refused_by_policy"),
     ] {

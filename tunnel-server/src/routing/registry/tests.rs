@@ -181,7 +181,10 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
     let Err(OpenError::TooManyStreams(exhausted)) = open(&registry).await else {
         panic!("a third stream");
     };
-    assert_eq!((exhausted.quota, exhausted.streams), (StreamQuota::Agent, 2));
+    assert_eq!(
+        (exhausted.quota, exhausted.streams),
+        (StreamQuota::Agent, 2)
+    );
     // Another agent has its own limit.
     let other: NodeName = "worker-2".parse().unwrap();
     let _other = try_join(&registry, other.clone(), 2, &[]).unwrap();

@@ -136,7 +136,9 @@ fn rows(table: &'static str) -> impl Iterator<Item = Row> {
         Row {
             is_edge: kind == "edge",
             claims: claims.split(' ').collect(),
-            probes: probes.map(|probe| probe.split_once(" ->").unwrap()).collect(),
+            probes: probes
+                .map(|probe| probe.split_once(" ->").unwrap())
+                .collect(),
         }
     })
 }

@@ -12,8 +12,8 @@ use hyper::service::service_fn;
 
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::builder;
+use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::tests::fuzz::exchange::{LIMITS, POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
 use crate::policy::{Authorized, authorize_anonymous};

@@ -67,7 +67,16 @@ async fn length_is_said_once_in_plain_digits() {
     assert!(seen.contains("content-length: 2\r\n"), "{seen}");
     let twice = "2\r\nContent-Length: 2";
     let other = "2\r\nContent-Length: 3";
-    for length in [twice, other, "2, 2", "+2", "0x2", "2 2", "", &"9".repeat(20)] {
+    for length in [
+        twice,
+        other,
+        "2, 2",
+        "+2",
+        "0x2",
+        "2 2",
+        "",
+        &"9".repeat(20),
+    ] {
         let reply = refused(&upload(&format!("Content-Length: {length}\r\n"))).await;
         assert!(reply.starts_with("HTTP/1.1 400 "), "{length}: {reply}");
     }

@@ -11,15 +11,11 @@ use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::transport::Stream;
 
 use super::super::RELEASE_BUFFERS_AFTER;
-use super::fixture::{
-    Agent, Fixture, HI, assert_status, expect_hi, get, head, http_listener,
-};
+use super::fixture::{Agent, Fixture, HI, assert_status, expect_hi, get, head, http_listener};
 use crate::config::Limit;
 use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
-use crate::testing::{
-    STREAMS, WAIT_TIMEOUT, assert_contains, eventually, header, node, within,
-};
+use crate::testing::{STREAMS, WAIT_TIMEOUT, assert_contains, eventually, header, node, within};
 
 fn reached(fixture: &Fixture, limit: Limit) -> u64 {
     let name = limit.name();
