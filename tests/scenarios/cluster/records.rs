@@ -280,7 +280,7 @@ mod dual {
         let master = cloud("master-1", "192.168.33.220").addressed("InternalIP", "fd00::220");
         objects.add(&master).await?;
         let _server = cluster_env.server("a").await?;
-        let mut lines = vec![
+        let mut lines = [
             format!("{}\tworker-1", addresses[0]),
             format!("{}\tworker-1", addresses[1]),
             "192.168.33.220\tmaster-1".to_owned(),

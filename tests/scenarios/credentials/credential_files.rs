@@ -4,7 +4,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use tunnel_agent::config::{Config as AgentConfig, Settings};
 use tunnel_tests::ca::{Issued, Leaf, TestCa, replace};
@@ -248,7 +248,8 @@ fn endpoint(env: &TestEnv, ca: &TestCa) -> Result<Endpoint> {
     let mut roots = RootCertStore::empty();
     roots.add(ca.root().clone())?;
     let tls = ClientTls::verifying("worker-1", roots, None)?;
-    Ok(Endpoint::tls(env.bound().https.unwrap(), tls))
+    let https = env.bound().https.context("the HTTPS listener")?;
+    Ok(Endpoint::tls(https, tls))
 }
 
 #[tokio::test(flavor = "multi_thread")]
