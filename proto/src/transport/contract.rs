@@ -411,14 +411,17 @@ macro_rules! contract {
     ($transport:ident, $pair:path) => {
         mod $transport {
             contract!(@direction server_opens, $pair, std::convert::identity);
-            contract!(@direction agent_opens, $pair, super::super::Pair::reversed);
+            contract!(
+                @direction agent_opens, $pair, super::super::Pair::reversed,
+                #[ignore = "takes 20 s; make test-all runs it"]
+            );
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn every_close_code_arrives() {
                 super::every_close_code_arrives(|| $pair(super::DEFAULT)).await;
             }
         }
     };
-    (@direction $direction:ident, $pair:path, $directed:path) => {
+    (@direction $direction:ident, $pair:path, $directed:path $(, #[$slow:meta])?) => {
         mod $direction {
             contract!(@rules $pair, $directed, super::super::DEFAULT;
                 bytes_and_half_closes_pass_both_ways,
@@ -440,13 +443,14 @@ macro_rules! contract {
                 session_that_stopped_opening_keeps_its_streams,
             );
             contract!(@rules $pair, $directed, super::super::NARROW;
-                five_hundred_stalled_readers_stop_nobody,
+                $(#[$slow])? five_hundred_stalled_readers_stop_nobody,
             );
         }
     };
-    (@rules $pair:path, $directed:path, $windows:expr; $($rule:ident,)+) => {
+    (@rules $pair:path, $directed:path, $windows:expr; $($(#[$attribute:meta])? $rule:ident,)+) => {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            $(#[$attribute])?
             async fn $rule() {
                 super::super::$rule($directed($pair($windows).await)).await;
             }
