@@ -14,8 +14,9 @@ use std::task::{Context, Wake, Waker};
 use std::time::Duration;
 
 use futures_util::task::AtomicWaker;
-use parking_lot::{Mutex, MutexGuard};
-use tokio::time::{MissedTickBehavior, interval};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::sleep;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 /// Stream windows of a connection in addition to the bytes that stalled streams hold.
@@ -35,7 +36,10 @@ const PEER_SHARE_DIVISOR: u64 = 4;
 pub struct BufferPool {
     limit: u64,
     charged: AtomicU64,
+    /// The sessions that have streams.
     sessions: Mutex<Vec<Weak<SessionFlow>>>,
+    /// Notified when `sessions` is no longer empty.
+    session_added: Arc<Notify>,
     sampler: OnceLock<AbortOnDropHandle<()>>,
 }
 
@@ -47,6 +51,7 @@ impl BufferPool {
             limit,
             charged: AtomicU64::new(0),
             sessions: Mutex::default(),
+            session_added: Arc::default(),
             sampler: OnceLock::new(),
         })
     }
@@ -70,37 +75,45 @@ impl BufferPool {
         stream_window: u32,
         set_window: impl Fn(u64) + Send + Sync + 'static,
     ) -> Arc<SessionFlow> {
-        let flow = Arc::new(SessionFlow {
+        self.sampler.get_or_init(|| {
+            let sampling = sample_all(Arc::downgrade(self), self.session_added.clone());
+            AbortOnDropHandle::new(TaskTracker::new().spawn(sampling))
+        });
+        Arc::new_cyclic(|this| SessionFlow {
+            this: this.clone(),
             pool: self.clone(),
             stream_window: stream_window.into(),
             monitors: Mutex::default(),
             charged: AtomicU64::new(0),
             set_window: Box::new(set_window),
-        });
-        lock(&self.sessions).push(Arc::downgrade(&flow));
-        self.sampler.get_or_init(|| {
-            let pool = Arc::downgrade(self);
-            AbortOnDropHandle::new(TaskTracker::new().spawn(sample_all(pool)))
-        });
-        flow
+        })
+    }
+
+    /// Samples the sessions that have streams. Returns whether any session still has one.
+    fn sample(&self) -> bool {
+        let sessions = std::mem::take(&mut *self.sessions.lock());
+        let active = sessions
+            .into_iter()
+            .filter(|session| session.upgrade().is_some_and(|session| session.sample()))
+            .collect::<Vec<_>>();
+        let mut sessions = self.sessions.lock();
+        sessions.extend(active);
+        !sessions.is_empty()
     }
 }
 
-async fn sample_all(pool: Weak<BufferPool>) {
-    let mut ticks = interval(SAMPLE_INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+/// Samples the readers of a pool. Sleeps while no session has a stream, so that an idle process is
+/// not woken.
+async fn sample_all(pool: Weak<BufferPool>, session_added: Arc<Notify>) {
     loop {
-        ticks.tick().await;
-        let Some(pool) = pool.upgrade() else { return };
-        let mut sessions = Vec::new();
-        lock(&pool.sessions).retain(|session| {
-            let session = session.upgrade();
-            let alive = session.is_some();
-            sessions.extend(session);
-            alive
-        });
-        for session in sessions {
-            session.sample();
+        session_added.notified().await;
+        loop {
+            sleep(SAMPLE_INTERVAL).await;
+            match pool.upgrade().map(|pool| pool.sample()) {
+                Some(true) => {}
+                Some(false) => break,
+                None => return,
+            }
         }
     }
 }
@@ -112,6 +125,7 @@ pub(super) fn connection_window(stream_window: u32, charged: u64) -> u64 {
 
 /// The bytes that the stalled streams of one session hold.
 pub(super) struct SessionFlow {
+    this: Weak<Self>,
     pool: Arc<BufferPool>,
     stream_window: u64,
     monitors: Mutex<Vec<StreamUsage>>,
@@ -131,7 +145,12 @@ impl SessionFlow {
     /// Returns the monitor of a new stream.
     pub(super) fn read_monitor(&self) -> Arc<ReadMonitor> {
         let read_monitor = Arc::<ReadMonitor>::default();
-        lock(&self.monitors).push(StreamUsage {
+        let mut monitors = self.monitors.lock();
+        if monitors.is_empty() {
+            self.pool.sessions.lock().push(self.this.clone());
+            self.pool.session_added.notify_one();
+        }
+        monitors.push(StreamUsage {
             read_monitor: read_monitor.clone(),
             reads: 0,
             idle_samples: 0,
@@ -146,8 +165,9 @@ impl SessionFlow {
             && self.charged.load(Ordering::Relaxed) <= self.pool.limit / PEER_SHARE_DIVISOR
     }
 
-    fn sample(&self) {
-        let mut monitors = lock(&self.monitors);
+    /// Charges the stalled streams. Returns whether the session has streams.
+    fn sample(&self) -> bool {
+        let mut monitors = self.monitors.lock();
         // The stream holds the other reference.
         monitors.retain(|usage| {
             Arc::strong_count(&usage.read_monitor) > 1
@@ -157,8 +177,10 @@ impl SessionFlow {
             .iter_mut()
             .map(|usage| usage.charge(self.stream_window))
             .sum();
+        let has_streams = !monitors.is_empty();
         drop(monitors);
         self.charge(charged);
+        has_streams
     }
 
     fn charge(&self, charged: u64) {
@@ -278,10 +300,6 @@ impl Wake for ReadMonitor {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -299,7 +317,9 @@ mod tests {
     }
 
     fn sample(flow: &SessionFlow, times: u32) {
-        (0..times).for_each(|_| flow.sample());
+        for _ in 0..times {
+            flow.sample();
+        }
     }
 
     #[tokio::test]
