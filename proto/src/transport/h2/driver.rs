@@ -15,13 +15,14 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::task::{Context, Poll, ready};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
+use futures_util::task::AtomicWaker;
 use h2::{Ping, PingPong, Reason, RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
@@ -106,6 +107,50 @@ pub(super) struct Driver<S> {
     close_message: BytesMut,
     state: DriverState,
     close_timeout: Duration,
+    wakeups: Arc<Wakeups>,
+}
+
+/// The waker that the driver gives to h2 and to the pumps. They wake the driver for each other
+/// while it polls them. Such a wakeup only asks for another round, because a task that wakes itself
+/// is scheduled again, often on another thread.
+#[derive(Debug, Default)]
+struct Wakeups {
+    task: AtomicWaker,
+    is_polling: AtomicBool,
+    is_pending: AtomicBool,
+}
+
+impl Wakeups {
+    fn begin_poll(&self, task: &Waker) {
+        self.task.register(task);
+        self.is_polling.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns whether there was a wakeup since the last call.
+    fn take(&self) -> bool {
+        self.is_pending.swap(false, Ordering::SeqCst)
+    }
+
+    /// Wakes the task if there was a wakeup that no round has followed.
+    fn end_poll(&self) {
+        self.is_polling.store(false, Ordering::SeqCst);
+        if self.is_pending.load(Ordering::SeqCst) {
+            self.task.wake();
+        }
+    }
+}
+
+impl Wake for Wakeups {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.is_pending.store(true, Ordering::SeqCst);
+        if !self.is_polling.load(Ordering::SeqCst) {
+            self.task.wake();
+        }
+    }
 }
 
 enum DriverState {
@@ -151,6 +196,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             close_message: BytesMut::new(),
             state: DriverState::Running,
             close_timeout: CLOSE_TIMEOUT,
+            wakeups: Arc::default(),
         }
     }
 
@@ -167,10 +213,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.shared.conn_state.release_eof();
         }
         for _ in 0..ROUNDS_PER_POLL {
+            self.wakeups.take();
             let commands = self.shared.take_commands(cx.waker());
             self.take(commands);
             let queued = self.shared.queued.take();
-            let before = self.shared.conn_state.received();
             loop {
                 match self.connection.poll(cx) {
                     Poll::Ready(Ok(Some((request, respond)))) => {
@@ -187,17 +233,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 self.shared.queued.put_back(queued);
             }
             self.accept_answered_offers(cx);
-            let mut moved = self.shared.conn_state.received() != before;
-            while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {
-                moved = true;
-            }
+            while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {}
             self.exchange_offers(cx);
             self.exchange_pings(cx);
             self.read_close_message(cx);
             if self.poll_close(cx).is_ready() {
                 return Poll::Ready(());
             }
-            if !moved && self.shared.queued.is_empty() {
+            if !self.wakeups.is_pending.load(Ordering::SeqCst) && self.shared.queued.is_empty() {
                 break;
             }
         }
@@ -473,7 +516,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Driver<S> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        self.get_mut().drive(cx)
+        let this = self.get_mut();
+        let wakeups = this.wakeups.clone();
+        wakeups.begin_poll(cx.waker());
+        let driven = this.drive(&mut Context::from_waker(&Waker::from(wakeups.clone())));
+        wakeups.end_poll();
+        driven
     }
 }
 
