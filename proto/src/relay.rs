@@ -213,11 +213,11 @@ thread_local! {
 /// A buffer of [`BUFFER_BYTES`] with unspecified content. Dropping it returns it to the thread's
 /// pool.
 #[derive(Debug)]
-struct Buffer(Box<[u8]>);
+pub(crate) struct Buffer(Box<[u8]>);
 
 impl Buffer {
     /// Takes a buffer from the pool, or allocates one.
-    fn take() -> Self {
+    pub(crate) fn take() -> Self {
         // Access fails only while the thread ends.
         let pooled = POOL.try_with(|pool| pool.borrow_mut().pop()).ok().flatten();
         Self(pooled.unwrap_or_else(|| vec![0; BUFFER_BYTES].into_boxed_slice()))

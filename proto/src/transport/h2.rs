@@ -33,12 +33,14 @@ mod driver;
 mod io;
 mod offers;
 mod pump;
+mod read_ahead;
 mod session;
 mod stream;
 
 use control_rate::PREFACE_BYTES;
 use driver::{Connection, Driver, WINDOW_SIZE_MAX};
 use io::ConnIo;
+pub use read_ahead::ReadAhead;
 use session::{CLOSE_STREAM_URI, H2Session, SessionShared};
 use stream::StreamShared;
 
@@ -69,13 +71,13 @@ const SERVER_NAME: &str = "tunnel-server.culvert";
 /// # Errors
 /// When the peer has no valid identity or violates the protocol.
 pub async fn accept(
-    stream: server::TlsStream<TcpStream>,
+    stream: server::TlsStream<ReadAhead>,
     settings: &SessionSettings,
 ) -> Result<Arc<dyn Session>, HandshakeError> {
     let (socket, tls) = stream.get_ref();
     let peer = PeerIdentity::from_agent_certificate(leaf(tls.peer_certificates())?)?;
     let chain = tls::issuer_path(tls.peer_certificates().unwrap_or_default());
-    let remote = address(socket)?;
+    let remote = address(socket.socket())?;
     let (io, conn_state) = ConnIo::new(stream, 0);
     let mut builder = h2::client::Builder::new();
     builder
@@ -141,11 +143,11 @@ impl H2Dialer {
     async fn handshake_tls(
         &self,
         socket: TcpStream,
-    ) -> Result<client::TlsStream<TcpStream>, HandshakeError> {
+    ) -> Result<client::TlsStream<ReadAhead>, HandshakeError> {
         let name = ServerName::try_from(SERVER_NAME)
             .map_err(|error| HandshakeError::Local(error.to_string()))?;
         TlsConnector::from(self.tls.clone())
-            .connect(name, socket)
+            .connect(name, ReadAhead::new(socket))
             .await
             .map_err(|error| {
                 if !tls::is_tls_error(&error) {

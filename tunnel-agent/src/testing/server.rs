@@ -111,6 +111,7 @@ impl Server {
     /// Returns the next session of an agent over TCP.
     pub(crate) async fn session_over_tcp(&self) -> Arc<dyn Session> {
         let (socket, _) = self.tcp.accept().await.unwrap();
+        let socket = h2::ReadAhead::new(socket);
         let stream = self.sessions_tcp.accept(socket).await.unwrap();
         h2::accept(stream, &self.settings).await.unwrap()
     }

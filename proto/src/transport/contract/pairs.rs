@@ -66,7 +66,7 @@ pub(super) async fn quic(windows: Windows) -> Pair {
 
 pub(super) async fn h2(windows: Windows) -> Pair {
     use crate::transport::Dialer as _;
-    use crate::transport::h2::{H2Dialer, accept};
+    use crate::transport::h2::{H2Dialer, ReadAhead, accept};
 
     let ca = TestCa::new();
     let server =
@@ -81,6 +81,7 @@ pub(super) async fn h2(windows: Windows) -> Pair {
         async {
             let (socket, _) = listener.accept().await.unwrap();
             configure_session(&socket).unwrap();
+            let socket = ReadAhead::new(socket);
             let stream = TlsAcceptor::from(server).accept(socket).await.unwrap();
             accept(stream, &settings(windows, None)).await.unwrap()
         },

@@ -95,6 +95,7 @@ async fn joined_by_agent() -> (Arc<dyn Session>, RawPeer) {
     let ours = Box::pin(async {
         let (socket, _) = listener.accept().await.unwrap();
         configure_session(&socket).unwrap();
+        let socket = ReadAhead::new(socket);
         let tls = TlsAcceptor::from(server.unwrap()).accept(socket).await;
         accept(tls.unwrap(), &session_settings(STREAMS))
             .await

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rustls::ServerConfig;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::StartHandshake;
@@ -58,6 +58,7 @@ impl TcpHandler {
             debug!(%error, "cannot set a socket option");
         }
         let metrics = &half_open.sessions.metrics;
+        let socket = h2::ReadAhead::new(socket);
         let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), socket);
         let start = match half_open.with_deadline(hello).await {
             Ok(Ok(start)) => start,
@@ -100,7 +101,7 @@ impl TcpHandler {
         None
     }
 
-    async fn accept_session(&self, start: StartHandshake<TcpStream>) -> HandshakeResult {
+    async fn accept_session(&self, start: StartHandshake<h2::ReadAhead>) -> HandshakeResult {
         let stream = start
             .into_stream(self.session_tls.clone())
             .await
@@ -110,7 +111,7 @@ impl TcpHandler {
 
     async fn enroll(
         &self,
-        start: StartHandshake<TcpStream>,
+        start: StartHandshake<h2::ReadAhead>,
         peer: SocketAddr,
     ) -> io::Result<&'static str> {
         let stream = start.into_stream(self.enroll_tls.clone()).await?;
@@ -144,7 +145,7 @@ impl AlpnOffer {
     }
 }
 
-async fn refuse(mut socket: TcpStream) -> io::Result<()> {
+async fn refuse(mut socket: impl AsyncWrite + Unpin) -> io::Result<()> {
     socket.write_all(&NO_APPLICATION_PROTOCOL).await?;
     socket.shutdown().await
 }

@@ -1,0 +1,98 @@
+//! The socket below TLS. rustls reads 4 KiB at a time; this reads as much as the socket has.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use crate::relay::Buffer;
+
+/// A TCP socket that fills a pooled buffer with each read. It holds the buffer only while the
+/// buffer has unread bytes, so an idle connection has none.
+#[derive(Debug)]
+pub struct ReadAhead {
+    socket: TcpStream,
+    buffer: Option<Buffer>,
+    start: usize,
+    end: usize,
+}
+
+impl ReadAhead {
+    /// Wraps a socket from which nothing was read.
+    #[must_use]
+    pub fn new(socket: TcpStream) -> Self {
+        Self {
+            socket,
+            buffer: None,
+            start: 0,
+            end: 0,
+        }
+    }
+
+    /// Returns the socket, for its addresses.
+    pub(super) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+}
+
+impl AsyncRead for ReadAhead {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        if this.buffer.is_none() {
+            // The buffer returns to the pool if the socket has nothing.
+            let mut buffer = Buffer::take();
+            let mut read = ReadBuf::new(&mut buffer);
+            ready!(Pin::new(&mut this.socket).poll_read(cx, &mut read))?;
+            (this.start, this.end) = (0, read.filled().len());
+            this.buffer = Some(buffer);
+        }
+        let unread = this
+            .buffer
+            .as_deref()
+            .and_then(|buffer| buffer.get(this.start..this.end))
+            .unwrap_or_default();
+        let count = unread.len().min(out.remaining());
+        out.put_slice(&unread[..count]);
+        this.start += count;
+        if this.start == this.end {
+            this.buffer = None;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for ReadAhead {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.socket).poll_write(cx, data)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.socket).poll_write_vectored(cx, data)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.socket.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.socket).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.socket).poll_shutdown(cx)
+    }
+}
