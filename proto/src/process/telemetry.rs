@@ -7,17 +7,20 @@ use std::sync::mpsc;
 
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::format::JsonFields;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
 
 mod dropped;
+mod json;
 mod log_writer;
 mod rate_limit;
 mod sanitize;
 
 pub use dropped::DroppedLines;
 use dropped::{DROPPED, DroppedCounts};
+use json::JsonLines;
 pub use log_writer::ACCESS;
 use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
 pub use rate_limit::LogRateLimit;
@@ -101,17 +104,13 @@ pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<LogGuard> {
         }
         LogFormat::Json => {
             let layer = fmt::layer()
-                .json()
+                .fmt_fields(JsonFields::new())
+                .event_format(JsonLines::new())
                 .log_internal_errors(false)
-                .flatten_event(true)
-                // Events have a field named `target`: the target of a request.
-                .with_target(false)
-                .with_current_span(true)
-                .with_span_list(false);
-            let layer = layer.with_writer(make_writer(Sanitizer {
-                json: true,
-                colors: false,
-            }));
+                .with_writer(make_writer(Sanitizer {
+                    json: true,
+                    colors: false,
+                }));
             registry.with(layer.with_filter(filter)).try_init()
         }
     };

@@ -1,0 +1,180 @@
+//! JSON log lines. Access log lines, one for each request, are written directly; all others by the
+//! formatter of `tracing-subscriber`, which builds a map of each line first.
+
+use std::fmt;
+use std::io::Write as _;
+
+use tracing::field::{Field, Visit};
+use tracing::{Event, Subscriber};
+use tracing_subscriber::fmt::format::{self, Json, JsonFields, Writer};
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent};
+use tracing_subscriber::registry::LookupSpan;
+
+use super::log_writer::ACCESS;
+
+/// The format of JSON lines: all fields of the event in one object, and the current span.
+#[derive(Debug)]
+pub(super) struct JsonLines(format::Format<Json>);
+
+impl JsonLines {
+    pub(super) fn new() -> Self {
+        let lines = format::json()
+            .flatten_event(true)
+            // Events have a field named `target`: the target of a request.
+            .with_target(false)
+            .with_current_span(true)
+            .with_span_list(false);
+        Self(lines)
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> FormatEvent<S, JsonFields> for JsonLines {
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, JsonFields>,
+        mut out: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let metadata = event.metadata();
+        if metadata.target() != ACCESS || context.lookup_current().is_some() {
+            return self.0.format_event(context, out, event);
+        }
+        out.write_str("{\"timestamp\":\"")?;
+        SystemTime.format_time(&mut out)?;
+        write!(out, "\",\"level\":\"{}\"", metadata.level())?;
+        let mut fields = FieldWriter {
+            line: Vec::with_capacity(512),
+            scratch: String::new(),
+        };
+        event.record(&mut fields);
+        out.write_str(str::from_utf8(&fields.line).map_err(|_not_json| fmt::Error)?)?;
+        out.write_str("}\n")
+    }
+}
+
+/// Appends each field as `,"name":value`.
+struct FieldWriter {
+    line: Vec<u8>,
+    scratch: String,
+}
+
+impl FieldWriter {
+    fn append_name(&mut self, field: &Field) {
+        self.line.extend_from_slice(b",\"");
+        self.line.extend_from_slice(field.name().as_bytes());
+        self.line.extend_from_slice(b"\":");
+    }
+
+    /// Appends a number or a boolean.
+    fn append_plain(&mut self, field: &Field, value: impl fmt::Display) {
+        self.append_name(field);
+        // Writing to memory cannot fail.
+        write!(self.line, "{value}").ok();
+    }
+}
+
+impl Visit for FieldWriter {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.append_name(field);
+        // Writing to memory cannot fail.
+        serde_json::to_writer(&mut self.line, value).ok();
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.append_plain(field, value);
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.append_plain(field, value);
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.append_plain(field, value);
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let mut text = std::mem::take(&mut self.scratch);
+        text.clear();
+        // Writing to memory fails only if the value's own Debug does.
+        fmt::Write::write_fmt(&mut text, format_args!("{value:?}")).ok();
+        self.record_str(field, &text);
+        self.scratch = text;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use tracing::info;
+    use tracing_subscriber::Registry;
+    use tracing_subscriber::fmt::MakeWriter;
+    use tracing_subscriber::layer::SubscriberExt;
+
+    use super::*;
+
+    #[derive(Debug, Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+            self.0.lock().extend_from_slice(line);
+            Ok(line.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl MakeWriter<'_> for Lines {
+        type Writer = Self;
+
+        fn make_writer(&self) -> Self {
+            self.clone()
+        }
+    }
+
+    /// Logs one access event with `format` and returns the line without its timestamp.
+    fn logged<F>(format: F) -> serde_json::Value
+    where
+        F: FormatEvent<Registry, JsonFields> + Send + Sync + 'static,
+    {
+        let lines = Lines::default();
+        let layer = tracing_subscriber::fmt::layer()
+            .fmt_fields(JsonFields::new())
+            .event_format(format)
+            .with_writer(lines.clone());
+        let subscriber = Registry::default().with(layer);
+        tracing::subscriber::with_default(subscriber, || {
+            info!(
+                target: ACCESS,
+                peer = %"[::1]:1",
+                request = "GET /\"quoted\"\\\n\u{1}é",
+                session = Some(7_u64),
+                status = None::<u16>,
+                open = true,
+                change = -3_i64,
+                elapsed = ?std::time::Duration::from_micros(1500),
+                "access"
+            );
+        });
+        let line = lines.0.lock().clone();
+        assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
+        let mut line: serde_json::Value = serde_json::from_slice(&line).unwrap();
+        let timestamp = line.as_object_mut().unwrap().remove("timestamp").unwrap();
+        assert!(timestamp.as_str().unwrap().ends_with('Z'), "{timestamp}");
+        line
+    }
+
+    #[test]
+    fn access_line_equals_that_of_the_general_formatter() {
+        let line = logged(JsonLines::new());
+        assert_eq!(line, logged(JsonLines::new().0));
+        assert_eq!(line["message"], "access");
+        assert_eq!(line["elapsed"], "1.5ms");
+    }
+}
