@@ -54,6 +54,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
         warn!(variable, "unknown variable ignored");
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(config.worker_threads)
         .enable_all()
         .build()
         .context("cannot start the runtime")?;

@@ -48,6 +48,7 @@ pub struct Config {
     pub meta_listen: Option<SocketAddr>,
     /// Time that open streams may continue when the agent stops.
     pub drain_timeout: Duration,
+    pub worker_threads: usize,
     pub log_level: LevelFilter,
     pub log_format: LogFormat,
     pub limits: Limits,
@@ -108,6 +109,12 @@ impl Config {
             DEFAULT_DRAIN_TIMEOUT,
             parse_duration,
         );
+        let worker_threads = errors.parse_with(
+            "--worker-threads",
+            settings.worker_threads.as_deref(),
+            1,
+            worker_threads,
+        );
         let log_level = errors.parse_with(
             "--log-level",
             settings.log_level.as_deref(),
@@ -139,6 +146,7 @@ impl Config {
             dial_policy,
             meta_listen,
             drain_timeout,
+            worker_threads,
             log_level,
             log_format,
             limits,
@@ -154,6 +162,13 @@ pub fn meta_address(setting: Option<&str>) -> Result<Option<SocketAddr>, String>
     let text = setting.unwrap_or(DEFAULT_META_LISTEN);
     optional("off", str::parse::<SocketAddr>)(text)
         .map_err(|_syntax| format!("{text:?} is neither IP:PORT nor \"off\""))
+}
+
+fn worker_threads(text: &str) -> Result<usize, String> {
+    let count = text.parse::<usize>().ok();
+    count
+        .filter(|count| (1..=WORKER_THREADS_MAX).contains(count))
+        .ok_or_else(|| format!("{text:?} is not a number from 1 to {WORKER_THREADS_MAX}"))
 }
 
 fn servers(texts: &[String], errors: &mut ConfigErrors) -> Vec<ServerAddress> {
@@ -223,4 +238,6 @@ const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
+/// More threads than a machine has cores are never useful.
+const WORKER_THREADS_MAX: usize = 64;
 const DEFAULT_DRAIN_TIMEOUT: Duration = Duration::from_secs(30);

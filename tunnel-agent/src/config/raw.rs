@@ -142,6 +142,13 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_DRAIN_TIMEOUT", value_name = "DURATION", help_heading = "Process")]
         pub drain_timeout: Option<String>,
 
+        /// Threads that carry sessions and streams [default: 1]
+        ///
+        /// A further thread costs CPU time for each byte, because sessions and streams wake each
+        /// other across threads. Set more only if one core is too slow for this node's traffic.
+        #[arg(long, env = "TUNNEL_AGENT_WORKER_THREADS", value_name = "COUNT", help_heading = "Process")]
+        pub worker_threads: Option<String>,
+
         /// Minimum level of log lines: error, warn, info, debug or trace [default: info]
         #[arg(long, env = "TUNNEL_AGENT_LOG_LEVEL", value_name = "LEVEL", help_heading = "Process")]
         pub log_level: Option<String>,
