@@ -2,7 +2,7 @@
 //! logs, files, Unix sockets, settings.
 
 pub mod accept;
-pub mod admission;
+pub mod conn_limiter;
 pub mod file_watch;
 pub mod files;
 pub mod host;

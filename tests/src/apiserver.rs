@@ -11,8 +11,8 @@
 //! module only for faults and request counts.
 
 mod access;
-mod admission;
 mod connection;
+mod defaulting;
 mod discovery;
 mod faults;
 mod http;
@@ -47,8 +47,8 @@ pub use record::RecordedRequest;
 pub use status::Status;
 pub use tokens::{Reviewing, TokenClaims};
 
-use admission::key;
 use connection::Listening;
+use defaulting::key;
 use faults::Faults;
 use http::{Service, shown};
 use kinds::Kind;
@@ -254,8 +254,8 @@ impl FakeApiServer {
         if let Some(namespace) = namespace {
             object["metadata"]["namespace"] = namespace.into();
         }
-        object["metadata"]["uid"] = admission::uid().into();
-        object["metadata"]["creationTimestamp"] = admission::now().into();
+        object["metadata"]["uid"] = defaulting::uid().into();
+        object["metadata"]["creationTimestamp"] = defaulting::now().into();
         self.service
             .store
             .write(|content| content.put(key(kind, namespace, &name), object));

@@ -10,7 +10,7 @@ use tokio_rustls::TlsAcceptor;
 use tracing::{Instrument, debug, info_span};
 use tunnel_proto::identity::{caller_name, common_name};
 use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::admission::{ConnPermit, LimitReached};
+use tunnel_proto::process::conn_limiter::{ConnPermit, LimitReached};
 
 use crate::config::Limit;
 use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
@@ -130,7 +130,7 @@ impl IngressContext {
     /// Acquires a permit for a caller's connection. Without a permit the connection is refused: the
     /// server drops it.
     fn admit(&self, peer: CallerAddr) -> Option<Arc<ConnPermit>> {
-        self.admitted(self.callers.acquire(peer.source()))
+        self.count_permit(self.callers.acquire(peer.source()))
     }
 
     /// Acquires a permit for a caller that can be verified. The returned flag says whether the
@@ -139,10 +139,10 @@ impl IngressContext {
         let acquired = self.callers.acquire(peer.source());
         let is_reserved = acquired.is_err();
         let acquired = acquired.or_else(|_full| self.verified_callers.acquire(peer.source()));
-        self.admitted(acquired).map(|permit| (permit, is_reserved))
+        self.count_permit(acquired).map(|permit| (permit, is_reserved))
     }
 
-    fn admitted(&self, acquired: Result<ConnPermit, LimitReached>) -> Option<Arc<ConnPermit>> {
+    fn count_permit(&self, acquired: Result<ConnPermit, LimitReached>) -> Option<Arc<ConnPermit>> {
         let reached = match &acquired {
             Ok(permit) => permit.reached(),
             Err(reached) => Some(*reached),
@@ -165,13 +165,13 @@ impl IngressContext {
         peer: CallerAddr,
         name: CallerIdentity,
     ) {
-        let admitted = match peer {
+        let acquired = match peer {
             CallerAddr::Tcp(_) if http_listener.tls.is_none() => {
                 self.admit(peer).map(|permit| (permit, false))
             }
             CallerAddr::Tcp(_) | CallerAddr::Unix => self.admit_verifiable(peer),
         };
-        let Some((permit, is_reserved)) = admitted else {
+        let Some((permit, is_reserved)) = acquired else {
             return;
         };
         // The host controls which users can open a Unix socket.

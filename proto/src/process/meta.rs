@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tracing::debug;
 
 use super::accept::RetryingListener;
-use super::admission::{ConnLimiter, ConnLimits};
+use super::conn_limiter::{ConnLimiter, ConnLimits};
 use super::shutdown::Shutdown;
 
 /// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one

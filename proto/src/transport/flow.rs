@@ -3,7 +3,7 @@
 //! Each stream has its own window. The connection's window is the amount that stalled streams hold,
 //! plus eight stream windows for the others. The window is updated within some 100 ms, so stalled
 //! readers cannot exhaust it. The held bytes are charged to the session and to the process's pool.
-//! The pool limits the admission of new streams and cuts no stream.
+//! The pool limits new streams and cuts no stream.
 //!
 //! A stream whose target is being dialed, or whose reply is not sent yet, does not count as
 //! stalled. The data that its peer has already sent fits into the eight windows.

@@ -172,7 +172,8 @@ const POOL: usize = 16;
 /// 100 ms.
 const OFFERED: usize = 4 * POOL;
 
-/// F26: memory for what is not read is bounded by admission; the server lives, and serves as soon as there is room.
+/// F26: memory for what is not read is bounded: new streams are refused; the server lives, and
+/// serves as soon as there is room.
 #[tokio::test(flavor = "multi_thread")]
 async fn f26_full_pool_sheds_by_503_and_the_server_lives_in_its_memory_cgroup() -> Result<()> {
     let Some(cgroup) = or_skip(MemoryCgroup::new(CAP)) else {

@@ -16,7 +16,7 @@ use hyper::body::Incoming;
 use serde_json::{Value, json};
 
 use super::access::{self, User};
-use super::admission::key;
+use super::defaulting::key;
 use super::discovery;
 use super::faults::{Faults, Presence};
 use super::kinds::{Address, ApiRoute, Kind};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::access::{self, Action, User};
-use super::admission::{born, check_frame, complete, key, name_of, now, preserve_server_fields};
+use super::defaulting::{born, check_frame, complete, key, name_of, now, preserve_server_fields};
 use super::kinds::Address;
 use super::patch;
 use super::protobuf;

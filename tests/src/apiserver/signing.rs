@@ -9,7 +9,7 @@ use rcgen::{CertificateSigningRequestParams, ExtendedKeyUsagePurpose, KeyUsagePu
 use rustls_pki_types::CertificateDer;
 
 use super::FakeApiServer;
-use super::admission::key;
+use super::defaulting::key;
 use super::kinds::Kind;
 use crate::manifests::items;
 

@@ -8,7 +8,7 @@ use base64::prelude::{BASE64_URL_SAFE_NO_PAD, Engine as _};
 use serde_json::{Map, Value, json};
 
 use super::access::User;
-use super::admission::key;
+use super::defaulting::key;
 use super::kinds::Kind;
 use super::store::Content;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
-use tunnel_proto::process::admission::ConnLimiter;
+use tunnel_proto::process::conn_limiter::ConnLimiter;
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION_TCP;

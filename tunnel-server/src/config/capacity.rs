@@ -3,7 +3,7 @@
 //! for the meta port and the admin socket.
 
 use tokio::sync::Semaphore;
-use tunnel_proto::process::admission::ConnLimits;
+use tunnel_proto::process::conn_limiter::ConnLimits;
 use tunnel_proto::process::host::Resources;
 
 use super::Limits;

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tunnel_proto::process::admission::ConnLimits;
+use tunnel_proto::process::conn_limiter::ConnLimits;
 use tunnel_proto::process::limits::{check_buffer_pool, check_liveness, count, duration, size};
 use tunnel_proto::process::settings::{ConfigErrors, format_size, optional};
 use tunnel_proto::session::LivenessLimits;

@@ -9,7 +9,7 @@
 
 use http::{Request, Response};
 use hyper::body::Incoming;
-use tunnel_proto::process::admission::source;
+use tunnel_proto::process::conn_limiter::source;
 
 use super::access_log::AccessLog;
 use super::context::ConnectProxy;

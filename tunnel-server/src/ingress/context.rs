@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio_util::task::TaskTracker;
 use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::admission::{ConnLimiter, ConnPermit};
+use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnPermit};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::{NodeName, Port};
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
-use tunnel_proto::process::admission::source;
+use tunnel_proto::process::conn_limiter::source;
 
 use crate::routing::registry::CallerKey;
 

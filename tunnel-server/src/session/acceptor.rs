@@ -10,7 +10,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{Instrument, debug, error, info_span};
 use tunnel_proto::process::accept::RetryingListener;
-use tunnel_proto::process::admission::{ConnLimiter, LimitReached};
+use tunnel_proto::process::conn_limiter::{ConnLimiter, LimitReached};
 use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::transport::quic::QuicAcceptor;
 

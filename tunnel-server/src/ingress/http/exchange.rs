@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::oneshot;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::identity::CallerError;
-use tunnel_proto::process::admission::ConnPermit;
+use tunnel_proto::process::conn_limiter::ConnPermit;
 use tunnel_proto::wire::name::NodeName;
 
 use super::headers::{

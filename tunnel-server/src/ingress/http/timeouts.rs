@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
-use tunnel_proto::process::admission::{ConnPermit, InUseGuard};
+use tunnel_proto::process::conn_limiter::{ConnPermit, InUseGuard};
 
 use super::head_check::{BodyFraming, HeadCheck, HeadError};
 

@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
-use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
+use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::{BufferPool, Session, Stream, memory};
 use tunnel_proto::wire::code::RefusalCode;

@@ -280,7 +280,7 @@ async fn caller_that_takes_nothing_of_the_last_answer_is_cut() {
     let flood = async { while caller.write_all(requests.as_bytes()).await.is_ok() {} };
     let flooded = timeout(Duration::from_secs(20), flood).await;
     assert!(flooded.is_ok(), "never cut");
-    let is_free = || fixture.ingress.callers.admitted() == 0;
+    let is_free = || fixture.ingress.callers.permits_in_use() == 0;
     eventually("the permit is free", is_free).await;
 }
 

@@ -7,7 +7,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
-use tunnel_proto::process::admission::{ConnLimiter, ConnLimits};
+use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits};
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
@@ -69,11 +69,11 @@ impl Listener {
             per_source: CONNS_PER_SOURCE,
             total: 2 * CONNS_PER_SOURCE,
         });
-        let (sessions, admission) = (Arc::new(bench.sessions.clone()), limiter.clone());
+        let (sessions, permits) = (Arc::new(bench.sessions.clone()), limiter.clone());
         let accept = async move {
             loop {
                 let (socket, peer) = listener.accept().await.unwrap();
-                let Ok(permit) = admission.acquire(peer.ip()) else {
+                let Ok(permit) = permits.acquire(peer.ip()) else {
                     continue;
                 };
                 let half_open = HalfOpenConn {
@@ -139,7 +139,7 @@ impl Listener {
     }
 
     async fn all_permits_are_free(&self) {
-        eventually("every permit is free", || self.limiter.admitted() == 0).await;
+        eventually("every permit is free", || self.limiter.permits_in_use() == 0).await;
     }
 }
 
@@ -243,7 +243,7 @@ async fn agent_is_admitted_over_h2_and_holds_no_unauthenticated_permit() {
     accepted.write_all(b"!").await.unwrap();
     assert_eq!(within(opened.read_u8()).await.unwrap(), b'!');
     assert_eq!(test_listener.handshakes("ok"), Some(1));
-    assert_eq!(test_listener.limiter.admitted(), 0);
+    assert_eq!(test_listener.limiter.permits_in_use(), 0);
 }
 
 #[tokio::test]
@@ -263,7 +263,7 @@ async fn silent_crowd_of_one_address_loses_its_oldest_and_an_agent_gets_in() {
     let mut crowd = Vec::new();
     for admitted in 1..=CONNS_PER_SOURCE {
         crowd.push(TcpStream::connect(test_listener.address).await.unwrap());
-        let has_permit = || test_listener.limiter.admitted() == admitted;
+        let has_permit = || test_listener.limiter.permits_in_use() == admitted;
         eventually("the connection has its permit", has_permit).await;
     }
     assert_eq!(test_listener.handshakes("evicted"), None, "at the limit");

@@ -35,7 +35,7 @@ pub struct ConnLimits {
 pub struct ConnLimiter {
     limits: ConnLimits,
     epoch: Instant,
-    admitted: Mutex<SourceTable>,
+    source_table: Mutex<SourceTable>,
 }
 
 impl ConnLimiter {
@@ -45,7 +45,7 @@ impl ConnLimiter {
         Arc::new(Self {
             limits,
             epoch: Instant::now(),
-            admitted: Mutex::default(),
+            source_table: Mutex::default(),
         })
     }
 
@@ -56,19 +56,19 @@ impl ConnLimiter {
     /// The limit that was reached, if no connection can be evicted.
     pub fn acquire(self: &Arc<Self>, peer: IpAddr) -> Result<ConnPermit, LimitReached> {
         let (source, now) = (source(peer), self.now());
-        let mut admitted = self.admitted.lock();
-        let reached = if admitted.of(source) >= self.limits.per_source {
+        let mut source_table = self.source_table.lock();
+        let reached = if source_table.of(source) >= self.limits.per_source {
             Some(LimitReached::PerSource)
-        } else if admitted.all >= self.limits.total {
+        } else if source_table.all >= self.limits.total {
             Some(LimitReached::Total)
         } else {
             None
         };
         match reached {
-            Some(LimitReached::PerSource) if !admitted.evict(source, now, MIN_IDLE) => {
+            Some(LimitReached::PerSource) if !source_table.evict(source, now, MIN_IDLE) => {
                 return Err(LimitReached::PerSource);
             }
-            Some(LimitReached::Total) if !admitted.evict_from_largest(source, now) => {
+            Some(LimitReached::Total) if !source_table.evict_from_largest(source, now) => {
                 return Err(LimitReached::Total);
             }
             Some(_) | None => {}
@@ -78,8 +78,8 @@ impl ConnLimiter {
             uses: AtomicUsize::new(0),
             idle_since: AtomicU64::new(now.0),
         });
-        let id = admitted.add(source, now, activity.clone(), evicted.clone());
-        drop(admitted);
+        let id = source_table.add(source, now, activity.clone(), evicted.clone());
+        drop(source_table);
         Ok(ConnPermit {
             limiter: self.clone(),
             source,
@@ -92,8 +92,8 @@ impl ConnLimiter {
 
     /// Returns the number of permits in use.
     #[must_use]
-    pub fn admitted(&self) -> usize {
-        self.admitted.lock().all
+    pub fn permits_in_use(&self) -> usize {
+        self.source_table.lock().all
     }
 
     fn now(&self) -> Moment {
@@ -147,7 +147,7 @@ impl ConnPermit {
 
 impl Drop for ConnPermit {
     fn drop(&mut self) {
-        self.limiter.admitted.lock().remove(self.source, self.id);
+        self.limiter.source_table.lock().remove(self.source, self.id);
     }
 }
 
@@ -397,12 +397,12 @@ mod tests {
         permits.push(acquire(&limiter, "10.0.0.1"));
         assert_eq!(evicted(&permits), [0], "one above it");
         assert!(evicted(&other).is_empty());
-        assert_eq!(limiter.admitted(), 4);
+        assert_eq!(limiter.permits_in_use(), 4);
         drop(permits.remove(1));
         permits.push(acquire(&limiter, "10.0.0.1"));
         assert_eq!(evicted(&permits), [0], "one left by itself");
         drop(permits);
-        assert_eq!(limiter.admitted(), 1);
+        assert_eq!(limiter.permits_in_use(), 1);
     }
 
     #[tokio::test(start_paused = true)]
@@ -427,11 +427,11 @@ mod tests {
         let newcomer = [acquire(&limiter, "10.0.0.5")];
         assert_eq!(evicted(&permits), [0]);
         assert!(evicted(&alone).is_empty() && evicted(&newcomer).is_empty());
-        assert_eq!(limiter.admitted(), 5);
+        assert_eq!(limiter.permits_in_use(), 5);
         drop((alone, permits, newcomer));
-        assert_eq!(limiter.admitted(), 0);
-        let admitted = limiter.admitted.lock();
-        assert!(admitted.by_size.is_empty() && admitted.sources.is_empty());
+        assert_eq!(limiter.permits_in_use(), 0);
+        let source_table = limiter.source_table.lock();
+        assert!(source_table.by_size.is_empty() && source_table.sources.is_empty());
     }
 
     #[test]
