@@ -5,7 +5,7 @@
 //! - Either end may open streams.
 //! - A stream exists for the peer only after its first byte, so [`Session::open`] writes the
 //!   header.
-//! - The opener may send data directly after the header. The acceptor answers with a
+//! - The opener may send data directly after the header. The accepting end answers with a
 //!   [`StreamReply`](crate::wire::header::StreamReply), which the opener's first read consumes. A
 //!   refusal becomes a [`Refusal`](crate::wire::header::Refusal) error.
 //! - A half ends cleanly only by `shutdown`. A stream that is dropped before that is reset, and
@@ -252,7 +252,7 @@ impl HandshakeError {
 /// the accept loop.
 pub type Handshake = Pin<Box<dyn Future<Output = Result<Arc<dyn Session>, HandshakeError>> + Send>>;
 
-/// The server's side of a transport.
+/// The server's half of a transport.
 #[async_trait]
 pub trait Acceptor: Send + Sync + 'static {
     /// Waits for the next connection. Returns the remote address and the handshake, or `None` when
@@ -265,7 +265,7 @@ pub trait Acceptor: Send + Sync + 'static {
     async fn wait_idle(&self);
 }
 
-/// The agent's side of a transport.
+/// The agent's half of a transport.
 #[async_trait]
 pub trait Dialer: Send + Sync + 'static {
     /// Connects to a server. Cancel-safe: if the future is dropped, the attempt is abandoned.

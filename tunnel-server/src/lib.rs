@@ -3,7 +3,7 @@
 //! A request passes [`ingress`] (a listener accepts, hyper reads the head), [`routing::decision`]
 //! with [`routing::routes`] (which node, which port), [`policy::authorize`], and
 //! [`routing::registry`] (the node's session opens a stream to the agent). An agent passes
-//! [`session::acceptor`] (handshake, or [`ca::enrollment`]), [`session`] (admission, control
+//! [`session::agent_listener`] (handshake, or [`ca::enrollment`]), [`session`] (admission, control
 //! stream) and [`routing::registry`]. [`ca`] issues and revokes certificates, and [`store`]
 //! persists state. [`cluster`] follows Nodes and ports, writes the records ([`dns`]) and shares the
 //! state that all servers must agree on. Operators control a running server through [`admin`].

@@ -19,7 +19,7 @@ use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::Registry;
 
-pub mod acceptor;
+pub mod agent_listener;
 mod admission;
 mod renewal;
 mod session_loop;

@@ -141,8 +141,8 @@ pub(super) mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-    /// Returns the halves at the opener and at the acceptor, and the values that keep the sessions
-    /// open.
+    /// Returns the halves at the opener and at the accepting end, and the values that keep the
+    /// sessions open.
     pub(in crate::session) async fn control_stream() -> (
         (ControlReader, ControlWriter),
         (ControlReader, ControlWriter),

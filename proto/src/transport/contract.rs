@@ -30,7 +30,7 @@ use stalls::{
 /// server's end unless the pair is reversed.
 struct Pair {
     opener: Arc<dyn Session>,
-    acceptor: Arc<dyn Session>,
+    peer: Arc<dyn Session>,
     _keep: Box<dyn Send>,
 }
 
@@ -68,8 +68,8 @@ impl Pair {
     fn reversed(self) -> Self {
         self.opener.set_max_concurrent_streams(DEFAULT.streams);
         Self {
-            opener: self.acceptor,
-            acceptor: self.opener,
+            opener: self.peer,
+            peer: self.opener,
             ..self
         }
     }
@@ -81,7 +81,7 @@ impl Pair {
     }
 
     async fn accept(&self) -> Stream {
-        let incoming = within(self.acceptor.accept()).await.unwrap();
+        let incoming = within(self.peer.accept()).await.unwrap();
         let (got, stream) = incoming
             .header(Instant::now() + TEST_TIMEOUT)
             .await
@@ -90,7 +90,7 @@ impl Pair {
         stream
     }
 
-    /// Opens a stream from opener to acceptor and accepts it.
+    /// Opens a stream from opener to peer and accepts it.
     async fn stream(&self) -> (Stream, Stream) {
         let mut opened = self.open().await;
         let mut accepted = self.accept().await;
@@ -244,12 +244,12 @@ async fn reply_that_does_not_come_is_given_up(pair: Pair) {
 }
 
 async fn many_streams_run_at_once(pair: Pair) {
-    pair.acceptor.set_max_concurrent_streams(2000);
-    let acceptor = pair.acceptor.clone();
+    pair.peer.set_max_concurrent_streams(2000);
+    let peer = pair.peer.clone();
     let mut echoes = JoinSet::new();
     let server = async {
         for _ in 0..1000 {
-            let incoming = within(acceptor.accept()).await.unwrap();
+            let incoming = within(peer.accept()).await.unwrap();
             echoes.spawn(async move {
                 let (_, mut stream) = incoming
                     .header(Instant::now() + TEST_TIMEOUT)
@@ -296,14 +296,14 @@ async fn answer_if_whole(incoming: IncomingStream) -> bool {
 }
 
 async fn burst_of_resets_leaves_the_session_usable(pair: Pair) {
-    pair.acceptor.set_max_concurrent_streams(2000);
-    let acceptor = pair.acceptor.clone();
+    pair.peer.set_max_concurrent_streams(2000);
+    let peer = pair.peer.clone();
     // A stream that was reset is either never accepted or is cut. Only the last stream is complete.
     let served = async move {
         let mut streams = JoinSet::new();
         loop {
             tokio::select! {
-                incoming = acceptor.accept() => {
+                incoming = peer.accept() => {
                     streams.spawn(answer_if_whole(incoming.unwrap()));
                 }
                 Some(whole) = streams.join_next() => if whole.unwrap() {
@@ -351,7 +351,7 @@ async fn close_delivers_what_was_sent_and_its_reason(pair: Pair) {
         accepted.write_all(&sent).await.unwrap();
         accepted.shutdown().await.unwrap();
         drop(accepted);
-        pair.acceptor.close(CloseCode::Draining, "going away").await;
+        pair.peer.close(CloseCode::Draining, "going away").await;
     };
     let ((got, reason), ()) = tokio::join!(reader, writer);
     assert!(got == sent);
@@ -359,7 +359,7 @@ async fn close_delivers_what_was_sent_and_its_reason(pair: Pair) {
         (reason.by, reason.code, reason.reason.as_str()),
         (ClosedBy::Peer, CloseCode::Draining, "going away")
     );
-    assert_eq!(within(pair.acceptor.closed()).await.by, ClosedBy::Local);
+    assert_eq!(within(pair.peer.closed()).await.by, ClosedBy::Local);
     assert!(matches!(
         pair.opener.open(&header(), TEST_TIMEOUT).await,
         Err(SessionError::Closed(_))
@@ -368,7 +368,7 @@ async fn close_delivers_what_was_sent_and_its_reason(pair: Pair) {
 
 async fn close_cuts_open_streams(pair: Pair) {
     let (mut opened, _accepted) = pair.stream().await;
-    pair.acceptor.close(CloseCode::Normal, "").await;
+    pair.peer.close(CloseCode::Normal, "").await;
     let error = read_all(&mut opened).await.unwrap_err();
     assert_eq!(
         find_cause::<StreamCut>(&error),
@@ -380,11 +380,11 @@ async fn every_close_code_arrives<F: Future<Output = Pair>>(make: impl Fn() -> F
     let codes = (0..=10).chain([4000]).map(CloseCode::from_number);
     for (index, code) in codes.enumerate() {
         let pair = make().await;
-        let (opener, acceptor) = (&pair.opener, &pair.acceptor);
+        let (opener, peer) = (&pair.opener, &pair.peer);
         let (closer, other) = if index % 2 == 0 {
-            (opener, acceptor)
+            (opener, peer)
         } else {
-            (acceptor, opener)
+            (peer, opener)
         };
         within(closer.close(code, "why not")).await;
         let reason = within(other.closed()).await;

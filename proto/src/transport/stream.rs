@@ -275,8 +275,8 @@ impl Stream {
         self.raw.write_all(header).await
     }
 
-    /// Accepts the stream: reports to the opener that the target is connected. For acceptors. Call
-    /// this function before any payload is written. Not cancel-safe.
+    /// Accepts the stream: reports to the opener that the target is connected. For the accepting
+    /// end. Call this function before any payload is written. Not cancel-safe.
     ///
     /// # Errors
     /// When the stream or its session was cut.
@@ -292,8 +292,9 @@ impl Stream {
         Ok(())
     }
 
-    /// Refuses the stream with a reply and a clean end, and stops reading it. For acceptors.
-    /// Returns when the peer has received the reply, or the session has ended. Not cancel-safe.
+    /// Refuses the stream with a reply and a clean end, and stops reading it. For the accepting
+    /// end. Returns when the peer has received the reply, or the session has ended. Not
+    /// cancel-safe.
     pub async fn refuse(mut self, code: RefusalCode, detail: &str) {
         let mut buffer = BytesMut::new();
         // Encoding cannot fail, because the detail of a refusal is bounded below the cap.

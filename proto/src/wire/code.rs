@@ -51,22 +51,22 @@ macro_rules! codes {
 }
 
 codes! {
-    /// The reason why the acceptor of a stream refuses it (StreamReply). For every code, nothing
-    /// was started at the target.
+    /// The reason why the end that accepts a stream refuses it (StreamReply). For every code,
+    /// nothing was started at the target.
     RefusalCode {
         /// The header does not parse, or requests something that this end does not offer.
         BadHeader = 1 "bad_header",
-        /// The acceptor's dial policy forbids the target.
+        /// The accepting end's dial policy forbids the target.
         Policy = 2 "refused_by_policy",
         /// The target refused the connection or cannot be reached.
         TargetRefused = 3 "target_refused",
         /// The target did not accept the connection in time.
         TargetTimeout = 4 "target_timeout",
-        /// The acceptor has reached its limit of streams.
+        /// The accepting end has reached its limit of streams.
         TooManyStreams = 5 "too_many_streams",
-        /// The acceptor is draining.
+        /// The accepting end is draining.
         Draining = 6 "draining",
-        /// The acceptor had an internal error.
+        /// The accepting end had an internal error.
         Internal = 7 "internal",
     }
 }

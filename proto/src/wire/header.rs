@@ -1,4 +1,4 @@
-//! Typed stream header and reply: the request of the opener and the answer of the acceptor.
+//! Typed stream header and reply: the request of the opener and the answer of the accepting end.
 
 use bytes::BytesMut;
 use prost::Message;
@@ -39,7 +39,7 @@ pub enum StreamKind {
     Target(Target),
 }
 
-/// A TCP port as seen from the acceptor of the stream. The server chooses the class. The agent
+/// A TCP port as seen from the end that accepts the stream. The server chooses the class. The agent
 /// resolves the class to an address and applies its own dial policy to that address.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Target {
@@ -161,12 +161,12 @@ fn decode_target(target: pb::TargetStream) -> Result<Target, FrameError> {
     }
 }
 
-/// The first message from the acceptor of a stream.
+/// The first message from the end that accepts a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StreamReply {
     /// The target is connected.
     Accepted {
-        /// The address that the acceptor dialed, for logs. Empty if there is none.
+        /// The address that the accepting end dialed, for logs. Empty if there is none.
         dialed: String,
     },
     /// The stream is refused and ends after this message.

@@ -1,4 +1,4 @@
-//! The acceptor of agents' sessions and enrollments, port 10262.
+//! The listener for agents' sessions and enrollments, port 10262.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::context::ServerContext;
 use crate::ca::attestation::Attestor;
 use crate::ca::enrollment::Enrollment;
 use crate::config::Capacity;
-use crate::session::acceptor::{Acceptor, TcpHandler};
+use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
 
 pub(super) struct SessionInputs<'a> {
@@ -63,7 +63,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         trust: Some(agents.trust.clone()),
         renewals: agents.renewals.clone(),
     };
-    let acceptor = Acceptor {
+    let listener = AgentListener {
         quic: inputs.quic,
         tcp_handler: Arc::new(tcp_handler),
         sessions: Arc::new(sessions),
@@ -71,6 +71,6 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         pre_auth: ConnLimiter::new(inputs.capacity.half_open),
         tcp_permits: Arc::new(Semaphore::new(inputs.capacity.agents_over_tcp)),
     };
-    acceptor.start(inputs.tcp);
+    listener.start(inputs.tcp);
     Ok(())
 }

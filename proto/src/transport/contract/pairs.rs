@@ -19,8 +19,8 @@ fn agent() -> Role {
 }
 
 pub(super) async fn memory(_windows: Windows) -> Pair {
-    let (opener, acceptor) = crate::transport::memory::pair();
-    joined(opener, acceptor, ())
+    let (opener, peer) = crate::transport::memory::pair();
+    joined(opener, peer, ())
 }
 
 fn settings(windows: Windows, keep_alive: Option<Duration>) -> SessionSettings {
@@ -95,7 +95,7 @@ fn joined(accepted: Arc<dyn Session>, dialed: Arc<dyn Session>, keep: impl Send 
     assert_eq!(dialed.peer().role, Role::Server);
     Pair {
         opener: accepted,
-        acceptor: dialed,
+        peer: dialed,
         _keep: Box::new(keep),
     }
 }

@@ -24,7 +24,7 @@ pub(super) async fn five_hundred_stalled_readers_stop_nobody(pair: Pair) {
 /// Fills streams that have no reader at the same time. Then checks that 100 busy streams all make
 /// progress.
 async fn stalled_readers_stop_nobody(pair: Pair, count: usize) {
-    pair.acceptor.set_max_concurrent_streams(2048);
+    pair.peer.set_max_concurrent_streams(2048);
     let mut stalled = Vec::new();
     let mut writers = JoinSet::new();
     for _ in 0..count {

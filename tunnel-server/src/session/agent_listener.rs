@@ -23,9 +23,9 @@ mod tcp;
 use half_open::HalfOpenConn;
 pub use tcp::TcpHandler;
 
-/// Accepts connections from agents.
+/// The listener for connections from agents, on UDP and TCP.
 #[derive(Debug)]
-pub struct Acceptor {
+pub struct AgentListener {
     pub quic: Arc<QuicAcceptor>,
     pub tcp_handler: Arc<TcpHandler>,
     pub sessions: Arc<Sessions>,
@@ -37,7 +37,7 @@ pub struct Acceptor {
     pub tcp_permits: Arc<Semaphore>,
 }
 
-impl Acceptor {
+impl AgentListener {
     /// Accepts connections on UDP and on this TCP listener until the drain begins. New connections
     /// are then refused, so that an agent looks for another server at once. The TCP listener is
     /// closed. Open sessions still need the QUIC socket, so new QUIC connections are answered with
@@ -45,10 +45,10 @@ impl Acceptor {
     pub fn start(self, tcp: TcpListener) {
         let tcp = RetryingListener::new(tcp, "agents");
         let shutdown = self.sessions.shutdown.clone();
-        let acceptor = Arc::new(self);
-        let quic = acceptor.clone();
+        let listener = Arc::new(self);
+        let quic = listener.clone();
         shutdown.spawn_listener(async move { quic.accept_quic().await });
-        shutdown.spawn_listener(async move { acceptor.accept_tcp(tcp).await });
+        shutdown.spawn_listener(async move { listener.accept_tcp(tcp).await });
     }
 
     async fn accept_quic(&self) {
