@@ -6,7 +6,7 @@ use std::io;
 use anyhow::{Context, Error, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tunnel_proto::wire::code::RefusalCode;
-use tunnel_server::config::{RawConfig, RawService};
+use tunnel_server::config::{RawConfig, RawTcpService};
 use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset};
 use tunnel_tests::client::{
     BodyEnd, ByteStream, Endpoint, Exchange, HttpReply, RawRequest, UpgradeClient, request,
@@ -24,7 +24,7 @@ const MIB: usize = 1 << 20;
 /// Starts an environment with one TCP service that leads to a port of worker-1.
 async fn env_with_service(port: u16) -> Result<(TestEnv, Endpoint)> {
     let env = TestEnv::start_with(|settings| {
-        settings.services = vec![RawService {
+        settings.services = vec![RawTcpService {
             name: "raw".into(),
             listen: "127.0.0.1:0".into(),
             node: "worker-1".into(),

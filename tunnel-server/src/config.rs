@@ -36,7 +36,7 @@ pub use kubernetes::{
 };
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
-pub use raw::{RawConfig, RawRecord, RawService};
+pub use raw::{RawConfig, RawRecord, RawTcpService};
 pub use targets::{APISERVER_NAME, TargetSettings};
 
 /// Default directory of the server's state.

@@ -16,7 +16,7 @@ use crate::config::Limit;
 use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::peer::{CallerAddr, CallerIdentity};
-use crate::routing::destination::Service;
+use crate::routing::destination::TcpService;
 
 pub mod access_log;
 pub mod caller_stream;
@@ -30,8 +30,8 @@ pub mod fuzz;
 pub mod http;
 pub mod outcome;
 pub mod peer;
-pub mod service;
 pub mod target_tls;
+pub mod tcp_service;
 mod tunnel;
 
 use context::CallerConn;
@@ -42,14 +42,14 @@ pub enum ListenerKind {
     /// HTTP, where the server routes each request.
     Http(Arc<HttpListener>),
     /// A TCP service, where the server forwards bytes to one target.
-    Service(Arc<Service>),
+    TcpService(Arc<TcpService>),
 }
 
 impl ListenerKind {
     fn name(&self) -> &'static str {
         match self {
             Self::Http(http_listener) => http_listener.name,
-            Self::Service(_) => "service",
+            Self::TcpService(_) => "service",
         }
     }
 }
@@ -77,7 +77,7 @@ impl IngressContext {
                     let (listener, name) = (http_listener.clone(), CallerIdentity::Anonymous);
                     Box::pin(ingress.serve(listener, tcp.into(), peer.into(), name))
                 }
-                ListenerKind::Service(service) => {
+                ListenerKind::TcpService(service) => {
                     let service = service.clone();
                     Box::pin(async move {
                         let Some(permit) = ingress.admit(peer.into()) else {
@@ -85,7 +85,7 @@ impl IngressContext {
                         };
                         // A connection to a TCP service carries a stream for its whole life.
                         let _in_use = permit.in_use();
-                        service::serve(ingress, service, tcp, peer).await;
+                        tcp_service::serve(ingress, service, tcp, peer).await;
                     })
                 }
             };

@@ -8,7 +8,7 @@ use tokio::net::{TcpListener, lookup_host};
 use tokio::time::timeout;
 use tunnel_agent::config::Settings;
 use tunnel_agent::policy::{DialPolicy, TargetClass, check};
-use tunnel_server::config::RawService;
+use tunnel_server::config::RawTcpService;
 use tunnel_tests::checks::{ensure_refused, ensure_status};
 use tunnel_tests::client::{ByteStream, Endpoint, KeepAliveClient, RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
@@ -166,7 +166,7 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
     let port = canary.port()?;
     let env = TestEnv::start_with(|settings| {
         let names = CONFIGURED.iter().enumerate();
-        let services = names.map(|(index, name)| RawService {
+        let services = names.map(|(index, name)| RawTcpService {
             name: format!("s{index}"),
             listen: "127.0.0.1:0".into(),
             node: "worker-1".into(),

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use tokio::time::Instant;
 use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::name::SessionId;
-use tunnel_server::config::RawService;
+use tunnel_server::config::RawTcpService;
 use tunnel_server::routing::registry::AgentSession;
 
 use super::node_client::{NODE, NodeClient, Targets};
@@ -35,7 +35,7 @@ impl Site {
         let targets = Targets::start().await?;
         let port = targets.raw.local_addr()?.port();
         let env = TestEnv::start_with(|settings| {
-            settings.services = vec![RawService {
+            settings.services = vec![RawTcpService {
                 name: "raw".into(),
                 listen: "127.0.0.1:0".into(),
                 node: NODE.into(),

@@ -9,9 +9,9 @@ use tunnel_proto::wire::{PORT_AGENTS, PORT_HTTP, PORT_HTTPS};
 
 use super::certificates::ClientAuth;
 use super::kubernetes::KubernetesSettings;
-use super::{RawConfig, RawService};
+use super::{RawConfig, RawTcpService};
 use crate::policy::PortPolicy;
-use crate::routing::destination::{Destination, Service};
+use crate::routing::destination::{Destination, TcpService};
 
 /// Default ports that agents dial on their loopback.
 pub const LOCALHOST_PORTS: &str = "10266, 10267";
@@ -28,7 +28,7 @@ pub struct ListenerSettings {
     pub http: Option<SocketAddr>,
     /// Addresses on which the extra ports are bound.
     pub proxy_ports: ProxyPortListen,
-    pub services: Vec<(SocketAddr, Service)>,
+    pub services: Vec<(SocketAddr, TcpService)>,
 }
 
 /// The addresses on which extra proxy ports are bound.
@@ -83,7 +83,7 @@ impl ListenerSettings {
             services: raw
                 .services
                 .iter()
-                .filter_map(|service| check_service(service, ports, errors))
+                .filter_map(|service| check_tcp_service(service, ports, errors))
                 .collect(),
         };
         let allows_unauthenticated = errors.parse(
@@ -243,11 +243,11 @@ fn loopback(port: u16) -> SocketAddr {
 }
 
 /// Returns the service and the address of its listener.
-fn check_service(
-    raw: &RawService,
+fn check_tcp_service(
+    raw: &RawTcpService,
     ports: &PortPolicy,
     errors: &mut ConfigErrors,
-) -> Option<(SocketAddr, Service)> {
+) -> Option<(SocketAddr, TcpService)> {
     let setting = format!("services: {}", raw.name);
     if raw
         .protocol
@@ -258,9 +258,9 @@ fn check_service(
     }
     let listen = errors.ok_or_record(&format!("{setting}: listen"), parse_address(&raw.listen));
     let node = errors.ok_or_record(&format!("{setting}: node"), raw.node.parse::<NodeName>());
-    let target = service_target(&raw.target, ports);
+    let target = tcp_service_target(&raw.target, ports);
     let target = errors.ok_or_record(&format!("{setting}: target"), target);
-    let service = Service {
+    let service = TcpService {
         name: raw.name.clone(),
         destination: Destination {
             node: node?,
@@ -272,7 +272,7 @@ fn check_service(
 
 /// Parses the target of a service. A bare port is a port of the node, on its loopback if the port
 /// is in that list. A host is another machine, or loopback.
-pub(super) fn service_target(text: &str, ports: &PortPolicy) -> Result<Target, String> {
+pub(super) fn tcp_service_target(text: &str, ports: &PortPolicy) -> Result<Target, String> {
     let Some((host, port)) = text.rsplit_once(':') else {
         let port = parse_quoted::<Port>(text)?;
         return Ok(if ports.localhost.contains(port) {

@@ -269,7 +269,7 @@ tunnel_proto::layered! {
         pub log_format: Option<String>,
         /// TCP services, YAML only.
         #[arg(skip)]
-        pub services: Vec<RawService>,
+        pub services: Vec<RawTcpService>,
         /// DNS names in addition to the known nodes, YAML only.
         #[arg(skip)]
         pub dns_records: Vec<RawRecord>,
@@ -282,7 +282,7 @@ tunnel_proto::layered! {
 /// A TCP service in its raw form.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct RawService {
+pub struct RawTcpService {
     /// Name of the service in logs.
     pub name: String,
     /// Listen address of the service.

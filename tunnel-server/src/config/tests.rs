@@ -157,7 +157,7 @@ fn service_targets_are_ports_of_the_node_loopback_or_other_hosts() {
         ..PortPolicy::default()
     };
     let target =
-        |text: &str| listeners::service_target(text, &ports).map(|target| target.to_string());
+        |text: &str| listeners::tcp_service_target(text, &ports).map(|target| target.to_string());
     assert_eq!(target("5432").unwrap(), "node:5432");
     assert_eq!(target("10266").unwrap(), "loopback:10266");
     assert_eq!(target("127.0.0.1:22").unwrap(), "loopback:22");

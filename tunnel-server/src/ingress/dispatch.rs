@@ -50,7 +50,7 @@ pub(super) enum IngressTarget<'a> {
         request: &'a ProxyRequest,
         dialer: &'a Arc<DirectDialer>,
     },
-    Service(&'a Destination),
+    TcpService(&'a Destination),
 }
 
 /// The route of a request that the policy allows.
@@ -104,7 +104,7 @@ async fn resolve(
             .await
             .map(RequestedDestination::Node),
         IngressTarget::Proxy { request, dialer } => resolve_proxy(ingress, request, dialer),
-        IngressTarget::Service(destination) => {
+        IngressTarget::TcpService(destination) => {
             Ok(RequestedDestination::Configured((*destination).clone()))
         }
     }

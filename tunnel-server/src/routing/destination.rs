@@ -97,7 +97,7 @@ impl std::fmt::Display for Destination {
 
 /// One entry of `services:`.
 #[derive(Debug, Clone)]
-pub struct Service {
+pub struct TcpService {
     /// Name of the service, for logs.
     pub name: String,
     /// Destination of the service's connections.

@@ -16,13 +16,13 @@ use super::error::ProxyError;
 use super::peer::CallerIdentity;
 use super::tunnel::Tunnel;
 use crate::policy::AccessCaller;
-use crate::routing::destination::Service;
+use crate::routing::destination::TcpService;
 
 /// Forwards one connection. If anything fails before or after the first byte, the caller receives a
 /// TCP reset and never a clean end. The access log contains the reason.
 pub async fn serve(
     ingress: Arc<IngressContext>,
-    service: Arc<Service>,
+    service: Arc<TcpService>,
     tcp: TcpStream,
     peer: SocketAddr,
 ) {
@@ -49,7 +49,7 @@ pub async fn serve(
 
 async fn open(
     ingress: &IngressContext,
-    service: &Service,
+    service: &TcpService,
     peer: SocketAddr,
     access_log: &mut AccessLog,
 ) -> Result<Tunnel, ProxyError> {
@@ -60,7 +60,7 @@ async fn open(
             must_authenticate: false,
             has_delegation: false,
         },
-        target: IngressTarget::Service(&service.destination),
+        target: IngressTarget::TcpService(&service.destination),
         verb: None,
     };
     let route = route(ingress, request).await?;
