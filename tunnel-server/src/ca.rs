@@ -1,5 +1,5 @@
-//! The local CA, loaded from the data directory or from the cluster. The CA signs the certificates
-//! of agents and of the server, and can be replaced while the server runs.
+//! The local CA: the CA of this installation, as opposed to one that the operator provides. The CA
+//! signs the certificates of agents and of the server, and can be replaced while the server runs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -47,7 +47,8 @@ use material::{common_name, serial};
 /// it.
 pub const CERTIFICATE_LIFE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// The CA of an installation whose operator does not provide one.
+/// The CA of an installation whose operator does not provide one. A standalone server stores it in
+/// its data directory. The servers of a cluster share one CA, which a Secret holds.
 pub struct LocalCa {
     material: ArcSwap<CaMaterial>,
     /// Number of replacements so far. Receivers are notified of each replacement.

@@ -40,7 +40,7 @@ use quic_key_lease::QuicKeyLeases;
 
 /// State that one server shares with the other servers of its cluster.
 #[derive(Debug)]
-pub(crate) struct ClusterAuthority {
+pub(crate) struct SharedState {
     /// The CA. Replaced when the Secret changes.
     pub(crate) ca: Arc<LocalCa>,
     pub(crate) tokens: SharedDocument,
@@ -56,13 +56,13 @@ impl ClusterHandle {
     ///
     /// # Errors
     /// Returns an error if the server's own keys cannot be created.
-    pub(crate) async fn cluster_ca(
+    pub(crate) async fn shared_state(
         &self,
         settings: &KubernetesSettings,
         data: &DataDir,
         life: Duration,
         shutdown: &Shutdown,
-    ) -> Result<ClusterAuthority, CaError> {
+    ) -> Result<SharedState, CaError> {
         let cluster_objects = ClusterObjects::new(self);
         let names = &settings.names;
         let persisted = snapshot::load(data, &cluster_objects.describe_secret(&names.ca_secret));
@@ -109,7 +109,7 @@ impl ClusterHandle {
         let lease_guard = claimed
             .claim
             .map(|claim| key_leases.renew_until_released(claim, shutdown));
-        Ok(ClusterAuthority {
+        Ok(SharedState {
             ca,
             tokens: documents.document(TOKENS),
             revocations: documents.document(REVOKED),
