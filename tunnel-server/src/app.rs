@@ -17,6 +17,7 @@ use tunnel_proto::wire::code::CloseCode;
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
+use crate::cluster::QuicKeyLease;
 use crate::config::{Capacity, Config};
 use crate::dns::Records;
 use crate::policy::PortPolicy;
@@ -37,7 +38,7 @@ mod sessions;
 mod sockets;
 mod targets;
 
-use authority::{AgentAuth, Authority, LeaseGuard};
+use authority::{AgentAuth, Authority};
 use bind::listen;
 use cluster::{ClusterServices, start_cluster};
 use context::{ProcessContext, ServerContext};
@@ -54,7 +55,7 @@ pub struct App {
     tokens: Arc<TokenStore>,
     revocations: Arc<Revocations>,
     cluster: ClusterServices,
-    lease_guard: LeaseGuard,
+    quic_key_lease: Option<QuicKeyLease>,
     // Dropped last, because it has the lock of the data directory.
     context: ServerContext,
 }
@@ -135,7 +136,7 @@ impl App {
             tokens: authority.tokens,
             revocations: authority.revocations,
             cluster,
-            lease_guard: authority.lease_guard,
+            quic_key_lease: authority.quic_key_lease,
             context,
         })
     }
@@ -193,13 +194,13 @@ impl App {
             () = self.context.shutdown.stop().cancelled() => {}
         }
         let _not_ready = self.context.readiness.block("draining");
-        let lease_guard = std::mem::take(&mut self.lease_guard);
+        let quic_key_lease = self.quic_key_lease.take();
         // Release the lease at the start of the drain, so that the next server can take the keys at
         // once. Packets that still reach this server are handled. A packet of one of this server's
         // sessions that reaches the other server is misrouted, and the other server's reset reports
         // that at once.
         let stop = self.context.shutdown.stop().clone();
-        tokio::join!(self.drain(), lease_guard.release(&stop));
+        tokio::join!(self.drain(), authority::release_quic_keys(quic_key_lease, &stop));
         self.context.shutdown.finish().await;
         self.context.drivers.close();
         self.context.drivers.wait().await;

@@ -70,7 +70,7 @@ use events::EventRecorder;
 use nodes::{AliasRules, NodeStore};
 use publisher::Publisher;
 pub use service::ListenerPorts;
-pub use shared_state::LeaseGuard;
+pub use shared_state::QuicKeyLease;
 use signing::KubeletCertificateTask;
 pub use signing::SignerConfig;
 use writers::Writers;

@@ -25,7 +25,7 @@ use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
 use crate::ca::{LocalCa, distrusted};
-use crate::cluster::ClusterHandle;
+use crate::cluster::{ClusterHandle, QuicKeyLease};
 use crate::config::{AgentFiles, Config, KubeletCa, KubernetesSettings};
 
 /// The credentials of the server and the state by which it admits agents.
@@ -36,25 +36,8 @@ pub(super) struct Authority {
     pub(super) keys: QuicKeys,
     /// Connection to the cluster, or `None` for a standalone server.
     pub(super) cluster_handle: Option<ClusterHandle>,
-    pub(super) lease_guard: LeaseGuard,
-}
-
-/// The lease on the QUIC keys, if other servers could take them.
-#[derive(Debug, Default)]
-pub(super) struct LeaseGuard {
-    lease: Option<crate::cluster::LeaseGuard>,
-}
-
-impl LeaseGuard {
-    /// Releases the lease. Sessions that use the keys may continue. Cancel-safe.
-    pub(super) async fn release(self, stop: &CancellationToken) {
-        if let Some(lease) = self.lease {
-            tokio::select! {
-                () = lease.release() => {}
-                () = stop.cancelled() => {}
-            }
-        }
-    }
+    /// The Lease on the QUIC keys, if other servers could claim them.
+    pub(super) quic_key_lease: Option<QuicKeyLease>,
 }
 
 impl Authority {
@@ -80,7 +63,7 @@ impl Authority {
             revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
             keys: data.quic_keys()?,
             cluster_handle: None,
-            lease_guard: LeaseGuard::default(),
+            quic_key_lease: None,
         })
     }
 
@@ -117,10 +100,19 @@ impl Authority {
             revocations: Arc::new(Revocations::from_document(revocations, is_issuer(config))?),
             keys: shared.keys,
             cluster_handle: Some(cluster_handle),
-            lease_guard: LeaseGuard {
-                lease: shared.lease_guard,
-            },
+            quic_key_lease: shared.quic_key_lease,
         })
+    }
+}
+
+/// Releases the Lease on the QUIC keys, if there is one. Sessions that use the keys may continue.
+/// Cancel-safe.
+pub(super) async fn release_quic_keys(lease: Option<QuicKeyLease>, stop: &CancellationToken) {
+    if let Some(lease) = lease {
+        tokio::select! {
+            () = lease.release() => {}
+            () = stop.cancelled() => {}
+        }
     }
 }
 

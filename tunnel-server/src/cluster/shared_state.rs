@@ -35,7 +35,7 @@ mod snapshot;
 use ca::CaReconciler;
 use cluster_objects::ClusterObjects;
 use documents::{REVOKED, SharedDocuments, TOKENS};
-pub use quic_key_lease::LeaseGuard;
+pub use quic_key_lease::QuicKeyLease;
 use quic_key_lease::QuicKeyLeases;
 
 /// State that one server shares with the other servers of its cluster.
@@ -47,7 +47,7 @@ pub(crate) struct SharedState {
     pub(crate) revocations: SharedDocument,
     /// Keys for QUIC stateless resets and connection ids.
     pub(crate) keys: QuicKeys,
-    pub(crate) lease_guard: Option<LeaseGuard>,
+    pub(crate) quic_key_lease: Option<QuicKeyLease>,
 }
 
 impl ClusterHandle {
@@ -106,7 +106,7 @@ impl ClusterHandle {
             holder: identity(),
         };
         let claimed = key_leases.claim(&documents, data).await?;
-        let lease_guard = claimed
+        let quic_key_lease = claimed
             .claim
             .map(|claim| key_leases.renew_until_released(claim, shutdown));
         Ok(SharedState {
@@ -114,7 +114,7 @@ impl ClusterHandle {
             tokens: documents.document(TOKENS),
             revocations: documents.document(REVOKED),
             keys: claimed.keys,
-            lease_guard,
+            quic_key_lease,
         })
     }
 }

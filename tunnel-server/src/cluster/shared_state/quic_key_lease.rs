@@ -37,7 +37,7 @@ const CLAIM_LIMIT: Duration = Duration::from_secs(8);
 /// start, even if the API server is unavailable.
 const CLAIM_LIMIT_PERSISTED: Duration = Duration::from_millis(500);
 
-/// The task that claims and holds the keys of this server.
+/// The Leases on all QUIC keys. Each server claims one of them.
 pub(super) struct QuicKeyLeases {
     pub(super) cluster_objects: ClusterObjects,
     /// Name prefix of the Leases.
@@ -213,7 +213,11 @@ impl QuicKeyLeases {
     }
 
     /// Renews the Lease until it is released.
-    pub(super) fn renew_until_released(self, claim: LeaseClaim, shutdown: &Shutdown) -> LeaseGuard {
+    pub(super) fn renew_until_released(
+        self,
+        claim: LeaseClaim,
+        shutdown: &Shutdown,
+    ) -> QuicKeyLease {
         let end = CancellationToken::new();
         let (ended, done) = tokio::sync::oneshot::channel();
         let asked = end.clone();
@@ -243,18 +247,18 @@ impl QuicKeyLeases {
             debug!(?released, "released the Lease of the QUIC keys");
             let _nobody_waits = ended.send(());
         });
-        LeaseGuard { end, done }
+        QuicKeyLease { end, done }
     }
 }
 
-/// A claim on QUIC keys that is renewed until it is released.
+/// The Lease on this server's QUIC keys. It is renewed until it is released.
 #[derive(Debug)]
-pub struct LeaseGuard {
+pub struct QuicKeyLease {
     end: CancellationToken,
     done: tokio::sync::oneshot::Receiver<()>,
 }
 
-impl LeaseGuard {
+impl QuicKeyLease {
     /// Releases the keys for a later server. New sessions must not use them after this call. Takes
     /// at most 2 s.
     pub async fn release(self) {
