@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, ensure};
 use clap::Command;
 use serde_json::{Value, json};
-use tunnel_server::cluster::objects::{REPLICAS_MAX, Right, Scope, replica_lease};
+use tunnel_server::cluster::objects::{QUIC_KEY_LEASES_MAX, Right, Scope, quic_key_lease_name};
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
@@ -310,8 +310,8 @@ fn rolls_without_an_outage_or_ends_soon(
     let rolling = json!({ "type": "RollingUpdate", "rollingUpdate": surge });
     ensure!(*strategy == rolling, "{overlay}: {strategy}");
     ensure!(!has("--single-replica"), "{overlay}");
-    for entry in 0..REPLICAS_MAX {
-        let lease = replica_lease(&ObjectNames::default().replica_lease, entry);
+    for entry in 0..QUIC_KEY_LEASES_MAX {
+        let lease = quic_key_lease_name(&ObjectNames::default().replica_lease, entry);
         let lease = find(objects, "Lease", &lease)?;
         ensure!(lease.get("spec").is_none(), "{overlay}: {lease}");
     }

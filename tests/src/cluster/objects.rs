@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::{
-    CA_CERTIFICATE_KEY, RECORDS_KEY, REPLICAS_MAX, RIGHTS, Right, Scope, replica_lease,
+    CA_CERTIFICATE_KEY, RECORDS_KEY, QUIC_KEY_LEASES_MAX, RIGHTS, Right, Scope, quic_key_lease_name,
 };
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 
@@ -363,11 +363,12 @@ pub fn shipped() -> Vec<(String, Value)> {
         let map = object("v1", "ConfigMap", name);
         (Objects::collection("configmaps"), map)
     });
-    let replicas = (0..REPLICAS_MAX).map(|entry| replica_lease(&names.replica_lease, entry));
+    let quic_key_leases = (0..QUIC_KEY_LEASES_MAX)
+        .map(|entry| quic_key_lease_name(&names.replica_lease, entry));
     let api = "coordination.k8s.io/v1";
     let leases = [names.leader_lease]
         .into_iter()
-        .chain(replicas)
+        .chain(quic_key_leases)
         .map(|name| {
             let collection = format!("/apis/{api}/namespaces/{}/leases", SERVICE_ACCOUNT.0);
             (collection, object(api, "Lease", name))
@@ -434,7 +435,7 @@ fn rule(right: &Right) -> Value {
         Scope::Exactly(_, name) => rule["resourceNames"] = json!([name]),
         Scope::Numbered(flag) => {
             let name = named_by(flag);
-            let names = (0..REPLICAS_MAX).map(|entry| replica_lease(&name, entry));
+            let names = (0..QUIC_KEY_LEASES_MAX).map(|entry| quic_key_lease_name(&name, entry));
             rule["resourceNames"] = names.collect();
         }
         Scope::Cluster | Scope::Namespace | Scope::AgentNamespaces => {}

@@ -83,7 +83,7 @@ pub(super) enum Condition {
     RecordsSize,
     KubeletCa,
     /// Other servers that run next to this one.
-    Replicas,
+    OtherServers,
     KubeletCertificate,
     Watching(Object),
     Writing(Object),
@@ -110,7 +110,7 @@ impl Condition {
             Self::Service => "service",
             Self::RecordsSize => "records size",
             Self::KubeletCa => "kubelet client CA",
-            Self::Replicas => "replicas",
+            Self::OtherServers => "replicas",
             Self::KubeletCertificate => "kubelet certificate",
             Self::Watching(Object::Nodes) => "watching nodes",
             Self::Watching(Object::Records) => "watching records",

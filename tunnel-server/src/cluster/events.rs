@@ -53,7 +53,7 @@ impl EventRecorder {
             | Condition::ServiceNetworks
             | Condition::Service
             | Condition::KubeletCa
-            | Condition::Replicas
+            | Condition::OtherServers
             | Condition::KubeletCertificate
             | Condition::Watching(_)
             | Condition::Writing(_)

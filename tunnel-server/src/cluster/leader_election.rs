@@ -221,7 +221,7 @@ impl Election {
                 }
                 if self.candidate.is_holder_alive {
                     self.problems
-                        .set(Condition::Replicas, vec![second_server_condition(&holder)]);
+                        .set(Condition::OtherServers, vec![second_server_condition(&holder)]);
                 }
                 return Ok(false);
             }
@@ -231,7 +231,7 @@ impl Election {
             Ok(lease) => {
                 let spec = lease.spec.unwrap_or_default();
                 self.candidate.observed = Some((spec, now));
-                self.problems.set(Condition::Replicas, Vec::new());
+                self.problems.set(Condition::OtherServers, Vec::new());
                 Ok(true)
             }
             // Another candidate was faster. The next attempt finds out which one.

@@ -29,7 +29,7 @@ pub const CA_PRIVATE_KEY: &str = "ca.key";
 /// by commas.
 pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";
 /// Maximum number of servers of one cluster that can have QUIC keys of their own.
-pub const REPLICAS_MAX: u8 = 8;
+pub const QUIC_KEY_LEASES_MAX: u8 = 8;
 /// Maximum size of all values of a ConfigMap in bytes (Kubernetes `pkg/apis/core/validation`,
 /// `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
@@ -97,12 +97,12 @@ pub enum Scope {
     /// Only the object with this namespace and name.
     Exactly(&'static str, &'static str),
     /// The objects in the namespace that this flag names with the suffixes `-0`, `-1` and so on,
-    /// [`REPLICAS_MAX`] in total.
+    /// [`QUIC_KEY_LEASES_MAX`] in total.
     Numbered(&'static str),
 }
 
 #[must_use]
-pub fn replica_lease(prefix: &str, entry: u8) -> String {
+pub fn quic_key_lease_name(prefix: &str, entry: u8) -> String {
     format!("{prefix}-{entry}")
 }
 
@@ -271,7 +271,7 @@ pub fn rights_table() -> String {
             }
             Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
             Scope::Numbered(flag) => {
-                format!("the ones of `{flag}`, `-0` to `-{}`", REPLICAS_MAX - 1)
+                format!("the ones of `{flag}`, `-0` to `-{}`", QUIC_KEY_LEASES_MAX - 1)
             }
         };
         let (resource, verbs, purpose) = (right.resource, right.verbs.join(", "), right.purpose);

@@ -100,7 +100,7 @@ impl DataDir {
 
     /// Returns the path of the file that records which of the cluster's QUIC keys this server uses.
     #[must_use]
-    pub fn replica(&self) -> PathBuf {
+    pub fn quic_key_claim(&self) -> PathBuf {
         self.0.join("replica.json")
     }
 

@@ -23,9 +23,9 @@ use crate::store::document::{
 
 pub(super) const TOKENS: &str = "tokens.json";
 pub(super) const REVOKED: &str = "revoked.json";
-/// Key of the QUIC keys of all replicas.
-pub(super) const REPLICAS: &str = "replicas.json";
-pub(super) const DOCUMENTS: [&str; 3] = [TOKENS, REVOKED, REPLICAS];
+/// Key of the QUIC keys of all servers.
+pub(super) const QUIC_KEYS: &str = "replicas.json";
+pub(super) const DOCUMENTS: [&str; 3] = [TOKENS, REVOKED, QUIC_KEYS];
 /// Maximum number of pending changes. Further changes are refused.
 const SWAPS_MAX: usize = 64;
 

@@ -1,4 +1,4 @@
-//! Stateless reset and connection-id keys of QUIC for each replica. Each entry in the shared
+//! Stateless reset and connection-id keys of QUIC for each server. Each entry in the shared
 //! document has its own Lease. A server that restarts without its disk can therefore still send
 //! stateless resets to its agents, and two servers never use the same keys.
 
@@ -19,9 +19,9 @@ use tunnel_proto::wire::enroll::hex;
 use super::super::api_call::{CALL_LIMIT, count_write};
 use super::super::failure::{ApiError, ApiErrorKind};
 use super::super::lease::{LeaseHandle, RELEASE_LIMIT, spec_for};
-use super::super::objects::{Object, REPLICAS_MAX, replica_lease};
+use super::super::objects::{Object, QUIC_KEY_LEASES_MAX, quic_key_lease_name};
 use super::cluster_objects::ClusterObjects;
-use super::documents::{REPLICAS, SharedDocuments};
+use super::documents::{QUIC_KEYS, SharedDocuments};
 use crate::ca::CaError;
 use crate::cluster::conditions::Condition;
 use crate::store::data_dir::{DataDir, random};
@@ -63,13 +63,13 @@ pub(super) struct ClaimedKeys {
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct ReplicaKeysDocument {
-    #[serde(default)]
-    replicas: BTreeMap<u8, ReplicaEntry>,
+struct QuicKeysDocument {
+    #[serde(default, rename = "replicas")]
+    entries: BTreeMap<u8, QuicKeysEntry>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct ReplicaEntry {
+struct QuicKeysEntry {
     /// The keys in hexadecimal.
     keys: String,
 }
@@ -165,7 +165,7 @@ impl QuicKeyLeases {
         let holder = before.map_or_else(|| self.holder.clone(), |claim| claim.holder.clone());
         let first = before.map(|claim| claim.entry);
         let mut absent = None;
-        let others = (0..REPLICAS_MAX).filter(|entry| Some(*entry) != first);
+        let others = (0..QUIC_KEY_LEASES_MAX).filter(|entry| Some(*entry) != first);
         for entry in first.into_iter().chain(others) {
             let claim = LeaseClaim {
                 entry,
@@ -186,13 +186,13 @@ impl QuicKeyLeases {
             }
         }
         Err(absent.unwrap_or_else(|| {
-            let text = format!("all {REPLICAS_MAX} entries are held by other servers");
+            let text = format!("all {QUIC_KEY_LEASES_MAX} entries are held by other servers");
             ApiError::new(ApiErrorKind::Conflict, text)
         }))
     }
 
     fn lease_of(&self, claim: &LeaseClaim) -> LeaseHandle {
-        let name = replica_lease(&self.lease, claim.entry);
+        let name = quic_key_lease_name(&self.lease, claim.entry);
         LeaseHandle::new(name, &self.cluster_objects.cluster)
     }
 
@@ -277,10 +277,10 @@ fn is_free(spec: &LeaseSpec, holder: &str, wall: Timestamp) -> bool {
 
 /// Returns the keys of an entry. The first caller creates them.
 async fn load_or_create_keys(documents: &SharedDocuments, entry: u8) -> Result<String, String> {
-    let document = documents.document(REPLICAS);
+    let document = documents.document(QUIC_KEYS);
     let finding = tokio::task::spawn_blocking(move || {
-        let read = |content: Option<ReplicaKeysDocument>| {
-            let stored = content?.replicas.get(&entry)?.keys.clone();
+        let read = |content: Option<QuicKeysDocument>| {
+            let stored = content?.entries.get(&entry)?.keys.clone();
             parse_keys(&stored).map(|_| stored)
         };
         if let Some(keys) = read(document.read()?) {
@@ -288,20 +288,20 @@ async fn load_or_create_keys(documents: &SharedDocuments, entry: u8) -> Result<S
         }
         let fresh = hex(&random::<{ QuicKeys::LEN }>()?);
         let mut keys = fresh.clone();
-        document.change(|content: Option<ReplicaKeysDocument>| {
+        document.change(|content: Option<QuicKeysDocument>| {
             let mut content = content.unwrap_or_default();
             match content
-                .replicas
+                .entries
                 .get(&entry)
                 .filter(|stored| parse_keys(&stored.keys).is_some())
             {
                 Some(stored) => keys.clone_from(&stored.keys),
                 None => {
                     keys.clone_from(&fresh);
-                    let fresh = ReplicaEntry {
+                    let fresh = QuicKeysEntry {
                         keys: fresh.clone(),
                     };
-                    content.replicas.insert(entry, fresh);
+                    content.entries.insert(entry, fresh);
                 }
             }
             Ok(content)
@@ -315,7 +315,7 @@ async fn load_or_create_keys(documents: &SharedDocuments, entry: u8) -> Result<S
 }
 
 fn persisted_claim(data: &DataDir) -> Option<PersistedClaim> {
-    let stored = files::read_secret(&data.replica()).ok()??;
+    let stored = files::read_secret(&data.quic_key_claim()).ok()??;
     let persisted_claim: PersistedClaim = serde_json::from_slice(&stored).ok()?;
     parse_keys(&persisted_claim.keys).map(|_| persisted_claim)
 }
@@ -325,7 +325,7 @@ fn persist_claim(data: &DataDir, found: &PersistedClaim) -> io::Result<()> {
         return Ok(());
     }
     let content = serde_json::to_vec(found).map_err(io::Error::other)?;
-    files::replace(&data.replica(), &content)
+    files::replace(&data.quic_key_claim(), &content)
 }
 
 fn parse_keys(text: &str) -> Option<[u8; QuicKeys::LEN]> {
