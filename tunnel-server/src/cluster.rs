@@ -161,7 +161,7 @@ pub fn start(
         namespace,
         settings.cluster_domain.clone(),
         state.subscribe(),
-        cluster.problems.clone(),
+        cluster.conditions.clone(),
     ));
     start_answering(settings, &cluster, &mut inputs);
     start_kubelet_credentials(&cluster, &mut inputs);
@@ -215,7 +215,7 @@ fn start_writers(
         desired: desired.subscribe(),
         leadership: election.leadership(),
         throttle: throttle.clone(),
-        problems: cluster.problems.clone(),
+        conditions: cluster.conditions.clone(),
         metrics: cluster.metrics.clone(),
         written: None,
     };
@@ -239,7 +239,7 @@ fn start_answering(
 ) {
     let client = &cluster.connection.client;
     if let Some(questions) = inputs.pod_lookups.take() {
-        let answering = pods::answer(client.clone(), questions, cluster.problems.clone());
+        let answering = pods::answer(client.clone(), questions, cluster.conditions.clone());
         inputs.shutdown.spawn_service(answering);
     }
     if let Some(questions) = inputs.attestations.take() {
@@ -261,7 +261,7 @@ fn start_kubelet_credentials(cluster: &ClusterHandle, inputs: &mut ClusterInputs
             api: Api::all(cluster.connection.client.clone()),
             signer,
             data: inputs.data.clone(),
-            problems: cluster.problems.clone(),
+            conditions: cluster.conditions.clone(),
             metrics: inputs.metrics.clone(),
         };
         inputs.shutdown.spawn_service(signing.run());
@@ -289,7 +289,7 @@ fn publisher(
             "{}/{}",
             cluster.connection.namespace, settings.names.internal_service
         ),
-        problems: cluster.problems.clone(),
+        conditions: cluster.conditions.clone(),
         metrics: cluster.metrics.clone(),
         desired,
         last_nodes: None,

@@ -139,7 +139,7 @@ where
 #[derive(Clone)]
 pub struct ClusterHandle {
     pub(super) connection: Connection,
-    pub(super) problems: Conditions,
+    pub(super) conditions: Conditions,
     pub(super) metrics: ClusterMetrics,
 }
 
@@ -165,7 +165,7 @@ impl ClusterHandle {
         let metrics = ClusterMetrics::new(registry);
         Self {
             connection,
-            problems: Conditions::new(readiness.clone(), metrics.clone()),
+            conditions: Conditions::new(readiness.clone(), metrics.clone()),
             metrics,
         }
     }
@@ -174,7 +174,7 @@ impl ClusterHandle {
         WatchContext {
             object,
             metrics: self.metrics.clone(),
-            problems: self.problems.clone(),
+            conditions: self.conditions.clone(),
             throttle: self.connection.throttle.clone(),
         }
     }

@@ -55,7 +55,7 @@ impl Conditions {
                 by_condition.insert(name, lines.clone());
             }
         }
-        self.metrics.problems(name, count);
+        self.metrics.conditions(name, count);
         self.readiness.set_conditions(name, lines);
     }
 

@@ -41,7 +41,7 @@ pub(super) fn start(
     let (namespace, name) = CLIENT_CA;
     let maps = Api::<ConfigMap>::namespaced(cluster.connection.client.clone(), namespace);
     let context = cluster.watch_context(Object::KubeletCa);
-    let problems = cluster.problems.clone();
+    let conditions = cluster.conditions.clone();
     let (latest, updates) = watch::channel(None::<String>);
     let persisted = persisted.and_then(|pem| String::from_utf8(pem).ok());
     let snapshot = Snapshot::new("kubelet client CA", Duration::ZERO, persisted, move |pem| {
@@ -64,15 +64,15 @@ pub(super) fn start(
                     }
                 }),
             };
-            let line = adopted.err().map(|problem| {
+            let line = adopted.err().map(|reason| {
                 let stays = if is_in_use {
                     "; the previous CA stays in use"
                 } else {
                     ""
                 };
-                format!("ConfigMap {namespace}/{name} {problem}{stays}")
+                format!("ConfigMap {namespace}/{name} {reason}{stays}")
             });
-            problems.set(Condition::KubeletCa, line.into_iter().collect());
+            conditions.set(Condition::KubeletCa, line.into_iter().collect());
         })
         .await;
     });

@@ -106,7 +106,7 @@ pub(super) struct Election {
     candidate: Candidate,
     until: watch::Sender<Option<Instant>>,
     metrics: ClusterMetrics,
-    problems: Conditions,
+    conditions: Conditions,
     throttle: Throttle,
 }
 
@@ -121,7 +121,7 @@ impl Election {
             },
             until: watch::Sender::new(None),
             metrics: cluster.metrics.clone(),
-            problems: cluster.problems.clone(),
+            conditions: cluster.conditions.clone(),
             throttle: cluster.connection.throttle.clone(),
         }
     }
@@ -144,7 +144,7 @@ impl Election {
             match tried.unwrap_or_else(|_elapsed| Err(ApiError::timeout())) {
                 Ok(is_leader) => {
                     last_logged = None;
-                    self.problems
+                    self.conditions
                         .set(Condition::Writing(Object::Lease), Vec::new());
                     self.set_leader(is_leader.then(|| begun + RENEW_DEADLINE));
                 }
@@ -156,7 +156,7 @@ impl Election {
                         let line = format!(
                             "cannot acquire the Lease, so no server writes records and ports: {failure}"
                         );
-                        self.problems
+                        self.conditions
                             .set(Condition::Writing(Object::Lease), vec![line]);
                     } else if is_new_kind {
                         warn!(lease = self.lease.name(), error = %failure, "cannot get or renew the Lease, trying again");
@@ -220,7 +220,7 @@ impl Election {
                     );
                 }
                 if self.candidate.is_holder_alive {
-                    self.problems
+                    self.conditions
                         .set(Condition::OtherServers, vec![second_server_condition(&holder)]);
                 }
                 return Ok(false);
@@ -231,7 +231,7 @@ impl Election {
             Ok(lease) => {
                 let spec = lease.spec.unwrap_or_default();
                 self.candidate.observed = Some((spec, now));
-                self.problems.set(Condition::OtherServers, Vec::new());
+                self.conditions.set(Condition::OtherServers, Vec::new());
                 Ok(true)
             }
             // Another candidate was faster. The next attempt finds out which one.

@@ -23,7 +23,7 @@ tunnel_proto::metrics! {
             "Writes to the cluster by result: ok, conflict, forbidden, throttled, invalid, too_large, timeout, unavailable";
         watch_failures: Family<WriteLabel, Counter> = "kubernetes_watch_failures",
             "Failures to list or watch by kind";
-        problems: Family<ObjectLabel, Gauge> = "kubernetes_problems",
+        conditions: Family<ObjectLabel, Gauge> = "kubernetes_problems",
             "Conditions that /readyz?verbose lists, by condition";
         records: Gauge = "kubernetes_records", "Names with a record";
         records_bytes: Gauge = "kubernetes_records_bytes", "Size of the records in the ConfigMap";
@@ -77,8 +77,8 @@ impl ClusterMetrics {
     }
 
     /// Records the number of lines of a condition.
-    pub(super) fn problems(&self, condition: &'static str, count: usize) {
-        self.problems
+    pub(super) fn conditions(&self, condition: &'static str, count: usize) {
+        self.conditions
             .get_or_create(&ObjectLabel {
                 object: StaticLabel(condition),
             })

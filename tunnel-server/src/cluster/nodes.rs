@@ -114,7 +114,7 @@ impl NodeSet {
                     name,
                     facts: facts.clone(),
                 }),
-                Err(problem) => set.refused.push(format!("node {name:?}: {problem}")),
+                Err(reason) => set.refused.push(format!("node {name:?}: {reason}")),
             }
         }
         let refused = aliases::assign_aliases(&mut set.nodes, &aliases.owners);
@@ -217,8 +217,8 @@ fn alias(
     let checked = node_name(text).and_then(|alias| aliases.check(alias, own));
     match checked {
         Ok(alias) => Some(alias).filter(|alias| alias != own),
-        Err(problem) => {
-            refused.push(format!("host name {text:?} of node {own}: {problem}"));
+        Err(reason) => {
+            refused.push(format!("host name {text:?} of node {own}: {reason}"));
             None
         }
     }

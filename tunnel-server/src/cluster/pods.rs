@@ -28,16 +28,16 @@ const FORBIDDEN: &str = "the server may not get Pods, so exec, attach, cp and po
 pub(super) async fn answer(
     client: Client,
     mut requests: mpsc::Receiver<PodLookupRequest>,
-    problems: Conditions,
+    conditions: Conditions,
 ) {
     let mut calls: JoinSet<Option<Access>> = JoinSet::new();
     loop {
         let request = tokio::select! {
             Some(ended) = calls.join_next(), if !calls.is_empty() => {
                 match ended {
-                    Ok(Some(Access::Granted)) => problems.set(Condition::PodLookup, Vec::new()),
+                    Ok(Some(Access::Granted)) => conditions.set(Condition::PodLookup, Vec::new()),
                     Ok(Some(Access::Refused)) => {
-                        problems.set(Condition::PodLookup, vec![FORBIDDEN.to_owned()]);
+                        conditions.set(Condition::PodLookup, vec![FORBIDDEN.to_owned()]);
                     }
                     // The panic has been counted, and the caller received an error.
                     Ok(None) | Err(_) => {}

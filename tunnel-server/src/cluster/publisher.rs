@@ -33,7 +33,7 @@ pub(super) struct Publisher {
     pub(super) agents: Option<Arc<Registry>>,
     pub(super) route_metrics: Metrics,
     pub(super) service: String,
-    pub(super) problems: Conditions,
+    pub(super) conditions: Conditions,
     pub(super) metrics: ClusterMetrics,
     pub(super) desired: watch::Sender<DesiredState>,
     pub(super) last_nodes: Option<Arc<nodes::NodeSet>>,
@@ -81,7 +81,7 @@ impl Publisher {
             let table = self.routes.set(RouteSource::Cluster, world.nodes.routes());
             self.route_metrics
                 .routes(table.len(), table.conflicts().len());
-            self.problems
+            self.conditions
                 .set(Condition::NodeNames, world.nodes.refused().to_vec());
         }
         self.publish_ranges(world);
@@ -91,8 +91,8 @@ impl Publisher {
         });
         let (records_observed, ports_observed) = world.is_observed();
         self.policy.replace(derived.policy.clone());
-        self.problems.set(Condition::PortLists, derived.mistakes);
-        self.problems
+        self.conditions.set(Condition::PortLists, derived.mistakes);
+        self.conditions
             .set(Condition::Service, self.service_condition(world));
         let records = derived.records.map(|records| self.put(records));
         let ports = service::desired_ports(&derived.policy, self.own.listener_ports);
@@ -124,7 +124,7 @@ impl Publisher {
             own: facts.own.clone(),
             ..facts.nodes.ranges()
         });
-        self.problems.set(
+        self.conditions.set(
             Condition::NodeClaims,
             facts.nodes.conflicts(&facts.services),
         );
@@ -139,13 +139,13 @@ impl Publisher {
     }
 
     fn service_condition(&self, world: &ClusterState) -> Vec<String> {
-        let problem = match &world.service {
+        let reason = match &world.service {
             Observed::Unknown => None,
             Observed::Absent => Some("is missing"),
             Observed::Present(_) if world.tunnel().is_empty() => Some("has no cluster address"),
             Observed::Present(_) => None,
         };
-        let line = problem.map(|what| {
+        let line = reason.map(|what| {
             format!(
                 "Service {} {what}; DNS records are not updated until the Service has a cluster address",
                 self.service

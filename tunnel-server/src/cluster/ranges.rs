@@ -37,10 +37,10 @@ pub(super) async fn follow(
     let Connection {
         client, namespace, ..
     } = cluster.connection;
-    let problems = cluster.problems;
+    let conditions = cluster.conditions;
     let report = |line: Option<String>| {
         if are_needed {
-            problems.set(Condition::ServiceRanges, line.into_iter().collect());
+            conditions.set(Condition::ServiceRanges, line.into_iter().collect());
         }
     };
     let never: Infallible = async {
@@ -51,7 +51,7 @@ pub(super) async fn follow(
             let pause = match tokio::time::timeout(CALL_LIMIT, list).await {
                 Ok(Ok(list)) => {
                     let (networks, wrong) = networks(&list.items);
-                    problems.set(Condition::ServiceNetworks, wrong);
+                    conditions.set(Condition::ServiceNetworks, wrong);
                     state.send_if_modified(|state| {
                         let is_other = *state.service_networks != *networks;
                         if is_other {

@@ -26,13 +26,13 @@ pub(super) async fn follow(
     namespace: String,
     domain: String,
     mut world: watch::Receiver<ClusterState>,
-    problems: Conditions,
+    conditions: Conditions,
 ) {
     loop {
         let service = world.borrow_and_update().service.clone();
         if let Observed::Present(service) = service {
             let service_names = names_of_service(&service, &namespace, &domain);
-            problems.set(Condition::ServingNames, service_names.mistakes);
+            conditions.set(Condition::ServingNames, service_names.mistakes);
             if names.set_additional(&service_names.names, &service_names.addresses) {
                 info!(
                     names = service_names.names.len(),

@@ -54,7 +54,7 @@ pub(super) struct KubeletCertificateTask {
     pub(super) api: Api<CertificateSigningRequest>,
     pub(super) signer: SignerConfig,
     pub(super) data: DataDir,
-    pub(super) problems: Conditions,
+    pub(super) conditions: Conditions,
     pub(super) metrics: Metrics,
 }
 
@@ -65,7 +65,7 @@ impl KubeletCertificateTask {
         let mut kept = loop {
             match self.open().await {
                 Ok(kept) => break kept,
-                Err(problem) => self.set_conditions(vec![problem]),
+                Err(reason) => self.set_conditions(vec![reason]),
             }
             tokio::time::sleep(REFUSED_POLL_INTERVAL).await;
         };
@@ -130,9 +130,9 @@ impl KubeletCertificateTask {
                     self.set_conditions(Vec::new());
                     Ok(POLL_INTERVAL)
                 }
-                Err(problem) => {
+                Err(reason) => {
                     self.set_conditions(vec![format!(
-                        "cannot use the certificate of CertificateSigningRequest {name}: {problem}; to request another one, run: kubectl \
+                        "cannot use the certificate of CertificateSigningRequest {name}: {reason}; to request another one, run: kubectl \
                          delete csr {name}"
                     )]);
                     Ok(REFUSED_POLL_INTERVAL)
@@ -180,7 +180,7 @@ impl KubeletCertificateTask {
     }
 
     fn set_conditions(&self, lines: Vec<String>) {
-        self.problems.set(Condition::KubeletCertificate, lines);
+        self.conditions.set(Condition::KubeletCertificate, lines);
     }
 }
 

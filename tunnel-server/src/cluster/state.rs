@@ -237,11 +237,11 @@ fn entries(
             Ok(port) => {
                 ports.insert(port);
             }
-            Err(problem) => {
+            Err(reason) => {
                 bad += 1;
                 if bad <= MISTAKES_MAX {
                     let shown: String = entry.chars().take(SHOWN_MAX).collect();
-                    mistakes.push(format!("{key}: {shown:?} is {problem}"));
+                    mistakes.push(format!("{key}: {shown:?} is {reason}"));
                 }
             }
         }

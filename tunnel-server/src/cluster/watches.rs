@@ -43,7 +43,7 @@ pub(super) fn config() -> watcher::Config {
 pub(super) struct WatchContext {
     pub(super) object: Object,
     pub(super) metrics: ClusterMetrics,
-    pub(super) problems: Conditions,
+    pub(super) conditions: Conditions,
     pub(super) throttle: Throttle,
 }
 
@@ -164,7 +164,7 @@ impl WatchErrors {
         self.since = None;
         self.is_expiring = false;
         let part = Condition::Watching(self.context.object);
-        self.context.problems.set(part, Vec::new());
+        self.context.conditions.set(part, Vec::new());
     }
 
     /// Returns the delay after a failure. Every restart of the API server causes failures, so they
@@ -174,7 +174,7 @@ impl WatchErrors {
         let WatchContext {
             object,
             metrics,
-            problems,
+            conditions,
             throttle,
         } = &self.context;
         metrics.watch_failed(*object, failure.kind);
@@ -186,7 +186,7 @@ impl WatchErrors {
         self.is_expiring = is_expired && !wait.is_zero();
         if self.is_expiring || (now.duration_since(since) >= REPORT_AFTER && !is_expired) {
             let line = format!("cannot watch {}: {failure}", object.label());
-            problems.set(Condition::Watching(*object), vec![line]);
+            conditions.set(Condition::Watching(*object), vec![line]);
         }
         wait.max(throttle.remaining(now))
     }

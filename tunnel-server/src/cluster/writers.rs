@@ -48,7 +48,7 @@ pub(super) struct Writers {
     pub(super) desired: watch::Receiver<DesiredState>,
     pub(super) leadership: Leadership,
     pub(super) throttle: Throttle,
-    pub(super) problems: Conditions,
+    pub(super) conditions: Conditions,
     pub(super) metrics: ClusterMetrics,
     /// The last written ConfigMap, with the version that it was based on. The written one is newer
     /// than the observed one until the watch catches up.
@@ -77,7 +77,7 @@ impl Writers {
             if was_leader && !is_leader {
                 // The new leader is responsible for failed writes.
                 for object in [Object::Records, Object::Service] {
-                    self.problems.set(Condition::Writing(object), Vec::new());
+                    self.conditions.set(Condition::Writing(object), Vec::new());
                 }
             }
             was_leader = is_leader;
@@ -142,11 +142,11 @@ impl Writers {
         match result {
             Ok(()) => {
                 self.metrics.synced(object);
-                self.problems.set(Condition::Writing(object), Vec::new());
+                self.conditions.set(Condition::Writing(object), Vec::new());
             }
             Err(failure) => {
                 let line = format!("cannot write {}: {failure}", object.label());
-                self.problems.set(Condition::Writing(object), vec![line]);
+                self.conditions.set(Condition::Writing(object), vec![line]);
             }
         }
     }
@@ -230,7 +230,7 @@ impl Writers {
                 self.names.nodes_config_map
             )
         });
-        self.problems
+        self.conditions
             .set(Condition::RecordsSize, line.into_iter().collect());
     }
 
@@ -283,8 +283,8 @@ impl Writers {
 
     async fn publish(&mut self, world: &ClusterState) -> Result<(), ApiError> {
         let limit = self.limit()?;
-        let ports = self.problems.of(Condition::PortLists);
-        let size = self.problems.of(Condition::RecordsSize);
+        let ports = self.conditions.of(Condition::PortLists);
+        let size = self.conditions.of(Condition::RecordsSize);
         let ports_map = world.ports_map.present().map(AsRef::as_ref);
         let records_map = world.records_map.present().map(AsRef::as_ref);
         let publishing = async {

@@ -193,13 +193,13 @@ async fn term_that_is_over_counts_for_nothing_before_anybody_says_so() {
 async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
     let (mut election, mut server) = election();
     let (mut leadership, stop) = (election.leadership(), CancellationToken::new());
-    let problems = election.problems.clone();
-    let conditions = || problems.of(Condition::Writing(Object::Lease));
+    let conditions = election.conditions.clone();
+    let lease_conditions = || conditions.of(Condition::Writing(Object::Lease));
     let playing = async {
         server.call().await.refuse(404, "NotFound");
         server.call().await.refuse(403, "Forbidden");
         let found = server.call().await;
-        let lines = conditions();
+        let lines = lease_conditions();
         assert_eq!(lines.len(), 1, "{lines:?}");
         assert_contains(&lines[0], "Lease kube-system/l does not exist");
         let command = "| kubectl -n kube-system create -f -";
@@ -213,7 +213,7 @@ async fn lease_that_may_not_be_created_is_a_condition_with_the_command() {
         put.answer(&lease("me", "2"));
         leadership.changed().await;
         assert!(leadership.until(Instant::now()).is_some());
-        assert_eq!(conditions(), Vec::<String>::new());
+        assert_eq!(lease_conditions(), Vec::<String>::new());
         stop.cancel();
     };
     tokio::join!(election.run(&stop), playing);

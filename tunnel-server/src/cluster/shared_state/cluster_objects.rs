@@ -61,7 +61,7 @@ impl ClusterObjects {
 
     pub(super) fn condition(&self, condition: Condition, line: Option<String>) {
         self.cluster
-            .problems
+            .conditions
             .set(condition, line.into_iter().collect());
     }
 }

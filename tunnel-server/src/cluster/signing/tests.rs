@@ -19,14 +19,14 @@ struct Fixture {
     scratch: Scratch,
     server: ApiServer,
     targets: Arc<TargetTls>,
-    problems: Conditions,
+    conditions: Conditions,
     signing: tokio_util::task::AbortOnDropHandle<()>,
 }
 
 fn fixture(scratch: Scratch) -> Fixture {
     let (client, server) = api_server();
     let mut counters = prometheus_client::registry::Registry::default();
-    let problems = Conditions::new(Readiness::default(), ClusterMetrics::new(&mut counters));
+    let conditions = Conditions::new(Readiness::default(), ClusterMetrics::new(&mut counters));
     let targets = TargetTls::new(None).unwrap();
     let signing = KubeletCertificateTask {
         api: Api::all(client),
@@ -35,7 +35,7 @@ fn fixture(scratch: Scratch) -> Fixture {
             targets: targets.clone(),
         },
         data: scratch.0.clone(),
-        problems: problems.clone(),
+        conditions: conditions.clone(),
         metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
     };
     let tasks = tokio_util::task::TaskTracker::new();
@@ -44,7 +44,7 @@ fn fixture(scratch: Scratch) -> Fixture {
         scratch,
         server,
         targets,
-        problems,
+        conditions,
         signing,
     }
 }
@@ -62,7 +62,7 @@ impl Fixture {
     }
 
     fn condition(&self) -> String {
-        self.problems.of(Condition::KubeletCertificate).join("\n")
+        self.conditions.of(Condition::KubeletCertificate).join("\n")
     }
 
     /// Answers that no request exists, and returns the request that the server then creates.

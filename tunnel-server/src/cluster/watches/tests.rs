@@ -38,7 +38,7 @@ fn followed() -> (ApiServer, Versions, Readiness, Shutdown) {
         let metrics = ClusterMetrics::default();
         let context = WatchContext {
             object: Object::Ports,
-            problems: Conditions::new(readiness, metrics.clone()),
+            conditions: Conditions::new(readiness, metrics.clone()),
             metrics,
             throttle: Throttle::default(),
         };

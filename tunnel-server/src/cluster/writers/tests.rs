@@ -21,7 +21,7 @@ struct Fixture {
     world: watch::Sender<ClusterState>,
     desired: watch::Sender<DesiredState>,
     lead: watch::Sender<Option<Instant>>,
-    problems: Conditions,
+    conditions: Conditions,
     stop: CancellationToken,
     writing: AbortOnDropHandle<()>,
 }
@@ -33,7 +33,7 @@ impl Fixture {
         let (world, desired) = (watch::Sender::default(), watch::Sender::default());
         let (lead, leadership) = leadership();
         let metrics = ClusterMetrics::default();
-        let problems = Conditions::new(Readiness::default(), metrics.clone());
+        let conditions = Conditions::new(Readiness::default(), metrics.clone());
         let mut writers = Writers {
             maps: Api::namespaced(client.clone(), NAMESPACE),
             services: services(client.clone(), NAMESPACE),
@@ -47,7 +47,7 @@ impl Fixture {
             desired: desired.subscribe(),
             leadership,
             throttle: Throttle::default(),
-            problems: problems.clone(),
+            conditions: conditions.clone(),
             metrics,
             written: None,
         };
@@ -59,7 +59,7 @@ impl Fixture {
             world,
             desired,
             lead,
-            problems,
+            conditions,
             stop,
             writing: AbortOnDropHandle::new(writing),
         }
@@ -120,7 +120,7 @@ impl Fixture {
 
     /// Returns what an operator should fix about the ConfigMap.
     fn conditions(&self) -> Vec<String> {
-        self.problems.of(Condition::Writing(Object::Records))
+        self.conditions.of(Condition::Writing(Object::Records))
     }
 
     async fn finish(self) {
@@ -272,11 +272,11 @@ async fn records_that_do_not_fit_stay_old_with_an_alarm_and_an_event() {
     assert_eq!(event.body["regarding"]["name"], "yurt-tunnel-nodes");
     event.accept();
     fixture.is_quiet_for(60).await;
-    assert_eq!(fixture.problems.of(Condition::RecordsSize).len(), 1);
+    assert_eq!(fixture.conditions.of(Condition::RecordsSize).len(), 1);
     fixture.observe_map(&records("2", "old"));
     fixture.server.call().await.accept();
     fixture.is_quiet_for(5).await;
-    assert!(fixture.problems.of(Condition::RecordsSize).is_empty());
+    assert!(fixture.conditions.of(Condition::RecordsSize).is_empty());
     fixture.finish().await;
 }
 
