@@ -211,7 +211,7 @@ fn start_writers(
             identity,
         ),
         names: settings.names.clone(),
-        world: state.subscribe(),
+        observed: state.subscribe(),
         desired: desired.subscribe(),
         leadership: election.leadership(),
         throttle: throttle.clone(),
@@ -276,7 +276,7 @@ fn publisher(
 ) -> Publisher {
     Publisher {
         ranges: inputs.ranges,
-        own: LocalFacts {
+        local_facts: LocalFacts {
             policy: PortPolicy::clone(&inputs.policy.load()),
             listener_ports: inputs.listener_ports,
         },

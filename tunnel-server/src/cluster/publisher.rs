@@ -24,7 +24,7 @@ use crate::routing::routes::{RouteSource, Routes};
 
 /// Applies the state derived from the cluster as soon as it changes.
 pub(super) struct Publisher {
-    pub(super) own: LocalFacts,
+    pub(super) local_facts: LocalFacts,
     pub(super) routes: Routes,
     pub(super) records: Records,
     pub(super) policy: SharedPortPolicy,
@@ -49,13 +49,13 @@ pub(super) struct RangeFacts {
 }
 
 impl Publisher {
-    pub(super) async fn run(mut self, mut world: watch::Receiver<ClusterState>) {
+    pub(super) async fn run(mut self, mut observed: watch::Receiver<ClusterState>) {
         let mut agents = self.agents.as_ref().map(|registry| registry.changed());
         loop {
-            let now = world.borrow_and_update().clone();
+            let now = observed.borrow_and_update().clone();
             self.publish(&now);
             let more = tokio::select! {
-                changed = world.changed() => changed.is_ok(),
+                changed = observed.changed() => changed.is_ok(),
                 changed = async {
                     match &mut agents {
                         Some(agents) => {
@@ -74,28 +74,28 @@ impl Publisher {
         }
     }
 
-    fn publish(&mut self, world: &ClusterState) {
-        let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &world.nodes);
+    fn publish(&mut self, observed: &ClusterState) {
+        let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &observed.nodes);
         if !self.last_nodes.as_ref().is_some_and(is_same) {
-            self.last_nodes = Some(world.nodes.clone());
-            let table = self.routes.set(RouteSource::Cluster, world.nodes.routes());
+            self.last_nodes = Some(observed.nodes.clone());
+            let table = self.routes.set(RouteSource::Cluster, observed.nodes.routes());
             self.route_metrics
                 .routes(table.len(), table.conflicts().len());
             self.conditions
-                .set(Condition::NodeNames, world.nodes.refused().to_vec());
+                .set(Condition::NodeNames, observed.nodes.refused().to_vec());
         }
-        self.publish_ranges(world);
+        self.publish_ranges(observed);
         let agents = self.agents.clone();
-        let derived = world.derive(&self.own, |node: &NodeName| {
+        let derived = observed.derive(&self.local_facts, |node: &NodeName| {
             agents.as_ref().is_some_and(|agents| agents.has(node))
         });
-        let (records_observed, ports_observed) = world.is_observed();
+        let (records_observed, ports_observed) = observed.is_observed();
         self.policy.replace(derived.policy.clone());
         self.conditions.set(Condition::PortLists, derived.mistakes);
         self.conditions
-            .set(Condition::Service, self.service_condition(world));
+            .set(Condition::Service, self.service_condition(observed));
         let records = derived.records.map(|records| self.put(records));
-        let ports = service::desired_ports(&derived.policy, self.own.listener_ports);
+        let ports = service::desired_ports(&derived.policy, self.local_facts.listener_ports);
         let desired = DesiredState {
             records: records.filter(|_| records_observed),
             ports: ports_observed.then_some(ports),
@@ -109,12 +109,12 @@ impl Publisher {
         });
     }
 
-    fn publish_ranges(&mut self, world: &ClusterState) {
+    fn publish_ranges(&mut self, observed: &ClusterState) {
         let Some(ranges) = &self.ranges else { return };
         let facts = RangeFacts {
-            nodes: world.nodes.clone(),
-            services: world.service_networks.clone(),
-            own: world.tunnel(),
+            nodes: observed.nodes.clone(),
+            services: observed.service_networks.clone(),
+            own: observed.tunnel(),
         };
         if self.last_ranges.as_ref() == Some(&facts) {
             return;
@@ -138,11 +138,11 @@ impl Publisher {
         records
     }
 
-    fn service_condition(&self, world: &ClusterState) -> Vec<String> {
-        let reason = match &world.service {
+    fn service_condition(&self, observed: &ClusterState) -> Vec<String> {
+        let reason = match &observed.service {
             Observed::Unknown => None,
             Observed::Absent => Some("is missing"),
-            Observed::Present(_) if world.tunnel().is_empty() => Some("has no cluster address"),
+            Observed::Present(_) if observed.tunnel().is_empty() => Some("has no cluster address"),
             Observed::Present(_) => None,
         };
         let line = reason.map(|what| {

@@ -25,11 +25,11 @@ pub(super) async fn follow(
     names: ServingNames,
     namespace: String,
     domain: String,
-    mut world: watch::Receiver<ClusterState>,
+    mut observed: watch::Receiver<ClusterState>,
     conditions: Conditions,
 ) {
     loop {
-        let service = world.borrow_and_update().service.clone();
+        let service = observed.borrow_and_update().service.clone();
         if let Observed::Present(service) = service {
             let service_names = names_of_service(&service, &namespace, &domain);
             conditions.set(Condition::ServingNames, service_names.mistakes);
@@ -41,7 +41,7 @@ pub(super) async fn follow(
                 );
             }
         }
-        if world.changed().await.is_err() {
+        if observed.changed().await.is_err() {
             return;
         }
     }

@@ -103,14 +103,15 @@ impl ClusterState {
     /// so the existing records stay.
     pub(super) fn derive(
         &self,
-        own: &LocalFacts,
+        local_facts: &LocalFacts,
         has_agent: impl Fn(&NodeName) -> bool,
     ) -> Derived {
+        let (http_port, own_ports) = (local_facts.listener_ports.http, &local_facts.policy.own);
         let parsed = self
             .port_lists()
-            .map(|lists| read_ports(lists, own.listener_ports.http, &own.policy.own));
+            .map(|lists| read_ports(lists, http_port, own_ports));
         let (policy, mistakes) = parsed.map_or_else(
-            || (own.policy.clone(), Vec::new()),
+            || (local_facts.policy.clone(), Vec::new()),
             |parsed| (parsed.policy, parsed.mistakes),
         );
         let tunnel = self.tunnel();

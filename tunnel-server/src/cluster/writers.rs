@@ -44,7 +44,7 @@ pub(super) struct Writers {
     pub(super) services: Api<DynamicObject>,
     pub(super) events: EventRecorder,
     pub(super) names: ObjectNames,
-    pub(super) world: watch::Receiver<ClusterState>,
+    pub(super) observed: watch::Receiver<ClusterState>,
     pub(super) desired: watch::Receiver<DesiredState>,
     pub(super) leadership: Leadership,
     pub(super) throttle: Throttle,
@@ -85,7 +85,7 @@ impl Writers {
                 biased;
                 () = stop.cancelled() => return,
                 changed = self.leadership.changed() => if !changed { return },
-                changed = self.world.changed() => {
+                changed = self.observed.changed() => {
                     if changed.is_err() { return }
                     debounce.record_change(Instant::now());
                 }
@@ -123,13 +123,13 @@ impl Writers {
     /// Brings every object to the desired state. With `is_resync` each object is read again first.
     /// All objects are tried, and the first failure is returned.
     async fn sync(&mut self, is_resync: bool) -> Result<(), ApiError> {
-        let world = self.world.borrow_and_update().clone();
+        let observed = self.observed.borrow_and_update().clone();
         let desired = self.desired.borrow_and_update().clone();
-        let records = self.reconcile_records(&world, &desired, is_resync).await;
+        let records = self.reconcile_records(&observed, &desired, is_resync).await;
         self.report(Object::Records, &records);
-        let ports = self.reconcile_ports(&world, &desired, is_resync).await;
+        let ports = self.reconcile_ports(&observed, &desired, is_resync).await;
         self.report(Object::Service, &ports);
-        let events = self.publish(&world).await;
+        let events = self.publish(&observed).await;
         if let Err(failure) = &events {
             self.metrics
                 .record_write(Object::Events, failure.kind.label());
@@ -153,17 +153,17 @@ impl Writers {
 
     async fn reconcile_records(
         &mut self,
-        world: &ClusterState,
+        observed: &ClusterState,
         desired: &DesiredState,
         is_resync: bool,
     ) -> Result<(), ApiError> {
         let name = self.names.nodes_config_map.clone();
         let hosts = desired.records.as_ref().map(|records| records.hosts());
-        let mut known = world.records_map.is_known() && !is_resync;
+        let mut known = observed.records_map.is_known() && !is_resync;
         let mut conflicts = Conflicts::new(CONFLICTS_MAX, CONFLICT_PAUSE_MIN);
         loop {
             let found = if known {
-                world.records_map.present().map(|map| self.newest(map))
+                observed.records_map.present().map(|map| self.newest(map))
             } else {
                 with_limit(CALL_LIMIT, self.maps.get_opt(&name)).await?
             };
@@ -236,7 +236,7 @@ impl Writers {
 
     async fn reconcile_ports(
         &self,
-        world: &ClusterState,
+        observed: &ClusterState,
         desired: &DesiredState,
         is_resync: bool,
     ) -> Result<(), ApiError> {
@@ -250,8 +250,8 @@ impl Writers {
                 .cloned()
                 .unwrap_or_default()
         };
-        if world.service.is_known() && !is_resync {
-            let is_up_to_date = world
+        if observed.service.is_known() && !is_resync {
+            let is_up_to_date = observed
                 .service
                 .present()
                 .is_none_or(|service| service::plan(&ports(service), desired_ports).is_none());
@@ -281,12 +281,12 @@ impl Writers {
         }
     }
 
-    async fn publish(&mut self, world: &ClusterState) -> Result<(), ApiError> {
+    async fn publish(&mut self, observed: &ClusterState) -> Result<(), ApiError> {
         let limit = self.limit()?;
         let ports = self.conditions.of(Condition::PortLists);
         let size = self.conditions.of(Condition::RecordsSize);
-        let ports_map = world.ports_map.present().map(AsRef::as_ref);
-        let records_map = world.records_map.present().map(AsRef::as_ref);
+        let ports_map = observed.ports_map.present().map(AsRef::as_ref);
+        let records_map = observed.records_map.present().map(AsRef::as_ref);
         let publishing = async {
             let names = &self.names;
             self.events

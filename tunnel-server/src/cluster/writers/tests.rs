@@ -18,7 +18,7 @@ const FIXTURE: &str = "10.106.217.16\tworker-1\n192.168.33.220\tmaster-1";
 
 struct Fixture {
     server: ApiServer,
-    world: watch::Sender<ClusterState>,
+    observed: watch::Sender<ClusterState>,
     desired: watch::Sender<DesiredState>,
     lead: watch::Sender<Option<Instant>>,
     conditions: Conditions,
@@ -30,7 +30,7 @@ impl Fixture {
     /// Starts the writers, without the Lease.
     fn new() -> Self {
         let (client, server) = api_server();
-        let (world, desired) = (watch::Sender::default(), watch::Sender::default());
+        let (observed, desired) = (watch::Sender::default(), watch::Sender::default());
         let (lead, leadership) = leadership();
         let metrics = ClusterMetrics::default();
         let conditions = Conditions::new(Readiness::default(), metrics.clone());
@@ -43,7 +43,7 @@ impl Fixture {
                 "me".into(),
             ),
             names: ObjectNames::default(),
-            world: world.subscribe(),
+            observed: observed.subscribe(),
             desired: desired.subscribe(),
             leadership,
             throttle: Throttle::default(),
@@ -56,7 +56,7 @@ impl Fixture {
         let writing = TaskTracker::new().spawn(async move { writers.run(&stopped).await });
         Self {
             server,
-            world,
+            observed,
             desired,
             lead,
             conditions,
@@ -89,7 +89,7 @@ impl Fixture {
     }
 
     fn observe(&self, map: Observed<Arc<ConfigMap>>) {
-        self.world.send_modify(|world| world.records_map = map);
+        self.observed.send_modify(|observed| observed.records_map = map);
     }
 
     fn observe_map(&self, map: &Value) {
@@ -318,13 +318,13 @@ async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
             {"name": "https", "port": 10250, "protocol": "TCP", "targetPort": 10263},
         ]},
     });
-    let observe_service = |world: &watch::Sender<ClusterState>, service: &Value| {
+    let observe_service = |observed: &watch::Sender<ClusterState>, service: &Value| {
         let service = Observed::Present(Arc::new(service.clone()));
-        world.send_modify(|world| world.service = service);
+        observed.send_modify(|observed| observed.service = service);
     };
     let empty = records("1", "");
     fixture.observe_map(&empty);
-    observe_service(&fixture.world, &service);
+    observe_service(&fixture.observed, &service);
     let port = tunnel_proto::wire::name::Port::new(9100).unwrap();
     fixture
         .desired
@@ -340,7 +340,7 @@ async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
     ports.unwrap().push(added);
     assert_eq!(put.body, expected);
     put.answer(&expected);
-    observe_service(&fixture.world, &expected);
+    observe_service(&fixture.observed, &expected);
     fixture.is_quiet_for(60).await;
     fixture.finish().await;
 }
