@@ -10,7 +10,8 @@ use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use tokio_util::task::AbortOnDropHandle;
 use tunnel_agent::config::{
-    Config as AgentConfig, RawLimits as AgentRawLimits, ServerAddress, Settings, TokenSource,
+    Config as AgentConfig, RawConfig as AgentRawConfig, RawLimits as AgentRawLimits, ServerAddress,
+    TokenSource,
 };
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
@@ -227,16 +228,16 @@ impl TestEnv {
     pub fn agent_config_with(
         &self,
         node: &str,
-        change: impl FnOnce(&mut Settings),
+        change: impl FnOnce(&mut AgentRawConfig),
     ) -> Result<AgentConfig> {
-        let mut settings = Settings {
+        let mut settings = AgentRawConfig {
             server: vec![self.bound().agents.to_string()],
             node_name: Some(node.into()),
             node_ip: Some(Ipv4Addr::LOCALHOST.to_string()),
             data_dir: Some(self.agent_dir(node)),
             meta_listen: Some("off".into()),
             log_format: Some("text".into()),
-            ..Settings::default()
+            ..AgentRawConfig::default()
         };
         change(&mut settings);
         let mut config = AgentConfig::check(settings)?;

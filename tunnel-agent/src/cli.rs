@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::config::Settings;
+use crate::config::RawConfig;
 
 /// Edge side of Culvert: dials out to tunnel-server and connects its requests to this node's own
 /// ports
@@ -54,7 +54,7 @@ pub struct ConfigArgs {
     pub config: Option<PathBuf>,
     /// Settings from flags and environment variables.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: RawConfig,
 }
 
 /// The address of a running agent's meta port.

@@ -1,4 +1,4 @@
-//! Configuration: merges the layers of raw settings (`Settings`: flags, environment, YAML) and
+//! Configuration: merges the layers of raw settings (`RawConfig`: flags, environment, YAML) and
 //! converts them to checked settings (`Config`).
 
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ mod token;
 
 pub use checked::{Config, TransportChoice, meta_address};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
-pub use raw::Settings;
+pub use raw::RawConfig;
 pub use secret::Secret;
 pub use server_address::ServerAddress;
 pub use token::TokenSource;
@@ -63,7 +63,7 @@ impl LoadError {
 /// # Errors
 /// Returns [`LoadError`] if the file cannot be read or parsed, or if a setting is invalid.
 pub fn load(
-    flags: Settings,
+    flags: RawConfig,
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Config, LoadError> {
@@ -78,37 +78,37 @@ pub fn load(
 /// # Errors
 /// Returns [`LoadError`], but never [`LoadError::Invalid`].
 pub fn layers(
-    flags: Settings,
+    flags: RawConfig,
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
-) -> Result<Settings, LoadError> {
+) -> Result<RawConfig, LoadError> {
     layered(flags, file, variable).map(|(settings, _)| settings)
 }
 
 /// Merges the layers and collects warnings about the file.
 fn layered(
-    flags: Settings,
+    flags: RawConfig,
     file: Option<&Path>,
     variable: impl Fn(&str) -> Option<String>,
-) -> Result<(Settings, Option<String>), LoadError> {
-    let shared = Settings {
+) -> Result<(RawConfig, Option<String>), LoadError> {
+    let shared = RawConfig {
         node_name: variable("NODE_NAME").filter(|name| !name.is_empty()),
         node_ip: variable("NODE_IP").filter(|ip| !ip.is_empty()),
         environment_proxy: EnvironmentProxy::from_variables(variable),
-        ..Settings::default()
+        ..RawConfig::default()
     };
     let (file, warning) = file.map(read_file).transpose()?.unwrap_or_default();
     Ok((flags.or(shared).or(file), warning))
 }
 
-fn read_file(path: &Path) -> Result<(Settings, Option<String>), LoadError> {
+fn read_file(path: &Path) -> Result<(RawConfig, Option<String>), LoadError> {
     let (content, warning) = files::read_config(path).map_err(|source| LoadError::File {
         path: path.to_owned(),
         source,
     })?;
     let text = String::from_utf8_lossy(&content);
     // A file that contains only comments is a document without a value.
-    let parsed: Result<Option<Settings>, _> = serde_saphyr::from_str(&text);
+    let parsed: Result<Option<RawConfig>, _> = serde_saphyr::from_str(&text);
     match parsed {
         Ok(settings) => Ok((settings.unwrap_or_default(), warning)),
         Err(error) => Err(LoadError::Syntax {

@@ -8,7 +8,7 @@ use clap::Parser;
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{self, Cli, Command, ConfigArgs, HealthcheckArgs};
-use tunnel_agent::config::{self, Config, Settings};
+use tunnel_agent::config::{self, Config, RawConfig};
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
 
 fn main() -> ExitCode {
@@ -92,9 +92,9 @@ fn load(source: ConfigArgs) -> anyhow::Result<Config> {
 }
 
 fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {
-    let flags = Settings {
+    let flags = RawConfig {
         meta_listen: health.meta_listen,
-        ..Settings::default()
+        ..RawConfig::default()
     };
     let settings = config::layers(flags, health.config.as_deref(), |_| None)?;
     let address = config::meta_address(settings.meta_listen.as_deref())

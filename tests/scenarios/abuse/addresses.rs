@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use anyhow::{Context, Result, ensure};
 use tokio::net::{TcpListener, lookup_host};
 use tokio::time::timeout;
-use tunnel_agent::config::Settings;
+use tunnel_agent::config::RawConfig as AgentRawConfig;
 use tunnel_agent::policy::{DialPolicy, TargetClass, check};
 use tunnel_server::config::RawTcpService;
 use tunnel_tests::checks::{ensure_refused, ensure_status};
@@ -176,7 +176,7 @@ async fn t05_agent_refuses_what_its_server_configures() -> Result<()> {
         settings.services = services.collect();
     })
     .await?;
-    let open = |settings: &mut Settings| settings.allow_targets = Some(EVERYTHING.into());
+    let open = |settings: &mut AgentRawConfig| settings.allow_targets = Some(EVERYTHING.into());
     let _agent = Agent::start(env.agent_config_with("worker-1", open)?).await?;
     env.connected("worker-1").await;
     let services = &env.bound().services;
@@ -206,7 +206,7 @@ async fn s08_each_stream_is_authorized_by_itself_at_both_ends() -> Result<()> {
         settings.http_proxy_ports = Some(format!("{own}, {denied}"));
     })
     .await?;
-    let deny = |settings: &mut Settings| settings.deny_ports = Some(denied.to_string());
+    let deny = |settings: &mut AgentRawConfig| settings.deny_ports = Some(denied.to_string());
     let _agent = Agent::start(env.agent_config_with("worker-1", deny)?).await?;
     env.connected("worker-1").await;
     let get = |port: u16| RawRequest::new("GET", "/metrics", &format!("worker-1:{port}"));

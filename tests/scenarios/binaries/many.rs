@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tokio::task::JoinSet;
-use tunnel_agent::config::{Config, Settings, TransportChoice};
+use tunnel_agent::config::{Config, RawConfig as AgentRawConfig, TransportChoice};
 use tunnel_tests::checks::get_ok;
 use tunnel_tests::env::Agent;
 use tunnel_tests::eventually::{eventually, scaled};
@@ -67,14 +67,14 @@ async fn start_agents(
     for index in 0..COUNT {
         let node = node(index);
         let token = server.token(&node, None).await?;
-        let settings = Settings {
+        let settings = AgentRawConfig {
             server: vec![server.address(Listener::Agents).to_string()],
             node_ip: Some("127.0.0.1".into()),
             data_dir: Some(dir.join(&node)),
             node_name: Some(node),
             token: Some(token.as_str().into()),
             meta_listen: Some("off".into()),
-            ..Settings::default()
+            ..AgentRawConfig::default()
         };
         let mut config = Config::check(settings)?;
         config.transport = transport;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde_json::json;
-use tunnel_agent::config::Settings;
+use tunnel_agent::config::RawConfig as AgentRawConfig;
 use tunnel_server::config::RawConfig;
 use tunnel_tests::apiserver::FakeApiServer;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
@@ -87,7 +87,7 @@ impl Site {
         &self,
         node: &str,
         pki: &KubeletPki,
-        change: impl FnOnce(&mut Settings),
+        change: impl FnOnce(&mut AgentRawConfig),
     ) -> Result<Agent> {
         let config = self.env.agent_config_with(node, |settings| {
             settings.cert_file = Some(pki.current());

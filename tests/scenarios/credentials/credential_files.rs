@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
-use tunnel_agent::config::{Config as AgentConfig, Settings};
+use tunnel_agent::config::{Config as AgentConfig, RawConfig as AgentRawConfig};
 use tunnel_tests::ca::{Issued, Leaf, TestCa, replace};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, UpgradeClient, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
@@ -63,7 +63,7 @@ impl Files {
         &self,
         env: &TestEnv,
         node: &str,
-        change: impl FnOnce(&mut Settings),
+        change: impl FnOnce(&mut AgentRawConfig),
     ) -> Result<AgentConfig> {
         self.issue(&Leaf::agent(node), node)?;
         let bundle = format!("{node}-ca.pem");

@@ -85,7 +85,7 @@ pub(super) fn check_configuration(input: &[u8]) -> Result<()> {
         let _any = tunnel_server::config::Config::try_from(raw);
     }
     if let Ok(Some(settings)) =
-        serde_saphyr::from_str::<Option<tunnel_agent::config::Settings>>(text)
+        serde_saphyr::from_str::<Option<tunnel_agent::config::RawConfig>>(text)
     {
         let _any = tunnel_agent::config::Config::check(settings);
     }

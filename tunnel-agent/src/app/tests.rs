@@ -10,26 +10,26 @@ use tunnel_proto::wire::control::ControlMessage;
 use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::*;
-use crate::config::{Secret, Settings};
+use crate::config::{RawConfig, Secret};
 use crate::testing::TempDir;
 use crate::testing::net::{self, Busy};
 use crate::testing::server::Server;
 
 const LONG: Duration = Duration::from_secs(10);
 
-fn settings(server: &Server, dir: &Path) -> Settings {
-    Settings {
+fn settings(server: &Server, dir: &Path) -> RawConfig {
+    RawConfig {
         server: vec![server.address().to_string()],
         node_name: Some("worker-1".into()),
         node_ip: Some("127.0.0.1".into()),
         data_dir: Some(dir.to_owned()),
         meta_listen: Some("127.0.0.1:0".into()),
         token: Some(Secret(server.token().reveal())),
-        ..Settings::default()
+        ..RawConfig::default()
     }
 }
 
-async fn start(settings: Settings) -> anyhow::Result<App> {
+async fn start(settings: RawConfig) -> anyhow::Result<App> {
     App::start(Config::check(settings).unwrap()).await
 }
 
@@ -44,7 +44,7 @@ struct TestEnv {
 
 impl TestEnv {
     /// Starts an agent that has not enrolled yet.
-    async fn start(change: impl FnOnce(&mut Settings)) -> Self {
+    async fn start(change: impl FnOnce(&mut RawConfig)) -> Self {
         let (server, scratch) = (Server::start().await, TempDir::new());
         let mut settings = settings(&server, scratch.path());
         change(&mut settings);
@@ -205,7 +205,7 @@ async fn second_signal_does_not_wait_for_streams() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn drain_has_a_deadline() {
-    let brief = |settings: &mut Settings| settings.drain_timeout = Some("50ms".into());
+    let brief = |settings: &mut RawConfig| settings.drain_timeout = Some("50ms".into());
     let mut env = TestEnv::start(brief).await;
     env.enroll().await;
     let (session, _reader, _writer) = env.welcome().await;
@@ -239,7 +239,7 @@ async fn drain_ends_an_agent_that_cannot_enroll() {
 #[tokio::test]
 async fn exit_code_distinguishes_configuration_from_failure() {
     let (server, scratch) = (Server::start().await, TempDir::new());
-    let with = |change: fn(&mut Settings)| {
+    let with = |change: fn(&mut RawConfig)| {
         let mut settings = settings(&server, scratch.path());
         change(&mut settings);
         start(settings)

@@ -14,7 +14,7 @@ use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
-use super::{ServerAddress, Settings, TokenSource, identity};
+use super::{RawConfig, ServerAddress, TokenSource, identity};
 use crate::credentials::CredentialFiles;
 use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;
@@ -81,7 +81,7 @@ impl Config {
     ///
     /// # Errors
     /// Returns [`ConfigError`] with all errors.
-    pub fn check(settings: Settings) -> Result<Self, ConfigError> {
+    pub fn check(settings: RawConfig) -> Result<Self, ConfigError> {
         let mut errors = ConfigErrors::default();
         let servers = servers(&settings.server, &mut errors);
         let transport = errors.parse(
@@ -183,7 +183,11 @@ fn servers(texts: &[String], errors: &mut ConfigErrors) -> Vec<ServerAddress> {
     })
 }
 
-fn proxy(settings: &Settings, servers: &[ServerAddress], errors: &mut ConfigErrors) -> ProxyChoice {
+fn proxy(
+    settings: &RawConfig,
+    servers: &[ServerAddress],
+    errors: &mut ConfigErrors,
+) -> ProxyChoice {
     let (explicit, environment) = (&settings.proxy, &settings.environment_proxy);
     let proxy = ProxyChoice::decide(explicit.as_ref(), environment.as_ref(), servers);
     proxy.unwrap_or_else(|(setting, error)| {
@@ -192,7 +196,7 @@ fn proxy(settings: &Settings, servers: &[ServerAddress], errors: &mut ConfigErro
     })
 }
 
-fn dial_policy(settings: &Settings, errors: &mut ConfigErrors) -> DialPolicy {
+fn dial_policy(settings: &RawConfig, errors: &mut ConfigErrors) -> DialPolicy {
     DialPolicy {
         localhost_ports: errors.parse_or(
             "--localhost-ports",

@@ -10,7 +10,7 @@ use tunnel_proto::tls::files::{KeyPairFiles, load_roots};
 use tunnel_proto::wire::name::NodeName;
 
 use super::token::NO_PIN;
-use super::{Settings, TokenSource};
+use super::{RawConfig, TokenSource};
 use crate::credentials::CredentialFiles;
 use crate::policy;
 
@@ -42,7 +42,7 @@ pub(super) fn node_ip(setting: Option<&str>, errors: &mut ConfigErrors) -> Optio
 
 /// Returns the files of --cert-file, and checks that --server-name is given only with them.
 pub(super) fn credential_files(
-    settings: &Settings,
+    settings: &RawConfig,
     errors: &mut ConfigErrors,
 ) -> Option<CredentialFiles> {
     let files = certificate_files(settings, errors);
@@ -72,7 +72,7 @@ pub(super) fn credential_files(
 }
 
 /// Requires the three files together. One file may contain both the chain and the key.
-fn certificate_files(settings: &Settings, errors: &mut ConfigErrors) -> Option<CredentialFiles> {
+fn certificate_files(settings: &RawConfig, errors: &mut ConfigErrors) -> Option<CredentialFiles> {
     let Some(certificate) = &settings.cert_file else {
         if settings.key_file.is_some() {
             errors.add("--key-file", "needs --cert-file too");
@@ -98,7 +98,7 @@ fn certificate_files(settings: &Settings, errors: &mut ConfigErrors) -> Option<C
 
 /// Returns the certificates of --ca-file. Without them, a join token must pin the CA.
 pub(super) fn ca(
-    settings: &Settings,
+    settings: &RawConfig,
     token: Option<&TokenSource>,
     errors: &mut ConfigErrors,
 ) -> Option<Vec<CertificateDer<'static>>> {

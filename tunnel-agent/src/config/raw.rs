@@ -12,7 +12,7 @@ tunnel_proto::layered! {
     /// One layer of settings, as written. The doc comments of the fields are the help of `run`.
     #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
     #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
-    pub struct Settings {
+    pub struct RawConfig {
         /// Address where tunnel-server accepts agents; repeat it for several addresses [required]
         ///
         /// Names are resolved again on each try, and all addresses are tried in turn. Sessions over

@@ -7,29 +7,29 @@ use tunnel_proto::wire::enroll::{CA_HASH_BYTES, JoinToken, TOKEN_SECRET_BYTES};
 use super::*;
 use crate::testing::TempDir;
 
-fn settings() -> Settings {
-    Settings {
+fn settings() -> RawConfig {
+    RawConfig {
         server: vec!["cloud.example.com:10262".into()],
         node_name: Some("Worker-1".into()),
-        ..Settings::default()
+        ..RawConfig::default()
     }
 }
 
-fn errors(change: impl FnOnce(&mut Settings)) -> Vec<String> {
+fn errors(change: impl FnOnce(&mut RawConfig)) -> Vec<String> {
     let mut settings = settings();
     change(&mut settings);
     Config::check(settings).unwrap_err().0
 }
 
-fn from_yaml(yaml: &str) -> Result<Settings, LoadError> {
+fn from_yaml(yaml: &str) -> Result<RawConfig, LoadError> {
     let scratch = TempDir::new();
     let path = scratch.path().join("agent.yaml");
     std::fs::write(&path, yaml).unwrap();
-    layers(Settings::default(), Some(&path), |_| None)
+    layers(RawConfig::default(), Some(&path), |_| None)
 }
 
 /// Returns the configuration of settings that `change` adapts.
-fn checked(change: impl FnOnce(&mut Settings)) -> Config {
+fn checked(change: impl FnOnce(&mut RawConfig)) -> Config {
     let mut settings = settings();
     change(&mut settings);
     Config::check(settings).unwrap()
@@ -90,9 +90,9 @@ fn flags_win_over_kubernetes_variables_and_those_over_the_file() {
         "NODE_IP" => Some(String::new()),
         _ => None,
     };
-    let flags = Settings {
+    let flags = RawConfig {
         server: vec!["flag:2".into()],
-        ..Settings::default()
+        ..RawConfig::default()
     };
     let config = load(flags, Some(&path), variable).unwrap();
     assert_eq!(config.servers[0].to_string(), "flag:2");
@@ -110,7 +110,7 @@ fn file_takes_numbers_where_people_write_them_and_names_what_it_does_not_know() 
     let limits = settings.limits.unwrap();
     assert_eq!(limits.streams_per_agent.as_deref(), Some("8"));
     for empty in ["", "# nothing yet\n", "---\n"] {
-        assert_eq!(from_yaml(empty).unwrap(), Settings::default(), "{empty:?}");
+        assert_eq!(from_yaml(empty).unwrap(), RawConfig::default(), "{empty:?}");
     }
     for (yaml, named) in [
         ("proxies: x\n", "proxies"),
@@ -220,7 +220,7 @@ fn proxy_that_is_named_means_h2_unless_quic_was_asked_for() {
         (None, Some("p:1"), Some(environment), H2, "p:1 (--proxy)"),
         (None, Some("off"), Some(environment), Auto, "none"),
     ] {
-        let flags = Settings {
+        let flags = RawConfig {
             transport: transport.map(str::to_owned),
             proxy: proxy.map(Secret::from),
             ..settings()
@@ -252,7 +252,7 @@ fn proxy_of_a_layer_goes_before_the_environment_and_its_password_is_never_shown(
         std::fs::write(&path, format!("proxy: {proxy}\n")).unwrap();
         let config = load(settings(), Some(&path), shared).unwrap();
         assert_eq!(config.proxy.to_string(), way);
-        let flags = Settings {
+        let flags = RawConfig {
             proxy: Some("http://me:hunter2@flag.example.com:3".into()),
             ..settings()
         };

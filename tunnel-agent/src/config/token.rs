@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use tunnel_proto::process::settings::ConfigErrors;
 use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
 
-use super::raw::Settings;
+use super::raw::RawConfig;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenSource {
@@ -17,7 +17,7 @@ pub enum TokenSource {
 
 impl TokenSource {
     /// Returns the source of the token, or `None` if none is configured.
-    pub(super) fn check(settings: &Settings, errors: &mut ConfigErrors) -> Option<Self> {
+    pub(super) fn check(settings: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
         let inline = settings.token.as_ref();
         let inline = inline.filter(|token| !token.0.trim().is_empty());
         match (inline, &settings.token_file) {

@@ -7,7 +7,7 @@ use tunnel_proto::transport::TransportKind;
 use super::testing::FakeProxy;
 use super::*;
 use crate::app::App;
-use crate::config::{Config, Settings};
+use crate::config::{Config, RawConfig};
 use crate::testing::TempDir;
 use crate::testing::server::Server;
 
@@ -285,14 +285,14 @@ async fn agent_behind_a_proxy_enrolls_and_connects_through_it() {
     let (server, scratch) = (Server::start().await, TempDir::new());
     let fake_proxy = FakeProxy::start().await;
     let url = format!("http://me:hunter2@{}", fake_proxy.address());
-    let settings = Settings {
+    let settings = RawConfig {
         server: vec!["cloud.invalid:10262".into()],
         proxy: Some(Secret(url)),
         node_name: Some("worker-1".into()),
         token: Some(Secret(server.token().reveal())),
         data_dir: Some(scratch.path().to_owned()),
         meta_listen: Some("off".into()),
-        ..Settings::default()
+        ..RawConfig::default()
     };
     let app = App::start(Config::check(settings).unwrap()).await.unwrap();
     let mut running = JoinSet::new();

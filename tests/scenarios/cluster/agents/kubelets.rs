@@ -100,7 +100,7 @@ async fn rotations_under_an_exec(transport: &str) -> Result<()> {
     let site = Site::start().await?;
     let target = FakeKubelet::start("worker-1").await?;
     let pki = site.kubelet("worker-1")?;
-    let transport = |settings: &mut tunnel_agent::config::Settings| {
+    let transport = |settings: &mut tunnel_agent::config::RawConfig| {
         settings.transport = Some(transport.into());
     };
     let agent = site.agent_of_kubelet("worker-1", &pki, transport).await?;

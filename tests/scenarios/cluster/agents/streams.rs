@@ -26,7 +26,7 @@ impl Edge {
         transport: &str,
     ) -> Result<Self> {
         let pki = site.kubelet(node)?;
-        let transport = |settings: &mut tunnel_agent::config::Settings| {
+        let transport = |settings: &mut tunnel_agent::config::RawConfig| {
             settings.transport = Some(transport.into());
         };
         let agent = site.agent_of_kubelet(node, &pki, transport).await?;
