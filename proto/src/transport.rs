@@ -67,11 +67,11 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     /// [`SessionError::Closed`] when the session has ended.
     async fn accept(&self) -> Result<IncomingStream, SessionError>;
 
-    /// Sends a probe. [`Health::acknowledged`] counts the peer's acknowledgement.
+    /// Sends a probe. [`SessionStats::acknowledged`] counts the peer's acknowledgement.
     fn probe(&self);
 
-    /// Returns the current state of the connection.
-    fn health(&self) -> Health;
+    /// Returns the statistics of the session.
+    fn stats(&self) -> SessionStats;
 
     /// Makes every later [`Session::open`] fail. Open streams continue.
     fn stop_opening(&self);
@@ -137,9 +137,9 @@ impl std::fmt::Display for TransportKind {
     }
 }
 
-/// A sample of a session's state. `received` and `acknowledged` only increase; compare two samples.
+/// Statistics of a session. `received` and `acknowledged` only increase; compare two samples.
 #[derive(Debug, Clone, Copy)]
-pub struct Health {
+pub struct SessionStats {
     /// Authenticated units received (QUIC: frames; h2: bytes inside TLS).
     pub received: u64,
     /// Acknowledgements received for data or probes that this end sent (QUIC: ACK frames; h2:

@@ -205,7 +205,7 @@ async fn answer_before_the_request_has_ended_arrives_whole() -> Result<()> {
     // The requests whose bodies were not read to their end leave no stream behind.
     let session = env.registry().of_node(&"worker-1".parse()?).remove(0);
     eventually("all streams are gone", WAIT_TIMEOUT, async || {
-        let streams = session.session.health().streams;
+        let streams = session.session.stats().streams;
         (streams == 0).then_some(()).ok_or(streams)
     })
     .await;

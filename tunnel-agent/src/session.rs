@@ -50,7 +50,7 @@ pub(crate) async fn run(
     handle: &SessionHandle,
     began: Instant,
 ) -> Result<SessionSummary, AdmitError> {
-    let remote = session.health().remote;
+    let remote = session.stats().remote;
     let node_ip = match context.node_ip {
         Some(ip) => Some(NodeIp {
             ip,
@@ -141,7 +141,7 @@ impl<'a> ActiveSession<'a> {
             params: Arc::new(params),
             control_sender,
             sending: AbortOnDropHandle::new(sending),
-            monitor: SessionMonitor::new(limits, session.transport(), session.health(), now),
+            monitor: SessionMonitor::new(limits, session.transport(), session.stats(), now),
             suspect: None,
             is_draining: false,
             is_unexpected_logged: false,
@@ -278,7 +278,7 @@ impl<'a> ActiveSession<'a> {
             transition,
             check,
             is_log_due,
-        } = self.monitor.check(self.session.health(), Instant::now());
+        } = self.monitor.check(self.session.stats(), Instant::now());
         if check.probe {
             self.session.probe();
         }
@@ -320,7 +320,7 @@ impl<'a> ActiveSession<'a> {
     /// Retires the session: another session takes the new streams, and this one ends with its last
     /// stream.
     fn retire(&mut self) {
-        let streams = self.session.health().streams;
+        let streams = self.session.stats().streams;
         debug!(agent = %self.context.node, session = %self.params.session, streams, "retiring session");
         self.control_sender.withdraw();
         self.monitor.retire(Instant::now());
@@ -334,7 +334,7 @@ impl<'a> ActiveSession<'a> {
         let replaced = !stopping.is_cancelled();
         self.control_sender.bye(why);
         let _peer_may_be_gone = timeout(BYE_TIMEOUT, &mut self.sending).await;
-        let mut until = Instant::now() + (session.health().rtt + LATE_STREAMS).min(BYE_TIMEOUT);
+        let mut until = Instant::now() + (session.stats().rtt + LATE_STREAMS).min(BYE_TIMEOUT);
         loop {
             tokio::select! {
                 biased;
@@ -346,7 +346,7 @@ impl<'a> ActiveSession<'a> {
                     }
                 }
                 () = sleep_until(until) => {
-                    if !replaced || stopping.is_cancelled() || session.health().streams == 0 {
+                    if !replaced || stopping.is_cancelled() || session.stats().streams == 0 {
                         break;
                     }
                     until = Instant::now() + LATE_STREAMS;

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::transport::{Health, TransportKind};
+use crate::transport::{SessionStats, TransportKind};
 
 /// The time limits. [`LivenessLimits::default`] returns the documented values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,11 +89,11 @@ pub(super) struct Liveness {
 }
 
 impl Liveness {
-    /// Starts the timers of a session. `health` was taken at `now`.
+    /// Starts the timers of a session. `stats` were taken at `now`.
     pub(super) fn new(
         limits: LivenessLimits,
         transport: TransportKind,
-        health: Health,
+        stats: SessionStats,
         now: Instant,
     ) -> Self {
         let probe_timeout_busy = match transport {
@@ -104,8 +104,8 @@ impl Liveness {
         Self {
             limits,
             probe_timeout_busy,
-            received: (health.received, now),
-            acknowledged: health.acknowledged,
+            received: (stats.received, now),
+            acknowledged: stats.acknowledged,
             oldest_probe: None,
             last_probe: now,
             busy_since: None,
@@ -120,11 +120,12 @@ impl Liveness {
         self.peer_suspects = is_suspect;
     }
 
-    /// Evaluates the session's health. If the result has `probe` set, the caller must send a probe.
-    pub(super) fn check(&mut self, health: Health, now: Instant) -> LivenessCheck {
+    /// Evaluates the statistics of the session. If the result has `probe` set, the caller must send
+    /// a probe.
+    pub(super) fn check(&mut self, stats: SessionStats, now: Instant) -> LivenessCheck {
         // At least one stream is open: requests are pending.
-        let is_busy = health.streams > 0;
-        self.record(&health, now);
+        let is_busy = stats.streams > 0;
+        self.record(&stats, now);
         self.busy_since = is_busy.then_some(self.busy_since.unwrap_or(now));
         let receive_silence = now.saturating_duration_since(self.received.1);
         let probe_silence = self.oldest_probe.map_or(Duration::ZERO, |oldest_probe| {
@@ -170,15 +171,15 @@ impl Liveness {
     }
 
     /// Records what the session has received since the last check.
-    fn record(&mut self, health: &Health, now: Instant) {
+    fn record(&mut self, stats: &SessionStats, now: Instant) {
         let before = self.exclude_pause(now);
-        if health.received != self.received.0 {
+        if stats.received != self.received.0 {
             // Data arrived at some time since the last check. Use the earliest possible time, so
             // that no limit is exceeded.
-            self.received = (health.received, before);
+            self.received = (stats.received, before);
         }
-        if health.acknowledged != self.acknowledged {
-            self.acknowledged = health.acknowledged;
+        if stats.acknowledged != self.acknowledged {
+            self.acknowledged = stats.acknowledged;
             self.oldest_probe = None;
         }
     }
@@ -300,9 +301,9 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Returns the health of a session that has just begun.
-    pub(in crate::session) fn health() -> Health {
-        Health {
+    /// Returns the statistics of a session that has just begun.
+    pub(in crate::session) fn stats() -> SessionStats {
+        SessionStats {
             received: 0,
             acknowledged: 0,
             rtt: Duration::from_millis(100),
@@ -317,7 +318,7 @@ pub(super) mod tests {
         liveness: Liveness,
         start: Instant,
         now: Instant,
-        health: Health,
+        stats: SessionStats,
         answers: bool,
         sends: bool,
         period: u64,
@@ -332,10 +333,10 @@ pub(super) mod tests {
                 ..LivenessLimits::default()
             };
             Self {
-                liveness: Liveness::new(limits, transport, health(), now),
+                liveness: Liveness::new(limits, transport, stats(), now),
                 start: now,
                 now,
-                health: health(),
+                stats: stats(),
                 answers: true,
                 sends: true,
                 period: 5,
@@ -349,12 +350,12 @@ pub(super) mod tests {
         fn run(&mut self, seconds: u64) -> LivenessCheck {
             let end = self.now + Duration::from_secs(seconds);
             loop {
-                let check = self.liveness.check(self.health, self.now);
+                let check = self.liveness.check(self.stats, self.now);
                 if check.probe {
                     self.probes += 1;
                     if self.answers {
-                        self.health.acknowledged += 1;
-                        self.health.received += 1;
+                        self.stats.acknowledged += 1;
+                        self.stats.received += 1;
                     }
                 }
                 if self.now >= end {
@@ -364,7 +365,7 @@ pub(super) mod tests {
                 self.now = (self.now + check.next_check).min(end);
                 let period = |at: Instant| at.duration_since(self.start).as_secs() / self.period;
                 if self.sends && period(self.now) > period(before) {
-                    self.health.received += 1;
+                    self.stats.received += 1;
                 }
             }
         }
@@ -377,7 +378,7 @@ pub(super) mod tests {
 
         /// Has the peer send and acknowledge nothing while this end waits for `streams` answers.
         fn silence(&mut self, streams: usize) {
-            (self.sends, self.answers, self.health.streams) = (false, false, streams);
+            (self.sends, self.answers, self.stats.streams) = (false, false, streams);
         }
     }
 
@@ -386,7 +387,7 @@ pub(super) mod tests {
         for transport in [TransportKind::Quic, TransportKind::H2] {
             for (probes_idle, streams) in [(true, 0), (true, 1), (false, 0), (false, 1)] {
                 let mut clock = Clock::new(probes_idle, transport);
-                clock.health.streams = streams;
+                clock.stats.streams = streams;
                 for _ in 0..200 {
                     assert_eq!(clock.run(1).state, LivenessState::Live);
                 }
@@ -411,9 +412,9 @@ pub(super) mod tests {
     fn suspicion_is_slightly_early_and_names_the_limit_of_an_idle_session() {
         for (is_busy, limit) in [(true, 5), (false, 15)] {
             let mut clock = Clock::new(false, TransportKind::Quic);
-            clock.health.streams = usize::from(is_busy);
+            clock.stats.streams = usize::from(is_busy);
             let check = loop {
-                let check = clock.liveness.check(clock.health, clock.now);
+                let check = clock.liveness.check(clock.stats, clock.now);
                 if check.state == LivenessState::Suspect {
                     break check;
                 }
@@ -429,7 +430,7 @@ pub(super) mod tests {
         let mut clock = Clock::new(false, TransportKind::Quic);
         clock.silence(0);
         clock.run(4);
-        clock.health.streams = 1;
+        clock.stats.streams = 1;
         assert_eq!(clock.run(4).state, LivenessState::Live);
         assert_eq!(clock.run(2).state, LivenessState::Suspect);
     }
@@ -438,7 +439,7 @@ pub(super) mod tests {
     fn peer_that_sends_but_acknowledges_nothing_is_suspect() {
         for (transport, bound) in [(TransportKind::Quic, 5..=12), (TransportKind::H2, 15..=22)] {
             let mut clock = Clock::new(true, transport);
-            (clock.answers, clock.period, clock.health.streams) = (false, 4, 1);
+            (clock.answers, clock.period, clock.stats.streams) = (false, 4, 1);
             let suspect = clock.first(LivenessState::Suspect);
             assert!(bound.contains(&suspect), "{transport}: {suspect}");
         }
@@ -449,7 +450,7 @@ pub(super) mod tests {
         let mut clock = Clock::new(true, TransportKind::Quic);
         clock.silence(1);
         assert_eq!(clock.run(6).state, LivenessState::Suspect);
-        clock.health.streams = 0;
+        clock.stats.streams = 0;
         for _ in 0..40 {
             assert_eq!(clock.run(1).state, LivenessState::Suspect);
         }
@@ -486,10 +487,10 @@ pub(super) mod tests {
     #[test]
     fn time_in_which_this_process_was_stopped_does_not_count() {
         let mut clock = Clock::new(true, TransportKind::Quic);
-        clock.health.streams = 1;
+        clock.stats.streams = 1;
         clock.run(4);
         clock.now += Duration::from_secs(100);
-        let check = clock.liveness.check(clock.health, clock.now);
+        let check = clock.liveness.check(clock.stats, clock.now);
         assert_eq!(check.state, LivenessState::Live);
     }
 

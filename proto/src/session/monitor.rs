@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::liveness::{Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle};
-use crate::transport::{Health, TransportKind};
+use crate::transport::{SessionStats, TransportKind};
 
 /// The monitor of a ready session: decides when the peer is suspect or dead, and when a retired
 /// session may close. The caller acts on the result of each check.
@@ -64,11 +64,11 @@ impl SessionMonitor {
     pub fn new(
         limits: LivenessLimits,
         transport: TransportKind,
-        health: Health,
+        stats: SessionStats,
         now: Instant,
     ) -> Self {
         Self {
-            liveness: Liveness::new(limits, transport, health, now),
+            liveness: Liveness::new(limits, transport, stats, now),
             state: LivenessState::Live,
             busy: false,
             next: now,
@@ -108,10 +108,10 @@ impl SessionMonitor {
         !matches!(self.retired, Retired::No)
     }
 
-    /// Checks the session, whose `health` was taken at `now`.
-    pub fn check(&mut self, health: Health, now: Instant) -> Observation {
-        let check = self.liveness.check(health, now);
-        self.busy = health.streams > 0;
+    /// Checks the session, whose `stats` were taken at `now`.
+    pub fn check(&mut self, stats: SessionStats, now: Instant) -> Observation {
+        let check = self.liveness.check(stats, now);
+        self.busy = stats.streams > 0;
         self.next = now + check.next_check;
         let before = std::mem::replace(&mut self.state, check.state);
         let transition = match (before, check.state) {
@@ -121,7 +121,7 @@ impl SessionMonitor {
             }
             (LivenessState::Suspect | LivenessState::Dead, LivenessState::Live) => Transition::Live,
             (LivenessState::Suspect, LivenessState::Suspect) => Transition::Unchanged,
-            (LivenessState::Live, LivenessState::Live) if self.can_close(health, now) => {
+            (LivenessState::Live, LivenessState::Live) if self.can_close(stats, now) => {
                 Transition::Finished
             }
             (LivenessState::Live, LivenessState::Live) => Transition::Unchanged,
@@ -138,11 +138,11 @@ impl SessionMonitor {
     }
 
     /// Returns whether a live session has retired and may close.
-    fn can_close(&mut self, health: Health, now: Instant) -> bool {
+    fn can_close(&mut self, stats: SessionStats, now: Instant) -> bool {
         match self.retired {
             Retired::No => return false,
             Retired::Busy | Retired::Idle(_) if self.busy => self.reset_idle(),
-            Retired::Busy => self.retired = Retired::Idle(now + health.rtt + LINGER),
+            Retired::Busy => self.retired = Retired::Idle(now + stats.rtt + LINGER),
             Retired::Idle(until) if until <= now => return true,
             Retired::Idle(_) => {}
         }
@@ -167,22 +167,22 @@ const LINGER: Duration = Duration::from_secs(1);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::liveness::tests::health;
+    use crate::session::liveness::tests::stats;
 
     struct Fixture {
         monitor: SessionMonitor,
-        health: Health,
+        stats: SessionStats,
         start: Instant,
         now: Instant,
     }
 
     impl Fixture {
         fn new() -> Self {
-            let (health, now) = (health(), Instant::now());
+            let (stats, now) = (stats(), Instant::now());
             let limits = LivenessLimits::default();
             Self {
-                monitor: SessionMonitor::new(limits, TransportKind::Quic, health, now),
-                health,
+                monitor: SessionMonitor::new(limits, TransportKind::Quic, stats, now),
+                stats,
                 start: now,
                 now,
             }
@@ -194,10 +194,10 @@ mod tests {
             let end = self.now + Duration::from_secs(70);
             while self.now < end {
                 self.now = self.now.max(self.monitor.next_check());
-                self.health.received += u64::from(hears);
-                let observation = self.monitor.check(self.health, self.now);
+                self.stats.received += u64::from(hears);
+                let observation = self.monitor.check(self.stats, self.now);
                 if observation.check.probe && hears {
-                    self.health.acknowledged += 1;
+                    self.stats.acknowledged += 1;
                 }
                 if observation.transition != Transition::Unchanged {
                     return (observation.transition, self.now - self.start);
@@ -222,12 +222,12 @@ mod tests {
     #[test]
     fn first_stream_is_sampled_at_once_and_others_are_not() {
         let mut fixture = Fixture::new();
-        fixture.monitor.check(fixture.health, fixture.now);
+        fixture.monitor.check(fixture.stats, fixture.now);
         let soon = fixture.now + Duration::from_millis(10);
         fixture.monitor.stream(soon);
         assert_eq!(fixture.monitor.next_check(), soon);
-        fixture.health.streams = 1;
-        fixture.monitor.check(fixture.health, soon);
+        fixture.stats.streams = 1;
+        fixture.monitor.check(fixture.stats, soon);
         let next = fixture.monitor.next_check();
         fixture.monitor.stream(soon);
         assert_eq!(fixture.monitor.next_check(), next);
@@ -236,10 +236,10 @@ mod tests {
     #[test]
     fn retired_session_closes_after_a_while_without_streams() {
         let mut fixture = Fixture::new();
-        fixture.health.streams = 1;
+        fixture.stats.streams = 1;
         fixture.monitor.retire(fixture.now);
         assert_eq!(fixture.run(true).0, Transition::Unchanged);
-        fixture.health.streams = 0;
+        fixture.stats.streams = 0;
         let ended = fixture.now - fixture.start;
         let (transition, at) = fixture.run(true);
         assert_eq!(transition, Transition::Finished);
@@ -251,12 +251,12 @@ mod tests {
     fn late_stream_keeps_a_retired_session() {
         let mut fixture = Fixture::new();
         fixture.monitor.retire(fixture.now);
-        fixture.monitor.check(fixture.health, fixture.now);
+        fixture.monitor.check(fixture.stats, fixture.now);
         fixture.now += Duration::from_millis(900);
         fixture.monitor.stream(fixture.now);
-        fixture.health.streams = 1;
+        fixture.stats.streams = 1;
         assert_eq!(fixture.run(true).0, Transition::Unchanged);
-        fixture.health.streams = 0;
+        fixture.stats.streams = 0;
         assert_eq!(fixture.run(true).0, Transition::Finished);
     }
 
@@ -264,7 +264,7 @@ mod tests {
     fn retired_session_that_was_in_doubt_waits_again() {
         let mut fixture = Fixture::new();
         fixture.monitor.retire(fixture.now);
-        fixture.monitor.check(fixture.health, fixture.now);
+        fixture.monitor.check(fixture.stats, fixture.now);
         for (doubts, transition) in [(true, Transition::Suspect), (false, Transition::Live)] {
             fixture.now += Duration::from_secs(1);
             fixture.monitor.peer_suspects(doubts, fixture.now);
@@ -273,7 +273,7 @@ mod tests {
         let live = fixture.now - fixture.start;
         let (transition, at) = fixture.run(true);
         assert_eq!(transition, Transition::Finished);
-        assert!(at - live >= LINGER + fixture.health.rtt, "{:?}", at - live);
+        assert!(at - live >= LINGER + fixture.stats.rtt, "{:?}", at - live);
     }
 
     #[test]

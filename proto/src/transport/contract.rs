@@ -278,7 +278,7 @@ async fn many_streams_run_at_once(pair: Pair) {
     });
     while echoes.join_next().await.transpose().unwrap().is_some() {}
     // The last streams are no longer counted after their tasks have ended.
-    assert_eq!(pair.opener.health().streams, 0);
+    assert_eq!(pair.opener.stats().streams, 0);
 }
 
 async fn answer_if_whole(incoming: IncomingStream) -> bool {
@@ -330,10 +330,10 @@ async fn burst_of_resets_leaves_the_session_usable(pair: Pair) {
 }
 
 async fn probe_is_acknowledged(pair: Pair) {
-    let before = pair.opener.health().acknowledged;
+    let before = pair.opener.stats().acknowledged;
     pair.opener.probe();
     within(async {
-        while pair.opener.health().acknowledged == before {
+        while pair.opener.stats().acknowledged == before {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })

@@ -19,7 +19,8 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::stream::{IncomingStream, RawStream, Stream, StreamCut, Traffic};
 use super::{
-    CloseReason, ClosedBy, Dialer, HandshakeError, Health, Session, SessionError, TransportKind,
+    CloseReason, ClosedBy, Dialer, HandshakeError, Session, SessionError, SessionStats,
+    TransportKind,
 };
 use crate::identity::{PeerIdentity, Role, TrustDomain};
 use crate::tcp::ServerAddr;
@@ -187,10 +188,10 @@ impl Session for MemorySession {
         self.answered();
     }
 
-    fn health(&self) -> Health {
+    fn stats(&self) -> SessionStats {
         let (bytes_in, bytes_out, streams) = self.traffic.read();
         let answered = self.answered();
-        Health {
+        SessionStats {
             received: answered,
             acknowledged: answered,
             rtt: Duration::ZERO,

@@ -97,7 +97,7 @@ async fn s10_dials_given_up_at_any_moment_leave_nothing_behind() -> Result<()> {
             "seed {seed}: {open}, {bytes} bytes"
         );
         let agents = env.registry().all();
-        let streams = agents.iter().map(|agent| agent.session.health().streams);
+        let streams = agents.iter().map(|agent| agent.session.stats().streams);
         let streams = streams.sum::<usize>();
         ensure!(streams <= 1, "seed {seed}: {streams} streams");
         let after = resource_usage()?;

@@ -44,7 +44,7 @@ async fn all_behaviors(transport: TransportChoice) -> Result<()> {
     let registry = site.nodes.env.registry();
     let session = registry.of_node(&"worker-1".parse()?).remove(0);
     eventually("no stream is left", WAIT_TIMEOUT, async || {
-        let streams = session.session.health().streams;
+        let streams = session.session.stats().streams;
         (streams == 0).then_some(()).ok_or(streams)
     })
     .await;

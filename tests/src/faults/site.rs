@@ -77,9 +77,9 @@ impl Site {
         self.node_client.requester.ready().await?;
         let is_idle = async || {
             let sessions = self.sessions();
-            let mut healths = sessions.iter().map(|session| session.session.health());
+            let mut stats = sessions.iter().map(|session| session.session.stats());
             let agents = self.agent_metric("tunnel_agent_streams_open").await;
-            healths.all(|health| health.streams == 0) && agents.is_ok_and(|open| open == 0)
+            stats.all(|stats| stats.streams == 0) && agents.is_ok_and(|open| open == 0)
         };
         ensure_soon("streams are open", IDLE, is_idle).await
     }

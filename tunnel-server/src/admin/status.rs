@@ -104,21 +104,21 @@ impl NodeStatus {
         let Some(agent) = active.or_else(|| sessions.first()) else {
             return;
         };
-        let health = agent.session.health();
+        let stats = agent.session.stats();
         self.connected = true;
         self.transport = Some(agent.session.transport().to_string());
         let state = agent.suspect_reason().map_or("live", |_| "suspect");
         self.state = Some(state.to_owned());
-        self.address = Some(health.remote.to_string());
+        self.address = Some(stats.remote.to_string());
         self.version = Some(agent.software.clone());
         self.connected_since = Some(rfc3339(agent.since));
-        self.rtt_millis = u64::try_from(health.rtt.as_millis()).ok();
+        self.rtt_millis = u64::try_from(stats.rtt.as_millis()).ok();
         let streams = sessions
             .iter()
-            .map(|agent| agent.session.health().streams as u64);
+            .map(|agent| agent.session.stats().streams as u64);
         self.streams = streams.sum();
-        self.bytes_in = health.bytes_in;
-        self.bytes_out = health.bytes_out;
+        self.bytes_in = stats.bytes_in;
+        self.bytes_out = stats.bytes_out;
         // A certificate renewed on a session is newer than the one of its handshake.
         let begun_with = agent.session.peer().not_after;
         let latest = certificate.map_or(begun_with, |at| at.max(begun_with));

@@ -54,7 +54,7 @@ impl Sessions {
             let code = CloseCode::TooManySessions;
             self.metrics.handshake(code.label());
             self.metrics.limit(Limit::AdmissionsPerNode);
-            debug!(agent = %node, peer = %session.health().remote, "node opens sessions too fast, session refused");
+            debug!(agent = %node, peer = %session.stats().remote, "node opens sessions too fast, session refused");
             return session.close(code, AdmissionRate::REFUSAL).await;
         }
         let began = Instant::now();
@@ -63,7 +63,7 @@ impl Sessions {
         match Box::pin(self.establish(&session, &node)).await {
             Ok(admitted) => {
                 self.metrics.handshake("ok");
-                let remote = session.health().remote;
+                let remote = session.stats().remote;
                 info!(
                     agent = %node, session = %admitted.registration.session().id, peer = %remote,
                     transport = %session.transport(), software = admitted.registration.session().software,
@@ -197,7 +197,7 @@ impl Sessions {
             if yielded.len() >= ADMISSION_ROUNDS || answers_probe(&live.session).await {
                 let detail = format!(
                     "another live agent serves {node} from {}; a cloned disk or a stolen certificate looks like this",
-                    live.session.health().remote
+                    live.session.stats().remote
                 );
                 return Err(reject(writer, CloseCode::NameInUse, detail).await);
             }
@@ -271,7 +271,7 @@ impl Sessions {
     }
 
     async fn refuse(&self, session: &Arc<dyn Session>, node: &NodeName, error: AdmissionError) {
-        let peer = session.health().remote;
+        let peer = session.stats().remote;
         let (code, reason) = match error {
             AdmissionError::Refused(code, detail) => (code, detail),
             AdmissionError::Control(error) => (
@@ -320,7 +320,7 @@ async fn reject(writer: &mut ControlWriter, code: CloseCode, detail: String) -> 
 /// Returns whether the peer of a session shows a sign of life within 1 s, or within three round
 /// trips if that is longer.
 async fn answers_probe(session: &Arc<dyn Session>) -> bool {
-    let before = session.health();
+    let before = session.stats();
     session.probe();
     let deadline = Instant::now() + PROBE_TIMEOUT_MIN.max(before.rtt * 3);
     let mut interval = tokio::time::interval(PROBE_POLL_INTERVAL);
@@ -333,10 +333,10 @@ async fn answers_probe(session: &Arc<dyn Session>) -> bool {
         tokio::select! {
             _ = session.closed() => return false,
             now = interval.tick() => {
-                let health = session.health();
-                let still_sends = bulk && now > half && health.received > received;
-                received = health.received;
-                if health.acknowledged > before.acknowledged || still_sends {
+                let stats = session.stats();
+                let still_sends = bulk && now > half && stats.received > received;
+                received = stats.received;
+                if stats.acknowledged > before.acknowledged || still_sends {
                     return true;
                 }
                 if now >= deadline {

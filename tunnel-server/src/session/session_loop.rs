@@ -127,7 +127,7 @@ impl Sessions {
     /// Reports the end of a session. `ended` is the reason of the close from the transport, or the
     /// time of silence on a dead session, which is closed first.
     async fn end(&self, agent: &AgentSession, ended: Result<CloseReason, Duration>) {
-        let streams = agent.session.health().streams;
+        let streams = agent.session.stats().streams;
         let reason = match ended {
             Ok(result) => agent.end(result),
             Err(silence) => self.close_dead(agent, silence).await,
@@ -189,10 +189,10 @@ async fn control_ended(agent: &AgentSession, error: Option<io::Error>) {
 }
 
 fn log_end(agent: &AgentSession, reason: &CloseReason, streams: usize) {
-    let (node, session, health) = (&agent.node, agent.id, agent.session.health());
+    let (node, session, stats) = (&agent.node, agent.id, agent.session.stats());
     info!(
         agent = %node, %session, by = %reason.by, code = %reason.code, reason = reason.reason,
-        bytes_in = health.bytes_in, bytes_out = health.bytes_out, "agent disconnected"
+        bytes_in = stats.bytes_in, bytes_out = stats.bytes_out, "agent disconnected"
     );
     let lost = reason.by == ClosedBy::Network || reason.code == CloseCode::Dead;
     if lost && streams > 0 {
@@ -212,7 +212,7 @@ impl AgentMonitor {
     /// Creates the monitor of a session that was just admitted.
     fn new(agent: Arc<AgentSession>, limits: LivenessLimits, metrics: Metrics) -> Self {
         let (session, now) = (&agent.session, Instant::now());
-        let monitor = SessionMonitor::new(limits, session.transport(), session.health(), now);
+        let monitor = SessionMonitor::new(limits, session.transport(), session.stats(), now);
         Self {
             agent,
             monitor,
@@ -233,7 +233,7 @@ impl AgentMonitor {
     /// Checks the session and acts on the result, except that a dead session is not closed.
     fn check(&mut self, now: Instant) -> Observation {
         let agent = &self.agent;
-        let observation = self.monitor.check(agent.session.health(), now);
+        let observation = self.monitor.check(agent.session.stats(), now);
         let check = observation.check;
         if check.probe {
             agent.session.probe();

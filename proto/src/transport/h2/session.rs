@@ -24,7 +24,7 @@ use super::stream::{H2Stream, StreamShared};
 use crate::identity::PeerIdentity;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{
-    CloseReason, ClosedBy, Health, IncomingStream, ReadMonitor, Session, SessionError, Stream,
+    CloseReason, ClosedBy, IncomingStream, ReadMonitor, Session, SessionError, SessionStats, Stream,
     Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
@@ -295,9 +295,9 @@ impl Session for H2Session {
         self.shared.send_command(|commands| commands.probe = true);
     }
 
-    fn health(&self) -> Health {
+    fn stats(&self) -> SessionStats {
         let (bytes_in, bytes_out, streams) = self.traffic.read();
-        Health {
+        SessionStats {
             received: self.shared.conn_state.received(),
             acknowledged: self.shared.acknowledged.load(Ordering::Relaxed),
             rtt: Duration::from_micros(self.shared.rtt_micros.load(Ordering::Relaxed)),

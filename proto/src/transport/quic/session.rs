@@ -20,8 +20,8 @@ use super::stream::QuicStream;
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::transport::flow::{SessionFlow, connection_window};
 use crate::transport::{
-    CloseReason, ClosedBy, HandshakeError, Health, IncomingStream, RawStream, Session,
-    SessionError, SessionSettings, Stream, Traffic, TransportKind,
+    CloseReason, ClosedBy, HandshakeError, IncomingStream, RawStream, Session, SessionError,
+    SessionSettings, SessionStats, Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;
@@ -104,14 +104,14 @@ impl QuicSession {
     }
 
     /// Closes a session whose peer floods it with frames. The check runs whenever the session's
-    /// health is read.
-    fn close_on_flood(&self, stats: &ConnectionStats, received: u64, stream_bytes: u64) {
-        let rx = &stats.frame_rx;
+    /// statistics are read.
+    fn close_on_flood(&self, connection_stats: &ConnectionStats, received: u64, stream_bytes: u64) {
+        let rx = &connection_stats.frame_rx;
         let silent = rx.data_blocked + rx.streams_blocked_uni + rx.max_streams_uni;
         let counts = FrameCounts {
             frames: received + silent,
             retired: rx.retire_connection_id,
-            received: stats.udp_rx.bytes,
+            received: connection_stats.udp_rx.bytes,
             stream_bytes,
         };
         let mut flood_detector = self.flood_detector.lock();
@@ -201,9 +201,9 @@ impl Session for QuicSession {
         let _best_effort = self.connection.send_datagram(Bytes::from_static(&[0]));
     }
 
-    fn health(&self) -> Health {
-        let stats = self.connection.stats();
-        let rx = &stats.frame_rx;
+    fn stats(&self) -> SessionStats {
+        let connection_stats = self.connection.stats();
+        let rx = &connection_stats.frame_rx;
         let received = rx.acks
             + rx.crypto
             + rx.datagram
@@ -221,9 +221,9 @@ impl Session for QuicSession {
             + rx.stream_data_blocked
             + rx.streams_blocked_bidi;
         let (bytes_in, bytes_out, streams) = self.traffic.read();
-        self.close_on_flood(&stats, received, bytes_in.saturating_add(bytes_out));
+        self.close_on_flood(&connection_stats, received, bytes_in.saturating_add(bytes_out));
         let remote = self.connection.remote_address();
-        Health {
+        SessionStats {
             received,
             acknowledged: rx.acks,
             rtt: self.connection.rtt(),

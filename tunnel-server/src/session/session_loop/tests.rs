@@ -47,9 +47,9 @@ async fn silence_while_a_request_waits_stops_new_streams_after_five_seconds_unti
 #[tokio::test(start_paused = true)]
 async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
     let (bench, agent) = Bench::with_agent().await;
-    let before = agent.near.health().acknowledged;
+    let before = agent.near.stats().acknowledged;
     sleep(secs(61)).await;
-    let probes = agent.near.health().acknowledged - before;
+    let probes = agent.near.stats().acknowledged - before;
     assert!((11..=13).contains(&probes), "{probes} probes in a minute");
     agent.near.script().is_silent = true;
     sleep(secs(9)).await;

@@ -139,20 +139,20 @@ async fn answers_to_pings_never_asked_say_nothing() {
         let outcome = within(raw.flood(&raw::frame(PING, ACK, 0, &payload), 1000)).await;
         assert!(!outcome.closed, "{outcome:?}");
     }
-    assert_eq!(session.health().acknowledged, 0);
+    assert_eq!(session.stats().acknowledged, 0);
     session.probe();
     let question = within(raw.reader.next_of_kind(PING)).await;
     within(raw.flood(&[], 1)).await;
-    assert_eq!(session.health().acknowledged, 0);
+    assert_eq!(session.stats().acknowledged, 0);
     raw.send(&raw::frame(PING, ACK, 0, &question.payload)).await;
     within(async {
-        while session.health().acknowledged == 0 {
+        while session.stats().acknowledged == 0 {
             tokio::task::yield_now().await;
         }
     })
     .await;
     assert_serves_raw_agent(&session, &mut raw).await;
-    assert_eq!(session.health().acknowledged, 1);
+    assert_eq!(session.stats().acknowledged, 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

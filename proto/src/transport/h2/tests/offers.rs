@@ -49,7 +49,7 @@ async fn agent_gets_offers_only_if_it_requests_them_and_may_open_streams() {
         next_offer(&mut raw).await;
     }
     assert_eq!(requests(&mut raw).await, 0, "the offers are bounded");
-    assert_eq!(session.health().streams, 0, "offers are not open streams");
+    assert_eq!(session.stats().streams, 0, "offers are not open streams");
     assert_serves_raw_agent(&session, &mut raw).await;
 }
 
@@ -70,7 +70,7 @@ async fn offers_and_the_streams_that_an_agent_opened_are_within_its_limit() {
     for _ in 0..LIMIT {
         open.push(accepted(&session).await);
     }
-    assert_eq!(session.health().streams, open.len());
+    assert_eq!(session.stats().streams, open.len());
     // The end of a stream makes room for one more.
     raw.send(&raw::reset(id, CANCEL)).await;
     next_offer(&mut raw).await;

@@ -42,7 +42,7 @@ async fn request_is_moved_once_only() {
         second.refuses(RefusalCode::Draining)
     );
     assert!(answer.contains("X-Tunnel-Error: draining\r\n"), "{answer}");
-    assert_eq!(first.far.health().streams, 0);
+    assert_eq!(first.far.stats().streams, 0);
 }
 
 #[tokio::test(start_paused = true)]

@@ -228,7 +228,7 @@ async fn agent_is_admitted_over_h2_and_holds_no_unauthenticated_permit() {
     let registry = &bench.sessions.registry;
     let registered = registry.of_node(&node());
     assert_eq!(registered[0].session.transport(), TransportKind::H2);
-    let remote = registered[0].session.health().remote;
+    let remote = registered[0].session.stats().remote;
     assert_eq!(remote.ip(), test_listener.address.ip());
     let agents = "tunnel_server_agents{transport=\"h2\"}";
     eventually("the agent is counted", || bench.metric(agents) == Some(1)).await;
