@@ -62,7 +62,7 @@ impl Enrollment {
                 }
                 Err((EnrollCode::BadRequest, error.to_string()))
             }
-            Err(ReadError::Cut(error)) => {
+            Err(ReadError::Io(error)) => {
                 debug!(%peer, %error, "enrollment connection closed before the request");
                 return "cut";
             }
@@ -262,7 +262,7 @@ pub type ExporterValue = [u8; RENEW_EXPORT_BYTES];
 
 enum ReadError {
     Frame(FrameError),
-    Cut(std::io::Error),
+    Io(std::io::Error),
 }
 
 async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<EnrollRequest, ReadError> {
@@ -276,9 +276,9 @@ async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<EnrollReq
             .take(missing as u64)
             .read_buf(&mut buffer)
             .await
-            .map_err(ReadError::Cut)?;
+            .map_err(ReadError::Io)?;
         if read == 0 {
-            return Err(ReadError::Cut(std::io::ErrorKind::UnexpectedEof.into()));
+            return Err(ReadError::Io(std::io::ErrorKind::UnexpectedEof.into()));
         }
     }
     let frame = frame::take(&mut buffer, ENROLL_MESSAGE_MAX).map_err(ReadError::Frame)?;

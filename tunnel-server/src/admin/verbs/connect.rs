@@ -74,7 +74,7 @@ pub enum ConnectError {
     #[error("{reason} ({status})")]
     Refused { status: StatusCode, reason: String },
     #[error("connection was reset: {0}")]
-    Cut(#[source] io::Error),
+    Reset(#[source] io::Error),
 }
 
 impl ConnectArgs {
@@ -171,8 +171,8 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let (mut from_node, mut to_node) = tokio::io::split(tunnel);
-    let mut input = stdio_file(io::stdin().as_fd()).map_err(ConnectError::Cut)?;
-    let mut output = stdio_file(io::stdout().as_fd()).map_err(ConnectError::Cut)?;
+    let mut input = stdio_file(io::stdin().as_fd()).map_err(ConnectError::Reset)?;
+    let mut output = stdio_file(io::stdout().as_fd()).map_err(ConnectError::Reset)?;
     let sending = async {
         // A node that stops reading may still send data.
         if tokio::io::copy(&mut input, &mut to_node).await.is_ok() {
@@ -185,7 +185,7 @@ where
         output.flush().await
     };
     tokio::select! {
-        received = receiving => received.map_err(ConnectError::Cut),
+        received = receiving => received.map_err(ConnectError::Reset),
         () = sending => Ok(()),
     }
 }
