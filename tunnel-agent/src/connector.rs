@@ -292,7 +292,7 @@ impl Connector {
         };
         let is_replaced = current.draining;
         self.not_ready();
-        self.transport_policy.missed(now);
+        self.transport_policy.record_loss(now);
         if is_replaced {
             return;
         }
@@ -398,7 +398,7 @@ impl Connector {
             },
         });
         self.not_ready();
-        self.transport_policy.missed(now);
+        self.transport_policy.record_loss(now);
         // Another session is already being dialed, and a local close reveals nothing new about the
         // path.
         let is_known_loss = current.suspect && summary.reason.by == ClosedBy::Local;

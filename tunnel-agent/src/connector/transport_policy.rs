@@ -54,8 +54,8 @@ pub(crate) struct TransportPolicy {
     backoff_until: Option<Instant>,
     /// Time since which QUIC carries sessions after h2 did.
     upgraded_at: Option<Instant>,
-    /// Time since which the session over QUIC is silent or gone.
-    missed: Option<Instant>,
+    /// Time since which the session that takes new streams is silent or gone.
+    lost_at: Option<Instant>,
     /// Number of consecutive upgrades that were not stable.
     failed_upgrades: u32,
 }
@@ -74,7 +74,7 @@ impl TransportPolicy {
             probe_at: None,
             backoff_until: None,
             upgraded_at: None,
-            missed: None,
+            lost_at: None,
             failed_upgrades: 0,
         }
     }
@@ -108,7 +108,7 @@ impl TransportPolicy {
         now: Instant,
         random: f64,
     ) -> TransportChange {
-        let missed = self.missed.take();
+        let lost_at = self.lost_at.take();
         match (self.last_ready, transport) {
             (SessionTransport::Quic, SessionTransport::Quic)
             | (SessionTransport::H2, SessionTransport::H2) => TransportChange::None,
@@ -122,7 +122,7 @@ impl TransportPolicy {
                 let upgraded_for = self
                     .upgraded_at
                     .take()
-                    .map(|upgraded_at| missed.unwrap_or(now).duration_since(upgraded_at));
+                    .map(|upgraded_at| lost_at.unwrap_or(now).duration_since(upgraded_at));
                 self.failed_upgrades = match upgraded_for {
                     Some(upgraded_for) if upgraded_for < self.steady_after => {
                         self.failed_upgrades.saturating_add(1)
@@ -138,12 +138,12 @@ impl TransportPolicy {
     }
 
     /// Records that the session that takes new streams is silent or gone.
-    pub(crate) fn missed(&mut self, now: Instant) {
-        self.missed.get_or_insert(now);
+    pub(crate) fn record_loss(&mut self, now: Instant) {
+        self.lost_at.get_or_insert(now);
     }
 
     pub(crate) fn record_recovery(&mut self) {
-        self.missed = None;
+        self.lost_at = None;
     }
 
     /// Schedules an immediate probe, since a retired session over QUIC has recovered and the path

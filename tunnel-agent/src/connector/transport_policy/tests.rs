@@ -41,7 +41,7 @@ fn quic_is_probed_every_45_s_while_h2_carries_the_session() {
     policy.ready(H2, start + seconds(3), 0.0);
     assert_eq!(probe(&policy, start), Some(45));
     // Replacing a session over h2 does not postpone the probe.
-    policy.missed(start + seconds(30));
+    policy.record_loss(start + seconds(30));
     policy.record_dial(H2, start + seconds(31), 0.0);
     policy.ready(H2, start + seconds(32), 0.0);
     assert_eq!(probe(&policy, start), Some(45));
@@ -57,7 +57,7 @@ fn quic_that_held_or_was_not_promoted_is_probed_as_usual() {
     let start = Instant::now();
     let lose = |policy: &mut TransportPolicy, after: u64| {
         policy.record_dial(Quic, start, 0.0);
-        policy.missed(start + seconds(after));
+        policy.record_loss(start + seconds(after));
         policy.ready(H2, start + seconds(after), 0.0);
         probe(policy, start).unwrap()
     };
@@ -75,9 +75,9 @@ fn silence_that_ends_well_is_no_loss() {
     policy.ready(H2, start, 0.0);
     policy.record_dial(Quic, start, 0.0);
     policy.ready(Quic, start, 0.0);
-    policy.missed(start + seconds(10));
+    policy.record_loss(start + seconds(10));
     policy.record_recovery();
-    policy.missed(start + seconds(100));
+    policy.record_loss(start + seconds(100));
     policy.ready(H2, start + seconds(103), 0.0);
     assert_eq!(probe(&policy, start), Some(45));
 }
@@ -94,7 +94,7 @@ fn answer_on_an_old_session_calls_for_a_probe_unless_quic_did_not_hold() {
     assert_eq!(probe(&policy, start), Some(7 + 45));
 
     policy.ready(Quic, start + seconds(10), 0.0);
-    policy.missed(start + seconds(20));
+    policy.record_loss(start + seconds(20));
     policy.ready(H2, start + seconds(23), 0.0);
     policy.probe_quic_now(start + seconds(30));
     assert_eq!(probe(&policy, start), Some(23 + 120));
