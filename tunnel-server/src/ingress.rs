@@ -74,8 +74,8 @@ impl IngressContext {
             let ingress = self.clone();
             let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &kind {
                 ListenerKind::Http(http_listener) => {
-                    let (listener, name) = (http_listener.clone(), CallerIdentity::Anonymous);
-                    Box::pin(ingress.serve(listener, tcp.into(), peer.into(), name))
+                    let (listener, identity) = (http_listener.clone(), CallerIdentity::Anonymous);
+                    Box::pin(ingress.serve(listener, tcp.into(), peer.into(), identity))
                 }
                 ListenerKind::TcpService(service) => {
                     let service = service.clone();
@@ -112,14 +112,14 @@ impl IngressContext {
                     () = ingress.shutdown.drain().cancelled() => return,
                     socket = accepting.accept() => socket,
                 };
-                let name = socket
+                let identity = socket
                     .peer_cred()
                     .map(|user| CallerIdentity::Uid(user.uid()));
-                let (name, peer) = (name.unwrap_or_default(), CallerAddr::Unix);
+                let (identity, peer) = (identity.unwrap_or_default(), CallerAddr::Unix);
                 let connection_task =
                     ingress
                         .clone()
-                        .serve(http_listener.clone(), socket.into(), peer, name);
+                        .serve(http_listener.clone(), socket.into(), peer, identity);
                 ingress
                     .shutdown
                     .spawn_work(Box::pin(connection_task).instrument(info_span!("conn", %peer)));
@@ -163,7 +163,7 @@ impl IngressContext {
         http_listener: Arc<HttpListener>,
         socket: CallerSocket,
         peer: CallerAddr,
-        name: CallerIdentity,
+        identity: CallerIdentity,
     ) {
         let acquired = match peer {
             CallerAddr::Tcp(_) if http_listener.tls.is_none() => {
@@ -190,13 +190,13 @@ impl IngressContext {
         let caller_closed = socket.caller_closed();
         let mut conn = CallerConn {
             peer,
-            name,
+            identity,
             close_mode,
             caller_closed,
             permit,
             has_delegation: false,
             server_name: None,
-            refused: None,
+            certificate_error: None,
         };
         let Some(tls) = tls else {
             if must_verify {
@@ -239,10 +239,10 @@ impl IngressContext {
         }
         if let Some(leaf) = chain.and_then(<[_]>::first) {
             let name = common_name(leaf).unwrap_or_default();
-            conn.name = CallerIdentity::Certificate(name.into());
-            conn.refused = caller_name(leaf).err();
+            conn.identity = CallerIdentity::Certificate(name.into());
+            conn.certificate_error = caller_name(leaf).err();
         }
-        chain.is_some() && conn.refused.is_none()
+        chain.is_some() && conn.certificate_error.is_none()
     }
 }
 

@@ -42,10 +42,10 @@ impl ConnectProxy {
         caller: &Caller,
         request: &Request<Incoming>,
     ) -> Result<CallerIdentity, ProxyError> {
-        let access = self.access(&caller.name, caller.has_delegation);
+        let access = self.access(&caller.identity, caller.has_delegation);
         let passwords = self.passwords.as_ref();
         let Some(passwords) = passwords.filter(|_| access.needs_credentials()) else {
-            return Ok(caller.name.clone());
+            return Ok(caller.identity.clone());
         };
         let source = source(caller.peer.source());
         let admitted = passwords.authenticate(request.headers(), source, &caller.credentials);

@@ -95,7 +95,7 @@ pub struct ConnectProxy {
 #[derive(Debug)]
 pub(super) struct CallerConn {
     pub(super) peer: CallerAddr,
-    pub(super) name: CallerIdentity,
+    pub(super) identity: CallerIdentity,
     pub(super) close_mode: Arc<CloseMode>,
     pub(super) caller_closed: CallerClosed,
     /// Permit of the connection from the limiter of callers.
@@ -106,5 +106,5 @@ pub(super) struct CallerConn {
     /// whose requests it can route to a node.
     pub(super) server_name: Option<NodeName>,
     /// Reason why the caller's certificate is not a caller certificate.
-    pub(super) refused: Option<CallerError>,
+    pub(super) certificate_error: Option<CallerError>,
 }

@@ -69,13 +69,13 @@ pub(super) async fn serve<S>(
 {
     let CallerConn {
         peer,
-        name,
+        identity,
         close_mode,
         caller_closed,
         permit,
         has_delegation,
         server_name,
-        refused,
+        certificate_error,
     } = conn;
     let limits = ingress.limits;
     let timeout_config = TimeoutConfig {
@@ -93,11 +93,11 @@ pub(super) async fn serve<S>(
         ingress,
         listener,
         peer,
-        name,
+        identity,
         close_mode,
         has_delegation,
         server_name,
-        refused,
+        certificate_error,
         credentials: Mutex::default(),
     });
     let ended = loop {
@@ -369,7 +369,7 @@ impl Caller {
             &subject,
             &self.ingress.metrics,
         );
-        access_log.caller(&self.name);
+        access_log.caller(&self.identity);
         let wanted = requested_upgrade(request.version(), request.headers());
         let wanted = wanted.filter(|_| !is_connect);
         let forwarded = match (self.refusal(head_error), &self.listener.connect) {
@@ -409,7 +409,7 @@ impl Caller {
         let bad = head_error
             .map(|head_error| ProxyError::new(Outcome::BadRequest, head_error.to_string()));
         let refused = self
-            .refused
+            .certificate_error
             .map(|error| ProxyError::new(Outcome::RefusedByPolicy, error.to_string()));
         bad.or(refused)
     }
@@ -422,7 +422,7 @@ impl Caller {
     ) -> Result<Forwarded, ProxyError> {
         let access = IngressRequest {
             caller: AccessCaller {
-                identity: &self.name,
+                identity: &self.identity,
                 must_authenticate: false,
                 has_delegation: self.has_delegation,
             },
@@ -432,7 +432,7 @@ impl Caller {
         let route = route(&self.ingress, access).await?;
         let exchange = Exchange {
             caller: self,
-            key: &self.name.key(self.peer),
+            key: &self.identity.key(self.peer),
             upgrade,
         };
         dispatch::forward(&exchange, route, request, access_log).await

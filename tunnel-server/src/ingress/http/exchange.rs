@@ -189,7 +189,7 @@ pub(in crate::ingress) struct Caller {
     pub(in crate::ingress) ingress: Arc<IngressContext>,
     pub(in crate::ingress) listener: Arc<HttpListener>,
     pub(in crate::ingress) peer: CallerAddr,
-    pub(in crate::ingress) name: CallerIdentity,
+    pub(in crate::ingress) identity: CallerIdentity,
     pub(in crate::ingress) close_mode: Arc<CloseMode>,
     /// The caller has client-certificate delegation: connections to targets use the server's client
     /// certificate.
@@ -197,7 +197,7 @@ pub(in crate::ingress) struct Caller {
     /// The server name (SNI) from the TLS handshake. Set only for callers with delegation.
     pub(in crate::ingress) server_name: Option<NodeName>,
     /// Reason why the server forwards no request of this caller.
-    pub(in crate::ingress) refused: Option<CallerError>,
+    pub(in crate::ingress) certificate_error: Option<CallerError>,
     /// The last credentials that passed authentication, on a CONNECT listener that requires them.
     pub(in crate::ingress) credentials: Mutex<Option<Credentials>>,
     /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the

@@ -240,7 +240,7 @@ impl Fixture {
         &self,
         http_listener: Arc<HttpListener>,
         from: &str,
-        name: CallerIdentity,
+        identity: CallerIdentity,
     ) -> DuplexStream {
         let peer: SocketAddr = from.parse().unwrap();
         self.connect_with(http_listener, |line| {
@@ -257,13 +257,13 @@ impl Fixture {
         let peer: SocketAddr = "192.0.2.1:5".parse().unwrap();
         let mut line = CallerConn {
             peer: peer.into(),
-            name: CallerIdentity::Anonymous,
+            identity: CallerIdentity::Anonymous,
             close_mode: Arc::default(),
             caller_closed: CallerClosed::never(),
             permit: Arc::new(self.ingress.callers.acquire(peer.ip()).unwrap()),
             has_delegation: false,
             server_name: None,
-            refused: None,
+            certificate_error: None,
         };
         change(&mut line);
         let serve = serve(self.ingress.clone(), http_listener, served, line);

@@ -68,7 +68,7 @@ async fn fill(
     fixture: &Fixture,
     agent: &Agent,
     from: &str,
-    name: CallerIdentity,
+    identity: CallerIdentity,
 ) -> (Vec<(DuplexStream, Stream)>, String) {
     let mut open = Vec::new();
     loop {
