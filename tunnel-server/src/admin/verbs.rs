@@ -205,8 +205,8 @@ impl CaArgs {
             Some(server) => server.ca().await?,
             None if dir.is_cluster_managed() => {
                 let path = dir.ca_certificate();
-                let kept = files::read(&path)?.ok_or(VerbError::CaNotStored(path))?;
-                String::from_utf8_lossy(&kept).into_owned()
+                let pem = files::read(&path)?.ok_or(VerbError::CaNotStored(path))?;
+                String::from_utf8_lossy(&pem).into_owned()
             }
             None => LocalCa::load_or_create(&dir)?.root_pem(),
         }))

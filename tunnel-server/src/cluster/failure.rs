@@ -182,13 +182,13 @@ impl Throttle {
             return;
         };
         let until = Instant::now() + Duration::from_secs(seconds).min(RETRY_AFTER_MAX);
-        let mut kept = self.0.lock();
-        *kept = Some(kept.map_or(until, |kept| kept.max(until)));
+        let mut retry_at = self.0.lock();
+        *retry_at = Some(retry_at.map_or(until, |retry_at| retry_at.max(until)));
     }
 
     pub(super) fn remaining(&self, now: Instant) -> Duration {
-        let kept = self.0.lock();
-        kept.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))
+        let retry_at = self.0.lock();
+        retry_at.map_or(Duration::ZERO, |until| until.saturating_duration_since(now))
     }
 }
 

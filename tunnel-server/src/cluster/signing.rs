@@ -62,19 +62,19 @@ impl KubeletCertificateTask {
     /// Requests the certificate and renews it for as long as the future is polled. Cancel-safe: the
     /// next run finds the pending request by its name.
     pub(super) async fn run(self) {
-        let mut kept = loop {
+        let mut credential = loop {
             match self.open().await {
-                Ok(kept) => break kept,
+                Ok(credential) => break credential,
                 Err(reason) => self.set_conditions(vec![reason]),
             }
             tokio::time::sleep(REFUSED_POLL_INTERVAL).await;
         };
-        if let Some(own) = &kept.certificate {
+        if let Some(own) = &credential.certificate {
             self.delegate(own);
         }
         let mut backoff = Backoff::default();
         loop {
-            let wait = match self.poll_request(&mut kept).await {
+            let wait = match self.poll_request(&mut credential).await {
                 Ok(wait) => {
                     backoff.reset();
                     wait
@@ -92,19 +92,19 @@ impl KubeletCertificateTask {
     }
 
     /// Polls the request once. Returns the delay until the next poll.
-    async fn poll_request(&self, kept: &mut KubeletCredential) -> Result<Duration, ApiError> {
+    async fn poll_request(&self, credential: &mut KubeletCredential) -> Result<Duration, ApiError> {
         let now = SystemTime::now();
-        let left = kept.renew_at().duration_since(now).unwrap_or_default();
+        let left = credential.renew_at().duration_since(now).unwrap_or_default();
         if !left.is_zero() {
             self.set_conditions(Vec::new());
             return Ok(left.min(SLEEP_MAX));
         }
-        let name = request_name(kept);
+        let name = request_name(credential);
         let found = with_limit(CALL_LIMIT, self.api.get_opt(&name)).await?;
         let signer = &self.signer.name;
         match request_state(found.as_ref()) {
             RequestState::Absent => {
-                let asked = request(&name, signer, kept)
+                let asked = request(&name, signer, credential)
                     .map_err(|error| ApiError::new(ApiErrorKind::Invalid, error.to_string()))?;
                 let parameters = PostParams::default();
                 with_limit(CALL_LIMIT, self.api.create(&parameters, &asked)).await?;
@@ -125,7 +125,7 @@ impl KubeletCertificateTask {
                 )]);
                 Ok(POLL_INTERVAL)
             }
-            RequestState::Issued(chain) => match self.install(kept, chain).await {
+            RequestState::Issued(chain) => match self.install(credential, chain).await {
                 Ok(()) => {
                     self.set_conditions(Vec::new());
                     Ok(POLL_INTERVAL)
@@ -157,8 +157,8 @@ impl KubeletCertificateTask {
     }
 
     /// Uses a new certificate and persists it. If it cannot be persisted, it is used anyway.
-    async fn install(&self, kept: &mut KubeletCredential, chain: Vec<u8>) -> Result<(), String> {
-        let own = kept.install(&chain).map_err(|error| error.to_string())?;
+    async fn install(&self, credential: &mut KubeletCredential, chain: Vec<u8>) -> Result<(), String> {
+        let own = credential.install(&chain).map_err(|error| error.to_string())?;
         self.delegate(&own);
         let path = self.data.kubelet_client_certificate();
         let write = move || tunnel_proto::process::files::replace(&path, &chain);
@@ -210,11 +210,11 @@ enum RequestState {
 /// Returns the name of the request for the next certificate. The name follows from the key and the
 /// current certificate. A server therefore finds its request after a restart, and replicas never
 /// share one.
-fn request_name(kept: &KubeletCredential) -> String {
-    let last = kept.certificate.as_ref().and_then(|own| not_after(own));
+fn request_name(credential: &KubeletCredential) -> String {
+    let last = credential.certificate.as_ref().and_then(|own| not_after(own));
     let last = last.and_then(|not_after| not_after.duration_since(std::time::UNIX_EPOCH).ok());
     let last = last.map_or(0, |not_after| not_after.as_secs());
-    let mut digest_input = kept.key.subject_public_key_info();
+    let mut digest_input = credential.key.subject_public_key_info();
     digest_input.extend_from_slice(&last.to_be_bytes());
     let digest = sha256(&digest_input);
     let digest = digest.get(..DIGEST_BYTES).unwrap_or_default();
@@ -225,14 +225,14 @@ fn request_name(kept: &KubeletCredential) -> String {
 fn request(
     name: &str,
     signer: &str,
-    kept: &KubeletCredential,
+    credential: &KubeletCredential,
 ) -> Result<CertificateSigningRequest, rcgen::Error> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     params
         .distinguished_name
         .push(DnType::CommonName, KUBELET_CLIENT_NAME);
-    let pem = params.serialize_request(&kept.key)?.pem()?;
+    let pem = params.serialize_request(&credential.key)?.pem()?;
     Ok(CertificateSigningRequest {
         metadata: ObjectMeta {
             name: Some(name.to_owned()),

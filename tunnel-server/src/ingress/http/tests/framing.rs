@@ -259,16 +259,16 @@ async fn fields_of_one_hop_do_not_cross_and_others_do() {
 
 #[tokio::test(start_paused = true)]
 async fn answers_without_a_body_keep_what_they_say_of_it() {
-    for (method, answer, kept) in [
+    for (method, answer, expected) in [
         ("HEAD", "200 OK", "Content-Length: 1234\r\n"),
         ("GET", "304 Not Modified", "ETag: \"a\"\r\n"),
         ("GET", "204 No Content", "X-Own: 1\r\n"),
     ] {
         let (fixture, agent) = Fixture::with_agent();
         let asked = closing("").replace("GET", method);
-        let answer = format!("HTTP/1.1 {answer}\r\n{kept}\r\n");
+        let answer = format!("HTTP/1.1 {answer}\r\n{expected}\r\n");
         let (reply, _) = tokio::join!(fixture.ask(&asked), agent.answers_with(&answer));
-        assert_contains(&reply, kept);
+        assert_contains(&reply, expected);
         assert!(reply.ends_with("\r\n\r\n"), "{reply}");
         let is_chunked = reply.to_lowercase().contains("transfer-encoding");
         assert!(!is_chunked, "{reply}");
