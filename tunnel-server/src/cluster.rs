@@ -39,7 +39,7 @@ mod failure;
 #[cfg(feature = "test-util")]
 pub mod fuzz;
 mod hosts;
-mod kubelet_ca;
+mod kubelet_client_ca;
 mod leader_election;
 mod lease;
 mod metrics;
@@ -71,7 +71,7 @@ use nodes::{AliasRules, NodeStore};
 use publisher::Publisher;
 pub use service::ListenerPorts;
 pub use shared_state::QuicKeyLease;
-use signing::KubeletCertificateTask;
+use signing::KubeletClientCertificateTask;
 pub use signing::SignerConfig;
 use writers::Writers;
 
@@ -107,7 +107,7 @@ pub struct ClusterInputs {
     /// Token reviews for enrollments.
     pub attestations: Option<mpsc::Receiver<crate::ca::attestation::TokenReviewRequest>>,
     /// Receives the CA of kubelet client certificates.
-    pub kubelet_ca: Option<Arc<AgentTrust>>,
+    pub kubelet_client_ca: Option<Arc<AgentTrust>>,
     /// Signer of the client certificate for kubelets.
     pub signer: Option<SignerConfig>,
 }
@@ -252,12 +252,12 @@ fn start_answering(
 /// Starts the tasks that follow the CA of kubelets, and that obtain the client certificate for
 /// kubelets.
 fn start_kubelet_credentials(cluster: &ClusterHandle, inputs: &mut ClusterInputs) {
-    if let Some(trust) = inputs.kubelet_ca.take() {
-        let persisted = inputs.data.kubelet_ca();
-        kubelet_ca::start(cluster, trust, persisted, &inputs.shutdown);
+    if let Some(trust) = inputs.kubelet_client_ca.take() {
+        let persisted = inputs.data.kubelet_client_ca();
+        kubelet_client_ca::start(cluster, trust, persisted, &inputs.shutdown);
     }
     if let Some(signer) = inputs.signer.take() {
-        let signing = KubeletCertificateTask {
+        let signing = KubeletClientCertificateTask {
             api: Api::all(cluster.connection.client.clone()),
             signer,
             data: inputs.data.clone(),

@@ -32,7 +32,7 @@ pub use capacity::Capacity;
 pub use certificates::{AgentFiles, ClientAuth, HttpsCertificate};
 pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
-    AgentTokens, EDGE_LABEL, Environment, KubeletCa, KubernetesSettings, ObjectNames,
+    AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,
 };
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
@@ -65,7 +65,7 @@ pub struct Config {
     /// Certificate files that the operator provides for port 10262 instead of the local CA.
     pub agent_files: Option<AgentFiles>,
     /// CA of kubelets' client certificates, which make kubelets agents of their nodes.
-    pub kubelet_ca: KubeletCa,
+    pub kubelet_client_ca: KubeletClientCa,
     /// Authentication of callers by client certificates, or `None` if none is requested.
     pub client_auth: Option<ClientAuth>,
     /// Settings of TLS to https targets.
@@ -161,7 +161,7 @@ impl Config {
             ports,
             https_certificate: HttpsCertificate::check(raw, &mut errors),
             agent_files: AgentFiles::check(raw, &mut errors),
-            kubelet_ca: KubeletCa::new(raw, kubernetes.is_some()),
+            kubelet_client_ca: KubeletClientCa::new(raw, kubernetes.is_some()),
             targets: TargetSettings::check(
                 raw,
                 client_auth.is_some(),

@@ -26,7 +26,7 @@ use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
 use crate::ca::{LocalCa, distrusted};
 use crate::cluster::{ClusterHandle, QuicKeyLease};
-use crate::config::{AgentFiles, Config, KubeletCa, KubernetesSettings};
+use crate::config::{AgentFiles, Config, KubeletClientCa, KubernetesSettings};
 
 /// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {
@@ -150,8 +150,8 @@ impl AgentAuth {
         };
         distrusted::enforce(&agents.trust, &context.registry, &context.shutdown);
         // Without a file, the cluster provides the CA of kubelets.
-        if let KubeletCa::File(path) = &context.config.kubelet_ca {
-            agents.watch_kubelet_ca(path, &context.watcher)?;
+        if let KubeletClientCa::File(path) = &context.config.kubelet_client_ca {
+            agents.watch_kubelet_client_ca(path, &context.watcher)?;
         }
         Ok(agents)
     }
@@ -198,7 +198,7 @@ impl AgentAuth {
     }
 
     /// Loads and watches the CA file that admits kubelets as agents.
-    fn watch_kubelet_ca(&self, path: &Path, watcher: &CredentialWatcher) -> anyhow::Result<()> {
+    fn watch_kubelet_client_ca(&self, path: &Path, watcher: &CredentialWatcher) -> anyhow::Result<()> {
         let first = read_roots(path).context("--kubelet-client-ca")?;
         self.trust.replace_cluster(first.value)?;
         let trust = self.trust.clone();

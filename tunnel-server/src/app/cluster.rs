@@ -12,7 +12,7 @@ use crate::ca::attestation::Attestor;
 use crate::cluster::{
     self, ClusterHandle, ClusterInputs, ListenerPorts, SignerConfig, WritersHandle,
 };
-use crate::config::KubeletCa;
+use crate::config::KubeletClientCa;
 use crate::ingress::target_tls::TargetTls;
 use crate::routing::pod_lookup::PodResolver;
 
@@ -71,7 +71,7 @@ pub(super) fn start_cluster(
         serving_names: serving_names.clone(),
         pod_lookups,
         attestations,
-        kubelet_ca: (config.kubelet_ca == KubeletCa::Cluster).then(|| agents.trust.clone()),
+        kubelet_client_ca: (config.kubelet_client_ca == KubeletClientCa::Cluster).then(|| agents.trust.clone()),
         signer: config.targets.signer.clone().map(|name| SignerConfig {
             name,
             targets: targets.clone(),

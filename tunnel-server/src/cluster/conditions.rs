@@ -81,10 +81,12 @@ pub(super) enum Condition {
     Service,
     /// Records that exceed the size limit.
     RecordsSize,
-    KubeletCa,
+    /// The CA of kubelets' own client certificates.
+    KubeletClientCa,
     /// Other servers that run next to this one.
     OtherServers,
-    KubeletCertificate,
+    /// The server's client certificate for kubelets.
+    KubeletClientCertificate,
     Watching(Object),
     Writing(Object),
     CaSecret,
@@ -109,14 +111,14 @@ impl Condition {
             Self::PortLists => "port lists",
             Self::Service => "service",
             Self::RecordsSize => "records size",
-            Self::KubeletCa => "kubelet client CA",
+            Self::KubeletClientCa => "kubelet client CA",
             Self::OtherServers => "replicas",
-            Self::KubeletCertificate => "kubelet certificate",
+            Self::KubeletClientCertificate => "kubelet certificate",
             Self::Watching(Object::Nodes) => "watching nodes",
             Self::Watching(Object::Records) => "watching records",
             Self::Watching(Object::Ports) => "watching ports",
             Self::Watching(Object::Service) => "watching service",
-            Self::Watching(Object::KubeletCa) => "watching kubelet client CA",
+            Self::Watching(Object::KubeletClientCa) => "watching kubelet client CA",
             Self::Watching(Object::Ca) => "watching ca",
             Self::Watching(Object::CaBundle) => "watching ca certificates",
             Self::Watching(Object::State) => "watching state",

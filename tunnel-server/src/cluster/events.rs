@@ -52,9 +52,9 @@ impl EventRecorder {
             | Condition::NodeClaims
             | Condition::ServiceNetworks
             | Condition::Service
-            | Condition::KubeletCa
+            | Condition::KubeletClientCa
             | Condition::OtherServers
-            | Condition::KubeletCertificate
+            | Condition::KubeletClientCertificate
             | Condition::Watching(_)
             | Condition::Writing(_)
             | Condition::CaSecret

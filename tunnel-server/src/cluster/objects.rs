@@ -47,7 +47,7 @@ pub(super) enum Object {
     Service,
     Lease,
     Events,
-    KubeletCa,
+    KubeletClientCa,
     Ca,
     /// The ConfigMap of the CA certificates.
     CaBundle,
@@ -64,7 +64,7 @@ impl Object {
             Self::Service => "service",
             Self::Lease => "lease",
             Self::Events => "events",
-            Self::KubeletCa => "kubelet_client_ca",
+            Self::KubeletClientCa => "kubelet_client_ca",
             Self::Ca => "ca",
             Self::CaBundle => "ca_certificates",
             Self::State => "state",
@@ -74,7 +74,7 @@ impl Object {
     pub(super) fn kind(self) -> &'static str {
         match self {
             Self::Nodes => "Node",
-            Self::Records | Self::Ports | Self::CaBundle | Self::KubeletCa => "ConfigMap",
+            Self::Records | Self::Ports | Self::CaBundle | Self::KubeletClientCa => "ConfigMap",
             Self::Service => "Service",
             Self::Lease => "Lease",
             Self::Events => "Event",

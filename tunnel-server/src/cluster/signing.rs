@@ -28,7 +28,7 @@ use crate::store::data_dir::DataDir;
 
 mod snapshot;
 
-use snapshot::{KubeletCredential, not_after};
+use snapshot::{KubeletClientCredential, not_after};
 
 /// Time between polls of a request that waits for approval or signing.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
@@ -50,7 +50,7 @@ pub struct SignerConfig {
     pub targets: Arc<TargetTls>,
 }
 
-pub(super) struct KubeletCertificateTask {
+pub(super) struct KubeletClientCertificateTask {
     pub(super) api: Api<CertificateSigningRequest>,
     pub(super) signer: SignerConfig,
     pub(super) data: DataDir,
@@ -58,7 +58,7 @@ pub(super) struct KubeletCertificateTask {
     pub(super) metrics: Metrics,
 }
 
-impl KubeletCertificateTask {
+impl KubeletClientCertificateTask {
     /// Requests the certificate and renews it for as long as the future is polled. Cancel-safe: the
     /// next run finds the pending request by its name.
     pub(super) async fn run(self) {
@@ -92,7 +92,7 @@ impl KubeletCertificateTask {
     }
 
     /// Polls the request once. Returns the delay until the next poll.
-    async fn poll_request(&self, credential: &mut KubeletCredential) -> Result<Duration, ApiError> {
+    async fn poll_request(&self, credential: &mut KubeletClientCredential) -> Result<Duration, ApiError> {
         let now = SystemTime::now();
         let left = credential.renew_at().duration_since(now).unwrap_or_default();
         if !left.is_zero() {
@@ -148,16 +148,16 @@ impl KubeletCertificateTask {
         }
     }
 
-    async fn open(&self) -> Result<KubeletCredential, String> {
+    async fn open(&self) -> Result<KubeletClientCredential, String> {
         let data = self.data.clone();
-        let opened = tokio::task::spawn_blocking(move || KubeletCredential::open(&data)).await;
+        let opened = tokio::task::spawn_blocking(move || KubeletClientCredential::open(&data)).await;
         opened
             .map_err(|panic| panic.to_string())?
             .map_err(|error| error.to_string())
     }
 
     /// Uses a new certificate and persists it. If it cannot be persisted, it is used anyway.
-    async fn install(&self, credential: &mut KubeletCredential, chain: Vec<u8>) -> Result<(), String> {
+    async fn install(&self, credential: &mut KubeletClientCredential, chain: Vec<u8>) -> Result<(), String> {
         let own = credential.install(&chain).map_err(|error| error.to_string())?;
         self.delegate(&own);
         let path = self.data.kubelet_client_certificate();
@@ -180,7 +180,7 @@ impl KubeletCertificateTask {
     }
 
     fn set_conditions(&self, lines: Vec<String>) {
-        self.conditions.set(Condition::KubeletCertificate, lines);
+        self.conditions.set(Condition::KubeletClientCertificate, lines);
     }
 }
 
@@ -210,7 +210,7 @@ enum RequestState {
 /// Returns the name of the request for the next certificate. The name follows from the key and the
 /// current certificate. A server therefore finds its request after a restart, and replicas never
 /// share one.
-fn request_name(credential: &KubeletCredential) -> String {
+fn request_name(credential: &KubeletClientCredential) -> String {
     let last = credential.certificate.as_ref().and_then(|own| not_after(own));
     let last = last.and_then(|not_after| not_after.duration_since(std::time::UNIX_EPOCH).ok());
     let last = last.map_or(0, |not_after| not_after.as_secs());
@@ -225,7 +225,7 @@ fn request_name(credential: &KubeletCredential) -> String {
 fn request(
     name: &str,
     signer: &str,
-    credential: &KubeletCredential,
+    credential: &KubeletClientCredential,
 ) -> Result<CertificateSigningRequest, rcgen::Error> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();

@@ -67,7 +67,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
         serving_names: ServingNames::new(Vec::new(), Vec::new()),
         pod_lookups: Some(pod_lookups),
         attestations: None,
-        kubelet_ca: None,
+        kubelet_client_ca: None,
         ranges: None,
         dials_by_ranges: false,
         signer: None,

@@ -263,7 +263,7 @@ fn account(text: &str) -> Result<String, String> {
 
 /// The source of the CA of kubelets' client certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum KubeletCa {
+pub enum KubeletClientCa {
     /// Kubelets' certificates are not accepted.
     Off,
     /// The cluster provides the CA.
@@ -272,7 +272,7 @@ pub enum KubeletCa {
     File(PathBuf),
 }
 
-impl KubeletCa {
+impl KubeletClientCa {
     /// Returns the source that `--kubelet-client-ca` selects.
     pub(super) fn new(raw: &RawConfig, has_cluster: bool) -> Self {
         match raw.kubelet_client_ca.as_deref() {

@@ -80,7 +80,7 @@ impl DataDir {
 
     /// Returns the path of the last observed CA of kubelets' client certificates.
     #[must_use]
-    pub fn kubelet_ca(&self) -> PathBuf {
+    pub fn kubelet_client_ca(&self) -> PathBuf {
         self.0.join("kubelet-client-ca.crt")
     }
 

@@ -19,7 +19,7 @@ use crate::store::data_dir::DataDir;
 /// Range for the fraction of a certificate's lifetime after which it is renewed, as in the kubelet.
 const RENEW_FRACTION: (f64, f64) = (0.7, 0.9);
 
-pub(super) struct KubeletCredential {
+pub(super) struct KubeletClientCredential {
     pub(super) key: KeyPair,
     /// The last certificate, even if it has expired.
     pub(super) certificate: Option<Arc<CertifiedKey>>,
@@ -37,7 +37,7 @@ pub(super) enum UnusableError {
     Expired,
 }
 
-impl KubeletCredential {
+impl KubeletClientCredential {
     /// Reads the key and the certificate, or creates a key. A certificate for another key is
     /// ignored. Blocks the thread.
     pub(super) fn open(data: &DataDir) -> io::Result<Self> {

@@ -28,7 +28,7 @@ fn fixture(scratch: Scratch) -> Fixture {
     let mut counters = prometheus_client::registry::Registry::default();
     let conditions = Conditions::new(Readiness::default(), ClusterMetrics::new(&mut counters));
     let targets = TargetTls::new(None).unwrap();
-    let signing = KubeletCertificateTask {
+    let signing = KubeletClientCertificateTask {
         api: Api::all(client),
         signer: SignerConfig {
             name: "kubernetes.io/kube-apiserver-client".into(),
@@ -62,7 +62,7 @@ impl Fixture {
     }
 
     fn condition(&self) -> String {
-        self.conditions.of(Condition::KubeletCertificate).join("\n")
+        self.conditions.of(Condition::KubeletClientCertificate).join("\n")
     }
 
     /// Answers that no request exists, and returns the request that the server then creates.

@@ -40,7 +40,7 @@ pub(super) fn start(
     }
     let (namespace, name) = CLIENT_CA;
     let maps = Api::<ConfigMap>::namespaced(cluster.connection.client.clone(), namespace);
-    let context = cluster.watch_context(Object::KubeletCa);
+    let context = cluster.watch_context(Object::KubeletClientCa);
     let conditions = cluster.conditions.clone();
     let (latest, updates) = watch::channel(None::<String>);
     let persisted = persisted.and_then(|pem| String::from_utf8(pem).ok());
@@ -72,7 +72,7 @@ pub(super) fn start(
                 };
                 format!("ConfigMap {namespace}/{name} {reason}{stays}")
             });
-            conditions.set(Condition::KubeletCa, line.into_iter().collect());
+            conditions.set(Condition::KubeletClientCa, line.into_iter().collect());
         })
         .await;
     });
