@@ -69,32 +69,39 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 /// Unanswered probes after which the connection fails.
 const KEEPALIVE_RETRIES: u32 = 4;
 
-/// Disables Nagle's delay (answers of several segments would wait 40 ms) and enables keepalive.
+/// Whether accepted sockets have the options of their listener. Linux copies them, so that one call
+/// of [`configure`] or [`configure_session`] for the listener saves those for each connection.
+pub const LISTENER_PASSES_ON_OPTIONS: bool = cfg!(any(target_os = "linux", target_os = "android"));
+
+/// Disables Nagle's delay (answers of several segments would wait 40 ms) and enables keepalive, on a
+/// connection or on a listener.
 ///
 /// # Errors
 /// When the system refuses an option. The socket works nevertheless.
-pub fn configure(socket: &TcpStream) -> io::Result<()> {
-    socket.set_nodelay(true)?;
+pub fn configure(socket: &impl AsFd) -> io::Result<()> {
+    let socket = SockRef::from(socket);
+    socket.set_tcp_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
         .with_time(KEEPALIVE_TIME)
         .with_interval(KEEPALIVE_INTERVAL)
         .with_retries(KEEPALIVE_RETRIES);
-    SockRef::from(socket).set_tcp_keepalive(&keepalive)
+    socket.set_tcp_keepalive(&keepalive)
 }
 
 /// Unsent bytes of a session that may wait in the kernel. More would queue in front of every small
 /// request.
 const NOTSENT_LOWAT_BYTES: u32 = 128 * 1024;
 
-/// Configures the TCP connection of a session: no Nagle delay, and little unsent data in the
-/// kernel, so that the session decides which stream sends next.
+/// Configures the TCP connection of a session, or a listener for sessions: no Nagle delay, and
+/// little unsent data in the kernel, so that the session decides which stream sends next.
 ///
 /// # Errors
 /// When the system refuses an option. The socket works nevertheless.
-pub fn configure_session(socket: &TcpStream) -> io::Result<()> {
-    socket.set_nodelay(true)?;
+pub fn configure_session(socket: &impl AsFd) -> io::Result<()> {
+    let socket = SockRef::from(socket);
+    socket.set_tcp_nodelay(true)?;
     #[cfg(any(target_os = "linux", target_os = "android"))]
-    SockRef::from(socket).set_tcp_notsent_lowat(NOTSENT_LOWAT_BYTES)?;
+    socket.set_tcp_notsent_lowat(NOTSENT_LOWAT_BYTES)?;
     Ok(())
 }
 
@@ -117,12 +124,16 @@ pub fn abort_on_close(socket: &TcpStream) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::net::TcpListener;
+
     use super::*;
+
+    const CONFIGURES: [fn(&TcpStream) -> io::Result<()>; 2] = [configure, configure_session];
 
     #[tokio::test]
     async fn no_socket_waits_for_acknowledgements_before_it_sends() {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        for configure in [configure, configure_session] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        for configure in CONFIGURES {
             let socket = TcpStream::connect(listener.local_addr().unwrap())
                 .await
                 .unwrap();
@@ -130,5 +141,22 @@ mod tests {
             configure(&socket).unwrap();
             assert!(socket.nodelay().unwrap());
         }
+    }
+
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    #[tokio::test]
+    async fn accepted_sockets_have_the_options_of_their_listener() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        configure(&listener).unwrap();
+        configure_session(&listener).unwrap();
+        let address = listener.local_addr().unwrap();
+        let _caller = TcpStream::connect(address).await.unwrap();
+        let (accepted, _) = listener.accept().await.unwrap();
+        let accepted = SockRef::from(&accepted);
+        assert!(accepted.tcp_nodelay().unwrap() && accepted.keepalive().unwrap());
+        assert_eq!(accepted.tcp_keepalive_time().unwrap(), KEEPALIVE_TIME);
+        assert_eq!(accepted.tcp_keepalive_interval().unwrap(), KEEPALIVE_INTERVAL);
+        assert_eq!(accepted.tcp_keepalive_retries().unwrap(), KEEPALIVE_RETRIES);
+        assert_eq!(accepted.tcp_notsent_lowat().unwrap(), NOTSENT_LOWAT_BYTES);
     }
 }

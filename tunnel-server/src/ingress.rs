@@ -11,6 +11,7 @@ use tracing::{Instrument, debug, info_span};
 use tunnel_proto::identity::{caller_name, common_name};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::conn_limiter::{ConnPermit, LimitReached};
+use tunnel_proto::tcp;
 
 use crate::config::Limit;
 use crate::ingress::caller_stream::{CallerSocket, CallerStream, CloseMode};
@@ -64,9 +65,12 @@ impl IngressContext {
     }
 
     async fn accept(self: Arc<Self>, listener: TcpListener, kind: ListenerKind) {
+        if let Err(error) = tcp::configure(&listener) {
+            debug!(%error, "cannot set options of a listener");
+        }
         let mut accepting = RetryingListener::new(listener, kind.name());
         loop {
-            let (tcp, peer) = tokio::select! {
+            let (socket, peer) = tokio::select! {
                 biased;
                 () = self.shutdown.drain().cancelled() => return,
                 accepted = accepting.accept() => accepted,
@@ -75,7 +79,7 @@ impl IngressContext {
             let work: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> = match &kind {
                 ListenerKind::Http(http_listener) => {
                     let (listener, identity) = (http_listener.clone(), CallerIdentity::Anonymous);
-                    Box::pin(ingress.serve(listener, tcp.into(), peer.into(), identity))
+                    Box::pin(ingress.serve(listener, socket.into(), peer.into(), identity))
                 }
                 ListenerKind::TcpService(service) => {
                     let service = service.clone();
@@ -85,7 +89,7 @@ impl IngressContext {
                         };
                         // A connection to a TCP service carries a stream for its whole life.
                         let _in_use = permit.in_use();
-                        tcp_service::serve(ingress, service, tcp, peer).await;
+                        tcp_service::serve(ingress, service, socket, peer).await;
                     })
                 }
             };

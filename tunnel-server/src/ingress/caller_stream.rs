@@ -95,8 +95,11 @@ pub enum CallerSocket {
 }
 
 impl From<TcpStream> for CallerSocket {
+    /// Wraps a socket of a listener with the options of [`tcp::configure`].
     fn from(socket: TcpStream) -> Self {
-        if let Err(error) = tcp::configure(&socket) {
+        if !tcp::LISTENER_PASSES_ON_OPTIONS
+            && let Err(error) = tcp::configure(&socket)
+        {
             debug!(%error, "cannot set options of a caller's socket");
         }
         Self::Tcp(socket)
@@ -355,6 +358,7 @@ mod tests {
     #[tokio::test]
     async fn callers_get_small_answers_at_once() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        tcp::configure(&listener).unwrap();
         let _caller = TcpStream::connect(listener.local_addr().unwrap())
             .await
             .unwrap();

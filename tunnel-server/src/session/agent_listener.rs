@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use tracing::{Instrument, debug, error, info_span};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::conn_limiter::{ConnLimiter, LimitReached};
+use tunnel_proto::tcp::configure_session;
 use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::transport::quic::QuicAcceptor;
 
@@ -42,8 +43,11 @@ impl AgentListener {
     /// are then refused, so that an agent looks for another server at once. The TCP listener is
     /// closed. Open sessions still need the QUIC socket, so new QUIC connections are answered with
     /// CONNECTION_REFUSED.
-    pub fn start(self, tcp: TcpListener) {
-        let tcp = RetryingListener::new(tcp, "agents");
+    pub fn start(self, listener: TcpListener) {
+        if let Err(error) = configure_session(&listener) {
+            debug!(%error, "cannot set options of a listener");
+        }
+        let tcp = RetryingListener::new(listener, "agents");
         let shutdown = self.sessions.shutdown.clone();
         let listener = Arc::new(self);
         let quic = listener.clone();

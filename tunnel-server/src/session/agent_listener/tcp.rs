@@ -54,7 +54,9 @@ impl TcpHandler {
         peer: SocketAddr,
         half_open: &HalfOpenConn,
     ) -> Option<Result<HandshakeResult, PreAuthError>> {
-        if let Err(error) = tcp::configure_session(&socket) {
+        if !tcp::LISTENER_PASSES_ON_OPTIONS
+            && let Err(error) = tcp::configure_session(&socket)
+        {
             debug!(%error, "cannot set a socket option");
         }
         let metrics = &half_open.sessions.metrics;
