@@ -88,9 +88,6 @@ pub struct FakeApiServer {
 
 impl FakeApiServer {
     /// Starts a server with the namespaces of every cluster on the current runtime.
-    ///
-    /// # Errors
-    /// Returns an error if no port is free or its files cannot be written.
     pub fn start(setup: Setup) -> Result<Self> {
         let scratch = ScratchDir::new().context("folder of the API server")?;
         let mut pki = Pki::new().context("certificates of the API server")?;
@@ -136,9 +133,6 @@ impl FakeApiServer {
 
     /// Publishes another CA of client certificates. The CA that this server accepts does not
     /// change.
-    ///
-    /// # Errors
-    /// Returns an error if the ConfigMap cannot be stored.
     pub fn set_client_ca(&self, pem: &str) -> Result<()> {
         let map = json!({
             "metadata": { "name": "extension-apiserver-authentication" }, "data": { "client-ca-file": pem },
@@ -162,9 +156,6 @@ impl FakeApiServer {
     }
 
     /// Writes a kubeconfig with all permissions, authenticated by a client certificate.
-    ///
-    /// # Errors
-    /// Returns an error if the kubeconfig cannot be written.
     pub fn admin_kubeconfig(&self) -> Result<PathBuf> {
         let folder = self.scratch.path();
         let user = json!({
@@ -174,9 +165,6 @@ impl FakeApiServer {
     }
 
     /// Writes a kubeconfig of a ServiceAccount of the [`Setup`], authenticated by a token.
-    ///
-    /// # Errors
-    /// Returns an error if there is no such ServiceAccount, or it cannot be written.
     pub fn service_account_kubeconfig(&self, namespace: &str, name: &str) -> Result<PathBuf> {
         let token = self.tokens.get(&(namespace.to_owned(), name.to_owned()));
         let token = token.with_context(|| format!("no ServiceAccount {namespace}/{name}"))?;
@@ -206,9 +194,6 @@ impl FakeApiServer {
     }
 
     /// Makes the server disappear or return, with all its objects.
-    ///
-    /// # Errors
-    /// Returns an error if the server's port cannot be opened again.
     pub async fn be(&self, presence: Presence) -> Result<()> {
         self.service.faults.set_presence(presence);
         if presence == Presence::Refusing {
@@ -240,9 +225,6 @@ impl FakeApiServer {
 
     /// Stores an object without the API: without authorization, checks and defaults. Meant for
     /// thousands of objects.
-    ///
-    /// # Errors
-    /// Returns an error if there is no such kind, or the object has no name.
     pub fn put(&self, plural: &str, namespace: Option<&str>, mut object: Value) -> Result<()> {
         let kind = Kind::plural(plural).with_context(|| format!("no kind {plural}"))?;
         let name = object["metadata"]["name"]

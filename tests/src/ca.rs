@@ -129,9 +129,6 @@ impl Leaf {
 
 impl TestCa {
     /// Creates a CA with its own root.
-    ///
-    /// # Errors
-    /// Returns an error if the root cannot be created.
     pub fn new(name: &str) -> Result<Self> {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
@@ -159,9 +156,6 @@ impl TestCa {
     }
 
     /// Issues a certificate for a new key.
-    ///
-    /// # Errors
-    /// Returns an error if the certificate cannot be created.
     pub fn issue(&self, leaf: &Leaf) -> Result<Issued> {
         let mut params = CertificateParams::default();
         if let Some(uri) = &leaf.uri {
@@ -195,26 +189,17 @@ impl TestCa {
 
 impl Issued {
     /// Returns the certificate as a test's TLS client presents it.
-    ///
-    /// # Errors
-    /// Returns an error if the key cannot be read back.
     pub fn presented(&self) -> Result<ClientCertificate> {
         let key = PrivateKeyDer::from_pem_slice(self.key.as_bytes())?;
         Ok((self.own.cert.clone(), key))
     }
 
     /// Returns the certificate as a target serves it.
-    ///
-    /// # Errors
-    /// Returns an error if the certificate cannot be used.
     pub fn serving(&self) -> Result<TargetTls> {
         TargetTls::from_pem(&self.certificate, &self.key)
     }
 
     /// Replaces `NAME.crt` and `NAME.key` in a directory, one after the other as most tools do.
-    ///
-    /// # Errors
-    /// Returns an error if the files cannot be written.
     pub fn write(&self, folder: &Path, name: &str) -> Result<(PathBuf, PathBuf)> {
         let certificate = folder.join(format!("{name}.crt"));
         let key = folder.join(format!("{name}.key"));
@@ -245,9 +230,6 @@ fn subject(parts: &[(Subject, String)]) -> DistinguishedName {
 }
 
 /// Replaces a file atomically.
-///
-/// # Errors
-/// Returns an error if the file cannot be written.
 pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
     let fresh = path.with_extension("fresh");
     fs::write(&fresh, content)?;

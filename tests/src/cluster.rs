@@ -47,17 +47,11 @@ pub struct Cluster {
 impl Cluster {
     /// Starts a cluster. Returns `None`, with a note, if a real one is requested and its binaries
     /// are missing.
-    ///
-    /// # Errors
-    /// Returns an error if the API server does not start.
     pub async fn start(kind: Kind) -> Result<Option<Self>> {
         Self::with_ranges(kind, Families::V4).await
     }
 
     /// Like [`Cluster::start`], with Services of these families.
-    ///
-    /// # Errors
-    /// Returns an error if the API server does not start.
     pub async fn with_ranges(kind: Kind, families: Families) -> Result<Option<Self>> {
         let server = match kind {
             Kind::FakeApiServer => {
@@ -80,9 +74,6 @@ impl Cluster {
 
     /// Starts a real cluster with further flags of kube-apiserver. Returns `None`, with a note, if
     /// its binaries are missing.
-    ///
-    /// # Errors
-    /// Returns an error if the API server does not start.
     pub async fn real_with(flags: &[String]) -> Result<Option<Self>> {
         let Some(binaries) = crate::tools::or_skip(Real::binaries()) else {
             return Ok(None);
@@ -110,9 +101,6 @@ impl Cluster {
     }
 
     /// Returns a kubeconfig with all permissions, for programs.
-    ///
-    /// # Errors
-    /// Returns an error if the kubeconfig cannot be written.
     pub fn admin_kubeconfig(&self) -> Result<PathBuf> {
         match &self.server {
             ApiBackend::FakeApiServer(fake_api) => fake_api.admin_kubeconfig(),
@@ -121,9 +109,6 @@ impl Cluster {
     }
 
     /// Returns the kubeconfig of the server's ServiceAccount.
-    ///
-    /// # Errors
-    /// Returns an error if the kubeconfig cannot be written.
     pub fn server_kubeconfig(&self) -> Result<PathBuf> {
         let (namespace, name) = SERVICE_ACCOUNT;
         match &self.server {
@@ -207,9 +192,6 @@ impl Cluster {
     }
 
     /// Removes all roles of the server, or restores them.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn allow_server(&self, allowed: bool) -> Result<()> {
         for role in server_roles() {
             let kind = role["kind"].as_str().unwrap_or_default().to_lowercase();
@@ -229,9 +211,6 @@ impl Cluster {
     }
 
     /// Lets the server create ConfigMaps and Leases, as the roles of earlier manifests did.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn allow_creation(&self) -> Result<()> {
         let [_, role] = server_roles();
         let mut rules = role["rules"].as_array().cloned().unwrap_or_default();

@@ -15,9 +15,6 @@ use crate::process::{Process, Program};
 use crate::targets::{Exporter, FakeKubelet, TargetTls};
 
 /// Starts the fake targets of both edges: an exporter on port 9100 and a kubelet on port 10250.
-///
-/// # Errors
-/// Returns an error with their output if they cannot be started.
 pub async fn edge_sites(topology: &Topology) -> Result<Vec<Process>> {
     let [exporter, kubelet] =
         [EXPORTER_PORT, KUBELET_PORT].map(|port| SocketAddr::new(EDGE_ADDRESS.into(), port));
@@ -29,9 +26,6 @@ pub async fn edge_sites(topology: &Topology) -> Result<Vec<Process>> {
 }
 
 /// Starts the fake targets of `node` inside `namespace`.
-///
-/// # Errors
-/// Returns an error with their output if they cannot be started.
 pub async fn site(
     node: &str,
     exporter: SocketAddr,
@@ -45,9 +39,6 @@ pub async fn site(
 
 /// Starts a resolver on `address` inside `namespace` that prints `asked NAME` for each query. The
 /// resolver `answers`, or is `silent`.
-///
-/// # Errors
-/// Returns an error with its output if it cannot be started.
 pub async fn resolver(
     namespace: Option<&Namespace>,
     address: SocketAddr,
@@ -69,9 +60,6 @@ pub struct ApiServer {
 }
 
 /// Starts a fake API server inside `namespace`, with a ServiceAccount written `NAMESPACE/NAME`.
-///
-/// # Errors
-/// Returns an error with its output if it cannot be started.
 pub async fn api_server(namespace: &Namespace, account: &str) -> Result<ApiServer> {
     let program = Program::ours(PROGRAM)?.args(["apiserver", account]);
     let process = start(program, Some(namespace)).await?;
@@ -99,9 +87,6 @@ async fn start(program: Program, namespace: Option<&Namespace>) -> Result<Proces
 }
 
 /// Runs the fake server that the arguments of the program name.
-///
-/// # Errors
-/// Returns an error if the arguments are wrong or the server cannot be started.
 pub async fn run(arguments: &[String]) -> Result<()> {
     let args: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match *args {

@@ -106,9 +106,6 @@ const fn target(
 
 impl FuzzTarget {
     /// Returns the target with this name.
-    ///
-    /// # Errors
-    /// Returns an error if there is none.
     pub fn of_name(name: &str) -> Result<&'static Self> {
         let target = TARGETS.iter().find(|target| target.name == name);
         target.with_context(|| format!("no fuzz target is named {name}"))
@@ -131,9 +128,6 @@ impl FuzzTarget {
     }
 
     /// Writes the first inputs into a folder, as cargo-fuzz reads them.
-    ///
-    /// # Errors
-    /// Returns an error if the folder cannot be written.
     pub fn write_corpus(&self, folder: &Path) -> Result<()> {
         std::fs::create_dir_all(folder)?;
         for (number, input) in (self.corpus)()?.iter().enumerate() {

@@ -53,17 +53,11 @@ impl Block {
 }
 
 /// Reads a page of the repository.
-///
-/// # Errors
-/// Returns an error if the page cannot be read.
 pub fn page(path: &str) -> Result<String> {
     fs::read_to_string(repository().join(path)).with_context(|| path.to_owned())
 }
 
 /// Returns all pages: the README and all below `docs/`, as paths in the repository.
-///
-/// # Errors
-/// Returns an error if a directory cannot be read.
 pub fn pages() -> Result<Vec<String>> {
     let mut pages = vec!["README.md".to_owned()];
     let mut folders = vec!["docs".to_owned()];

@@ -64,9 +64,6 @@ struct Halves {
 impl Link {
     /// Starts a clean link to the server's UDP and TCP port, from a free port of the loopback
     /// address. Must be called inside a tokio runtime.
-    ///
-    /// # Errors
-    /// Returns an error if no port is free for both protocols, or if the sockets cannot be opened.
     pub fn start(upstream: SocketAddr, seed: u64) -> io::Result<Self> {
         let (loopback, any): (IpAddr, IpAddr) = match upstream {
             SocketAddr::V4(_) => (Ipv4Addr::LOCALHOST.into(), Ipv4Addr::UNSPECIFIED.into()),

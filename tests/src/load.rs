@@ -39,9 +39,6 @@ pub struct Outcome {
 impl Load {
     /// Starts `callers` that request `/metrics` from each of `hosts` (`NODE:PORT`) in a row, and
     /// opens one stream to each host.
-    ///
-    /// # Errors
-    /// Returns an error if a stream does not begin.
     pub async fn start(endpoint: Endpoint, hosts: &[String], callers: usize) -> Result<Self> {
         let mut load = Self {
             stop: CancellationToken::new(),

@@ -46,9 +46,6 @@ pub fn overlay(name: &str) -> PathBuf {
 }
 
 /// Returns the objects of `install.yaml`.
-///
-/// # Errors
-/// Returns an error if the file cannot be read.
 pub fn installed() -> Result<Vec<Value>> {
     let file = folder().join("install.yaml");
     let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
@@ -56,9 +53,6 @@ pub fn installed() -> Result<Vec<Value>> {
 }
 
 /// Returns the documents of a YAML file in order.
-///
-/// # Errors
-/// Returns an error if a document is malformed.
 pub fn documents(text: &str) -> Result<Vec<Value>> {
     let mut documents = Vec::new();
     let mut current = String::new();
@@ -79,9 +73,6 @@ pub fn documents(text: &str) -> Result<Vec<Value>> {
 }
 
 /// Returns the output of `kubectl kustomize` for a directory.
-///
-/// # Errors
-/// Returns an error if kubectl refuses it.
 pub fn render(kubectl: &Path, folder: &Path) -> Result<Vec<Value>> {
     let output = Command::new(kubectl)
         .arg("kustomize")
@@ -99,9 +90,6 @@ pub fn render(kubectl: &Path, folder: &Path) -> Result<Vec<Value>> {
 }
 
 /// Returns the object of a kind and name.
-///
-/// # Errors
-/// Returns an error if there is no such object.
 pub fn find<'a>(objects: &'a [Value], kind: &str, name: &str) -> Result<&'a Value> {
     objects
         .iter()
@@ -185,9 +173,6 @@ impl Container {
     /// Creates the mounts under `root`, with the content of ConfigMaps and Secrets, and with
     /// `token` in place of ServiceAccount tokens. Returns the arguments with their paths changed
     /// accordingly. Host paths do not change.
-    ///
-    /// # Errors
-    /// Returns an error if a file cannot be written.
     pub fn laid_out(&self, root: &Path, objects: &[Value], token: &str) -> Result<Vec<String>> {
         let mut args = self.args.clone();
         for (path, volume) in &self.mounts {

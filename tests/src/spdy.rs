@@ -75,9 +75,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     }
 
     /// Opens a stream.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn open(&mut self, fields: &[(&str, &str)]) -> io::Result<u32> {
         let id = self.next_id;
         self.next_id += 2;
@@ -90,9 +87,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     }
 
     /// Accepts the peer's stream.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn reply(&mut self, id: u32) -> io::Result<()> {
         let mut payload = id.to_be_bytes().to_vec();
         payload.extend(self.compress(&block(&[])));
@@ -100,9 +94,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     }
 
     /// Sends bytes of a stream; `fin` ends this end's half of it.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn data(&mut self, id: u32, bytes: &[u8], fin: bool) -> io::Result<()> {
         let mut frame = id.to_be_bytes().to_vec();
         frame.extend_from_slice(&flags_and_length(u8::from(fin), bytes.len())?);
@@ -112,25 +103,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     }
 
     /// Sends a PING.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn ping(&mut self, id: u32) -> io::Result<()> {
         self.control(PING, 0, &id.to_be_bytes()).await
     }
 
     /// Sends GOAWAY: this end accepts no further streams.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn go_away(&mut self) -> io::Result<()> {
         self.control(GOAWAY, 0, &[0; 8]).await
     }
 
     /// Returns the next frame, or `None` at a clean end between two frames.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken, or the peer's data is not SPDY/3.
     pub async fn next(&mut self) -> io::Result<Option<Frame>> {
         let mut head = [0; 8];
         if self.stream.read(&mut head[..1]).await? == 0 {

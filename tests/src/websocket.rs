@@ -47,9 +47,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
     }
 
     /// Sends a message.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn send(&mut self, message: &Message) -> io::Result<()> {
         let (opcode, mut bytes) = match message {
             Message::Binary(bytes) => (BINARY, bytes.clone()),

@@ -16,26 +16,17 @@ pub struct Reading {
 
 impl ByteStream {
     /// Connects to the endpoint.
-    ///
-    /// # Errors
-    /// Returns an error if there is no connection or no TLS session.
     pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
         endpoint.into().connect().await
     }
 
     /// Writes all of `data` and flushes.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn send(&mut self, data: &[u8]) -> Result<()> {
         self.write_all(data).await.context("send")?;
         self.flush().await.context("flush")
     }
 
     /// Reads exactly `n` bytes.
-    ///
-    /// # Errors
-    /// Returns an error if the stream ended before them.
     pub async fn receive(&mut self, n: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; n];
         self.read_exact(&mut bytes)
@@ -56,9 +47,6 @@ impl ByteStream {
 
     /// Sends `data` and ends the sending direction while it reads to the peer's end, so that
     /// neither waits for the other.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken for writing.
     pub async fn talk(self, data: &[u8]) -> Result<Reading> {
         let (mut reader, mut writer) = tokio::io::split(self);
         let mut bytes = Vec::new();

@@ -98,17 +98,11 @@ impl EgressDialer {
 }
 
 /// Starts TLS with the target inside the tunnel.
-///
-/// # Errors
-/// Returns an error if the handshake fails.
 pub async fn over_tls(tunnel: Tunnel, tls: &ClientTls) -> io::Result<TlsStream<Tunnel>> {
     tls.connector().connect(tls.server_name(), tunnel).await
 }
 
 /// Sends a request and reads to the end of the connection.
-///
-/// # Errors
-/// Returns an error if the connection breaks.
 pub async fn ask_through(mut tunnel: impl Bytes, request: &str) -> io::Result<String> {
     tunnel.write_all(request.as_bytes()).await?;
     tunnel.flush().await?;

@@ -65,9 +65,6 @@ pub struct Exchange {
 
 impl Exchange {
     /// Sends `request` on a new connection and reads the head of the answer.
-    ///
-    /// # Errors
-    /// Returns the errors of [`request`].
     pub async fn start(endpoint: impl Into<Endpoint>, request: &RawRequest) -> Result<Self> {
         Self::on(endpoint.into().connect().await?, request).await
     }
@@ -138,18 +135,12 @@ impl Exchange {
     }
 
     /// Ends the sending direction (FIN, over TLS close_notify) while the answer continues.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn finish(&mut self) -> Result<()> {
         self.wire.finish().await.context("end our direction")
     }
 
     /// Cuts the connection with a TCP reset. Dropping ends the connection with FIN, or with a reset
     /// if bytes are unread.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn reset(self) -> Result<()> {
         self.wire.reset().await.context("reset")
     }
@@ -199,9 +190,6 @@ pub struct KeepAliveClient {
 
 impl KeepAliveClient {
     /// Connects to the endpoint.
-    ///
-    /// # Errors
-    /// Returns an error if there is no connection or no TLS session.
     pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
         Ok(Self {
             wire: Some(endpoint.into().connect().await?),

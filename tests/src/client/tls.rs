@@ -21,19 +21,12 @@ pub type ClientCertificate = (Vec<CertificateDer<'static>>, PrivateKeyDer<'stati
 
 impl ClientTls {
     /// Accepts any server certificate.
-    ///
-    /// # Errors
-    /// Returns an error if `server_name` is neither a DNS name nor an IP address, or if the
-    /// certificate and key do not belong together.
     pub fn insecure(server_name: &str, certificate: Option<ClientCertificate>) -> Result<Self> {
         let provider = Arc::new(aws_lc_rs::default_provider());
         Self::build(server_name, Arc::new(AnyServer(provider)), certificate)
     }
 
     /// Verifies the server's chain against `roots` and its name.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Self::insecure`], and an error if there are no roots.
     pub fn verifying(
         server_name: &str,
         roots: RootCertStore,
@@ -48,9 +41,6 @@ impl ClientTls {
     }
 
     /// Uses any other configuration.
-    ///
-    /// # Errors
-    /// Returns an error if `server_name` is neither a DNS name nor an IP address.
     pub fn from_config(server_name: &str, config: Arc<ClientConfig>) -> Result<Self> {
         let server_name = ServerName::try_from(server_name.to_owned());
         Ok(Self {
@@ -83,9 +73,6 @@ impl ClientTls {
     }
 
     /// Returns the first message of a handshake as sent on the wire.
-    ///
-    /// # Errors
-    /// Returns an error if the configuration does not allow a handshake.
     pub fn hello(&self) -> Result<Vec<u8>> {
         let mut client =
             rustls::ClientConnection::new(Arc::clone(&self.config), self.server_name())?;

@@ -26,9 +26,6 @@ impl std::fmt::Debug for Api {
 impl Api {
     /// Connects with the cluster and user of a kubeconfig. `agent` is the User-Agent of the
     /// requests.
-    ///
-    /// # Errors
-    /// Returns an error if the kubeconfig cannot be read.
     pub async fn new(kubeconfig: &Path, agent: &str) -> Result<Self> {
         let kubeconfig = Kubeconfig::read_from(kubeconfig).context("read the kubeconfig")?;
         let config =
@@ -62,9 +59,6 @@ impl Api {
     }
 
     /// Returns the items of the list at a path.
-    ///
-    /// # Errors
-    /// Returns an error if there is no list.
     pub async fn list(&self, path: &str) -> Result<Vec<Value>> {
         let mut list = self.request("GET", path, "application/json", None).await?;
         match list["items"].take() {
@@ -74,36 +68,24 @@ impl Api {
     }
 
     /// Creates an object in the collection at a path.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn create(&self, path: &str, object: &Value) -> Result<Value> {
         self.request("POST", path, "application/json", Some(object))
             .await
     }
 
     /// Replaces the object at a path.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn replace(&self, path: &str, object: &Value) -> Result<Value> {
         self.request("PUT", path, "application/json", Some(object))
             .await
     }
 
     /// Changes the object at a path by a merge patch.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn merge(&self, path: &str, patch: &Value) -> Result<Value> {
         self.request("PATCH", path, "application/merge-patch+json", Some(patch))
             .await
     }
 
     /// Deletes the object at a path.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn delete(&self, path: &str) -> Result<()> {
         self.request("DELETE", path, "application/json", None)
             .await

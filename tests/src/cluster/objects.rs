@@ -103,9 +103,6 @@ impl Objects<'_> {
     }
 
     /// Creates the objects that the server fills, empty as in the manifests.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn create_shipped(self) -> Result<()> {
         for (collection, object) in shipped() {
             self.0.admin().create(&collection, &object).await?;
@@ -115,9 +112,6 @@ impl Objects<'_> {
 
     /// Deletes the shipped objects of a kind, which gives the cluster's state before the manifests
     /// are applied.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn delete_shipped(self, kind: &str) -> Result<()> {
         for (collection, object) in shipped() {
             if object["kind"] == kind {
@@ -132,9 +126,6 @@ impl Objects<'_> {
     }
 
     /// Returns what the server wrote into each existing object: the data, or the holder of a Lease.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn filled(self) -> Result<BTreeMap<String, Value>> {
         let mut filled = BTreeMap::new();
         for (collection, object) in shipped() {
@@ -150,9 +141,6 @@ impl Objects<'_> {
 
     /// Returns the decoded data of the Secret of the CA or of the shared state; all values are
     /// text.
-    ///
-    /// # Errors
-    /// Returns an error if there is no such Secret, or its data is no text.
     pub async fn secret(self, name: &str) -> Result<BTreeMap<String, String>> {
         let path = Self::path("secrets", name);
         let secret = self.0.admin().get(&path).await?.context("no Secret")?;
@@ -165,9 +153,6 @@ impl Objects<'_> {
     }
 
     /// Replaces keys of a Secret, as an operator does.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn set_secret(self, name: &str, values: &[(&str, &str)]) -> Result<()> {
         let data: serde_json::Map<_, _> = values
             .iter()
@@ -188,9 +173,6 @@ impl Objects<'_> {
     }
 
     /// Returns the CA's certificates for agents.
-    ///
-    /// # Errors
-    /// Returns an error if there are no certificates.
     pub async fn bundle(self) -> Result<String> {
         let map = self.0.admin().get(&Self::bundle_path()).await?;
         let map = map.context("no ConfigMap of the CA")?;
@@ -199,9 +181,6 @@ impl Objects<'_> {
     }
 
     /// Creates a Node.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn add(self, node: &Node) -> Result<()> {
         self.0
             .admin()
@@ -211,9 +190,6 @@ impl Objects<'_> {
     }
 
     /// Deletes a Node.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn remove(self, node: &str) -> Result<()> {
         self.0
             .admin()
@@ -222,9 +198,6 @@ impl Objects<'_> {
     }
 
     /// Sets the edge label of a Node.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn set_edge(self, node: &str, edge: bool) -> Result<()> {
         let patch = json!({ "metadata": { "labels": { EDGE_LABEL: edge.to_string() } } });
         self.0
@@ -235,9 +208,6 @@ impl Objects<'_> {
     }
 
     /// Sets the addresses of a Node, as a kubelet does.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn set_addresses(self, node: &str, addresses: Value) -> Result<()> {
         let patch = json!({ "status": { "addresses": addresses } });
         self.0
@@ -248,9 +218,6 @@ impl Objects<'_> {
     }
 
     /// Creates the Service of the listeners with the ports of the guide.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn create_service(self, change: impl FnOnce(&mut Value)) -> Result<Value> {
         let mut service = internal_service();
         change(&mut service);
@@ -261,9 +228,6 @@ impl Objects<'_> {
     }
 
     /// Returns the Service of the listeners.
-    ///
-    /// # Errors
-    /// Returns an error if there is no such Service.
     pub async fn service(self) -> Result<Value> {
         let path = Self::path("services", &ObjectNames::default().internal_service);
         self.0
@@ -274,9 +238,6 @@ impl Objects<'_> {
     }
 
     /// Writes the ConfigMap of the ports, with a text per key.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn set_ports(self, lists: &[(&str, &str)]) -> Result<()> {
         let name = ObjectNames::default().ports_config_map;
         let data: serde_json::Map<_, _> = lists
@@ -297,9 +258,6 @@ impl Objects<'_> {
     }
 
     /// Deletes the ConfigMap of the ports.
-    ///
-    /// # Errors
-    /// Returns an error if the API refuses.
     pub async fn remove_ports(self) -> Result<()> {
         self.0
             .admin()
@@ -317,9 +275,6 @@ impl Objects<'_> {
     }
 
     /// Returns the ConfigMap of the DNS records.
-    ///
-    /// # Errors
-    /// Returns an error if there is no such ConfigMap.
     pub async fn records_map(self) -> Result<Value> {
         self.0
             .admin()
@@ -329,9 +284,6 @@ impl Objects<'_> {
     }
 
     /// Returns the text of the DNS records.
-    ///
-    /// # Errors
-    /// Returns an error if there are no records.
     pub async fn records(self) -> Result<String> {
         let map = self.records_map().await?;
         let text = map["data"][RECORDS_KEY].as_str().map(str::to_owned);

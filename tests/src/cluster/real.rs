@@ -50,9 +50,6 @@ impl Real {
     }
 
     /// Like [`Real::start`], with further flags of kube-apiserver.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Real::start`].
     pub async fn start_with(binaries: &Path, families: Families, flags: &[String]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let [clients, peers, api] = free_ports()?;

@@ -35,17 +35,11 @@ impl DnsClient {
     }
 
     /// Sends a query over UDP.
-    ///
-    /// # Errors
-    /// Returns an error if there is no answer, or none to this question.
     pub async fn ask(&self, name: &str, kind: RecordType) -> Result<Message> {
         self.send(&query(name, kind)?).await
     }
 
     /// Sends a query message over UDP.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Self::ask`].
     pub async fn send(&self, query: &Message) -> Result<Message> {
         let answer = self.exchange(&query.to_vec()?).await?;
         let answer = Message::from_vec(&answer.context("no answer")?)?;
@@ -58,9 +52,6 @@ impl DnsClient {
     }
 
     /// Returns the addresses of a name, of both families.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Self::ask`].
     pub async fn addresses(&self, name: &str) -> Result<Vec<IpAddr>> {
         let (v4, v6) = tokio::try_join!(
             self.ask(name, RecordType::A),
@@ -70,9 +61,6 @@ impl DnsClient {
     }
 
     /// Sends bytes in a datagram. Returns `None` if there is no answer.
-    ///
-    /// # Errors
-    /// Returns an error if the socket fails.
     pub async fn exchange(&self, bytes: &[u8]) -> Result<Option<Vec<u8>>> {
         let source = self.source.unwrap_or_else(|| match self.server {
             SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -94,9 +82,6 @@ impl DnsClient {
     }
 
     /// Sends queries over one TCP connection and returns their answers.
-    ///
-    /// # Errors
-    /// Returns an error if an answer is missing.
     pub async fn over_tcp(&self, queries: &[Message]) -> Result<Vec<Message>> {
         let mut stream = TcpStream::connect(self.server).await?;
         let mut answers = Vec::new();
@@ -121,9 +106,6 @@ impl DnsClient {
 }
 
 /// Returns a query that requests recursion.
-///
-/// # Errors
-/// Returns an error if the name is invalid.
 pub fn query(name: &str, kind: RecordType) -> Result<Message> {
     let mut name = Name::from_ascii(name)?;
     name.set_fqdn(true);

@@ -27,9 +27,6 @@ pub struct LoadedServer {
 impl LoadedServer {
     /// Starts a server with `names` names in its configuration: `n0`, `n1` and so on.
     ///
-    /// # Errors
-    /// Returns an error if the server does not start.
-    ///
     /// # Panics
     /// Panics if the log does not contain the DNS address.
     pub async fn start(scratch: &ScratchDir, names: u32) -> Result<Self> {
@@ -89,9 +86,6 @@ pub struct LoadReport {
 impl Load {
     /// Sends queries from a few sockets, each with its share of the rate. Every name is queried in
     /// turn, and one query in ten is for a name that does not exist.
-    ///
-    /// # Errors
-    /// Returns an error if a socket fails.
     pub async fn run(self) -> Result<LoadReport> {
         let mut clients = JoinSet::new();
         for client in 0..CLIENTS {

@@ -38,9 +38,6 @@ pub struct FakeResolver {
 
 impl FakeResolver {
     /// Starts a resolver on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if no port can be bound.
     pub async fn start(behavior: Behavior) -> Result<Self> {
         for _ in 0..PORT_TRIES {
             let started = Self::start_on((Ipv4Addr::LOCALHOST, 0).into(), behavior).await;
@@ -52,9 +49,6 @@ impl FakeResolver {
     }
 
     /// Starts a resolver on `bind`.
-    ///
-    /// # Errors
-    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, behavior: Behavior) -> Result<Self> {
         let udp = UdpSocket::bind(bind).await.context("bind UDP")?;
         let address = udp.local_addr()?;

@@ -120,9 +120,6 @@ impl ByteStream {
     }
 
     /// Sends everything written so far and ends this direction: FIN, over TLS close_notify.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn finish(&mut self) -> io::Result<()> {
         self.stream.shutdown().await
     }
@@ -143,9 +140,6 @@ impl ByteStream {
     /// Cuts the connection with a TCP reset, over TLS without close_notify.
     ///
     /// As with any reset, bytes that the peer's kernel has not accepted yet are lost.
-    ///
-    /// # Errors
-    /// Returns an error if the connection is broken.
     pub async fn reset(mut self) -> io::Result<()> {
         self.stream.flush().await?;
         self.tcp().set_zero_linger()

@@ -44,17 +44,11 @@ target_methods!(Exporter);
 
 impl Exporter {
     /// Starts an exporter of `node` on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start(node: &str) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, node, None).await
     }
 
     /// Starts an exporter of `node` on `bind`, over TLS if `tls` is set.
-    ///
-    /// # Errors
-    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, node: &str, tls: Option<TargetTls>) -> Result<Self> {
         let site = Arc::new(Site::new(node));
         let served = Arc::clone(&site);

@@ -41,17 +41,11 @@ target_methods!(HostileTarget);
 
 impl HostileTarget {
     /// Starts a target with `actions` on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start(actions: Vec<HostileAction>) -> Result<Self> {
         Self::start_on(None, actions).await
     }
 
     /// Like [`Self::start`], inside TLS with a self-signed certificate.
-    ///
-    /// # Errors
-    /// Returns an error if the certificate cannot be created or the port cannot be bound.
     pub async fn start_tls(actions: Vec<HostileAction>) -> Result<Self> {
         Self::start_on(Some(TargetTls::self_signed(&["localhost"])?), actions).await
     }

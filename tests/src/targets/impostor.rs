@@ -39,9 +39,6 @@ impl ImpostorTarget {
     /// Starts an impostor with this certificate that requests client certificates. With `old` the
     /// impostor supports only TLS 1.2, where certificates are not encrypted; otherwise only TLS
     /// 1.3.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start(own: &Arc<CertifiedKey>, old: bool) -> Result<Self> {
         let presented = Presented::default();
         let versions = if old { [&TLS12] } else { [&TLS13] };

@@ -60,34 +60,22 @@ target_methods!(FakeKubelet);
 
 impl FakeKubelet {
     /// Starts a kubelet of `node` with a self-signed certificate, on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if the certificate cannot be created or the port cannot be bound.
     pub async fn start(node: &str) -> Result<Self> {
         let tls = TargetTls::self_signed(&[node, "localhost", "127.0.0.1"])?;
         Self::start_on(ANY_LOOPBACK_PORT, node, Some(tls)).await
     }
 
     /// Starts a kubelet of `node` without TLS, on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn plain(node: &str) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, node, None).await
     }
 
     /// Starts a kubelet of `node` on `bind`, over TLS if `tls` is set.
-    ///
-    /// # Errors
-    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, node: &str, tls: Option<TargetTls>) -> Result<Self> {
         Self::listen(bind, node, tls, None).await
     }
 
     /// Starts a kubelet of `node` that authenticates its clients, on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn guarded(node: &str, tls: TargetTls, access: Access) -> Result<Self> {
         Self::listen(ANY_LOOPBACK_PORT, node, Some(tls), Some(access)).await
     }

@@ -42,17 +42,11 @@ target_methods!(SilentTarget);
 
 impl EchoTarget {
     /// Starts an echo target on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start() -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT).await
     }
 
     /// Starts an echo target on `bind`.
-    ///
-    /// # Errors
-    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr) -> Result<Self> {
         let listening = start(bind, Script::Echo).await?;
         Ok(Self { listening })
@@ -61,9 +55,6 @@ impl EchoTarget {
 
 impl ResetTarget {
     /// Starts a target on a free loopback port that resets after the first `bytes` of sequence 0.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start_waiting(bytes: u64) -> Result<Self> {
         let listening = start(ANY_LOOPBACK_PORT, Script::Reset { bytes }).await?;
         Ok(Self { listening })
@@ -72,9 +63,6 @@ impl ResetTarget {
 
 impl HalfCloseTarget {
     /// Starts a target on a free loopback port that answers with the first `bytes` of sequence 0.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start(bytes: u64) -> Result<Self> {
         let digest = false;
         let script = Script::SinkThenSend { bytes, digest };
@@ -85,18 +73,12 @@ impl HalfCloseTarget {
 
 impl SilentTarget {
     /// Starts a target that reads all data, so that it notices its peer's end.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start() -> Result<Self> {
         let listening = start(ANY_LOOPBACK_PORT, Script::Silent).await?;
         Ok(Self { listening })
     }
 
     /// Starts a target that reads nothing, so that its peer's writes stall, and notices no end.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start_deaf() -> Result<Self> {
         let listening = start(ANY_LOOPBACK_PORT, Script::Deaf).await?;
         Ok(Self { listening })

@@ -35,17 +35,11 @@ target_methods!(RecordingTarget);
 
 impl RecordingTarget {
     /// Starts a recorder on a free loopback port.
-    ///
-    /// # Errors
-    /// Returns an error if the port cannot be bound.
     pub async fn start(name: &str) -> Result<Self> {
         Self::start_on(ANY_LOOPBACK_PORT, name).await
     }
 
     /// Starts a recorder on `bind`.
-    ///
-    /// # Errors
-    /// Returns an error if the address cannot be bound.
     pub async fn start_on(bind: SocketAddr, name: &str) -> Result<Self> {
         let recorded = Arc::new(Mutex::new(Vec::new()));
         let (log, name) = (Arc::clone(&recorded), name.to_owned());

@@ -25,9 +25,6 @@ pub struct TargetTls {
 
 impl TargetTls {
     /// Creates a self-signed certificate for `names` (DNS names or IP addresses).
-    ///
-    /// # Errors
-    /// Returns an error if a name is neither a DNS name nor an IP address.
     pub fn self_signed(names: &[&str]) -> Result<Self> {
         let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
         let made = rcgen::generate_simple_self_signed(names).context("self-signed certificate")?;
@@ -36,9 +33,6 @@ impl TargetTls {
     }
 
     /// Uses the given chain and key in PEM.
-    ///
-    /// # Errors
-    /// Returns an error if the chain or the key cannot be read, or the key does not match.
     pub fn from_pem(chain: &str, key: &str) -> Result<Self> {
         let chain = CertificateDer::pem_slice_iter(chain.as_bytes()).collect::<Result<Vec<_>, _>>();
         let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).context("key of the target")?;
@@ -46,9 +40,6 @@ impl TargetTls {
     }
 
     /// Uses the given chain, leaf first, and key.
-    ///
-    /// # Errors
-    /// Returns an error if the chain is empty or the key is not that of the leaf.
     #[expect(
         clippy::disallowed_methods,
         reason = "a target is not the tunnel and needs settings the tunnel must not have"
@@ -78,9 +69,6 @@ impl TargetTls {
 
     /// Like [`Self::new`], with only the given versions of TLS. Records each certificate that a
     /// client presents.
-    ///
-    /// # Errors
-    /// Returns an error if there is no certificate.
     #[expect(
         clippy::disallowed_methods,
         reason = "a target is not the tunnel and needs settings the tunnel must not have"

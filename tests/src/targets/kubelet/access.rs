@@ -31,9 +31,6 @@ pub(super) type Denied = (u16, String);
 impl Access {
     /// Grants all permissions to certificates of `client_ca` with these common names, and none to
     /// others.
-    ///
-    /// # Errors
-    /// Returns an error if the CA cannot be used.
     pub fn new(client_ca: &CertificateDer<'static>, masters: &[&str]) -> Result<Self> {
         let roots = tls::roots([client_ca.clone()])?;
         let clients = WebPkiClientVerifier::builder_with_provider(roots, tls::provider());
