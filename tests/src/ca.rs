@@ -65,7 +65,6 @@ pub struct Issued {
 
 impl Leaf {
     /// Returns an agent's certificate, valid for a day.
-    #[must_use]
     pub fn agent(node: &str) -> Self {
         Self {
             uri: Some(format!("culvert://agent/{node}")),
@@ -78,7 +77,6 @@ impl Leaf {
     }
 
     /// Returns a tunnel server's certificate, valid for a day.
-    #[must_use]
     pub fn server() -> Self {
         Self {
             uri: Some("culvert://server".to_owned()),
@@ -88,13 +86,11 @@ impl Leaf {
     }
 
     /// Returns a caller's certificate with this common name, valid for a day.
-    #[must_use]
     pub fn caller(name: &str) -> Self {
         Self::subject(&[(Subject::Name, name)])
     }
 
     /// Returns a certificate of a kubelet or another https target on this node, valid for a day.
-    #[must_use]
     pub fn target(node: &str) -> Self {
         Self {
             uri: None,
@@ -105,7 +101,6 @@ impl Leaf {
     }
 
     /// Returns a kubelet's client certificate, valid for a day.
-    #[must_use]
     pub fn kubelet(node: &str) -> Self {
         Self::subject(&[
             (Subject::Organization, "system:nodes"),
@@ -114,7 +109,6 @@ impl Leaf {
     }
 
     /// Returns a client certificate with this subject and no other name.
-    #[must_use]
     pub fn subject(parts: &[(Subject, &str)]) -> Self {
         let subject = parts
             .iter()
@@ -144,13 +138,11 @@ impl TestCa {
     }
 
     /// Returns the root certificate.
-    #[must_use]
     pub fn root(&self) -> &CertificateDer<'static> {
         &self.root
     }
 
     /// Returns the root certificate as PEM.
-    #[must_use]
     pub fn pem(&self) -> &str {
         &self.pem
     }

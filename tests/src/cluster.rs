@@ -142,7 +142,6 @@ impl Cluster {
     }
 
     /// Returns the name of the server's user in its requests.
-    #[must_use]
     pub fn server_user() -> String {
         let (namespace, name) = SERVICE_ACCOUNT;
         format!("system:serviceaccount:{namespace}:{name}")

@@ -26,26 +26,22 @@ pub struct Block {
 
 impl Block {
     /// Returns whether the block contains shell commands.
-    #[must_use]
     pub fn is_commands(&self) -> bool {
         matches!(self.language.as_str(), "sh" | "bash" | "console" | "shell")
     }
 
     /// Returns whether a test runs the block.
-    #[must_use]
     pub fn is_run(&self) -> bool {
         self.mark.split_whitespace().next() == Some("run")
     }
 
     /// Returns the reason why no test runs the block.
-    #[must_use]
     pub fn reason(&self) -> Option<&str> {
         let (_, reason) = self.mark.split_once("not run here:")?;
         Some(reason.trim()).filter(|reason| !reason.is_empty())
     }
 
     /// Returns whether the block is a counted manual action.
-    #[must_use]
     pub fn is_action(&self) -> bool {
         let (words, _) = self.mark.split_once("not run").unwrap_or((&self.mark, ""));
         words.split_whitespace().any(|word| word == "action")
@@ -77,7 +73,6 @@ pub fn pages() -> Result<Vec<String>> {
 }
 
 /// Returns the fenced blocks of a page.
-#[must_use]
 pub fn blocks(page: &str) -> Vec<Block> {
     let mut found = Vec::new();
     let mut open: Option<(Block, usize)> = None;
@@ -108,7 +103,6 @@ pub fn blocks(page: &str) -> Vec<Block> {
 
 /// Combines the runnable blocks into one bash script. The script prints the current line of the
 /// page and ends at the first failure. Its background processes end with it.
-#[must_use]
 pub fn script(blocks: &[Block]) -> String {
     let mut script =
         "set -euo pipefail\ntrap 'set +e; jobs -p | xargs -r kill; wait' EXIT\n".to_owned();
@@ -119,7 +113,6 @@ pub fn script(blocks: &[Block]) -> String {
 }
 
 /// Returns the targets of a page's relative links, without anchors.
-#[must_use]
 pub fn links(page: &str) -> Vec<String> {
     let ends = page.split("](").skip(1);
     let targets = ends.filter_map(|rest| rest.split_once(')').map(|(target, _)| target));

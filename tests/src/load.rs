@@ -56,7 +56,6 @@ impl Load {
     }
 
     /// Returns the number of requests answered so far.
-    #[must_use]
     pub fn answered(&self) -> u64 {
         self.answered.load(Ordering::Relaxed)
     }

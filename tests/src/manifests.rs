@@ -28,19 +28,16 @@ pub const OVERLAYS: [&str; 6] = [
 pub const INSTALLED: &str = "plain";
 
 /// Returns the root of the repository.
-#[must_use]
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
 /// Returns the directory of the manifests.
-#[must_use]
 pub fn folder() -> PathBuf {
     repository().join("deploy/manifests")
 }
 
 /// Returns the directory of an overlay.
-#[must_use]
 pub fn overlay(name: &str) -> PathBuf {
     folder().join("overlays").join(name)
 }

@@ -32,7 +32,6 @@ pub const PAGES: &[Page] = &[
 ];
 
 /// Returns the text of the page.
-#[must_use]
 pub fn render(page: &Page) -> String {
     let command = (page.command)();
     let mut text = format!(

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 /// Returns the duration below which `share` (0 to 1) of the sorted durations lie; zero for an empty
 /// slice.
-#[must_use]
 pub fn percentile(sorted: &[Duration], share: f64) -> Duration {
     #[expect(
         clippy::cast_possible_truncation,
@@ -18,7 +17,6 @@ pub fn percentile(sorted: &[Duration], share: f64) -> Duration {
 }
 
 /// Formats milliseconds with one decimal.
-#[must_use]
 pub fn millis(duration: Duration) -> String {
     format!("{:.1}", duration.as_secs_f64() * 1e3)
 }

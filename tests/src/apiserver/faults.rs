@@ -75,28 +75,24 @@ impl Fault {
 
     /// Limits the fault to requests with these API verbs (`get`, `list`, `watch`, `create`,
     /// `update`, `patch`, `delete`).
-    #[must_use]
     pub fn verbs(mut self, verbs: &[&'static str]) -> Self {
         self.verbs = verbs.to_vec();
         self
     }
 
     /// Limits the fault to objects of this plural name.
-    #[must_use]
     pub fn of(mut self, plural: &'static str) -> Self {
         self.plural = Some(plural);
         self
     }
 
     /// Limits the fault to requests of this user.
-    #[must_use]
     pub fn by(mut self, user: &str) -> Self {
         self.user = Some(user.to_owned());
         self
     }
 
     /// Limits the fault to so many requests.
-    #[must_use]
     pub fn times(mut self, count: u32) -> Self {
         self.left = Some(count);
         self

@@ -58,7 +58,6 @@ impl FakeApiServer {
     }
 
     /// Returns the root of the client certificates.
-    #[must_use]
     pub fn client_ca(&self) -> CertificateDer<'static> {
         self.pki.ca().der().clone()
     }

@@ -42,7 +42,6 @@ impl fmt::Debug for EgressDialer {
 
 impl EgressDialer {
     /// Creates the dialer of `transport: { uds: { udsName } }`.
-    #[must_use]
     pub fn uds(path: &Path) -> Self {
         Self(Transport::Unix(path.to_owned()))
     }

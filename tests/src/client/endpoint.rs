@@ -38,7 +38,6 @@ impl Endpoint {
 
     /// Returns the endpoint for connections from `source`, which must be of the family of the
     /// address.
-    #[must_use]
     pub fn from_source(self, source: impl Into<IpAddr>) -> Self {
         Self {
             source: Some(source.into()),

@@ -73,7 +73,6 @@ impl RawRequest {
     }
 
     /// Returns the bytes up to the end of the head.
-    #[must_use]
     pub fn head_bytes(&self) -> Vec<u8> {
         [&self.head, self.end_of_head].concat()
     }

@@ -20,7 +20,6 @@ pub const SERVICE_ACCOUNT: (&str, &str) = ("kube-system", "tunnel-server");
 pub struct Node(Value);
 
 /// Returns a Node behind the tunnel, with an address that only its site can reach.
-#[must_use]
 pub fn edge(name: &str) -> Node {
     Node::new(name)
         .labeled(EDGE_LABEL, "true")
@@ -28,7 +27,6 @@ pub fn edge(name: &str) -> Node {
 }
 
 /// Returns a Node that is reached at `address`.
-#[must_use]
 pub fn cloud(name: &str, address: &str) -> Node {
     Node::new(name)
         .labeled(EDGE_LABEL, "false")
@@ -37,7 +35,6 @@ pub fn cloud(name: &str, address: &str) -> Node {
 
 impl Node {
     /// Returns a Node without labels and addresses.
-    #[must_use]
     pub fn new(name: &str) -> Self {
         Self(json!({
             "apiVersion": "v1", "kind": "Node", "metadata": { "name": name, "labels": {} },
@@ -45,13 +42,11 @@ impl Node {
         }))
     }
 
-    #[must_use]
     pub fn labeled(mut self, label: &str, value: &str) -> Self {
         self.0["metadata"]["labels"][label] = value.into();
         self
     }
 
-    #[must_use]
     pub fn addressed(mut self, kind: &str, address: &str) -> Self {
         if let Some(addresses) = self.0["status"]["addresses"].as_array_mut() {
             addresses.push(json!({ "type": kind, "address": address }));
@@ -60,21 +55,18 @@ impl Node {
     }
 
     /// Sets another port of the Node's kubelet.
-    #[must_use]
     pub fn with_kubelet_port(mut self, port: u16) -> Self {
         self.0["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = port.into();
         self
     }
 
     /// Sets the range of the Node's Pods.
-    #[must_use]
     pub fn with_pods(mut self, network: &str) -> Self {
         self.0["spec"] = json!({ "podCIDR": network, "podCIDRs": [network] });
         self
     }
 
     /// Returns the object in the form of the API.
-    #[must_use]
     pub fn object(&self) -> &Value {
         &self.0
     }
@@ -93,7 +85,6 @@ impl Cluster {
 
 impl Objects<'_> {
     /// Returns the path of a core-group object in the server's namespace.
-    #[must_use]
     pub fn path(plural: &str, name: &str) -> String {
         format!("/api/v1/namespaces/{}/{plural}/{name}", SERVICE_ACCOUNT.0)
     }
@@ -167,7 +158,6 @@ impl Objects<'_> {
     }
 
     /// Returns the path of the ConfigMap with the CA's certificates.
-    #[must_use]
     pub fn bundle_path() -> String {
         Self::path("configmaps", &ObjectNames::default().ca_config_map)
     }
@@ -269,7 +259,6 @@ impl Objects<'_> {
     }
 
     /// Returns the path of the ConfigMap of the DNS records.
-    #[must_use]
     pub fn records_path() -> String {
         Self::path("configmaps", &ObjectNames::default().nodes_config_map)
     }
@@ -292,7 +281,6 @@ impl Objects<'_> {
 }
 
 /// Returns the Secrets as the manifests contain them.
-#[must_use]
 pub fn empty_secrets() -> [Value; 2] {
     let names = ObjectNames::default();
     [names.ca_secret, names.state_secret].map(|name| {
@@ -305,7 +293,6 @@ pub fn empty_secrets() -> [Value; 2] {
 
 /// Returns all objects that the server fills, with their collections, as the manifests contain
 /// them.
-#[must_use]
 pub fn shipped() -> Vec<(String, Value)> {
     let names = ObjectNames::default();
     let object = |api: &str, kind: &str, name: String| json!({ "apiVersion": api, "kind": kind, "metadata": { "name": name, "namespace": SERVICE_ACCOUNT.0 } });
@@ -329,7 +316,6 @@ pub fn shipped() -> Vec<(String, Value)> {
 }
 
 /// Returns the Service of the listeners with the ports of the guide.
-#[must_use]
 pub fn internal_service() -> Value {
     json!({
         "apiVersion": "v1", "kind": "Service",
@@ -345,7 +331,6 @@ pub fn internal_service() -> Value {
 }
 
 /// Returns the Endpoints that an endpoints controller would create for one server at `address`.
-#[must_use]
 pub fn endpoints(service: &Value, address: &str) -> Value {
     let ports = service["spec"]["ports"].as_array().into_iter().flatten();
     let ports: Vec<_> =
@@ -357,13 +342,11 @@ pub fn endpoints(service: &Value, address: &str) -> Value {
 }
 
 /// Returns the roles of the server's table of rights: one ClusterRole and one Role.
-#[must_use]
 pub fn server_roles() -> [Value; 2] {
     server_roles_of(|_| true)
 }
 
 /// Returns these roles with only the rights that are `needed`.
-#[must_use]
 pub fn server_roles_of(needed: impl Fn(&Right) -> bool) -> [Value; 2] {
     let (cluster, inside): (Vec<&Right>, Vec<&Right>) = RIGHTS
         .iter()

@@ -21,14 +21,12 @@ pub struct DnsClient {
 
 impl DnsClient {
     /// Creates a client of `server`.
-    #[must_use]
     pub fn new(server: SocketAddr) -> Self {
         let source = None;
         Self { server, source }
     }
 
     /// Sets `source` as the source address of datagrams.
-    #[must_use]
     pub fn from_source(self, source: IpAddr) -> Self {
         let source = Some(source);
         Self { source, ..self }
@@ -116,7 +114,6 @@ pub fn query(name: &str, kind: RecordType) -> Result<Message> {
 }
 
 /// Returns the addresses in an answer.
-#[must_use]
 pub fn addresses(answer: &Message) -> Vec<IpAddr> {
     let found = answer
         .answers

@@ -72,7 +72,6 @@ impl FakeResolver {
     }
 
     /// Returns the listen address.
-    #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -83,7 +82,6 @@ impl FakeResolver {
     }
 
     /// Returns all queried names in order, in lower case without a trailing dot.
-    #[must_use]
     pub fn asked(&self) -> Vec<String> {
         self.asked
             .lock()

@@ -16,31 +16,26 @@ pub enum Clocks {
 
 impl Clocks {
     /// Returns the timers of the run's gear.
-    #[must_use]
     pub fn of_gear() -> Self {
         Gear::current().pick(Self::Short, Self::Full)
     }
 
     /// Converts a time of the fault matrix (an outage, a pause) to this run.
-    #[must_use]
     pub fn time(self, contract: Duration) -> Duration {
         self.pick(contract, contract / DIVISOR)
     }
 
     /// Converts a bound that depends on the timers of a session.
-    #[must_use]
     pub fn bound(self, contract: Duration) -> Duration {
         self.pick(contract, contract / DIVISOR + SLACK)
     }
 
     /// Converts a bound that includes opening a session.
-    #[must_use]
     pub fn connect_bound(self, contract: Duration) -> Duration {
         self.pick(contract, contract / DIVISOR + CONNECT)
     }
 
     /// Returns one of two values, for amounts and rates that keep short runs short.
-    #[must_use]
     pub fn pick<T>(self, full: T, short: T) -> T {
         match self {
             Self::Full => full,
@@ -49,13 +44,11 @@ impl Clocks {
     }
 
     /// Returns the server's `limits:` as YAML.
-    #[must_use]
     pub fn server_limits(self) -> &'static str {
         self.pick("{}", SERVER_LIMITS)
     }
 
     /// Returns the agent's `limits:` as YAML.
-    #[must_use]
     pub fn agent_limits(self) -> &'static str {
         self.pick("{}", AGENT_LIMITS)
     }

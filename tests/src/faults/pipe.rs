@@ -28,7 +28,6 @@ impl Loads {
     pub(super) const TALK: Self = Self::both(Load::Paced);
 
     /// Returns equal loads in both directions.
-    #[must_use]
     pub const fn both(load: Load) -> Self {
         Self {
             to_edge: load,

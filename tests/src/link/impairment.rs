@@ -45,7 +45,6 @@ impl TrafficClass {
     }
 
     /// Returns this protocol in the direction of the server only.
-    #[must_use]
     pub const fn up(self) -> Self {
         Self {
             direction: Direction::Up,
@@ -54,7 +53,6 @@ impl TrafficClass {
     }
 
     /// Returns this protocol in the direction of the agents only.
-    #[must_use]
     pub const fn down(self) -> Self {
         Self {
             direction: Direction::Down,
@@ -63,7 +61,6 @@ impl TrafficClass {
     }
 
     /// Returns whether this class includes the given protocol and direction.
-    #[must_use]
     pub fn covers(self, protocol: Protocol, direction: Direction) -> bool {
         (self.protocol == Protocol::Both || self.protocol == protocol)
             && (self.direction == Direction::Both || self.direction == direction)
@@ -132,7 +129,6 @@ impl Impairment {
     pub const RETRANSMISSION: Duration = Duration::from_millis(200);
 
     /// Returns an impairment in which nothing passes.
-    #[must_use]
     pub fn black_hole() -> Self {
         Self {
             black_hole: true,
@@ -141,73 +137,61 @@ impl Impairment {
     }
 
     /// Returns an impairment that loses this share of the packets.
-    #[must_use]
     pub fn lossy(share: f64) -> Self {
         Self::default().with_loss(share)
     }
 
     /// Returns an impairment that delays all packets.
-    #[must_use]
     pub fn delayed(delay: Duration) -> Self {
         Self::default().with_delay(delay)
     }
 
     /// Returns an impairment in which larger datagrams vanish.
-    #[must_use]
     pub fn capped(payload_bytes: usize) -> Self {
         Self::default().with_size_cap(payload_bytes)
     }
 
     /// Returns an impairment with this rate limit.
-    #[must_use]
     pub fn limited(bytes_per_second: u64) -> Self {
         Self::default().with_rate(bytes_per_second)
     }
 
-    #[must_use]
     pub fn with_size_cap(mut self, payload_bytes: usize) -> Self {
         self.size_cap = Some(payload_bytes);
         self
     }
 
-    #[must_use]
     pub fn with_loss(mut self, share: f64) -> Self {
         self.loss = share;
         self
     }
 
-    #[must_use]
     pub fn with_corrupt(mut self, share: f64) -> Self {
         self.corrupt = share;
         self
     }
 
-    #[must_use]
     pub fn with_duplicate(mut self, share: f64) -> Self {
         self.duplicate = share;
         self
     }
 
-    #[must_use]
     pub fn with_rate(mut self, bytes_per_second: u64) -> Self {
         self.rate = Some(bytes_per_second);
         self
     }
 
-    #[must_use]
     pub fn with_queue(mut self, bytes: usize) -> Self {
         self.queue = Some(bytes);
         self
     }
 
-    #[must_use]
     pub fn with_delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
         self
     }
 
     /// Sets [`Impairment::reorder`] and [`Impairment::reorder_by`].
-    #[must_use]
     pub fn with_reorder(mut self, share: f64, by: Duration) -> Self {
         self.reorder = share;
         self.reorder_by = by;
@@ -215,7 +199,6 @@ impl Impairment {
     }
 
     /// Returns whether everything passes at once and unchanged.
-    #[must_use]
     pub fn is_clean(&self) -> bool {
         *self
             == Self {

@@ -67,7 +67,6 @@ impl ServerSetup {
     }
 
     /// Adds arguments of `run`.
-    #[must_use]
     pub fn args(mut self, args_text: &[&str]) -> Self {
         self.arguments
             .extend(args_text.iter().map(|word| (*word).to_owned()));
@@ -76,13 +75,11 @@ impl ServerSetup {
 
     /// Runs the server by another program, see [`Program::through`]. That program must become the
     /// server, as `exec` of a shell does.
-    #[must_use]
     pub fn through(mut self, args_text: &[&str]) -> Self {
         self.through = args_text.iter().map(|word| (*word).to_owned()).collect();
         self
     }
 
-    #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self
@@ -273,14 +270,12 @@ impl AgentSetup {
     }
 
     /// Adds arguments of `run`.
-    #[must_use]
     pub fn args(mut self, args_text: &[&str]) -> Self {
         self.arguments
             .extend(args_text.iter().map(|word| (*word).to_owned()));
         self
     }
 
-    #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self

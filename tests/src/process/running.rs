@@ -66,27 +66,23 @@ impl Program {
         }
     }
 
-    #[must_use]
     pub fn arg(mut self, word: impl Into<OsString>) -> Self {
         self.argv.push(word.into());
         self
     }
 
-    #[must_use]
     pub fn args<W: Into<OsString>>(mut self, argv: impl IntoIterator<Item = W>) -> Self {
         self.argv.extend(argv.into_iter().map(Into::into));
         self
     }
 
     /// Sets an environment variable.
-    #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
         self
     }
 
     /// Runs the program inside `namespace`, or in the current namespace without one.
-    #[must_use]
     pub fn inside(mut self, namespace: Option<&Namespace>) -> Self {
         if let Some(namespace) = namespace {
             self.label = format!("{} in {}", self.label, namespace.name());
@@ -97,14 +93,12 @@ impl Program {
 
     /// Runs the program by another program, which receives the program and its arguments as its
     /// last arguments.
-    #[must_use]
     pub fn through<W: Into<OsString>>(mut self, argv: impl IntoIterator<Item = W>) -> Self {
         self.argv.splice(0..0, argv.into_iter().map(Into::into));
         self
     }
 
     /// Protects the program from signals that a terminal sends to the whole process group.
-    #[must_use]
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self

@@ -10,7 +10,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Returns a loopback address of this process, in 127.64.0.0/10. A server that must return to its
 /// port listens here, so that connections from 127.0.0.1 in the meantime do not take the port.
-#[must_use]
 pub fn own_loopback() -> Ipv4Addr {
     let [_, high, middle, low] = std::process::id().to_be_bytes();
     Ipv4Addr::new(127, 64 | (high & 63), middle, low)

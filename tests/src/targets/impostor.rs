@@ -60,7 +60,6 @@ impl ImpostorTarget {
     }
 
     /// Returns all captured data so far.
-    #[must_use]
     pub fn captured(&self) -> Captured {
         let presented = self.presented.lock();
         Captured {
@@ -72,7 +71,6 @@ impl ImpostorTarget {
 
 impl Captured {
     /// Returns whether these bytes occur in the captured data, encrypted or decrypted.
-    #[must_use]
     pub fn holds(&self, bytes: &[u8]) -> bool {
         [&self.wire, &self.requests]
             .iter()

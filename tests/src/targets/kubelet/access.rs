@@ -42,7 +42,6 @@ impl Access {
     }
 
     /// Allows this token to read `/metrics` and all paths below it.
-    #[must_use]
     pub fn with_scraper(mut self, token: &str, user: &str) -> Self {
         self.scrapers.insert(token.to_owned(), user.to_owned());
         self
