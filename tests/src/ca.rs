@@ -137,7 +137,6 @@ impl TestCa {
         })
     }
 
-    /// Returns the root certificate.
     pub fn root(&self) -> &CertificateDer<'static> {
         &self.root
     }

@@ -30,7 +30,6 @@ pub enum Kind {
     Real,
 }
 
-/// The API server of a cluster.
 #[derive(Debug)]
 enum ApiBackend {
     FakeApiServer(Box<FakeApiServer>),
@@ -108,7 +107,6 @@ impl Cluster {
         }
     }
 
-    /// Returns the kubeconfig of the server's ServiceAccount.
     pub fn server_kubeconfig(&self) -> Result<PathBuf> {
         let (namespace, name) = SERVICE_ACCOUNT;
         match &self.server {
@@ -227,7 +225,6 @@ impl Cluster {
     }
 }
 
-/// The address families of Services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Families {
     /// Services get IPv4 addresses only.

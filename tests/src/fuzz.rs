@@ -105,7 +105,6 @@ const fn target(
 }
 
 impl FuzzTarget {
-    /// Returns the target with this name.
     pub fn of_name(name: &str) -> Result<&'static Self> {
         let target = TARGETS.iter().find(|target| target.name == name);
         target.with_context(|| format!("no fuzz target is named {name}"))

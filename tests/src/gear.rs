@@ -1,6 +1,5 @@
 //! How thorough a run of the tests is.
 
-/// The gear of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gear {
     /// Minutes for all tests: `make check` and `make test`.

@@ -48,7 +48,6 @@ impl Block {
     }
 }
 
-/// Reads a page of the repository.
 pub fn page(path: &str) -> Result<String> {
     fs::read_to_string(repository().join(path)).with_context(|| path.to_owned())
 }

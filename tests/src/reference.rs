@@ -5,7 +5,6 @@ use std::fmt::Write as _;
 
 use clap::{Arg, ArgAction, Command};
 
-/// One page of the reference.
 #[derive(Debug)]
 pub struct Page {
     /// Path of the page in the repository.
@@ -15,7 +14,6 @@ pub struct Page {
     extra: &'static str,
 }
 
-/// The pages of the reference.
 pub const PAGES: &[Page] = &[
     Page {
         path: "docs/reference/tunnel-server.md",
@@ -31,7 +29,6 @@ pub const PAGES: &[Page] = &[
     },
 ];
 
-/// Returns the text of the page.
 pub fn render(page: &Page) -> String {
     let command = (page.command)();
     let mut text = format!(

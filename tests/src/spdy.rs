@@ -25,7 +25,6 @@ pub enum Frame {
     /// SYN_STREAM: a new stream with its fields, names in lower case.
     Open {
         id: u32,
-        /// Fields of the stream.
         fields: Vec<(String, String)>,
         /// Whether the opener sends nothing on the stream.
         fin: bool,
@@ -74,7 +73,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         self.stream
     }
 
-    /// Opens a stream.
     pub async fn open(&mut self, fields: &[(&str, &str)]) -> io::Result<u32> {
         let id = self.next_id;
         self.next_id += 2;
@@ -102,7 +100,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         self.stream.flush().await
     }
 
-    /// Sends a PING.
     pub async fn ping(&mut self, id: u32) -> io::Result<()> {
         self.control(PING, 0, &id.to_be_bytes()).await
     }

@@ -37,7 +37,6 @@ impl StrictRequest {
         value.filter(|_| values.next().is_none())
     }
 
-    /// Returns the body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }

@@ -46,7 +46,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> WebSocket<S> {
         self.stream
     }
 
-    /// Sends a message.
     pub async fn send(&mut self, message: &Message) -> io::Result<()> {
         let (opcode, mut bytes) = match message {
             Message::Binary(bytes) => (BINARY, bytes.clone()),

@@ -25,7 +25,6 @@ impl User {
         }
     }
 
-    /// Returns the user of a ServiceAccount.
     pub fn service_account(namespace: &str, name: &str) -> Self {
         let groups = [
             "system:serviceaccounts".into(),

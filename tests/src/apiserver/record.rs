@@ -7,7 +7,6 @@ use std::time::Instant;
 pub struct RecordedRequest {
     /// Time at which its head had been read.
     pub at: Instant,
-    /// Name of the user.
     pub user: String,
     /// API verb: `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`, `deletecollection`.
     pub verb: String,

@@ -112,7 +112,6 @@ impl Status {
         status
     }
 
-    /// Returns the Status object of the API.
     pub fn object(&self) -> Value {
         let mut object = json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",

@@ -12,7 +12,6 @@ use super::defaulting::key;
 use super::kinds::Kind;
 use super::store::Content;
 
-/// The claims of a token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenClaims {
     /// Namespace and name of the ServiceAccount.
@@ -21,7 +20,6 @@ pub struct TokenClaims {
     pub audiences: Vec<String>,
     /// Name and UID of the bound Pod.
     pub pod: Option<(String, String)>,
-    /// Time at which the token was issued.
     pub issued: SystemTime,
     /// Expiry; `None` for a token of a Secret, which never expires.
     pub ends: Option<SystemTime>,
@@ -66,7 +64,6 @@ pub enum Reviewing {
     WithoutAudiences,
 }
 
-/// Signs and reviews tokens.
 #[derive(Debug)]
 pub(super) struct Signer {
     key: hmac::Key,
@@ -89,7 +86,6 @@ impl Signer {
             .unwrap_or_else(PoisonError::into_inner) = reviewing;
     }
 
-    /// Returns a signed token.
     pub(super) fn sign(&self, claims: &TokenClaims) -> String {
         let (namespace, account) = &claims.account;
         let mut kubernetes =

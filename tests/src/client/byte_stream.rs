@@ -15,7 +15,6 @@ pub struct Reading {
 }
 
 impl ByteStream {
-    /// Connects to the endpoint.
     pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
         endpoint.into().connect().await
     }

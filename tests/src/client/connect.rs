@@ -18,7 +18,6 @@ pub trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
 
-/// A connection to a target.
 pub type Tunnel = Box<dyn Bytes>;
 
 /// Dials targets through a CONNECT listener, with one connection per target.

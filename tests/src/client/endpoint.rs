@@ -27,7 +27,6 @@ impl Endpoint {
         }
     }
 
-    /// Returns a TLS endpoint.
     pub fn tls(addr: SocketAddr, tls: ClientTls) -> Self {
         Self {
             addr,

@@ -40,7 +40,6 @@ impl HttpReply {
         first_value(&self.headers, name)
     }
 
-    /// Returns the body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
@@ -86,7 +85,6 @@ impl Exchange {
         })
     }
 
-    /// Returns the status code.
     pub fn status(&self) -> u16 {
         self.status
     }
@@ -189,7 +187,6 @@ pub struct KeepAliveClient {
 }
 
 impl KeepAliveClient {
-    /// Connects to the endpoint.
     pub async fn connect(endpoint: impl Into<Endpoint>) -> Result<Self> {
         Ok(Self {
             wire: Some(endpoint.into().connect().await?),

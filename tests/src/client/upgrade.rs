@@ -5,7 +5,6 @@ use anyhow::{Context, Result, bail, ensure};
 use super::{ByteStream, Endpoint, Exchange, HttpReply, RawRequest};
 use crate::targets::{first_value, websocket_accept};
 
-/// A request for an upgrade.
 #[derive(Debug, Clone)]
 pub struct UpgradeClient {
     request: RawRequest,
@@ -18,12 +17,10 @@ enum Protocol {
     WebSocket,
 }
 
-/// The result of an upgrade.
 #[derive(Debug)]
 pub enum Upgraded {
     /// The peer answered 101 for the requested protocol.
     Switched {
-        /// Headers of the 101.
         headers: Vec<(String, String)>,
         /// The stream after the 101, starting with its first byte.
         stream: ByteStream,

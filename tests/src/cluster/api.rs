@@ -58,7 +58,6 @@ impl Api {
         answer.with_context(|| format!("GET {path}"))
     }
 
-    /// Returns the items of the list at a path.
     pub async fn list(&self, path: &str) -> Result<Vec<Value>> {
         let mut list = self.request("GET", path, "application/json", None).await?;
         match list["items"].take() {
@@ -67,13 +66,11 @@ impl Api {
         }
     }
 
-    /// Creates an object in the collection at a path.
     pub async fn create(&self, path: &str, object: &Value) -> Result<Value> {
         self.request("POST", path, "application/json", Some(object))
             .await
     }
 
-    /// Replaces the object at a path.
     pub async fn replace(&self, path: &str, object: &Value) -> Result<Value> {
         self.request("PUT", path, "application/json", Some(object))
             .await
@@ -85,7 +82,6 @@ impl Api {
             .await
     }
 
-    /// Deletes the object at a path.
     pub async fn delete(&self, path: &str) -> Result<()> {
         self.request("DELETE", path, "application/json", None)
             .await

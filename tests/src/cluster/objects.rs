@@ -77,7 +77,6 @@ impl Node {
 pub struct Objects<'a>(&'a Cluster);
 
 impl Cluster {
-    /// Returns the shorthand for objects.
     pub fn objects(&self) -> Objects<'_> {
         Objects(self)
     }
@@ -170,7 +169,6 @@ impl Objects<'_> {
         text.map(str::to_owned).context("no certificates")
     }
 
-    /// Creates a Node.
     pub async fn add(self, node: &Node) -> Result<()> {
         self.0
             .admin()
@@ -179,7 +177,6 @@ impl Objects<'_> {
             .map(drop)
     }
 
-    /// Deletes a Node.
     pub async fn remove(self, node: &str) -> Result<()> {
         self.0
             .admin()
@@ -187,7 +184,6 @@ impl Objects<'_> {
             .await
     }
 
-    /// Sets the edge label of a Node.
     pub async fn set_edge(self, node: &str, edge: bool) -> Result<()> {
         let patch = json!({ "metadata": { "labels": { EDGE_LABEL: edge.to_string() } } });
         self.0

@@ -12,7 +12,6 @@ use tokio::time::timeout;
 
 use crate::eventually::scaled;
 
-/// A client of one server.
 #[derive(Debug, Clone, Copy)]
 pub struct DnsClient {
     server: SocketAddr,
@@ -20,7 +19,6 @@ pub struct DnsClient {
 }
 
 impl DnsClient {
-    /// Creates a client of `server`.
     pub fn new(server: SocketAddr) -> Self {
         let source = None;
         Self { server, source }
@@ -113,7 +111,6 @@ pub fn query(name: &str, kind: RecordType) -> Result<Message> {
     Ok(message)
 }
 
-/// Returns the addresses in an answer.
 pub fn addresses(answer: &Message) -> Vec<IpAddr> {
     let found = answer
         .answers

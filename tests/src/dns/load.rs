@@ -58,26 +58,21 @@ impl LoadedServer {
     }
 }
 
-/// The parameters of the load.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
-    /// Address of the server.
     pub server: SocketAddr,
     pub names: u32,
     /// Queries per second of all clients together.
     pub per_second: u32,
-    /// Duration of the load.
     pub duration: Duration,
 }
 
-/// The result of the load.
 #[derive(Debug, Default)]
 pub struct LoadReport {
     /// Number of queries sent.
     pub asked: usize,
     /// Queries without an answer within a second.
     pub lost: usize,
-    /// Queries with a wrong answer.
     pub wrong: usize,
     /// Response times of the correct answers, sorted.
     pub delays: Vec<Duration>,

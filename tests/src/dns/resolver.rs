@@ -71,7 +71,6 @@ impl FakeResolver {
         })
     }
 
-    /// Returns the listen address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

@@ -114,7 +114,6 @@ impl Flow {
         }
     }
 
-    /// Returns the number of received bytes.
     pub fn received(&self) -> u64 {
         self.lock().bytes
     }

@@ -125,7 +125,6 @@ struct Tally {
     unequal: AtomicU64,
 }
 
-/// The outcome of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RequestOutcome {
     /// All bytes arrived and are correct.
@@ -140,7 +139,6 @@ pub enum RequestOutcome {
     Unequal(String),
 }
 
-/// A request and its duration.
 #[derive(Debug, Clone)]
 pub struct TimedOutcome {
     pub outcome: RequestOutcome,

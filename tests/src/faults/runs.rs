@@ -29,7 +29,6 @@ pub enum TransportMode {
 /// One run of a case.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
-    /// Description of the case.
     pub case: &'static str,
     /// Seed of the bytes and of the treatment of each packet.
     pub seed: u64,

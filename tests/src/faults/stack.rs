@@ -88,12 +88,10 @@ impl Stack {
         Ok(node["state"].as_str().unwrap_or("absent").to_owned())
     }
 
-    /// Returns a metric of the server.
     pub async fn server_metric(&self, name: &str) -> Result<u64> {
         metric(self.server.address(Listener::Meta), name).await
     }
 
-    /// Returns a metric of the agent.
     pub async fn agent_metric(&self, name: &str) -> Result<u64> {
         metric(self.agent_meta, name).await
     }

@@ -61,7 +61,6 @@ impl ServerSetup {
         flags.fold(self, |setup, flag| setup.args(&[flag, "127.0.0.1:0"]))
     }
 
-    /// Returns the arguments of `run`.
     pub fn arguments(&self) -> &[String] {
         &self.arguments
     }
@@ -160,7 +159,6 @@ impl Server {
         &self.setup.data_dir
     }
 
-    /// Returns the log of the process.
     pub fn log(&self) -> &Log {
         self.process.log()
     }
@@ -198,7 +196,6 @@ impl Server {
         Ok(AgentSetup::on_loopback(node, agents, data_dir).args(&["--token", &token]))
     }
 
-    /// Returns a metric, see [`metric`].
     pub async fn metric(&self, series: &str) -> Result<u64> {
         metric(self.address(Listener::Meta), series).await
     }
@@ -264,7 +261,6 @@ impl AgentSetup {
         Self::new(node, server, data_dir, None).args(&loopback)
     }
 
-    /// Returns the arguments of `run`.
     pub fn arguments(&self) -> &[String] {
         &self.arguments
     }

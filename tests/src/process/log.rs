@@ -36,7 +36,6 @@ impl Log {
         self.lock().buffered.iter().cloned().collect()
     }
 
-    /// Returns whether a line contains `text`.
     pub fn contains(&self, text: &str) -> bool {
         self.lock().buffered.iter().any(|line| line.contains(text))
     }

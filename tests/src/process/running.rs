@@ -76,7 +76,6 @@ impl Program {
         self
     }
 
-    /// Sets an environment variable.
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.into(), value.into()));
         self
@@ -234,7 +233,6 @@ impl Process {
         self.child.id()
     }
 
-    /// Returns the log of the process.
     pub fn log(&self) -> &Log {
         &self.log
     }
@@ -262,7 +260,6 @@ impl Process {
         bail!("{}: no {what}, {ended}; its log:{}", self.label, self.log)
     }
 
-    /// Sends a signal.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         let id = self
             .child

@@ -43,7 +43,6 @@ impl ScratchDir {
         Ok(Self { path })
     }
 
-    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -179,7 +179,6 @@ impl Drop for Open {
 macro_rules! target_methods {
     ($target:ty) => {
         impl $target {
-            /// Returns the listen address.
             pub fn addr(&self) -> std::net::SocketAddr {
                 self.listening.addr()
             }

@@ -35,7 +35,6 @@ impl BodyEnd {
     }
 }
 
-/// The framing of a body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Framing {
     Length(u64),
@@ -118,7 +117,6 @@ impl BodyReader {
         }
     }
 
-    /// Returns the trailer fields.
     pub(crate) fn trailers(&self) -> &[(String, String)] {
         &self.trailers
     }

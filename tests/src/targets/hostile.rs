@@ -20,7 +20,6 @@ pub struct HostileTarget {
 /// One step of a [`HostileTarget`].
 #[derive(Debug, Clone)]
 pub enum HostileAction {
-    /// Reads a request's head.
     ReadHead,
     Send(Vec<u8>),
     /// Sends bytes one by one, each in a separate write.

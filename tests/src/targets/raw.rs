@@ -46,7 +46,6 @@ impl EchoTarget {
         Self::start_on(ANY_LOOPBACK_PORT).await
     }
 
-    /// Starts an echo target on `bind`.
     pub async fn start_on(bind: SocketAddr) -> Result<Self> {
         let listening = start(bind, Script::Echo).await?;
         Ok(Self { listening })

@@ -39,7 +39,6 @@ impl RecordingTarget {
         Self::start_on(ANY_LOOPBACK_PORT, name).await
     }
 
-    /// Starts a recorder on `bind`.
     pub async fn start_on(bind: SocketAddr, name: &str) -> Result<Self> {
         let recorded = Arc::new(Mutex::new(Vec::new()));
         let (log, name) = (Arc::clone(&recorded), name.to_owned());
