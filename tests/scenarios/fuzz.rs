@@ -3,74 +3,31 @@
 use anyhow::{Result, ensure};
 use tunnel_tests::fuzz::{FuzzTarget, TARGETS};
 
-#[test]
-fn fuzz_frames() -> Result<()> {
-    FuzzTarget::of_name("frames")?.run()
+/// Declares the test of each target.
+macro_rules! fuzz_tests {
+    ($(fn $test:ident($name:literal);)+) => {
+        $(#[test]
+        fn $test() -> Result<()> {
+            FuzzTarget::of_name($name)?.run()
+        })+
+    };
 }
 
-#[test]
-fn fuzz_control_messages() -> Result<()> {
-    FuzzTarget::of_name("control_messages")?.run()
-}
-
-#[test]
-fn fuzz_enrollment_messages() -> Result<()> {
-    FuzzTarget::of_name("enrollment_messages")?.run()
-}
-
-#[test]
-fn fuzz_stream_messages() -> Result<()> {
-    FuzzTarget::of_name("stream_messages")?.run()
-}
-
-#[test]
-fn fuzz_tokens() -> Result<()> {
-    FuzzTarget::of_name("tokens")?.run()
-}
-
-#[test]
-fn fuzz_pem_files() -> Result<()> {
-    FuzzTarget::of_name("pem_files")?.run()
-}
-
-#[test]
-fn fuzz_certificates_and_requests() -> Result<()> {
-    FuzzTarget::of_name("certificates_and_requests")?.run()
-}
-
-#[test]
-fn fuzz_dns_messages() -> Result<()> {
-    FuzzTarget::of_name("dns_messages")?.run()
-}
-
-#[test]
-fn fuzz_requests() -> Result<()> {
-    FuzzTarget::of_name("requests")?.run()
-}
-
-#[test]
-fn fuzz_proxy_answers() -> Result<()> {
-    FuzzTarget::of_name("proxy_answers")?.run()
-}
-
-#[test]
-fn fuzz_cluster_nodes() -> Result<()> {
-    FuzzTarget::of_name("cluster_nodes")?.run()
-}
-
-#[test]
-fn fuzz_names() -> Result<()> {
-    FuzzTarget::of_name("names")?.run()
-}
-
-#[test]
-fn fuzz_configurations() -> Result<()> {
-    FuzzTarget::of_name("configurations")?.run()
-}
-
-#[test]
-fn fuzz_persisted_files() -> Result<()> {
-    FuzzTarget::of_name("persisted_files")?.run()
+fuzz_tests! {
+    fn fuzz_frames("frames");
+    fn fuzz_control_messages("control_messages");
+    fn fuzz_enrollment_messages("enrollment_messages");
+    fn fuzz_stream_messages("stream_messages");
+    fn fuzz_tokens("tokens");
+    fn fuzz_pem_files("pem_files");
+    fn fuzz_certificates_and_requests("certificates_and_requests");
+    fn fuzz_dns_messages("dns_messages");
+    fn fuzz_requests("requests");
+    fn fuzz_proxy_answers("proxy_answers");
+    fn fuzz_cluster_nodes("cluster_nodes");
+    fn fuzz_names("names");
+    fn fuzz_configurations("configurations");
+    fn fuzz_persisted_files("persisted_files");
 }
 
 #[test]
@@ -78,8 +35,7 @@ fn each_target_has_a_test_and_a_binary_for_cargo_fuzz() -> Result<()> {
     let (tests, manifest) = (include_str!("fuzz.rs"), include_str!("../fuzz/Cargo.toml"));
     for target in TARGETS {
         let name = target.name;
-        let test =
-            format!("fn fuzz_{name}() -> Result<()> {{\n    FuzzTarget::of_name(\"{name}\")");
+        let test = format!("fn fuzz_{name}(\"{name}\");");
         ensure!(tests.contains(&test), "{name} has no test");
         ensure!(
             manifest.contains(&format!("name = \"{name}\"\n")),

@@ -1,5 +1,16 @@
 //! End-to-end scenarios, one module per topic.
 
+/// Declares tests that run one scenario with different arguments.
+macro_rules! tests_of {
+    ($($(#[$attribute:meta])* fn $test:ident() = $scenario:ident($($argument:expr),*);)+) => {
+        $($(#[$attribute])*
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $test() -> Result<()> {
+            $scenario($($argument),*).await
+        })+
+    };
+}
+
 mod abuse;
 mod answers;
 mod binaries;

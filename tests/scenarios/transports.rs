@@ -15,31 +15,18 @@ use tunnel_tests::gear::rounds;
 use tunnel_tests::link::{Impairment, Link, TrafficClass};
 use tunnel_tests::targets::Exporter;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn agent_that_stops_under_loss_loses_no_byte_each_time_over_quic() -> Result<()> {
-    in_parallel(|rounds| agent_stops(TransportChoice::Quic, rounds)).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn agent_that_stops_under_loss_loses_no_byte_each_time_over_h2() -> Result<()> {
-    in_parallel(|rounds| agent_stops(TransportChoice::H2, rounds)).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn server_that_stops_under_loss_loses_no_byte_each_time_over_quic() -> Result<()> {
-    in_parallel(|rounds| server_stops(TransportChoice::Quic, rounds)).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn server_that_stops_under_loss_loses_no_byte_each_time_over_h2() -> Result<()> {
-    in_parallel(|rounds| server_stops(TransportChoice::H2, rounds)).await
-}
-
-/// Upgrades from h2 to QUIC while answers are in progress. These answers end on the old session,
-/// complete.
-#[tokio::test(flavor = "multi_thread")]
-async fn promotion_under_loss_loses_no_byte_each_time() -> Result<()> {
-    in_parallel(promotions).await
+tests_of! {
+    fn agent_that_stops_under_loss_loses_no_byte_each_time_over_quic() =
+        in_parallel(|rounds| agent_stops(TransportChoice::Quic, rounds));
+    fn agent_that_stops_under_loss_loses_no_byte_each_time_over_h2() =
+        in_parallel(|rounds| agent_stops(TransportChoice::H2, rounds));
+    fn server_that_stops_under_loss_loses_no_byte_each_time_over_quic() =
+        in_parallel(|rounds| server_stops(TransportChoice::Quic, rounds));
+    fn server_that_stops_under_loss_loses_no_byte_each_time_over_h2() =
+        in_parallel(|rounds| server_stops(TransportChoice::H2, rounds));
+    /// Upgrades from h2 to QUIC while answers are in progress. These answers end on the old
+    /// session, complete.
+    fn promotion_under_loss_loses_no_byte_each_time() = in_parallel(promotions);
 }
 
 async fn agent_stops(transport: TransportChoice, rounds: Range<usize>) -> Result<()> {

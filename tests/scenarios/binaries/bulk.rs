@@ -13,14 +13,9 @@ use super::Stack;
 use super::memory::kib;
 use crate::abuse::report_figure;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn large_answer_arrives_whole_with_flat_memory_over_quic() -> Result<()> {
-    large_answer("quic").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn large_answer_arrives_whole_with_flat_memory_over_h2() -> Result<()> {
-    large_answer("h2").await
+tests_of! {
+    fn large_answer_arrives_whole_with_flat_memory_over_quic() = large_answer("quic");
+    fn large_answer_arrives_whole_with_flat_memory_over_h2() = large_answer("h2");
 }
 
 async fn large_answer(transport: &str) -> Result<()> {

@@ -221,17 +221,11 @@ async fn requests_go_on(output: Output, read_in_the_end: &str) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn f37_requests_go_on_while_the_log_is_not_read() -> Result<()> {
-    requests_go_on(Output::UnreadPipe, "server").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f37_requests_go_on_while_the_terminal_of_the_log_is_stopped() -> Result<()> {
-    requests_go_on(Output::StoppedTerminal, "agent").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f37_requests_go_on_while_the_disk_of_the_log_is_full() -> Result<()> {
-    requests_go_on(Output::FullDisk, "").await
+tests_of! {
+    fn f37_requests_go_on_while_the_log_is_not_read() =
+        requests_go_on(Output::UnreadPipe, "server");
+    fn f37_requests_go_on_while_the_terminal_of_the_log_is_stopped() =
+        requests_go_on(Output::StoppedTerminal, "agent");
+    fn f37_requests_go_on_while_the_disk_of_the_log_is_full() =
+        requests_go_on(Output::FullDisk, "");
 }

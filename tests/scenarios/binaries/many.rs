@@ -15,15 +15,12 @@ use tunnel_tests::targets::Exporter;
 
 use crate::abuse::report_figure;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn two_hundred_agents_are_back_after_a_restart_over_quic() -> Result<()> {
+tests_of! {
     // An idle agent notices the restart at its next keep-alive (5 s +- 20 %), by a stateless reset.
-    restarts(TransportChoice::Quic, Duration::from_secs(11)).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn two_hundred_agents_are_back_after_a_restart_over_h2() -> Result<()> {
-    restarts(TransportChoice::H2, Duration::from_secs(5)).await
+    fn two_hundred_agents_are_back_after_a_restart_over_quic() =
+        restarts(TransportChoice::Quic, Duration::from_secs(11));
+    fn two_hundred_agents_are_back_after_a_restart_over_h2() =
+        restarts(TransportChoice::H2, Duration::from_secs(5));
 }
 
 async fn restarts(transport: TransportChoice, bound: Duration) -> Result<()> {

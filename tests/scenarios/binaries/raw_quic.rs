@@ -95,14 +95,12 @@ const CRYPTO_BUFFER_EXCEEDED: u64 = 0xd;
 /// The TLS alert certificate_required.
 const CERTIFICATE_REQUIRED: u64 = 0x174;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn s23_floods_of_connection_ids_and_path_challenges_cost_others_nothing() -> Result<()> {
-    all(&IDS_AND_PATHS).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn s20_pieces_with_gaps_end_the_session_or_cost_a_bounded_amount() -> Result<()> {
-    all(&PIECES).await
+tests_of! {
+    fn s23_floods_of_connection_ids_and_path_challenges_cost_others_nothing() = all(&IDS_AND_PATHS);
+    fn s20_pieces_with_gaps_end_the_session_or_cost_a_bounded_amount() = all(&PIECES);
+    fn raw_frames_of_no_use_end_the_session_or_cost_others_nothing() = all(&OTHER_FRAMES);
+    fn raw_packets_of_unauthenticated_peers_cost_a_bounded_amount_and_are_not_amplified() =
+        all(&UNAUTHENTICATED);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -133,11 +131,6 @@ async fn s20_gaps_on_a_hundred_streams_cost_a_bounded_amount() -> Result<()> {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn raw_frames_of_no_use_end_the_session_or_cost_others_nothing() -> Result<()> {
-    all(&OTHER_FRAMES).await
-}
-
 /// Sends a flood that lasts longer than the check interval. The server closes the session and logs
 /// the reason.
 #[tokio::test(flavor = "multi_thread")]
@@ -152,12 +145,6 @@ async fn raw_floods_of_small_frames_end_the_session() -> Result<()> {
     let line = log.find(|line| line.contains(reason).then_some(()));
     let logged = timeout(scaled(CONNECT), line).await;
     logged.with_context(|| format!("no line of {reason}: {log}"))
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn raw_packets_of_unauthenticated_peers_cost_a_bounded_amount_and_are_not_amplified()
--> Result<()> {
-    all(&UNAUTHENTICATED).await
 }
 
 async fn all(attacks: &[Attack]) -> Result<()> {

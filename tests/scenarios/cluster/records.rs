@@ -291,13 +291,8 @@ mod dual {
         Ok(())
     }
 
-    #[tokio::test(flavor = "multi_thread")]
-    async fn fake_api_a_node_has_a_record_of_each_family() -> Result<()> {
-        both_families(Kind::FakeApiServer).await
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn real_a_node_has_a_record_of_each_family() -> Result<()> {
-        both_families(Kind::Real).await
+    tests_of! {
+        fn fake_api_a_node_has_a_record_of_each_family() = both_families(Kind::FakeApiServer);
+        fn real_a_node_has_a_record_of_each_family() = both_families(Kind::Real);
     }
 }

@@ -39,26 +39,13 @@ const SHORT_DRAIN: Duration = Duration::from_secs(5);
 /// Time for which calls go on after the agent has connected to the new server.
 const AFTERWARDS: Duration = Duration::from_secs(2);
 
-#[tokio::test(flavor = "multi_thread")]
-async fn rollout_restart_that_surges_fails_calls_for_3_s_at_most() -> Result<()> {
-    restart_with_surge(0).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn rollout_restart_that_surges_with_20_followed_logs_fails_calls_for_3_s_at_most()
--> Result<()> {
-    restart_with_surge(STREAMS).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn deleted_pod_costs_the_next_ones_start_and_3_s_at_most() -> Result<()> {
-    delete(0).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn deleted_pod_with_20_followed_logs_costs_the_next_ones_start_and_3_s_at_most() -> Result<()>
-{
-    delete(STREAMS).await
+tests_of! {
+    fn rollout_restart_that_surges_fails_calls_for_3_s_at_most() = restart_with_surge(0);
+    fn rollout_restart_that_surges_with_20_followed_logs_fails_calls_for_3_s_at_most() =
+        restart_with_surge(STREAMS);
+    fn deleted_pod_costs_the_next_ones_start_and_3_s_at_most() = delete(0);
+    fn deleted_pod_with_20_followed_logs_costs_the_next_ones_start_and_3_s_at_most() =
+        delete(STREAMS);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -135,14 +135,9 @@ async fn fifty_rotations(transport: &str) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn f19_fifty_rotations_of_leaves_under_load_over_quic_fail_nothing() -> Result<()> {
-    fifty_rotations("quic").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f19_fifty_rotations_of_leaves_under_load_over_h2_fail_nothing() -> Result<()> {
-    fifty_rotations("h2").await
+tests_of! {
+    fn f19_fifty_rotations_of_leaves_under_load_over_quic_fail_nothing() = fifty_rotations("quic");
+    fn f19_fifty_rotations_of_leaves_under_load_over_h2_fail_nothing() = fifty_rotations("h2");
 }
 
 #[tokio::test(flavor = "multi_thread")]

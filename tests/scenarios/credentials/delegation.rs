@@ -201,19 +201,12 @@ async fn table(transport: TransportChoice, verifies: bool) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn p9_only_the_api_servers_certificate_is_delegated_over_quic() -> Result<()> {
-    table(TransportChoice::Quic, false).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn p9_only_the_api_servers_certificate_is_delegated_over_h2() -> Result<()> {
-    table(TransportChoice::H2, false).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn p9_verified_kubelets_authorize_callers_alike() -> Result<()> {
-    table(TransportChoice::Quic, true).await
+tests_of! {
+    fn p9_only_the_api_servers_certificate_is_delegated_over_quic() =
+        table(TransportChoice::Quic, false);
+    fn p9_only_the_api_servers_certificate_is_delegated_over_h2() =
+        table(TransportChoice::H2, false);
+    fn p9_verified_kubelets_authorize_callers_alike() = table(TransportChoice::Quic, true);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -334,14 +327,11 @@ async fn swapped(transport: TransportChoice) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn swap_of_all_authorities_under_a_running_exec_over_quic_cuts_nothing() -> Result<()> {
-    swapped(TransportChoice::Quic).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn swap_of_all_authorities_under_a_running_exec_over_h2_cuts_nothing() -> Result<()> {
-    swapped(TransportChoice::H2).await
+tests_of! {
+    fn swap_of_all_authorities_under_a_running_exec_over_quic_cuts_nothing() =
+        swapped(TransportChoice::Quic);
+    fn swap_of_all_authorities_under_a_running_exec_over_h2_cuts_nothing() =
+        swapped(TransportChoice::H2);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -123,14 +123,9 @@ async fn verified(transport: TransportChoice) -> Result<()> {
     asked(transport, true, check).await
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn r04_impostor_sees_no_certificate_and_no_token_over_quic() -> Result<()> {
-    verified(TransportChoice::Quic).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn r04_impostor_sees_no_certificate_and_no_token_over_h2() -> Result<()> {
-    verified(TransportChoice::H2).await
+tests_of! {
+    fn r04_impostor_sees_no_certificate_and_no_token_over_quic() = verified(TransportChoice::Quic);
+    fn r04_impostor_sees_no_certificate_and_no_token_over_h2() = verified(TransportChoice::H2);
 }
 
 /// Runs the attack without verification of targets, to show that the impostor would then obtain

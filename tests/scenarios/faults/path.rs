@@ -10,14 +10,10 @@ use tunnel_tests::faults::{
     Clocks, Load, Loads, NODE, Pipe, Run, Runs, Site, TransportMode, node_status, until,
 };
 
-#[tokio::test(flavor = "multi_thread")]
-async fn f15_another_port_of_a_nat_is_a_short_stall() -> Result<()> {
-    over_both("another port", Shift::Port).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn f16_another_address_of_the_agent_is_followed() -> Result<()> {
-    over_both("another address", Shift::Address).await
+tests_of! {
+    fn f15_another_port_of_a_nat_is_a_short_stall() = over_both("another port", Shift::Port);
+    fn f16_another_address_of_the_agent_is_followed() =
+        over_both("another address", Shift::Address);
 }
 
 async fn over_both(case: &'static str, shift: Shift) -> Result<()> {

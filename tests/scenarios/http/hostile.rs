@@ -21,14 +21,9 @@ mod behavior;
 mod bodies;
 mod heads;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn t12_each_hostile_behavior_has_its_answer_over_quic() -> Result<()> {
-    all_behaviors(TransportChoice::Quic).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn t12_each_hostile_behavior_has_its_answer_over_h2() -> Result<()> {
-    all_behaviors(TransportChoice::H2).await
+tests_of! {
+    fn t12_each_hostile_behavior_has_its_answer_over_quic() = all_behaviors(TransportChoice::Quic);
+    fn t12_each_hostile_behavior_has_its_answer_over_h2() = all_behaviors(TransportChoice::H2);
 }
 
 async fn all_behaviors(transport: TransportChoice) -> Result<()> {

@@ -139,9 +139,14 @@ async fn each_head_of_the_apiserver_arrives_as_it_was_written() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn pages_of_the_kubelet_are_read() -> Result<()> {
-    over_both(pages).await
+tests_of! {
+    fn pages_of_the_kubelet_are_read() = over_both(pages);
+    fn followed_logs_flush_each_line_and_hold_one_connection_each() = over_both(followed_logs);
+    fn exec_over_spdy_has_all_its_streams() = over_both(commands_over_spdy);
+    fn terminal_over_spdy_is_resized() = over_both(terminal_over_spdy);
+    fn port_forward_carries_many_connections_in_one() = over_both(port_forward_over_spdy);
+    fn exec_over_websocket_v5_is_pinged_and_closed_by_channel() =
+        over_both(async |caller: &Caller<'_>| terminal_over_websocket(caller, 3).await);
 }
 
 pub(crate) async fn pages(site: &Caller<'_>) -> Result<()> {
@@ -173,11 +178,6 @@ pub(crate) async fn pages(site: &Caller<'_>) -> Result<()> {
         assert_eq!(reply.ended, BodyEnd::CleanLength);
     }
     Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn followed_logs_flush_each_line_and_hold_one_connection_each() -> Result<()> {
-    over_both(followed_logs).await
 }
 
 pub(crate) async fn followed_logs(site: &Caller<'_>) -> Result<()> {
@@ -229,11 +229,6 @@ fn data(id: u32, bytes: &[u8], fin: bool) -> Option<Frame> {
     })
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn exec_over_spdy_has_all_its_streams() -> Result<()> {
-    over_both(commands_over_spdy).await
-}
-
 pub(crate) async fn commands_over_spdy(site: &Caller<'_>) -> Result<()> {
     let query = "command=cat&error=1&input=1&output=1";
     for verb in ["exec", "attach"] {
@@ -265,11 +260,6 @@ pub(crate) async fn commands_over_spdy(site: &Caller<'_>) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn terminal_over_spdy_is_resized() -> Result<()> {
-    over_both(terminal_over_spdy).await
-}
-
 pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
     let head = heads::command_over_spdy(&site.host, "exec", "command=sh&input=1&output=1&tty=1");
     let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
@@ -290,11 +280,6 @@ pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
     drop(spdy);
     site.has_connections(0).await;
     Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn port_forward_carries_many_connections_in_one() -> Result<()> {
-    over_both(port_forward_over_spdy).await
 }
 
 pub(crate) async fn port_forward_over_spdy(site: &Caller<'_>) -> Result<()> {
@@ -328,11 +313,6 @@ pub(crate) async fn port_forward_over_spdy(site: &Caller<'_>) -> Result<()> {
     drop(spdy);
     site.has_connections(0).await;
     Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn exec_over_websocket_v5_is_pinged_and_closed_by_channel() -> Result<()> {
-    over_both(async |caller: &Caller<'_>| terminal_over_websocket(caller, 3).await).await
 }
 
 /// Runs a terminal session with `pings` pings, which are 5 s apart.

@@ -24,24 +24,15 @@ enum EndsFirst {
     Target,
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_callers_fin_each_time_over_quic() -> Result<()> {
-    half_closes(TransportChoice::Quic, EndsFirst::Caller).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_callers_fin_each_time_over_h2() -> Result<()> {
-    half_closes(TransportChoice::H2, EndsFirst::Caller).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_targets_fin_each_time_over_quic() -> Result<()> {
-    half_closes(TransportChoice::Quic, EndsFirst::Target).await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn r05_16_mib_arrive_behind_the_targets_fin_each_time_over_h2() -> Result<()> {
-    half_closes(TransportChoice::H2, EndsFirst::Target).await
+tests_of! {
+    fn r05_16_mib_arrive_behind_the_callers_fin_each_time_over_quic() =
+        half_closes(TransportChoice::Quic, EndsFirst::Caller);
+    fn r05_16_mib_arrive_behind_the_callers_fin_each_time_over_h2() =
+        half_closes(TransportChoice::H2, EndsFirst::Caller);
+    fn r05_16_mib_arrive_behind_the_targets_fin_each_time_over_quic() =
+        half_closes(TransportChoice::Quic, EndsFirst::Target);
+    fn r05_16_mib_arrive_behind_the_targets_fin_each_time_over_h2() =
+        half_closes(TransportChoice::H2, EndsFirst::Target);
 }
 
 /// Runs the rounds by turns through the HTTP and the HTTPS listener, and as SPDY and WebSocket.

@@ -264,14 +264,9 @@ async fn every_shape(transport: &str) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_quic() -> Result<()> {
-    every_shape("quic").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_h2() -> Result<()> {
-    every_shape("h2").await
+tests_of! {
+    fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_quic() = every_shape("quic");
+    fn p10_every_shape_of_kube_apiserver_reaches_its_kubelet_over_h2() = every_shape("h2");
 }
 
 /// Tests an API server that dials addresses, and therefore sends no server name for logs either.
@@ -336,14 +331,9 @@ async fn whole_streams(transport: &str) -> Result<()> {
     asked::followed_logs(&logs).await
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn whole_streams_without_a_name_in_tls_over_quic() -> Result<()> {
-    whole_streams("quic").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn whole_streams_without_a_name_in_tls_over_h2() -> Result<()> {
-    whole_streams("h2").await
+tests_of! {
+    fn whole_streams_without_a_name_in_tls_over_quic() = whole_streams("quic");
+    fn whole_streams_without_a_name_in_tls_over_h2() = whole_streams("h2");
 }
 
 /// Tests users of kube-apiserver who have rights to a Pod of the first edge node, or to the proxy

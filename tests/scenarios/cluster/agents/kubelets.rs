@@ -147,14 +147,9 @@ async fn rotations_under_an_exec(transport: &str) -> Result<()> {
     agent.stop().await
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn kubelets_certificate_is_rotated_under_an_exec_over_quic() -> Result<()> {
-    rotations_under_an_exec("quic").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn kubelets_certificate_is_rotated_under_an_exec_over_h2() -> Result<()> {
-    rotations_under_an_exec("h2").await
+tests_of! {
+    fn kubelets_certificate_is_rotated_under_an_exec_over_quic() = rotations_under_an_exec("quic");
+    fn kubelets_certificate_is_rotated_under_an_exec_over_h2() = rotations_under_an_exec("h2");
 }
 
 #[tokio::test(flavor = "multi_thread")]

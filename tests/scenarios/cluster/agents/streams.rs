@@ -115,12 +115,7 @@ async fn both_kinds(transport: &str) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_quic() -> Result<()> {
-    both_kinds("quic").await
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_h2() -> Result<()> {
-    both_kinds("h2").await
+tests_of! {
+    fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_quic() = both_kinds("quic");
+    fn dns_12_dns_13_agents_of_a_cluster_carry_all_streams_over_h2() = both_kinds("h2");
 }
