@@ -136,6 +136,8 @@ const NAME_GLOSSARY: &[(&str, &[&str])] = &[
     ("report, log, send", &["tell", "tells", "told"]),
     ("receive, handle", &["heard"]),
     ("request, target", &["goal"]),
+    ("observed", &["world"]),
+    ("conditions", &["problems"]),
 ];
 
 /// Phrases, and words that names in reports have.

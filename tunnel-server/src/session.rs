@@ -19,8 +19,8 @@ use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::registry::Registry;
 
-pub mod agent_listener;
 mod admission;
+pub mod agent_listener;
 mod renewal;
 mod session_loop;
 

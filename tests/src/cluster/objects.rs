@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use k8s_openapi::ByteString;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::{
-    CA_CERTIFICATE_KEY, RECORDS_KEY, QUIC_KEY_LEASES_MAX, RIGHTS, Right, Scope, quic_key_lease_name,
+    CA_CERTIFICATE_KEY, QUIC_KEY_LEASES_MAX, RECORDS_KEY, RIGHTS, Right, Scope, quic_key_lease_name,
 };
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 

@@ -18,7 +18,7 @@ use super::query;
 /// # Errors
 /// Returns an error if the answer breaks a rule.
 pub fn keeps_the_rules(message: &[u8]) -> Result<()> {
-    let (records, names) = &*WORLD;
+    let (records, names) = &*DNS_STATE;
     for transport in [Transport::Udp, Transport::Tcp] {
         let context = AnswerContext { records, names };
         match decide(message, transport, &context) {
@@ -121,7 +121,7 @@ pub fn corpus() -> Result<Vec<Vec<u8>>> {
     Ok(corpus)
 }
 
-static WORLD: LazyLock<(RecordSet, Names)> = LazyLock::new(|| {
+static DNS_STATE: LazyLock<(RecordSet, Names)> = LazyLock::new(|| {
     let tunnel = Addresses::first_of([[10, 106, 217, 16].into()]);
     let nodes = ["worker-1", "ip-10-0-0-1.ec2.internal", "localhost"];
     let records = nodes
