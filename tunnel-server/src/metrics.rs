@@ -1,8 +1,8 @@
 //! Metrics of the server. Labels are enums and never contain text of callers or peers.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prometheus_client::collector::Collector;
@@ -107,7 +107,20 @@ tunnel_proto::label_sets! {
 
 /// All metrics of the server. Clones share them.
 #[derive(Debug, Clone)]
-pub struct Metrics(Families);
+pub struct Metrics {
+    families: Arc<Families>,
+    request_series: Arc<RequestSeries>,
+}
+
+/// The series that each request updates. Finding a series in its family takes a lock and hashes the
+/// labels, so each series is looked up once.
+#[derive(Debug, Default)]
+struct RequestSeries {
+    /// Indexed by outcome.
+    ended: [OnceLock<Counter>; Outcome::ALL.len()],
+    received: OnceLock<Counter>,
+    sent: OnceLock<Counter>,
+}
 
 impl Metrics {
     /// Registers all metrics under `tunnel_server_`. The buffer pool's gauges are read at each
@@ -118,71 +131,82 @@ impl Metrics {
         registry.register_collector(Box::new(PoolGauges(pool)));
         registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
-        Self(Families::register(registry))
+        Self {
+            families: Arc::new(Families::register(registry)),
+            request_series: Arc::default(),
+        }
     }
 
     /// Counts a connected agent until the guard is dropped.
     #[must_use]
     pub fn agent(&self, transport: &'static str) -> GaugeGuard {
         let transport = StaticLabel(transport);
-        let agents = &self.0.agents;
+        let agents = &self.families.agents;
         GaugeGuard::new(&agents.get_or_create(&TransportLabel { transport }))
     }
 
     /// Counts a suspect session until the guard is dropped.
     #[must_use]
     pub fn suspect(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.0.sessions_suspect)
+        GaugeGuard::new(&self.families.sessions_suspect)
     }
 
     pub fn session_ended(&self, code: CloseCode) {
         let code = StaticLabel(code.label());
-        let ends = &self.0.session_ends;
+        let ends = &self.families.session_ends;
         ends.get_or_create(&CodeLabel { code }).inc();
     }
 
     /// Counts an open stream until the guard is dropped.
     #[must_use]
     pub fn stream(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.0.streams_open)
+        GaugeGuard::new(&self.families.streams_open)
     }
 
     /// Counts a connection that the server itself dialed until the guard is dropped.
     #[must_use]
     pub fn dialed(&self) -> GaugeGuard {
-        GaugeGuard::new(&self.0.direct_open)
+        GaugeGuard::new(&self.families.direct_open)
     }
 
     /// Counts a finished stream or request, and the bytes received from and sent to the agent.
     pub fn ended(&self, outcome: Outcome, received: u64, sent: u64) {
-        let streams = &self.0.streams;
-        streams
-            .get_or_create(&OutcomeLabel { result: outcome })
-            .inc();
-        for (direction, bytes) in [("in", received), ("out", sent)] {
+        let series = &self.request_series;
+        let ended = || {
+            let streams = &self.families.streams;
+            streams.get_or_create_owned(&OutcomeLabel { result: outcome })
+        };
+        match series.ended.get(outcome as usize) {
+            Some(counter) => counter.get_or_init(ended).inc(),
+            None => ended().inc(),
+        };
+        for (counter, direction, bytes) in [
+            (&series.received, "in", received),
+            (&series.sent, "out", sent),
+        ] {
             let direction = StaticLabel(direction);
-            let counter = &self.0.stream_bytes;
+            let bytes_of = &self.families.stream_bytes;
             counter
-                .get_or_create(&DirectionLabel { direction })
+                .get_or_init(|| bytes_of.get_or_create_owned(&DirectionLabel { direction }))
                 .inc_by(bytes);
         }
     }
 
     /// Records the time that opening a stream took.
     pub fn opened(&self, elapsed: Duration) {
-        self.0.open_seconds.observe(elapsed.as_secs_f64());
+        self.families.open_seconds.observe(elapsed.as_secs_f64());
     }
 
     /// Counts an event in which a limit was reached.
     pub fn limit(&self, limit: Limit) {
-        let reached = &self.0.limits_reached;
+        let reached = &self.families.limits_reached;
         reached.get_or_create(&LimitLabel { limit }).inc();
     }
 
     /// Counts a finished handshake or admission by result: `ok` or the name of the failure.
     pub fn handshake(&self, result: &'static str) {
         self.count_timeout(result);
-        count(&self.0.handshakes, result);
+        count(&self.families.handshakes, result);
     }
 
     /// Counts timeouts on the agents' port. One limit applies to all of them.
@@ -194,23 +218,23 @@ impl Metrics {
 
     /// Counts a caller whose idle connection was closed for a newer one.
     pub fn evicted_caller(&self) {
-        self.0.callers_evicted.inc();
+        self.families.callers_evicted.inc();
     }
 
     /// Counts a caller whose connection was refused because no permit was available.
     pub fn refused_caller(&self) {
-        self.0.callers_refused.inc();
+        self.families.callers_refused.inc();
     }
 
     /// Counts a renewal by result: `issued` or the name of the refusal.
     pub fn renewal(&self, result: &'static str) {
-        count(&self.0.renewals, result);
+        count(&self.families.renewals, result);
     }
 
     /// Counts a request by the result of its password check: `right`, `wrong`, `missing` or
     /// `waiting`.
     pub fn password(&self, result: &'static str) {
-        count(&self.0.passwords, result);
+        count(&self.families.passwords, result);
     }
 
     /// Records the result of reloading certificate files.
@@ -222,8 +246,8 @@ impl Metrics {
         });
         let failed = reload == ReloadOutcome::Failed;
         let files = StaticLabel(files);
-        let reloads = &self.0.credential_reloads;
-        let unusable = &self.0.credential_files_unusable;
+        let reloads = &self.families.credential_reloads;
+        let unusable = &self.families.credential_files_unusable;
         reloads.get_or_create(&ReloadLabel { files, result }).inc();
         unusable
             .get_or_create(&FilesLabel { files })
@@ -233,25 +257,27 @@ impl Metrics {
     /// Counts an enrollment by result: `ok` or the name of the failure.
     pub fn enrollment(&self, result: &'static str) {
         self.count_timeout(result);
-        count(&self.0.enrollments, result);
+        count(&self.families.enrollments, result);
     }
 
     /// Records the size of the route table.
     pub fn routes(&self, nodes: usize, conflicts: usize) {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
-        self.0.known_nodes.set(number(nodes));
-        self.0.address_conflicts.set(number(conflicts));
+        self.families.known_nodes.set(number(nodes));
+        self.families.address_conflicts.set(number(conflicts));
     }
 
     /// Records the expiry of the server's own certificate.
     pub fn certificate(&self, not_after: SystemTime) {
-        self.0.certificate_not_after.set(unix_seconds(not_after));
+        self.families
+            .certificate_not_after
+            .set(unix_seconds(not_after));
     }
 
     /// Records the expiry of another certificate that the server was given.
     pub fn credential(&self, files: &'static str, not_after: SystemTime) {
         let files = StaticLabel(files);
-        let credentials = &self.0.credential_not_after;
+        let credentials = &self.families.credential_not_after;
         credentials
             .get_or_create(&FilesLabel { files })
             .set(unix_seconds(not_after));
