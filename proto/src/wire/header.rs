@@ -233,7 +233,12 @@ impl StreamReply {
 /// peer's text cannot forge log lines or header fields.
 #[must_use]
 pub fn one_line(text: &str) -> String {
-    let mut line = String::new();
+    // Nearly all texts need no change.
+    let is_printable = |byte: u8| byte == b' ' || byte.is_ascii_graphic();
+    if text.len() <= DETAIL_MAX && text.bytes().all(is_printable) {
+        return text.to_owned();
+    }
+    let mut line = String::with_capacity(text.len().min(DETAIL_MAX));
     for character in text.chars() {
         if line.len() + character.len_utf8() > DETAIL_MAX {
             break;

@@ -2,6 +2,8 @@
 //! request or stream ends. Heads that cannot be parsed are all counted, but only a sample of them
 //! is logged.
 
+use std::fmt::{self, Write as _};
+
 use tokio::time::Instant;
 use tracing::info;
 use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
@@ -18,6 +20,9 @@ use crate::routing::via::Via;
 
 /// Longest text from a caller in an access log line, in bytes.
 const FIELD_MAX_BYTES: usize = 256;
+
+/// Capacity for the text of a destination, in bytes.
+const DESTINATION_CAPACITY: usize = 64;
 
 /// The access log entry of a request or stream in progress. Dropping the entry writes the line.
 #[derive(Debug)]
@@ -86,8 +91,11 @@ impl AccessLog {
         self.open = Some(self.metrics.dialed());
     }
 
-    pub fn destination(&mut self, destination: &impl ToString) {
-        self.destination = destination.to_string();
+    pub fn destination(&mut self, destination: &impl fmt::Display) {
+        // With space for most texts, since each part of a destination is written separately.
+        let mut text = String::with_capacity(DESTINATION_CAPACITY);
+        let _never_fails = write!(text, "{destination}");
+        self.destination = text;
     }
 
     /// Records that a new stream carries the request. `elapsed` is the time that opening the stream

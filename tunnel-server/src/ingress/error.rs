@@ -1,5 +1,7 @@
 //! Failures of requests and streams on the listeners.
 
+use std::fmt::Display;
+
 use tunnel_proto::transport::{StreamCut, find_cause};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, one_line};
@@ -44,7 +46,7 @@ impl ProxyError {
     /// Creates a failure from an error of opening a stream. `target_label` names the node and the
     /// target.
     #[must_use]
-    pub fn from_open(error: &OpenError, target_label: &str) -> Self {
+    pub fn from_open(error: &OpenError, target_label: impl Display) -> Self {
         let outcome = match error {
             OpenError::NoAgent | OpenError::Suspect(_) => Outcome::NoAgent,
             OpenError::TooManyStreams(_) | OpenError::BufferPoolFull(_) => Outcome::TooManyStreams,
@@ -72,7 +74,7 @@ impl ProxyError {
     #[must_use]
     pub fn from_stream(
         error: &(dyn std::error::Error + 'static),
-        target_label: &str,
+        target_label: impl Display,
         otherwise: Outcome,
     ) -> Self {
         if let Some(refusal) = find_cause::<Refusal>(error) {

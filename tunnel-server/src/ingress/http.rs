@@ -361,7 +361,7 @@ impl Caller {
         let is_connect = self.is_connect(&request);
         let subject = match &self.listener.connect {
             Some(_) => connect::subject(&request),
-            None => format!("{} {}", request.method(), request.uri().path()),
+            None => [request.method().as_str(), request.uri().path()].join(" "),
         };
         let mut access_log = AccessLog::start(
             self.listener.name,

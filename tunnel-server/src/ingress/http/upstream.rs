@@ -73,8 +73,7 @@ impl UpstreamRequest<'_> {
         {
             access_log.carried(upstream.carrier.via.clone(), upstream.carrier.bytes.clone());
             let before = upstream.bytes_read();
-            let target_label = self.destination.to_string();
-            match upstream.send(request, &target_label).await {
+            match upstream.send(request, self.destination).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(send_error) => {
                     let ended = send_error.failure.outcome == Outcome::TargetBadResponse
@@ -112,26 +111,21 @@ impl UpstreamRequest<'_> {
         opened: Opened,
         request: Request<SentBody>,
     ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
-        let target_label = self.destination.to_string();
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
         };
-        let mut upstream = self.connect(opened.stream, carrier, &target_label).await?;
-        let response = upstream.send(request, &target_label).await;
+        let mut upstream = self.connect(opened.stream, carrier).await?;
+        let response = upstream.send(request, self.destination).await;
         Ok((response.map_err(|send_error| send_error.failure)?, upstream))
     }
 
     /// Prepares a stream for a request. On plain listeners this method does not wait for the
     /// agent's reply: the request follows the stream header at once, and a refusal appears as an
     /// error of the request.
-    async fn connect(
-        &self,
-        stream: Stream,
-        carrier: Carrier,
-        target_label: &str,
-    ) -> Result<Upstream, ProxyError> {
+    async fn connect(&self, stream: Stream, carrier: Carrier) -> Result<Upstream, ProxyError> {
         let (limits, drivers) = (&self.ingress.limits, &self.ingress.drivers);
+        let target_label = self.destination;
         match self.scheme {
             Scheme::Http => Upstream::start(stream, carrier, drivers, target_label).await,
             Scheme::Https => {
@@ -172,6 +166,7 @@ pub(super) async fn exchange_direct(
     request: Request<StrippedBody>,
     target_label: &str,
 ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
+    let target_label = &target_label;
     let carrier = Carrier {
         via: None,
         bytes: socket.bytes(),
@@ -204,7 +199,7 @@ impl UpstreamBodyGuard {
     }
 }
 
-fn tls_failure(error: &std::io::Error, target_label: &str) -> ProxyError {
+fn tls_failure(error: &std::io::Error, target_label: &Destination) -> ProxyError {
     let failure = ProxyError::from_stream(error, target_label, Outcome::TargetTls);
     match failure.outcome {
         // A target that resets or closes the connection during the handshake does not speak TLS.
@@ -269,10 +264,7 @@ impl<'a> StreamOpener<'a> {
             }
             // No other session can carry the stream, so the caller receives the refusal.
             (Err(_), Some((refusal, _))) => Err(refusal.clone()),
-            (Err(error), None) => {
-                let target_label = self.destination.to_string();
-                Err(ProxyError::from_open(&error, &target_label))
-            }
+            (Err(error), None) => Err(ProxyError::from_open(&error, self.destination)),
         }
     }
 

@@ -1,5 +1,6 @@
 //! A connection to a target: an HTTP client on top of a stream or a socket.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -36,6 +37,9 @@ const INTERIM_MAX: usize = 64;
 /// The caller's body, or an empty body for a request that is sent again.
 pub(super) type SentBody = Either<StrippedBody, Empty<Bytes>>;
 
+/// Name of a target in errors. Most requests succeed, so the text is made only for an error.
+pub(super) type TargetLabel<'a> = dyn fmt::Display + Sync + 'a;
+
 /// What carries an HTTP connection to a target, without the stream.
 #[derive(Debug)]
 pub(crate) struct Carrier {
@@ -69,7 +73,7 @@ impl Upstream {
         stream: S,
         carrier: Carrier,
         drivers: &TaskTracker,
-        target_label: &str,
+        target_label: &TargetLabel<'_>,
     ) -> Result<Self, ProxyError>
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -106,7 +110,7 @@ impl Upstream {
     pub(super) async fn send(
         &mut self,
         mut request: Request<SentBody>,
-        target_label: &str,
+        target_label: &TargetLabel<'_>,
     ) -> Result<Response<Incoming>, Box<SendError>> {
         let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
         let notify = too_many.clone();
