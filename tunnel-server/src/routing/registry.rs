@@ -27,6 +27,9 @@ use limiter::{StreamLimiter, StreamPermit};
 /// Sessions of a node that the server tries for one stream: the active session and one spare.
 const OPEN_ATTEMPTS_MAX: usize = 2;
 
+/// The sessions that the server tries for one stream, in order.
+type Candidates = [Option<Arc<AgentSession>>; OPEN_ATTEMPTS_MAX];
+
 /// Lookups of a node's sessions for one stream.
 const LOOKUP_ROUNDS_MAX: usize = 3;
 
@@ -106,7 +109,8 @@ pub struct RegistryLimits {
 /// The sessions of one node. Never empty.
 #[derive(Debug)]
 struct NodeSessions {
-    sessions: Vec<Arc<AgentSession>>,
+    /// Shared, because each stream takes a copy and sessions change rarely.
+    sessions: Arc<[Arc<AgentSession>]>,
     /// Shared by all sessions of the agent.
     limiter: Arc<StreamLimiter>,
 }
@@ -172,7 +176,7 @@ impl Registry {
         let mut nodes = self.nodes.lock();
         let node = nodes.entry(session.node.clone());
         let node = node.or_insert_with(|| NodeSessions {
-            sessions: Vec::new(),
+            sessions: Arc::default(),
             limiter: StreamLimiter::new(self.limits.streams_per_agent),
         });
         let live = |other: &&Arc<AgentSession>| {
@@ -186,12 +190,13 @@ impl Registry {
         let superseded = node.supersede_at_limit(&session)?;
         // Runs before a lookup can return both sessions, so that two agent processes never own a
         // name together.
-        for other in &node.sessions {
+        for other in node.sessions.iter() {
             if other.instance != session.instance {
                 other.withdraw();
             }
         }
-        node.sessions.insert(0, session.clone());
+        let newest = std::iter::once(&session);
+        node.sessions = newest.chain(node.sessions.iter()).cloned().collect();
         drop(nodes);
         self.changes.send_modify(|count| *count += 1);
         Ok(Registration {
@@ -207,7 +212,7 @@ impl Registry {
         let nodes = self.nodes.lock();
         nodes
             .get(node)
-            .map_or_else(Vec::new, |node| node.sessions.clone())
+            .map_or_else(Vec::new, |node| node.sessions.to_vec())
     }
 
     /// Returns whether a session of a node is connected.
@@ -237,7 +242,7 @@ impl Registry {
     #[must_use]
     pub fn all(&self) -> Vec<Arc<AgentSession>> {
         let nodes = self.nodes.lock();
-        let sessions = nodes.values().flat_map(|node| &node.sessions);
+        let sessions = nodes.values().flat_map(|node| node.sessions.iter());
         sessions.cloned().collect()
     }
 
@@ -280,7 +285,7 @@ impl Registry {
     ) -> Result<Opened, OpenError> {
         let (routable, permit) = self.admit(node, caller, except)?;
         let mut failure = OpenError::NoAgent;
-        for agent in routable {
+        for agent in routable.into_iter().flatten() {
             match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
                     stream.attach((permit, agent.count_stream()));
@@ -319,31 +324,35 @@ impl Registry {
         })
     }
 
-    /// Returns the sessions to try for a new stream of `caller`, at least one, and the stream's
-    /// permit.
+    /// Returns the sessions to try for a new stream of `caller`, of which the first exists, and the
+    /// stream's permit.
     fn admit(
         &self,
         node: &NodeName,
         caller: &CallerKey,
         except: Option<&Via>,
-    ) -> Result<(Vec<Arc<AgentSession>>, StreamPermit), OpenError> {
+    ) -> Result<(Candidates, StreamPermit), OpenError> {
         let (sessions, limiter) = match self.nodes.lock().get(node) {
             Some(node) => (node.sessions.clone(), node.limiter.clone()),
             None => return Err(OpenError::NoAgent),
         };
         let mut suspect_reason = None;
-        let mut routable = Vec::new();
-        for agent in &sessions {
+        let mut routable = Candidates::default();
+        let mut vacant = routable.iter_mut();
+        for agent in sessions.iter() {
             if agent.is_withdrawn() || except == Some(&Via::Local(agent.id)) {
                 continue;
             }
             match agent.suspect_reason() {
                 Some(reason) => suspect_reason = suspect_reason.or(Some(reason)),
-                None if routable.len() < OPEN_ATTEMPTS_MAX => routable.push(agent.clone()),
-                None => {}
+                None => {
+                    if let Some(slot) = vacant.next() {
+                        *slot = Some(agent.clone());
+                    }
+                }
             }
         }
-        if routable.is_empty() {
+        if routable.iter().all(Option::is_none) {
             return Err(suspect_reason.map_or(OpenError::Draining, OpenError::Suspect));
         }
         // Trying another session would not help: the buffer pool is global, and the quota is per
@@ -358,7 +367,8 @@ impl Registry {
     fn remove(&self, node: &NodeName, id: SessionId) {
         let mut nodes = self.nodes.lock();
         if let Some(of_node) = nodes.get_mut(node) {
-            of_node.sessions.retain(|session| session.id != id);
+            let others = of_node.sessions.iter().filter(|session| session.id != id);
+            of_node.sessions = others.cloned().collect();
             if of_node.sessions.is_empty() {
                 nodes.remove(node);
             }

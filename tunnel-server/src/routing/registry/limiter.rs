@@ -114,10 +114,7 @@ impl StreamLimiter {
         self: &Arc<Self>,
         caller: &CallerKey,
     ) -> Result<StreamPermit, QuotaExhausted> {
-        let mut open = self.open.lock();
-        open.admit(caller, self.limit)?;
-        open.add(caller);
-        drop(open);
+        self.open.lock().acquire(caller, self.limit)?;
         Ok(StreamPermit {
             limiter: self.clone(),
             caller: caller.clone(),
@@ -132,31 +129,35 @@ impl StreamLimiter {
 }
 
 impl OpenStreams {
-    fn admit(&self, caller: &CallerKey, limit: usize) -> Result<(), QuotaExhausted> {
-        let of_caller = self.callers.get(caller).copied().unwrap_or_default();
+    fn acquire(&mut self, caller: &CallerKey, limit: usize) -> Result<(), QuotaExhausted> {
+        let known = self.callers.get_mut(caller);
+        let of_caller = known.as_ref().map_or(0, |count| **count);
         // The remaining quarter is reserved for callers with a certificate other than the busiest
         // one.
         let three_quarters = limit - limit / 4;
         let exhausted = |quota, streams| Err(QuotaExhausted { quota, streams });
+        let is_verified = caller.is_verified();
         if self.all >= limit {
-            exhausted(StreamQuota::Agent, self.all)
-        } else if caller.is_verified() && of_caller >= three_quarters {
-            exhausted(StreamQuota::VerifiedCaller, of_caller)
-        } else if caller.is_verified() {
-            Ok(())
-        } else if of_caller >= limit.div_ceil(2) {
-            exhausted(StreamQuota::UnverifiedCaller, of_caller)
-        } else if self.unverified >= three_quarters {
-            exhausted(StreamQuota::Unverified, self.unverified)
-        } else {
-            Ok(())
+            return exhausted(StreamQuota::Agent, self.all);
         }
-    }
-
-    fn add(&mut self, caller: &CallerKey) {
+        if is_verified {
+            if of_caller >= three_quarters {
+                return exhausted(StreamQuota::VerifiedCaller, of_caller);
+            }
+        } else if of_caller >= limit.div_ceil(2) {
+            return exhausted(StreamQuota::UnverifiedCaller, of_caller);
+        } else if self.unverified >= three_quarters {
+            return exhausted(StreamQuota::Unverified, self.unverified);
+        }
         self.all += 1;
-        self.unverified += usize::from(!caller.is_verified());
-        *self.callers.entry(caller.clone()).or_default() += 1;
+        self.unverified += usize::from(!is_verified);
+        match known {
+            Some(count) => *count += 1,
+            None => {
+                self.callers.insert(caller.clone(), 1);
+            }
+        }
+        Ok(())
     }
 
     fn remove(&mut self, caller: &CallerKey) {
