@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 /// Maximum length of a DNS name in text form (RFC 1035, section 2.3.4, less the root label).
 const NAME_MAX: usize = 253;
@@ -28,9 +29,10 @@ pub enum NameError {
 
 /// The name of a node: a DNS subdomain (RFC 1123), stored in lower case without a trailing dot.
 ///
-/// Comparison ignores case, as in DNS, because parsing converts names to lower case.
+/// Comparison ignores case, as in DNS, because parsing converts names to lower case. A clone shares
+/// the text: each request clones the name of its node several times.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct NodeName(Box<str>);
+pub struct NodeName(Arc<str>);
 
 impl NodeName {
     /// Returns the name in lower case without a trailing dot.
@@ -68,7 +70,12 @@ impl FromStr for NodeName {
         if text.contains('.') && last.bytes().all(|byte| byte.is_ascii_digit()) {
             return Err(NameError::Address);
         }
-        Ok(Self(text.to_ascii_lowercase().into()))
+        let mut name: Arc<str> = text.into();
+        // Nothing else has this name yet, so it is changed in place.
+        if let Some(name) = Arc::get_mut(&mut name) {
+            name.make_ascii_lowercase();
+        }
+        Ok(Self(name))
     }
 }
 
