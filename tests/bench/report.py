@@ -196,15 +196,14 @@ def target_tables(report):
 
 
 def unit_tables(report):
-    """Returns the cost of each unit of work, from the first case that has it. The raw transports
-    are left out, since they have no server and agent."""
+    """Returns the cost of each unit of work, from the first case that has it."""
     costs = {}
     for unit, metric in UNITS.items():
         costs[unit] = {}
         for case in report.cases:
             costs[unit] = report.stats(case["number"], metric) | costs[unit]
     known = {system for stats in costs.values() for system in stats}
-    systems = [name for name in report.systems if name in known and not name.startswith("raw-")]
+    systems = [name for name in report.systems if name in known]
     rows = [
         [unit, *(stat_text(stats.get(system)) for system in systems)]
         for unit, stats in costs.items()

@@ -23,7 +23,7 @@ pub(crate) struct Case {
     /// Maximum number of rounds. Further rounds add nothing: memory and sizes hardly vary, and
     /// restarts take long.
     pub(crate) rounds_most: u32,
-    /// Whether the case needs more systems than the direct connection and the floor.
+    /// Whether the case needs more systems than the direct connection and the relays.
     pub(crate) of_culvert: bool,
 }
 
@@ -42,7 +42,7 @@ const fn case(number: u8, title: &'static str, targets: &'static [Target]) -> Ca
 pub(crate) const CASES: &[Case] = &[
     Case {
         of_culvert: false,
-        ..case(0, "the floor alone", &[])
+        ..case(0, "the relays alone", &[])
     },
     case(1, "one stream down and up, h2 over TLS", bulk::OVER_TCP),
     case(2, "one stream down and up, QUIC", bulk::OVER_QUIC),
@@ -75,7 +75,7 @@ impl Case {
     /// The case cannot continue. Errors of single systems are recorded instead.
     pub(crate) async fn run(&self, bench: &mut BenchRun) -> Result<()> {
         match self.number {
-            0 => bulk::floor(bench).await,
+            0 => bulk::relays(bench).await,
             1 => bulk::over_tcp(bench).await,
             2 => bulk::over_quic(bench).await,
             3 => bulk::many_streams(bench).await,

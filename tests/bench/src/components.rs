@@ -10,8 +10,8 @@ use tunnel_tests::process::{Process, Program};
 
 pub(crate) mod agents;
 pub(crate) mod edge;
-pub(crate) mod raw;
 pub(crate) mod relay;
+pub(crate) mod transport_relay;
 
 const START: Duration = Duration::from_secs(10);
 

@@ -42,7 +42,7 @@ pub(crate) struct Run {
     /// Factor for the duration of each measurement, below 1 for quick trials.
     #[arg(long, default_value_t = 1.0)]
     hurry: f64,
-    /// Slowdown for tests: CPU time that the relays of the floor waste on each read.
+    /// Slowdown for tests: CPU time that the minimal relay over h2 wastes on each read.
     #[arg(long, default_value = "0s")]
     waste: humantime::Duration,
     /// Whether this process is already in the namespace.

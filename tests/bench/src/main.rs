@@ -40,7 +40,7 @@ enum Verb {
     #[command(hide = true)]
     Relay(components::relay::Relay),
     #[command(hide = true)]
-    Raw(components::raw::Sender),
+    TransportRelay(components::transport_relay::TransportRelay),
     #[command(hide = true)]
     Agents(components::agents::Agents),
 }
@@ -53,7 +53,7 @@ async fn main() -> Result<ExitCode> {
         Verb::Work(worker) => worker.run().await,
         Verb::Edge(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::Relay(part) => part.run().await.map(|()| ExitCode::SUCCESS),
-        Verb::Raw(part) => part.run().await.map(|()| ExitCode::SUCCESS),
+        Verb::TransportRelay(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::Agents(part) => part.run().await.map(|()| ExitCode::SUCCESS),
     }
 }

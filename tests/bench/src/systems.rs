@@ -1,5 +1,5 @@
 //! The systems that are compared: a direct connection, the floor (two plain relays in a row),
-//! Culvert over each transport, and peers.
+//! minimal relays over each transport, Culvert over each transport, and peers.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use tunnel_tests::link::Link;
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 
 use crate::client::{Endpoint, TARGET_NAME};
-use crate::components::{self, raw};
+use crate::components::{self, transport_relay};
 
 /// Name of the node in every stack.
 pub(crate) const NODE: &str = "worker-1";
@@ -248,16 +248,15 @@ fn opened(line: &str, service: &str) -> Option<SocketAddr> {
 #[derive(Debug)]
 pub(crate) struct Systems {
     pub(crate) edge: Edge,
-    floor: [(Process, SocketAddr); 4],
+    relays: Vec<RelayPair>,
     quic: Option<Culvert>,
     h2: Option<Culvert>,
     peer: Option<Peer>,
-    pub(crate) raw: Vec<(raw::Kind, Process, SocketAddr)>,
 }
 
 impl Systems {
     /// Starts all systems. `culvert` says whether the two Culvert stacks are needed. `waste` is the
-    /// CPU time that the relays of the floor waste on each read.
+    /// CPU time that the minimal relay over h2 wastes on each read of its edge end.
     pub(crate) async fn start(
         culvert: bool,
         waste: Duration,
@@ -265,21 +264,19 @@ impl Systems {
     ) -> Result<Self> {
         let edge = Edge::start().await?;
         let waste = humantime::format_duration(waste).to_string();
-        let relay = async |to: SocketAddr| {
-            components::start(&to_args(&[
-                "relay",
-                "--to",
-                &to.to_string(),
-                "--waste",
-                &waste,
-            ]))
-            .await
-        };
-        let agent = relay(edge.plain_address).await?;
-        let server = relay(agent.1).await?;
-        let secure_agent = relay(edge.secure_address).await?;
-        let secure_server = relay(secure_agent.1).await?;
-        let (mut quic, mut h2, mut raw) = (None, None, Vec::new());
+        let (chain, key) = pair(&edge.ca, transport_relay::NAME, edge.scratch.path())?;
+        let root = edge.scratch.file("root.crt", edge.ca.pem())?;
+        let root = root.to_string_lossy().into_owned();
+        let (chain, key, root) = (chain.as_str(), key.as_str(), root.as_str());
+        let (over_h2, over_quic) = (["transport-relay", "h2"], ["transport-relay", "quic"]);
+        let slow = [chain, key, "--waste", waste.as_str()];
+        let target = edge.plain_address;
+        let relays = vec![
+            RelayPair::start(FLOOR, &["relay"], target, [&[], &[]]).await?,
+            RelayPair::start(RELAY_H2, &over_h2, target, [&slow, &[root]]).await?,
+            RelayPair::start(RELAY_QUIC, &over_quic, target, [&[chain, key], &[root]]).await?,
+        ];
+        let (mut quic, mut h2) = (None, None);
         if culvert {
             let shape = |transport| Shape {
                 transport,
@@ -287,12 +284,6 @@ impl Systems {
             };
             quic = Some(Culvert::start(&edge, shape("quic")).await?);
             h2 = Some(Culvert::start(&edge, shape("h2")).await?);
-            let (chain, key) = pair(&edge.ca, raw::name(), edge.scratch.path())?;
-            for (kind, word) in [(raw::Kind::Quic, "quic"), (raw::Kind::H2, "h2")] {
-                let (process, address) =
-                    components::start(&to_args(&["raw", word, &chain, &key])).await?;
-                raw.push((kind, process, address));
-            }
         }
         let peer = match rathole {
             Some(binary) => Some(Peer::start(binary, &edge).await?),
@@ -300,19 +291,19 @@ impl Systems {
         };
         Ok(Self {
             edge,
-            floor: [server, agent, secure_server, secure_agent],
+            relays,
             quic,
             h2,
             peer,
-            raw,
         })
     }
 
     /// Returns the ids of the processes of all systems.
     pub(crate) fn processes(&mut self) -> Vec<u32> {
         let mut all = self.edge.processes();
-        all.extend(self.floor.iter().filter_map(|(process, _)| process.id()));
-        all.extend(self.raw.iter().filter_map(|(_, process, _)| process.id()));
+        for relay in &self.relays {
+            all.extend(relay.server.id().into_iter().chain(relay.agent.id()));
+        }
         for stack in [&mut self.quic, &mut self.h2].into_iter().flatten() {
             all.extend(stack.server_process());
             all.extend(stack.agent_process());
@@ -330,7 +321,6 @@ impl Systems {
             tls: Some(edge.tls.clone()),
             ..plain(address)
         };
-        let [server, agent, secure_server, _] = &self.floor;
         let mut systems = vec![
             System {
                 name: DIRECT,
@@ -346,14 +336,14 @@ impl Systems {
                 server: None,
                 agent: None,
             },
-            System {
-                name: FLOOR,
-                plain: plain(server.1),
-                secure: Some(secure(secure_server.1)),
-                server: server.0.id(),
-                agent: agent.0.id(),
-            },
         ];
+        systems.extend(self.relays.iter().map(|relay| System {
+            name: relay.name,
+            plain: plain(relay.address),
+            secure: None,
+            server: relay.server.id(),
+            agent: relay.agent.id(),
+        }));
         let names = [(QUIC, QUIC_HTTP), (H2, H2_HTTP)];
         for (stack, (bytes, http)) in [&mut self.quic, &mut self.h2].into_iter().zip(names) {
             let Some(stack) = stack else { continue };
@@ -386,6 +376,40 @@ impl Systems {
             });
         }
         systems
+    }
+}
+
+/// Two relays in a row: the cloud end, which accepts callers, and the edge end, which dials the
+/// plain edge service.
+#[derive(Debug)]
+struct RelayPair {
+    name: &'static str,
+    server: Process,
+    agent: Process,
+    address: SocketAddr,
+}
+
+impl RelayPair {
+    /// Starts both ends. The arguments of an end are `verb`, the address that the end dials, and
+    /// those in `more` for the agent's end and for the server's end.
+    async fn start(
+        name: &'static str,
+        verb: &[&str],
+        target: SocketAddr,
+        more: [&[&str]; 2],
+    ) -> Result<Self> {
+        let start = async |to: SocketAddr, more: &[&str]| {
+            let to = to.to_string();
+            components::start(&to_args(&[verb, &[to.as_str()], more].concat())).await
+        };
+        let (agent, at_agent) = start(target, more[0]).await?;
+        let (server, address) = start(at_agent, more[1]).await?;
+        Ok(Self {
+            name,
+            server,
+            agent,
+            address,
+        })
     }
 }
 
@@ -452,11 +476,11 @@ pub(crate) const QUIC: &str = "culvert-quic";
 pub(crate) const H2: &str = "culvert-h2";
 pub(crate) const QUIC_HTTP: &str = "culvert-quic-http";
 pub(crate) const H2_HTTP: &str = "culvert-h2-http";
-pub(crate) const RAW_QUIC: &str = "raw-quic";
-pub(crate) const RAW_H2: &str = "raw-h2";
+pub(crate) const RELAY_QUIC: &str = "relay-quic";
+pub(crate) const RELAY_H2: &str = "relay-h2";
 pub(crate) const RATHOLE: &str = "rathole";
 
 /// Names of all systems, in the order of reports.
 pub(crate) const NAMES: [&str; 10] = [
-    DIRECT, DIRECT_TLS, FLOOR, RAW_H2, RAW_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+    DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
 ];

@@ -12,14 +12,14 @@ async fn planted_slowdown_is_found() -> Result<()> {
         return Ok(());
     };
     let scratch = ScratchDir::new()?;
-    let before = floor(&scratch.path().join("before"), "0s").await?;
-    let slower = floor(&scratch.path().join("slower"), WASTE).await?;
+    let before = relays(&scratch.path().join("before"), "0s").await?;
+    let slower = relays(&scratch.path().join("slower"), WASTE).await?;
     let same = report(&python, &["compare", &before, &before]).await?;
     ensure!(same.code() == Some(0), "{same}");
     let worse = report(&python, &["compare", &before, &slower]).await?;
     ensure!(worse.code() == Some(1), "{worse}");
     ensure!(
-        worse.out.contains("case 0, floor, down, server + agent"),
+        worse.out.contains("case 0, relay-h2, down, server + agent"),
         "{worse}"
     );
     Ok(())
@@ -33,7 +33,7 @@ async fn tables_of_a_page_and_plots_are_written() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let page = scratch.file("page.md", PAGE)?;
     let docs = page.to_string_lossy().into_owned();
-    let json = floor(&scratch.path().join("shown"), "0s").await?;
+    let json = relays(&scratch.path().join("shown"), "0s").await?;
     let shown = report(&python, &["show", &json, "--docs", &docs]).await?;
     ensure!(shown.code() == Some(0), "{shown}");
     let text = std::fs::read_to_string(&page)?;
@@ -56,8 +56,8 @@ async fn report_script_passes_its_own_tests() -> Result<()> {
     Ok(())
 }
 
-/// Runs the floor case alone, which needs no release build. Returns the path of its report.
-async fn floor(out: &Path, waste: &str) -> Result<String> {
+/// Runs the case of the relays alone, which needs no release build. Returns the path of its report.
+async fn relays(out: &Path, waste: &str) -> Result<String> {
     let args = [
         "run", "--case", "0", "--rounds", "3", "--hurry", "0.1", "--noisy", "--waste", waste,
     ];
@@ -75,8 +75,8 @@ async fn report(python: &Program, args: &[&str]) -> Result<Finished> {
         .await
 }
 
-/// CPU time that the relays waste on each read, many times the cost of a read.
-const WASTE: &str = "500us";
+/// CPU time that the relay over h2 wastes on each read, many times the cost of a read.
+const WASTE: &str = "2ms";
 const PAGE: &str = "<!-- tables of the benchmark -->\nreplaced\n<!-- end of the tables -->\n";
 const REPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/report.py");
 const REPORT_TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/test_report.py");

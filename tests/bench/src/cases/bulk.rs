@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::bench::{BenchRun, GIB};
-use crate::components::raw;
 use crate::load;
 use crate::machine::CpuUsage;
 use crate::metric::{
@@ -13,7 +12,7 @@ use crate::metric::{
     UP_CPU,
 };
 use crate::systems::{
-    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RAW_H2, RAW_QUIC, System,
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC, System,
 };
 use crate::target::Bound::{AtLeast, AtMost};
 use crate::target::Of::{Itself, Ratio};
@@ -56,18 +55,17 @@ fn size(system: &str) -> u64 {
     }
 }
 
-pub(super) async fn floor(bench: &mut BenchRun) -> Result<()> {
-    one_stream(bench, &[DIRECT, FLOOR]).await
+pub(super) async fn relays(bench: &mut BenchRun) -> Result<()> {
+    one_stream(bench, &[DIRECT, FLOOR, RELAY_H2]).await
 }
 
 pub(super) async fn over_tcp(bench: &mut BenchRun) -> Result<()> {
-    one_stream(bench, &[DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, RATHOLE]).await?;
-    raw_stream(bench, raw::Kind::H2, RAW_H2).await
+    let names = [DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, H2, H2_HTTP, RATHOLE];
+    one_stream(bench, &names).await
 }
 
 pub(super) async fn over_quic(bench: &mut BenchRun) -> Result<()> {
-    one_stream(bench, &[DIRECT, FLOOR, QUIC, QUIC_HTTP]).await?;
-    raw_stream(bench, raw::Kind::Quic, RAW_QUIC).await
+    one_stream(bench, &[DIRECT, FLOOR, RELAY_QUIC, QUIC, QUIC_HTTP]).await
 }
 
 async fn one_stream(bench: &mut BenchRun, names: &[&str]) -> Result<()> {
@@ -94,37 +92,6 @@ async fn one_stream(bench: &mut BenchRun, names: &[&str]) -> Result<()> {
             Err(error) => bench.record_error(system.name, &error),
         }
     }
-    Ok(())
-}
-
-/// Measures one stream of a transport library. The sender is a process of its own, and the receiver
-/// is this process.
-async fn raw_stream(bench: &mut BenchRun, kind: raw::Kind, name: &'static str) -> Result<()> {
-    let bytes = bench.bytes(size(name));
-    let mut senders = bench.systems.raw.iter();
-    let sender = senders
-        .find(|(which, ..)| *which == kind)
-        .context("no such sender")?;
-    let (process, from) = (sender.1.id(), sender.2);
-    let root = bench.systems.edge.ca.root().clone();
-    let (took, usage) = bench
-        .watch(&[], raw::receive(kind, from, &root, bytes))
-        .await?;
-    rate(bench, name, &DOWN, bytes, took, &usage);
-    let system = System {
-        name,
-        plain: crate::systems::plain(from),
-        secure: None,
-        server: Some(std::process::id()),
-        agent: process,
-    };
-    cpu(
-        bench,
-        &system,
-        [&DOWN_CPU, &DOWN_CPU_SERVER, &DOWN_CPU_AGENT],
-        bytes,
-        &usage,
-    );
     Ok(())
 }
 

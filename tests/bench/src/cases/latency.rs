@@ -6,7 +6,9 @@ use tunnel_tests::stats::percentile;
 use crate::bench::{BenchRun, micros};
 use crate::load;
 use crate::metric::{FAILED, KEPT_P50, KEPT_P99, NEW_P50, NEW_P99};
-use crate::systems::{DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE};
+use crate::systems::{
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC,
+};
 use crate::target::Bound::AtMost;
 use crate::target::Of::{Above, Ratio};
 use crate::target::Target;
@@ -24,7 +26,7 @@ const RATE: u32 = 200;
 
 pub(super) async fn open(bench: &mut BenchRun) -> Result<()> {
     for system in bench.rotated_systems(&[
-        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
     ]) {
         for keep in [true, false] {
             let length = bench.length(1.5);

@@ -11,7 +11,9 @@ use crate::metric::{
     PLAIN_SCRAPE_CPU, PLAIN_SCRAPE_P99, PLAIN_SCRAPES, REQUEST_CPU, REQUEST_P50, REQUEST_P99,
     REQUESTS, TLS_CONNECTION_CPU, TLS_CONNECTIONS,
 };
-use crate::systems::{DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, System};
+use crate::systems::{
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC, System,
+};
 use crate::target::Bound::{AtLeast, AtMost};
 use crate::target::Of::{Itself, Ratio};
 use crate::target::Target;
@@ -53,7 +55,7 @@ const PAGE_GZIPPED: u64 = 143_000;
 
 pub(super) async fn keep_alive(bench: &mut BenchRun) -> Result<()> {
     for system in bench.rotated_systems(&[
-        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
     ]) {
         let length = bench.length(1.5);
         let asking = async { Ok(load::closed(&system.plain, CALLERS, SMALL, length).await) };
@@ -136,8 +138,7 @@ fn note(
     #[expect(clippy::cast_precision_loss, reason = "a count for people")]
     bench.record(system.name, &FAILED, asked.failed as f64, usage.foreign);
     let each = micros_each(usage, system, asked.times.len());
-    // The CPU time is zero for a direct connection, which has no processes, and for TLS connections
-    // of the floor, whose relays are other processes than those of `system`.
+    // The CPU time is zero for a direct connection, which has no processes.
     if each > 0.0 {
         bench.record(system.name, cpu, each, usage.foreign);
     }

@@ -28,7 +28,7 @@ use tunnel_server::ca::LocalCa;
 use tunnel_server::store::data_dir::DataDir;
 
 use super::listening;
-use super::raw::Kind;
+use super::transport_relay::Kind;
 
 /// Number of first dials that run at once, because the agents of a site do not all start at one
 /// moment. After a loss of the server, all agents dial again when their backoff ends, without this
