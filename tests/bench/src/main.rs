@@ -15,6 +15,7 @@ mod guards;
 mod load;
 mod machine;
 mod metric;
+mod nginx;
 mod report;
 mod systems;
 mod target;

@@ -16,6 +16,7 @@ use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, S
 
 use crate::client::{Endpoint, TARGET_NAME};
 use crate::components::{self, transport_relay};
+use crate::nginx::Nginx;
 
 /// Name of the node in every stack.
 pub(crate) const NODE: &str = "worker-1";
@@ -251,6 +252,7 @@ pub(crate) struct Systems {
     relays: Vec<RelayPair>,
     quic: Option<Culvert>,
     h2: Option<Culvert>,
+    nginx: Option<Nginx>,
     peer: Option<Peer>,
 }
 
@@ -276,14 +278,16 @@ impl Systems {
             RelayPair::start(RELAY_H2, &over_h2, target, [&slow, &[root]]).await?,
             RelayPair::start(RELAY_QUIC, &over_quic, target, [&[chain, key], &[root]]).await?,
         ];
-        let (mut quic, mut h2) = (None, None);
+        let (mut quic, mut h2, mut nginx) = (None, None, None);
         if culvert {
             let shape = |transport| Shape {
                 transport,
                 ..Shape::default()
             };
             quic = Some(Culvert::start(&edge, shape("quic")).await?);
-            h2 = Some(Culvert::start(&edge, shape("h2")).await?);
+            let stack = Culvert::start(&edge, shape("h2")).await?;
+            nginx = Nginx::start(stack.service).await?;
+            h2 = Some(stack);
         }
         let peer = match rathole {
             Some(binary) => Some(Peer::start(binary, &edge).await?),
@@ -294,6 +298,7 @@ impl Systems {
             relays,
             quic,
             h2,
+            nginx,
             peer,
         })
     }
@@ -308,6 +313,7 @@ impl Systems {
             all.extend(stack.server_process());
             all.extend(stack.agent_process());
         }
+        all.extend(self.nginx.as_ref().and_then(|nginx| nginx.process.id()));
         if let Some(peer) = &self.peer {
             all.extend(peer.server.id().into_iter().chain(peer.agent.id()));
         }
@@ -366,6 +372,14 @@ impl Systems {
                 agent,
             });
         }
+        // CPU time of three processes does not fit server and agent.
+        systems.extend(self.nginx.as_ref().map(|nginx| System {
+            name: NGINX,
+            plain: plain(nginx.address),
+            secure: None,
+            server: None,
+            agent: None,
+        }));
         if let Some(peer) = &self.peer {
             systems.push(System {
                 name: RATHOLE,
@@ -427,10 +441,7 @@ impl Peer {
     async fn start(binary: &Path, edge: &Edge) -> Result<Self> {
         use tunnel_tests::process::Program;
         let scratch = ScratchDir::new()?;
-        let free = || -> Result<SocketAddr> {
-            Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?)
-        };
-        let (control, endpoint) = (free()?, free()?);
+        let (control, endpoint) = (free_address()?, free_address()?);
         let keys = Program::at(binary).arg("--genkey").run().await?.ok()?;
         let key = |label: &str| {
             let mut lines = keys.lines().skip_while(|line| !line.starts_with(label));
@@ -469,6 +480,11 @@ impl Peer {
     }
 }
 
+/// Returns a loopback address on which no program listens.
+pub(crate) fn free_address() -> Result<SocketAddr> {
+    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?)
+}
+
 pub(crate) const DIRECT: &str = "direct";
 pub(crate) const DIRECT_TLS: &str = "direct-tls";
 pub(crate) const FLOOR: &str = "floor";
@@ -478,9 +494,10 @@ pub(crate) const QUIC_HTTP: &str = "culvert-quic-http";
 pub(crate) const H2_HTTP: &str = "culvert-h2-http";
 pub(crate) const RELAY_QUIC: &str = "relay-quic";
 pub(crate) const RELAY_H2: &str = "relay-h2";
+pub(crate) const NGINX: &str = "nginx";
 pub(crate) const RATHOLE: &str = "rathole";
 
 /// Names of all systems, in the order of reports.
-pub(crate) const NAMES: [&str; 10] = [
-    DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+pub(crate) const NAMES: [&str; 11] = [
+    DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, NGINX, RATHOLE,
 ];
