@@ -18,6 +18,8 @@ pub(crate) struct Endpoint {
     /// TLS settings for a target that speaks TLS; `None` for plain TCP.
     pub(crate) tls: Option<Arc<rustls::ClientConfig>>,
     pub(crate) host: Arc<str>,
+    /// Whether the address is a CONNECT listener. Its target is `host`.
+    pub(crate) is_connect: bool,
 }
 
 /// DNS name in the certificate of the TLS target.
@@ -25,6 +27,18 @@ pub(crate) const TARGET_NAME: &str = "edge.bench";
 
 trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+/// Sends a CONNECT and reads its answer. The target sends nothing before it has a request.
+async fn open_tunnel(socket: &mut TcpStream, host: &str) -> Result<()> {
+    let head = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n\r\n");
+    socket.write_all(head.as_bytes()).await?;
+    let mut answer = Vec::with_capacity(SMALL);
+    while !answer.ends_with(b"\r\n\r\n") {
+        ensure!(socket.read_buf(&mut answer).await? > 0, "no answer");
+    }
+    ensure!(answer.starts_with(b"HTTP/1.1 200"), "CONNECT is refused");
+    Ok(())
+}
 
 /// One connection of a caller.
 pub(crate) struct Caller {
@@ -43,8 +57,11 @@ impl Caller {
     /// # Errors
     /// The TCP connection or the TLS handshake fails.
     pub(crate) async fn connect(endpoint: &Endpoint) -> Result<Self> {
-        let socket = TcpStream::connect(endpoint.address).await?;
+        let mut socket = TcpStream::connect(endpoint.address).await?;
         socket.set_nodelay(true)?;
+        if endpoint.is_connect {
+            open_tunnel(&mut socket, &endpoint.host).await?;
+        }
         let stream: Box<dyn Io> = match &endpoint.tls {
             None => Box::new(socket),
             Some(tls) => {

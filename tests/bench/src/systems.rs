@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rustls_pki_types::CertificateDer;
 use serde_json::Value;
 use tunnel_proto::tls;
 use tunnel_tests::ca::{Leaf, TestCa};
@@ -47,7 +48,7 @@ impl Edge {
             secure,
             plain_address,
             secure_address,
-            tls: client_tls(&ca)?,
+            tls: client_tls([ca.root().clone()])?,
             ca,
             scratch,
         })
@@ -73,10 +74,12 @@ fn pair(ca: &TestCa, name: &str, folder: &Path) -> Result<(String, String)> {
 }
 
 #[expect(clippy::disallowed_methods, reason = "a caller, not the product")]
-fn client_tls(ca: &TestCa) -> Result<Arc<rustls::ClientConfig>> {
+fn client_tls(
+    roots: impl IntoIterator<Item = CertificateDer<'static>>,
+) -> Result<Arc<rustls::ClientConfig>> {
     let mut config = rustls::ClientConfig::builder_with_provider(tls::provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_root_certificates(tls::roots([ca.root().clone()])?)
+        .with_root_certificates(tls::roots(roots)?)
         .with_no_client_auth();
     // Without resumption every caller does a full handshake.
     config.resumption = rustls::client::Resumption::disabled();
@@ -107,6 +110,10 @@ pub(crate) struct Culvert {
     pub(crate) service: SocketAddr,
     pub(crate) secure: SocketAddr,
     pub(crate) http: SocketAddr,
+    https: SocketAddr,
+    /// TLS settings of a caller of the HTTPS listener, whose certificate the server's CA issues.
+    https_tls: Arc<rustls::ClientConfig>,
+    connect: SocketAddr,
     pub(crate) agent_setup: AgentSetup,
     pub(crate) data: PathBuf,
     pub(crate) link: Option<Link>,
@@ -139,17 +146,24 @@ impl Culvert {
             &file.to_string_lossy(),
             "--http-proxy-ports",
             &edge.plain_address.port().to_string(),
+            "--https-proxy-ports",
+            &edge.secure_address.port().to_string(),
+            "--https-name",
+            TARGET_NAME,
+            "--connect-listen",
+            "127.0.0.1:0",
             "--proxy-port-listen",
             "off",
         ]);
         let mut server = setup.start().await?;
         let process = server.process();
-        let service = process
-            .wait_for_line("service", START, |line| opened(line, "edge"))
-            .await?;
-        let secure = process
-            .wait_for_line("service", START, |line| opened(line, "secure"))
-            .await?;
+        let mut address = async |field: &str, name: &str| {
+            let find = |line: &str| opened(line, field, name);
+            process.wait_for_line(name, START, find).await
+        };
+        let service = address("service", "edge").await?;
+        let secure = address("service", "secure").await?;
+        let connect = address("listener", "connect").await?;
         // The file names the ports, so that a restarted server listens on them.
         std::fs::write(&file, server_yaml(edge, shape, [service, secure]))?;
         let token = server.token(NODE, None).await?;
@@ -174,6 +188,9 @@ impl Culvert {
             service,
             secure,
             http: server.address(Listener::Http),
+            https: server.address(Listener::Https),
+            https_tls: client_tls(tls::files::chain(&std::fs::read(data.join("ca.crt"))?)?)?,
+            connect,
             server: Some(server),
             agent: Some(agent),
             agent_setup,
@@ -206,6 +223,7 @@ pub(crate) fn plain(address: SocketAddr) -> Endpoint {
         address,
         tls: None,
         host: NODE.into(),
+        is_connect: false,
     }
 }
 
@@ -237,11 +255,11 @@ fn limits(shape: Shape<'_>) -> String {
     format!("limits:\n{}", lines.concat())
 }
 
-fn opened(line: &str, service: &str) -> Option<SocketAddr> {
+fn opened(line: &str, field: &str, name: &str) -> Option<SocketAddr> {
     let line: Value = serde_json::from_str(line).ok()?;
     let fields = line.get("fields").unwrap_or(&line);
-    let it = fields["message"] == "listening" && fields["service"] == service;
-    it.then(|| fields["address"].as_str()?.parse().ok())
+    let is_it = fields["message"] == "listening" && fields[field] == name;
+    is_it.then(|| fields["address"].as_str()?.parse().ok())
         .flatten()
 }
 
@@ -372,6 +390,35 @@ impl Systems {
                 agent,
             });
         }
+        let host = |target: SocketAddr| -> Arc<str> { format!("{NODE}:{}", target.port()).into() };
+        if let Some(stack) = &mut self.h2 {
+            let (server, agent) = (stack.server_process(), stack.agent_process());
+            let endpoints = [
+                (
+                    H2_HTTPS,
+                    Endpoint {
+                        tls: Some(stack.https_tls.clone()),
+                        host: host(edge.secure_address),
+                        ..plain(stack.https)
+                    },
+                ),
+                (
+                    H2_CONNECT,
+                    Endpoint {
+                        host: host(edge.plain_address),
+                        is_connect: true,
+                        ..plain(stack.connect)
+                    },
+                ),
+            ];
+            systems.extend(endpoints.map(|(name, plain)| System {
+                name,
+                plain,
+                secure: None,
+                server,
+                agent,
+            }));
+        }
         // CPU time of three processes does not fit server and agent.
         systems.extend(self.nginx.as_ref().map(|nginx| System {
             name: NGINX,
@@ -492,12 +539,15 @@ pub(crate) const QUIC: &str = "culvert-quic";
 pub(crate) const H2: &str = "culvert-h2";
 pub(crate) const QUIC_HTTP: &str = "culvert-quic-http";
 pub(crate) const H2_HTTP: &str = "culvert-h2-http";
+pub(crate) const H2_HTTPS: &str = "culvert-h2-https";
+pub(crate) const H2_CONNECT: &str = "culvert-h2-connect";
 pub(crate) const RELAY_QUIC: &str = "relay-quic";
 pub(crate) const RELAY_H2: &str = "relay-h2";
 pub(crate) const NGINX: &str = "nginx";
 pub(crate) const RATHOLE: &str = "rathole";
 
 /// Names of all systems, in the order of reports.
-pub(crate) const NAMES: [&str; 11] = [
-    DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, NGINX, RATHOLE,
+pub(crate) const NAMES: [&str; 13] = [
+    DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, H2_HTTPS,
+    H2_CONNECT, NGINX, RATHOLE,
 ];

@@ -12,8 +12,8 @@ use crate::metric::{
     REQUESTS, TLS_CONNECTION_CPU, TLS_CONNECTIONS,
 };
 use crate::systems::{
-    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, NGINX, QUIC, QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC,
-    System,
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_CONNECT, H2_HTTP, H2_HTTPS, NGINX, QUIC, QUIC_HTTP, RATHOLE,
+    RELAY_H2, RELAY_QUIC, System,
 };
 use crate::target::Bound::{AtLeast, AtMost};
 use crate::target::Of::{Itself, Ratio};
@@ -56,8 +56,8 @@ const PAGE_GZIPPED: u64 = 143_000;
 
 pub(super) async fn keep_alive(bench: &mut BenchRun) -> Result<()> {
     for system in bench.rotated_systems(&[
-        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, NGINX,
-        RATHOLE,
+        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, H2_HTTPS,
+        H2_CONNECT, NGINX, RATHOLE,
     ]) {
         let length = bench.length(1.5);
         let asking = async { Ok(load::closed(&system.plain, CALLERS, SMALL, length).await) };
@@ -80,7 +80,9 @@ pub(super) async fn keep_alive(bench: &mut BenchRun) -> Result<()> {
 }
 
 pub(super) async fn fresh(bench: &mut BenchRun) -> Result<()> {
-    for system in bench.rotated_systems(&[DIRECT, FLOOR, H2, QUIC, RATHOLE]) {
+    for system in bench.rotated_systems(&[
+        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTPS, H2_CONNECT, RATHOLE,
+    ]) {
         let length = bench.length(1.2);
         let endpoints = [
             (Some(&system.plain), &CONNECTIONS, &CONNECTION_CPU),
