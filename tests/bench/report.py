@@ -27,7 +27,7 @@ UNITS = {
     "a request over a kept connection, CPU us": "a request, server + agent",
     "a new connection, CPU us": "a new connection, server + agent",
     "an agent's session, server, CPU ms": "a session of 1000 agents, server",
-    "an idle agent, server, KiB": "server, each of 1000 agents",
+    "an idle agent, server, KiB": "server, each of 1000 further agents, anonymous",
     "an idle stream, server, KiB": "an idle stream, server",
     "an idle stream, agent, KiB": "an idle stream, agent",
 }
@@ -36,7 +36,10 @@ GROWTH = {
     "a GiB down, CPU s": ("down beside {} agents", (10, 1000, 10000)),
     "a request over a kept connection, CPU us": ("a request beside {} agents", (10, 1000, 10000)),
     "a new connection, CPU us": ("a new connection beside {} agents", (10, 1000, 10000)),
-    "an idle agent, server, KiB": ("server, each of {} agents", (1000, 10000)),
+    "an idle agent, server, KiB": (
+        "server, each of {} further agents, anonymous", (1000, 10000)
+    ),
+    "idle agents, server, cores": ("server, {} idle agents", (10, 1000, 10000)),
 }
 
 # Median and spread of a figure that `rounds` of the `accepted` rounds of its case have.

@@ -4,19 +4,30 @@ use std::fs;
 use std::path::Path;
 use std::time::Instant;
 
-/// Ticks per second in `/proc`. Linux reports all times to programs in this unit (`USER_HZ`).
+/// Ticks per second in `/proc/stat` (`USER_HZ`).
 const TICKS: f64 = 100.0;
 
-/// Returns the CPU seconds that a process has used, zero if the process does not exist.
+/// Returns the CPU seconds that the threads of a process have used, zero if the process does not
+/// exist. The figure is in nanoseconds, because the ticks of `/proc/PID/stat` are as long as all
+/// the work of 100 requests.
 pub(crate) fn cpu_seconds(process: u32) -> f64 {
-    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The process name is in parentheses and may contain any character.
-    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-    let ticks = fields.split_whitespace().skip(11).take(2);
-    ticks
-        .filter_map(|field| field.parse::<f64>().ok())
-        .sum::<f64>()
-        / TICKS
+    let first = |text: String| text.split_whitespace().next()?.parse::<f64>().ok();
+    let nanoseconds = thread_files(process, "schedstat").filter_map(first);
+    nanoseconds.sum::<f64>() / 1e9
+}
+
+/// Returns how often the threads of a process were switched away from, voluntarily or not.
+pub(crate) fn context_switches(process: u32) -> f64 {
+    let names = ["voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"];
+    thread_files(process, "status")
+        .flat_map(|status| names.map(|name| number(&status, name)))
+        .sum()
+}
+
+fn thread_files(process: u32, name: &'static str) -> impl Iterator<Item = String> {
+    let threads = fs::read_dir(format!("/proc/{process}/task"));
+    let threads = threads.into_iter().flatten().flatten();
+    threads.filter_map(move |thread| fs::read_to_string(thread.path().join(name)).ok())
 }
 
 /// Returns the resident memory of a process in KiB, zero if the process does not exist.
@@ -26,12 +37,17 @@ pub(crate) fn resident_kib(process: u32) -> f64 {
 
 /// Returns the resident memory of a process without pages of files, in KiB. Programs and libraries
 /// are left out, because the kernel can drop their pages.
-pub(crate) fn private_kib(process: u32) -> f64 {
+pub(crate) fn anonymous_kib(process: u32) -> f64 {
     status_kib(process, "RssAnon:")
 }
 
 fn status_kib(process: u32, name: &str) -> f64 {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    number(&status, name)
+}
+
+/// Returns the number after `name` at the beginning of a line, zero if there is none.
+fn number(status: &str, name: &str) -> f64 {
     let line = status.lines().find_map(|line| line.strip_prefix(name));
     let number = line.and_then(|rest| rest.split_whitespace().next());
     number
@@ -165,6 +181,7 @@ mod tests {
         let usage = watch.end();
         assert!(usage.cpu(Some(std::process::id())) > 0.0);
         assert!(resident_kib(std::process::id()) > 0.0);
+        assert!(context_switches(std::process::id()) > 0.0);
         assert_eq!(cpu_seconds(u32::MAX), 0.0);
     }
 }

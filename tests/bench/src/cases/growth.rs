@@ -9,8 +9,8 @@ use crate::load::{self, SMALL};
 use crate::machine::CpuMonitor;
 use crate::metric::{
     BULK_BESIDE_10, BULK_BESIDE_1000, BULK_BESIDE_10000, CONNECTION_BESIDE_10,
-    CONNECTION_BESIDE_1000, CONNECTION_BESIDE_10000, Metric, REQUEST_BESIDE_10,
-    REQUEST_BESIDE_1000, REQUEST_BESIDE_10000,
+    CONNECTION_BESIDE_1000, CONNECTION_BESIDE_10000, IDLE_10, IDLE_1000, IDLE_10000, Metric,
+    REQUEST_BESIDE_10, REQUEST_BESIDE_1000, REQUEST_BESIDE_10000,
 };
 use crate::systems::Culvert;
 
@@ -20,22 +20,26 @@ pub(super) struct Costs {
     bulk: &'static Metric,
     request: &'static Metric,
     connection: &'static Metric,
+    idle: &'static Metric,
 }
 
 pub(super) const BESIDE_10: Costs = Costs {
     bulk: &BULK_BESIDE_10,
     request: &REQUEST_BESIDE_10,
     connection: &CONNECTION_BESIDE_10,
+    idle: &IDLE_10,
 };
 pub(super) const BESIDE_1000: Costs = Costs {
     bulk: &BULK_BESIDE_1000,
     request: &REQUEST_BESIDE_1000,
     connection: &CONNECTION_BESIDE_1000,
+    idle: &IDLE_1000,
 };
 pub(super) const BESIDE_10000: Costs = Costs {
     bulk: &BULK_BESIDE_10000,
     request: &REQUEST_BESIDE_10000,
     connection: &CONNECTION_BESIDE_10000,
+    idle: &IDLE_10000,
 };
 
 const BYTES: u64 = 1 << 30;
@@ -64,6 +68,7 @@ pub(super) async fn beside(
     let watch = CpuMonitor::begin(&[server, agent]);
     tokio::time::sleep(IDLE).await;
     let idle = watch.end();
+    bench.record(name, costs.idle, idle.cpu(Some(server)) / idle.wall, 0.0);
     let upkeep = (idle.cpu(Some(server)) + idle.cpu(Some(agent))) / idle.wall;
     let watch = CpuMonitor::begin(&[server, agent]);
     let spent = |watch: CpuMonitor| {

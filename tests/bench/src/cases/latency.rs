@@ -3,9 +3,9 @@
 use anyhow::Result;
 use tunnel_tests::stats::percentile;
 
-use crate::bench::{BenchRun, micros};
+use crate::bench::{BenchRun, micros, micros_each};
 use crate::load;
-use crate::metric::{FAILED, KEPT_P50, KEPT_P99, NEW_P50, NEW_P99};
+use crate::metric::{FAILED, KEPT_CPU, KEPT_P50, KEPT_P99, NEW_P50, NEW_P99};
 use crate::systems::{
     DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC,
 };
@@ -49,6 +49,10 @@ pub(super) async fn open(bench: &mut BenchRun) -> Result<()> {
                 micros(percentile(&asked.times, 0.99)),
                 usage.foreign,
             );
+            if keep && system.server.is_some() {
+                let each = micros_each(&usage, &system, asked.times.len());
+                bench.record(system.name, &KEPT_CPU, each, usage.foreign);
+            }
             #[expect(clippy::cast_precision_loss, reason = "a count for people")]
             bench.record(system.name, &FAILED, asked.failed as f64, usage.foreign);
         }

@@ -9,10 +9,11 @@ use super::growth::{self, Costs};
 use crate::bench::BenchRun;
 use crate::components::{self, agents::ALL_READY};
 use crate::load;
-use crate::machine::{CpuMonitor, cpu_seconds, private_kib, resident_kib};
+use crate::machine::{anonymous_kib, context_switches, cpu_seconds, resident_kib};
 use crate::metric::{
-    AGENT_MEMORY, AGENT_PRIVATE, AGENT_SIZE, AGENTS_100, AGENTS_1000, AGENTS_10000, AGENTS_IDLE,
-    GIVEN_BACK, HANDSHAKE_CPU, Metric, SERVER_MEMORY, SERVER_PRIVATE, STREAM_AGENT, STREAM_SERVER,
+    AGENT_ANONYMOUS, AGENT_MEMORY, AGENT_SIZE, AGENT_WAKEUPS, AGENTS_100, AGENTS_1000,
+    AGENTS_10000, GIVEN_BACK, HANDSHAKE_CPU, Metric, SERVER_ANONYMOUS, SERVER_MEMORY,
+    SERVER_WAKEUPS, STREAM_AGENT, STREAM_SERVER,
 };
 use crate::systems::{Culvert, H2, QUIC, Shape};
 use crate::target::Bound::AtMost;
@@ -99,8 +100,16 @@ async fn streams(bench: &mut BenchRun, name: &'static str, transport: &str) -> R
     let before = (resident_kib(server), resident_kib(agent));
     bench.record(name, &SERVER_MEMORY, before.0 / 1024.0, 0.0);
     bench.record(name, &AGENT_MEMORY, before.1 / 1024.0, 0.0);
-    bench.record(name, &SERVER_PRIVATE, private_kib(server) / 1024.0, 0.0);
-    bench.record(name, &AGENT_PRIVATE, private_kib(agent) / 1024.0, 0.0);
+    bench.record(name, &SERVER_ANONYMOUS, anonymous_kib(server) / 1024.0, 0.0);
+    bench.record(name, &AGENT_ANONYMOUS, anonymous_kib(agent) / 1024.0, 0.0);
+    let switches = (context_switches(server), context_switches(agent));
+    tokio::time::sleep(IDLE).await;
+    let rate = |process: u32, earlier: f64| {
+        let switches = context_switches(process) - earlier;
+        switches / IDLE.as_secs_f64()
+    };
+    bench.record(name, &SERVER_WAKEUPS, rate(server, switches.0), 0.0);
+    bench.record(name, &AGENT_WAKEUPS, rate(agent, switches.1), 0.0);
     let idle_callers = load::hold(&stack.endpoint(), STREAMS).await?;
     tokio::time::sleep(SETTLE_TIME).await;
     let with = (resident_kib(server), resident_kib(agent));
@@ -143,22 +152,16 @@ async fn agents(
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
     let server = stack.server_process().context("no server")?;
     tokio::time::sleep(SETTLE_TIME).await;
-    let (before, cpu) = (resident_kib(server), cpu_seconds(server));
-    let simulator = simulate(&stack, transport, count).await?;
+    let (before, cpu) = (anonymous_kib(server), cpu_seconds(server));
+    let _simulator = simulate(&stack, transport, count).await?;
     tokio::time::sleep(SETTLE_TIME).await;
-    let each = (resident_kib(server) - before) / count as f64;
+    let each = (anonymous_kib(server) - before) / count as f64;
     if let Some(metric) = memory {
         bench.record(name, metric, each, 0.0);
     }
     if count == 1000 {
         let handshakes = (cpu_seconds(server) - cpu) * 1e3 / count as f64;
         bench.record(name, &HANDSHAKE_CPU, handshakes, 0.0);
-        let processes = [server, simulator.id().unwrap_or_default()];
-        let watch = CpuMonitor::begin(&processes);
-        tokio::time::sleep(IDLE).await;
-        let usage = watch.end();
-        let idle = usage.cpu(Some(server)) * 1e6 / usage.wall / count as f64;
-        bench.record(name, &AGENTS_IDLE, idle, 0.0);
     }
     if let Some(costs) = costs {
         growth::beside(bench, name, &mut stack, costs).await?;
