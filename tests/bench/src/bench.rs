@@ -113,6 +113,15 @@ impl BenchRun {
         });
     }
 
+    /// Returns the last figure of this round, of any case.
+    pub(crate) fn last_figure(&self, system: &str, metric: &Metric) -> Option<f64> {
+        let of_round = |sample: &&Sample| {
+            sample.round == self.round && sample.system == system && sample.metric == metric
+        };
+        let found = self.samples.iter().rev().find(of_round);
+        found.map(|sample| sample.value)
+    }
+
     /// Records an error of one system as a failure. The case continues with the other systems.
     pub(crate) fn record_error(&mut self, system: &str, error: &anyhow::Error) {
         self.record(system, &crate::metric::FAILED, 1.0, 0.0);

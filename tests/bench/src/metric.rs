@@ -86,6 +86,7 @@ metrics! {
     UP_CPU = cost("up, server + agent", "CPU s/GiB");
     MANY = rate("64 streams down", "MB/s");
     MANY_CPU = cost("64 streams, server + agent", "CPU s/GiB");
+    MANY_CPU_OF_ONE = time("64 streams, CPU of one stream", "");
     MANY_SLOWEST = rate("slowest stream, of the mean", "");
     REQUESTS = rate("requests", "/s");
     REQUEST_CPU = cost("a request, server + agent", "CPU us");

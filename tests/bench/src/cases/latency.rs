@@ -14,12 +14,12 @@ use crate::target::Of::{Above, Ratio};
 use crate::target::Target;
 
 pub(super) const TARGETS: &[Target] = &[
-    Target::new(H2, &KEPT_P50, Above(DIRECT), AtMost(180.0)),
-    Target::new(H2, &KEPT_P99, Ratio(DIRECT), AtMost(2.5)),
-    Target::new(H2, &NEW_P50, Above(DIRECT), AtMost(250.0)),
-    Target::new(QUIC, &KEPT_P50, Above(DIRECT), AtMost(180.0)),
-    Target::new(QUIC, &KEPT_P99, Ratio(DIRECT), AtMost(2.5)),
-    Target::new(QUIC, &NEW_P50, Above(DIRECT), AtMost(250.0)),
+    Target::new(H2, &KEPT_P50, Above(DIRECT), AtMost(230.0)),
+    Target::new(H2, &KEPT_CPU, Ratio(RELAY_H2), AtMost(1.3)),
+    Target::new(H2, &NEW_P50, Above(DIRECT), AtMost(425.0)),
+    Target::new(QUIC, &KEPT_P50, Above(DIRECT), AtMost(230.0)),
+    Target::new(QUIC, &KEPT_CPU, Ratio(RELAY_QUIC), AtMost(1.3)),
+    Target::new(QUIC, &NEW_P50, Above(DIRECT), AtMost(425.0)),
 ];
 
 const RATE: u32 = 200;

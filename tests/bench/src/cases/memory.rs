@@ -12,7 +12,7 @@ use crate::load;
 use crate::machine::{anonymous_kib, context_switches, cpu_seconds, resident_kib};
 use crate::metric::{
     AGENT_ANONYMOUS, AGENT_MEMORY, AGENT_SIZE, AGENT_WAKEUPS, AGENTS_100, AGENTS_1000,
-    AGENTS_10000, GIVEN_BACK, HANDSHAKE_CPU, Metric, SERVER_ANONYMOUS, SERVER_MEMORY,
+    AGENTS_10000, GIVEN_BACK, HANDSHAKE_CPU, IDLE_10000, Metric, SERVER_ANONYMOUS, SERVER_MEMORY,
     SERVER_WAKEUPS, STREAM_AGENT, STREAM_SERVER,
 };
 use crate::systems::{Culvert, H2, QUIC, Shape};
@@ -21,15 +21,21 @@ use crate::target::Of::Itself;
 use crate::target::Target;
 
 pub(super) const TARGETS: &[Target] = &[
-    Target::new(H2, &SERVER_MEMORY, Itself, AtMost(8.0)),
-    Target::new(H2, &AGENT_MEMORY, Itself, AtMost(10.0)),
+    Target::new(H2, &SERVER_ANONYMOUS, Itself, AtMost(3.0)),
+    Target::new(H2, &AGENT_ANONYMOUS, Itself, AtMost(2.0)),
+    Target::new(H2, &SERVER_WAKEUPS, Itself, AtMost(1.0)),
+    Target::new(H2, &AGENT_WAKEUPS, Itself, AtMost(1.0)),
     Target::new(H2, &AGENTS_1000, Itself, AtMost(20.0)),
+    Target::new(H2, &IDLE_10000, Itself, AtMost(0.06)),
     Target::new(H2, &STREAM_SERVER, Itself, AtMost(8.0)),
     Target::new(H2, &STREAM_AGENT, Itself, AtMost(8.0)),
     Target::new(H2, &GIVEN_BACK, Itself, AtMost(1.2)),
-    Target::new(QUIC, &SERVER_MEMORY, Itself, AtMost(8.0)),
-    Target::new(QUIC, &AGENT_MEMORY, Itself, AtMost(10.0)),
-    Target::new(QUIC, &AGENTS_1000, Itself, AtMost(40.0)),
+    Target::new(QUIC, &SERVER_ANONYMOUS, Itself, AtMost(3.0)),
+    Target::new(QUIC, &AGENT_ANONYMOUS, Itself, AtMost(2.0)),
+    Target::new(QUIC, &SERVER_WAKEUPS, Itself, AtMost(1.0)),
+    Target::new(QUIC, &AGENT_WAKEUPS, Itself, AtMost(1.0)),
+    Target::new(QUIC, &AGENTS_1000, Itself, AtMost(30.0)),
+    Target::new(QUIC, &IDLE_10000, Itself, AtMost(0.06)),
     Target::new(QUIC, &STREAM_SERVER, Itself, AtMost(8.0)),
     Target::new(QUIC, &STREAM_AGENT, Itself, AtMost(8.0)),
     Target::new(QUIC, &GIVEN_BACK, Itself, AtMost(1.2)),

@@ -16,36 +16,33 @@ use crate::systems::{
     RELAY_H2, RELAY_QUIC, System,
 };
 use crate::target::Bound::{AtLeast, AtMost};
-use crate::target::Of::{Itself, Ratio};
+use crate::target::Of::Ratio;
 use crate::target::Target;
 
 pub(super) const KEEP_ALIVE: &[Target] = &[
-    Target::new(H2, &REQUESTS, Ratio(DIRECT), AtLeast(0.29)),
-    Target::new(H2, &REQUESTS, Ratio(FLOOR), AtLeast(0.9)),
-    Target::new(H2, &REQUEST_CPU, Itself, AtMost(31.0)),
-    Target::new(QUIC, &REQUESTS, Ratio(DIRECT), AtLeast(0.29)),
-    Target::new(QUIC, &REQUESTS, Ratio(FLOOR), AtLeast(0.9)),
-    Target::new(QUIC, &REQUEST_CPU, Itself, AtMost(31.0)),
-    Target::new(H2_HTTP, &REQUESTS, Ratio(H2), AtLeast(0.85)),
-    Target::new(QUIC_HTTP, &REQUESTS, Ratio(QUIC), AtLeast(0.85)),
+    Target::new(H2, &REQUEST_CPU, Ratio(FLOOR), AtMost(1.3)),
+    Target::new(QUIC, &REQUEST_CPU, Ratio(FLOOR), AtMost(1.4)),
+    Target::new(H2_HTTP, &REQUESTS, Ratio(H2), AtLeast(0.7)),
+    Target::new(H2_HTTP, &REQUESTS, Ratio(NGINX), AtLeast(1.0)),
+    Target::new(QUIC_HTTP, &REQUESTS, Ratio(QUIC), AtLeast(0.7)),
 ];
 
 pub(super) const FRESH: &[Target] = &[
     Target::new(H2, &CONNECTIONS, Ratio(DIRECT), AtLeast(0.33)),
-    Target::new(H2, &CONNECTION_CPU, Itself, AtMost(150.0)),
     Target::new(H2, &TLS_CONNECTIONS, Ratio(DIRECT), AtLeast(0.65)),
     Target::new(QUIC, &CONNECTIONS, Ratio(DIRECT), AtLeast(0.33)),
-    Target::new(QUIC, &CONNECTION_CPU, Itself, AtMost(150.0)),
     Target::new(QUIC, &TLS_CONNECTIONS, Ratio(DIRECT), AtLeast(0.65)),
+    Target::new(H2_HTTPS, &CONNECTIONS, Ratio(DIRECT_TLS), AtLeast(0.5)),
 ];
 
 pub(super) const SCRAPES: &[Target] = &[
     Target::new(H2, &PLAIN_SCRAPES, Ratio(DIRECT), AtLeast(0.28)),
-    Target::new(H2, &PLAIN_SCRAPE_P99, Ratio(DIRECT), AtMost(2.5)),
+    Target::new(H2, &PLAIN_SCRAPE_P99, Ratio(FLOOR), AtMost(1.3)),
     Target::new(H2, &GZIP_SCRAPES, Ratio(DIRECT), AtLeast(0.28)),
-    Target::new(H2, &GZIP_SCRAPE_P99, Ratio(DIRECT), AtMost(2.5)),
+    Target::new(H2, &GZIP_SCRAPE_P99, Ratio(FLOOR), AtMost(1.3)),
+    Target::new(QUIC, &PLAIN_SCRAPE_P99, Ratio(FLOOR), AtMost(1.6)),
     Target::new(QUIC, &GZIP_SCRAPES, Ratio(DIRECT), AtLeast(0.28)),
-    Target::new(QUIC, &GZIP_SCRAPE_P99, Ratio(DIRECT), AtMost(2.5)),
+    Target::new(QUIC, &GZIP_SCRAPE_P99, Ratio(FLOOR), AtMost(1.6)),
 ];
 
 const CALLERS: usize = 64;

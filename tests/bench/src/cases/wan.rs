@@ -18,7 +18,7 @@ use crate::machine::CpuUsage;
 use crate::metric::{FAILED, SESSIONS_LOST, WAN_BESIDE_P50, WAN_BESIDE_P99, WAN_BULK, WAN_NEW};
 use crate::systems::{Culvert, DIRECT, H2, NODE, QUIC, Shape, plain};
 use crate::target::Bound::{AtLeast, AtMost};
-use crate::target::Of::Itself;
+use crate::target::Of::{Itself, Ratio};
 use crate::target::Target;
 
 /// Payload rate of the link of 200 Mbit/s, without headers, in Mbit/s.
@@ -27,17 +27,18 @@ const LINK_MBIT: f64 = 185.0;
 pub(super) const CLEAN: &[Target] = &[
     Target::new(QUIC, &WAN_BULK, Itself, AtLeast(LINK_MBIT * 0.99)),
     Target::new(QUIC, &WAN_NEW, Itself, AtMost(1.05)),
-    Target::new(QUIC, &WAN_BESIDE_P50, Itself, AtMost(65.0)),
-    Target::new(QUIC, &WAN_BESIDE_P99, Itself, AtMost(90.0)),
+    Target::new(QUIC, &WAN_BESIDE_P50, Itself, AtMost(60.0)),
+    Target::new(QUIC, &WAN_BESIDE_P99, Itself, AtMost(75.0)),
     Target::new(H2, &WAN_NEW, Itself, AtMost(1.05)),
     Target::new(H2, &WAN_BESIDE_P50, Itself, AtMost(150.0)),
     Target::new(QUIC, &SESSIONS_LOST, Itself, AtMost(0.0)),
 ];
 
 pub(super) const LOSSY: &[Target] = &[
-    Target::new(QUIC, &WAN_BULK, Itself, AtLeast(LINK_MBIT * 0.7)),
+    Target::new(H2, &WAN_BULK, Ratio(DIRECT), AtLeast(0.9)),
+    Target::new(QUIC, &WAN_BULK, Ratio(DIRECT), AtLeast(0.85)),
     Target::new(QUIC, &WAN_BESIDE_P50, Itself, AtMost(60.0)),
-    Target::new(QUIC, &WAN_BESIDE_P99, Itself, AtMost(100.0)),
+    Target::new(QUIC, &WAN_BESIDE_P99, Itself, AtMost(75.0)),
     Target::new(QUIC, &SESSIONS_LOST, Itself, AtMost(0.0)),
     Target::new(H2, &SESSIONS_LOST, Itself, AtMost(0.0)),
 ];
