@@ -314,20 +314,25 @@ def is_worse(metric, before, after):
 
 
 def regressions(base, new):
-    """Returns a line for each figure that became worse, and the number of compared figures. Metrics
-    without a gate, which depend on the load of the machine, are left out."""
+    """Returns a line for each figure that became worse, and the number of compared figures. CPU time
+    is compared as the ratio to the floor of the same round. Metrics without a gate, which depend on
+    the machine, are left out, and so is CPU time in cases without the floor."""
     lines, compared = [], 0
     for case in new.cases:
         for name, metric in new.metrics.items():
             if metric["gate"] is None:
                 continue
-            olds = base.stats(case["number"], name)
-            for system, after in new.stats(case["number"], name).items():
-                if before := olds.get(system):
-                    compared += 1
-                    if is_worse(metric, before, after):
-                        change = f"{before.median:.2f} -> {after.median:.2f} {metric['unit']}"
-                        lines.append(f"case {case['number']}, {system}, {name}: {change}")
+            other = metric["gateOf"]
+            unit = f"of {other}" if other else metric["unit"]
+            for system in new.systems:
+                figure = case["number"], system, name, other
+                before, after = base.stat(*figure), new.stat(*figure)
+                if system == other or not before or not after:
+                    continue
+                compared += 1
+                if is_worse(metric, before, after):
+                    change = f"{before.median:.2f} -> {after.median:.2f} {unit}".rstrip()
+                    lines.append(f"case {case['number']}, {system}, {name}: {change}")
     return lines, compared
 
 

@@ -20,10 +20,10 @@ TARGETS = [
 ]
 GROWTH = [name.format(count) for name, counts in module.GROWTH.values() for count in counts]
 METRICS = [
-    {"name": "down", "unit": "MB/s", "better": "higher", "gate": None},
-    {"name": "failed", "unit": "", "better": "lower", "gate": 0.0},
+    {"name": "down", "unit": "MB/s", "better": "higher", "gate": None, "gateOf": None},
+    {"name": "failed", "unit": "", "better": "lower", "gate": 0.0, "gateOf": None},
     *(
-        {"name": name, "unit": "CPU s", "better": "lower", "gate": 0.1}
+        {"name": name, "unit": "CPU s", "better": "lower", "gate": 0.1, "gateOf": "floor"}
         for name in [*module.UNITS.values(), *GROWTH]
     ),
 ]
@@ -37,14 +37,16 @@ def sample(system, at, metric, value, case=1):
     }
 
 
-def data(costs=(0.8, 0.8, 0.8)):
-    """Returns three rounds of case 1, in which the speed of the machine differs between rounds."""
+def data(costs=(2.0, 2.0, 2.0)):
+    """Returns three rounds of case 1, in which the speed of the machine differs between rounds. The
+    costs are of the floor."""
     samples = []
     for at, (speed, cost) in enumerate(zip((1000.0, 2000.0, 1000.0), costs)):
         samples += [
             sample("direct", at, "down", speed),
             sample("floor", at, "down", speed / 2),
-            sample("floor", at, COST, cost),
+            sample("floor", at, COST, 400 / speed),
+            sample("culvert-h2", at, COST, cost * 400 / speed),
         ]
     return {
         "commit": "0123456", "when": "2026-01-01T00:00:00Z", "command": "run", "build": "release",
@@ -56,7 +58,7 @@ def data(costs=(0.8, 0.8, 0.8)):
 
 
 class ReportTest(unittest.TestCase):
-    def worse(self, after, before=(0.8, 0.8, 0.8)):
+    def worse(self, after, before=(2.0, 2.0, 2.0)):
         return module.regressions(Report(data(before)), Report(data(after)))
 
     def test_rounds_with_much_foreign_work_are_dropped_and_counted(self):
@@ -101,17 +103,17 @@ class ReportTest(unittest.TestCase):
         self.assertIn(growth, text)
 
     def test_cost_beyond_the_gate_in_all_rounds_is_a_regression(self):
-        line = f"case 1, floor, {COST}: 0.80 -> 0.90 CPU s"
-        self.assertEqual(self.worse((0.9, 0.9, 1.0)), ([line], 1))
+        line = f"case 1, culvert-h2, {COST}: 2.00 -> 2.25 of floor"
+        self.assertEqual(self.worse((2.25, 2.25, 2.5)), ([line], 1))
 
     def test_one_bad_round_and_small_changes_are_none(self):
-        for after in [(0.8, 0.79, 3.0), (0.87, 0.87, 0.87), (0.79, 1.0, 1.0)]:
+        for after in [(2.0, 1.9, 8.0), (2.15, 2.15, 2.15), (1.9, 2.5, 2.5)]:
             self.assertEqual(self.worse(after), ([], 1))
 
-    def test_rates_of_a_slower_machine_are_none(self):
+    def test_figures_of_a_slower_machine_are_none(self):
         slow = data()
         for one in slow["samples"]:
-            one["value"] /= 1 if one["metric"] == COST else 10
+            one["value"] *= 10 if one["metric"] == COST else 0.1
         self.assertEqual(module.regressions(Report(data()), Report(slow)), ([], 1))
 
     def test_lost_target_is_reported(self):
@@ -131,8 +133,8 @@ class ReportTest(unittest.TestCase):
         report = Report(data())
         svg = module.plot(report, report.cases[0])
         tags = xml.dom.minidom.parseString(svg).getElementsByTagName
-        # The background, two bars of one metric and one of the other.
-        self.assertEqual((len(tags("rect")), len(tags("line"))), (4, 3))
+        # The background, and two bars of each metric.
+        self.assertEqual((len(tags("rect")), len(tags("line"))), (5, 4))
 
     def test_only_what_is_between_the_marks_is_replaced(self):
         new = module.replace_tables(f"a\n{BEGIN}\nold\n{END}\nb\n", "new")

@@ -15,9 +15,17 @@ pub(crate) struct Metric {
     /// Unit in tables; empty for ratios and counts.
     pub(crate) unit: &'static str,
     pub(crate) better: Better,
-    /// Largest change for the worse, as a share of the older figure, that is no regression. `None`
-    /// for wall times and rates, which depend on the machine.
-    pub(crate) gate: Option<f64>,
+    pub(crate) gate: Gate,
+}
+
+/// Largest change for the worse, as a share of the older figure, that is no regression.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Gate {
+    /// Wall times and rates have no gate, because they depend on the machine.
+    Off,
+    Itself(f64),
+    /// The gate is for the figure divided by that of the floor in the same round.
+    OfFloor(f64),
 }
 
 impl Metric {
@@ -26,7 +34,7 @@ impl Metric {
             name,
             unit,
             better: Better::Higher,
-            gate: None,
+            gate: Gate::Off,
         }
     }
 
@@ -35,7 +43,7 @@ impl Metric {
             name,
             unit,
             better: Better::Lower,
-            gate: Some(0.10),
+            gate: Gate::OfFloor(0.10),
         }
     }
 
@@ -44,7 +52,7 @@ impl Metric {
             name,
             unit,
             better: Better::Lower,
-            gate: None,
+            gate: Gate::Off,
         }
     }
 
@@ -53,7 +61,7 @@ impl Metric {
             name,
             unit: "",
             better: Better::Lower,
-            gate: Some(0.0),
+            gate: Gate::Itself(0.0),
         }
     }
 
@@ -62,7 +70,7 @@ impl Metric {
             name,
             unit,
             better: Better::Lower,
-            gate: Some(0.20),
+            gate: Gate::Itself(0.20),
         }
     }
 }

@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 
 use crate::bench::Sample;
 use crate::cases::CASES;
-use crate::metric::{ALL, Better};
+use crate::metric::{ALL, Better, Gate};
+use crate::systems::FLOOR;
 use crate::target::{Bound, Of, Target};
 
 /// Returns the metrics in the order of reports.
@@ -16,11 +17,17 @@ pub(crate) fn metrics() -> Vec<Value> {
                 Better::Lower => "lower",
                 Better::Higher => "higher",
             };
+            let (gate, gate_of) = match metric.gate {
+                Gate::Off => (None, None),
+                Gate::Itself(share) => (Some(share), None),
+                Gate::OfFloor(share) => (Some(share), Some(FLOOR)),
+            };
             json!({
                 "name": metric.name,
                 "unit": metric.unit,
                 "better": better,
-                "gate": metric.gate,
+                "gate": gate,
+                "gateOf": gate_of,
             })
         })
         .collect()
