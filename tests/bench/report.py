@@ -42,6 +42,15 @@ GROWTH = {
     "idle agents, server, cores": ("server, {} idle agents", (10, 1000, 10000)),
 }
 
+# What one core carries: the metric that has the cost, and the units of work for each unit of it.
+CAPACITY = {
+    "GiB/s down": ("down, server + agent", 1),
+    "requests/s over kept connections": ("a request, server + agent", 1e6),
+    "new connections/s": ("a new connection, server + agent", 1e6),
+    "idle agents (server alone)": ("server, 1000 idle agents", 1000),
+}
+CAPACITY_SYSTEMS = {"h2": "culvert-h2", "QUIC": "culvert-quic"}
+
 # Median and spread of a figure that `rounds` of the `accepted` rounds of its case have.
 Stat = namedtuple("Stat", "median least most rounds accepted")
 
@@ -96,6 +105,13 @@ class Report:
         """Returns the figure of each system that has it, in the order of reports."""
         stats = {system: self.stat(case, system, metric) for system in self.systems}
         return {system: stat for system, stat in stats.items() if stat}
+
+    def first_stats(self, metric):
+        """Returns the figure of each system, from the first case that has it."""
+        stats = {}
+        for case in self.cases:
+            stats = self.stats(case["number"], metric) | stats
+        return stats
 
     def targets(self):
         """Yields the targets of the cases that were run, each with its figure and verdict."""
@@ -179,6 +195,7 @@ def render(report):
         blocks.append(f"### Case {case['number']}: {case['title']}")
         for metric in report.metrics.values():
             blocks += figure_tables(report, case["number"], metric)
+    blocks += capacity_tables(report)
     if data["errors"]:
         blocks += ["### Errors", "\n".join(f"- {error}" for error in data["errors"])]
     return "\n\n".join(blocks) + "\n"
@@ -199,12 +216,8 @@ def target_tables(report):
 
 
 def unit_tables(report):
-    """Returns the cost of each unit of work, from the first case that has it."""
-    costs = {}
-    for unit, metric in UNITS.items():
-        costs[unit] = {}
-        for case in report.cases:
-            costs[unit] = report.stats(case["number"], metric) | costs[unit]
+    """Returns the cost of each unit of work."""
+    costs = {unit: report.first_stats(metric) for unit, metric in UNITS.items()}
     known = {system for stats in costs.values() for system in stats}
     systems = [name for name in report.systems if name in known]
     rows = [
@@ -231,6 +244,22 @@ def growth_tables(report):
     columns = ["", "", *(f"{count:,}:" for count in agents)]
     title = "### Cost of a unit of work by number of connected agents"
     return [title, table(columns, rows)] if rows else []
+
+
+def capacity_tables(report):
+    """Returns what one core carries that server and agent share, by the medians of their costs."""
+    rows = []
+    for unit, (metric, units) in CAPACITY.items():
+        costs = report.first_stats(metric)
+        stats = [costs.get(system) for system in CAPACITY_SYSTEMS.values()]
+        rows.append([
+            unit, *(number_text(units / stat.median) if stat and stat.median else "-" for stat in stats)
+        ])
+    title = "### What one core carries"
+    text = f"Server and agent together, by their CPU time on {report.data['machine']}."
+    columns = ["", *(f"{name}:" for name in CAPACITY_SYSTEMS)]
+    measured = any(cell != "-" for _, *cells in rows for cell in cells)
+    return [title, text, table(columns, rows)] if measured else []
 
 
 def figure_tables(report, case, metric):

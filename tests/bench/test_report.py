@@ -19,12 +19,13 @@ TARGETS = [
     NO_FAILURES,
 ]
 GROWTH = [name.format(count) for name, counts in module.GROWTH.values() for count in counts]
+CAPACITY = [metric for metric, _ in module.CAPACITY.values()]
 METRICS = [
     {"name": "down", "unit": "MB/s", "better": "higher", "gate": None, "gateOf": None},
     {"name": "failed", "unit": "", "better": "lower", "gate": 0.0, "gateOf": None},
     *(
         {"name": name, "unit": "CPU s", "better": "lower", "gate": 0.1, "gateOf": "floor"}
-        for name in [*module.UNITS.values(), *GROWTH]
+        for name in [*module.UNITS.values(), *GROWTH, *CAPACITY]
     ),
 ]
 COST = "down, server + agent"
@@ -101,6 +102,11 @@ class ReportTest(unittest.TestCase):
         self.assertIn("| a request over a kept connection, CPU us | - | 29.0 |", text)
         growth = "| culvert-h2 | a request over a kept connection, CPU us | - | 31.0 | - |"
         self.assertIn(growth, text)
+
+    def test_capacity_of_a_core_is_the_inverse_of_the_cost(self):
+        text = module.render(Report(data()))
+        self.assertIn("by their CPU time on a machine.", text)
+        self.assertIn("| GiB/s down | 1.25 | - |", text)
 
     def test_cost_beyond_the_gate_in_all_rounds_is_a_regression(self):
         line = f"case 1, culvert-h2, {COST}: 2.00 -> 2.25 of floor"
