@@ -44,7 +44,7 @@ bench: ## runs the benchmark, about 15 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path B
 	    $(if $(CASE),--case $(CASE)) $(if $(FULL),--full) $(if $(RATHOLE),--rathole $(RATHOLE)) $(ARGS)); \
 	  exec python3 tests/bench/report.py show "$$report" $(if $(FULL),--docs docs/reference/benchmarks.md)
 
-bench-compare: ## compares target/bench/report.json with an older report, BASE=file; exits with 1 when a cost of the floor, memory or failures became worse
+bench-compare: ## compares target/bench/report.json with an older report, BASE=file; exits with 1 when CPU time (as a ratio to the floor), memory or failures became worse
 	@exec python3 tests/bench/report.py compare $(BASE)
 
 bench-guards: ## counts instructions and allocations of parts of a request with valgrind, and compares them with limits

@@ -343,9 +343,9 @@ def is_worse(metric, before, after):
 
 
 def regressions(base, new):
-    """Returns a line for each figure that became worse, and the number of compared figures. CPU time
-    is compared as the ratio to the floor of the same round. Metrics without a gate, which depend on
-    the machine, are left out, and so is CPU time in cases without the floor."""
+    """Returns a line for each figure that became worse, and the number of compared figures. CPU
+    time is compared as the ratio to the floor of the same round. Metrics without a gate, which
+    depend on the machine, are left out, and so is CPU time in cases without the floor."""
     lines, compared = [], 0
     for case in new.cases:
         for name, metric in new.metrics.items():

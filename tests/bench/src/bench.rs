@@ -18,7 +18,7 @@ pub(crate) struct Options {
 }
 
 /// Factors for the duration of each measurement. With them, five rounds of all cases take about 15
-/// minutes, and about 30 minutes with `--full`.
+/// minutes, and about 26 minutes with `--full`.
 const QUICK: f64 = 0.6;
 const FULL: f64 = 1.1;
 
