@@ -8,15 +8,60 @@
 //!   socket needs zero linger).
 //! - A failed write ends only its direction. The other side may still be sending a complete answer
 //!   (a server that answers and closes before it has read the whole request).
+//!
+//! Bytes are copied once between a socket and a buffer. Large amounts are not copied again in the
+//! stream: a stream sends the buffer itself.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
-use std::ops::{Deref, DerefMut};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use bytes::{Buf, Bytes, BytesMut};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_util::io::poll_read_buf;
+
+use crate::transport::Stream;
+
+/// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
+pub trait RelayIo {
+    /// The type that reads and writes bytes.
+    type Io: AsyncRead + AsyncWrite + Unpin + ?Sized;
+    /// Returns the value that reads and writes bytes.
+    fn io(&mut self) -> &mut Self::Io;
+    /// Returns the stream, if this side is one. A stream sends `Bytes` without copying them.
+    fn stream(&mut self) -> Option<&mut Stream>;
+}
+
+impl RelayIo for Stream {
+    type Io = Self;
+
+    fn io(&mut self) -> &mut Self {
+        self
+    }
+
+    fn stream(&mut self) -> Option<&mut Self> {
+        Some(self)
+    }
+}
+
+/// A side of a relay that is not a [`Stream`]: a socket, or TLS or HTTP over a socket.
+#[derive(Debug)]
+pub struct Socket<'a, T: ?Sized>(pub &'a mut T);
+
+impl<T: AsyncRead + AsyncWrite + Unpin + ?Sized> RelayIo for Socket<'_, T> {
+    type Io = T;
+
+    fn io(&mut self) -> &mut T {
+        self.0
+    }
+
+    fn stream(&mut self) -> Option<&mut Stream> {
+        None
+    }
+}
 
 /// A side of the relay, by argument position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,11 +99,7 @@ pub struct RelayOutcome {
 ///
 /// If the future is dropped, bytes in flight are lost, and the caller must drop both sides as after
 /// a cut.
-pub async fn relay<L, R>(left: &mut L, right: &mut R) -> RelayOutcome
-where
-    L: AsyncRead + AsyncWrite + Unpin + ?Sized,
-    R: AsyncRead + AsyncWrite + Unpin + ?Sized,
-{
+pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> RelayOutcome {
     let (mut left_to_right, mut right_to_left) = (Direction::new(), Direction::new());
     let end = poll_fn(|cx| {
         let first = left_to_right
@@ -98,10 +139,7 @@ enum Phase {
 
 struct Direction {
     phase: Phase,
-    /// Set only while the direction holds data, so an idle stream has no buffer.
-    buffer: Option<Buffer>,
-    start: usize,
-    end: usize,
+    unsent: Unsent,
     bytes_copied: u64,
     unflushed: bool,
     reader_closed: bool,
@@ -111,9 +149,7 @@ impl Direction {
     fn new() -> Self {
         Self {
             phase: Phase::Copying,
-            buffer: None,
-            start: 0,
-            end: 0,
+            unsent: Unsent::empty(),
             bytes_copied: 0,
             unflushed: false,
             reader_closed: false,
@@ -121,27 +157,20 @@ impl Direction {
     }
 
     /// Polls one direction. Returns an error only if the input was cut.
-    fn poll<I, O>(
+    fn poll<I: RelayIo, O: RelayIo>(
         &mut self,
         cx: &mut Context<'_>,
         input: &mut I,
         output: &mut O,
-    ) -> Poll<io::Result<()>>
-    where
-        I: AsyncRead + Unpin + ?Sized,
-        O: AsyncWrite + Unpin + ?Sized,
-    {
+    ) -> Poll<io::Result<()>> {
         // A fast direction must not starve the other direction or other tasks.
         let coop = ready!(tokio::task::coop::poll_proceed(cx));
         loop {
             match self.phase {
                 Phase::Copying => {
-                    while self.start < self.end {
-                        let buffered = self.buffer.as_deref().unwrap_or_default();
-                        let data = &buffered[self.start..self.end];
-                        match ready!(Pin::new(&mut *output).poll_write(cx, data)) {
+                    while !self.unsent.is_empty() {
+                        match ready!(self.unsent.poll_write(cx, output)) {
                             Ok(count) if count > 0 => {
-                                self.start += count;
                                 self.bytes_copied += count as u64;
                                 self.unflushed = true;
                                 coop.made_progress();
@@ -149,15 +178,17 @@ impl Direction {
                             Ok(_) | Err(_) => return self.reader_closed(),
                         }
                     }
-                    match self.poll_fill(cx, input) {
-                        Poll::Ready(Ok(0)) => self.phase = Phase::ShuttingDown,
-                        Poll::Ready(Ok(_)) => coop.made_progress(),
+                    match self.unsent.poll_read(cx, input) {
+                        Poll::Ready(Ok(())) if self.unsent.is_empty() => {
+                            self.phase = Phase::ShuttingDown;
+                        }
+                        Poll::Ready(Ok(())) => coop.made_progress(),
                         Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                         Poll::Pending => {
                             // The input is idle, so written data must not stay in the output's
                             // buffers.
                             if self.unflushed {
-                                if ready!(Pin::new(&mut *output).poll_flush(cx)).is_err() {
+                                if ready!(Pin::new(output.io()).poll_flush(cx)).is_err() {
                                     return self.reader_closed();
                                 }
                                 self.unflushed = false;
@@ -167,7 +198,7 @@ impl Direction {
                     }
                 }
                 Phase::ShuttingDown => {
-                    if ready!(Pin::new(&mut *output).poll_shutdown(cx)).is_err() {
+                    if ready!(Pin::new(output.io()).poll_shutdown(cx)).is_err() {
                         return self.reader_closed();
                     }
                     self.phase = Phase::Done;
@@ -180,53 +211,139 @@ impl Direction {
     fn reader_closed(&mut self) -> Poll<io::Result<()>> {
         self.reader_closed = true;
         self.phase = Phase::Done;
-        self.buffer = None;
+        self.unsent = Unsent::empty();
         Poll::Ready(Ok(()))
     }
+}
 
-    fn poll_fill<I: AsyncRead + Unpin + ?Sized>(
+/// The bytes that one direction has read and not written.
+enum Unsent {
+    /// Bytes that a stream copies.
+    Buffer(Buffer),
+    /// Bytes that a stream does not copy.
+    Pieces(VecDeque<Bytes>),
+}
+
+impl Unsent {
+    /// Returns a value without bytes, which uses no memory.
+    fn empty() -> Self {
+        Self::Pieces(VecDeque::new())
+    }
+
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Buffer(buffer) => buffer.0.is_empty(),
+            Self::Pieces(pieces) => pieces.is_empty(),
+        }
+    }
+
+    /// Reads bytes in place of those that were written. There are none at the end of the input.
+    fn poll_read<I: RelayIo>(
         &mut self,
         cx: &mut Context<'_>,
         input: &mut I,
+    ) -> Poll<io::Result<()>> {
+        *self = Self::empty();
+        // The buffer returns to the pool if the read is pending, so an idle stream has no buffer.
+        let mut buffer = Buffer::take();
+        if ready!(poll_read_buf(Pin::new(input.io()), cx, &mut buffer.0))? > 0 {
+            *self = Self::Buffer(buffer);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Writes bytes from the front and returns their number.
+    fn poll_write<O: RelayIo>(
+        &mut self,
+        cx: &mut Context<'_>,
+        output: &mut O,
     ) -> Poll<io::Result<usize>> {
-        // The buffer returns to the pool if the read is pending.
-        let mut buffer = self.buffer.take().unwrap_or_else(Buffer::take);
-        let mut read = ReadBuf::new(&mut buffer);
-        ready!(Pin::new(input).poll_read(cx, &mut read))?;
-        (self.start, self.end) = (0, read.filled().len());
-        self.buffer = (self.end > 0).then_some(buffer);
-        Poll::Ready(Ok(self.end))
+        if let Some(stream) = output.stream() {
+            self.hand_over_buffer();
+            if let Self::Pieces(pieces) = self
+                && let Some(piece) = pieces.front_mut()
+            {
+                let count = ready!(stream.poll_send(cx, piece))?;
+                if piece.is_empty() {
+                    pieces.pop_front();
+                }
+                return Poll::Ready(Ok(count));
+            }
+        }
+        let data = match self {
+            Self::Buffer(buffer) => &buffer.0[..],
+            Self::Pieces(pieces) => pieces.front().map_or(&b""[..], |piece| &piece[..]),
+        };
+        let count = ready!(Pin::new(output.io()).poll_write(cx, data))?;
+        self.advance(count);
+        Poll::Ready(Ok(count))
+    }
+
+    /// Turns a buffer with much data into a piece that a stream can queue.
+    fn hand_over_buffer(&mut self) {
+        if let Self::Buffer(buffer) = self
+            && buffer.0.len() >= HAND_OVER_BYTES
+        {
+            let piece = buffer.0.split().freeze();
+            *self = Self::Pieces(VecDeque::from([piece]));
+        }
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        match self {
+            Self::Buffer(buffer) => buffer.0.advance(count),
+            Self::Pieces(pieces) => {
+                while let Some(piece) = pieces.front_mut() {
+                    if count < piece.len() {
+                        return piece.advance(count);
+                    }
+                    count -= piece.len();
+                    pieces.pop_front();
+                }
+            }
+        }
     }
 }
 
 /// Size of a buffer. A larger one gains little: this is four TLS records, or the amount that a busy
 /// socket returns from one read.
 const BUFFER_BYTES: usize = 64 * 1024;
+/// A stream copies less than this amount, and otherwise queues the buffer itself. So no stream that
+/// stalls holds more than twice its bytes.
+const HAND_OVER_BYTES: usize = BUFFER_BYTES / 2;
 /// Buffers that a thread pools. One serves all of its connections in turn. More are in use only if
 /// a reader is slow.
 const BUFFERS_PER_THREAD: usize = 4;
 
 thread_local! {
-    static POOL: RefCell<Vec<Box<[u8]>>> = const { RefCell::new(Vec::new()) };
+    static POOL: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A buffer of [`BUFFER_BYTES`] with unspecified content. Dropping it returns it to the thread's
-/// pool.
+/// An empty buffer for [`BUFFER_BYTES`]. Dropping it returns it to the thread's pool.
 #[derive(Debug)]
-pub(crate) struct Buffer(Box<[u8]>);
+pub(crate) struct Buffer(pub(crate) BytesMut);
 
 impl Buffer {
     /// Takes a buffer from the pool, or allocates one.
     pub(crate) fn take() -> Self {
+        let pooled = POOL.try_with(|pool| {
+            let mut pool = pool.borrow_mut();
+            // A stream may still send bytes of a buffer that was handed over.
+            let free = pool
+                .iter_mut()
+                .rposition(|buffer| buffer.try_reclaim(BUFFER_BYTES))?;
+            Some(pool.swap_remove(free))
+        });
         // Access fails only while the thread ends.
-        let pooled = POOL.try_with(|pool| pool.borrow_mut().pop()).ok().flatten();
-        Self(pooled.unwrap_or_else(|| vec![0; BUFFER_BYTES].into_boxed_slice()))
+        let pooled = pooled.ok().flatten();
+        Self(pooled.unwrap_or_else(|| BytesMut::with_capacity(BUFFER_BYTES)))
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let buffer = std::mem::take(&mut self.0);
+        let mut buffer = std::mem::take(&mut self.0);
+        buffer.clear();
         let _thread_exits = POOL.try_with(|pool| {
             let mut pool = pool.borrow_mut();
             if pool.len() < BUFFERS_PER_THREAD {
@@ -236,23 +353,9 @@ impl Drop for Buffer {
     }
 }
 
-impl Deref for Buffer {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.0
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadBuf, duplex};
     use tokio_util::task::AbortOnDropHandle;
 
     use super::*;
@@ -261,7 +364,9 @@ mod tests {
     fn start() -> (DuplexStream, DuplexStream, AbortOnDropHandle<RelayOutcome>) {
         let (left, mut left_inner) = duplex(1024);
         let (right, mut right_inner) = duplex(1024);
-        let task = tokio::spawn(async move { relay(&mut left_inner, &mut right_inner).await });
+        let task = tokio::spawn(async move {
+            relay(&mut Socket(&mut left_inner), &mut Socket(&mut right_inner)).await
+        });
         (left, right, AbortOnDropHandle::new(task))
     }
 
@@ -286,7 +391,7 @@ mod tests {
     async fn failed_read_is_a_cut() {
         let mut left = tokio::io::join(FailingReader, tokio::io::sink());
         let (mut right, _keep) = duplex(64);
-        let outcome = relay(&mut left, &mut right).await;
+        let outcome = relay(&mut Socket(&mut left), &mut Socket(&mut right)).await;
         assert!(matches!(outcome.end, RelayEnd::Cut(RelaySide::Left, _)));
     }
 
@@ -306,6 +411,7 @@ mod tests {
     #[test]
     fn relay_is_small() {
         let ((mut left, _), (mut right, _)) = (duplex(1), duplex(1));
+        let (mut left, mut right) = (Socket(&mut left), Socket(&mut right));
         let size = size_of_val(&relay(&mut left, &mut right));
         assert!(size <= 256, "{size} bytes");
     }
@@ -315,6 +421,7 @@ mod tests {
         let mut direction = Direction::new();
         let ((mut left, mut far_left), (mut right, mut far_right)) = (duplex(64), duplex(64));
         far_left.write_all(b"question").await.unwrap();
+        let (mut left, mut right) = (Socket(&mut left), Socket(&mut right));
         poll_fn(|cx| {
             assert!(direction.poll(cx, &mut left, &mut right).is_pending());
             Poll::Ready(())
@@ -323,17 +430,41 @@ mod tests {
         let mut got = [0; 8];
         far_right.read_exact(&mut got).await.unwrap();
         assert_eq!(&got, b"question");
-        assert!(direction.buffer.is_none());
+        assert!(
+            matches!(&direction.unsent, Unsent::Pieces(pieces) if pieces.capacity() == 0),
+            "the stream is idle"
+        );
     }
 
     #[test]
     fn buffer_that_was_dropped_is_used_again() {
         let mut first = Buffer::take();
-        first[0] = 7;
-        let address = first.as_ptr();
+        first.0.extend_from_slice(b"sent");
+        let address = first.0.as_ptr();
+        first.0.advance(1);
         drop(first);
         let reused = Buffer::take();
-        assert_eq!((reused.as_ptr(), reused[0]), (address, 7));
+        assert_eq!((reused.0.as_ptr(), reused.0.len()), (address, 0));
+    }
+
+    #[test]
+    fn buffer_that_was_handed_over_is_used_again_when_its_bytes_are_dropped() {
+        let mut first = Buffer::take();
+        first.0.resize(HAND_OVER_BYTES, 7);
+        let mut unsent = Unsent::Buffer(first);
+        unsent.hand_over_buffer();
+        let Unsent::Pieces(mut pieces) = unsent else {
+            panic!("the buffer was not handed over");
+        };
+        let piece = pieces.pop_front().unwrap();
+        let other = Buffer::take();
+        assert_ne!(other.0.as_ptr(), piece.as_ptr());
+        assert_eq!(piece, vec![7; HAND_OVER_BYTES]);
+        let address = piece.as_ptr();
+        drop(piece);
+        let reused = Buffer::take();
+        assert_eq!(reused.0.as_ptr(), address);
+        assert_eq!(reused.0.capacity(), BUFFER_BYTES);
     }
 
     #[test]

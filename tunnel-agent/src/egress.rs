@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
-use tunnel_proto::relay::{RelayEnd, RelaySide, relay};
+use tunnel_proto::relay::{RelayEnd, RelaySide, Socket, relay};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
@@ -234,7 +234,7 @@ async fn relay_stream(mut stream: Stream, mut socket: TargetSocket, dialed: &str
             ..StreamOutcome::without_bytes(StreamEnd::CutByPeer)
         };
     }
-    let relayed = relay(&mut stream, &mut socket).await;
+    let relayed = relay(&mut stream, &mut Socket(&mut socket)).await;
     let (end, detail) = match relayed.end {
         RelayEnd::Clean => {
             socket.finish();

@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Sleep;
+use tokio_util::io::poll_write_buf;
 
 use super::ReadMonitor;
 use crate::wire::code::{RefusalCode, ResetCode};
@@ -34,6 +35,11 @@ pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     fn reset(&mut self, code: ResetCode);
     /// Asks the peer to stop sending, because this end reads no more.
     fn stop(&mut self, code: ResetCode);
+    /// Writes bytes from the front of `data`, like `poll_write`, and removes them from `data`. A
+    /// transport that can queue [`Bytes`] does not copy them.
+    fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {
+        poll_write_buf(Pin::new(self), cx, data)
+    }
 }
 
 /// The reason why a stream was cut, by the peer or by the loss of the session.
@@ -345,6 +351,36 @@ impl Stream {
         self.poll_reply(cx, half)
     }
 
+    /// Writes bytes from the front of `data`, like `poll_write`, and removes them from `data`. Does
+    /// not copy them if the transport can queue [`Bytes`].
+    pub(crate) fn poll_send(
+        &mut self,
+        cx: &mut Context<'_>,
+        data: &mut Bytes,
+    ) -> Poll<io::Result<usize>> {
+        self.poll_write_with(cx, |raw, cx| raw.poll_send(cx, data))
+    }
+
+    fn poll_write_with(
+        &mut self,
+        cx: &mut Context<'_>,
+        write: impl FnOnce(&mut dyn RawStream, &mut Context<'_>) -> Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        if self.deferred_write_error.is_none() {
+            match ready!(write(&mut *self.raw, cx)) {
+                Ok(count) => {
+                    self.bytes.add_sent(count);
+                    self.traffic
+                        .bytes_out
+                        .fetch_add(count as u64, Ordering::Relaxed);
+                    return Poll::Ready(Ok(count));
+                }
+                Err(error) => self.deferred_write_error = Some(error),
+            }
+        }
+        self.poll_write_error_after_read(cx).map(Err)
+    }
+
     /// Delays the error that the peer has stopped reading until the read half has ended. The peer
     /// may have answered before, and that answer takes precedence. So a writer that does not read
     /// may wait forever; `shutdown` does not.
@@ -434,20 +470,8 @@ impl AsyncWrite for Stream {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        if this.deferred_write_error.is_none() {
-            match ready!(Pin::new(&mut this.raw).poll_write(cx, data)) {
-                Ok(count) => {
-                    this.bytes.add_sent(count);
-                    this.traffic
-                        .bytes_out
-                        .fetch_add(count as u64, Ordering::Relaxed);
-                    return Poll::Ready(Ok(count));
-                }
-                Err(error) => this.deferred_write_error = Some(error),
-            }
-        }
-        this.poll_write_error_after_read(cx).map(Err)
+        self.get_mut()
+            .poll_write_with(cx, |raw, cx| Pin::new(raw).poll_write(cx, data))
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -10,7 +10,7 @@ use bytes::BytesMut;
 use http::{HeaderMap, HeaderValue, Method, Uri, header::HOST};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio::task::JoinSet;
-use tunnel_proto::relay::relay;
+use tunnel_proto::relay::{Socket, relay};
 use tunnel_proto::wire::frame::{self, STREAM_MESSAGE_MAX};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -143,7 +143,7 @@ async fn chunk(times: u32) -> Result<()> {
     let (mut near, mut left) = duplex(CHUNK);
     let (mut right, mut far) = duplex(CHUNK);
     let mut relaying = JoinSet::new();
-    relaying.spawn(async move { relay(&mut left, &mut right).await });
+    relaying.spawn(async move { relay(&mut Socket(&mut left), &mut Socket(&mut right)).await });
     let (sent, mut got) = ([7; CHUNK], [0; CHUNK]);
     for _ in 0..times {
         near.write_all(&sent).await?;

@@ -4,7 +4,7 @@ use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::relay::{RelayEnd, relay};
+use tunnel_proto::relay::{RelayEnd, Socket, relay};
 use tunnel_proto::transport::Stream;
 
 /// An open connection to a target.
@@ -30,10 +30,11 @@ impl Tunnel {
     where
         C: AsyncRead + AsyncWrite + Unpin,
     {
+        let caller = &mut Socket(caller);
         match self {
             Self::Agent(stream) | Self::Pending { stream, .. } => relay(caller, stream).await.end,
-            Self::Direct(socket) => relay(caller, socket).await.end,
-            Self::Upgraded(target) => relay(caller, target).await.end,
+            Self::Direct(socket) => relay(caller, &mut Socket(socket)).await.end,
+            Self::Upgraded(target) => relay(caller, &mut Socket(target)).await.end,
         }
     }
 

@@ -144,9 +144,9 @@ impl Pump {
         if let Some(cut) = stopped {
             return self.shared.set_output(state, Output::Cut(cut));
         }
-        while !state.write_buffer.is_empty() {
+        while state.unsent() > 0 {
             self.send
-                .reserve_capacity(state.write_buffer.len().min(RESERVE_MAX_BYTES));
+                .reserve_capacity(state.unsent().min(RESERVE_MAX_BYTES));
             let room = match self.send.capacity() {
                 0 => match self.send.poll_capacity(cx) {
                     Poll::Pending => return,
@@ -165,9 +165,8 @@ impl Pump {
             if room == 0 {
                 continue;
             }
-            let count = room.min(state.write_buffer.len());
-            let piece = state.write_buffer.split_to(count).freeze();
-            let last = state.write_buffer.is_empty() && state.output == Output::Finishing;
+            let piece = state.take_unsent(room);
+            let last = state.unsent() == 0 && state.output == Output::Finishing;
             self.submit(state, piece, last);
             if last {
                 return;

@@ -6,6 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio_util::io::poll_read_buf;
 
 use crate::relay::Buffer;
 
@@ -14,9 +15,7 @@ use crate::relay::Buffer;
 #[derive(Debug)]
 pub struct ReadAhead {
     socket: TcpStream,
-    buffer: Option<Buffer>,
-    start: usize,
-    end: usize,
+    unread: Option<Buffer>,
 }
 
 impl ReadAhead {
@@ -25,9 +24,7 @@ impl ReadAhead {
     pub fn new(socket: TcpStream) -> Self {
         Self {
             socket,
-            buffer: None,
-            start: 0,
-            end: 0,
+            unread: None,
         }
     }
 
@@ -43,26 +40,18 @@ impl AsyncRead for ReadAhead {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let this = &mut *self;
-        if this.buffer.is_none() {
-            // The buffer returns to the pool if the socket has nothing.
-            let mut buffer = Buffer::take();
-            let mut read = ReadBuf::new(&mut buffer);
-            ready!(Pin::new(&mut this.socket).poll_read(cx, &mut read))?;
-            (this.start, this.end) = (0, read.filled().len());
-            this.buffer = Some(buffer);
-        }
-        let unread = this
-            .buffer
-            .as_deref()
-            .and_then(|buffer| buffer.get(this.start..this.end))
-            .unwrap_or_default();
-        let count = unread.len().min(out.remaining());
-        out.put_slice(&unread[..count]);
-        this.start += count;
-        if this.start == this.end {
-            this.buffer = None;
-        }
+        let mut buffer = match self.unread.take() {
+            Some(buffer) => buffer,
+            None => {
+                // The buffer returns to the pool if the socket has nothing.
+                let mut buffer = Buffer::take();
+                ready!(poll_read_buf(Pin::new(&mut self.socket), cx, &mut buffer.0))?;
+                buffer
+            }
+        };
+        let count = buffer.0.len().min(out.remaining());
+        out.put_slice(&buffer.0.split_to(count));
+        self.unread = (!buffer.0.is_empty()).then_some(buffer);
         Poll::Ready(Ok(()))
     }
 }

@@ -1,15 +1,16 @@
 //! One h2 stream: buffers between the task that uses the stream and the driver. Only the driver
 //! uses h2.
 //!
-//! Written data is buffered until the driver sends it as one frame. The driver takes received data
-//! out of h2 at once, and releases its window when the user has read it.
+//! Written data is queued until the driver sends it. Small writes are joined into one frame, and
+//! large ones are not copied. The driver takes received data out of h2 at once, and releases its
+//! window when the user has read it.
 
 use std::collections::VecDeque;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
 use h2::FlowControl;
@@ -19,10 +20,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::transport::{RawStream, ReadMonitor, StreamCut};
 use crate::wire::code::ResetCode;
 
-/// Bytes that may wait for the driver. A writer waits while the buffer is full.
-const WRITE_BUFFER_BYTES: usize = 64 * 1024;
-/// A received piece below this size is copied and joined with its neighbors, because it would keep
-/// a whole read buffer in memory.
+/// Bytes that may wait for the driver. A writer waits while so many are unsent.
+const UNSENT_MAX_BYTES: usize = 64 * 1024;
+/// A piece below this size is copied and joined with its neighbors. A received one would keep a
+/// whole read buffer in memory, and a sent one would need a frame of its own.
 const COALESCE_BELOW_BYTES: usize = 4 * 1024;
 
 /// The state that the user of a stream and the driver share.
@@ -44,6 +45,9 @@ pub(super) struct StreamState {
     reader: Option<Waker>,
     /// Releases window for data that was read.
     pub(super) flow_control: Option<FlowControl>,
+    /// Unsent bytes in front of those in the write buffer.
+    write_pieces: VecDeque<Bytes>,
+    /// Small writes, which are joined.
     pub(super) write_buffer: BytesMut,
     pub(super) output: Output,
     /// A code with which the driver must cut both directions.
@@ -56,7 +60,7 @@ pub(super) struct StreamState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     Open,
-    /// The half ends after the data in the write buffer.
+    /// The half ends after the unsent data.
     Finishing,
     /// The end of the half is in h2's send queue.
     Queued,
@@ -135,6 +139,7 @@ impl StreamShared {
                 is_discarding: false,
                 reader: None,
                 flow_control: None,
+                write_pieces: VecDeque::new(),
                 write_buffer: first,
                 output: Output::Open,
                 reset: None,
@@ -228,7 +233,55 @@ impl StreamState {
         wake(&mut self.pump);
     }
 
-    /// Wakes the writer, because the write buffer has room again.
+    /// Returns the number of bytes that wait for the driver.
+    pub(super) fn unsent(&self) -> usize {
+        self.write_pieces.iter().map(Bytes::len).sum::<usize>() + self.write_buffer.len()
+    }
+
+    /// Takes at most `max_bytes` for one frame.
+    pub(super) fn take_unsent(&mut self, max_bytes: usize) -> Bytes {
+        match self.write_pieces.front_mut() {
+            Some(piece) if piece.len() > max_bytes => piece.split_to(max_bytes),
+            Some(_) => self.write_pieces.pop_front().unwrap_or_default(),
+            None if self.write_buffer.len() > max_bytes => {
+                self.write_buffer.split_to(max_bytes).freeze()
+            }
+            // An idle stream holds no buffer.
+            None => std::mem::take(&mut self.write_buffer).freeze(),
+        }
+    }
+
+    fn push_unsent(&mut self, piece: Bytes) {
+        if piece.len() < COALESCE_BELOW_BYTES {
+            self.write_buffer.extend_from_slice(&piece);
+            return;
+        }
+        if !self.write_buffer.is_empty() {
+            let joined = std::mem::take(&mut self.write_buffer);
+            self.write_pieces.push_back(joined.freeze());
+        }
+        self.write_pieces.push_back(piece);
+    }
+
+    /// Waits for room for written data. Returns the number of bytes that may be added, at most
+    /// `wanted`.
+    fn poll_room(&mut self, cx: &Context<'_>, wanted: usize) -> Poll<io::Result<usize>> {
+        match self.output {
+            Output::Open if self.reset.is_none() => {}
+            Output::Cut(cut) => return Poll::Ready(Err(cut.into())),
+            Output::Open | Output::Finishing | Output::Queued | Output::Flushed => {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+        }
+        let room = UNSENT_MAX_BYTES.saturating_sub(self.unsent());
+        if room == 0 && wanted > 0 {
+            register_waker(&mut self.writer, cx);
+            return Poll::Pending;
+        }
+        Poll::Ready(Ok(wanted.min(room)))
+    }
+
+    /// Wakes the writer, because there is room for unsent data again.
     pub(super) fn wake_writer(&mut self) {
         wake(&mut self.writer);
     }
@@ -289,6 +342,14 @@ impl RawStream for H2Stream {
         self.0.read_monitor.set_unread(0);
         state.wake_pump();
     }
+
+    fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {
+        let mut state = self.0.lock();
+        let count = ready!(state.poll_room(cx, data.len()))?;
+        state.push_unsent(data.split_to(count));
+        state.wake_pump();
+        Poll::Ready(Ok(count))
+    }
 }
 
 impl AsyncRead for H2Stream {
@@ -322,19 +383,7 @@ impl AsyncWrite for H2Stream {
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
         let mut state = self.0.lock();
-        match state.output {
-            Output::Open if state.reset.is_none() => {}
-            Output::Cut(cut) => return Poll::Ready(Err(cut.into())),
-            Output::Open | Output::Finishing | Output::Queued | Output::Flushed => {
-                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-            }
-        }
-        let room = WRITE_BUFFER_BYTES.saturating_sub(state.write_buffer.len());
-        if room == 0 && !data.is_empty() {
-            register_waker(&mut state.writer, cx);
-            return Poll::Pending;
-        }
-        let count = data.len().min(room);
+        let count = ready!(state.poll_room(cx, data.len()))?;
         state.write_buffer.extend_from_slice(&data[..count]);
         state.wake_pump();
         Poll::Ready(Ok(count))

@@ -2,9 +2,10 @@
 //! acknowledgement.
 
 use std::io;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 
+use bytes::Bytes;
 use quinn::{ReadError, StoppedError, VarInt, WriteError};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::task::TaskTracker;
@@ -48,6 +49,11 @@ impl RawStream for QuicStream {
     fn stop(&mut self, code: ResetCode) {
         let _already_ended = self.recv.stop(code.number().into());
     }
+
+    fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {
+        let written = ready!(pin!(self.send.write_chunks(std::slice::from_mut(data))).poll(cx));
+        Poll::Ready(written.map(|written| written.bytes).map_err(write_error))
+    }
 }
 
 impl AsyncRead for QuicStream {
@@ -78,13 +84,7 @@ impl AsyncWrite for QuicStream {
     ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.send)
             .poll_write(cx, data)
-            .map_err(|error| match error {
-                WriteError::Stopped(code) => StreamCut::Stopped(reset_code(code)).into(),
-                WriteError::ConnectionLost(_) => StreamCut::SessionLost.into(),
-                WriteError::ClosedStream | WriteError::ZeroRttRejected => {
-                    io::ErrorKind::BrokenPipe.into()
-                }
-            })
+            .map_err(write_error)
     }
 
     fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -118,6 +118,14 @@ impl Drop for QuicStream {
         {
             self.flushing.spawn(async move { drop(acknowledged.await) });
         }
+    }
+}
+
+fn write_error(error: WriteError) -> io::Error {
+    match error {
+        WriteError::Stopped(code) => StreamCut::Stopped(reset_code(code)).into(),
+        WriteError::ConnectionLost(_) => StreamCut::SessionLost.into(),
+        WriteError::ClosedStream | WriteError::ZeroRttRejected => io::ErrorKind::BrokenPipe.into(),
     }
 }
 
