@@ -78,6 +78,20 @@ impl AsyncWrite for TargetSocket {
         Poll::Ready(Ok(count))
     }
 
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let count = ready!(Pin::new(&mut self.tcp).poll_write_vectored(cx, data))?;
+        self.bytes.add_sent(count);
+        Poll::Ready(Ok(count))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.tcp.is_write_vectored()
+    }
+
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.tcp).poll_flush(cx)
     }
@@ -126,7 +140,9 @@ mod tests {
     #[tokio::test]
     async fn bytes_of_both_directions_are_counted() {
         let (mut socket, mut target) = connected().await;
-        socket.write_all(b"question").await.unwrap();
+        socket.write_all(b"quest").await.unwrap();
+        let pieces = [io::IoSlice::new(b"i"), io::IoSlice::new(b"on")];
+        assert_eq!(socket.write_vectored(&pieces).await.unwrap(), 3);
         target.write_all(b"answer").await.unwrap();
         socket.read_exact(&mut [0; 6]).await.unwrap();
         assert_eq!(socket.bytes().read(), (6, 8));

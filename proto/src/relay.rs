@@ -9,13 +9,13 @@
 //! - A failed write ends only its direction. The other side may still be sending a complete answer
 //!   (a server that answers and closes before it has read the whole request).
 //!
-//! Bytes are copied once between a socket and a buffer. Large amounts are not copied again in the
-//! stream: a stream sends the buffer itself.
+//! Large amounts are not copied between a socket and a stream: the stream sends the buffer into
+//! which the socket was read, and the socket writes the pieces that the stream has received.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -31,7 +31,7 @@ pub trait RelayIo {
     type Io: AsyncRead + AsyncWrite + Unpin + ?Sized;
     /// Returns the value that reads and writes bytes.
     fn io(&mut self) -> &mut Self::Io;
-    /// Returns the stream, if this side is one. A stream sends `Bytes` without copying them.
+    /// Returns the stream, if this side is one. A stream sends and receives `Bytes`.
     fn stream(&mut self) -> Option<&mut Stream>;
 }
 
@@ -218,9 +218,9 @@ impl Direction {
 
 /// The bytes that one direction has read and not written.
 enum Unsent {
-    /// Bytes that a stream copies.
+    /// Bytes that were copied into a buffer.
     Buffer(Buffer),
-    /// Bytes that a stream does not copy.
+    /// Bytes that a stream has received, or will send, without a copy.
     Pieces(VecDeque<Bytes>),
 }
 
@@ -244,6 +244,13 @@ impl Unsent {
         input: &mut I,
     ) -> Poll<io::Result<()>> {
         *self = Self::empty();
+        if let Some(stream) = input.stream() {
+            let pieces = ready!(stream.poll_take_pieces(cx))?;
+            if !pieces.is_empty() {
+                *self = Self::Pieces(pieces);
+                return Poll::Ready(Ok(()));
+            }
+        }
         // The buffer returns to the pool if the read is pending, so an idle stream has no buffer.
         let mut buffer = Buffer::take();
         if ready!(poll_read_buf(Pin::new(input.io()), cx, &mut buffer.0))? > 0 {
@@ -270,11 +277,21 @@ impl Unsent {
                 return Poll::Ready(Ok(count));
             }
         }
-        let data = match self {
-            Self::Buffer(buffer) => &buffer.0[..],
-            Self::Pieces(pieces) => pieces.front().map_or(&b""[..], |piece| &piece[..]),
+        let io = Pin::new(output.io());
+        let written = match self {
+            Self::Buffer(buffer) => io.poll_write(cx, &buffer.0),
+            Self::Pieces(pieces) if pieces.len() > 1 && io.is_write_vectored() => {
+                let mut slices = [IoSlice::new(&[]); PIECES_PER_WRITE];
+                for (slice, piece) in slices.iter_mut().zip(pieces.iter()) {
+                    *slice = IoSlice::new(piece);
+                }
+                io.poll_write_vectored(cx, &slices[..pieces.len().min(PIECES_PER_WRITE)])
+            }
+            Self::Pieces(pieces) => {
+                io.poll_write(cx, pieces.front().map_or(&b""[..], |piece| &piece[..]))
+            }
         };
-        let count = ready!(Pin::new(output.io()).poll_write(cx, data))?;
+        let count = ready!(written)?;
         self.advance(count);
         Poll::Ready(Ok(count))
     }
@@ -311,6 +328,9 @@ const BUFFER_BYTES: usize = 64 * 1024;
 /// A stream copies less than this amount, and otherwise queues the buffer itself. So no stream that
 /// stalls holds more than twice its bytes.
 const HAND_OVER_BYTES: usize = BUFFER_BYTES / 2;
+/// Pieces that one call writes to a socket. An h2 stream yields five at most if its peer fills its
+/// frames.
+const PIECES_PER_WRITE: usize = 16;
 /// Buffers that a thread pools. One serves all of its connections in turn. More are in use only if
 /// a reader is slow.
 const BUFFERS_PER_THREAD: usize = 4;
@@ -355,7 +375,11 @@ impl Drop for Buffer {
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadBuf, duplex};
+    use std::task::Waker;
+
+    use rand::rngs::SmallRng;
+    use rand::{RngExt, SeedableRng};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadBuf, duplex, empty, join};
     use tokio_util::task::AbortOnDropHandle;
 
     use super::*;
@@ -389,7 +413,7 @@ mod tests {
 
     #[tokio::test]
     async fn failed_read_is_a_cut() {
-        let mut left = tokio::io::join(FailingReader, tokio::io::sink());
+        let mut left = join(FailingReader, tokio::io::sink());
         let (mut right, _keep) = duplex(64);
         let outcome = relay(&mut Socket(&mut left), &mut Socket(&mut right)).await;
         assert!(matches!(outcome.end, RelayEnd::Cut(RelaySide::Left, _)));
@@ -404,6 +428,65 @@ mod tests {
             _: &mut ReadBuf<'_>,
         ) -> Poll<io::Result<()>> {
             Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()))
+        }
+    }
+
+    #[test]
+    fn pieces_stay_in_order_and_whole_over_partial_writes() {
+        let mut random = SmallRng::seed_from_u64(1);
+        let sent: Vec<u8> = (0..1 << 20).map(|_| random.random()).collect();
+        let mut data = Bytes::from(sent.clone());
+        let mut pieces = VecDeque::new();
+        while !data.is_empty() {
+            pieces.push_back(data.split_to(data.len().min(random.random_range(1..9000))));
+        }
+        let mut unsent = Unsent::Pieces(pieces);
+        let got = Vec::new();
+        let mut socket = join(empty(), PartialWriter { random, got });
+        let mut cx = Context::from_waker(Waker::noop());
+        while !unsent.is_empty() {
+            let written = unsent.poll_write(&mut cx, &mut Socket(&mut socket));
+            assert!(written.is_ready());
+        }
+        assert!(socket.writer().got == sent);
+    }
+
+    /// A writer that accepts a random part of the bytes.
+    struct PartialWriter {
+        random: SmallRng,
+        got: Vec<u8>,
+    }
+
+    impl AsyncWrite for PartialWriter {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            data: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            self.poll_write_vectored(cx, &[IoSlice::new(data)])
+        }
+
+        fn poll_write_vectored(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            data: &[IoSlice<'_>],
+        ) -> Poll<io::Result<usize>> {
+            let data: Vec<u8> = data.iter().flat_map(|slice| slice.to_vec()).collect();
+            let count = self.random.random_range(1..=data.len());
+            self.got.extend_from_slice(&data[..count]);
+            Poll::Ready(Ok(count))
+        }
+
+        fn is_write_vectored(&self) -> bool {
+            true
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
         }
     }
 

@@ -8,11 +8,12 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::{ClosedBy, IncomingStream, Session, SessionError, Stream, StreamCut, find_cause};
+use crate::relay::{RelayEnd, Socket, relay};
 use crate::wire::code::{CloseCode, RefusalCode, ResetCode};
 use crate::wire::header::{Refusal, StreamHeader, StreamKind, Target};
 use crate::wire::name::Port;
@@ -128,6 +129,40 @@ async fn bytes_and_half_closes_pass_both_ways(pair: Pair) {
         assert!(response == pattern(answer) && request == pattern(question));
         assert_eq!(opened.bytes().read(), (answer as u64, question as u64));
     }
+}
+
+async fn relayed_bytes_and_half_closes_pass_both_ways(pair: Pair) {
+    let (mut opened, mut accepted) = pair.stream().await;
+    let (mut caller, mut caller_end) = duplex(MIB);
+    let (mut target, mut target_end) = duplex(MIB);
+    let (mut left, mut right) = (Socket(&mut caller_end), Socket(&mut target_end));
+    let (near, far, answer, question) = tokio::join!(
+        within(relay(&mut left, &mut opened)),
+        within(relay(&mut accepted, &mut right)),
+        async {
+            caller.write_all(&pattern(3 * MIB)).await.unwrap();
+            caller.shutdown().await.unwrap();
+            let mut answer = Vec::new();
+            within(caller.read_to_end(&mut answer)).await.unwrap();
+            answer
+        },
+        async {
+            let mut question = Vec::new();
+            within(target.read_to_end(&mut question)).await.unwrap();
+            target.write_all(&pattern(3 * MIB + 7)).await.unwrap();
+            target.shutdown().await.unwrap();
+            question
+        }
+    );
+    assert!(answer == pattern(3 * MIB + 7) && question == pattern(3 * MIB));
+    for outcome in [near, far] {
+        assert!(matches!(outcome.end, RelayEnd::Clean), "{outcome:?}");
+        let counts = (outcome.left_to_right, outcome.right_to_left);
+        assert_eq!(counts, (question.len() as u64, answer.len() as u64));
+    }
+    let (received, sent) = (answer.len() as u64, question.len() as u64);
+    assert_eq!(opened.bytes().read(), (received, sent));
+    assert_eq!(accepted.bytes().read(), (sent, received));
 }
 
 async fn data_may_follow_the_header_before_the_reply(pair: Pair) {
@@ -425,6 +460,7 @@ macro_rules! contract {
         mod $direction {
             contract!(@rules $pair, $directed, super::super::DEFAULT;
                 bytes_and_half_closes_pass_both_ways,
+                relayed_bytes_and_half_closes_pass_both_ways,
                 data_may_follow_the_header_before_the_reply,
                 refusal_arrives_with_its_detail_after_optimistic_data,
                 dropped_stream_is_a_cut_and_never_a_clean_end,

@@ -1,6 +1,7 @@
 //! `Stream`: the bytes of one stream, with the rules for replies, refusals, resets and accounting
 //! that all transports share.
 
+use std::collections::VecDeque;
 use std::error::Error;
 use std::io;
 use std::pin::Pin;
@@ -39,6 +40,12 @@ pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     /// transport that can queue [`Bytes`] does not copy them.
     fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {
         poll_write_buf(Pin::new(self), cx, data)
+    }
+    /// Takes received bytes that need not be copied, about 64 KiB at most. Returns nothing if the
+    /// next bytes are few or the transport does not keep them as [`Bytes`]. `poll_read` then
+    /// returns them, and the end of the input.
+    fn take_pieces(&mut self) -> VecDeque<Bytes> {
+        VecDeque::new()
     }
 }
 
@@ -351,6 +358,27 @@ impl Stream {
         self.poll_reply(cx, half)
     }
 
+    /// Reads bytes that need not be copied. If there are none, `poll_read` must be called.
+    pub(crate) fn poll_take_pieces(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<VecDeque<Bytes>>> {
+        ready!(self.poll_reply(cx, Half::Read))?;
+        let pieces = self.raw.take_pieces();
+        if !pieces.is_empty() {
+            self.read_monitor.end_read();
+            self.count_received(pieces.iter().map(Bytes::len).sum());
+        }
+        Poll::Ready(Ok(pieces))
+    }
+
+    fn count_received(&self, count: usize) {
+        self.bytes.add_received(count);
+        self.traffic
+            .bytes_in
+            .fetch_add(count as u64, Ordering::Relaxed);
+    }
+
     /// Writes bytes from the front of `data`, like `poll_write`, and removes them from `data`. Does
     /// not copy them if the transport can queue [`Bytes`].
     pub(crate) fn poll_send(
@@ -448,7 +476,7 @@ impl AsyncRead for Stream {
         let mut read_cx = Context::from_waker(&waker);
         let read = ready!(Pin::new(&mut this.raw).poll_read(&mut read_cx, out));
         this.read_monitor.end_read();
-        let count = (out.filled().len() - before) as u64;
+        let count = out.filled().len() - before;
         if read.is_err() || (count == 0 && out.remaining() > 0) {
             this.read_ended = true;
             this.read_monitor.finish();
@@ -458,8 +486,7 @@ impl AsyncRead for Stream {
                 .for_each(Waker::wake);
         }
         read?;
-        this.bytes.received.inc_by(count);
-        this.traffic.bytes_in.fetch_add(count, Ordering::Relaxed);
+        this.count_received(count);
         Poll::Ready(Ok(()))
     }
 }

@@ -22,6 +22,8 @@ use crate::wire::code::ResetCode;
 
 /// Bytes that may wait for the driver. A writer waits while so many are unsent.
 const UNSENT_MAX_BYTES: usize = 64 * 1024;
+/// Bytes that a reader takes at once, unless the first piece is larger.
+const TAKE_MAX_BYTES: usize = 64 * 1024;
 /// A piece below this size is copied and joined with its neighbors. A received one would keep a
 /// whole read buffer in memory, and a sent one would need a frame of its own.
 const COALESCE_BELOW_BYTES: usize = 4 * 1024;
@@ -115,6 +117,25 @@ impl ReadBuffer {
         let count = out.filled().len() - before;
         self.unread -= count;
         count
+    }
+
+    /// Takes pieces without copying them. Returns nothing if only small pieces have arrived, which
+    /// are cheaper to copy.
+    fn take_pieces(&mut self) -> VecDeque<Bytes> {
+        let mut taken = VecDeque::new();
+        let mut count = 0;
+        while let Some(piece) = self.pieces.front()
+            && (count == 0 || count + piece.len() <= TAKE_MAX_BYTES)
+        {
+            count += piece.len();
+            taken.extend(self.pieces.pop_front());
+        }
+        if count > 0 && self.pieces.is_empty() && !self.last.is_empty() {
+            count += self.last.len();
+            taken.push_back(std::mem::take(&mut self.last).freeze());
+        }
+        self.unread -= count;
+        taken
     }
 
     fn clear(&mut self) -> usize {
@@ -350,6 +371,18 @@ impl RawStream for H2Stream {
         state.wake_pump();
         Poll::Ready(Ok(count))
     }
+
+    fn take_pieces(&mut self) -> VecDeque<Bytes> {
+        let mut state = self.0.lock();
+        let before = state.read_buffer.unread;
+        let pieces = state.read_buffer.take_pieces();
+        let unread = state.read_buffer.unread;
+        if unread < before {
+            self.0.read_monitor.set_unread(unread);
+            state.release_capacity(before - unread);
+        }
+        pieces
+    }
 }
 
 impl AsyncRead for H2Stream {
@@ -406,5 +439,103 @@ impl AsyncWrite for H2Stream {
         }
         register_waker(&mut state.writer, cx);
         Poll::Pending
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::SmallRng;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn written_pieces_stay_in_order_and_whole() {
+        let (shared, mut stream, mut random, sent) = fixture();
+        let mut data = Bytes::from(sent.clone());
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut got = Vec::<u8>::new();
+        while got.len() < sent.len() {
+            let mut piece = data.slice(..data.len().min(random.random_range(1..40_000)));
+            let written = if random.random::<bool>() {
+                stream.poll_send(&mut cx, &mut piece)
+            } else {
+                Pin::new(&mut stream).poll_write(&mut cx, &piece)
+            };
+            if let Poll::Ready(written) = written {
+                data.advance(written.unwrap());
+            }
+            let mut state = shared.lock();
+            assert!(state.unsent() <= UNSENT_MAX_BYTES);
+            let frame = state.take_unsent(random.random_range(1..40_000));
+            got.extend_from_slice(&frame);
+        }
+        assert!(got == sent);
+    }
+
+    #[test]
+    fn received_pieces_stay_in_order_and_whole() {
+        let (shared, mut stream, mut random, sent) = fixture();
+        let mut data = Bytes::from(sent.clone());
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut got = Vec::<u8>::new();
+        while got.len() < sent.len() {
+            let piece = data.split_to(data.len().min(random.random_range(1..20_000)));
+            shared.receive(&mut shared.lock(), piece);
+            if random.random::<bool>() {
+                let pieces = stream.take_pieces();
+                got.extend(pieces.into_iter().flatten());
+            } else {
+                let room: usize = random.random_range(1..20_000);
+                let mut chunk = vec![0; room];
+                let mut chunk = ReadBuf::new(&mut chunk);
+                let _nothing_yet = Pin::new(&mut stream).poll_read(&mut cx, &mut chunk);
+                got.extend_from_slice(chunk.filled());
+            }
+            let unread = shared.lock().read_buffer.unread;
+            assert_eq!(unread, sent.len() - data.len() - got.len());
+        }
+        assert!(got == sent);
+    }
+
+    #[test]
+    fn small_writes_share_a_frame_and_leave_no_buffer() {
+        let (shared, mut stream, ..) = fixture();
+        let mut cx = Context::from_waker(Waker::noop());
+        for byte in 0..100 {
+            let mut data = Bytes::copy_from_slice(&[byte]);
+            assert!(stream.poll_send(&mut cx, &mut data).is_ready());
+        }
+        let mut state = shared.lock();
+        let frame = state.take_unsent(UNSENT_MAX_BYTES);
+        assert!(frame.into_iter().eq(0..100_u8));
+        assert_eq!((state.unsent(), state.write_buffer.capacity()), (0, 0));
+    }
+
+    #[test]
+    fn large_write_is_not_copied_and_waits_while_64_kib_are_unsent() {
+        let (shared, mut stream, ..) = fixture();
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut data = Bytes::from(vec![7; MIB]);
+        let address = data.as_ptr();
+        let written = stream.poll_send(&mut cx, &mut data);
+        assert!(matches!(written, Poll::Ready(Ok(UNSENT_MAX_BYTES))));
+        assert_eq!(data.len(), MIB - UNSENT_MAX_BYTES);
+        assert!(stream.poll_send(&mut cx, &mut data).is_pending());
+        let small = Pin::new(&mut stream).poll_write(&mut cx, b"x");
+        assert!(small.is_pending());
+        assert_eq!(shared.lock().take_unsent(5000).as_ptr(), address);
+        let written = stream.poll_send(&mut cx, &mut data);
+        assert!(matches!(written, Poll::Ready(Ok(5000))));
+    }
+
+    /// Returns a stream, a seeded source, and random bytes of that source.
+    fn fixture() -> (Arc<StreamShared>, H2Stream, SmallRng, Vec<u8>) {
+        let shared = StreamShared::new(BytesMut::new(), Arc::default(), Arc::default());
+        let mut random = SmallRng::seed_from_u64(1);
+        let bytes = (0..MIB).map(|_| random.random()).collect();
+        (shared.clone(), H2Stream(shared), random, bytes)
     }
 }
