@@ -4,6 +4,7 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use bytes::Buf as _;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_util::io::poll_read_buf;
@@ -50,7 +51,8 @@ impl AsyncRead for ReadAhead {
             }
         };
         let count = buffer.0.len().min(out.remaining());
-        out.put_slice(&buffer.0.split_to(count));
+        out.put_slice(&buffer.0[..count]);
+        buffer.0.advance(count);
         self.unread = (!buffer.0.is_empty()).then_some(buffer);
         Poll::Ready(Ok(()))
     }
