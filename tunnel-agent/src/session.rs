@@ -156,22 +156,34 @@ impl<'a> ActiveSession<'a> {
         let (context, handle) = (self.context, self.handle);
         let session = self.session.clone();
         let mut closed = pin!(session.closed());
+        // Each accepted stream begins another round. These futures stay registered from round to
+        // round: the lists of waiters and the timers have locks that all tasks share.
+        let mut drained = pin!(context.shutdown.drain().cancelled());
+        let mut retired = pin!(handle.retire.cancelled());
+        let mut stopped = pin!(context.graceful_shutdown.cancelled());
+        let mut renewal_due = pin!(context.rotating_credentials.due());
+        let mut next_check = pin!(sleep_until(self.monitor.next_check()));
         let (mut withdrawn, mut listening) = (false, true);
         loop {
+            let check_at = self.monitor.next_check();
+            if next_check.deadline() != check_at {
+                next_check.as_mut().reset(check_at);
+            }
             tokio::select! {
                 biased;
                 reason = &mut closed => return reason,
-                () = context.shutdown.drain().cancelled(), if !withdrawn => {
+                () = &mut drained, if !withdrawn => {
                     withdrawn = true;
                     self.control_sender.withdraw();
                 }
-                () = handle.retire.cancelled(), if !self.monitor.is_retired() => self.retire(),
-                () = context.graceful_shutdown.cancelled() => return self.graceful_shutdown(STOPPING).await,
-                request = context.rotating_credentials.due(), if self.may_renew(withdrawn) => {
+                () = &mut retired, if !self.monitor.is_retired() => self.retire(),
+                () = &mut stopped => return self.graceful_shutdown(STOPPING).await,
+                request = &mut renewal_due, if self.may_renew(withdrawn) => {
+                    renewal_due.set(context.rotating_credentials.due());
                     self.pending_renewals = self.pending_renewals.saturating_add(1);
                     self.control_sender.renew(request);
                 }
-                () = sleep_until(self.monitor.next_check()) => match self.check().await {
+                () = &mut next_check => match self.check().await {
                     Transition::Dead => {
                         context.metrics.limit(Limit::DeadAfter);
                         let why = "no data received for too long (agent's limits.deadAfter)";

@@ -39,6 +39,8 @@ impl Sessions {
             AgentMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
         let mut closed = pin!(agent.session.closed());
         let mut next_poll = pin!(sleep(Duration::ZERO));
+        // Stays registered: all sessions share the list of waiters and its lock.
+        let mut drained = pin!(self.shutdown.drain().cancelled());
         let (mut draining, mut can_recv, mut can_send) = (false, true, true);
         let mut renewal = RenewalTask::default();
         let ended = loop {
@@ -47,7 +49,7 @@ impl Sessions {
                 result = &mut closed => break Ok(result),
                 () = &mut next_poll => {}
                 () = agent.busy() => {}
-                () = self.shutdown.drain().cancelled(), if !draining => {
+                () = &mut drained, if !draining => {
                     draining = true;
                     control_sender.drain(self.limits.drain);
                 }
