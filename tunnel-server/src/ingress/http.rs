@@ -297,7 +297,7 @@ impl Caller {
             () = self.permit.evicted() => return Err(self.evict(stream)),
             () = caller_closed.readable() => return Ok(Some(stream)),
             () = self.ingress.shutdown.drain().cancelled() => {}
-            expired = self.timeouts.expired() => self.report_timeout(expired),
+            expired = self.timeouts.expired_in_state() => self.report_timeout(expired),
         }
         close_gracefully(stream).await;
         Ok(None)

@@ -283,6 +283,20 @@ impl ConnTimeouts {
         }
     }
 
+    /// Waits until the timeout of the current state expires. Only for a connection whose state does
+    /// not change in the meantime: unlike [`ConnTimeouts::expired`], this method does not check the
+    /// state again. Cancel-safe.
+    pub(crate) async fn expired_in_state(&self) -> TimeoutKind {
+        let deadline = self.state.lock().deadline(self.timeout_config);
+        match deadline {
+            Some((at, which)) => {
+                sleep_until(at).await;
+                which
+            }
+            None => std::future::pending().await,
+        }
+    }
+
     async fn wait_for_state(&self, is_reached: impl Fn(&ConnState) -> bool) {
         loop {
             let request_started = self.request_started.notified();
