@@ -94,6 +94,10 @@ struct State {
     /// begun.
     body: bool,
     check: HeadCheck,
+    /// Number of requests that have begun.
+    requests: u64,
+    /// [`ConnTimeouts::wait_for_request_end`] waits for the end of a request.
+    is_end_awaited: bool,
 }
 
 impl State {
@@ -108,6 +112,7 @@ impl State {
 
     fn start(&mut self, body: bool) {
         self.body = body;
+        self.requests += 1;
         let requests = match self.conn_state {
             ConnState::Busy { requests } => requests + 1,
             ConnState::FirstHead { .. } | ConnState::Idle { .. } | ConnState::Head { .. } => 1,
@@ -144,6 +149,8 @@ pub(crate) struct ConnTimeouts {
     state: Mutex<State>,
     /// Notified when a request begins.
     request_started: Notify,
+    /// Notified when a request ends, if its end is awaited.
+    request_ended: Notify,
     timeout_config: TimeoutConfig,
     /// Marked as in use while a request is in progress.
     permit: Arc<ConnPermit>,
@@ -163,10 +170,13 @@ impl ConnTimeouts {
             last_bytes: LastBytes::default(),
             body: false,
             check: HeadCheck::default(),
+            requests: 0,
+            is_end_awaited: false,
         };
         Arc::new(Self {
             state: Mutex::new(state),
             request_started: Notify::new(),
+            request_ended: Notify::new(),
             timeout_config,
             permit,
             write_blocked: AtomicBool::new(false),
@@ -205,24 +215,44 @@ impl ConnTimeouts {
     /// written. A connection does not count as idle after a request with a body, because the rest
     /// of an unread body must not be taken for a request. Cancel-safe.
     pub(crate) async fn idle_for(&self, time: Duration) {
+        let mut last_request = None;
         loop {
-            let (conn_state, body) = {
+            let (conn_state, body, request) = {
                 let state = self.state.lock();
-                (state.conn_state, state.body)
+                (state.conn_state, state.body, state.requests)
             };
             let now = Instant::now();
             let at = match conn_state {
                 ConnState::Idle { .. } if body || self.is_write_blocked() => now + time,
                 ConnState::Idle { since } if since + time <= now => return,
                 ConnState::Idle { since } => since + time,
+                // The request has been in progress for `time`. A followed log can last for days, so
+                // its end wakes this task. Shorter requests need not.
+                ConnState::Busy { .. } if last_request == Some(request) => {
+                    self.wait_for_request_end().await;
+                    continue;
+                }
                 // A connection that becomes idle after this point cannot have been idle for `time`
                 // earlier than this.
                 ConnState::FirstHead { .. } | ConnState::Busy { .. } | ConnState::Head { .. } => {
                     now + time
                 }
             };
+            last_request = Some(request);
             sleep_until(at).await;
         }
+    }
+
+    /// Waits until a request ends. Returns at once if none is in progress. Cancel-safe.
+    async fn wait_for_request_end(&self) {
+        {
+            let mut state = self.state.lock();
+            if !matches!(state.conn_state, ConnState::Busy { .. }) {
+                return;
+            }
+            state.is_end_awaited = true;
+        }
+        self.request_ended.notified().await;
     }
 
     /// Returns whether no request is in progress and all responses are written.
@@ -329,7 +359,14 @@ pub(crate) struct RequestGuard {
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.timeouts.state.lock().end(Instant::now());
+        let is_awaited = {
+            let mut state = self.timeouts.state.lock();
+            state.end(Instant::now());
+            std::mem::take(&mut state.is_end_awaited)
+        };
+        if is_awaited {
+            self.timeouts.request_ended.notify_one();
+        }
     }
 }
 
