@@ -109,11 +109,15 @@ impl Revocations {
 
     /// Writes revocations that this process moved to a later time. Blocks the thread.
     fn flush(&self) -> io::Result<()> {
-        if !self.state.lock().has_unwritten {
+        if !self.has_unwritten() {
             return Ok(());
         }
         let _writing = self.writing.lock();
         self.write()
+    }
+
+    fn has_unwritten(&self) -> bool {
+        self.state.lock().has_unwritten
     }
 
     fn write(&self) -> io::Result<()> {
@@ -204,10 +208,13 @@ impl Revocations {
                     _ = changed.changed() => {}
                     () = tokio::time::sleep(POLL_INTERVAL) => {}
                 }
-                let flushing = revocations.clone();
-                let flushed = tokio::task::spawn_blocking(move || flushing.flush()).await;
-                if let Ok(Err(error)) = flushed {
-                    warn!(%error, "cannot publish a revocation to other servers, trying again");
+                // A write blocks, so it wakes another thread.
+                if revocations.has_unwritten() {
+                    let flushing = revocations.clone();
+                    let flushed = tokio::task::spawn_blocking(move || flushing.flush()).await;
+                    if let Ok(Err(error)) = flushed {
+                        warn!(%error, "cannot publish a revocation to other servers, trying again");
+                    }
                 }
                 for agent in registry.all() {
                     if !revocations.is_revoked(agent.session.peer()) || agent.is_closing() {
