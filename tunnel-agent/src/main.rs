@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Parser;
+use tokio::runtime::Builder;
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{self, Cli, Command, ConfigArgs, HealthcheckArgs};
@@ -53,7 +54,12 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     for variable in settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables()) {
         warn!(variable, "unknown variable ignored");
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread()
+    // On the current thread, tasks wake each other without a system call.
+    let mut runtime = match config.worker_threads {
+        1 => Builder::new_current_thread(),
+        _ => Builder::new_multi_thread(),
+    };
+    let runtime = runtime
         .worker_threads(config.worker_threads)
         .enable_all()
         .build()
@@ -103,7 +109,7 @@ fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {
             config::LoadError::meta_listen("is off; set an address to check readiness".to_owned())
         })?;
     let address = meta::dialable(address);
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    let runtime = Builder::new_current_thread()
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
