@@ -160,6 +160,9 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let tcp = TcpStream::connect(address).await.unwrap();
         let (target, _) = listener.accept().await.unwrap();
-        (TargetSocket::new(tcp, address, ByteCount::default()), target)
+        (
+            TargetSocket::new(tcp, address, ByteCount::default()),
+            target,
+        )
     }
 }

@@ -155,7 +155,10 @@ mod tests {
         let accepted = SockRef::from(&accepted);
         assert!(accepted.tcp_nodelay().unwrap() && accepted.keepalive().unwrap());
         assert_eq!(accepted.tcp_keepalive_time().unwrap(), KEEPALIVE_TIME);
-        assert_eq!(accepted.tcp_keepalive_interval().unwrap(), KEEPALIVE_INTERVAL);
+        assert_eq!(
+            accepted.tcp_keepalive_interval().unwrap(),
+            KEEPALIVE_INTERVAL
+        );
         assert_eq!(accepted.tcp_keepalive_retries().unwrap(), KEEPALIVE_RETRIES);
         assert_eq!(accepted.tcp_notsent_lowat().unwrap(), NOTSENT_LOWAT_BYTES);
     }

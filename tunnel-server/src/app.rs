@@ -200,7 +200,10 @@ impl App {
         // sessions that reaches the other server is misrouted, and the other server's reset reports
         // that at once.
         let stop = self.context.shutdown.stop().clone();
-        tokio::join!(self.drain(), authority::release_quic_keys(quic_key_lease, &stop));
+        tokio::join!(
+            self.drain(),
+            authority::release_quic_keys(quic_key_lease, &stop)
+        );
         self.context.shutdown.finish().await;
         self.context.drivers.close();
         self.context.drivers.wait().await;

@@ -143,7 +143,8 @@ impl IngressContext {
         let acquired = self.callers.acquire(peer.source());
         let is_reserved = acquired.is_err();
         let acquired = acquired.or_else(|_full| self.verified_callers.acquire(peer.source()));
-        self.count_permit(acquired).map(|permit| (permit, is_reserved))
+        self.count_permit(acquired)
+            .map(|permit| (permit, is_reserved))
     }
 
     fn count_permit(&self, acquired: Result<ConnPermit, LimitReached>) -> Option<Arc<ConnPermit>> {

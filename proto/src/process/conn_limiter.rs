@@ -147,7 +147,10 @@ impl ConnPermit {
 
 impl Drop for ConnPermit {
     fn drop(&mut self) {
-        self.limiter.source_table.lock().remove(self.source, self.id);
+        self.limiter
+            .source_table
+            .lock()
+            .remove(self.source, self.id);
     }
 }
 

@@ -259,7 +259,8 @@ fn opened(line: &str, field: &str, name: &str) -> Option<SocketAddr> {
     let line: Value = serde_json::from_str(line).ok()?;
     let fields = line.get("fields").unwrap_or(&line);
     let is_it = fields["message"] == "listening" && fields[field] == name;
-    is_it.then(|| fields["address"].as_str()?.parse().ok())
+    is_it
+        .then(|| fields["address"].as_str()?.parse().ok())
         .flatten()
 }
 

@@ -298,8 +298,8 @@ pub fn shipped() -> Vec<(String, Value)> {
         let map = object("v1", "ConfigMap", name);
         (Objects::collection("configmaps"), map)
     });
-    let quic_key_leases = (0..QUIC_KEY_LEASES_MAX)
-        .map(|entry| quic_key_lease_name(&names.replica_lease, entry));
+    let quic_key_leases =
+        (0..QUIC_KEY_LEASES_MAX).map(|entry| quic_key_lease_name(&names.replica_lease, entry));
     let api = "coordination.k8s.io/v1";
     let leases = [names.leader_lease]
         .into_iter()

@@ -198,7 +198,11 @@ impl AgentAuth {
     }
 
     /// Loads and watches the CA file that admits kubelets as agents.
-    fn watch_kubelet_client_ca(&self, path: &Path, watcher: &CredentialWatcher) -> anyhow::Result<()> {
+    fn watch_kubelet_client_ca(
+        &self,
+        path: &Path,
+        watcher: &CredentialWatcher,
+    ) -> anyhow::Result<()> {
         let first = read_roots(path).context("--kubelet-client-ca")?;
         self.trust.replace_cluster(first.value)?;
         let trust = self.trust.clone();

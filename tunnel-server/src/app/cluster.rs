@@ -71,7 +71,8 @@ pub(super) fn start_cluster(
         serving_names: serving_names.clone(),
         pod_lookups,
         attestations,
-        kubelet_client_ca: (config.kubelet_client_ca == KubeletClientCa::Cluster).then(|| agents.trust.clone()),
+        kubelet_client_ca: (config.kubelet_client_ca == KubeletClientCa::Cluster)
+            .then(|| agents.trust.clone()),
         signer: config.targets.signer.clone().map(|name| SignerConfig {
             name,
             targets: targets.clone(),

@@ -113,7 +113,10 @@ async fn bind_listeners(
         bound
             .services
             .push((service.name.clone(), listener.local_addr()?));
-        listeners.push((listener, ListenerKind::TcpService(Arc::new(service.clone()))));
+        listeners.push((
+            listener,
+            ListenerKind::TcpService(Arc::new(service.clone())),
+        ));
     }
     Ok(listeners)
 }

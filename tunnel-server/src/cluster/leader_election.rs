@@ -220,8 +220,10 @@ impl Election {
                     );
                 }
                 if self.candidate.is_holder_alive {
-                    self.conditions
-                        .set(Condition::OtherServers, vec![second_server_condition(&holder)]);
+                    self.conditions.set(
+                        Condition::OtherServers,
+                        vec![second_server_condition(&holder)],
+                    );
                 }
                 return Ok(false);
             }

@@ -271,7 +271,10 @@ pub fn rights_table() -> String {
             }
             Scope::Exactly(namespace, name) => format!("`{name}` in `{namespace}`"),
             Scope::Numbered(flag) => {
-                format!("the ones of `{flag}`, `-0` to `-{}`", QUIC_KEY_LEASES_MAX - 1)
+                format!(
+                    "the ones of `{flag}`, `-0` to `-{}`",
+                    QUIC_KEY_LEASES_MAX - 1
+                )
             }
         };
         let (resource, verbs, purpose) = (right.resource, right.verbs.join(", "), right.purpose);

@@ -78,7 +78,9 @@ impl Publisher {
         let is_same = |last: &Arc<nodes::NodeSet>| Arc::ptr_eq(last, &observed.nodes);
         if !self.last_nodes.as_ref().is_some_and(is_same) {
             self.last_nodes = Some(observed.nodes.clone());
-            let table = self.routes.set(RouteSource::Cluster, observed.nodes.routes());
+            let table = self
+                .routes
+                .set(RouteSource::Cluster, observed.nodes.routes());
             self.route_metrics
                 .routes(table.len(), table.conflicts().len());
             self.conditions

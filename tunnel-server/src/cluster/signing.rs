@@ -92,9 +92,15 @@ impl KubeletClientCertificateTask {
     }
 
     /// Polls the request once. Returns the delay until the next poll.
-    async fn poll_request(&self, credential: &mut KubeletClientCredential) -> Result<Duration, ApiError> {
+    async fn poll_request(
+        &self,
+        credential: &mut KubeletClientCredential,
+    ) -> Result<Duration, ApiError> {
         let now = SystemTime::now();
-        let left = credential.renew_at().duration_since(now).unwrap_or_default();
+        let left = credential
+            .renew_at()
+            .duration_since(now)
+            .unwrap_or_default();
         if !left.is_zero() {
             self.set_conditions(Vec::new());
             return Ok(left.min(SLEEP_MAX));
@@ -150,15 +156,22 @@ impl KubeletClientCertificateTask {
 
     async fn open(&self) -> Result<KubeletClientCredential, String> {
         let data = self.data.clone();
-        let opened = tokio::task::spawn_blocking(move || KubeletClientCredential::open(&data)).await;
+        let opened =
+            tokio::task::spawn_blocking(move || KubeletClientCredential::open(&data)).await;
         opened
             .map_err(|panic| panic.to_string())?
             .map_err(|error| error.to_string())
     }
 
     /// Uses a new certificate and persists it. If it cannot be persisted, it is used anyway.
-    async fn install(&self, credential: &mut KubeletClientCredential, chain: Vec<u8>) -> Result<(), String> {
-        let own = credential.install(&chain).map_err(|error| error.to_string())?;
+    async fn install(
+        &self,
+        credential: &mut KubeletClientCredential,
+        chain: Vec<u8>,
+    ) -> Result<(), String> {
+        let own = credential
+            .install(&chain)
+            .map_err(|error| error.to_string())?;
         self.delegate(&own);
         let path = self.data.kubelet_client_certificate();
         let write = move || tunnel_proto::process::files::replace(&path, &chain);
@@ -180,7 +193,8 @@ impl KubeletClientCertificateTask {
     }
 
     fn set_conditions(&self, lines: Vec<String>) {
-        self.conditions.set(Condition::KubeletClientCertificate, lines);
+        self.conditions
+            .set(Condition::KubeletClientCertificate, lines);
     }
 }
 
@@ -211,7 +225,10 @@ enum RequestState {
 /// current certificate. A server therefore finds its request after a restart, and replicas never
 /// share one.
 fn request_name(credential: &KubeletClientCredential) -> String {
-    let last = credential.certificate.as_ref().and_then(|own| not_after(own));
+    let last = credential
+        .certificate
+        .as_ref()
+        .and_then(|own| not_after(own));
     let last = last.and_then(|not_after| not_after.duration_since(std::time::UNIX_EPOCH).ok());
     let last = last.map_or(0, |not_after| not_after.as_secs());
     let mut digest_input = credential.key.subject_public_key_info();

@@ -24,8 +24,8 @@ use super::stream::{H2Stream, StreamShared};
 use crate::identity::PeerIdentity;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{
-    CloseReason, ClosedBy, IncomingStream, ReadMonitor, Session, SessionError, SessionStats, Stream,
-    Traffic, TransportKind,
+    CloseReason, ClosedBy, IncomingStream, ReadMonitor, Session, SessionError, SessionStats,
+    Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
 use crate::wire::header::StreamHeader;

@@ -221,7 +221,11 @@ impl Session for QuicSession {
             + rx.stream_data_blocked
             + rx.streams_blocked_bidi;
         let (bytes_in, bytes_out, streams) = self.traffic.read();
-        self.close_on_flood(&connection_stats, received, bytes_in.saturating_add(bytes_out));
+        self.close_on_flood(
+            &connection_stats,
+            received,
+            bytes_in.saturating_add(bytes_out),
+        );
         let remote = self.connection.remote_address();
         SessionStats {
             received,

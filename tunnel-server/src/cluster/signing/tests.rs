@@ -62,7 +62,9 @@ impl Fixture {
     }
 
     fn condition(&self) -> String {
-        self.conditions.of(Condition::KubeletClientCertificate).join("\n")
+        self.conditions
+            .of(Condition::KubeletClientCertificate)
+            .join("\n")
     }
 
     /// Answers that no request exists, and returns the request that the server then creates.

@@ -89,7 +89,8 @@ impl Fixture {
     }
 
     fn observe(&self, map: Observed<Arc<ConfigMap>>) {
-        self.observed.send_modify(|observed| observed.records_map = map);
+        self.observed
+            .send_modify(|observed| observed.records_map = map);
     }
 
     fn observe_map(&self, map: &Value) {

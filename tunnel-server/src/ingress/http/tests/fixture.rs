@@ -244,7 +244,7 @@ impl Fixture {
     ) -> DuplexStream {
         let peer: SocketAddr = from.parse().unwrap();
         self.connect_with(http_listener, |line| {
-            (line.peer, line.name) = (peer.into(), name);
+            (line.peer, line.identity) = (peer.into(), identity);
         })
     }
 

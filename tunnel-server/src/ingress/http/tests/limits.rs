@@ -72,7 +72,7 @@ async fn fill(
 ) -> (Vec<(DuplexStream, Stream)>, String) {
     let mut open = Vec::new();
     loop {
-        let mut caller = fixture.connect_as(http_listener(), from, name.clone());
+        let mut caller = fixture.connect_as(http_listener(), from, identity.clone());
         let asks = async {
             let request = format!("{}\r\n", get("/"));
             caller.write_all(request.as_bytes()).await.unwrap();

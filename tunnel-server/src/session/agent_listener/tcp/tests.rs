@@ -139,7 +139,10 @@ impl Listener {
     }
 
     async fn all_permits_are_free(&self) {
-        eventually("every permit is free", || self.limiter.permits_in_use() == 0).await;
+        eventually("every permit is free", || {
+            self.limiter.permits_in_use() == 0
+        })
+        .await;
     }
 }
 
