@@ -16,6 +16,8 @@
 pub mod wire;
 
 #[cfg(feature = "io")]
+mod buffers;
+#[cfg(feature = "io")]
 pub mod egress;
 #[cfg(feature = "io")]
 pub mod identity;

@@ -12,17 +12,17 @@
 //! Large amounts are not copied between a socket and a stream: the stream sends the buffer into
 //! which the socket was read, and the socket writes the pieces that the stream has received.
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::io::poll_read_buf;
 
+use crate::buffers::{BUFFER_BYTES, Buffer};
 use crate::transport::Stream;
 
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
@@ -322,56 +322,12 @@ impl Unsent {
     }
 }
 
-/// Size of a buffer. A larger one gains little: this is four TLS records, or the amount that a busy
-/// socket returns from one read.
-const BUFFER_BYTES: usize = 64 * 1024;
 /// A stream copies less than this amount, and otherwise queues the buffer itself. So no stream that
 /// stalls holds more than twice its bytes.
 const HAND_OVER_BYTES: usize = BUFFER_BYTES / 2;
 /// Pieces that one call writes to a socket. An h2 stream yields five at most if its peer fills its
 /// frames.
 const PIECES_PER_WRITE: usize = 16;
-/// Buffers that a thread pools. One serves all of its connections in turn. More are in use only if
-/// a reader is slow.
-const BUFFERS_PER_THREAD: usize = 4;
-
-thread_local! {
-    static POOL: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
-}
-
-/// An empty buffer for [`BUFFER_BYTES`]. Dropping it returns it to the thread's pool.
-#[derive(Debug)]
-pub(crate) struct Buffer(pub(crate) BytesMut);
-
-impl Buffer {
-    /// Takes a buffer from the pool, or allocates one.
-    pub(crate) fn take() -> Self {
-        let pooled = POOL.try_with(|pool| {
-            let mut pool = pool.borrow_mut();
-            // A stream may still send bytes of a buffer that was handed over.
-            let free = pool
-                .iter_mut()
-                .rposition(|buffer| buffer.try_reclaim(BUFFER_BYTES))?;
-            Some(pool.swap_remove(free))
-        });
-        // Access fails only while the thread ends.
-        let pooled = pooled.ok().flatten();
-        Self(pooled.unwrap_or_else(|| BytesMut::with_capacity(BUFFER_BYTES)))
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        let mut buffer = std::mem::take(&mut self.0);
-        buffer.clear();
-        let _thread_exits = POOL.try_with(|pool| {
-            let mut pool = pool.borrow_mut();
-            if pool.len() < BUFFERS_PER_THREAD {
-                pool.push(buffer);
-            }
-        });
-    }
-}
 
 #[cfg(test)]
 mod tests {
@@ -517,45 +473,5 @@ mod tests {
             matches!(&direction.unsent, Unsent::Pieces(pieces) if pieces.capacity() == 0),
             "the stream is idle"
         );
-    }
-
-    #[test]
-    fn buffer_that_was_dropped_is_used_again() {
-        let mut first = Buffer::take();
-        first.0.extend_from_slice(b"sent");
-        let address = first.0.as_ptr();
-        first.0.advance(1);
-        drop(first);
-        let reused = Buffer::take();
-        assert_eq!((reused.0.as_ptr(), reused.0.len()), (address, 0));
-    }
-
-    #[test]
-    fn buffer_that_was_handed_over_is_used_again_when_its_bytes_are_dropped() {
-        let mut first = Buffer::take();
-        first.0.resize(HAND_OVER_BYTES, 7);
-        let mut unsent = Unsent::Buffer(first);
-        unsent.hand_over_buffer();
-        let Unsent::Pieces(mut pieces) = unsent else {
-            panic!("the buffer was not handed over");
-        };
-        let piece = pieces.pop_front().unwrap();
-        let other = Buffer::take();
-        assert_ne!(other.0.as_ptr(), piece.as_ptr());
-        assert_eq!(piece, vec![7; HAND_OVER_BYTES]);
-        let address = piece.as_ptr();
-        drop(piece);
-        let reused = Buffer::take();
-        assert_eq!(reused.0.as_ptr(), address);
-        assert_eq!(reused.0.capacity(), BUFFER_BYTES);
-    }
-
-    #[test]
-    fn thread_keeps_a_few() {
-        let buffers: Vec<_> = (0..3 * BUFFERS_PER_THREAD)
-            .map(|_| Buffer::take())
-            .collect();
-        drop(buffers);
-        POOL.with(|pool| assert_eq!(pool.borrow().len(), BUFFERS_PER_THREAD));
     }
 }

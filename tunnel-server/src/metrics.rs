@@ -116,7 +116,6 @@ pub struct Metrics {
 /// labels, so each series is looked up once.
 #[derive(Debug, Default)]
 struct RequestSeries {
-    /// Indexed by outcome.
     ended: [OnceLock<Counter>; Outcome::ALL.len()],
     received: OnceLock<Counter>,
     sent: OnceLock<Counter>,

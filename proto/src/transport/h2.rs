@@ -36,6 +36,7 @@ mod pump;
 mod read_ahead;
 mod session;
 mod stream;
+mod wakeups;
 
 use control_rate::PREFACE_BYTES;
 use driver::{Connection, Driver, WINDOW_SIZE_MAX};

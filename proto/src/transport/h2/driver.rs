@@ -15,14 +15,13 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Wake, Waker, ready};
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use futures_util::task::AtomicWaker;
 use h2::{Ping, PingPong, Reason, RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
@@ -34,6 +33,7 @@ use super::offers::{Offers, is_offer};
 use super::pump::{Input, Pump};
 use super::session::{Commands, SessionShared, network};
 use super::stream::{H2Stream, Output, StreamShared};
+use super::wakeups::Wakeups;
 use crate::tls;
 use crate::transport::flow::SessionFlow;
 use crate::transport::{CloseReason, ClosedBy, SessionSettings};
@@ -104,53 +104,12 @@ pub(super) struct Driver<S> {
     idle_timeout: Duration,
     /// The stream that carries the close message.
     close_stream: Option<Arc<StreamShared>>,
+    /// Polled before the other pumps, because the peer resets its streams right after the message.
+    close_pump: Option<Pump>,
     close_message: BytesMut,
     state: DriverState,
     close_timeout: Duration,
     wakeups: Arc<Wakeups>,
-}
-
-/// The waker that the driver gives to h2 and to the pumps. They wake the driver for each other
-/// while it polls them. Such a wakeup only asks for another round, because a task that wakes itself
-/// is scheduled again, often on another thread.
-#[derive(Debug, Default)]
-struct Wakeups {
-    task: AtomicWaker,
-    is_polling: AtomicBool,
-    is_pending: AtomicBool,
-}
-
-impl Wakeups {
-    fn begin_poll(&self, task: &Waker) {
-        self.task.register(task);
-        self.is_polling.store(true, Ordering::SeqCst);
-    }
-
-    /// Returns whether there was a wakeup since the last call.
-    fn take(&self) -> bool {
-        self.is_pending.swap(false, Ordering::SeqCst)
-    }
-
-    /// Wakes the task if there was a wakeup that no round has followed.
-    fn end_poll(&self) {
-        self.is_polling.store(false, Ordering::SeqCst);
-        if self.is_pending.load(Ordering::SeqCst) {
-            self.task.wake();
-        }
-    }
-}
-
-impl Wake for Wakeups {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        self.is_pending.store(true, Ordering::SeqCst);
-        if !self.is_polling.load(Ordering::SeqCst) {
-            self.task.wake();
-        }
-    }
 }
 
 enum DriverState {
@@ -193,6 +152,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             last_received: (0, Instant::now()),
             idle_timeout: settings.idle_timeout,
             close_stream: None,
+            close_pump: None,
             close_message: BytesMut::new(),
             state: DriverState::Running,
             close_timeout: CLOSE_TIMEOUT,
@@ -213,7 +173,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.shared.conn_state.release_eof();
         }
         for _ in 0..ROUNDS_PER_POLL {
-            self.wakeups.take();
+            self.wakeups.begin_round();
             let commands = self.shared.take_commands(cx.waker());
             self.take(commands);
             let queued = self.shared.queued.take();
@@ -232,15 +192,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             } else {
                 self.shared.queued.put_back(queued);
             }
+            if let Some(pump) = &mut self.close_pump
+                && Pin::new(pump).poll(cx).is_ready()
+            {
+                self.close_pump = None;
+            }
+            self.read_close_message(cx);
             self.accept_answered_offers(cx);
             while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {}
             self.exchange_offers(cx);
             self.exchange_pings(cx);
-            self.read_close_message(cx);
             if self.poll_close(cx).is_ready() {
                 return Poll::Ready(());
             }
-            if !self.wakeups.is_pending.load(Ordering::SeqCst) && self.shared.queued.is_empty() {
+            if !self.wakeups.is_pending() && self.shared.queued.is_empty() {
                 break;
             }
         }
@@ -249,7 +214,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     fn take(&mut self, commands: Commands) {
         if !matches!(self.state, DriverState::ShuttingDown(_)) {
-            self.pumps.extend(commands.pumps);
+            for pump in commands.pumps {
+                self.start_pump(pump);
+            }
         }
         if let Some(bytes) = commands.window {
             self.connection.set_window(bytes);
@@ -273,6 +240,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
+    fn start_pump(&mut self, pump: Pump) {
+        match &self.close_stream {
+            Some(close_stream) if pump.carries(close_stream) => self.close_pump = Some(pump),
+            Some(_) | None => self.pumps.push(pump),
+        }
+    }
+
     /// Accepts a request of the server's end: a stream, an offer or the close stream.
     fn accept_request(
         &mut self,
@@ -292,12 +266,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             return;
         };
         let (stream, pump) = self.stream(send, request.into_body());
-        self.pumps.push(pump);
         if is_session {
             stream.read_monitor().finish();
-            self.close_stream.get_or_insert(stream);
+            self.close_stream = Some(stream);
+            self.close_pump = Some(pump);
             self.shared.established.cancel();
         } else {
+            self.pumps.push(pump);
             self.deliver(stream);
         }
     }
@@ -389,7 +364,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     /// Takes all received data out of h2.
     fn drain(&mut self, cx: &mut Context<'_>) {
         self.accept_answered_offers(cx);
-        for pump in self.pumps.iter_mut() {
+        for pump in self.pumps.iter_mut().chain(&mut self.close_pump) {
             pump.drain(cx);
         }
     }
@@ -483,6 +458,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         self.shared.end_opening();
         self.offers.clear();
         self.close_stream = None;
+        self.close_pump = None;
         self.pumps.clear();
         if let Connection::Server(server) = &mut self.connection {
             server.abrupt_shutdown(Reason::NO_ERROR);
@@ -527,6 +503,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Driver<S> {
 
 impl<S> Drop for Driver<S> {
     fn drop(&mut self) {
+        self.close_pump = None;
         self.pumps.clear();
         self.offers.clear();
         self.shared.terminate();

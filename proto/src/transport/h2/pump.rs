@@ -88,7 +88,16 @@ impl Pump {
         let mut state = shared.lock();
         if state.input_end.is_none() && state.reset.is_none() {
             self.receive(&mut state, cx);
+            // The peer resets its streams as it closes the session, which is then the reason.
+            if matches!(state.input_end, Some(Err(_))) {
+                state.input_end = None;
+            }
         }
+    }
+
+    /// Returns whether this pump moves the bytes of `stream`.
+    pub(super) fn carries(&self, stream: &Arc<StreamShared>) -> bool {
+        Arc::ptr_eq(&self.shared, stream)
     }
 
     fn receive(&mut self, state: &mut StreamState, cx: &mut Context<'_>) {

@@ -9,7 +9,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_util::io::poll_read_buf;
 
-use crate::relay::Buffer;
+use crate::buffers::Buffer;
 
 /// A TCP socket that fills a pooled buffer with each read. It holds the buffer only while the
 /// buffer has unread bytes, so an idle connection has none.

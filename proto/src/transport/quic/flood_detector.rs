@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+/// The close reason for a flood.
+pub(super) const FLOOD_REASON: &str = "flood of frames without stream data";
 /// Frames per second above which the frames must carry data. A stream at a gigabit has two frames
 /// for each of some 100,000 packets, and moves a kilobyte with each.
 const FRAMES_PER_SECOND_MAX: u64 = 50_000;

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
 use super::error::verdict;
-use super::flood_detector::{FloodDetector, FrameCounts};
+use super::flood_detector::{FLOOD_REASON, FloodDetector, FrameCounts};
 use super::rtt_cache::RttCache;
 use super::stream::QuicStream;
 use crate::identity::{IdentityError, PeerIdentity};
@@ -54,9 +54,6 @@ impl std::fmt::Debug for QuicSession {
             .finish_non_exhaustive()
     }
 }
-
-/// The close reason for a flood.
-const FLOOD_REASON: &str = "flood of frames without stream data";
 
 fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
     let any = connection.peer_identity();
