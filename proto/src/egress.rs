@@ -2,7 +2,6 @@
 //! have no agent.
 
 use std::io;
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -23,16 +22,10 @@ pub struct TargetSocket {
 }
 
 impl TargetSocket {
-    /// Wraps a new connection to `address`, whose bytes advance `bytes`.
+    /// Wraps a new connection, whose bytes advance `bytes`.
     #[must_use]
-    pub fn new(tcp: TcpStream, address: SocketAddr, bytes: ByteCount) -> Self {
-        // The kernel that closes the connections of a process is at both ends of a loopback
-        // connection, so keepalive would find nothing.
-        let _best_effort = if address.ip().to_canonical().is_loopback() {
-            tcp.set_nodelay(true)
-        } else {
-            configure(&tcp)
-        };
+    pub fn new(tcp: TcpStream, bytes: ByteCount) -> Self {
+        let _best_effort = configure(&tcp);
         Self {
             tcp,
             bytes,
@@ -160,9 +153,6 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let tcp = TcpStream::connect(address).await.unwrap();
         let (target, _) = listener.accept().await.unwrap();
-        (
-            TargetSocket::new(tcp, address, ByteCount::default()),
-            target,
-        )
+        (TargetSocket::new(tcp, ByteCount::default()), target)
     }
 }

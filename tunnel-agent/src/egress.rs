@@ -208,10 +208,12 @@ impl Egress {
         };
         match dial(target, &context).await {
             Ok((tcp, address)) => {
-                let socket = TargetSocket::new(tcp, address, self.metrics.bytes());
-                let dialed = address.to_string();
-                let outcome = relay_stream(stream, socket, &dialed).await;
-                StreamOutcome { dialed, ..outcome }
+                let socket = TargetSocket::new(tcp, self.metrics.bytes());
+                let outcome = relay_stream(stream, socket, &address.to_string()).await;
+                StreamOutcome {
+                    dialed: address.to_string(),
+                    ..outcome
+                }
             }
             Err(refusal) => {
                 if refusal.code == RefusalCode::TargetTimeout {

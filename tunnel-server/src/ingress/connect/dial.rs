@@ -139,9 +139,7 @@ impl DirectDialer {
             );
             for address in candidates {
                 match timeout(self.limit / count, TcpStream::connect(address)).await {
-                    Ok(Ok(tcp)) => {
-                        return Ok(TargetSocket::new(tcp, address, ByteCount::default()));
-                    }
+                    Ok(Ok(tcp)) => return Ok(TargetSocket::new(tcp, ByteCount::default())),
                     Ok(Err(error)) => {
                         let text = format!("{target_label} ({address}): {error}");
                         failure = ProxyError::new(Outcome::TargetRefused, text);
