@@ -45,6 +45,14 @@ impl Drop for Buffer {
             let mut pool = pool.borrow_mut();
             if pool.len() < BUFFERS_PER_THREAD {
                 pool.push(buffer);
+                return;
+            }
+            // A stalled stream may keep a buffer that was handed over in use for long.
+            let in_use = pool
+                .iter_mut()
+                .find_map(|pooled| (!pooled.try_reclaim(BUFFER_BYTES)).then_some(pooled));
+            if let Some(in_use) = in_use {
+                *in_use = buffer;
             }
         });
     }
@@ -81,6 +89,24 @@ mod tests {
         let reused = Buffer::take();
         assert_eq!(reused.0.as_ptr(), address);
         assert_eq!(reused.0.capacity(), BUFFER_BYTES);
+    }
+
+    #[test]
+    fn free_buffer_takes_the_place_of_one_that_a_stream_holds() {
+        let hand_over = || {
+            let mut buffer = Buffer::take();
+            buffer.0.resize(BUFFER_BYTES / 2, 7);
+            buffer.0.split().freeze()
+        };
+        let _held: Vec<_> = (0..BUFFERS_PER_THREAD).map(|_| hand_over()).collect();
+        let free = Buffer::take();
+        let address = free.0.as_ptr();
+        drop(free);
+        POOL.with(|pool| {
+            let pool = pool.borrow();
+            assert_eq!(pool.len(), BUFFERS_PER_THREAD);
+            assert!(pool.iter().any(|pooled| pooled.as_ptr() == address));
+        });
     }
 
     #[test]

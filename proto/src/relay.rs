@@ -322,9 +322,9 @@ impl Unsent {
     }
 }
 
-/// A stream copies less than this amount, and otherwise queues the buffer itself. So no stream that
-/// stalls holds more than twice its bytes.
-const HAND_OVER_BYTES: usize = BUFFER_BYTES / 2;
+/// A stream copies less than this amount, and otherwise queues the buffer itself. So what a stalled
+/// stream keeps in memory is at most a third more than its unsent bytes, and a buffer at each end.
+const HAND_OVER_BYTES: usize = BUFFER_BYTES / 4 * 3;
 /// Pieces that one call writes to a socket. An h2 stream yields five at most if its peer fills its
 /// frames.
 const PIECES_PER_WRITE: usize = 16;
