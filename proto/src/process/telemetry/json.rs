@@ -1,5 +1,5 @@
 //! JSON log lines. Access log lines, one for each request, are written directly; all others by the
-//! formatter of `tracing-subscriber`, which builds a map of each line first.
+//! formatter of `tracing-subscriber`, which parses the fields of the span for each line.
 
 use std::fmt;
 use std::io::Write as _;
@@ -8,8 +8,8 @@ use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
 use tracing_subscriber::fmt::format::{self, Json, JsonFields, Writer};
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
-use tracing_subscriber::fmt::{FmtContext, FormatEvent};
-use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormattedFields};
+use tracing_subscriber::registry::{LookupSpan, SpanRef};
 
 use super::log_writer::ACCESS;
 
@@ -37,7 +37,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> FormatEvent<S, JsonFields> for Json
         event: &Event<'_>,
     ) -> fmt::Result {
         let metadata = event.metadata();
-        if metadata.target() != ACCESS || context.lookup_current().is_some() {
+        if metadata.target() != ACCESS {
             return self.0.format_event(context, out, event);
         }
         out.write_str("{\"timestamp\":\"")?;
@@ -49,8 +49,24 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> FormatEvent<S, JsonFields> for Json
         };
         event.record(&mut fields);
         out.write_str(str::from_utf8(&fields.line).map_err(|_not_json| fmt::Error)?)?;
+        if let Some(span) = context.lookup_current() {
+            write_span(&mut out, &span)?;
+        }
         out.write_str("}\n")
     }
+}
+
+/// Writes the fields of a span, which the layer has formatted as an object, and its name.
+fn write_span<'a, S: LookupSpan<'a>>(out: &mut Writer<'_>, span: &SpanRef<'a, S>) -> fmt::Result {
+    out.write_str(",\"span\":{")?;
+    let extensions = span.extensions();
+    let object = extensions.get::<FormattedFields<JsonFields>>();
+    let object = object.map_or("", |formatted| formatted.fields.as_str());
+    let fields = object.trim_start_matches('{').trim_end_matches('}');
+    if !fields.is_empty() {
+        write!(out, "{fields},")?;
+    }
+    write!(out, "\"name\":\"{}\"}}", span.name())
 }
 
 /// Appends each field as `,"name":value`.
@@ -109,7 +125,7 @@ mod tests {
     use std::sync::Arc;
 
     use parking_lot::Mutex;
-    use tracing::info;
+    use tracing::{Span, info, info_span};
     use tracing_subscriber::Registry;
     use tracing_subscriber::fmt::MakeWriter;
     use tracing_subscriber::layer::SubscriberExt;
@@ -139,7 +155,7 @@ mod tests {
     }
 
     /// Logs one access event with `format` and returns the line without its timestamp.
-    fn logged<F>(format: F) -> serde_json::Value
+    fn logged<F>(format: F, span: fn() -> Span) -> serde_json::Value
     where
         F: FormatEvent<Registry, JsonFields> + Send + Sync + 'static,
     {
@@ -150,6 +166,7 @@ mod tests {
             .with_writer(lines.clone());
         let subscriber = Registry::default().with(layer);
         tracing::subscriber::with_default(subscriber, || {
+            let _entered = span().entered();
             info!(
                 target: ACCESS,
                 peer = %"[::1]:1",
@@ -172,9 +189,16 @@ mod tests {
 
     #[test]
     fn access_line_equals_that_of_the_general_formatter() {
-        let line = logged(JsonLines::new());
-        assert_eq!(line, logged(JsonLines::new().0));
-        assert_eq!(line["message"], "access");
-        assert_eq!(line["elapsed"], "1.5ms");
+        let spans: [fn() -> Span; 3] = [
+            Span::none,
+            || info_span!("empty"),
+            || info_span!("conn", listener = "http", peer = %"{\"}", again = tracing::field::Empty),
+        ];
+        for span in spans {
+            let line = logged(JsonLines::new(), span);
+            assert_eq!(line, logged(JsonLines::new().0, span));
+            assert_eq!(line["message"], "access");
+            assert_eq!(line["elapsed"], "1.5ms");
+        }
     }
 }
