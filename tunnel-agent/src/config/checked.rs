@@ -4,6 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::thread::available_parallelism;
 use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
@@ -109,10 +110,11 @@ impl Config {
             DEFAULT_DRAIN_TIMEOUT,
             parse_duration,
         );
+        let cores = available_parallelism().map_or(1, |cores| cores.get().min(WORKER_THREADS_MAX));
         let worker_threads = errors.parse_with(
             "--worker-threads",
             settings.worker_threads.as_deref(),
-            1,
+            cores,
             worker_threads,
         );
         let log_level = errors.parse_with(

@@ -142,10 +142,10 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_DRAIN_TIMEOUT", value_name = "DURATION", help_heading = "Process")]
         pub drain_timeout: Option<String>,
 
-        /// Threads that carry sessions and streams [default: 1]
+        /// Threads that carry sessions and streams, 1 to 64 [default: one per core]
         ///
-        /// A further thread costs CPU time for each byte, because sessions and streams wake each
-        /// other across threads. Set more only if one core is too slow for this node's traffic.
+        /// With 1, large transfers cost less CPU time, because no task wakes another one across
+        /// threads. Many new connections at once are slower.
         #[arg(long, env = "TUNNEL_AGENT_WORKER_THREADS", value_name = "COUNT", help_heading = "Process")]
         pub worker_threads: Option<String>,
 
