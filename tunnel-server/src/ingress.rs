@@ -7,7 +7,7 @@ use rustls::ServerConnection;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsAcceptor;
-use tracing::{Instrument, debug, info_span};
+use tracing::{Instrument, debug, info_span, warn};
 use tunnel_proto::identity::{caller_name, common_name};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::conn_limiter::{ConnPermit, LimitReached};
@@ -66,7 +66,7 @@ impl IngressContext {
 
     async fn accept(self: Arc<Self>, listener: TcpListener, kind: ListenerKind) {
         if let Err(error) = tcp::configure(&listener) {
-            debug!(%error, "cannot set options of a listener");
+            warn!(%error, "cannot set options of a listener");
         }
         let mut accepting = RetryingListener::new(listener, kind.name());
         loop {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
-use tracing::{Instrument, debug, error, info_span};
+use tracing::{Instrument, debug, error, info_span, warn};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::conn_limiter::{ConnLimiter, LimitReached};
 use tunnel_proto::tcp::configure_session;
@@ -45,7 +45,7 @@ impl AgentListener {
     /// CONNECTION_REFUSED.
     pub fn start(self, listener: TcpListener) {
         if let Err(error) = configure_session(&listener) {
-            debug!(%error, "cannot set options of a listener");
+            warn!(%error, "cannot set options of a listener");
         }
         let tcp = RetryingListener::new(listener, "agents");
         let shutdown = self.sessions.shutdown.clone();
