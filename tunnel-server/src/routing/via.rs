@@ -1,4 +1,4 @@
-//! The seam between the listeners and the connections to nodes.
+//! The connection that carries a stream from a listener to a node.
 
 use tunnel_proto::wire::name::SessionId;
 
