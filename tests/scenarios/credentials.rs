@@ -66,7 +66,7 @@ async fn short_lives(seconds: u64) -> Result<TestEnv> {
 /// Waits until the time is past `end`.
 async fn wait_until_after(end: SystemTime) {
     let over = async || (SystemTime::now() > end).then_some(());
-    eventually("the certificate ends", Duration::from_secs(20), over).await;
+    eventually("the certificate ends", Duration::from_secs(10), over).await;
 }
 
 /// Waits until a server metric is at least `least`.

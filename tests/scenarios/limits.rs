@@ -11,7 +11,7 @@ use tokio_rustls::TlsConnector;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::checks::{ensure_status, get_ok};
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::dns::{RecordType, query};
+use tunnel_tests::dns::{Message, RecordType, query};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::targets::Exporter;
@@ -75,12 +75,14 @@ async fn ask_from_crowd(to: SocketAddr, get: &RawRequest) -> Result<()> {
 
 /// Sends a DNS query and reads its answer.
 async fn ask_dns(socket: &mut TcpStream) -> Result<()> {
-    let bytes = query("worker-9", RecordType::A)?.to_vec()?;
+    let asked = query("worker-9", RecordType::A)?;
+    let bytes = asked.to_vec()?;
     socket.write_u16(u16::try_from(bytes.len())?).await?;
     socket.write_all(&bytes).await?;
-    let length = socket.read_u16().await?;
-    ensure!(length > 12, "{length}");
-    socket.read_exact(&mut vec![0; length.into()]).await?;
+    let mut answer = vec![0; socket.read_u16().await?.into()];
+    socket.read_exact(&mut answer).await?;
+    let answer = Message::from_vec(&answer)?;
+    ensure!(answer.metadata.id == asked.metadata.id, "{answer}");
     Ok(())
 }
 

@@ -291,6 +291,8 @@ async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Resu
         let answer = ask_through(dialer.dial(&target).await?, &get(&target, "/metrics")).await?;
         ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
+    // A connection that stays idle does not hinder the others.
+    let idle = tokio::net::TcpStream::connect(address).await?;
     for _ in 0..2 {
         let tcp = tokio::net::TcpStream::connect(address).await?;
         let mut stream = over_tls(Box::new(tcp), &tls).await?;
@@ -299,6 +301,7 @@ async fn p04a_mutual_tls_listener_accepts_certificates_of_its_ca_alone() -> Resu
         let kind = stream.get_ref().1.handshake_kind();
         ensure!(kind == Some(rustls::HandshakeKind::Full), "{kind:?}");
     }
+    drop(idle);
     for certificate in [None, Some(&bad)] {
         let tls = caller_tls(&ca, LISTENER, certificate)?;
         fails(&fixture.tls_dialer(tls)?, &target, &[]).await?;

@@ -164,13 +164,16 @@ fn ensure_answered(run: Run, asked: &[TimedOutcome]) -> Result<()> {
     let slowest = asked.iter().map(|asked| asked.took).max();
     let what = format!("slowest of {} requests meanwhile", asked.len());
     run.observed(&what, slowest.ok_or(Duration::ZERO));
-    for TimedOutcome { outcome, .. } in asked {
-        let is_answer = matches!(
+    let is_answer = |outcome: &RequestOutcome| {
+        matches!(
             outcome,
             RequestOutcome::Served | RequestOutcome::Refused(502..=504, _)
-        );
-        ensure!(is_answer, "not answered or refused: {outcome}");
-    }
+        )
+    };
+    let outcomes = asked.iter().map(|asked| &asked.outcome);
+    let silent = outcomes.filter(|&outcome| !is_answer(outcome));
+    let silent: Vec<_> = silent.map(ToString::to_string).collect();
+    ensure!(silent.is_empty(), "not answered or refused: {silent:?}");
     Ok(())
 }
 
