@@ -53,7 +53,6 @@ pub struct FakeKubelet {
     listening: Listening,
     site: Arc<Site>,
     log: Arc<ReceivedLog>,
-    tls: Option<TargetTls>,
 }
 
 target_methods!(FakeKubelet);
@@ -92,20 +91,14 @@ impl FakeKubelet {
             log: Arc::clone(&log),
             access,
         });
-        let listening = Listening::start(bind, tls.clone(), move |wire, traffic| {
+        let listening = Listening::start(bind, tls, move |wire, traffic| {
             serve(Arc::clone(&served), wire, traffic)
         });
         Ok(Self {
             listening: listening.await?,
             site,
             log,
-            tls,
         })
-    }
-
-    /// Returns certificate and key, if the kubelet serves TLS.
-    pub fn tls(&self) -> Option<&TargetTls> {
-        self.tls.as_ref()
     }
 
     /// Sends `line` (without line end) to all followers of logs and returns their number.

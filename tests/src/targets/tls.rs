@@ -20,7 +20,6 @@ use tokio_rustls::TlsAcceptor;
 #[derive(Debug, Clone)]
 pub struct TargetTls {
     config: Arc<ServerConfig>,
-    certificate: CertificateDer<'static>,
 }
 
 impl TargetTls {
@@ -45,10 +44,6 @@ impl TargetTls {
         reason = "a target is not the tunnel and needs settings the tunnel must not have"
     )]
     pub fn new(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Result<Self> {
-        let certificate = chain
-            .first()
-            .context("chain of the target is empty")?
-            .clone();
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifier = AnyClient {
             provider: Arc::clone(&provider),
@@ -63,7 +58,6 @@ impl TargetTls {
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(Self {
             config: Arc::new(config),
-            certificate,
         })
     }
 
@@ -78,7 +72,6 @@ impl TargetTls {
         versions: &[&'static SupportedProtocolVersion],
         presented: Presented,
     ) -> Result<Self> {
-        let certificate = own.cert.first().context("no certificate")?.clone();
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifier = AnyClient {
             provider: Arc::clone(&provider),
@@ -90,20 +83,9 @@ impl TargetTls {
             .with_client_cert_verifier(Arc::new(verifier))
             .with_cert_resolver(Arc::new(SingleCertAndKey::from(CertifiedKey::clone(own))));
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        Ok(Self::from_config(Arc::new(config), certificate))
-    }
-
-    /// Uses any other configuration; `certificate` is the return value of [`Self::certificate`].
-    pub fn from_config(config: Arc<ServerConfig>, certificate: CertificateDer<'static>) -> Self {
-        Self {
-            config,
-            certificate,
-        }
-    }
-
-    /// Returns the leaf; if self-signed, this is also the root to trust.
-    pub fn certificate(&self) -> &CertificateDer<'static> {
-        &self.certificate
+        Ok(Self {
+            config: Arc::new(config),
+        })
     }
 
     pub(crate) fn acceptor(&self) -> TlsAcceptor {
