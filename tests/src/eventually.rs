@@ -165,25 +165,8 @@ const REFERENCE: Duration = Duration::from_millis(30);
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
 
     use super::*;
-
-    #[tokio::test]
-    async fn returns_what_the_first_successful_check_found() {
-        let checks = Cell::new(0);
-        let found = eventually("three checks", Duration::from_secs(5), || async {
-            checks.set(checks.get() + 1);
-            if checks.get() < 3 {
-                Err(format!("only {}", checks.get()))
-            } else {
-                Ok("third")
-            }
-        })
-        .await;
-        assert_eq!(found, "third");
-        assert_eq!(checks.get(), 3);
-    }
 
     #[tokio::test(start_paused = true)]
     #[should_panic(expected = "the impossible: not within")]

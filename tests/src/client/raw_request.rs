@@ -90,22 +90,3 @@ impl RawRequest {
         self.head.starts_with(b"HEAD ")
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn writes_what_is_configured_and_nothing_else() {
-        let request = RawRequest::new("POST", "http://a/b", "h")
-            .header("Host", "again")
-            .body("xyz");
-        let head = String::from_utf8(request.head_bytes()).unwrap();
-        assert_eq!(
-            head,
-            "POST http://a/b HTTP/1.1\r\nHost: h\r\nHost: again\r\nContent-Length: 3\r\n\r\n"
-        );
-        assert_eq!(request.body_bytes(), b"xyz");
-        assert_eq!(RawRequest::raw("GET").head_bytes(), b"GET");
-    }
-}

@@ -418,18 +418,4 @@ mod tests {
         let ended = deaf.stop(Duration::from_millis(50)).await.unwrap();
         assert_eq!(ended.signal(), Some(9));
     }
-
-    #[tokio::test]
-    async fn output_and_code_of_a_run_are_returned() {
-        let finished = shell("echo out; echo err >&2; exit 64")
-            .run()
-            .await
-            .unwrap();
-        assert_eq!(
-            (finished.out.as_str(), finished.err.as_str()),
-            ("out\n", "err\n")
-        );
-        assert_eq!(finished.code(), Some(64));
-        assert!(finished.ok().is_err());
-    }
 }
