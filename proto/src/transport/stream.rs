@@ -6,12 +6,11 @@ use std::error::Error;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Sleep;
 use tokio_util::io::poll_write_buf;
@@ -22,8 +21,10 @@ use crate::wire::frame::{self, FrameError, STREAM_MESSAGE_MAX};
 use crate::wire::header::{Refusal, StreamReply};
 
 mod incoming;
+mod traffic;
 
 pub use incoming::{IncomingStream, read_frame};
+pub use traffic::{ByteCount, Traffic};
 
 /// The operations that a transport provides for each stream. [`Stream`] adds the rules that all
 /// transports share.
@@ -102,59 +103,6 @@ pub fn find_cause<'a, T: Error + 'static>(error: &'a (dyn Error + 'static)) -> O
         };
     }
     None
-}
-
-/// The totals of one session's streams.
-#[derive(Debug, Default)]
-pub struct Traffic {
-    bytes_in: AtomicU64,
-    bytes_out: AtomicU64,
-    streams: AtomicUsize,
-}
-
-impl Traffic {
-    /// Returns the stream bytes received and sent, and the number of open streams.
-    #[must_use]
-    pub fn read(&self) -> (u64, u64, usize) {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        (
-            load(&self.bytes_in),
-            load(&self.bytes_out),
-            self.streams.load(Ordering::Relaxed),
-        )
-    }
-}
-
-/// The payload bytes of one stream, without its header and reply, or of a connection. Clones share
-/// their values.
-#[derive(Debug, Clone, Default)]
-pub struct ByteCount {
-    received: Counter,
-    sent: Counter,
-}
-
-impl ByteCount {
-    /// Creates a byte count that advances these counters, which may belong to a metric.
-    #[must_use]
-    pub fn new(received: Counter, sent: Counter) -> Self {
-        Self { received, sent }
-    }
-
-    /// Returns the bytes received from the peer and sent to it so far.
-    #[must_use]
-    pub fn read(&self) -> (u64, u64) {
-        (self.received.get(), self.sent.get())
-    }
-
-    /// Adds bytes received from the peer, for connections that are not streams of a session.
-    pub fn add_received(&self, bytes: usize) {
-        self.received.inc_by(bytes as u64);
-    }
-
-    /// Adds bytes sent to the peer.
-    pub fn add_sent(&self, bytes: usize) {
-        self.sent.inc_by(bytes as u64);
-    }
 }
 
 /// A stream of a session, with both halves. Dropping it before `shutdown` resets it.
