@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use tunnel_tests::process::{Process, Program, ScratchDir};
 
 use crate::load;
-use crate::systems::{free_address, plain};
+use crate::systems::{Culvert, free_address, plain};
 
 const PROGRAM: &str = "/usr/sbin/nginx";
 const START: Duration = Duration::from_secs(15);
@@ -19,32 +19,38 @@ const START: Duration = Duration::from_secs(15);
 pub(crate) struct Nginx {
     pub(crate) process: Process,
     pub(crate) address: SocketAddr,
+    pub(crate) stack: Culvert,
     _scratch: ScratchDir,
 }
 
 impl Nginx {
-    /// Starts nginx in front of `service`. Returns `None`, after a notice, if it is not installed.
-    pub(crate) async fn start(service: SocketAddr) -> Result<Option<Self>> {
-        let program = Path::new(PROGRAM);
-        if !program.is_file() {
+    /// Returns whether nginx is installed, after a notice if it is not.
+    pub(crate) fn is_installed() -> Result<bool> {
+        let is_installed = Path::new(PROGRAM).is_file();
+        if !is_installed {
             let notice = "is not installed; the report has no rows of nginx";
             writeln!(std::io::stderr(), "{PROGRAM} {notice}")?;
-            return Ok(None);
         }
+        Ok(is_installed)
+    }
+
+    /// Starts nginx in front of the plain service of `stack`.
+    pub(crate) async fn start(stack: Culvert) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let address = free_address()?;
-        let file = scratch.file("nginx.conf", config(scratch.path(), address, service))?;
-        let process = Program::at(program)
+        let file = scratch.file("nginx.conf", config(scratch.path(), address, stack.service))?;
+        let process = Program::at(Path::new(PROGRAM))
             .args(["-e", "stderr", "-c"])
             .arg(file)
             .start()?;
         let answered = load::probe(&plain(address), START).await;
         answered.with_context(|| format!("nginx:{}", process.log()))?;
-        Ok(Some(Self {
+        Ok(Self {
             process,
             address,
+            stack,
             _scratch: scratch,
-        }))
+        })
     }
 }
 

@@ -305,8 +305,12 @@ impl Systems {
             };
             quic = Some(Culvert::start(&edge, shape("quic")).await?);
             let stack = Culvert::start(&edge, shape("h2")).await?;
-            nginx = Nginx::start(stack.service).await?;
             h2 = Some(stack);
+            // A stack of its own, since idle connections of nginx use the agent's streams.
+            if Nginx::is_installed()? {
+                let stack = Culvert::start(&edge, shape("h2")).await?;
+                nginx = Some(Nginx::start(stack).await?);
+            }
         }
         let peer = match rathole {
             Some(binary) => Some(Peer::start(binary, &edge).await?),
@@ -328,7 +332,9 @@ impl Systems {
         for relay in &self.relays {
             all.extend(relay.server.id().into_iter().chain(relay.agent.id()));
         }
-        for stack in [&mut self.quic, &mut self.h2].into_iter().flatten() {
+        let behind_nginx = self.nginx.as_mut().map(|nginx| &mut nginx.stack);
+        let stacks = [self.quic.as_mut(), self.h2.as_mut(), behind_nginx];
+        for stack in stacks.into_iter().flatten() {
             all.extend(stack.server_process());
             all.extend(stack.agent_process());
         }
