@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use rustls_pki_types::CertificateDer;
+use tokio::time::Instant;
 
 use crate::identity::PeerIdentity;
 use crate::tcp::ServerAddr;
@@ -142,6 +143,9 @@ impl std::fmt::Display for TransportKind {
 pub struct SessionStats {
     /// Authenticated units received (QUIC: frames; h2: bytes inside TLS).
     pub received: u64,
+    /// Time at which `received` last increased, up to 250 ms late. The begin of the session until
+    /// then.
+    pub received_at: Instant,
     /// Acknowledgements received for data or probes that this end sent (QUIC: ACK frames; h2:
     /// answers to PING).
     pub acknowledged: u64,

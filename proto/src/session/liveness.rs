@@ -305,6 +305,7 @@ pub(super) mod tests {
     pub(in crate::session) fn stats() -> SessionStats {
         SessionStats {
             received: 0,
+            received_at: Instant::now(),
             acknowledged: 0,
             rtt: Duration::from_millis(100),
             remote: SocketAddr::from(([192, 0, 2, 1], 1)),

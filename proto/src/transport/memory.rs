@@ -54,7 +54,7 @@ pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
             closed: closed.clone(),
             opening: AtomicBool::new(true),
             probes: AtomicU64::new(0),
-            answered: AtomicU64::new(0),
+            answered: Mutex::new((0, Instant::now())),
             traffic: Arc::default(),
             script: Mutex::default(),
         })
@@ -104,7 +104,8 @@ pub struct MemorySession {
     closed: Arc<watch::Sender<Closed>>,
     opening: AtomicBool,
     probes: AtomicU64,
-    answered: AtomicU64,
+    /// The number of answered probes, and the time of the last answer.
+    answered: Mutex<(u64, Instant)>,
     traffic: Arc<Traffic>,
     script: Mutex<Script>,
 }
@@ -118,13 +119,15 @@ impl MemorySession {
         self.script.lock()
     }
 
-    /// Returns the number of probes that the peer has answered.
-    fn answered(&self) -> u64 {
-        if !self.script().is_silent {
-            let probes = self.probes.load(Ordering::Relaxed);
-            self.answered.store(probes, Ordering::Relaxed);
+    /// Returns the number of probes that the peer has answered, and the time of the last answer.
+    fn answered(&self) -> (u64, Instant) {
+        let is_silent = self.script().is_silent;
+        let probes = self.probes.load(Ordering::Relaxed);
+        let mut answered = self.answered.lock();
+        if !is_silent && answered.0 != probes {
+            *answered = (probes, Instant::now());
         }
-        self.answered.load(Ordering::Relaxed)
+        *answered
     }
 
     fn reason(&self, (end, code, reason): (u8, CloseCode, String)) -> CloseReason {
@@ -190,9 +193,10 @@ impl Session for MemorySession {
 
     fn stats(&self) -> SessionStats {
         let (bytes_in, bytes_out, streams) = self.traffic.read();
-        let answered = self.answered();
+        let (answered, received_at) = self.answered();
         SessionStats {
             received: answered,
+            received_at,
             acknowledged: answered,
             rtt: Duration::ZERO,
             remote: SocketAddr::from(([127, 0, 0, 1], 0)),

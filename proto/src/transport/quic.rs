@@ -24,6 +24,7 @@ mod backlog;
 mod connection_id;
 mod error;
 mod flood_detector;
+mod receive_clock;
 #[cfg(test)]
 mod regressions;
 mod rtt_cache;
@@ -34,6 +35,7 @@ mod stream;
 
 use connection_id::PrefixedCidGenerator;
 use error::{dial_error, handshake_error};
+use receive_clock::SessionSampler;
 use rtt_cache::RttCache;
 use runtime::EndpointRuntime;
 use session::{FLUSH_LIMIT, INITIAL_STREAM_LIMIT, QuicSession, window};
@@ -174,7 +176,8 @@ impl Acceptor for QuicAcceptor {
         let handshake_permits = self.handshake_permits.clone();
         let handshake = async move {
             let permit = handshake_permits.acquire_owned().await;
-            let mut connecting = std::pin::pin!(incoming.into_future());
+            let (sampler, connecting) = SessionSampler::attach(|| incoming.into_future());
+            let mut connecting = std::pin::pin!(connecting);
             let connected = match timeout(HANDSHAKE_PERMIT_TIMEOUT, connecting.as_mut()).await {
                 Ok(connected) => connected,
                 Err(_elapsed) => {
@@ -190,6 +193,7 @@ impl Acceptor for QuicAcceptor {
                 AGENT_STREAM_LIMIT,
                 PeerIdentity::from_agent_certificate,
                 None,
+                &sampler,
             )
         };
         Some((remote, Box::pin(handshake)))
@@ -275,11 +279,10 @@ impl Dialer for QuicDialer {
         let mut transport = transport_config(&settings, INITIAL_STREAM_LIMIT);
         transport.initial_rtt(self.rtt_cache.initial_rtt(address));
         config.transport_config(Arc::new(transport));
-        let connecting = self
-            .endpoint(address)
-            .map_err(|error| local(&error))?
-            .connect_with(config, address, SERVER_NAME)
-            .map_err(|error| local(&error))?;
+        let endpoint = self.endpoint(address).map_err(|error| local(&error))?;
+        let (sampler, connecting) =
+            SessionSampler::attach(|| endpoint.connect_with(config, address, SERVER_NAME));
+        let connecting = connecting.map_err(|error| local(&error))?;
         let connection = connecting.await.map_err(dial_error)?;
         let rtt_cache = Some(self.rtt_cache.clone());
         QuicSession::start(
@@ -288,6 +291,7 @@ impl Dialer for QuicDialer {
             INITIAL_STREAM_LIMIT,
             PeerIdentity::from_server_certificate,
             rtt_cache,
+            &sampler,
         )
     }
 

@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep};
 
 use super::control_rate::ControlRate;
 use crate::tls;
@@ -22,9 +23,11 @@ const READ_PER_POLL_MAX: usize = 256 * 1024;
 const LINGER: Duration = Duration::from_secs(1);
 
 /// The state of the connection below h2, for the driver.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct ConnState {
     received: AtomicU64,
+    /// Time of the last poll of the driver that received something.
+    received_at: Mutex<Instant>,
     read_this_poll: AtomicUsize,
     blocked: AtomicBool,
     ending: AtomicBool,
@@ -35,9 +38,26 @@ pub(super) struct ConnState {
 }
 
 impl ConnState {
+    fn new() -> Self {
+        Self {
+            received: AtomicU64::new(0),
+            received_at: Mutex::new(Instant::now()),
+            read_this_poll: AtomicUsize::new(0),
+            blocked: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
+            is_eof_deferred: AtomicBool::new(false),
+            alert: AtomicU8::new(0),
+        }
+    }
+
     /// Returns the number of bytes received inside TLS.
     pub(super) fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
+    }
+
+    /// Returns the time at which bytes were last received, or the begin of the connection.
+    pub(super) fn received_at(&self) -> Instant {
+        *self.received_at.lock()
     }
 
     pub(super) fn begin_poll(&self) {
@@ -71,6 +91,14 @@ impl ConnState {
         self.is_eof_deferred.store(false, Ordering::Relaxed);
     }
 
+    fn record_read(&self, count: usize) {
+        self.received.fetch_add(count as u64, Ordering::Relaxed);
+        // One reading of the clock for each poll of the driver is precise enough.
+        if self.read_this_poll.fetch_add(count, Ordering::Relaxed) == 0 {
+            *self.received_at.lock() = Instant::now();
+        }
+    }
+
     fn record_write(&self, pending: bool) {
         self.blocked.store(pending, Ordering::Relaxed);
     }
@@ -88,7 +116,7 @@ pub(super) struct ConnIo<S> {
 impl<S> ConnIo<S> {
     /// Wraps a connection whose peer sends `preface` bytes before its first frame.
     pub(super) fn new(inner: S, preface: usize) -> (Self, Arc<ConnState>) {
-        let conn_state = Arc::<ConnState>::default();
+        let conn_state = Arc::new(ConnState::new());
         let io = Self {
             inner,
             conn_state: conn_state.clone(),
@@ -127,12 +155,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for ConnIo<S> {
                 read = Err(io::Error::new(io::ErrorKind::InvalidData, flood));
             }
             if read.is_ok() && count > 0 {
-                self.conn_state
-                    .received
-                    .fetch_add(count as u64, Ordering::Relaxed);
-                self.conn_state
-                    .read_this_poll
-                    .fetch_add(count, Ordering::Relaxed);
+                self.conn_state.record_read(count);
                 return Poll::Ready(Ok(()));
             }
             if let Some(alert) = read.as_ref().err().and_then(tls::received_alert) {

@@ -299,6 +299,7 @@ impl Session for H2Session {
         let (bytes_in, bytes_out, streams) = self.traffic.read();
         SessionStats {
             received: self.shared.conn_state.received(),
+            received_at: self.shared.conn_state.received_at(),
             acknowledged: self.shared.acknowledged.load(Ordering::Relaxed),
             rtt: Duration::from_micros(self.shared.rtt_micros.load(Ordering::Relaxed)),
             remote: self.remote,

@@ -169,6 +169,31 @@ async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
     assert!(known < unknown / 2, "{known:?} and not {unknown:?}");
 }
 
+/// The monitor of an idle session checks rarely. It must know when the peer was last received.
+#[tokio::test]
+async fn time_of_the_last_received_frame_is_known_later() {
+    let (acceptor, dialer, remote) = dial_pair();
+    let accept = async {
+        let (_, handshake) = acceptor.accept().await.unwrap();
+        handshake.await.unwrap()
+    };
+    let (server, agent) = tokio::join!(accept, dialer.dial(&remote));
+    let agent = agent.unwrap();
+    let second = Duration::from_secs(1);
+    tokio::time::sleep(second).await;
+    let (before, sent) = (server.stats().received, Instant::now());
+    agent.probe();
+    while server.stats().received == before {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let received = Instant::now();
+    tokio::time::sleep(second).await;
+    for session in [server, agent] {
+        let at = session.stats().received_at;
+        assert!(sent <= at && at < received + second / 2, "{:?}", at - sent);
+    }
+}
+
 /// Peers that begin a handshake and then stay silent delay others only briefly, and not until their
 /// handshake times out.
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! A tokio runtime for quinn. Its send buffers grow only for connections that send much. It limits
 //! the datagrams that wait for a connection (`backlog.rs`), and it limits the run time of a
-//! connection's task.
+//! connection's task. It samples what a connection receives (`receive_clock.rs`).
 //!
 //! quinn allocates room for a whole batch of datagrams (13 KiB) when a connection first sends two
 //! at once, which every handshake does. quinn keeps the buffer as long as the connection lives, and
@@ -20,6 +20,7 @@ use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 use tokio::task::coop;
 
 use super::backlog::{Backlog, EndpointEvents, LastRun, QueueState, RunOutcome};
+use super::receive_clock::{SampleSchedule, SessionSampler};
 
 /// Datagrams that a connection sends one by one before it may send batches. They include the bursts
 /// of a handshake. Bulk transfers need a few more system calls.
@@ -58,6 +59,8 @@ struct Driver {
     /// Number of datagrams that the next run may process.
     datagrams: Cell<usize>,
     endpoint_events: Arc<EndpointEvents>,
+    sampler: Option<Arc<SessionSampler>>,
+    schedule: Cell<SampleSchedule>,
 }
 
 impl Driver {
@@ -71,6 +74,8 @@ impl Driver {
             last_run: Cell::default(),
             datagrams: Cell::new(DATAGRAMS_PER_RUN),
             endpoint_events,
+            sampler: SessionSampler::of_new_connection(),
+            schedule: Cell::default(),
         }
     }
 
@@ -108,6 +113,19 @@ impl Driver {
         if !self.receives.get() {
             self.ran(true, Duration::ZERO);
             self.receives.set(true);
+        }
+    }
+
+    /// Samples the session for the run that `choose` returns, if any.
+    fn sample(&self, choose: impl FnOnce(&mut SampleSchedule) -> Option<tokio::time::Instant>) {
+        let Some(sampler) = &self.sampler else {
+            return;
+        };
+        let mut schedule = self.schedule.get();
+        let run_at = choose(&mut schedule);
+        self.schedule.set(schedule);
+        if let Some(run_at) = run_at {
+            sampler.sample(run_at);
         }
     }
 
@@ -176,9 +194,15 @@ impl Runtime for EndpointRuntime {
                 let _used = pin!(coop::consume_budget()).poll(cx);
             }
             let began = Instant::now();
+            let run_at = tokio::time::Instant::from_std(began);
+            let _inside_the_scope =
+                DRIVER.try_with(|driver| driver.sample(|schedule| schedule.begin_run(run_at)));
             let polled = future.as_mut().poll(cx);
             let emptied = coop::has_budget_remaining();
-            let _inside_the_scope = DRIVER.try_with(|driver| driver.ran(emptied, began.elapsed()));
+            let _inside_the_scope = DRIVER.try_with(|driver| {
+                driver.ran(emptied, began.elapsed());
+                driver.sample(|schedule| schedule.end_run(run_at));
+            });
             if !emptied {
                 // The run may have used its last unit of budget and emptied its queue as well. The
                 // next run shows which.

@@ -15,6 +15,7 @@ use tokio_util::task::TaskTracker;
 
 use super::error::verdict;
 use super::flood_detector::{FLOOD_REASON, FloodDetector, FrameCounts};
+use super::receive_clock::{ReceiveClock, SessionSampler};
 use super::rtt_cache::RttCache;
 use super::stream::QuicStream;
 use crate::identity::{IdentityError, PeerIdentity};
@@ -39,6 +40,7 @@ pub(super) struct QuicSession {
     opening: AtomicBool,
     stream_limit: AtomicU32,
     stream_limit_max: AtomicU32,
+    receive_clock: Mutex<ReceiveClock>,
     flood_detector: Mutex<FloodDetector>,
     /// Whether the session was closed because of a flood.
     is_flooded: AtomicBool,
@@ -62,13 +64,15 @@ fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
 }
 
 impl QuicSession {
-    /// Starts a session on a connection whose peer may open `stream_limit` streams.
+    /// Starts a session on a connection whose peer may open `stream_limit` streams. `sampler` is the
+    /// one of the connection's task.
     pub(super) fn start(
         connection: Connection,
         settings: &SessionSettings,
         stream_limit: u32,
         identify: Identify,
         rtt_cache: Option<RttCache>,
+        sampler: &SessionSampler,
     ) -> Result<Arc<dyn Session>, HandshakeError> {
         let chain = chain_of(&connection);
         let peer = identify(chain.first().ok_or(IdentityError::NoCertificate)?)?;
@@ -81,7 +85,8 @@ impl QuicSession {
             let charged = bytes.saturating_sub(free);
             connection_handle.set_receive_window(window(bytes + charged / 7));
         });
-        Ok(Arc::new(Self {
+        let (received, now) = (received_frames(&connection.stats()), Instant::now());
+        let session = Arc::new(Self {
             connection,
             peer,
             flow,
@@ -90,10 +95,28 @@ impl QuicSession {
             opening: AtomicBool::new(true),
             stream_limit: AtomicU32::new(stream_limit),
             stream_limit_max: AtomicU32::new(stream_limit),
-            flood_detector: Mutex::new(FloodDetector::new(Instant::now())),
+            receive_clock: Mutex::new(ReceiveClock::new(received, now)),
+            flood_detector: Mutex::new(FloodDetector::new(now)),
             is_flooded: AtomicBool::new(false),
             rtt_cache,
-        }))
+        });
+        let sampled = Arc::downgrade(&session);
+        sampler.start(move |run_at| {
+            if let Some(session) = sampled.upgrade() {
+                session.sample(run_at);
+            }
+        });
+        Ok(session)
+    }
+
+    /// Records what the connection has received up to a run of its task, which was at `run_at`.
+    fn sample(&self, run_at: Instant) {
+        let connection_stats = self.connection.stats();
+        let received = received_frames(&connection_stats);
+        self.receive_clock.lock().record(received, run_at);
+        let (bytes_in, bytes_out, _) = self.traffic.read();
+        let stream_bytes = bytes_in.saturating_add(bytes_out);
+        self.close_on_flood(&connection_stats, received, stream_bytes);
     }
 
     fn stream(&self, send: quinn::SendStream, recv: quinn::RecvStream) -> Box<dyn RawStream> {
@@ -101,7 +124,7 @@ impl QuicSession {
     }
 
     /// Closes a session whose peer floods it with frames. The check runs whenever the session's
-    /// statistics are read.
+    /// statistics are read, and while the connection's task runs.
     fn close_on_flood(&self, connection_stats: &ConnectionStats, received: u64, stream_bytes: u64) {
         let rx = &connection_stats.frame_rx;
         let silent = rx.data_blocked + rx.streams_blocked_uni + rx.max_streams_uni;
@@ -200,23 +223,11 @@ impl Session for QuicSession {
 
     fn stats(&self) -> SessionStats {
         let connection_stats = self.connection.stats();
-        let rx = &connection_stats.frame_rx;
-        let received = rx.acks
-            + rx.crypto
-            + rx.datagram
-            + rx.max_data
-            + rx.max_stream_data
-            + rx.max_streams_bidi
-            + rx.ping
-            + rx.reset_stream
-            + rx.stop_sending
-            + rx.stream
-            + rx.path_challenge
-            + rx.path_response
-            + rx.new_connection_id
-            + rx.retire_connection_id
-            + rx.stream_data_blocked
-            + rx.streams_blocked_bidi;
+        let received = received_frames(&connection_stats);
+        let received_at = self
+            .receive_clock
+            .lock()
+            .received_at(received, Instant::now());
         let (bytes_in, bytes_out, streams) = self.traffic.read();
         self.close_on_flood(
             &connection_stats,
@@ -226,7 +237,8 @@ impl Session for QuicSession {
         let remote = self.connection.remote_address();
         SessionStats {
             received,
-            acknowledged: rx.acks,
+            received_at,
+            acknowledged: connection_stats.frame_rx.acks,
             rtt: self.connection.rtt(),
             remote: SocketAddr::new(remote.ip().to_canonical(), remote.port()),
             streams,
@@ -278,6 +290,27 @@ impl Session for QuicSession {
     fn transport(&self) -> TransportKind {
         TransportKind::Quic
     }
+}
+
+/// Returns the number of frames that show that the peer is alive.
+fn received_frames(connection_stats: &ConnectionStats) -> u64 {
+    let rx = &connection_stats.frame_rx;
+    rx.acks
+        + rx.crypto
+        + rx.datagram
+        + rx.max_data
+        + rx.max_stream_data
+        + rx.max_streams_bidi
+        + rx.ping
+        + rx.reset_stream
+        + rx.stop_sending
+        + rx.stream
+        + rx.path_challenge
+        + rx.path_response
+        + rx.new_connection_id
+        + rx.retire_connection_id
+        + rx.stream_data_blocked
+        + rx.streams_blocked_bidi
 }
 
 fn close_reason(error: ConnectionError) -> CloseReason {
