@@ -17,7 +17,7 @@ use crate::transport::{SessionStats, TransportKind};
 /// The time limits. [`LivenessLimits::default`] returns the documented values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LivenessLimits {
-    /// Interval of probes on an idle session, by the end that has `probes_idle`. Default 5 s.
+    /// Interval of the keep-alives that show an idle peer to be alive. Default 5 s.
     pub keep_alive: Duration,
     /// A busy session is suspect after this silence. Default 5 s.
     pub suspect_after_busy: Duration,
@@ -25,8 +25,9 @@ pub struct LivenessLimits {
     pub suspect_after_idle: Duration,
     /// A session is dead after this silence. Default 60 s.
     pub dead_after: Duration,
-    /// Whether this end probes an idle session. The server does; the agent's keep-alive does it for
-    /// the agent. Default `false`.
+    /// Whether this end probes a session before its silence is long: an idle one whose keep-alive
+    /// is overdue, and a busy one every `keep_alive`. The server does; the agent's keep-alive does
+    /// it for the agent. Default `false`.
     pub probes_idle: bool,
 }
 
@@ -76,13 +77,18 @@ pub struct LivenessCheck {
 pub(super) struct Liveness {
     limits: LivenessLimits,
     probe_timeout_busy: Duration,
-    received: (u64, Instant),
+    /// Time at which data was last received, later by the pauses of this process since then.
+    received_at: Instant,
     acknowledged: u64,
     /// Time of the oldest probe without an acknowledgement.
     oldest_probe: Option<Instant>,
     last_probe: Instant,
+    /// Time from which a probe is due although keep-alives arrive. h2 measures the round trip only
+    /// by probes.
+    refresh_at: Instant,
     busy_since: Option<Instant>,
-    last_check: Instant,
+    /// Latest time of the next check.
+    planned_check: Instant,
     peer_suspects: bool,
     /// The value of `is_suspect_locally` from the last check.
     is_suspect: bool,
@@ -104,12 +110,13 @@ impl Liveness {
         Self {
             limits,
             probe_timeout_busy,
-            received: (stats.received, now),
+            received_at: now,
             acknowledged: stats.acknowledged,
             oldest_probe: None,
             last_probe: now,
+            refresh_at: now + limits.keep_alive,
             busy_since: None,
-            last_check: now,
+            planned_check: now,
             peer_suspects: false,
             is_suspect: false,
         }
@@ -127,7 +134,7 @@ impl Liveness {
         let is_busy = stats.streams > 0;
         self.record(&stats, now);
         self.busy_since = is_busy.then_some(self.busy_since.unwrap_or(now));
-        let receive_silence = now.saturating_duration_since(self.received.1);
+        let receive_silence = now.saturating_duration_since(self.received_at);
         let probe_silence = self.oldest_probe.map_or(Duration::ZERO, |oldest_probe| {
             now.saturating_duration_since(oldest_probe)
         });
@@ -154,30 +161,25 @@ impl Liveness {
         let probe = self.probe_is_due(is_busy, silence, now);
         if probe {
             self.last_probe = now;
+            self.refresh_at = now + self.limits.keep_alive * REFRESH_FACTOR;
             self.oldest_probe.get_or_insert(now);
         }
+        let next_check = self.next_check(is_busy || state != LivenessState::Live, silence);
+        self.planned_check = now + next_check;
         LivenessCheck {
             state,
             is_suspect_locally,
             is_suspect_idle,
             probe,
             silence,
-            next_check: self
-                .next_check(is_busy || state != LivenessState::Live)
-                .min(self.next_bound(silence))
-                .min(self.next_probe(now))
-                .max(CHECK_INTERVAL_MIN),
+            next_check,
         }
     }
 
     /// Records what the session has received since the last check.
     fn record(&mut self, stats: &SessionStats, now: Instant) {
-        let before = self.exclude_pause(now);
-        if stats.received != self.received.0 {
-            // Data arrived at some time since the last check. Use the earliest possible time, so
-            // that no limit is exceeded.
-            self.received = (stats.received, before);
-        }
+        self.received_at = self.received_at.max(stats.received_at);
+        self.exclude_pause(now);
         if stats.acknowledged != self.acknowledged {
             self.acknowledged = stats.acknowledged;
             self.oldest_probe = None;
@@ -186,10 +188,20 @@ impl Liveness {
 
     fn probe_is_due(&self, is_busy: bool, silence: Duration, now: Instant) -> bool {
         let since = now.saturating_duration_since(self.last_probe);
-        let interval = self.probe_interval();
+        let (interval, keep_alive) = (self.probe_interval(), self.limits.keep_alive);
+        let is_needed = is_busy || silence >= self.overdue_after();
         (is_busy && silence >= interval && since >= interval)
-            || (self.limits.probes_idle && since >= self.limits.keep_alive)
-            || (silence > self.limits.keep_alive * 2 && since >= interval)
+            || (self.limits.probes_idle && is_needed && since >= keep_alive)
+            || (self.limits.probes_idle && now >= self.refresh_at)
+            || (silence > keep_alive * 2 && since >= interval)
+    }
+
+    /// Returns the silence after which a keep-alive is overdue: 1.5 x `keep_alive`, because agents
+    /// spread theirs by 20 %, and less if the session would be suspect soon after that.
+    fn overdue_after(&self) -> Duration {
+        let limits = &self.limits;
+        let answer_in_time = (limits.suspect_after_idle * 2 / 3).max(limits.keep_alive);
+        (limits.keep_alive * 3 / 2).min(answer_in_time)
     }
 
     /// Returns the interval between probes, 2 s by default.
@@ -197,7 +209,22 @@ impl Liveness {
         PROBE_INTERVAL.min(self.limits.suspect_after_busy * 2 / 5)
     }
 
-    fn next_check(&self, is_frequent: bool) -> Duration {
+    /// Returns the time until the next check. While keep-alives arrive in time, nothing changes
+    /// before the next one is overdue.
+    fn next_check(&self, is_frequent: bool, silence: Duration) -> Duration {
+        let until_overdue = self.overdue_after().checked_sub(silence);
+        let interval = match until_overdue.filter(|left| !left.is_zero()) {
+            Some(left) if !is_frequent => left,
+            Some(_) | None => self.check_interval(is_frequent),
+        };
+        interval
+            .min(self.next_bound(is_frequent, silence))
+            .max(CHECK_INTERVAL_MIN)
+    }
+
+    /// Returns the interval of checks while a request is pending or the session is suspect, and
+    /// while only a keep-alive is overdue.
+    fn check_interval(&self, is_frequent: bool) -> Duration {
         if is_frequent {
             self.limits.suspect_after_busy / 20
         } else {
@@ -206,44 +233,36 @@ impl Liveness {
     }
 
     /// Returns the time until this silence reaches the next limit.
-    fn next_bound(&self, silence: Duration) -> Duration {
+    fn next_bound(&self, is_frequent: bool, silence: Duration) -> Duration {
         let limits = &self.limits;
         [
-            limits.suspect_after_busy,
-            limits.suspect_after_idle,
-            limits.dead_after,
+            // An idle session that is live has no use for this limit.
+            is_frequent.then_some(limits.suspect_after_busy),
+            Some(limits.suspect_after_idle),
+            Some(limits.dead_after),
         ]
         .into_iter()
+        .flatten()
         .filter_map(|bound| (bound - margin(bound)).checked_sub(silence))
         .find(|left| !left.is_zero())
         .unwrap_or(limits.dead_after)
     }
 
-    /// Returns the time until the next probe of an idle session.
-    fn next_probe(&self, now: Instant) -> Duration {
-        let since = now.saturating_duration_since(self.last_probe);
-        match self.limits.keep_alive.checked_sub(since) {
-            Some(left) if self.limits.probes_idle => left,
-            Some(_) | None => self.limits.keep_alive,
+    /// Excludes a pause of this process from all timers. A stopped process (SIGSTOP, a suspended
+    /// machine) receives nothing, and its next check is late.
+    fn exclude_pause(&mut self, now: Instant) {
+        let planned = self.planned_check;
+        let late = now.saturating_duration_since(planned);
+        let interval = self.check_interval(false).max(self.check_interval(true));
+        if late <= interval * PAUSE_FACTOR {
+            return;
         }
-    }
-
-    /// Returns the time of the last check. A stopped process (SIGSTOP, a suspended machine)
-    /// receives nothing during the pause, so the pause is excluded from all timers.
-    fn exclude_pause(&mut self, now: Instant) -> Instant {
-        let gap = now.saturating_duration_since(self.last_check);
-        let expected = self.next_check(false).max(self.next_check(true));
-        if gap > expected * PAUSE_FACTOR {
-            let excluded = gap - expected;
-            self.received.1 += excluded;
-            self.last_probe += excluded;
-            self.oldest_probe = self
-                .oldest_probe
-                .map(|oldest_probe| oldest_probe + excluded);
-            self.busy_since = self.busy_since.map(|since| since + excluded);
-            self.last_check += excluded;
-        }
-        std::mem::replace(&mut self.last_check, now)
+        // What happened after the pause stays as it is.
+        let shifted = |at: Instant| if at < planned { at + late } else { at };
+        self.received_at = shifted(self.received_at);
+        self.last_probe = shifted(self.last_probe);
+        self.oldest_probe = self.oldest_probe.map(shifted);
+        self.busy_since = self.busy_since.map(shifted);
     }
 }
 
@@ -268,6 +287,13 @@ pub(super) struct SuspectLogThrottle {
 }
 
 impl SuspectLogThrottle {
+    /// Returns the time at which a state that was not logged is due, if it lasts.
+    pub(super) fn due_at(&self, suspect: bool) -> Option<Instant> {
+        self.at
+            .filter(|_| suspect != self.suspect)
+            .map(|at| at + LOG_INTERVAL)
+    }
+
     /// Returns whether the state should be logged. The state may be unchanged.
     pub(super) fn is_due(&mut self, suspect: bool, now: Instant) -> bool {
         let too_soon = self
@@ -292,8 +318,10 @@ const MARGIN_MAX: Duration = Duration::from_millis(250);
 const PROBE_INTERVAL: Duration = Duration::from_secs(2);
 /// Minimum time between two checks, however near a limit is.
 const CHECK_INTERVAL_MIN: Duration = Duration::from_millis(10);
-/// A check that is this many times later than planned indicates a stopped process.
-const PAUSE_FACTOR: u32 = 4;
+/// A check that is late by this many intervals indicates a stopped process.
+const PAUSE_FACTOR: u32 = 3;
+/// Keep-alives between two probes of a session that needs none.
+const REFRESH_FACTOR: u32 = 12;
 
 #[cfg(test)]
 pub(super) mod tests {
@@ -324,6 +352,7 @@ pub(super) mod tests {
         sends: bool,
         period: u64,
         probes: u32,
+        checks: u32,
     }
 
     impl Clock {
@@ -342,6 +371,7 @@ pub(super) mod tests {
                 sends: true,
                 period: 5,
                 probes: 0,
+                checks: 0,
             }
         }
 
@@ -352,21 +382,22 @@ pub(super) mod tests {
             let end = self.now + Duration::from_secs(seconds);
             loop {
                 let check = self.liveness.check(self.stats, self.now);
+                self.checks += 1;
                 if check.probe {
                     self.probes += 1;
                     if self.answers {
                         self.stats.acknowledged += 1;
-                        self.stats.received += 1;
+                        self.stats.received_at = self.now;
                     }
                 }
                 if self.now >= end {
                     return check;
                 }
-                let before = self.now;
                 self.now = (self.now + check.next_check).min(end);
-                let period = |at: Instant| at.duration_since(self.start).as_secs() / self.period;
-                if self.sends && period(self.now) > period(before) {
-                    self.stats.received += 1;
+                if self.sends {
+                    let periods = self.now.duration_since(self.start).as_secs() / self.period;
+                    let sent_at = self.start + Duration::from_secs(periods * self.period);
+                    self.stats.received_at = self.stats.received_at.max(sent_at);
                 }
             }
         }
@@ -472,17 +503,82 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn probes_come_every_two_seconds_while_a_request_waits_in_silence_and_every_five_when_idle() {
+    fn probes_come_every_two_seconds_while_a_request_waits_in_silence_and_rarely_when_idle() {
         let mut clock = Clock::new(true, TransportKind::Quic);
         clock.silence(1);
         clock.run(20);
         assert!((8..=10).contains(&clock.probes), "{}", clock.probes);
-        let mut clock = Clock::new(true, TransportKind::Quic);
-        clock.run(50);
-        assert!((9..=10).contains(&clock.probes), "{}", clock.probes);
+        let mut busy = Clock::new(true, TransportKind::Quic);
+        (busy.stats.streams, busy.period) = (1, 1);
+        busy.run(50);
+        assert!((9..=10).contains(&busy.probes), "{}", busy.probes);
+        let mut idle = Clock::new(true, TransportKind::Quic);
+        idle.run(600);
+        assert!((9..=11).contains(&idle.probes), "one a minute");
         let mut agent = Clock::new(false, TransportKind::Quic);
         agent.run(50);
         assert_eq!(agent.probes, 0, "the agent's keep-alive does it");
+    }
+
+    #[test]
+    fn idle_session_is_checked_when_a_keep_alive_is_overdue_and_a_busy_one_often() {
+        for (probes_idle, streams, period, checks) in [
+            (true, 0, 5, 190..=250),
+            (false, 0, 5, 190..=250),
+            (false, 0, 6, 160..=250),
+            (true, 1, 5, 3900..=4100),
+        ] {
+            let mut clock = Clock::new(probes_idle, TransportKind::Quic);
+            (clock.stats.streams, clock.period) = (streams, period);
+            clock.run(1000);
+            let (case, found) = ((probes_idle, streams, period), clock.checks);
+            assert!(checks.contains(&found), "{case:?}: {found} checks in 1000 s");
+        }
+    }
+
+    #[test]
+    fn next_check_is_the_earliest_time_of_a_change() {
+        let millis = Duration::from_millis;
+        let liveness = Clock::new(true, TransportKind::Quic).liveness;
+        for (is_frequent, silence, next_check) in [
+            (false, 0, 7500),
+            (false, 2500, 5000),
+            (false, 7000, 500),
+            // A probe is due, and its answer is expected.
+            (false, 7500, 1000),
+            (false, 14_000, 750),
+            (true, 0, 250),
+            (true, 4800, 100),
+            (true, 14_700, 50),
+            (true, 59_745, 10),
+        ] {
+            let next = liveness.next_check(is_frequent, millis(silence));
+            assert_eq!(next, millis(next_check), "{is_frequent} {silence}");
+        }
+    }
+
+    #[test]
+    fn overdue_keep_alive_leaves_time_for_a_probe() {
+        for (keep_alive, overdue_after) in [(1, 1500), (5, 7500), (10, 10_000), (12, 12_000)] {
+            let limits = LivenessLimits {
+                keep_alive: Duration::from_secs(keep_alive),
+                ..LivenessLimits::default()
+            };
+            let liveness = Liveness::new(limits, TransportKind::Quic, stats(), Instant::now());
+            assert_eq!(liveness.overdue_after().as_millis(), overdue_after);
+        }
+    }
+
+    #[test]
+    fn answer_after_a_pause_is_not_moved() {
+        let mut clock = Clock::new(false, TransportKind::Quic);
+        clock.run(1);
+        clock.now += Duration::from_secs(100);
+        clock.stats.received_at = clock.now;
+        clock.liveness.check(clock.stats, clock.now);
+        clock.silence(0);
+        let suspect = clock.first(LivenessState::Suspect);
+        assert!((14..=15).contains(&suspect), "{suspect}");
     }
 
     #[test]
@@ -493,6 +589,16 @@ pub(super) mod tests {
         clock.now += Duration::from_secs(100);
         let check = clock.liveness.check(clock.stats, clock.now);
         assert_eq!(check.state, LivenessState::Live);
+    }
+
+    #[test]
+    fn change_that_was_too_soon_is_due_after_thirty_seconds() {
+        let (mut log, start) = (SuspectLogThrottle::default(), Instant::now());
+        assert_eq!(log.due_at(true), None, "at once");
+        assert!(log.is_due(true, start));
+        assert_eq!(log.due_at(true), None, "logged");
+        assert!(!log.is_due(false, start + Duration::from_secs(1)));
+        assert_eq!(log.due_at(false), Some(start + LOG_INTERVAL));
     }
 
     #[test]

@@ -130,10 +130,15 @@ impl SessionMonitor {
             // Streams that the peer opened in the meantime may still arrive.
             self.reset_idle();
         }
+        let is_suspect = check.state != LivenessState::Live;
+        let is_log_due = self.log.is_due(is_suspect, now);
+        if let Some(due_at) = self.log.due_at(is_suspect) {
+            self.next = self.next.min(due_at);
+        }
         Observation {
             transition,
             check,
-            is_log_due: self.log.is_due(check.state != LivenessState::Live, now),
+            is_log_due,
         }
     }
 
@@ -194,7 +199,9 @@ mod tests {
             let end = self.now + Duration::from_secs(70);
             while self.now < end {
                 self.now = self.now.max(self.monitor.next_check());
-                self.stats.received += u64::from(hears);
+                if hears {
+                    self.stats.received_at = self.now;
+                }
                 let observation = self.monitor.check(self.stats, self.now);
                 if observation.check.probe && hears {
                     self.stats.acknowledged += 1;

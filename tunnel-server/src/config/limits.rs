@@ -61,7 +61,7 @@ tunnel_proto::limits! {
     /// Bytes that stalled readers of all agents may hold. When the pool is full, or an agent holds
     /// a quarter of it, new streams get 503 too_many_streams.
     buffer_pool ("bufferPool", counted as BufferPool): u64 = "512MiB", size(64 << 10, 1 << 50);
-    /// Interval between keep-alive probes to an idle agent.
+    /// Expected interval between keep-alives of an idle agent. The server probes if one is late.
     keep_alive ("keepAlive"): Duration = "5s", duration;
     /// A session that is silent for this long while requests wait is suspect and gets no new
     /// streams until it answers.

@@ -50,7 +50,8 @@ async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
     let before = agent.near.stats().acknowledged;
     sleep(secs(61)).await;
     let probes = agent.near.stats().acknowledged - before;
-    assert!((11..=13).contains(&probes), "{probes} probes in a minute");
+    // The agent of the test sends no keep-alives. Each one is overdue after 7.5 s.
+    assert!((7..=9).contains(&probes), "{probes} probes in a minute");
     agent.near.script().is_silent = true;
     sleep(secs(9)).await;
     assert_eq!(suspect_reason(&bench), None);
@@ -62,7 +63,7 @@ async fn idle_session_is_probed_and_suspect_after_fifteen_seconds() {
 async fn stream_on_an_idle_session_is_looked_at_from_its_first_moment() {
     let (bench, agent) = Bench::with_agent().await;
     agent.near.script().is_silent = true;
-    // Between two checks of an idle session, which run every second.
+    // Between two checks of an idle session.
     sleep(Duration::from_millis(5_100)).await;
     let _opened = bench.open().await.unwrap();
     sleep(Duration::from_millis(4_900)).await;
