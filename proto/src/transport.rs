@@ -99,6 +99,12 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     /// Returns the peer's verified identity.
     fn peer(&self) -> &PeerIdentity;
 
+    /// Returns the peer of a QUIC connection for a stateless reset by a later process. The agent's
+    /// end, and other transports, have none.
+    fn reset_target(&self) -> Option<quic::ResetTarget> {
+        None
+    }
+
     /// Returns the peer's verified certificate chain, leaf first. The chain is empty for a
     /// transport without TLS.
     fn peer_chain(&self) -> Vec<CertificateDer<'static>> {

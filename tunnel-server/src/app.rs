@@ -32,6 +32,7 @@ mod connect;
 mod context;
 mod credential_watcher;
 mod listeners;
+mod quic_sessions;
 mod records;
 mod serving;
 mod sessions;
@@ -116,6 +117,7 @@ impl App {
             capacity,
         };
         sessions::start(inputs, &context)?;
+        quic_sessions::start(&sockets.quic, &context);
         admin::start(
             &authority,
             advertised,
@@ -210,6 +212,7 @@ impl App {
         if let Err(error) = self.context.nodes.save() {
             warn!(%error, "cannot save the known nodes");
         }
+        quic_sessions::clear(&self.context.data);
         info!("stopped");
     }
 

@@ -31,6 +31,7 @@ mod rtt_cache;
 mod runtime;
 mod session;
 mod socket;
+mod stateless_reset;
 mod stream;
 
 use connection_id::PrefixedCidGenerator;
@@ -40,6 +41,8 @@ use rtt_cache::RttCache;
 use runtime::EndpointRuntime;
 use session::{FLUSH_LIMIT, INITIAL_STREAM_LIMIT, QuicSession, window};
 use socket::udp_socket;
+use stateless_reset::ResetSender;
+pub use stateless_reset::ResetTarget;
 
 /// Size of the datagram buffers, in bytes. Datagrams carry only 1-byte probes.
 const DATAGRAM_BUFFER_BYTES: usize = 1024;
@@ -103,6 +106,7 @@ impl std::fmt::Debug for QuicKeys {
 #[derive(Debug)]
 pub struct QuicAcceptor {
     endpoint: Endpoint,
+    reset_sender: ResetSender,
     settings: SessionSettings,
     /// A reference for each unfinished handshake.
     half_open: Arc<()>,
@@ -134,6 +138,7 @@ impl QuicAcceptor {
         config.cid_generator(move || Box::new(PrefixedCidGenerator::from_key(connection_id)));
         config.min_reset_interval(MIN_RESET_INTERVAL);
         let socket = udp_socket(address)?;
+        let reset_sender = ResetSender::new(&socket, &keys.reset)?;
         let endpoint = Endpoint::new(
             config,
             Some(server),
@@ -142,10 +147,18 @@ impl QuicAcceptor {
         )?;
         Ok(Self {
             endpoint,
+            reset_sender,
             settings,
             half_open: Arc::default(),
             handshake_permits: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
         })
+    }
+
+    /// Sends stateless resets to the peers of an earlier process with the same keys, 2,000 a second.
+    /// A peer whose connection has another token ignores its reset. Cancel-safe: resets that were
+    /// not sent are lost, and those peers notice the restart later.
+    pub async fn reset(&self, targets: &[ResetTarget]) {
+        self.reset_sender.send(targets).await;
     }
 
     /// Waits for the next connection. If many handshakes are unfinished, a peer without a validated

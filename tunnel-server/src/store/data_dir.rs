@@ -134,6 +134,12 @@ impl DataDir {
         self.0.join("quic.keys")
     }
 
+    /// Returns the path of the connections of agents over QUIC, for the next process.
+    #[must_use]
+    pub fn quic_sessions(&self) -> PathBuf {
+        self.0.join("quic-sessions.json")
+    }
+
     /// Returns the path of the last DNS records. After a cold start the server answers with them
     /// until the nodes are known.
     #[must_use]

@@ -7,6 +7,8 @@ use quinn_proto::{ConnectionId, ConnectionIdGenerator, HashedConnectionIdGenerat
 /// another agent after the server's restart. The server would drop the agent's packets there
 /// instead of answering with a stateless reset.
 const PREFIX_BYTES: usize = 4;
+/// Length of the ids: the prefix, and an id of quinn.
+pub(super) const CONNECTION_ID_BYTES: usize = PREFIX_BYTES + 8;
 
 /// A generator of 12-byte connection ids that contain quinn's keyed check (RFC 9000, section 5.1).
 /// The server does not answer packets with other ids.

@@ -7,6 +7,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::connection_id::CONNECTION_ID_BYTES;
+use super::stateless_reset::source_connection_id;
+
 /// Minimum time between two samples of a connection.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -19,12 +22,14 @@ tokio::task_local! {
 #[derive(Default)]
 pub(super) struct SessionSampler {
     sample: OnceLock<Box<dyn Fn(Instant) + Send + Sync>>,
+    connection_id: OnceLock<[u8; CONNECTION_ID_BYTES]>,
 }
 
 impl std::fmt::Debug for SessionSampler {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
             .debug_struct("SessionSampler")
+            .field("connection_id", &self.connection_id)
             .finish_non_exhaustive()
     }
 }
@@ -47,6 +52,21 @@ impl SessionSampler {
     /// have received frames.
     pub(super) fn start(&self, sample: impl Fn(Instant) + Send + Sync + 'static) {
         let _set_once = self.sample.set(Box::new(sample));
+    }
+
+    /// Records the server's connection id when the connection's task sends the first packets. The
+    /// agent sends to that id as long as the connection lives, because it keeps its socket.
+    pub(super) fn record_sent(&self, packets: &[u8]) {
+        if self.connection_id.get().is_none()
+            && let Some(id) = source_connection_id(packets)
+        {
+            let _set_once = self.connection_id.set(id);
+        }
+    }
+
+    /// Returns the connection id of this end, if this end is the server.
+    pub(super) fn connection_id(&self) -> Option<[u8; CONNECTION_ID_BYTES]> {
+        self.connection_id.get().copied()
     }
 
     /// Samples the session, if it has started.

@@ -19,8 +19,11 @@ use super::{QuicAcceptor, QuicDialer, QuicKeys, udp_socket};
 use crate::identity::Role;
 use crate::tcp::ServerAddr;
 use crate::tls::{self, test_ca::TestCa};
-use crate::transport::{Acceptor, BufferPool, CongestionControl, Dialer, Session, SessionSettings};
+use crate::transport::{
+    Acceptor, BufferPool, ClosedBy, CongestionControl, Dialer, Session, SessionSettings,
+};
 use crate::wire::ALPN_SESSION;
+use crate::wire::code::CloseCode;
 use crate::wire::header::{StreamHeader, StreamKind, Target};
 use crate::wire::name::Port;
 
@@ -167,6 +170,28 @@ async fn first_packet_is_soon_sent_again_to_a_server_that_was_there() {
     // The expected time is three round trips, at least 150 ms. On a busy machine a round trip over
     // loopback may take longer.
     assert!(known < unknown / 2, "{known:?} and not {unknown:?}");
+}
+
+/// A server that was killed sends nothing more to its agents. The next server resets them.
+#[tokio::test]
+async fn peer_of_an_earlier_process_is_reset_at_once() {
+    let (acceptor, dialer, remote) = dial_pair();
+    let accept = async {
+        let (_, handshake) = acceptor.accept().await.unwrap();
+        handshake.await.unwrap()
+    };
+    let (server, agent) = tokio::join!(accept, dialer.dial(&remote));
+    let agent = agent.unwrap();
+    assert_eq!(agent.reset_target(), None);
+    let target = server.reset_target().unwrap();
+    let mut other = target;
+    other.connection_id[0] ^= 1;
+    acceptor.reset(&[other]).await;
+    assert!(agent.closed().now_or_never().is_none(), "another token");
+    acceptor.reset(&[other, target]).await;
+    let closed = tokio::time::timeout(Duration::from_secs(1), agent.closed()).await;
+    let reason = closed.unwrap();
+    assert_eq!((reason.by, reason.code), (ClosedBy::Network, CloseCode::Dead));
 }
 
 /// The monitor of an idle session checks rarely. It must know when the peer was last received.

@@ -99,8 +99,12 @@ impl Driver {
         admitted
     }
 
-    fn sends(&self, to: SocketAddr) {
+    fn sends(&self, transmit: &Transmit<'_>) {
         self.left.set(self.left.get().saturating_sub(1));
+        if let Some(sampler) = &self.sampler {
+            sampler.record_sent(transmit.contents);
+        }
+        let to = transmit.destination;
         if self.receives.get() || self.peer.get() == Some(to) {
             return;
         }
@@ -239,7 +243,7 @@ impl AsyncUdpSocket for Socket {
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         // Access fails outside of quinn's tasks, where nothing is counted.
-        let _counted = DRIVER.try_with(|driver| driver.sends(transmit.destination));
+        let _counted = DRIVER.try_with(|driver| driver.sends(transmit));
         self.system.try_send(transmit)
     }
 

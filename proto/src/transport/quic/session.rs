@@ -13,10 +13,12 @@ use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
+use super::connection_id::CONNECTION_ID_BYTES;
 use super::error::verdict;
 use super::flood_detector::{FLOOD_REASON, FloodDetector, FrameCounts};
 use super::receive_clock::{ReceiveClock, SessionSampler};
 use super::rtt_cache::RttCache;
+use super::stateless_reset::ResetTarget;
 use super::stream::QuicStream;
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::transport::flow::{SessionFlow, connection_window};
@@ -41,6 +43,8 @@ pub(super) struct QuicSession {
     stream_limit: AtomicU32,
     stream_limit_max: AtomicU32,
     receive_clock: Mutex<ReceiveClock>,
+    /// The id of the server's end to which the agent sends.
+    connection_id: Option<[u8; CONNECTION_ID_BYTES]>,
     flood_detector: Mutex<FloodDetector>,
     /// Whether the session was closed because of a flood.
     is_flooded: AtomicBool,
@@ -96,6 +100,7 @@ impl QuicSession {
             stream_limit: AtomicU32::new(stream_limit),
             stream_limit_max: AtomicU32::new(stream_limit),
             receive_clock: Mutex::new(ReceiveClock::new(received, now)),
+            connection_id: sampler.connection_id(),
             flood_detector: Mutex::new(FloodDetector::new(now)),
             is_flooded: AtomicBool::new(false),
             rtt_cache,
@@ -117,6 +122,11 @@ impl QuicSession {
         let (bytes_in, bytes_out, _) = self.traffic.read();
         let stream_bytes = bytes_in.saturating_add(bytes_out);
         self.close_on_flood(&connection_stats, received, stream_bytes);
+    }
+
+    fn remote(&self) -> SocketAddr {
+        let remote = self.connection.remote_address();
+        SocketAddr::new(remote.ip().to_canonical(), remote.port())
     }
 
     fn stream(&self, send: quinn::SendStream, recv: quinn::RecvStream) -> Box<dyn RawStream> {
@@ -234,13 +244,12 @@ impl Session for QuicSession {
             received,
             bytes_in.saturating_add(bytes_out),
         );
-        let remote = self.connection.remote_address();
         SessionStats {
             received,
             received_at,
             acknowledged: connection_stats.frame_rx.acks,
             rtt: self.connection.rtt(),
-            remote: SocketAddr::new(remote.ip().to_canonical(), remote.port()),
+            remote: self.remote(),
             streams,
             bytes_in,
             bytes_out,
@@ -285,6 +294,13 @@ impl Session for QuicSession {
 
     fn peer_chain(&self) -> Vec<CertificateDer<'static>> {
         chain_of(&self.connection)
+    }
+
+    fn reset_target(&self) -> Option<ResetTarget> {
+        self.connection_id.map(|connection_id| ResetTarget {
+            remote: self.remote(),
+            connection_id,
+        })
     }
 
     fn transport(&self) -> TransportKind {
