@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::tls;
-use crate::transport::HandshakeError;
+use crate::transport::{CloseReason, ClosedBy, HandshakeError};
 use crate::wire::code::CloseCode;
 
 /// Maps the error of a dial. Only a rejected certificate is certain to come from the server. Any
@@ -33,6 +33,44 @@ pub(super) fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
             io::ErrorKind::ConnectionRefused,
             error.to_string(),
         ))
+    }
+}
+
+/// Maps the error that ended a connection.
+pub(super) fn close_reason(error: quinn::ConnectionError) -> CloseReason {
+    let (by, code) = match &error {
+        quinn::ConnectionError::ApplicationClosed(close) => {
+            let code = CloseCode::from_number(
+                u32::try_from(close.error_code.into_inner()).unwrap_or(u32::MAX),
+            );
+            let reason = crate::wire::header::one_line(&String::from_utf8_lossy(&close.reason));
+            return CloseReason {
+                by: ClosedBy::Peer,
+                code,
+                reason,
+            };
+        }
+        quinn::ConnectionError::LocallyClosed => (ClosedBy::Local, CloseCode::Normal),
+        quinn::ConnectionError::TimedOut => (ClosedBy::Network, CloseCode::Dead),
+        quinn::ConnectionError::Reset => (ClosedBy::Network, CloseCode::Dead),
+        quinn::ConnectionError::ConnectionClosed(close) => {
+            if let Some((code, reason)) = verdict(u64::from(close.error_code)) {
+                return CloseReason {
+                    by: ClosedBy::Network,
+                    code,
+                    reason: reason.to_owned(),
+                };
+            }
+            (ClosedBy::Network, CloseCode::Protocol)
+        }
+        quinn::ConnectionError::TransportError(_)
+        | quinn::ConnectionError::VersionMismatch
+        | quinn::ConnectionError::CidsExhausted => (ClosedBy::Network, CloseCode::Protocol),
+    };
+    CloseReason {
+        by,
+        code,
+        reason: error.to_string(),
     }
 }
 

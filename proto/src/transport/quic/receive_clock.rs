@@ -5,6 +5,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use quinn::ConnectionStats;
 use tokio::time::Instant;
 
 use super::connection_id::CONNECTION_ID_BYTES;
@@ -109,6 +110,27 @@ impl SampleSchedule {
     fn is_due(&self, now: Instant) -> bool {
         self.next.is_none_or(|next| next <= now)
     }
+}
+
+/// Returns the number of frames that show that the peer is alive.
+pub(super) fn received_frames(connection_stats: &ConnectionStats) -> u64 {
+    let rx = &connection_stats.frame_rx;
+    rx.acks
+        + rx.crypto
+        + rx.datagram
+        + rx.max_data
+        + rx.max_stream_data
+        + rx.max_streams_bidi
+        + rx.ping
+        + rx.reset_stream
+        + rx.stop_sending
+        + rx.stream
+        + rx.path_challenge
+        + rx.path_response
+        + rx.new_connection_id
+        + rx.retire_connection_id
+        + rx.stream_data_blocked
+        + rx.streams_blocked_bidi
 }
 
 /// The number of received frames at the last sample, and the time at which it last increased.

@@ -14,9 +14,9 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
 use super::connection_id::CONNECTION_ID_BYTES;
-use super::error::verdict;
+use super::error;
 use super::flood_detector::{FLOOD_REASON, FloodDetector, FrameCounts};
-use super::receive_clock::{ReceiveClock, SessionSampler};
+use super::receive_clock::{ReceiveClock, SessionSampler, received_frames};
 use super::rtt_cache::RttCache;
 use super::stateless_reset::ResetTarget;
 use super::stream::QuicStream;
@@ -160,7 +160,7 @@ impl QuicSession {
                 reason: FLOOD_REASON.to_owned(),
             };
         }
-        close_reason(error)
+        error::close_reason(error)
     }
 
     /// Raises the number of streams that the peer may open when half of it is in use.
@@ -305,64 +305,6 @@ impl Session for QuicSession {
 
     fn transport(&self) -> TransportKind {
         TransportKind::Quic
-    }
-}
-
-/// Returns the number of frames that show that the peer is alive.
-fn received_frames(connection_stats: &ConnectionStats) -> u64 {
-    let rx = &connection_stats.frame_rx;
-    rx.acks
-        + rx.crypto
-        + rx.datagram
-        + rx.max_data
-        + rx.max_stream_data
-        + rx.max_streams_bidi
-        + rx.ping
-        + rx.reset_stream
-        + rx.stop_sending
-        + rx.stream
-        + rx.path_challenge
-        + rx.path_response
-        + rx.new_connection_id
-        + rx.retire_connection_id
-        + rx.stream_data_blocked
-        + rx.streams_blocked_bidi
-}
-
-fn close_reason(error: ConnectionError) -> CloseReason {
-    let (by, code) = match &error {
-        ConnectionError::ApplicationClosed(close) => {
-            let code = CloseCode::from_number(
-                u32::try_from(close.error_code.into_inner()).unwrap_or(u32::MAX),
-            );
-            let reason = crate::wire::header::one_line(&String::from_utf8_lossy(&close.reason));
-            return CloseReason {
-                by: ClosedBy::Peer,
-                code,
-                reason,
-            };
-        }
-        ConnectionError::LocallyClosed => (ClosedBy::Local, CloseCode::Normal),
-        ConnectionError::TimedOut => (ClosedBy::Network, CloseCode::Dead),
-        ConnectionError::Reset => (ClosedBy::Network, CloseCode::Dead),
-        ConnectionError::ConnectionClosed(close) => {
-            if let Some((code, reason)) = verdict(u64::from(close.error_code)) {
-                return CloseReason {
-                    by: ClosedBy::Network,
-                    code,
-                    reason: reason.to_owned(),
-                };
-            }
-            (ClosedBy::Network, CloseCode::Protocol)
-        }
-        ConnectionError::TransportError(_)
-        | ConnectionError::VersionMismatch
-        | ConnectionError::CidsExhausted => (ClosedBy::Network, CloseCode::Protocol),
-    };
-    CloseReason {
-        by,
-        code,
-        reason: error.to_string(),
     }
 }
 
