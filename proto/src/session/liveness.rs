@@ -532,7 +532,10 @@ pub(super) mod tests {
             (clock.stats.streams, clock.period) = (streams, period);
             clock.run(1000);
             let (case, found) = ((probes_idle, streams, period), clock.checks);
-            assert!(checks.contains(&found), "{case:?}: {found} checks in 1000 s");
+            assert!(
+                checks.contains(&found),
+                "{case:?}: {found} checks in 1000 s"
+            );
         }
     }
 

@@ -191,7 +191,10 @@ async fn peer_of_an_earlier_process_is_reset_at_once() {
     acceptor.reset(&[other, target]).await;
     let closed = tokio::time::timeout(Duration::from_secs(1), agent.closed()).await;
     let reason = closed.unwrap();
-    assert_eq!((reason.by, reason.code), (ClosedBy::Network, CloseCode::Dead));
+    assert_eq!(
+        (reason.by, reason.code),
+        (ClosedBy::Network, CloseCode::Dead)
+    );
 }
 
 /// The monitor of an idle session checks rarely. It must know when the peer was last received.

@@ -141,6 +141,9 @@ mod tests {
         assert_eq!(datagram[0] & 0xc0, 0x40);
         let key = Key::new(HMAC_SHA256, &[7; 64]);
         let token = sign(&key, &target.connection_id);
-        assert_eq!(datagram[PADDING_BYTES..length], token.as_ref()[..TOKEN_BYTES]);
+        assert_eq!(
+            datagram[PADDING_BYTES..length],
+            token.as_ref()[..TOKEN_BYTES]
+        );
     }
 }
