@@ -1,6 +1,7 @@
 //! The identity of a peer: the role and name in its certificate, never what the peer claims.
 //!
-//! Certificates of the tunnel's CA carry one SAN URI: `culvert://agent/NAME` or `culvert://server`.
+//! Certificates of the tunnel's CA carry one SAN URI: `culvert://agent/NAME`, `culvert://server` or
+//! `culvert://peer/NAME`.
 //! A kubelet with a client certificate of the cluster's CA is the agent of its node.
 
 use std::time::{Duration, SystemTime};
@@ -8,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
-use crate::wire::name::NodeName;
+use crate::wire::name::{NodeName, ReplicaId};
 
 mod caller;
 mod kubelet;
@@ -40,6 +41,8 @@ pub enum Role {
     Agent(NodeName),
     /// A server, which accepts agents.
     Server,
+    /// The server of this name, towards the other servers.
+    Peer(ReplicaId),
 }
 
 impl Role {
@@ -49,6 +52,7 @@ impl Role {
         match self {
             Self::Agent(name) => format!("{SCHEME}agent/{name}"),
             Self::Server => format!("{SCHEME}server"),
+            Self::Peer(name) => format!("{SCHEME}peer/{name}"),
         }
     }
 
@@ -57,10 +61,13 @@ impl Role {
         if rest == "server" {
             return Some(Self::Server);
         }
-        let name = rest.strip_prefix("agent/")?;
         // Accept only the canonical form, so that a certificate has exactly one interpretation.
-        let parsed: NodeName = name.parse().ok()?;
-        (parsed.as_str() == name).then_some(Self::Agent(parsed))
+        let role = match rest.split_once('/')? {
+            ("agent", name) => Self::Agent(name.parse().ok()?),
+            ("peer", name) => Self::Peer(name.parse().ok()?),
+            _ => return None,
+        };
+        (role.uri() == uri).then_some(role)
     }
 }
 
@@ -178,7 +185,16 @@ impl PeerIdentity {
     pub fn node(&self) -> Option<&NodeName> {
         match &self.role {
             Role::Agent(name) => Some(name),
-            Role::Server => None,
+            Role::Server | Role::Peer(_) => None,
+        }
+    }
+
+    /// Returns the name of the replica if the peer is another server.
+    #[must_use]
+    pub fn replica(&self) -> Option<&ReplicaId> {
+        match &self.role {
+            Role::Peer(name) => Some(name),
+            Role::Agent(_) | Role::Server => None,
         }
     }
 }
@@ -279,6 +295,9 @@ mod tests {
         assert_eq!(agent.node().unwrap().as_str(), "worker-1");
         let server = identity(&["culvert://server"]).unwrap();
         assert_eq!(server.role, Role::Server);
+        let peer = identity(&["culvert://peer/server-0"]).unwrap();
+        assert_eq!(peer.replica().unwrap().as_str(), "server-0");
+        assert_eq!(peer.node(), None);
     }
 
     #[test]
@@ -291,6 +310,9 @@ mod tests {
             &["culvert://agent/a."],
             &["culvert://agent/"],
             &["culvert://agent/a/b"],
+            &["culvert://peer/"],
+            &["culvert://peer/A"],
+            &["culvert://agent/a", "culvert://peer/a"],
             &["culvert://server/"],
             &["culvert://root"],
         ] {

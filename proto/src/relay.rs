@@ -130,6 +130,17 @@ pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> Relay
     }
 }
 
+/// Relays a stream that another server has opened, over a stream to the agent. The agent's reply
+/// passes like all other bytes, so that nobody waits for it here. Bytes of the opener that are right
+/// behind its header do not wait for it either.
+///
+/// If the future is dropped, the caller must drop both sides as after a cut.
+pub async fn forward(incoming: &mut Stream, opened: &mut Stream) -> RelayOutcome {
+    incoming.leave_reply();
+    opened.leave_reply();
+    relay(incoming, opened).await
+}
+
 /// The states of one direction: copying until the input ends, shutting down the output, done.
 enum Phase {
     Copying,

@@ -7,6 +7,7 @@ pub mod enroll;
 pub mod frame;
 pub mod header;
 pub mod name;
+pub mod peer;
 
 /// The protobuf messages, generated from `tunnel.proto`. The sibling modules have the typed forms.
 #[allow(
@@ -35,6 +36,12 @@ pub const ALPN_SESSION_TCP: &[u8] = b"h2";
 /// The ALPN id of enrollment, over TCP only and without a client certificate.
 pub const ALPN_ENROLL: &[u8] = b"culvert-enroll/1";
 
+/// The ALPN id of connections between servers.
+pub const ALPN_PEER: &[u8] = b"culvert-peer/1";
+
+/// Maximum number of servers of one installation.
+pub const REPLICAS_MAX: usize = 64;
+
 /// The port for agents, UDP and TCP.
 pub const PORT_AGENTS: u16 = 10262;
 /// The port of the HTTPS listener, which terminates TLS.
@@ -43,6 +50,8 @@ pub const PORT_HTTPS: u16 = 10263;
 pub const PORT_HTTP: u16 = 10264;
 /// The port of the server's meta endpoints.
 pub const PORT_SERVER_META: u16 = 10265;
+/// The port for other servers.
+pub const PORT_PEERS: u16 = 10269;
 
 /// Returns the highest version in both `min..=max` and the range of this build. Returns `None` if
 /// the ranges have no version in common.

@@ -1,7 +1,8 @@
 //! Control messages over a stream. Both ends of a session use this module after the control
-//! stream's header and reply.
+//! stream's header and reply, and so do two servers.
 
 use std::io;
+use std::marker::PhantomData;
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -10,39 +11,89 @@ use tokio::time::Instant;
 
 use crate::transport::Stream;
 use crate::wire::control::ControlMessage;
-use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
+use crate::wire::frame::{self, CONTROL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX};
+use crate::wire::peer::PeerMessage;
+
+/// A message of a control stream.
+pub trait Message: Sized {
+    /// Maximum size of a message, in bytes.
+    const SIZE_MAX: usize;
+    /// Messages that a peer may send in one second.
+    const PER_SECOND: u32;
+    /// Appends the framed message.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`Message::SIZE_MAX`].
+    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError>;
+    /// Decodes the content of one frame.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
+    fn decode(frame: &[u8]) -> Result<Self, FrameError>;
+}
+
+impl Message for ControlMessage {
+    const SIZE_MAX: usize = CONTROL_MESSAGE_MAX;
+    // A session needs only a few messages, apart from Suspect messages on a path that flaps. More
+    // messages have no purpose and only cost resources.
+    const PER_SECOND: u32 = 50;
+
+    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        Self::encode(self, out)
+    }
+
+    fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        Self::decode(frame)
+    }
+}
+
+impl Message for PeerMessage {
+    const SIZE_MAX: usize = PEER_MESSAGE_MAX;
+    // A list of 250,000 nodes with long names has 2,400 messages.
+    const PER_SECOND: u32 = 5_000;
+
+    fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        Self::encode(self, out)
+    }
+
+    fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        Self::decode(frame)
+    }
+}
 
 /// Splits a control stream into its halves. The stream no longer counts as open. It is dropped
 /// together with the second half, and reset unless it was finished.
 #[must_use]
-pub fn split(mut stream: Stream) -> (ControlReader, ControlWriter) {
+pub fn split<M: Message>(mut stream: Stream) -> (ControlReader<M>, ControlWriter<M>) {
     stream.exclude_from_count();
     let (input, output) = tokio::io::split(stream);
     let reader = ControlReader {
         input,
         buffer: BytesMut::new(),
         rate: MessageRate::default(),
+        message: PhantomData,
     };
-    (reader, ControlWriter { output })
+    let writer = ControlWriter {
+        output,
+        message: PhantomData,
+    };
+    (reader, writer)
 }
 
 /// The receiving half of a control stream.
 #[derive(Debug)]
-pub struct ControlReader {
+pub struct ControlReader<M = ControlMessage> {
     input: ReadHalf<Stream>,
     /// Bytes of incomplete messages. The buffer makes `receive` cancel-safe.
     buffer: BytesMut,
     rate: MessageRate,
+    message: PhantomData<fn() -> M>,
 }
 
-/// Messages that a peer may send in one second. A session needs only a few messages, apart from
-/// Suspect messages on a path that flaps. More messages have no purpose and only cost resources.
-const MESSAGES_PER_SECOND: u32 = 50;
-
-/// The error for a peer that sent more than 50 messages in one second.
+/// The error for a peer that sent more messages in one second than it may. Contains the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("more than {MESSAGES_PER_SECOND} control messages in a second")]
-pub struct TooManyMessages;
+#[error("more than {0} control messages in a second")]
+pub struct TooManyMessages(u32);
 
 /// The number of messages in the current second.
 #[derive(Debug, Default)]
@@ -52,21 +103,21 @@ struct MessageRate {
 }
 
 impl MessageRate {
-    fn count(&mut self, now: Instant) -> Result<(), TooManyMessages> {
+    fn count(&mut self, now: Instant, limit: u32) -> Result<(), TooManyMessages> {
         let has_elapsed =
             |window_start| now.saturating_duration_since(window_start) >= Duration::from_secs(1);
         if self.window_start.is_none_or(has_elapsed) {
             (self.window_start, self.messages) = (Some(now), 0);
         }
         self.messages += 1;
-        if self.messages > MESSAGES_PER_SECOND {
-            return Err(TooManyMessages);
+        if self.messages > limit {
+            return Err(TooManyMessages(limit));
         }
         Ok(())
     }
 }
 
-impl ControlReader {
+impl<M: Message> ControlReader<M> {
     /// Receives the next message. Returns `None` when the peer has ended its half after a complete
     /// message. Cancel-safe.
     ///
@@ -78,14 +129,13 @@ impl ControlReader {
     ///
     /// After an error the session is not usable. Close it with
     /// [`Protocol`](crate::wire::code::CloseCode::Protocol).
-    pub async fn receive(&mut self) -> io::Result<Option<ControlMessage>> {
+    pub async fn receive(&mut self) -> io::Result<Option<M>> {
         loop {
-            let frame_bytes =
-                frame::take(&mut self.buffer, CONTROL_MESSAGE_MAX).map_err(invalid)?;
+            let frame_bytes = frame::take(&mut self.buffer, M::SIZE_MAX).map_err(invalid)?;
             if let Some(message) = frame_bytes {
-                let within_limit = self.rate.count(Instant::now());
+                let within_limit = self.rate.count(Instant::now(), M::PER_SECOND);
                 within_limit.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-                return ControlMessage::decode(&message).map(Some).map_err(invalid);
+                return M::decode(&message).map(Some).map_err(invalid);
             }
             if self.input.read_buf(&mut self.buffer).await? == 0 {
                 return if self.buffer.is_empty() {
@@ -100,17 +150,18 @@ impl ControlReader {
 
 /// The sending half of a control stream.
 #[derive(Debug)]
-pub struct ControlWriter {
+pub struct ControlWriter<M = ControlMessage> {
     output: WriteHalf<Stream>,
+    message: PhantomData<fn(M)>,
 }
 
-impl ControlWriter {
+impl<M: Message> ControlWriter<M> {
     /// Sends one message. Not cancel-safe: if the future is dropped, a part of the message may have
     /// been sent.
     ///
     /// # Errors
     /// When the stream was cut or refused, or the message is too large.
-    pub async fn send(&mut self, message: &ControlMessage) -> io::Result<()> {
+    pub async fn send(&mut self, message: &M) -> io::Result<()> {
         let mut buffer = BytesMut::new();
         message.encode(&mut buffer).map_err(invalid)?;
         self.output.write_all(&buffer).await?;
@@ -212,6 +263,6 @@ pub(super) mod tests {
         }
         let error = server.0.receive().await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
-        assert_eq!(error.to_string(), TooManyMessages.to_string());
+        assert_eq!(error.to_string(), TooManyMessages(50).to_string());
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::control::ControlWriter;
-use crate::wire::control::ControlMessage;
+use crate::wire::control::{ControlMessage, Member};
 use crate::wire::enroll::EnrollReply;
 
 /// The sender of control messages on a ready session. Its methods return at once, because a message
@@ -33,10 +33,19 @@ impl ControlSender {
         self.pending.send_modify(|pending| pending.withdraw = true);
     }
 
-    /// Asks the agent to complete its open streams within this time and to connect elsewhere.
-    pub fn drain(&self, deadline: Duration) {
-        let drain = Some(deadline);
+    /// Asks the agent to complete its open streams within `deadline`, and to dial another server at
+    /// a random moment within `move_within`.
+    pub fn drain(&self, deadline: Duration, move_within: Duration) {
+        let drain = Some((deadline, move_within));
         self.pending.send_modify(|pending| pending.drain = drain);
+    }
+
+    /// Tells the agent which servers there are.
+    pub fn members(&self, members: Vec<Member>) {
+        self.pending.send_modify(|pending| {
+            pending.members = Some(members);
+            pending.members_count += 1;
+        });
     }
 
     /// Reports whether this end has stopped receiving from its peer.
@@ -73,7 +82,9 @@ impl ControlSender {
 #[derive(Debug, Default)]
 struct PendingMessages {
     withdraw: bool,
-    drain: Option<Duration>,
+    drain: Option<(Duration, Duration)>,
+    members: Option<Vec<Member>>,
+    members_count: u64,
     suspect: bool,
     renew: Option<Vec<u8>>,
     renew_count: u64,
@@ -86,7 +97,8 @@ struct PendingMessages {
 #[derive(Debug, Default)]
 struct SentMessages {
     withdraw: bool,
-    drain: Option<Duration>,
+    drain: Option<(Duration, Duration)>,
+    members_count: u64,
     suspect: bool,
     renew_count: u64,
     renewed_count: u64,
@@ -103,11 +115,20 @@ impl SentMessages {
             self.withdraw = true;
             return Some(ControlMessage::Withdraw);
         }
-        if let Some(deadline) = pending.drain
+        if let Some((deadline, move_within)) = pending.drain
             && pending.drain != self.drain
         {
             self.drain = pending.drain;
-            return Some(ControlMessage::Drain(deadline));
+            return Some(ControlMessage::Drain {
+                deadline,
+                move_within,
+            });
+        }
+        if let Some(members) = &pending.members
+            && pending.members_count != self.members_count
+        {
+            self.members_count = pending.members_count;
+            return Some(ControlMessage::Members(members.clone()));
         }
         if pending.suspect != self.suspect {
             self.suspect = pending.suspect;
@@ -160,6 +181,11 @@ mod tests {
     use crate::wire::code::EnrollCode;
 
     const DEADLINE: Duration = Duration::from_secs(30);
+    const MOVE_WITHIN: Duration = Duration::from_secs(10);
+    const DRAIN: ControlMessage = ControlMessage::Drain {
+        deadline: DEADLINE,
+        move_within: MOVE_WITHIN,
+    };
 
     fn reply() -> EnrollReply {
         EnrollReply::Refused(EnrollCode::Unavailable, "not now".into())
@@ -188,15 +214,17 @@ mod tests {
             control_sender.bye("done");
             for _ in 0..2 {
                 control_sender.withdraw();
-                control_sender.drain(DEADLINE);
+                control_sender.drain(DEADLINE, MOVE_WITHIN);
                 control_sender.suspect(true);
             }
+            control_sender.members(Vec::new());
             control_sender.renew(vec![7]);
             control_sender.renewed(reply());
         });
         let expected = [
             ControlMessage::Withdraw,
-            ControlMessage::Drain(DEADLINE),
+            DRAIN,
+            ControlMessage::Members(Vec::new()),
             ControlMessage::Suspect(true),
             ControlMessage::Renew(vec![7]),
             ControlMessage::Renewed(reply()),
@@ -208,8 +236,8 @@ mod tests {
     #[tokio::test]
     async fn latest_value_alone_is_sent() {
         let messages = sent(|control_sender| {
-            control_sender.drain(DEADLINE * 2);
-            control_sender.drain(DEADLINE);
+            control_sender.drain(DEADLINE * 2, MOVE_WITHIN);
+            control_sender.drain(DEADLINE, MOVE_WITHIN);
             control_sender.suspect(true);
             control_sender.suspect(false);
             control_sender.renew(vec![7]);
@@ -217,7 +245,7 @@ mod tests {
             control_sender.bye("done");
         });
         let expected = [
-            ControlMessage::Drain(DEADLINE),
+            DRAIN,
             ControlMessage::Renew(vec![8]),
             ControlMessage::Bye("done".into()),
         ];

@@ -40,7 +40,7 @@ pub struct AgentTrust {
 }
 
 /// A sized wrapper for the verifier.
-struct ChainVerifier(Arc<dyn ClientCertVerifier>);
+pub(super) struct ChainVerifier(pub(super) Arc<dyn ClientCertVerifier>);
 
 impl AgentTrust {
     /// Accepts certificates that chain to `roots`, have the agent role, and pass
@@ -157,7 +157,7 @@ impl AgentTrust {
 }
 
 impl ChainVerifier {
-    fn new(roots: Arc<RootCertStore>) -> Result<Self, Error> {
+    pub(super) fn new(roots: Arc<RootCertStore>) -> Result<Self, Error> {
         WebPkiClientVerifier::builder_with_provider(roots, provider())
             .build()
             .map(Self)
@@ -229,7 +229,7 @@ struct ChainTooLarge {
     bytes: usize,
 }
 
-fn check_size(
+pub(super) fn check_size(
     leaf: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
 ) -> Result<(), Error> {

@@ -44,6 +44,13 @@ impl TestCa {
         let usage = match role {
             Role::Agent(_) => ExtendedKeyUsagePurpose::ClientAuth,
             Role::Server => ExtendedKeyUsagePurpose::ServerAuth,
+            Role::Peer(_) => {
+                let both = [
+                    ExtendedKeyUsagePurpose::ClientAuth,
+                    ExtendedKeyUsagePurpose::ServerAuth,
+                ];
+                return self.leaf_for(&role.uri(), &both);
+            }
         };
         self.leaf(&role.uri(), usage)
     }

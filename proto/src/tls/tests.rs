@@ -44,6 +44,41 @@ fn agent() -> Role {
     Role::Agent("worker-1".parse().unwrap())
 }
 
+fn peer() -> Role {
+    Role::Peer("server-0".parse().unwrap())
+}
+
+#[test]
+fn servers_admit_only_servers_of_the_same_ca_to_each_other() {
+    let (ca, foreign) = (TestCa::new(), TestCa::new());
+    let trust = PeerTrust::new(ca.roots()).unwrap();
+    let connect = |dialing: Arc<CertifiedKey>, accepting: Arc<CertifiedKey>| {
+        let own = Arc::new(SingleCertAndKey::from(dialing));
+        let client = peer_client(own, trust.clone()).unwrap();
+        let own = Arc::new(SingleCertAndKey::from(accepting));
+        let server = peer_server(own, trust.clone()).unwrap();
+        handshake(&client, &server).map(drop)
+    };
+    let key = || ca.key(&peer());
+    assert_eq!(connect(key(), key()), Ok(()));
+    for (what, wrong) in [
+        ("foreign CA", foreign.key(&peer())),
+        ("agent's role", ca.key(&agent())),
+        ("server's role", ca.key(&Role::Server)),
+        ("no role", ca.leaf_for("https://example.com", &[])),
+    ] {
+        let dialed = connect(wrong.clone(), key()).unwrap_err();
+        assert!(dialed.starts_with("server:"), "{what} dialed: {dialed}");
+        let accepted = connect(key(), wrong).unwrap_err();
+        assert!(
+            accepted.starts_with("client:"),
+            "{what} accepted: {accepted}"
+        );
+    }
+    trust.replace(foreign.roots()).unwrap();
+    assert!(connect(key(), key()).is_err(), "its CA was taken away");
+}
+
 fn session_server_of(ca: &TestCa) -> Arc<ServerConfig> {
     session_server(ca.resolver(&Role::Server), ca.roots(), ALPN_SESSION).unwrap()
 }
@@ -119,6 +154,7 @@ fn only_agents_of_our_ca_get_a_session() {
             "server's URI with the agent's usage",
             ca.leaf("culvert://server", ClientAuth),
         ),
+        ("peer's role", ca.key(&peer())),
         ("no role", ca.leaf("https://example.com", ClientAuth)),
     ] {
         let error = connect(key).err().unwrap_or_default();

@@ -3,6 +3,7 @@
 //!
 //! `contract!` runs every rule on a transport, in both directions: the server's end opens streams,
 //! and the agent's end does. The transport provides a function that creates two connected sessions.
+//! The rules about streams also hold if another server forwards them.
 
 use std::io;
 use std::sync::Arc;
@@ -456,6 +457,26 @@ macro_rules! contract {
             }
         }
     };
+    (@forwarded $transport:ident, $pair:path) => {
+        mod $transport {
+            mod server_opens {
+                contract!(@rules $pair, std::convert::identity, super::super::DEFAULT;
+                    bytes_and_half_closes_pass_both_ways,
+                    relayed_bytes_and_half_closes_pass_both_ways,
+                    data_may_follow_the_header_before_the_reply,
+                    refusal_arrives_with_its_detail_after_optimistic_data,
+                    dropped_stream_is_a_cut_and_never_a_clean_end,
+                    finished_half_survives_the_drop_of_its_stream,
+                    reply_that_does_not_come_is_given_up,
+                    many_streams_run_at_once,
+                    burst_of_resets_leaves_the_session_usable,
+                    one_stalled_reader_stops_nobody,
+                    eight_stalled_readers_stop_nobody,
+                    sixty_four_stalled_readers_stop_nobody,
+                );
+            }
+        }
+    };
     (@direction $direction:ident, $pair:path, $directed:path $(, #[$slow:meta])?) => {
         mod $direction {
             contract!(@rules $pair, $directed, super::super::DEFAULT;
@@ -497,3 +518,5 @@ macro_rules! contract {
 contract!(memory, crate::transport::contract::pairs::memory);
 contract!(quic, crate::transport::contract::pairs::quic);
 contract!(h2, crate::transport::contract::pairs::h2);
+contract!(@forwarded forwarded_to_quic, crate::transport::contract::pairs::forwarded_to_quic);
+contract!(@forwarded forwarded_to_h2, crate::transport::contract::pairs::forwarded_to_h2);

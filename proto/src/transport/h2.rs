@@ -76,9 +76,48 @@ pub async fn accept(
     settings: &SessionSettings,
 ) -> Result<Arc<dyn Session>, HandshakeError> {
     let (socket, tls) = stream.get_ref();
-    let peer = PeerIdentity::from_agent_certificate(leaf(tls.peer_certificates())?)?;
-    let chain = tls::issuer_path(tls.peer_certificates().unwrap_or_default());
-    let remote = address(socket.socket())?;
+    let peer_info = PeerInfo {
+        peer: PeerIdentity::from_agent_certificate(leaf(tls.peer_certificates())?)?,
+        chain: tls::issuer_path(tls.peer_certificates().unwrap_or_default()),
+        remote: address(socket.socket())?,
+    };
+    start_client(stream, peer_info, settings).await
+}
+
+/// Creates the session of a server that has dialed another server, on a connection with a completed
+/// TLS handshake. The session can open streams.
+///
+/// # Errors
+/// When the other server has no valid identity or violates the protocol.
+pub async fn connect_peer(
+    stream: client::TlsStream<ReadAhead>,
+    settings: &SessionSettings,
+) -> Result<Arc<dyn Session>, HandshakeError> {
+    let (socket, tls) = stream.get_ref();
+    let peer_info = PeerInfo::of_server(socket, tls.peer_certificates())?;
+    start_client(stream, peer_info, settings).await
+}
+
+/// Creates the session of a server that another server has dialed, on a connection with a completed
+/// TLS handshake. The session accepts streams.
+///
+/// # Errors
+/// When the other server has no valid identity or violates the protocol.
+pub async fn accept_peer(
+    stream: server::TlsStream<ReadAhead>,
+    settings: &SessionSettings,
+) -> Result<Arc<dyn Session>, HandshakeError> {
+    let (socket, tls) = stream.get_ref();
+    let peer_info = PeerInfo::of_server(socket, tls.peer_certificates())?;
+    start_server(stream, peer_info, settings).await
+}
+
+/// Starts a session whose end opens streams.
+async fn start_client<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+    stream: S,
+    peer_info: PeerInfo,
+    settings: &SessionSettings,
+) -> Result<Arc<dyn Session>, HandshakeError> {
     let (io, conn_state) = ConnIo::new(stream, 0);
     let mut builder = h2::client::Builder::new();
     builder
@@ -103,11 +142,6 @@ pub async fn accept(
         .await
         .map_err(|error| HandshakeError::Transport(error.to_string()))?;
     let connection = Connection::Client(connection);
-    let peer_info = PeerInfo {
-        peer,
-        chain,
-        remote,
-    };
     Ok(start(
         connection,
         Some(close_stream),
@@ -115,6 +149,44 @@ pub async fn accept(
         peer_info,
         settings,
     ))
+}
+
+/// Starts a session whose end accepts streams.
+async fn start_server<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+    stream: S,
+    peer_info: PeerInfo,
+    settings: &SessionSettings,
+) -> Result<Arc<dyn Session>, HandshakeError> {
+    let (io, conn_state) = ConnIo::new(stream, PREFACE_BYTES);
+    let mut builder = h2::server::Builder::new();
+    builder
+        .initial_window_size(settings.stream_window)
+        .initial_connection_window_size(initial_window(settings))
+        .max_header_list_size(HEADER_LIST_BYTES)
+        .max_send_buffer_size(SEND_BUFFER_BYTES)
+        .max_concurrent_streams(settings.streams)
+        .max_concurrent_reset_streams(RESET_STREAMS_MAX)
+        .reset_stream_duration(RESET_STREAM_DURATION)
+        .max_local_error_reset_streams(Some(LOCAL_ERROR_RESETS_MAX))
+        .max_pending_accept_reset_streams(max_pending_resets(settings.streams))
+        .data_frame_budget(DATA_FRAME_BUDGET);
+    let connection = builder
+        .handshake::<_, Bytes>(io)
+        .await
+        .map_err(|error| handshake_failure(Some(conn_state.alert()), error.to_string()))?;
+    let shared = SessionShared::new(conn_state, None);
+    let connection = Connection::Server(connection);
+    let session = start(connection, None, shared.clone(), peer_info, settings);
+    match shared.established().await {
+        Ok(()) => Ok(session),
+        Err(reason) if tls::is_certificate_rejection(reason.code) => Err(
+            HandshakeError::CertificateRejected(reason.code, reason.reason),
+        ),
+        Err(reason) if reason.code == CloseCode::Dead => Err(HandshakeError::Connect(
+            std::io::Error::other(reason.reason),
+        )),
+        Err(reason) => Err(HandshakeError::Transport(reason.reason)),
+    }
 }
 
 /// A dialer of h2 sessions over TCP connections.
@@ -176,42 +248,12 @@ impl Dialer for H2Dialer {
         let stream = self.handshake_tls(socket).await?;
         let peer =
             PeerIdentity::from_server_certificate(leaf(stream.get_ref().1.peer_certificates())?)?;
-        let (io, conn_state) = ConnIo::new(stream, PREFACE_BYTES);
-        let streams = self.settings.streams;
-        let mut builder = h2::server::Builder::new();
-        builder
-            .initial_window_size(self.settings.stream_window)
-            .initial_connection_window_size(initial_window(&self.settings))
-            .max_header_list_size(HEADER_LIST_BYTES)
-            .max_send_buffer_size(SEND_BUFFER_BYTES)
-            .max_concurrent_streams(streams)
-            .max_concurrent_reset_streams(RESET_STREAMS_MAX)
-            .reset_stream_duration(RESET_STREAM_DURATION)
-            .max_local_error_reset_streams(Some(LOCAL_ERROR_RESETS_MAX))
-            .max_pending_accept_reset_streams(max_pending_resets(streams))
-            .data_frame_budget(DATA_FRAME_BUDGET);
-        let connection = builder
-            .handshake::<_, Bytes>(io)
-            .await
-            .map_err(|error| handshake_failure(Some(conn_state.alert()), error.to_string()))?;
-        let shared = SessionShared::new(conn_state, None);
-        let connection = Connection::Server(connection);
         let peer_info = PeerInfo {
             peer,
             chain: Vec::new(),
             remote,
         };
-        let session = start(connection, None, shared.clone(), peer_info, &self.settings);
-        match shared.established().await {
-            Ok(()) => Ok(session),
-            Err(reason) if tls::is_certificate_rejection(reason.code) => Err(
-                HandshakeError::CertificateRejected(reason.code, reason.reason),
-            ),
-            Err(reason) if reason.code == CloseCode::Dead => Err(HandshakeError::Connect(
-                std::io::Error::other(reason.reason),
-            )),
-            Err(reason) => Err(HandshakeError::Transport(reason.reason)),
-        }
+        start_server(stream, peer_info, &self.settings).await
     }
 
     fn transport(&self) -> TransportKind {
@@ -228,6 +270,19 @@ struct PeerInfo {
     /// Set at the accepting end, whose trusted roots may change.
     chain: Vec<CertificateDer<'static>>,
     remote: SocketAddr,
+}
+
+impl PeerInfo {
+    fn of_server(
+        socket: &ReadAhead,
+        certificates: Option<&[CertificateDer<'static>]>,
+    ) -> Result<Self, HandshakeError> {
+        Ok(Self {
+            peer: PeerIdentity::from_certificate(leaf(certificates)?)?,
+            chain: tls::issuer_path(certificates.unwrap_or_default()),
+            remote: address(socket.socket())?,
+        })
+    }
 }
 
 /// Starts a session and its driver. `close_stream` is set at the end that opens the close stream.

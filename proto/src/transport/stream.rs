@@ -231,6 +231,13 @@ impl Stream {
         }
     }
 
+    /// Leaves the reply to the ends of a forwarded stream: reads return the peer's reply with the
+    /// bytes behind it, and writes begin with the reply to the peer.
+    pub(crate) fn leave_reply(&mut self) {
+        self.reply = ReplyState::Local;
+        self.read_monitor.end_read();
+    }
+
     /// Writes the header, which is not payload. Not cancel-safe, but dropping the stream resets it.
     pub(super) async fn write_header(&mut self, header: &[u8]) -> io::Result<()> {
         self.raw.write_all(header).await

@@ -68,6 +68,8 @@ codes! {
         Draining = 6 "draining",
         /// The accepting end had an internal error.
         Internal = 7 "internal",
+        /// The accepting server has no session with the node's agent. Between servers only.
+        NotHere = 8 "not_here",
     }
 }
 

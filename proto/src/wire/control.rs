@@ -9,11 +9,13 @@ use super::code::CloseCode;
 use super::enroll::EnrollReply;
 use super::frame::{self, CONTROL_MESSAGE_MAX, FrameError};
 use super::header::one_line;
-use super::name::{InstanceId, NodeName, SessionId};
-use super::pb;
+use super::name::{InstanceId, NodeName, ReplicaId, SessionId};
+use super::{REPLICAS_MAX, pb};
 
 /// Maximum number of entries that are decoded from a repeated field.
 const REPEATED_FIELD_MAX: usize = 64;
+/// Maximum number of addresses of a server that are decoded.
+const ADDRESSES_MAX: usize = 8;
 
 /// The capability in Welcome of a server that answers `Renew`.
 pub const CAPABILITY_RENEW: &str = "renew";
@@ -27,9 +29,14 @@ pub enum ControlMessage {
     Welcome(Welcome),
     /// Server: rejects the session. Sent instead of Welcome.
     NotAdmitted(CloseCode, String),
-    /// Server: asks the agent to complete its open streams within this time and to connect
-    /// elsewhere.
-    Drain(Duration),
+    /// Server: asks the agent to complete its open streams and to connect elsewhere.
+    Drain {
+        /// Time for the open streams.
+        deadline: Duration,
+        /// The agent dials another server at a random moment within this time. Zero from older
+        /// servers.
+        move_within: Duration,
+    },
     /// Agent: asks the server to open no more streams.
     Withdraw,
     /// Either end: closes the session on purpose.
@@ -42,6 +49,8 @@ pub enum ControlMessage {
     Renew(Vec<u8>),
     /// Server: answers the request [`ControlMessage::Renew`].
     Renewed(EnrollReply),
+    /// Server: replaces the members in Welcome.
+    Members(Vec<Member>),
     /// A message of a later version, which is ignored.
     Unknown,
 }
@@ -79,6 +88,21 @@ pub struct Welcome {
     pub replicas: Vec<String>,
     /// Time limit for the agent to dial a target.
     pub target_dial_timeout: Duration,
+    /// The name of this replica. `None` from older servers.
+    pub replica_id: Option<ReplicaId>,
+    /// All replicas, this one included. Empty from older servers.
+    pub members: Vec<Member>,
+}
+
+/// A server of the installation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// The name of the server.
+    pub id: ReplicaId,
+    /// The addresses for agents, as `HOST:PORT`.
+    pub addresses: Vec<String>,
+    /// Whether the server is stopping, or will be soon.
+    pub is_leaving: bool,
 }
 
 impl ControlMessage {
@@ -105,13 +129,22 @@ impl ControlMessage {
                 streams_per_agent: welcome.streams_per_agent,
                 replicas: welcome.replicas.clone(),
                 target_dial_timeout_millis: millis(welcome.target_dial_timeout),
+                replica_id: welcome
+                    .replica_id
+                    .as_ref()
+                    .map_or_else(String::new, ToString::to_string),
+                members: encode_members(&welcome.members),
             })),
             Self::NotAdmitted(code, detail) => Some(Kind::NotAdmitted(pb::NotAdmitted {
                 code: code.number(),
                 detail: detail.clone(),
             })),
-            Self::Drain(deadline) => Some(Kind::Drain(pb::Drain {
+            Self::Drain {
+                deadline,
+                move_within,
+            } => Some(Kind::Drain(pb::Drain {
                 deadline_millis: millis(*deadline),
+                move_within_millis: millis(*move_within),
             })),
             Self::Withdraw => Some(Kind::Withdraw(pb::Withdraw {})),
             Self::Bye(reason) => Some(Kind::Bye(pb::Bye {
@@ -120,6 +153,9 @@ impl ControlMessage {
             Self::Suspect(silent) => Some(Kind::Suspect(pb::Suspect { silent: *silent })),
             Self::Renew(csr) => Some(Kind::Renew(pb::Renew { csr: csr.clone() })),
             Self::Renewed(reply) => Some(Kind::Renewed(reply.to_message())),
+            Self::Members(members) => Some(Kind::Members(pb::Members {
+                members: encode_members(members),
+            })),
             Self::Unknown => None,
         };
         frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
@@ -159,19 +195,59 @@ impl ControlMessage {
                 streams_per_agent: welcome.streams_per_agent,
                 replicas: sanitize_lines(welcome.replicas),
                 target_dial_timeout: Duration::from_millis(welcome.target_dial_timeout_millis),
+                replica_id: match welcome.replica_id.as_str() {
+                    "" => None,
+                    id => Some(decode_replica(id)?),
+                },
+                members: decode_members(welcome.members)?,
             }),
             Kind::NotAdmitted(refusal) => Self::NotAdmitted(
                 CloseCode::from_number(refusal.code),
                 one_line(&refusal.detail),
             ),
-            Kind::Drain(drain) => Self::Drain(Duration::from_millis(drain.deadline_millis)),
+            Kind::Drain(drain) => Self::Drain {
+                deadline: Duration::from_millis(drain.deadline_millis),
+                move_within: Duration::from_millis(drain.move_within_millis),
+            },
             Kind::Withdraw(pb::Withdraw {}) => Self::Withdraw,
             Kind::Bye(bye) => Self::Bye(one_line(&bye.reason)),
             Kind::Suspect(pb::Suspect { silent }) => Self::Suspect(silent),
             Kind::Renew(pb::Renew { csr }) => Self::Renew(csr),
             Kind::Renewed(reply) => Self::Renewed(EnrollReply::from_message(reply)),
+            Kind::Members(members) => Self::Members(decode_members(members.members)?),
         })
     }
+}
+
+fn encode_members(members: &[Member]) -> Vec<pb::Member> {
+    let members = members.iter().map(|member| pb::Member {
+        id: member.id.to_string(),
+        addresses: member.addresses.clone(),
+        leaving: member.is_leaving,
+    });
+    members.collect()
+}
+
+fn decode_members(members: Vec<pb::Member>) -> Result<Vec<Member>, FrameError> {
+    let members = members.into_iter().take(REPLICAS_MAX).map(|member| {
+        Ok(Member {
+            id: decode_replica(&member.id)?,
+            addresses: sanitize_addresses(member.addresses),
+            is_leaving: member.leaving,
+        })
+    });
+    members.collect()
+}
+
+pub(super) fn decode_replica(id: &str) -> Result<ReplicaId, FrameError> {
+    id.parse()
+        .map_err(|_syntax| FrameError::Invalid("replica name"))
+}
+
+/// Returns the addresses of a server, of which there are a few.
+pub(super) fn sanitize_addresses(mut addresses: Vec<String>) -> Vec<String> {
+    addresses.truncate(ADDRESSES_MAX);
+    sanitize_lines(addresses)
 }
 
 fn sanitize_lines(texts: Vec<String>) -> Vec<String> {
@@ -182,7 +258,7 @@ fn sanitize_lines(texts: Vec<String>) -> Vec<String> {
         .collect()
 }
 
-fn millis(duration: Duration) -> u64 {
+pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 

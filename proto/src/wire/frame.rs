@@ -12,6 +12,8 @@ use prost::Message;
 pub const STREAM_MESSAGE_MAX: usize = 4 * 1024;
 /// Cap of a control message, in bytes. Welcome is the largest, because it lists replicas.
 pub const CONTROL_MESSAGE_MAX: usize = 64 * 1024;
+/// Cap of a message between servers, in bytes.
+pub const PEER_MESSAGE_MAX: usize = 32 * 1024;
 /// Cap of an enrollment message, in bytes (a CSR or a certificate chain with its roots).
 pub const ENROLL_MESSAGE_MAX: usize = 16 * 1024;
 

@@ -2,17 +2,20 @@
 //! released peers.
 
 use std::fmt::Debug;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::BytesMut;
 
 use super::close::SessionClose;
 use super::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
-use super::control::{ControlMessage, Hello, Welcome};
+use super::control::{ControlMessage, Hello, Member, Welcome};
 use super::enroll::{EnrollReply, EnrollRequest, RenewalProof, decode_hex, hex};
-use super::frame::{self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, STREAM_MESSAGE_MAX};
+use super::frame::{
+    self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX, STREAM_MESSAGE_MAX,
+};
 use super::header::{StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
+use super::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode};
 use super::{
     ALPN_ENROLL, ALPN_SESSION, ALPN_SESSION_TCP, PORT_AGENTS, VERSION_MAX, VERSION_MIN,
     negotiate_version,
@@ -33,11 +36,17 @@ fn stream_headers_are_as_captured() {
     let node = StreamKind::Target(Target::Node(port(10250)));
     let loopback = StreamKind::Target(Target::Loopback(port(9100)));
     let host = StreamKind::Target(Target::Host("db.local".into(), port(5432)));
+    let forward = StreamKind::Forward {
+        node: "w".parse().unwrap(),
+        target: Target::Node(port(10250)),
+    };
     for (length, traced_length, capture, kind) in [
         ("06", "3f", "0a0408011001", control),
         ("07", "40", "12050801188a50", node),
         ("07", "40", "12050802188c47", loopback),
         ("11", "4a", "120f0803120864622e6c6f63616c18b82a", host),
+        ("0c", "45", "2a0a0a017712050801188a50", forward),
+        ("02", "3b", "3200", StreamKind::Enroll),
     ] {
         let mut traced = StreamHeader::new(kind.clone());
         traced.trace_parent = TRACE.to_owned();
@@ -82,6 +91,78 @@ fn stream_replies_are_as_captured() {
     );
 }
 
+fn members() -> Vec<Member> {
+    let member = |id: &str, addresses: &[&str], is_leaving| Member {
+        id: id.parse().unwrap(),
+        addresses: addresses.iter().map(ToString::to_string).collect(),
+        is_leaving,
+    };
+    vec![member("s", &[":1262"], false), member("t", &[], true)]
+}
+
+#[test]
+fn messages_between_servers_are_as_captured() {
+    let held = HeldNode {
+        node: "w".parse().unwrap(),
+        instance: InstanceId::new([7; 16]),
+        since: SystemTime::UNIX_EPOCH + Duration::from_millis(300),
+    };
+    check(
+        &[
+            (
+                "190a17 0a0173 110807060504030201 1801 2001 2a053a31323632",
+                PeerMessage::Hello(PeerHello {
+                    replica: "s".parse().unwrap(),
+                    epoch: 0x0102_0304_0506_0708,
+                    versions: (1, 1),
+                    addresses: vec![":1262".to_owned()],
+                }),
+            ),
+            (
+                "1e121c 0801 1218 0a0177 121007070707070707070707070707070707 18ac02",
+                PeerMessage::Holds(Holds {
+                    is_full: true,
+                    added: vec![held.clone()],
+                    removed: Vec::new(),
+                }),
+            ),
+            (
+                "0512031a0177",
+                PeerMessage::Holds(Holds {
+                    removed: vec![held.node.clone()],
+                    ..Holds::default()
+                }),
+            ),
+            ("021a00", PeerMessage::Leaving),
+            (
+                "192217 0803 120177 1a1007070707070707070707070707070707",
+                PeerMessage::Ask(Ask {
+                    id: 3,
+                    node: held.node.clone(),
+                    instance: held.instance,
+                }),
+            ),
+            (
+                "062a0408031001",
+                PeerMessage::Alive(Alive {
+                    id: 3,
+                    is_alive: true,
+                }),
+            ),
+            (
+                "0a3208 0a06 0a0177 10ac02",
+                PeerMessage::Revoked(vec![RevokedNode {
+                    node: held.node.clone(),
+                    at: held.since,
+                }]),
+            ),
+        ],
+        (PEER_MESSAGE_MAX, Inside::Message),
+        |message, out| message.encode(out).unwrap(),
+        PeerMessage::decode,
+    );
+}
+
 #[test]
 fn control_messages_are_as_captured() {
     check(
@@ -99,7 +180,26 @@ fn control_messages_are_as_captured() {
                     streams_per_agent: 2000,
                     replicas: vec!["a:10262".to_owned(), "b:10262".to_owned()],
                     target_dial_timeout: Duration::from_secs(5),
+                    replica_id: None,
+                    members: Vec::new(),
                 }),
+            ),
+            (
+                "1f121d 0801 1007 30e807 3a0173 420a0a017312053a31323632 42050a01741801",
+                ControlMessage::Welcome(Welcome {
+                    version: 1,
+                    session: SessionId(7),
+                    capabilities: Vec::new(),
+                    streams_per_agent: 0,
+                    replicas: Vec::new(),
+                    target_dial_timeout: Duration::from_secs(1),
+                    replica_id: Some("s".parse().unwrap()),
+                    members: members(),
+                }),
+            ),
+            (
+                "155213 0a0a0a017312053a31323632 0a050a01741801",
+                ControlMessage::Members(members()),
             ),
             (
                 "0a3208080512046c697665",
@@ -107,7 +207,17 @@ fn control_messages_are_as_captured() {
             ),
             (
                 "061a0408b0ea01",
-                ControlMessage::Drain(Duration::from_secs(30)),
+                ControlMessage::Drain {
+                    deadline: Duration::from_secs(30),
+                    move_within: Duration::ZERO,
+                },
+            ),
+            (
+                "091a0708b0ea0110904e",
+                ControlMessage::Drain {
+                    deadline: Duration::from_secs(30),
+                    move_within: Duration::from_secs(10),
+                },
             ),
             ("022200", ControlMessage::Withdraw),
             (
@@ -224,9 +334,10 @@ fn numbers_are_as_released() {
         RefusalCode::TooManyStreams,
         RefusalCode::Draining,
         RefusalCode::Internal,
-        RefusalCode::Unknown(8),
+        RefusalCode::NotHere,
+        RefusalCode::Unknown(9),
     ];
-    let released: Vec<_> = (0..=8).map(RefusalCode::from_number).collect();
+    let released: Vec<_> = (0..=9).map(RefusalCode::from_number).collect();
     assert_eq!(released, refusals);
     let resets = [
         ResetCode::Dropped,

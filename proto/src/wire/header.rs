@@ -5,7 +5,7 @@ use prost::Message;
 
 use super::code::RefusalCode;
 use super::frame::{self, FrameError, STREAM_MESSAGE_MAX};
-use super::name::Port;
+use super::name::{NodeName, Port};
 use super::pb;
 
 /// Maximum length of a reply's detail, in bytes. Longer ones are truncated at a character boundary.
@@ -37,6 +37,16 @@ pub enum StreamKind {
     },
     /// A byte stream to a TCP port.
     Target(Target),
+    /// Between servers: a byte stream to a TCP port of a node whose agent the accepting server
+    /// holds.
+    Forward {
+        /// The node.
+        node: NodeName,
+        /// The port, as the node's agent sees it.
+        target: Target,
+    },
+    /// Between servers: an enrollment with a join token of the accepting server.
+    Enroll,
 }
 
 /// A TCP port as seen from the end that accepts the stream. The server chooses the class. The agent
@@ -94,18 +104,14 @@ impl StreamHeader {
                 version_min: *version_min,
                 version_max: *version_max,
             }),
-            StreamKind::Target(target) => {
-                let (class, host) = match target {
-                    Target::Node(_) => (pb::TargetClass::Node, ""),
-                    Target::Loopback(_) => (pb::TargetClass::Loopback, ""),
-                    Target::Host(host, _) => (pb::TargetClass::Host, &**host),
-                };
-                pb::stream_header::Kind::Target(pb::TargetStream {
-                    class: class.into(),
-                    host: host.to_owned(),
-                    port: target.port().get().into(),
+            StreamKind::Target(target) => pb::stream_header::Kind::Target(encode_target(target)),
+            StreamKind::Forward { node, target } => {
+                pb::stream_header::Kind::Forward(pb::ForwardStream {
+                    node: node.to_string(),
+                    target: Some(encode_target(target)),
                 })
             }
+            StreamKind::Enroll => pb::stream_header::Kind::Enroll(pb::EnrollStream {}),
         };
         let message = pb::StreamHeader {
             kind: Some(kind),
@@ -134,11 +140,32 @@ impl StreamHeader {
                 version_max: control.version_max,
             },
             pb::stream_header::Kind::Target(target) => StreamKind::Target(decode_target(target)?),
+            pb::stream_header::Kind::Forward(forward) => StreamKind::Forward {
+                node: forward
+                    .node
+                    .parse()
+                    .map_err(|_syntax| FrameError::Invalid("node name"))?,
+                target: decode_target(forward.target.ok_or(FrameError::Invalid("target"))?)?,
+            },
+            pb::stream_header::Kind::Enroll(pb::EnrollStream {}) => StreamKind::Enroll,
         };
         Ok(Self {
             kind,
             trace_parent: message.trace_parent,
         })
+    }
+}
+
+fn encode_target(target: &Target) -> pb::TargetStream {
+    let (class, host) = match target {
+        Target::Node(_) => (pb::TargetClass::Node, ""),
+        Target::Loopback(_) => (pb::TargetClass::Loopback, ""),
+        Target::Host(host, _) => (pb::TargetClass::Host, &**host),
+    };
+    pb::TargetStream {
+        class: class.into(),
+        host: host.to_owned(),
+        port: target.port().get().into(),
     }
 }
 

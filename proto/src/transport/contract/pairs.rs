@@ -4,11 +4,16 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::TcpListener;
-use tokio_rustls::TlsAcceptor;
+use rustls::sign::SingleCertAndKey;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+use tokio_util::task::AbortOnDropHandle;
 
-use super::{Pair, Windows};
+use super::{Pair, TEST_TIMEOUT, Windows};
 use crate::identity::Role;
+use crate::relay::forward;
 use crate::tcp::{Direct, ServerAddr, configure_session};
 use crate::tls::{self, test_ca::TestCa};
 use crate::transport::{BufferPool, CongestionControl, Session, SessionSettings};
@@ -88,6 +93,76 @@ pub(super) async fn h2(windows: Windows) -> Pair {
         async { dialer.dial(&address).await.unwrap() }
     );
     joined(accepted, dialed, dialer)
+}
+
+pub(super) async fn forwarded_to_quic(windows: Windows) -> Pair {
+    forwarded(windows, quic(windows).await).await
+}
+
+pub(super) async fn forwarded_to_h2(windows: Windows) -> Pair {
+    forwarded(windows, h2(windows).await).await
+}
+
+/// Returns a pair whose opener is another server, which has a connection to the server of `agent`.
+async fn forwarded(windows: Windows, agent: Pair) -> Pair {
+    let (opener, accepted) = peers(windows).await;
+    let (held, peer) = (agent.opener.clone(), agent.peer.clone());
+    let forwarder = async move {
+        let mut streams = JoinSet::new();
+        while let Ok(incoming) = accepted.accept().await {
+            let held = held.clone();
+            streams.spawn(async move {
+                let deadline = Instant::now() + TEST_TIMEOUT;
+                let (header, mut incoming) = incoming.header(deadline).await?;
+                let opened = held.open(&header, TEST_TIMEOUT).await;
+                let mut opened = opened.map_err(std::io::Error::other)?;
+                forward(&mut incoming, &mut opened).await;
+                std::io::Result::Ok(())
+            });
+        }
+    };
+    let forwarder = AbortOnDropHandle::new(tokio::spawn(forwarder));
+    Pair {
+        opener,
+        peer,
+        _keep: Box::new((agent, forwarder)),
+    }
+}
+
+/// Returns the sessions of a dialing and an accepting server.
+async fn peers(windows: Windows) -> (Arc<dyn Session>, Arc<dyn Session>) {
+    use crate::transport::h2::{ReadAhead, accept_peer, connect_peer};
+
+    let ca = TestCa::new();
+    let trust = tls::PeerTrust::new(ca.roots()).unwrap();
+    let role = |name: &str| Role::Peer(name.parse().unwrap());
+    let server = tls::peer_server(ca.resolver(&role("b")), trust.clone()).unwrap();
+    let own = SingleCertAndKey::from(ca.key(&role("a")));
+    let client = tls::peer_client(Arc::new(own), trust).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (dialed, accepted) = tokio::join!(
+        async {
+            let socket = TcpStream::connect(address).await.unwrap();
+            configure_session(&socket).unwrap();
+            let name = "b".try_into().unwrap();
+            let stream = TlsConnector::from(client).connect(name, ReadAhead::new(socket));
+            connect_peer(stream.await.unwrap(), &settings(windows, None))
+                .await
+                .unwrap()
+        },
+        async {
+            let (socket, _) = listener.accept().await.unwrap();
+            configure_session(&socket).unwrap();
+            let stream = TlsAcceptor::from(server).accept(ReadAhead::new(socket));
+            accept_peer(stream.await.unwrap(), &settings(windows, None))
+                .await
+                .unwrap()
+        }
+    );
+    assert_eq!(dialed.peer().role, role("b"));
+    assert_eq!(accepted.peer().role, role("a"));
+    (dialed, accepted)
 }
 
 fn joined(accepted: Arc<dyn Session>, dialed: Arc<dyn Session>, keep: impl Send + 'static) -> Pair {

@@ -1,0 +1,315 @@
+//! Typed messages between servers.
+
+use std::time::{Duration, SystemTime};
+
+use bytes::BytesMut;
+use prost::Message;
+
+use super::control::{decode_replica, millis, sanitize_addresses};
+use super::frame::{self, FrameError, PEER_MESSAGE_MAX};
+use super::name::{InstanceId, NodeName, ReplicaId};
+use super::pb;
+
+/// A message of the control stream between two servers, sent after its header and reply.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PeerMessage {
+    /// Either end: the first message.
+    Hello(PeerHello),
+    /// Accepting end: the nodes that it holds.
+    Holds(Holds),
+    /// Accepting end: the server is stopping.
+    Leaving,
+    /// Dialing end: asks whether the session of another process of a node is alive.
+    Ask(Ask),
+    /// Accepting end: answers [`PeerMessage::Ask`].
+    Alive(Alive),
+    /// Dialing end: these certificates are revoked.
+    Revoked(Vec<RevokedNode>),
+    /// A message of a later version, which is ignored.
+    Unknown,
+}
+
+/// The first message of each end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerHello {
+    /// The name of the sending replica. Must equal the name in its certificate.
+    pub replica: ReplicaId,
+    /// A random number of the sending process.
+    pub epoch: u64,
+    /// The lowest and highest supported protocol version.
+    pub versions: (u32, u32),
+    /// The addresses for agents, as `HOST:PORT`.
+    pub addresses: Vec<String>,
+}
+
+/// The nodes with a session at the sender, or a change of them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Holds {
+    /// Whether this message begins a new list.
+    pub is_full: bool,
+    /// Nodes that the sender holds.
+    pub added: Vec<HeldNode>,
+    /// Nodes that the sender no longer holds.
+    pub removed: Vec<NodeName>,
+}
+
+/// A node with a session at a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeldNode {
+    /// The node.
+    pub node: NodeName,
+    /// The agent's process.
+    pub instance: InstanceId,
+    /// Admission of the oldest session of this process.
+    pub since: SystemTime,
+}
+
+/// A question about the agent of a node that the asked server holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ask {
+    /// The number of the question.
+    pub id: u64,
+    /// The node.
+    pub node: NodeName,
+    /// The agent's process that asks for admission.
+    pub instance: InstanceId,
+}
+
+/// The answer to [`Ask`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Alive {
+    /// The number of the question.
+    pub id: u64,
+    /// Whether another process of the node has a live session.
+    pub is_alive: bool,
+}
+
+/// The revocation of a node's certificates.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RevokedNode {
+    /// The node.
+    pub node: NodeName,
+    /// Certificates that were issued until then are revoked.
+    pub at: SystemTime,
+}
+
+impl PeerMessage {
+    /// Appends the framed message. [`PeerMessage::Unknown`] is encoded as an empty message.
+    ///
+    /// # Errors
+    /// [`FrameError::TooLarge`] above [`PEER_MESSAGE_MAX`].
+    pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
+        use pb::peer_message::Kind;
+        let kind = match self {
+            Self::Hello(hello) => Some(Kind::Hello(pb::PeerHello {
+                replica_id: hello.replica.to_string(),
+                epoch: hello.epoch,
+                version_min: hello.versions.0,
+                version_max: hello.versions.1,
+                addresses: hello.addresses.clone(),
+            })),
+            Self::Holds(holds) => Some(Kind::Holds(pb::Holds {
+                full: holds.is_full,
+                added: holds.added.iter().map(encode_held).collect(),
+                removed: holds.removed.iter().map(ToString::to_string).collect(),
+            })),
+            Self::Leaving => Some(Kind::Leaving(pb::Leaving {})),
+            Self::Ask(ask) => Some(Kind::Ask(pb::Ask {
+                id: ask.id,
+                node: ask.node.to_string(),
+                instance_id: ask.instance.as_bytes().to_vec(),
+            })),
+            Self::Alive(alive) => Some(Kind::Alive(pb::Alive {
+                id: alive.id,
+                alive: alive.is_alive,
+            })),
+            Self::Revoked(nodes) => Some(Kind::Revoked(pb::Revoked {
+                nodes: nodes.iter().map(encode_revoked).collect(),
+            })),
+            Self::Unknown => None,
+        };
+        frame::encode(&pb::PeerMessage { kind }, PEER_MESSAGE_MAX, out)
+    }
+
+    /// Decodes the content of one frame.
+    ///
+    /// # Errors
+    /// [`FrameError::Malformed`] or [`FrameError::Invalid`].
+    pub fn decode(frame: &[u8]) -> Result<Self, FrameError> {
+        use pb::peer_message::Kind;
+        let Some(kind) = pb::PeerMessage::decode(frame)?.kind else {
+            return Ok(Self::Unknown);
+        };
+        Ok(match kind {
+            Kind::Hello(hello) => Self::Hello(PeerHello {
+                replica: decode_replica(&hello.replica_id)?,
+                epoch: hello.epoch,
+                versions: (hello.version_min, hello.version_max),
+                addresses: sanitize_addresses(hello.addresses),
+            }),
+            Kind::Holds(holds) => Self::Holds(Holds {
+                is_full: holds.full,
+                added: holds
+                    .added
+                    .into_iter()
+                    .map(decode_held)
+                    .collect::<Result<_, _>>()?,
+                removed: holds
+                    .removed
+                    .iter()
+                    .map(|node| decode_node(node))
+                    .collect::<Result<_, _>>()?,
+            }),
+            Kind::Leaving(pb::Leaving {}) => Self::Leaving,
+            Kind::Ask(ask) => Self::Ask(Ask {
+                id: ask.id,
+                node: decode_node(&ask.node)?,
+                instance: decode_instance(ask.instance_id)?,
+            }),
+            Kind::Alive(alive) => Self::Alive(Alive {
+                id: alive.id,
+                is_alive: alive.alive,
+            }),
+            Kind::Revoked(revoked) => Self::Revoked(
+                revoked
+                    .nodes
+                    .into_iter()
+                    .map(decode_revoked)
+                    .collect::<Result<_, _>>()?,
+            ),
+        })
+    }
+}
+
+impl HeldNode {
+    /// Returns the number of bytes that the node adds to a [`Holds`] message, at most.
+    #[must_use]
+    pub fn size_max(&self) -> usize {
+        self.node.as_str().len() + FIELDS_MAX
+    }
+}
+
+/// Maximum size of a [`HeldNode`] without its name: the instance, the time, and the heads of all
+/// fields.
+const FIELDS_MAX: usize = 48;
+
+fn encode_held(held: &HeldNode) -> pb::HeldNode {
+    pb::HeldNode {
+        node: held.node.to_string(),
+        instance_id: held.instance.as_bytes().to_vec(),
+        since_millis: since_epoch(held.since),
+    }
+}
+
+fn decode_held(held: pb::HeldNode) -> Result<HeldNode, FrameError> {
+    Ok(HeldNode {
+        node: decode_node(&held.node)?,
+        instance: decode_instance(held.instance_id)?,
+        since: decode_time(held.since_millis)?,
+    })
+}
+
+fn encode_revoked(revoked: &RevokedNode) -> pb::RevokedNode {
+    pb::RevokedNode {
+        node: revoked.node.to_string(),
+        at_millis: since_epoch(revoked.at),
+    }
+}
+
+fn decode_revoked(revoked: pb::RevokedNode) -> Result<RevokedNode, FrameError> {
+    Ok(RevokedNode {
+        node: decode_node(&revoked.node)?,
+        at: decode_time(revoked.at_millis)?,
+    })
+}
+
+fn decode_node(node: &str) -> Result<NodeName, FrameError> {
+    node.parse()
+        .map_err(|_syntax| FrameError::Invalid("node name"))
+}
+
+fn decode_instance(instance: Vec<u8>) -> Result<InstanceId, FrameError> {
+    let instance = instance.try_into();
+    instance
+        .map(InstanceId::new)
+        .map_err(|_length| FrameError::Invalid("instance id"))
+}
+
+fn since_epoch(time: SystemTime) -> u64 {
+    millis(
+        time.duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or_default(),
+    )
+}
+
+fn decode_time(millis: u64) -> Result<SystemTime, FrameError> {
+    SystemTime::UNIX_EPOCH
+        .checked_add(Duration::from_millis(millis))
+        .ok_or(FrameError::Invalid("time"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decode(kind: pb::peer_message::Kind) -> Result<PeerMessage, FrameError> {
+        PeerMessage::decode(&pb::PeerMessage { kind: Some(kind) }.encode_to_vec())
+    }
+
+    #[test]
+    fn names_and_instances_that_are_none_are_refused() {
+        use pb::peer_message::Kind;
+        let held = |node: &str, instance: &[u8], since_millis| {
+            let held = pb::HeldNode {
+                node: node.into(),
+                instance_id: instance.to_vec(),
+                since_millis,
+            };
+            decode(Kind::Holds(pb::Holds {
+                added: vec![held],
+                ..pb::Holds::default()
+            }))
+        };
+        assert!(held("edge-1", &[7; 16], 1).is_ok());
+        assert!(held("edge 1", &[7; 16], 1).is_err());
+        assert!(held("edge-1", &[7; 15], 1).is_err());
+        let removed = vec!["10.0.0.1".to_owned()];
+        assert!(
+            decode(Kind::Holds(pb::Holds {
+                removed,
+                ..pb::Holds::default()
+            }))
+            .is_err()
+        );
+        let hello = pb::PeerHello {
+            replica_id: "-".into(),
+            ..pb::PeerHello::default()
+        };
+        assert!(decode(Kind::Hello(hello)).is_err());
+    }
+
+    #[test]
+    fn held_node_is_no_larger_than_announced() {
+        let name = [
+            "a".repeat(63),
+            "b".repeat(63),
+            "c".repeat(63),
+            "d".repeat(61),
+        ]
+        .join(".");
+        let held = HeldNode {
+            node: name.parse().unwrap(),
+            instance: InstanceId::new([7; 16]),
+            since: SystemTime::UNIX_EPOCH + Duration::from_millis(u64::MAX >> 12),
+        };
+        let message = PeerMessage::Holds(Holds {
+            added: vec![held.clone()],
+            ..Holds::default()
+        });
+        let mut framed = BytesMut::new();
+        message.encode(&mut framed).unwrap();
+        assert!(framed.len() <= held.size_max(), "{}", framed.len());
+        let content = frame::take(&mut framed, PEER_MESSAGE_MAX).unwrap().unwrap();
+        assert_eq!(PeerMessage::decode(&content).unwrap(), message);
+    }
+}
