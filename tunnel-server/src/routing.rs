@@ -4,6 +4,7 @@
 pub mod decision;
 pub mod destination;
 pub mod dial_policy;
+pub mod directory;
 pub mod known_nodes;
 pub mod pod_lookup;
 pub mod registry;

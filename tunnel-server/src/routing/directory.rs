@@ -1,0 +1,337 @@
+//! The directory: which other servers hold which nodes, as those servers announced it. Pure.
+//!
+//! An entry is a hint. A stream that is forwarded to a server without a session of the node is
+//! refused with `not_here`, and the server that receives a forwarded stream never forwards it again.
+//! So a wrong or malicious entry costs one refused hop.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
+use tunnel_proto::wire::peer::HeldNode;
+
+/// Maximum number of servers that are asked for one stream.
+pub const HOLDERS_TRIED_MAX: usize = 2;
+
+/// The nodes that other servers hold.
+#[derive(Debug)]
+pub struct Directory {
+    /// The holders of each node, never empty. Entries refer to a server by its index, because there
+    /// are hundreds of thousands of them.
+    nodes: HashMap<NodeName, Box<[Holder]>>,
+    replicas: Vec<Option<Replica>>,
+    nodes_max_per_replica: usize,
+}
+
+/// One server that announced nodes.
+#[derive(Debug)]
+struct Replica {
+    id: ReplicaId,
+    is_leaving: bool,
+    nodes: usize,
+}
+
+/// An entry: a server holds the node with this agent process.
+#[derive(Debug, Clone, Copy)]
+struct Holder {
+    instance: InstanceId,
+    /// Admission of the oldest session, in milliseconds since the Unix epoch.
+    since: u64,
+    /// Index in [`Directory::replicas`].
+    replica: u16,
+}
+
+impl Directory {
+    /// Creates an empty directory that stores at most this number of nodes of one server
+    /// (`limits.directoryNodes`).
+    #[must_use]
+    pub fn new(nodes_max_per_replica: usize) -> Self {
+        Self {
+            nodes: HashMap::new(),
+            replicas: Vec::new(),
+            nodes_max_per_replica,
+        }
+    }
+
+    /// Begins a new list of a server: removes what the server held. The server no longer counts as
+    /// leaving.
+    pub fn begin(&mut self, replica: &ReplicaId) {
+        self.remove_replica(replica);
+        self.index_or_insert(replica);
+    }
+
+    /// Removes and adds nodes of a server. Returns the number of added nodes that were ignored,
+    /// because the server has reached the limit.
+    pub fn apply(
+        &mut self,
+        replica: &ReplicaId,
+        added: Vec<HeldNode>,
+        removed: &[NodeName],
+    ) -> usize {
+        let Some(index) = self.index_or_insert(replica) else {
+            return added.len();
+        };
+        for node in removed {
+            self.remove(node, index);
+        }
+        let mut ignored = 0;
+        for held in added {
+            if !self.insert(held, index) {
+                ignored += 1;
+            }
+        }
+        ignored
+    }
+
+    /// Marks a server as leaving. Its nodes are reached over other holders if they have any.
+    pub fn set_leaving(&mut self, replica: &ReplicaId) {
+        if let Some(replica) = self.replica_mut(replica) {
+            replica.is_leaving = true;
+        }
+    }
+
+    /// Removes a server and all that it held.
+    pub fn remove_replica(&mut self, replica: &ReplicaId) {
+        let Some(index) = self.index_of(replica) else {
+            return;
+        };
+        self.nodes.retain(|_node, holders| {
+            if holders.iter().any(|holder| holder.replica == index) {
+                *holders = without(holders, index);
+            }
+            !holders.is_empty()
+        });
+        if let Some(slot) = self.replicas.get_mut(usize::from(index)) {
+            *slot = None;
+        }
+    }
+
+    /// Removes one entry, because the server answered that it has no session of the node.
+    pub fn forget(&mut self, node: &NodeName, replica: &ReplicaId) {
+        if let Some(index) = self.index_of(replica) {
+            self.remove(node, index);
+        }
+    }
+
+    /// Returns the servers that hold a node: those that are leaving last, and otherwise by the
+    /// rendezvous weight of node and server, so that the streams of different nodes prefer different
+    /// servers.
+    #[must_use]
+    pub fn holders(&self, node: &NodeName) -> Vec<ReplicaId> {
+        let holders = self.holders_of(node).iter();
+        let mut replicas: Vec<_> = holders
+            .filter_map(|holder| self.replica(holder.replica))
+            .map(|replica| (replica.is_leaving, !weight(node, &replica.id), &replica.id))
+            .collect();
+        replicas.sort_unstable();
+        replicas.into_iter().map(|(_, _, id)| id.clone()).collect()
+    }
+
+    /// Returns the servers to ask for one stream to a node, in order: the first holders without
+    /// `except` for which `is_available` returns `true`, at most [`HOLDERS_TRIED_MAX`].
+    #[must_use]
+    pub fn candidates(
+        &self,
+        node: &NodeName,
+        except: Option<&ReplicaId>,
+        is_available: impl Fn(&ReplicaId) -> bool,
+    ) -> Vec<ReplicaId> {
+        let mut candidates = self.holders(node);
+        candidates.retain(|replica| Some(replica) != except && is_available(replica));
+        candidates.truncate(HOLDERS_TRIED_MAX);
+        candidates
+    }
+
+    /// Returns whether another server holds the node.
+    #[must_use]
+    pub fn holds(&self, node: &NodeName) -> bool {
+        self.nodes.contains_key(node)
+    }
+
+    /// Returns the servers that hold a node with another agent process than `instance`.
+    #[must_use]
+    pub fn others(&self, node: &NodeName, instance: InstanceId) -> Vec<(ReplicaId, HeldNode)> {
+        let others = self.holders_of(node).iter();
+        others
+            .filter(|holder| holder.instance != instance)
+            .filter_map(|holder| {
+                let replica = self.replica(holder.replica)?;
+                let held = HeldNode {
+                    node: node.clone(),
+                    instance: holder.instance,
+                    since: UNIX_EPOCH + Duration::from_millis(holder.since),
+                };
+                Some((replica.id.clone(), held))
+            })
+            .collect()
+    }
+
+    /// Returns the number of nodes that other servers hold.
+    #[must_use]
+    pub fn nodes(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Returns the number of nodes that a server holds.
+    #[must_use]
+    pub fn nodes_of(&self, replica: &ReplicaId) -> usize {
+        let mut replicas = self.replicas.iter().flatten();
+        let found = replicas.find(|known| known.id == *replica);
+        found.map_or(0, |replica| replica.nodes)
+    }
+
+    /// Returns every node with each of its holders, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = (&NodeName, &ReplicaId)> {
+        self.nodes.iter().flat_map(move |(node, holders)| {
+            let replicas = holders.iter();
+            replicas.filter_map(move |holder| Some((node, &self.replica(holder.replica)?.id)))
+        })
+    }
+
+    /// Stores an entry. Returns `false` if the server has reached the limit.
+    fn insert(&mut self, held: HeldNode, index: u16) -> bool {
+        let max = self.nodes_max_per_replica;
+        let Some(Some(replica)) = self.replicas.get_mut(usize::from(index)) else {
+            return false;
+        };
+        let holder = Holder {
+            instance: held.instance,
+            since: millis(held.since),
+            replica: index,
+        };
+        match self.nodes.entry(held.node) {
+            Entry::Occupied(mut entry) => {
+                let holders = entry.get_mut();
+                match holders.iter_mut().find(|known| known.replica == index) {
+                    Some(known) => *known = holder,
+                    None if replica.nodes >= max => return false,
+                    None => {
+                        replica.nodes += 1;
+                        *holders = holders.iter().copied().chain([holder]).collect();
+                    }
+                }
+            }
+            Entry::Vacant(_) if replica.nodes >= max => return false,
+            Entry::Vacant(entry) => {
+                replica.nodes += 1;
+                entry.insert(Box::new([holder]));
+            }
+        }
+        true
+    }
+
+    fn remove(&mut self, node: &NodeName, index: u16) {
+        let Some(holders) = self.nodes.get_mut(node) else {
+            return;
+        };
+        let others = without(holders, index);
+        if others.len() == holders.len() {
+            return;
+        }
+        if others.is_empty() {
+            self.nodes.remove(node);
+        } else {
+            *holders = others;
+        }
+        if let Some(Some(replica)) = self.replicas.get_mut(usize::from(index)) {
+            replica.nodes -= 1;
+        }
+    }
+
+    fn holders_of(&self, node: &NodeName) -> &[Holder] {
+        let holders = self.nodes.get(node);
+        holders.map_or(&[][..], |holders| &holders[..])
+    }
+
+    fn replica(&self, index: u16) -> Option<&Replica> {
+        self.replicas.get(usize::from(index))?.as_ref()
+    }
+
+    fn replica_mut(&mut self, replica: &ReplicaId) -> Option<&mut Replica> {
+        let mut replicas = self.replicas.iter_mut().flatten();
+        replicas.find(|known| known.id == *replica)
+    }
+
+    fn index_of(&self, replica: &ReplicaId) -> Option<u16> {
+        let mut known = self.replicas.iter();
+        let position = known.position(|known| {
+            let known = known.as_ref();
+            known.is_some_and(|known| known.id == *replica)
+        });
+        u16::try_from(position?).ok()
+    }
+
+    /// Returns the index of a server, which is inserted if it is new. `None` means that there are
+    /// too many servers.
+    fn index_or_insert(&mut self, replica: &ReplicaId) -> Option<u16> {
+        if let Some(index) = self.index_of(replica) {
+            return Some(index);
+        }
+        let vacant = self.replicas.iter().position(Option::is_none);
+        let position = vacant.unwrap_or(self.replicas.len());
+        let index = u16::try_from(position).ok()?;
+        let new = Some(Replica {
+            id: replica.clone(),
+            is_leaving: false,
+            nodes: 0,
+        });
+        match self.replicas.get_mut(position) {
+            Some(slot) => *slot = new,
+            None => self.replicas.push(new),
+        }
+        Some(index)
+    }
+}
+
+/// The claim of a server on a node, for two admissions that crossed. Ordered by the time of the
+/// admission, then by the server's name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Claim<'a> {
+    /// In milliseconds since the Unix epoch. Both ends must compare the same values, and the wire
+    /// has milliseconds.
+    since: u64,
+    replica: &'a ReplicaId,
+}
+
+impl<'a> Claim<'a> {
+    /// Creates the claim of a server that admitted the agent at `since`.
+    #[must_use]
+    pub fn new(since: SystemTime, replica: &'a ReplicaId) -> Self {
+        Self {
+            since: millis(since),
+            replica,
+        }
+    }
+
+    /// Returns whether this server must close its sessions of the node in favor of the agent process
+    /// that `other` admitted: the later admission yields. Both ends decide alike.
+    #[must_use]
+    pub fn yields_to(&self, other: &Self) -> bool {
+        self > other
+    }
+}
+
+fn without(holders: &[Holder], index: u16) -> Box<[Holder]> {
+    let others = holders.iter().filter(|holder| holder.replica != index);
+    others.copied().collect()
+}
+
+/// Returns the rendezvous weight of a node and a server: the same value at every server of a
+/// release.
+fn weight(node: &NodeName, replica: &ReplicaId) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    node.as_str().hash(&mut hasher);
+    replica.as_str().hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Returns the milliseconds since the Unix epoch, rounded down as on the wire.
+fn millis(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;
