@@ -25,6 +25,7 @@ mod dns;
 mod kubernetes;
 mod limits;
 mod listeners;
+mod peers;
 mod raw;
 mod targets;
 
@@ -36,6 +37,7 @@ pub use kubernetes::{
 };
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
+pub use peers::{PORT_PEERS, PeerFiles, PeerSettings};
 pub use raw::{RawConfig, RawRecord, RawTcpService};
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -74,6 +76,8 @@ pub struct Config {
     pub dns: Option<DnsSettings>,
     /// Settings of the CONNECT listeners, or `None` if they are off.
     pub connect: Option<ConnectSettings>,
+    /// Settings of the connections to other servers.
+    pub peers: PeerSettings,
     /// Maximum time for running requests to end after SIGTERM.
     pub drain_timeout: Duration,
     /// Minimum level of log messages.
@@ -171,6 +175,7 @@ impl Config {
             client_auth,
             dns: dns::check(raw, &mut errors),
             connect: ConnectSettings::check(raw, &mut errors),
+            peers: PeerSettings::check(raw, kubernetes.as_ref(), &mut errors),
             drain_timeout: errors.parse_with(
                 "--drain-timeout",
                 raw.drain_timeout.as_deref(),

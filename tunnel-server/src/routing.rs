@@ -6,6 +6,7 @@ pub mod destination;
 pub mod dial_policy;
 pub mod directory;
 pub mod known_nodes;
+pub mod peers;
 pub mod pod_lookup;
 pub mod registry;
 pub mod routes;

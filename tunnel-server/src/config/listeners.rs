@@ -218,9 +218,9 @@ pub(super) fn advertised(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<Stri
     errors.parse_list("--advertise", texts, host_and_port)
 }
 
-/// Checks an address that agents dial: `HOST:PORT` with a name or an IP address. A list may have
-/// spaces after its commas, because agents accept them.
-fn host_and_port(text: &str) -> Result<String, String> {
+/// Checks an address that agents or servers dial: `HOST:PORT` with a name or an IP address. A list
+/// may have spaces after its commas, because agents accept them.
+pub(super) fn host_and_port(text: &str) -> Result<String, String> {
     let text = text.trim();
     let is_valid = text.rsplit_once(':').is_some_and(|(host, port)| {
         let bare = host

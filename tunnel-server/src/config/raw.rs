@@ -258,6 +258,38 @@ tunnel_proto::layered! {
         /// else nothing]
         #[arg(long, value_name = "CIDR[:PORTS]", env = "TUNNEL_SERVER_CONNECT_DIRECT", value_delimiter = ',')]
         pub connect_direct: Vec<String>,
+        /// Name of this server among the servers of the installation: a DNS name in lower case,
+        /// different on each server [default: the host's name, which in a cluster is that of the pod]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REPLICA_NAME")]
+        pub replica_name: Option<String>,
+        /// Address for the other servers of the installation, TCP: each dials every other, and
+        /// forwards streams to nodes whose agents are connected there. Only servers with a
+        /// certificate of the shared CA are admitted. "off" disables it [default: [::]:10269 in a
+        /// container of a cluster unless --single-replica, and with --peer, else off]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_PEER_LISTEN")]
+        pub peer_listen: Option<String>,
+        /// Another server of the installation, its --replica-name and the address of its
+        /// --peer-listen; repeatable, in the file a list "peers". All servers share a CA. This
+        /// server's own name is ignored [default: in a cluster the endpoints of the servers' headless
+        /// Service, else none]
+        #[arg(
+            long = "peer", value_name = "NAME=HOST:PORT", env = "TUNNEL_SERVER_PEER",
+            value_delimiter = ','
+        )]
+        #[serde(alias = "peer")]
+        pub peers: Vec<String>,
+        /// CA of the other servers' certificates, PEM, when the operator provides them. Certificates
+        /// need the SAN URI culvert://peer/NAME and both key usages, client and server [default: the
+        /// local CA]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_PEER_CA")]
+        pub peer_ca: Option<String>,
+        /// Certificate chain for the other servers, PEM; requires --peer-ca [default: issued by the
+        /// local CA]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_PEER_CERT_FILE")]
+        pub peer_cert_file: Option<String>,
+        /// Private key of --peer-cert-file, PEM [default: the file of --peer-cert-file]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_PEER_KEY_FILE")]
+        pub peer_key_file: Option<String>,
         /// After SIGTERM, maximum time for running requests to end [default: 30s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
         pub drain_timeout: Option<String>,

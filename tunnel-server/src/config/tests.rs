@@ -58,13 +58,15 @@ httpsClientAuth: require
 httpsCertFile: /a
 kubernetes: on
 drainTimeout: soon
+peers: [b]
+peerListen: here
 advertise: [here]
 limits: { streamWindow: 1KB, streamsPerAgent: 0, openTimeout: 0s }
 services: [{ name: db, listen: x, node: 'a b', target: y }]
 ";
     let error = yaml(text).unwrap_err();
     let settings = "--agent-listen --quic-congestion --http-proxy-ports --https-client-auth \
-                    --https-cert-file --kubernetes --drain-timeout --advertise \
+                    --https-cert-file --kubernetes --drain-timeout --advertise --peer --peer-listen \
                     limits.streamWindow limits.streamsPerAgent limits.openTimeout";
     let services = ["listen", "node", "target"].map(|field| format!("services: db: {field}"));
     for setting in settings
@@ -205,7 +207,7 @@ fn congestion_control_is_chosen_by_name() {
     assert_eq!(chosen("quicCongestion: bbr"), CongestionControl::Bbr);
 }
 
-fn around(text: &str, in_cluster: bool) -> Result<Config, String> {
+pub(super) fn around(text: &str, in_cluster: bool) -> Result<Config, String> {
     let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
     Config::check(&raw, Environment { in_cluster }).map_err(|error| error.to_string())
 }

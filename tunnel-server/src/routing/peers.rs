@@ -1,0 +1,5 @@
+//! The other servers of this installation.
+
+mod address;
+
+pub use address::PeerAddress;
