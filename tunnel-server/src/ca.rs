@@ -18,7 +18,7 @@ use tracing::info;
 use tunnel_proto::identity::{BACKDATED, Role};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use zeroize::Zeroizing;
 
 use crate::store::data_dir::{DataDir, whole_seconds};
@@ -38,7 +38,7 @@ pub mod tokens;
 
 pub use crate::ca::csr::AgentCsr;
 pub use crate::ca::serving_names::ServingNames;
-pub use cert_resolver::{IsKnown, OnIssue};
+pub use cert_resolver::{IsKnown, OnIssue, RoleCertResolver};
 pub use error::{CaError, IssueError};
 pub use material::{CaMaterial, SourceNames};
 use material::{common_name, serial};
@@ -56,6 +56,8 @@ pub struct LocalCa {
     life: Duration,
     /// Key of the server's credentials for agents. The key exists only in memory.
     server_key: LeafKey,
+    /// Key of the server's credentials for other servers. The key exists only in memory.
+    peer_key: LeafKey,
     /// Key of all serving certificates of the HTTPS listener. The key exists only in memory.
     serving_key: LeafKey,
 }
@@ -120,6 +122,7 @@ impl LocalCa {
             generation: watch::Sender::new(0),
             life: CERTIFICATE_LIFE,
             server_key: LeafKey::generate()?,
+            peer_key: LeafKey::generate()?,
             serving_key: LeafKey::generate()?,
         })
     }
@@ -209,7 +212,7 @@ impl LocalCa {
             // A bare node name must not match a CN that is checked for callers.
             common_name: format!("culvert agent {node}"),
             names: vec![uri(&Role::Agent(node.clone()))?],
-            usage: ExtendedKeyUsagePurpose::ClientAuth,
+            usages: vec![ExtendedKeyUsagePurpose::ClientAuth],
         };
         let material = self.material.load();
         let (certificate, not_after) = self.sign(&material, leaf, request.public_key(), now)?;
@@ -224,9 +227,22 @@ impl LocalCa {
         let leaf = LeafParams {
             common_name: "culvert server".into(),
             names: vec![uri(&Role::Server)?],
-            usage: ExtendedKeyUsagePurpose::ServerAuth,
+            usages: vec![ExtendedKeyUsagePurpose::ServerAuth],
         };
         self.serving(leaf, &self.server_key, now)
+    }
+
+    /// Issues a certificate with which a server both dials and accepts other servers.
+    fn peer_leaf(&self, replica: &ReplicaId, now: SystemTime) -> Result<CertifiedKey, IssueError> {
+        let leaf = LeafParams {
+            common_name: format!("culvert peer {replica}"),
+            names: vec![uri(&Role::Peer(replica.clone()))?],
+            usages: vec![
+                ExtendedKeyUsagePurpose::ServerAuth,
+                ExtendedKeyUsagePurpose::ClientAuth,
+            ],
+        };
+        self.serving(leaf, &self.peer_key, now)
     }
 
     fn serving_leaf(
@@ -238,7 +254,7 @@ impl LocalCa {
         let leaf = LeafParams {
             common_name: common_name.to_owned(),
             names,
-            usage: ExtendedKeyUsagePurpose::ServerAuth,
+            usages: vec![ExtendedKeyUsagePurpose::ServerAuth],
         };
         self.serving(leaf, &self.serving_key, now)
     }
@@ -275,7 +291,7 @@ impl LocalCa {
         params.subject_alt_names = leaf.names;
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![leaf.usage];
+        params.extended_key_usages = leaf.usages;
         params.use_authority_key_identifier_extension = true;
         let certificate = params
             .signed_by(key, &material.issuer)
@@ -297,7 +313,7 @@ impl fmt::Debug for LocalCa {
 struct LeafParams {
     common_name: String,
     names: Vec<SanType>,
-    usage: ExtendedKeyUsagePurpose,
+    usages: Vec<ExtendedKeyUsagePurpose>,
 }
 
 /// A key in the forms needed to sign certificates and to answer handshakes.

@@ -9,11 +9,13 @@ use std::time::SystemTime;
 use parking_lot::Mutex;
 use rcgen::SanType;
 use rcgen::string::Ia5String;
+use rustls::SignatureScheme;
+use rustls::client::ResolvesClientCert;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tracing::error;
 use tunnel_proto::process::telemetry::LogRateLimit;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use super::{IssueError, LocalCa, ServingNames};
 
@@ -30,7 +32,16 @@ impl LocalCa {
     /// with the expiry of each certificate.
     #[must_use]
     pub fn server_resolver(self: &Arc<Self>, on_issue: OnIssue) -> Arc<dyn ResolvesServerCert> {
-        Arc::new(ServerCertResolver::new(self.clone(), on_issue))
+        Arc::new(RoleCertResolver::new(self.clone(), None, on_issue))
+    }
+
+    /// Returns a resolver for the server's credentials for other servers, to dial and to accept
+    /// them. The certificate has the role `culvert://peer/NAME`. The resolver reissues it at half of
+    /// its lifetime.
+    #[must_use]
+    pub fn peer_resolver(self: &Arc<Self>, replica: ReplicaId) -> Arc<RoleCertResolver> {
+        let resolver = RoleCertResolver::new(self.clone(), Some(replica), Box::new(|_| {}));
+        Arc::new(resolver)
     }
 
     /// Returns a resolver that selects serving certificates of the HTTPS listener by SNI: one per
@@ -47,18 +58,21 @@ impl LocalCa {
     }
 }
 
-/// The server's credentials for agents.
-pub(super) struct ServerCertResolver {
+/// The server's own credentials: for agents, or for other servers.
+pub struct RoleCertResolver {
     ca: Arc<LocalCa>,
+    /// Name of this server in credentials for other servers. `None` means credentials for agents.
+    peer: Option<ReplicaId>,
     cached: Mutex<Option<CachedCert>>,
     on_issue: OnIssue,
 }
 
-impl ServerCertResolver {
+impl RoleCertResolver {
     /// Issues the first certificate at once, so that a CA that cannot sign is noticed at start.
-    pub(super) fn new(ca: Arc<LocalCa>, on_issue: OnIssue) -> Self {
+    pub(super) fn new(ca: Arc<LocalCa>, peer: Option<ReplicaId>, on_issue: OnIssue) -> Self {
         let this = Self {
             ca,
+            peer,
             cached: Mutex::default(),
             on_issue,
         };
@@ -73,7 +87,10 @@ impl ServerCertResolver {
             .as_ref()
             .is_some_and(|cached| cached.is_fresh(&self.ca, generation, now))
         {
-            let issued = self.ca.server_leaf(now);
+            let issued = match &self.peer {
+                Some(replica) => self.ca.peer_leaf(replica, now),
+                None => self.ca.server_leaf(now),
+            };
             if issued.is_ok() {
                 (self.on_issue)(now + self.ca.life());
             }
@@ -83,18 +100,33 @@ impl ServerCertResolver {
     }
 }
 
-impl fmt::Debug for ServerCertResolver {
+impl fmt::Debug for RoleCertResolver {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
-            .debug_struct("ServerCredential")
-            .field("held", &self.cached)
+            .debug_struct("RoleCertResolver")
+            .field("peer", &self.peer)
+            .field("cached", &self.cached)
             .finish_non_exhaustive()
     }
 }
 
-impl ResolvesServerCert for ServerCertResolver {
+impl ResolvesServerCert for RoleCertResolver {
     fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.credential(SystemTime::now())
+    }
+}
+
+impl ResolvesClientCert for RoleCertResolver {
+    fn resolve(
+        &self,
+        _root_hint_subjects: &[&[u8]],
+        _schemes: &[SignatureScheme],
+    ) -> Option<Arc<CertifiedKey>> {
+        self.credential(SystemTime::now())
+    }
+
+    fn has_certs(&self) -> bool {
+        true
     }
 }
 

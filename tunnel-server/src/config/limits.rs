@@ -58,7 +58,7 @@ tunnel_proto::limits! {
     pre_auth_total ("preAuthTotal", counted as PreAuthTotal): usize = "4096", count(1 << 20);
     /// Streams to nodes that another server holds, open over the connection to that server at once,
     /// and as many in the other direction; more get 503 too_many_streams.
-    peer_streams ("peerStreams"): u32 = "4096", count(1 << 20);
+    peer_streams ("peerStreams", counted as PeerStreams): usize = "4096", count(1 << 20);
     /// Nodes of one other server that this server remembers. The rest is not reached over it.
     directory_nodes ("directoryNodes"): usize = "250000", count(1 << 24);
     /// Bytes of one stream that may be in flight and unread, from 16KiB to 16MiB.

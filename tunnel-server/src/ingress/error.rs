@@ -49,13 +49,16 @@ impl ProxyError {
     pub fn from_open(error: &OpenError, target_label: impl Display) -> Self {
         let outcome = match error {
             OpenError::NoAgent | OpenError::Suspect(_) => Outcome::NoAgent,
-            OpenError::TooManyStreams(_) | OpenError::BufferPoolFull(_) => Outcome::TooManyStreams,
+            OpenError::TooManyStreams(_)
+            | OpenError::PeerStreams(_)
+            | OpenError::BufferPoolFull(_) => Outcome::TooManyStreams,
             OpenError::Draining => Outcome::Draining,
             OpenError::Lost(_) => Outcome::AgentLost,
             OpenError::Timeout => Outcome::AgentTimeout,
         };
         let limit = match error {
             OpenError::TooManyStreams(_) => Some(Limit::StreamsPerAgent),
+            OpenError::PeerStreams(_) => Some(Limit::PeerStreams),
             OpenError::BufferPoolFull(_) => Some(Limit::BufferPool),
             OpenError::Timeout => Some(Limit::OpenTimeout),
             OpenError::NoAgent

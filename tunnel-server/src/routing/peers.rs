@@ -1,5 +1,518 @@
-//! The other servers of this installation.
+//! The other servers of this installation: the connections to them, what they hold, and the streams
+//! that are forwarded over them.
+//!
+//! Every server dials every other one, so there are two connections between two servers. The
+//! server that accepts a connection announces on it what it holds, and the server that dials opens
+//! streams over it. `peers/dial.rs` has the dialing end, `peers/serve.rs` the accepting end, and
+//! `peers/link.rs` what both share. A stream that another server forwarded is served from the
+//! [`Registry`](super::registry::Registry) alone, so no stream passes more than two servers.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tracing::{debug, warn};
+use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
+use tunnel_proto::wire::peer::{Holds, PeerHello, RevokedNode};
+use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
+
+use crate::routing::directory::Directory;
+use crate::routing::registry::{OpenError, Opened};
+use crate::routing::via::Via;
 
 mod address;
+mod announce;
+mod dial;
+mod endpoint;
+mod link;
+mod metrics;
+mod serve;
 
 pub use address::PeerAddress;
+pub use endpoint::{OnRevoked, PeerEndpoint, PeerTls};
+use link::{Link, WarnInterval};
+pub use metrics::{PeerMetrics, PeerState};
+use metrics::{ForwardDirection, ForwardResult};
+
+/// The other servers of this installation. Exists on a server without others, too.
+#[derive(Debug)]
+pub struct Peers {
+    own: ReplicaId,
+    /// Start of this process, in milliseconds since the Unix epoch.
+    epoch: u64,
+    limits: PeerLimits,
+    metrics: PeerMetrics,
+    state: Mutex<State>,
+    members: watch::Sender<Arc<[Member]>>,
+    /// Counts the changes of the directory.
+    directory_changes: watch::Sender<u64>,
+    is_leaving: watch::Sender<bool>,
+    /// Revocations that the other servers learn, each with its latest time.
+    revoked: watch::Sender<Arc<RevokedNodes>>,
+    /// Limits the log lines about servers that violate the protocol.
+    violations: WarnInterval,
+}
+
+/// Limits of the connections to other servers.
+#[derive(Debug, Clone, Copy)]
+pub struct PeerLimits {
+    /// Streams over one connection at once.
+    pub streams: usize,
+    /// Nodes of one server that are remembered.
+    pub directory_nodes: usize,
+}
+
+type RevokedNodes = BTreeMap<NodeName, SystemTime>;
+
+/// Another server, as operators see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerStatus {
+    pub id: ReplicaId,
+    /// `HOST:PORT` that this server dials.
+    pub address: String,
+    pub state: PeerState,
+    /// Number of nodes that the server holds.
+    pub nodes: usize,
+    /// Time of the last change between connected and not connected.
+    pub since: SystemTime,
+}
+
+#[derive(Debug)]
+struct State {
+    directory: Directory,
+    /// Addresses of this server that agents dial.
+    addresses: Vec<String>,
+    peers: BTreeMap<ReplicaId, Peer>,
+}
+
+/// Another server that this server dials.
+#[derive(Debug)]
+struct Peer {
+    address: String,
+    /// Number of the task that dials.
+    generation: u64,
+    link: Option<Arc<Link>>,
+    /// Addresses that agents dial, as of the last connection.
+    addresses: Vec<String>,
+    is_leaving: bool,
+    /// Whether agents can dial the server: it is connected, or was until a moment ago.
+    is_member: bool,
+    since: SystemTime,
+}
+
+impl Peer {
+    fn state(&self) -> PeerState {
+        match (&self.link, self.is_leaving) {
+            (Some(_), true) => PeerState::Leaving,
+            (Some(_), false) => PeerState::Connected,
+            (None, _) => PeerState::Connecting,
+        }
+    }
+}
+
+impl Peers {
+    /// Creates the state of a server that has no connections yet. [`PeerEndpoint::start`] dials the
+    /// others.
+    #[must_use]
+    pub fn new(own: ReplicaId, limits: PeerLimits, metrics: PeerMetrics) -> Arc<Self> {
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH);
+        let epoch = since_epoch.unwrap_or_default().as_millis();
+        let peers = Self {
+            own,
+            epoch: u64::try_from(epoch).unwrap_or(u64::MAX),
+            limits,
+            metrics,
+            state: Mutex::new(State {
+                directory: Directory::new(limits.directory_nodes),
+                addresses: Vec::new(),
+                peers: BTreeMap::new(),
+            }),
+            members: watch::Sender::new(Arc::default()),
+            directory_changes: watch::Sender::new(0),
+            is_leaving: watch::Sender::new(false),
+            revoked: watch::Sender::new(Arc::default()),
+            violations: WarnInterval::default(),
+        };
+        peers.advertise(Vec::new());
+        Arc::new(peers)
+    }
+
+    /// Creates the state of a server without others.
+    #[must_use]
+    pub fn alone(own: ReplicaId, addresses: Vec<String>) -> Arc<Self> {
+        let limits = PeerLimits {
+            streams: 1,
+            directory_nodes: 1,
+        };
+        let peers = Self::new(own, limits, PeerMetrics::default());
+        peers.advertise(addresses);
+        peers
+    }
+
+    /// Sets the addresses of this server that agents dial.
+    pub fn advertise(&self, addresses: Vec<String>) {
+        let mut state = self.state.lock();
+        state.addresses = addresses;
+        self.publish(&state);
+    }
+
+    /// Returns the name of this server.
+    #[must_use]
+    pub fn own(&self) -> &ReplicaId {
+        &self.own
+    }
+
+    /// Opens a stream to a node over another server that holds it, within `limit`. Tries at most two
+    /// servers, and returns without waiting for a reply. `except`, which has already refused the
+    /// stream, is left out. `limit` also bounds the wait for the reply.
+    ///
+    /// Cancel-safe: if the future is dropped early, the stream is reset.
+    ///
+    /// # Errors
+    /// Returns an [`OpenError`] if no stream could be opened: `NoAgent` if no connected server holds
+    /// the node.
+    pub async fn open(
+        &self,
+        node: &NodeName,
+        target: &Target,
+        trace_parent: &str,
+        limit: Duration,
+        except: Option<&Via>,
+    ) -> Result<Opened, OpenError> {
+        let links = self.candidates(node, except)?;
+        let header = StreamHeader {
+            kind: StreamKind::Forward {
+                node: node.clone(),
+                target: target.clone(),
+            },
+            trace_parent: trace_parent.to_owned(),
+        };
+        // A connection that hangs leaves time for the next one.
+        let share = limit / u32::try_from(links.len()).unwrap_or(u32::MAX).max(1);
+        let mut failure = OpenError::NoAgent;
+        for link in links {
+            let Some(permit) = link.permit() else {
+                failure = self.too_many_streams();
+                continue;
+            };
+            let result = match timeout(share, link.session.open(&header, limit)).await {
+                Ok(Ok(mut stream)) => {
+                    self.count(ForwardDirection::Out, ForwardResult::Ok);
+                    stream.attach(permit);
+                    let via = Via::Replica(link.replica.clone());
+                    return Ok(Opened { stream, via });
+                }
+                Ok(Err(error)) => OpenError::Lost(error),
+                Err(_elapsed) => OpenError::Timeout,
+            };
+            debug!(agent = %node, peer = %link.replica, error = %result, "cannot forward a stream");
+            self.count(ForwardDirection::Out, ForwardResult::Failed);
+            failure = result;
+        }
+        Err(failure)
+    }
+
+    /// Returns the connections to try for a stream to a node, at least one.
+    fn candidates(&self, node: &NodeName, except: Option<&Via>) -> Result<Vec<Arc<Link>>, OpenError> {
+        let except = except.and_then(|via| match via {
+            Via::Replica(replica) => Some(replica),
+            Via::Local(_) => None,
+        });
+        let state = self.state.lock();
+        let link = |replica: &ReplicaId| state.peers.get(replica)?.link.as_ref();
+        let can_open = |replica: &ReplicaId| link(replica).is_some_and(|link| link.has_permit());
+        let candidates = state.directory.candidates(node, except, can_open);
+        let links: Vec<_> = candidates.iter().filter_map(link).cloned().collect();
+        if !links.is_empty() {
+            return Ok(links);
+        }
+        let is_linked = |replica: &ReplicaId| link(replica).is_some();
+        if state.directory.candidates(node, except, is_linked).is_empty() {
+            return Err(OpenError::NoAgent);
+        }
+        Err(self.too_many_streams())
+    }
+
+    fn too_many_streams(&self) -> OpenError {
+        self.count(ForwardDirection::Out, ForwardResult::TooManyStreams);
+        OpenError::PeerStreams(self.limits.streams)
+    }
+
+    fn count(&self, direction: ForwardDirection, result: ForwardResult) {
+        self.metrics.forwarded(direction, result);
+    }
+
+    /// Returns whether another server holds a node.
+    #[must_use]
+    pub fn holds(&self, node: &NodeName) -> bool {
+        self.state.lock().directory.holds(node)
+    }
+
+    /// Returns every node that another server holds, once for each of these servers.
+    #[must_use]
+    pub fn held(&self) -> Vec<(NodeName, ReplicaId)> {
+        let state = self.state.lock();
+        let held = state.directory.iter();
+        held.map(|(node, replica)| (node.clone(), replica.clone()))
+            .collect()
+    }
+
+    /// Returns a receiver that is notified whenever the result of [`Peers::held`] may have changed.
+    #[must_use]
+    pub fn held_changed(&self) -> watch::Receiver<u64> {
+        self.directory_changes.subscribe()
+    }
+
+    /// Records that a server answered that it has no session of a node.
+    pub fn not_here(&self, node: &NodeName, replica: &ReplicaId) {
+        self.count(ForwardDirection::Out, ForwardResult::NotHere);
+        debug!(agent = %node, peer = %replica, "server does not hold the node");
+        let mut state = self.state.lock();
+        state.directory.forget(node, replica);
+        self.directory_changed(&state);
+    }
+
+    /// Returns the servers that agents may dial, this server first. Another server is in the list
+    /// while it is connected, and for 5 s after that.
+    #[must_use]
+    pub fn members(&self) -> watch::Receiver<Arc<[Member]>> {
+        self.members.subscribe()
+    }
+
+    /// Returns a server that holds a node with another agent process than `instance`, whose session
+    /// answers there. Waits for at most 1 s.
+    ///
+    /// Cancel-safe.
+    pub async fn is_held_by_other(
+        &self,
+        node: &NodeName,
+        instance: InstanceId,
+    ) -> Option<ReplicaId> {
+        let links: Vec<_> = {
+            let state = self.state.lock();
+            let others = state.directory.others(node, instance).into_iter();
+            others
+                .filter_map(|(replica, _)| state.peers.get(&replica)?.link.clone())
+                .collect()
+        };
+        let mut answers: FuturesUnordered<_> = links
+            .iter()
+            .map(|link| async move {
+                let is_alive = link.ask(node, instance).await;
+                is_alive.then(|| link.replica.clone())
+            })
+            .collect();
+        while let Some(holder) = answers.next().await {
+            if holder.is_some() {
+                return holder;
+            }
+        }
+        None
+    }
+
+    /// Announces to all servers and agents that this server stops.
+    pub fn leave(&self) {
+        let was_leaving = self.is_leaving.send_replace(true);
+        if !was_leaving {
+            let state = self.state.lock();
+            self.publish(&state);
+        }
+    }
+
+    /// Announces revocations to all servers, including those that connect later. Of several
+    /// revocations of a node, the latest counts.
+    pub fn revoked(&self, nodes: Vec<RevokedNode>) {
+        self.revoked.send_if_modified(|revoked| {
+            let is_later = |node: &RevokedNode| revoked.get(&node.node).is_none_or(|at| *at < node.at);
+            let later: Vec<_> = nodes.into_iter().filter(is_later).collect();
+            if later.is_empty() {
+                return false;
+            }
+            let mut merged = RevokedNodes::clone(revoked);
+            for node in later {
+                let at = merged.entry(node.node).or_insert(node.at);
+                *at = node.at.max(*at);
+            }
+            *revoked = Arc::new(merged);
+            true
+        });
+    }
+
+    /// Returns the other servers that this server dials, ordered by name.
+    #[must_use]
+    pub fn status(&self) -> Vec<PeerStatus> {
+        let state = self.state.lock();
+        let peers = state.peers.iter();
+        peers
+            .map(|(id, peer)| PeerStatus {
+                id: id.clone(),
+                address: peer.address.clone(),
+                state: peer.state(),
+                nodes: state.directory.nodes_of(id),
+                since: peer.since,
+            })
+            .collect()
+    }
+
+    /// Returns the number of servers that this server dials.
+    #[must_use]
+    pub fn expected(&self) -> usize {
+        self.state.lock().peers.len()
+    }
+
+    /// Returns the number of servers that this server has dialed.
+    #[must_use]
+    pub fn connected(&self) -> usize {
+        let state = self.state.lock();
+        let linked = state.peers.values().filter(|peer| peer.link.is_some());
+        linked.count()
+    }
+
+    /// Returns this server's first message on a connection.
+    fn hello(&self) -> PeerHello {
+        PeerHello {
+            replica: self.own.clone(),
+            epoch: self.epoch,
+            versions: (VERSION_MIN, VERSION_MAX),
+            addresses: self.state.lock().addresses.clone(),
+        }
+    }
+
+    /// Adds a server that the task of this generation dials, or updates its address.
+    fn expect(&self, peer: &PeerAddress, generation: u64) {
+        let mut state = self.state.lock();
+        let known = state.peers.entry(peer.id.clone());
+        let known = known.or_insert_with(|| Peer {
+            address: String::new(),
+            generation,
+            link: None,
+            addresses: Vec::new(),
+            is_leaving: false,
+            is_member: false,
+            since: SystemTime::now(),
+        });
+        known.generation = generation;
+        known.address.clone_from(&peer.address);
+        self.publish(&state);
+    }
+
+    /// Removes a server that the task of this generation no longer dials, unless another task does.
+    fn remove(&self, replica: &ReplicaId, generation: u64) {
+        let mut state = self.state.lock();
+        let peer = state.peers.get(replica);
+        if peer.is_none_or(|peer| peer.generation != generation) {
+            return;
+        }
+        state.peers.remove(replica);
+        state.directory.remove_replica(replica);
+        self.directory_changed(&state);
+        self.publish(&state);
+    }
+
+    fn link_up(&self, link: &Arc<Link>, hello: PeerHello) {
+        self.with_peer(&link.replica, |peer| {
+            peer.link = Some(link.clone());
+            peer.addresses = hello.addresses;
+            peer.is_leaving = false;
+            peer.is_member = true;
+            peer.since = SystemTime::now();
+        });
+    }
+
+    /// Records the loss of a connection. What the server held stays in the directory until
+    /// [`Peers::expire`].
+    fn link_down(&self, link: &Arc<Link>) {
+        self.with_peer(&link.replica, |peer| {
+            if (peer.link.as_ref()).is_some_and(|current| Arc::ptr_eq(current, link)) {
+                peer.link = None;
+                peer.since = SystemTime::now();
+            }
+        });
+    }
+
+    /// Removes what a server held that has had no connection for a while.
+    fn expire(&self, replica: &ReplicaId) {
+        self.with_peer(replica, |peer| peer.is_member = false);
+        let mut state = self.state.lock();
+        state.directory.remove_replica(replica);
+        self.directory_changed(&state);
+    }
+
+    /// Records that another server stops soon.
+    fn peer_leaves(&self, replica: &ReplicaId) {
+        self.state.lock().directory.set_leaving(replica);
+        self.with_peer(replica, |peer| peer.is_leaving = true);
+    }
+
+    /// Changes the state of a server that is dialed.
+    fn with_peer(&self, replica: &ReplicaId, change: impl FnOnce(&mut Peer)) {
+        let mut state = self.state.lock();
+        if let Some(peer) = state.peers.get_mut(replica) {
+            change(peer);
+        }
+        self.publish(&state);
+    }
+
+    /// Applies what another server announced.
+    fn apply(&self, replica: &ReplicaId, holds: Holds) {
+        let mut state = self.state.lock();
+        if holds.is_full {
+            state.directory.begin(replica);
+        }
+        let ignored = state.directory.apply(replica, holds.added, &holds.removed);
+        self.directory_changed(&state);
+        drop(state);
+        if ignored > 0 && self.violations.is_due() {
+            warn!(
+                peer = %replica, ignored, limit = self.limits.directory_nodes,
+                "server announces more nodes than limits.directoryNodes; the rest is not reached over it"
+            );
+        }
+    }
+
+    /// Logs that another server violated the protocol, at most once in 30 s.
+    fn warn_violation(&self, peer: &dyn std::fmt::Display, error: &dyn std::fmt::Display) {
+        if self.violations.is_due() {
+            warn!(%peer, %error, "another server violated the protocol, connection closed");
+        } else {
+            debug!(%peer, %error, "another server violated the protocol, connection closed");
+        }
+    }
+
+    fn directory_changed(&self, state: &State) {
+        self.metrics.set_directory_nodes(state.directory.nodes());
+        self.directory_changes.send_modify(|count| *count += 1);
+    }
+
+    /// Updates the metrics, and the list for agents if it has changed.
+    fn publish(&self, state: &State) {
+        let states: Vec<_> = state.peers.values().map(Peer::state).collect();
+        self.metrics.set_peers(&states);
+        let own = Member {
+            id: self.own.clone(),
+            addresses: state.addresses.clone(),
+            is_leaving: *self.is_leaving.borrow(),
+        };
+        let others = state.peers.iter().filter(|(_, peer)| peer.is_member);
+        let others = others.map(|(id, peer)| Member {
+            id: id.clone(),
+            addresses: peer.addresses.clone(),
+            is_leaving: peer.is_leaving,
+        });
+        let members: Vec<_> = std::iter::once(own).chain(others).take(REPLICAS_MAX).collect();
+        self.members.send_if_modified(|published| {
+            let is_changed = **published != *members;
+            if is_changed {
+                *published = members.into();
+            }
+            is_changed
+        });
+    }
+}

@@ -14,15 +14,18 @@ use tunnel_proto::process::settings::format_size;
 use tunnel_proto::transport::{SessionError, Stream};
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, SessionId};
+use tunnel_proto::wire::peer::HeldNode;
 
 use crate::routing::via::Via;
 
 mod agent_session;
 mod limiter;
+mod probe;
 
 pub use crate::routing::registry::agent_session::{AgentSession, SuspectReason};
 pub use limiter::{CallerKey, QuotaExhausted, StreamQuota};
 use limiter::{StreamLimiter, StreamPermit};
+pub use probe::answers_probe;
 
 /// Sessions of a node that the server tries for one stream: the active session and one spare.
 const OPEN_ATTEMPTS_MAX: usize = 2;
@@ -60,6 +63,11 @@ pub enum OpenError {
     /// The agent, or the caller on this agent, has reached its limit of streams.
     #[error("{0}")]
     TooManyStreams(QuotaExhausted),
+    /// The connection to the server that holds the node has reached its limit of streams.
+    #[error(
+        "the connection to the server of the agent has {0} streams open, the most it may have (limits.peerStreams); try again later"
+    )]
+    PeerStreams(usize),
     /// Stalled readers hold as much memory as they may. The value is the size of the whole pool, in
     /// bytes.
     #[error(
@@ -213,6 +221,25 @@ impl Registry {
         nodes
             .get(node)
             .map_or_else(Vec::new, |node| node.sessions.to_vec())
+    }
+
+    /// Returns the nodes that have a session for new streams, ordered by name, each with the agent
+    /// process of that session and the admission of the oldest session of that process.
+    #[must_use]
+    pub fn held(&self) -> Vec<HeldNode> {
+        let mut held: Vec<_> = (self.nodes.lock().iter())
+            .filter_map(|(name, node)| {
+                let instance = node.active()?.instance;
+                let same = (node.sessions.iter()).filter(|agent| agent.instance == instance);
+                Some(HeldNode {
+                    node: name.clone(),
+                    instance,
+                    since: same.map(|agent| agent.since).min()?,
+                })
+            })
+            .collect();
+        held.sort_unstable_by(|one, other| one.node.cmp(&other.node));
+        held
     }
 
     /// Returns whether a session of a node is connected.

@@ -9,7 +9,7 @@ use tunnel_proto::identity::TrustDomain;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
-use tunnel_proto::transport::{Session, SessionError, TransportKind};
+use tunnel_proto::transport::{Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Hello, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -19,13 +19,8 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use super::{AdmissionRate, Sessions};
 use crate::ca::distrusted::DISTRUSTED;
 use crate::config::Limit;
-use crate::routing::registry::{AgentSession, RegisterError, Registration};
+use crate::routing::registry::{AgentSession, RegisterError, Registration, answers_probe};
 
-/// Shortest time for which the server probes a live session before another agent process can take
-/// over its name.
-const PROBE_TIMEOUT_MIN: Duration = Duration::from_secs(1);
-/// Interval at which the server checks for the answer to a probe.
-const PROBE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time that a refused agent has to acknowledge the reason.
 const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Rounds of probing before a new session is refused. More rounds occur only if sessions of one
@@ -315,36 +310,6 @@ async fn reject(writer: &mut ControlWriter, code: CloseCode, detail: String) -> 
         debug!(%error, "cannot send the reason of the refusal to the agent");
     }
     AdmissionError::Refused(code, detail)
-}
-
-/// Returns whether the peer of a session shows a sign of life within 1 s, or within three round
-/// trips if that is longer.
-async fn answers_probe(session: &Arc<dyn Session>) -> bool {
-    let before = session.stats();
-    session.probe();
-    let deadline = Instant::now() + PROBE_TIMEOUT_MIN.max(before.rtt * 3);
-    let mut interval = tokio::time::interval(PROBE_POLL_INTERVAL);
-    // On h2 the answer waits behind bulk data. Bytes that still arrive after half of the time are a
-    // sign of life as well, because data in kernel buffers has been read by then.
-    let half = Instant::now() + PROBE_TIMEOUT_MIN / 2;
-    let bulk = session.transport() == TransportKind::H2;
-    let mut received = before.received;
-    loop {
-        tokio::select! {
-            _ = session.closed() => return false,
-            now = interval.tick() => {
-                let stats = session.stats();
-                let still_sends = bulk && now > half && stats.received > received;
-                received = stats.received;
-                if stats.acknowledged > before.acknowledged || still_sends {
-                    return true;
-                }
-                if now >= deadline {
-                    return false;
-                }
-            }
-        }
-    }
 }
 
 #[cfg(test)]

@@ -7,12 +7,15 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use tunnel_proto::wire::name::ReplicaId;
 
 /// The identity by which the streams of a caller are counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum CallerKey {
     /// A verified certificate, by its common name.
     Certificate(Arc<str>),
+    /// Another server, which forwards the streams of its callers.
+    Replica(ReplicaId),
     /// A user of this host that connects over a Unix socket. The kernel and the file mode take the
     /// role of a certificate.
     Local(Option<u32>),
@@ -25,7 +28,7 @@ pub enum CallerKey {
 impl CallerKey {
     fn is_verified(&self) -> bool {
         match self {
-            Self::Certificate(_) | Self::Local(_) => true,
+            Self::Certificate(_) | Self::Replica(_) | Self::Local(_) => true,
             Self::User(_) | Self::Source(_) => false,
         }
     }

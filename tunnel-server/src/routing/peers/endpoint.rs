@@ -1,0 +1,103 @@
+//! This server's end of the connections to the others: what dialing and accepting share.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustls::{ClientConfig, ServerConfig};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tracing::{info, warn};
+use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tcp::configure_session;
+use tunnel_proto::transport::SessionSettings;
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::peer::{HeldNode, RevokedNode};
+
+use super::announce::{HeldNodes, follow_registry};
+use super::dial::dial_all;
+use super::serve::PeerListener;
+use super::{PeerAddress, Peers};
+use crate::routing::directory::Claim;
+use crate::routing::registry::Registry;
+
+/// A callback that receives the revocations of another server. It must not block.
+pub type OnRevoked = Box<dyn Fn(Vec<RevokedNode>) + Send + Sync>;
+
+/// The TLS configurations for both directions.
+#[derive(Debug)]
+pub struct PeerTls {
+    pub client: Arc<ClientConfig>,
+    pub server: Arc<ServerConfig>,
+}
+
+/// What the connections to the other servers need.
+pub struct PeerEndpoint {
+    pub peers: Arc<Peers>,
+    pub registry: Arc<Registry>,
+    pub tls: PeerTls,
+    /// Windows and limits of the sessions between servers.
+    pub settings: SessionSettings,
+    /// Time from the start of a connection to the first message of the other server.
+    pub handshake_limit: Duration,
+    /// Time to open a forwarded stream to an agent, up to its reply.
+    pub open_limit: Duration,
+    pub shutdown: Shutdown,
+    pub on_revoked: OnRevoked,
+}
+
+impl fmt::Debug for PeerEndpoint {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("PeerEndpoint")
+            .field("peers", &self.peers)
+            .finish_non_exhaustive()
+    }
+}
+
+impl PeerEndpoint {
+    /// Accepts other servers on `listener`, and dials those of `membership`, until the process
+    /// stops. If the sender of the membership is dropped, the last list stays in force.
+    pub fn start(self, listener: TcpListener, membership: watch::Receiver<Arc<[PeerAddress]>>) {
+        if let Err(error) = configure_session(&listener) {
+            warn!(%error, "cannot set options of a listener");
+        }
+        let listener = RetryingListener::new(listener, "peers");
+        let shutdown = self.shutdown.clone();
+        let endpoint = Arc::new(self);
+        let (held, announced) = watch::channel(HeldNodes::default());
+        shutdown.spawn_service(follow_registry(endpoint.registry.clone(), held));
+        let accepting = PeerListener::new(endpoint.clone(), announced);
+        shutdown.spawn_listener(accepting.run(listener));
+        shutdown.spawn_service(dial_all(endpoint, membership));
+    }
+
+    /// Closes the sessions of nodes that another server holds with another agent process, if the
+    /// agent was admitted there first. The admissions crossed: neither server knew of the other.
+    pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held: &[HeldNode]) {
+        for other in held {
+            let mut sessions = self.registry.of_node(&other.node);
+            sessions.retain(|agent| agent.instance != other.instance && !agent.is_withdrawn());
+            let Some(since) = sessions.iter().map(|agent| agent.since).min() else {
+                continue;
+            };
+            let own = Claim::new(since, self.peers.own());
+            if !own.yields_to(&Claim::new(other.since, replica)) {
+                continue;
+            }
+            for agent in sessions {
+                info!(
+                    agent = %agent.node, session = %agent.id, peer = %replica,
+                    "another server admitted an agent of this name first, closing the session"
+                );
+                agent.withdraw();
+                let reason = format!("another agent of this name was admitted by server {replica} first");
+                self.shutdown.spawn_service(async move {
+                    agent.close(CloseCode::NameInUse, &reason).await;
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! What both ends of a connection between servers share: the first messages, the queue of messages
+//! to send, liveness, and the handle over which streams are opened.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval, timeout};
+use tunnel_proto::session::peer_control::{PeerReader, PeerWriter, split_peer};
+use tunnel_proto::transport::{HandshakeError, Session, SessionError, Stream};
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
+use tunnel_proto::wire::negotiate_version;
+use tunnel_proto::wire::peer::{PeerHello, PeerMessage};
+
+/// A connection that this server has dialed and over which it opens streams.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) replica: ReplicaId,
+    pub(super) session: Arc<dyn Session>,
+    /// Permits for open streams (`limits.peerStreams`).
+    permits: Arc<Semaphore>,
+    asks: mpsc::Sender<PendingAsk>,
+}
+
+/// A question for the other server: does it hold this node with a session that answers?
+#[derive(Debug)]
+pub(super) struct PendingAsk {
+    pub(super) node: NodeName,
+    /// The newcomer. The question is about other agent processes.
+    pub(super) instance: InstanceId,
+    pub(super) answer: oneshot::Sender<bool>,
+}
+
+impl Link {
+    /// Creates the handle of a connection, and the receiver of the questions to send over it.
+    pub(super) fn new(
+        replica: ReplicaId,
+        session: Arc<dyn Session>,
+        streams: usize,
+    ) -> (Arc<Self>, mpsc::Receiver<PendingAsk>) {
+        let (asks, pending) = mpsc::channel(QUEUE_MESSAGES);
+        let link = Self {
+            replica,
+            session,
+            permits: Arc::new(Semaphore::new(streams.min(Semaphore::MAX_PERMITS))),
+            asks,
+        };
+        (Arc::new(link), pending)
+    }
+
+    pub(super) fn has_permit(&self) -> bool {
+        self.permits.available_permits() > 0
+    }
+
+    /// Acquires the permit of one more stream.
+    pub(super) fn permit(&self) -> Option<OwnedSemaphorePermit> {
+        self.permits.clone().try_acquire_owned().ok()
+    }
+
+    /// Asks whether the server holds a node with another agent process whose session answers. No
+    /// answer within 1 s means that it does not.
+    pub(super) async fn ask(&self, node: &NodeName, instance: InstanceId) -> bool {
+        let (answer, answered) = oneshot::channel();
+        let ask = PendingAsk {
+            node: node.clone(),
+            instance,
+            answer,
+        };
+        // With a full queue the server is not asked: its answers take too long anyway.
+        if self.asks.try_send(ask).is_err() {
+            return false;
+        }
+        matches!(timeout(ASK_TIMEOUT, answered).await, Ok(Ok(true)))
+    }
+}
+
+/// Reason why a connection to another server was not established, or has ended.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LinkError {
+    #[error("cannot connect: {0}")]
+    Connect(io::Error),
+    #[error("TLS handshake failed: {0}")]
+    Tls(io::Error),
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+    #[error(transparent)]
+    Session(#[from] SessionError),
+    #[error("no connection within limits.handshakeTimeout")]
+    Timeout,
+    #[error("control stream failed: {0}")]
+    Control(#[from] io::Error),
+    #[error("{1}")]
+    Refused(CloseCode, String),
+}
+
+impl LinkError {
+    /// Returns the code with which this end closes the session.
+    pub(super) fn code(&self) -> CloseCode {
+        match self {
+            Self::Refused(code, _) => *code,
+            Self::Timeout => CloseCode::HandshakeTimeout,
+            Self::Connect(_)
+            | Self::Tls(_)
+            | Self::Handshake(_)
+            | Self::Session(_)
+            | Self::Control(_) => CloseCode::Protocol,
+        }
+    }
+
+    /// Returns whether the other server sent what it must not send.
+    pub(super) fn is_violation(&self) -> bool {
+        match self {
+            Self::Refused(code, _) => *code == CloseCode::Protocol,
+            Self::Control(error) => error.kind() == io::ErrorKind::InvalidData,
+            Self::Connect(_)
+            | Self::Tls(_)
+            | Self::Handshake(_)
+            | Self::Session(_)
+            | Self::Timeout => false,
+        }
+    }
+
+    pub(super) fn protocol(detail: &str) -> Self {
+        Self::Refused(CloseCode::Protocol, detail.to_owned())
+    }
+}
+
+/// The control stream of a connection after both ends have sent their first message.
+#[derive(Debug)]
+pub(super) struct Control {
+    pub(super) reader: PeerReader,
+    pub(super) writer: PeerWriter,
+    pub(super) hello: PeerHello,
+}
+
+/// Sends this server's first message and receives that of `replica`, the name in the other server's
+/// certificate.
+pub(super) async fn exchange_hello(
+    stream: Stream,
+    own: PeerHello,
+    replica: &ReplicaId,
+) -> Result<Control, LinkError> {
+    let (mut reader, mut writer) = split_peer(stream);
+    writer.send(&PeerMessage::Hello(own)).await?;
+    let Some(PeerMessage::Hello(hello)) = reader.receive().await? else {
+        return Err(LinkError::protocol("the first message is not PeerHello"));
+    };
+    if hello.replica != *replica {
+        let detail = format!("server claims to be {}, its certificate is for {replica}", hello.replica);
+        return Err(LinkError::protocol(&detail));
+    }
+    let (min, max) = hello.versions;
+    if negotiate_version(min, max).is_none() {
+        let detail = format!("server speaks protocol versions {min} to {max}; upgrade the older one");
+        return Err(LinkError::Refused(CloseCode::Version, detail));
+    }
+    Ok(Control {
+        reader,
+        writer,
+        hello,
+    })
+}
+
+/// Creates the queue of a connection's messages, and the future that sends them. The future ends
+/// with the error of a message that cannot be sent, or when the last sender is dropped.
+pub(super) fn outbox(
+    writer: PeerWriter,
+) -> (mpsc::Sender<PeerMessage>, impl Future<Output = io::Result<()>>) {
+    let (sender, queue) = mpsc::channel(QUEUE_MESSAGES);
+    (sender, send_all(writer, queue))
+}
+
+async fn send_all(mut writer: PeerWriter, mut queue: mpsc::Receiver<PeerMessage>) -> io::Result<()> {
+    while let Some(message) = queue.recv().await {
+        writer.send(&message).await?;
+    }
+    writer.finish().await
+}
+
+/// Watches whether anything arrives on a connection. Idle servers exchange PING and its answer, so
+/// a connection without any arrival is dead, however busy it is.
+#[derive(Debug)]
+pub(super) struct LinkMonitor {
+    received: u64,
+    last_arrival: Instant,
+    last_check: Instant,
+    last_probe: Instant,
+}
+
+/// What to do after a check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LinkCheck {
+    Live,
+    /// The caller must send a probe.
+    Probe,
+    /// The caller must close the session.
+    Dead,
+}
+
+impl LinkMonitor {
+    pub(super) fn new(received: u64, now: Instant) -> Self {
+        Self {
+            received,
+            last_arrival: now,
+            last_check: now,
+            last_probe: now,
+        }
+    }
+
+    /// Checks the number of received units at `now`. Call it at each tick of [`check_interval`].
+    pub(super) fn check(&mut self, received: u64, now: Instant) -> LinkCheck {
+        let since_check = now.saturating_duration_since(self.last_check);
+        self.last_check = now;
+        // A stopped process (SIGSTOP, a suspended machine) receives nothing in the meantime.
+        if received != self.received || since_check > PAUSE {
+            self.received = received;
+            self.last_arrival = now;
+            return LinkCheck::Live;
+        }
+        let silence = now.saturating_duration_since(self.last_arrival);
+        if silence >= DEAD_AFTER {
+            return LinkCheck::Dead;
+        }
+        let since_probe = now.saturating_duration_since(self.last_probe);
+        if silence >= PROBE_AFTER && since_probe >= PROBE_AFTER {
+            self.last_probe = now;
+            return LinkCheck::Probe;
+        }
+        LinkCheck::Live
+    }
+}
+
+/// Returns the ticks at which a connection is checked.
+pub(super) fn check_interval() -> Interval {
+    let mut ticks = interval(CHECK_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}
+
+/// Admits one log line in 30 s.
+#[derive(Debug, Default)]
+pub(super) struct WarnInterval(Mutex<Option<Instant>>);
+
+impl WarnInterval {
+    /// Returns whether a line may be written.
+    pub(super) fn is_due(&self) -> bool {
+        let now = Instant::now();
+        let mut last = self.0.lock();
+        let is_due = last.is_none_or(|last| now.saturating_duration_since(last) >= WARN_INTERVAL);
+        if is_due {
+            *last = Some(now);
+        }
+        is_due
+    }
+}
+
+/// Messages that wait to be sent on one connection, and questions that wait for a message.
+const QUEUE_MESSAGES: usize = 256;
+/// Time for the answer to a question. The other server probes its session for about as long.
+const ASK_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval of the checks of a connection.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// A check that is this late indicates a stopped process.
+const PAUSE: Duration = Duration::from_secs(4);
+/// Silence after which a probe is sent, and time between two probes.
+const PROBE_AFTER: Duration = Duration::from_secs(5);
+/// Silence after which the connection is closed.
+const DEAD_AFTER: Duration = Duration::from_secs(15);
+/// Time between two log lines about the same server.
+const WARN_INTERVAL: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silent_connection_is_probed_and_dies_unless_something_arrives() {
+        let start = Instant::now();
+        let mut monitor = LinkMonitor::new(0, start);
+        let mut results = Vec::new();
+        for second in 1..=40 {
+            // Something arrives in the 14th and in the 20th second.
+            let received = u64::from(second >= 14) + u64::from(second >= 20);
+            let check = monitor.check(received, start + Duration::from_secs(second));
+            if check != LinkCheck::Live {
+                results.push((second, check));
+            }
+            if check == LinkCheck::Dead {
+                break;
+            }
+        }
+        let expected = [
+            (5, LinkCheck::Probe),
+            (10, LinkCheck::Probe),
+            (19, LinkCheck::Probe),
+            (25, LinkCheck::Probe),
+            (30, LinkCheck::Probe),
+            (35, LinkCheck::Dead),
+        ];
+        assert_eq!(results, expected);
+    }
+
+    #[test]
+    fn pause_of_the_process_is_no_silence() {
+        let start = Instant::now();
+        let mut monitor = LinkMonitor::new(7, start);
+        let later = start + Duration::from_secs(60);
+        assert_eq!(monitor.check(7, later), LinkCheck::Live);
+        let after = later + Duration::from_secs(1);
+        assert_eq!(monitor.check(7, after), LinkCheck::Live);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_line_in_thirty_seconds_is_due() {
+        let warn = WarnInterval::default();
+        assert!(warn.is_due() && !warn.is_due());
+        tokio::time::advance(Duration::from_secs(29)).await;
+        assert!(!warn.is_due());
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert!(warn.is_due());
+    }
+}

@@ -1,0 +1,103 @@
+//! Metrics of the connections to other servers.
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tunnel_proto::process::metrics::with_series;
+
+tunnel_proto::label_values! {
+    /// The state of the connection to another server.
+    pub enum PeerState {
+        /// This server can forward streams to it.
+        Connected = "connected",
+        /// There is no connection, and this server dials.
+        Connecting = "connecting",
+        /// The other server stops soon. Streams to its nodes are still forwarded.
+        Leaving = "leaving",
+    }
+}
+
+impl PeerState {
+    const ALL: [Self; 3] = [Self::Connected, Self::Connecting, Self::Leaving];
+}
+
+tunnel_proto::label_values! {
+    /// The direction of a forwarded stream.
+    pub(super) enum ForwardDirection {
+        /// Another server forwarded the stream to this one.
+        In = "in",
+        /// This server forwarded the stream.
+        Out = "out",
+    }
+}
+
+tunnel_proto::label_values! {
+    /// The result of forwarding a stream.
+    pub(super) enum ForwardResult {
+        /// The stream was opened (out), or ended after it was relayed (in).
+        Ok = "ok",
+        /// The stream was cut while it was relayed.
+        Cut = "cut",
+        /// The server has no session of the node.
+        NotHere = "not_here",
+        /// A limit of streams was reached.
+        TooManyStreams = "too_many_streams",
+        /// The stream could not be opened.
+        Failed = "failed",
+    }
+}
+
+tunnel_proto::label_sets! {
+    StateLabel { state: PeerState }
+    ForwardLabels { direction: ForwardDirection, result: ForwardResult }
+}
+
+tunnel_proto::metrics! {
+    /// The metrics of the connections to other servers, and of the streams over them.
+    struct Families {
+        peers: Family<StateLabel, Gauge> = "peers",
+            "Other servers of the installation by state of the connection to them",
+            with_series(PeerState::ALL.map(|state| StateLabel { state }));
+        forwarded: Family<ForwardLabels, Counter> = "forwarded_streams",
+            "Streams between servers by direction and result; out: ok when opened, in: ok when \
+             relayed to the end";
+        directory_nodes: Gauge = "directory_nodes",
+            "Nodes whose agents are connected to other servers";
+    }
+}
+
+/// The metrics of the connections to other servers. Clones share them.
+#[derive(Debug, Clone, Default)]
+pub struct PeerMetrics(Families);
+
+impl PeerMetrics {
+    /// Registers the metrics under `tunnel_server_`.
+    #[must_use]
+    pub fn new(root: &mut Registry) -> Self {
+        let registry = root.sub_registry_with_prefix("tunnel_server");
+        Self(Families::register(registry))
+    }
+
+    pub(super) fn forwarded(&self, direction: ForwardDirection, result: ForwardResult) {
+        let labels = ForwardLabels { direction, result };
+        self.0.forwarded.get_or_create(&labels).inc();
+    }
+
+    /// Records the number of servers in each state.
+    pub(super) fn set_peers(&self, states: &[PeerState]) {
+        for state in PeerState::ALL {
+            let count = states.iter().filter(|other| **other == state).count();
+            let gauge = self.0.peers.get_or_create(&StateLabel { state });
+            gauge.set(number(count));
+        }
+    }
+
+    pub(super) fn set_directory_nodes(&self, nodes: usize) {
+        self.0.directory_nodes.set(number(nodes));
+    }
+}
+
+fn number(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,381 @@
+//! The accepting end of a connection between servers: admits other servers, announces what this
+//! server holds, answers questions, and serves forwarded streams from the registry alone.
+
+use std::collections::BTreeMap;
+use std::pin::pin;
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use parking_lot::Mutex;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument as _, debug, info, info_span, warn};
+use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::relay::{self, RelayEnd};
+use tunnel_proto::tcp;
+use tunnel_proto::transport::{IncomingStream, Session, h2};
+use tunnel_proto::wire::code::{CloseCode, RefusalCode};
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
+
+use super::announce::{HeldNodes, announce};
+use super::dial::dead;
+use super::endpoint::PeerEndpoint;
+use super::link::{
+    Control, LinkCheck, LinkError, LinkMonitor, check_interval, exchange_hello, outbox,
+};
+use super::{ForwardDirection, ForwardResult};
+use crate::routing::registry::{CallerKey, OpenError, answers_probe};
+
+/// The listener for other servers, port 10269.
+pub(super) struct PeerListener {
+    endpoint: Arc<PeerEndpoint>,
+    announced: watch::Receiver<HeldNodes>,
+    /// The connection of each server. The token is cancelled when a newer connection replaces it.
+    connections: Mutex<BTreeMap<ReplicaId, CancellationToken>>,
+}
+
+/// A connection that is ready.
+struct Accepted {
+    session: Arc<dyn Session>,
+    replica: ReplicaId,
+    control: Control,
+}
+
+impl PeerListener {
+    pub(super) fn new(
+        endpoint: Arc<PeerEndpoint>,
+        announced: watch::Receiver<HeldNodes>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            endpoint,
+            announced,
+            connections: Mutex::default(),
+        })
+    }
+
+    pub(super) async fn run(self: Arc<Self>, mut listener: RetryingListener<TcpListener>) {
+        let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        loop {
+            let (socket, address) = listener.accept().await;
+            let Ok(permit) = permits.clone().try_acquire_owned() else {
+                debug!(peer = %address, "too many connections of other servers");
+                continue;
+            };
+            let accepting = self.clone();
+            let work = async move {
+                accepting.serve(socket).await;
+                drop(permit);
+            };
+            let work = work.instrument(info_span!("conn", peer = %address));
+            self.endpoint.shutdown.spawn_service(work);
+        }
+    }
+
+    async fn serve(&self, socket: TcpStream) {
+        let accepting = Box::pin(self.accept(socket));
+        let accepted = match timeout(self.endpoint.handshake_limit, accepting).await {
+            Ok(Ok(accepted)) => accepted,
+            Ok(Err(error)) if error.is_violation() => {
+                return self.endpoint.peers.warn_violation(&"unknown", &error);
+            }
+            Ok(Err(error)) => return debug!(%error, "connection of another server not accepted"),
+            Err(_elapsed) => return debug!("handshake of another server did not finish in time"),
+        };
+        Box::pin(self.keep(accepted)).await;
+    }
+
+    async fn accept(&self, socket: TcpStream) -> Result<Accepted, LinkError> {
+        if !tcp::LISTENER_PASSES_ON_OPTIONS
+            && let Err(error) = tcp::configure_session(&socket)
+        {
+            debug!(%error, "cannot set a socket option");
+        }
+        let tls = TlsAcceptor::from(self.endpoint.tls.server.clone());
+        let stream = tls.accept(h2::ReadAhead::new(socket)).await;
+        let stream = stream.map_err(LinkError::Tls)?;
+        let session = h2::accept_peer(stream, &self.endpoint.settings).await?;
+        match self.greet(&session).await {
+            Ok((replica, control)) => Ok(Accepted {
+                session,
+                replica,
+                control,
+            }),
+            Err(error) => {
+                session.close(error.code(), &error.to_string()).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Accepts the control stream and exchanges the first messages. Returns the name of the server.
+    async fn greet(&self, session: &Arc<dyn Session>) -> Result<(ReplicaId, Control), LinkError> {
+        let peers = &self.endpoint.peers;
+        let Some(replica) = session.peer().replica().cloned() else {
+            // The verifier accepts only servers. This check is a second line of defense.
+            return Err(LinkError::protocol("not a server"));
+        };
+        if replica == *peers.own() {
+            let detail = format!("another server has the name of this one, {replica}; set --replica-name");
+            return Err(LinkError::protocol(&detail));
+        }
+        let incoming = session.accept().await?;
+        let deadline = Instant::now() + self.endpoint.handshake_limit;
+        let (header, mut stream) = incoming.header(deadline).await?;
+        let StreamKind::Control { .. } = header.kind else {
+            return Err(LinkError::protocol("the first stream is not the control stream"));
+        };
+        stream.accept("").await?;
+        let control = exchange_hello(stream, peers.hello(), &replica).await?;
+        Ok((replica, control))
+    }
+
+    /// Runs a connection to its end. It replaces an older connection of the same server.
+    async fn keep(&self, accepted: Accepted) {
+        let Accepted {
+            session,
+            replica,
+            control,
+        } = accepted;
+        info!(
+            peer = %replica, remote = %session.stats().remote, epoch = control.hello.epoch,
+            "another server connected"
+        );
+        let replaced = CancellationToken::new();
+        let older = (self.connections.lock()).insert(replica.clone(), replaced.clone());
+        if let Some(older) = older {
+            older.cancel();
+        }
+        let running = self.run_connection(&session, &replica, control);
+        let ended = tokio::select! {
+            ended = running => ended,
+            () = replaced.cancelled() => {
+                let detail = "replaced by a newer connection".to_owned();
+                Err(LinkError::Refused(CloseCode::Superseded, detail))
+            }
+        };
+        {
+            let mut connections = self.connections.lock();
+            if !replaced.is_cancelled() {
+                connections.remove(&replica);
+            }
+        }
+        match ended {
+            Ok(()) => debug!(peer = %replica, "another server closed its connection"),
+            Err(error) => {
+                if error.is_violation() {
+                    self.endpoint.peers.warn_violation(&replica, &error);
+                } else {
+                    info!(peer = %replica, %error, "connection of another server ended");
+                }
+                session.close(error.code(), &error.to_string()).await;
+            }
+        }
+    }
+
+    async fn run_connection(
+        &self,
+        session: &Arc<dyn Session>,
+        replica: &ReplicaId,
+        control: Control,
+    ) -> Result<(), LinkError> {
+        let peers = &self.endpoint.peers;
+        let Control {
+            mut reader, writer, ..
+        } = control;
+        let (outbox, sending) = outbox(writer);
+        let mut sending = pin!(sending);
+        let is_leaving = peers.is_leaving.subscribe();
+        let announcing = announce(self.announced.clone(), is_leaving, outbox.clone());
+        let mut announcing = pin!(announcing);
+        let mut closed = pin!(session.closed());
+        let mut monitor = LinkMonitor::new(session.stats().received, Instant::now());
+        let mut ticks = check_interval();
+        let streams = peers.limits.streams.min(Semaphore::MAX_PERMITS);
+        let streams = Arc::new(Semaphore::new(streams));
+        let probes = Arc::new(Semaphore::new(PROBES_MAX));
+        loop {
+            tokio::select! {
+                biased;
+                reason = &mut closed => return Err(LinkError::Session(reason.into())),
+                now = ticks.tick() => match monitor.check(session.stats().received, now) {
+                    LinkCheck::Live => {}
+                    LinkCheck::Probe => session.probe(),
+                    LinkCheck::Dead => return Err(dead()),
+                },
+                received = reader.receive() => match received? {
+                    Some(PeerMessage::Ask(ask)) => self.answer(ask, &probes, &outbox),
+                    Some(message) => self.handle(replica, message)?,
+                    None => return Ok(()),
+                },
+                incoming = session.accept() => {
+                    let permit = streams.clone().try_acquire_owned().ok();
+                    self.spawn_stream(incoming?, replica, permit);
+                }
+                sent = &mut sending => return sent.map_err(LinkError::Control),
+                never = &mut announcing => match never {},
+            }
+        }
+    }
+
+    fn handle(&self, replica: &ReplicaId, message: PeerMessage) -> Result<(), LinkError> {
+        match message {
+            PeerMessage::Revoked(nodes) => (self.endpoint.on_revoked)(nodes),
+            PeerMessage::Hello(_) => return Err(LinkError::protocol("a second PeerHello")),
+            PeerMessage::Holds(_)
+            | PeerMessage::Leaving
+            | PeerMessage::Ask(_)
+            | PeerMessage::Alive(_)
+            | PeerMessage::Unknown => {
+                debug!(peer = %replica, "unexpected message of another server");
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers a question in a task of its own, because a probe takes up to a second.
+    fn answer(&self, ask: Ask, probes: &Arc<Semaphore>, outbox: &mpsc::Sender<PeerMessage>) {
+        let Ok(permit) = probes.clone().try_acquire_owned() else {
+            return debug!(agent = %ask.node, "too many questions of another server");
+        };
+        let (endpoint, outbox) = (self.endpoint.clone(), outbox.clone());
+        self.endpoint.shutdown.spawn_service(async move {
+            let is_alive = is_alive(&endpoint, &ask).await;
+            let alive = Alive {
+                id: ask.id,
+                is_alive,
+            };
+            let _connection_is_gone = outbox.send(PeerMessage::Alive(alive)).await;
+            drop(permit);
+        });
+    }
+
+    /// Serves a forwarded stream as work that a drain waits for. `permit` is `None` above the limit
+    /// of streams.
+    fn spawn_stream(
+        &self,
+        incoming: IncomingStream,
+        replica: &ReplicaId,
+        permit: Option<OwnedSemaphorePermit>,
+    ) {
+        let (endpoint, replica) = (self.endpoint.clone(), replica.clone());
+        let span = info_span!("stream", peer = %replica);
+        let serving = async move {
+            let result = match permit {
+                Some(permit) => {
+                    let result = serve_stream(&endpoint, incoming, replica).await;
+                    drop(permit);
+                    result
+                }
+                None => refuse_above_limit(&endpoint, incoming).await,
+            };
+            if let Some(result) = result {
+                endpoint.peers.count(ForwardDirection::In, result);
+            }
+        };
+        self.endpoint.shutdown.spawn_work(serving.instrument(span));
+    }
+}
+
+/// Returns whether a session of a node with another agent process than the asked one answers. If
+/// none does, the newcomer takes over, and these sessions are closed.
+async fn is_alive(endpoint: &PeerEndpoint, ask: &Ask) -> bool {
+    let mut rivals = endpoint.registry.of_node(&ask.node);
+    rivals.retain(|agent| agent.instance != ask.instance && !agent.is_withdrawn());
+    let answers = join_all(rivals.iter().map(|agent| answers_probe(&agent.session))).await;
+    if answers.contains(&true) {
+        return true;
+    }
+    for old in rivals {
+        warn!(agent = %old.node, session = %old.id, "silent session is superseded by an agent process at another server");
+        old.withdraw();
+        endpoint
+            .shutdown
+            .spawn_service(async move { old.close_superseded().await });
+    }
+    false
+}
+
+/// Relays a forwarded stream to the node's agent, if a session of the node is connected to this
+/// server. Returns the result, or `None` if the other server ended the stream before its header.
+async fn serve_stream(
+    endpoint: &PeerEndpoint,
+    incoming: IncomingStream,
+    replica: ReplicaId,
+) -> Option<ForwardResult> {
+    let deadline = Instant::now() + endpoint.handshake_limit;
+    let (header, mut stream) = match incoming.header(deadline).await {
+        Ok(header_and_stream) => header_and_stream,
+        Err(error) => {
+            debug!(%error, "stream of another server has no header");
+            return None;
+        }
+    };
+    let StreamKind::Forward { node, target } = header.kind else {
+        let detail = "this server accepts only forwarded streams of other servers";
+        stream.refuse(RefusalCode::BadHeader, detail).await;
+        return Some(ForwardResult::Failed);
+    };
+    let header = StreamHeader {
+        kind: StreamKind::Target(target),
+        trace_parent: header.trace_parent,
+    };
+    let caller = CallerKey::Replica(replica);
+    let registry = &endpoint.registry;
+    let opened = registry.open(&node, &header, &caller, endpoint.open_limit, None);
+    let mut opened = match opened.await {
+        Ok(opened) => opened,
+        Err(error) => {
+            debug!(agent = %node, %error, "cannot open a forwarded stream");
+            let (code, result) = refusal(&error);
+            stream.refuse(code, &error.to_string()).await;
+            return Some(result);
+        }
+    };
+    let outcome = relay::forward(&mut stream, &mut opened.stream).await;
+    Some(match outcome.end {
+        RelayEnd::Clean | RelayEnd::ReaderClosed(_) => ForwardResult::Ok,
+        RelayEnd::Cut(side, error) => {
+            debug!(agent = %node, ?side, %error, "forwarded stream was cut");
+            ForwardResult::Cut
+        }
+    })
+}
+
+async fn refuse_above_limit(
+    endpoint: &PeerEndpoint,
+    incoming: IncomingStream,
+) -> Option<ForwardResult> {
+    let deadline = Instant::now() + endpoint.handshake_limit;
+    let (_, stream) = incoming.header(deadline).await.ok()?;
+    let detail = "too many streams between two servers (limits.peerStreams)";
+    stream.refuse(RefusalCode::TooManyStreams, detail).await;
+    Some(ForwardResult::TooManyStreams)
+}
+
+/// Returns the code of the refusal for a stream that was not opened. With `not_here` the other
+/// server tries the next holder, so that is the code while nothing was sent to an agent.
+fn refusal(error: &OpenError) -> (RefusalCode, ForwardResult) {
+    match error {
+        OpenError::NoAgent
+        | OpenError::Suspect(_)
+        | OpenError::Draining
+        | OpenError::Lost(_) => (RefusalCode::NotHere, ForwardResult::NotHere),
+        OpenError::TooManyStreams(_)
+        | OpenError::PeerStreams(_)
+        | OpenError::BufferPoolFull(_) => {
+            (RefusalCode::TooManyStreams, ForwardResult::TooManyStreams)
+        }
+        OpenError::Timeout => (RefusalCode::Internal, ForwardResult::Failed),
+    }
+}
+
+/// Connections of other servers at once, in their handshake or ready: twice the maximum number of
+/// servers.
+const CONNECTIONS_MAX: usize = 128;
+/// Questions of one server that are answered at once.
+const PROBES_MAX: usize = 1024;
