@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
 use tunnel_proto::process::host::Resources;
@@ -22,6 +23,7 @@ use crate::config::{Capacity, Config};
 use crate::dns::Records;
 use crate::policy::PortPolicy;
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
 
 mod admin;
@@ -32,6 +34,7 @@ mod connect;
 mod context;
 mod credential_watcher;
 mod listeners;
+mod peers;
 mod quic_sessions;
 mod records;
 mod serving;
@@ -102,6 +105,14 @@ impl App {
             &serving.names,
             &context,
         );
+        let (_, membership) = watch::channel(context.config.peers.peers.clone().into());
+        peers::start(
+            sockets.peers,
+            membership,
+            advertised.clone(),
+            &authority,
+            &context,
+        )?;
         let pods = cluster.pods.clone();
         let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
         let own_ports = sockets.bound.tcp_ports();
@@ -180,6 +191,12 @@ impl App {
     #[must_use]
     pub fn revocations(&self) -> &Arc<Revocations> {
         &self.revocations
+    }
+
+    /// Returns the other servers.
+    #[must_use]
+    pub fn peers(&self) -> &Arc<Peers> {
+        &self.context.peers
     }
 
     #[must_use]

@@ -18,6 +18,7 @@ use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
 use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::store::data_dir::DataDir;
@@ -42,6 +43,8 @@ pub(super) struct ServerContext {
     pub(super) watcher: CredentialWatcher,
     pub(super) session_settings: SessionSettings,
     pub(super) registry: Arc<Registry>,
+    /// The other servers. `app/peers.rs` connects to them.
+    pub(super) peers: Arc<Peers>,
     pub(super) nodes: Arc<KnownNodes>,
     pub(super) routes: Routes,
     pub(super) records: Records,
@@ -97,6 +100,12 @@ impl ServerContext {
             streams_per_agent: usize::try_from(limits.streams_per_agent)?,
             buffer_pool: limits.buffer_pool,
         });
+        let peer_limits = PeerLimits {
+            streams: limits.peer_streams,
+            directory_nodes: limits.directory_nodes,
+        };
+        let peer_metrics = PeerMetrics::new(metrics_registry);
+        let peers = Peers::new(config.peers.name.clone(), peer_limits, peer_metrics);
         let routes = Routes::default();
         nodes.start(&shutdown);
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
@@ -113,6 +122,7 @@ impl ServerContext {
             shutdown,
             metrics,
             registry: Arc::new(registry),
+            peers,
             nodes,
             routes,
             records: Records::default(),

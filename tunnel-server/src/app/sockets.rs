@@ -26,6 +26,7 @@ pub(super) struct Sockets {
     pub(super) listeners: Vec<(TcpListener, ListenerKind)>,
     pub(super) dns: Option<DnsSockets>,
     pub(super) connect: ConnectSockets,
+    pub(super) peers: Option<TcpListener>,
     pub(super) bound: BoundAddrs,
 }
 
@@ -41,8 +42,13 @@ pub(super) async fn bind(
         QuicAcceptor::bind(address, quic_tls.clone(), quic_keys, settings.clone())
     })
     .await?;
+    let peers = match config.peers.listen {
+        Some(address) => Some(listen(address, "--peer-listen").await?),
+        None => None,
+    };
     let mut bound = BoundAddrs {
         agents: tcp.local_addr()?,
+        peers: peers.as_ref().map(TcpListener::local_addr).transpose()?,
         https: None,
         http: None,
         meta,
@@ -68,6 +74,7 @@ pub(super) async fn bind(
         listeners,
         dns,
         connect,
+        peers,
         bound,
     })
 }
@@ -125,6 +132,8 @@ async fn bind_listeners(
 pub struct BoundAddrs {
     /// Address for agents, UDP and TCP.
     pub agents: SocketAddr,
+    /// Address for other servers.
+    pub peers: Option<SocketAddr>,
     pub https: Option<SocketAddr>,
     pub http: Option<SocketAddr>,
     pub meta: SocketAddr,
@@ -139,6 +148,7 @@ impl BoundAddrs {
     pub(super) fn log(&self) {
         let log = |listener: &str, address: &SocketAddr| info!(listener, %address, "listening");
         log("agents", &self.agents);
+        self.peers.iter().for_each(|address| log("peers", address));
         self.https.iter().for_each(|address| log("https", address));
         self.http.iter().for_each(|address| log("http", address));
         log("meta", &self.meta);
@@ -154,7 +164,8 @@ impl BoundAddrs {
 
     /// Returns the ports that callers never reach as ports of a node.
     pub(super) fn reserved_ports(&self) -> Vec<Port> {
-        let own = [Some(self.agents), self.https, self.http, Some(self.meta)];
+        let (agents, meta) = (Some(self.agents), Some(self.meta));
+        let own = [agents, self.https, self.http, meta, self.peers];
         own.iter()
             .flatten()
             .filter_map(|address| Port::new(address.port()))
@@ -162,7 +173,7 @@ impl BoundAddrs {
     }
 
     pub(super) fn tcp_ports(&self) -> Vec<Port> {
-        let single = [self.https, self.http, self.dns, self.connect];
+        let single = [self.https, self.http, self.dns, self.connect, self.peers];
         let many = self.proxy.iter().copied();
         let many = many.chain(self.services.iter().map(|(_, address)| *address));
         let all = [self.agents, self.meta].into_iter().chain(many);

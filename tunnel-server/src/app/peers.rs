@@ -1,0 +1,172 @@
+//! Connections to the other servers: this server's certificate for them, the CA that it trusts, and
+//! the start of the listener and of the dialing.
+
+use std::fmt;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use arc_swap::ArcSwap;
+use rustls::SignatureScheme;
+use rustls::client::ResolvesClientCert;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tracing::{error, warn};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tls::{self, PeerTrust};
+use tunnel_proto::transport::SessionSettings;
+use tunnel_proto::wire::peer::RevokedNode;
+
+use super::authority::Authority;
+use super::context::ServerContext;
+use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
+use crate::ca::LocalCa;
+use crate::ca::revocation::Revocations;
+use crate::config::PeerFiles;
+use crate::routing::peers::{OnRevoked, PeerAddress, PeerEndpoint, PeerTls};
+
+/// Sets the addresses that agents dial, and starts the connections to the servers of `membership` if
+/// there is a listener for them.
+pub(super) fn start(
+    listener: Option<TcpListener>,
+    membership: watch::Receiver<Arc<[PeerAddress]>>,
+    advertised: Vec<String>,
+    authority: &Authority,
+    context: &ServerContext,
+) -> anyhow::Result<()> {
+    context.peers.advertise(advertised);
+    let Some(listener) = listener else {
+        return Ok(());
+    };
+    let limits = &context.config.limits;
+    let endpoint = PeerEndpoint {
+        peers: context.peers.clone(),
+        registry: context.registry.clone(),
+        tls: peer_tls(authority, context)?,
+        settings: SessionSettings {
+            streams: u32::try_from(limits.peer_streams)?.saturating_add(CONTROL_STREAMS),
+            ..context.session_settings.clone()
+        },
+        handshake_limit: limits.handshake_timeout,
+        open_limit: limits.open_timeout,
+        shutdown: context.shutdown.clone(),
+        on_revoked: on_revoked(&authority.revocations, &context.shutdown),
+    };
+    endpoint.start(listener, membership);
+    Ok(())
+}
+
+/// Builds the TLS configurations from files of the operator, which are watched, or else from the
+/// local CA.
+fn peer_tls(authority: &Authority, context: &ServerContext) -> anyhow::Result<PeerTls> {
+    match &context.config.peers.files {
+        Some(files) => from_files(files, &context.watcher),
+        None => from_ca(&authority.ca, context),
+    }
+}
+
+fn from_ca(ca: &Arc<LocalCa>, context: &ServerContext) -> anyhow::Result<PeerTls> {
+    let own = ca.peer_resolver(context.peers.own().clone());
+    let trust = PeerTrust::new(tls::roots(ca.roots())?)?;
+    watch_ca(ca, &trust, &context.shutdown);
+    Ok(PeerTls {
+        client: tls::peer_client(own.clone(), trust.clone())?,
+        server: tls::peer_server(own, trust)?,
+    })
+}
+
+fn from_files(files: &PeerFiles, watcher: &CredentialWatcher) -> anyhow::Result<PeerTls> {
+    let first = read_pair(&files.pair).context("--peer-cert-file, --peer-key-file")?;
+    let metrics = watcher.metrics.clone();
+    let record_expiry = move |not_after| metrics.credential(CERTIFICATE, not_after);
+    report_expiry(CERTIFICATE, &first.value, &record_expiry);
+    let own = Arc::new(PeerKey(ArcSwap::new(first.value)));
+    let swapped = own.clone();
+    let apply = move |key: Arc<CertifiedKey>| {
+        report_expiry(CERTIFICATE, &key, &record_expiry);
+        swapped.0.store(key);
+        Ok(())
+    };
+    watcher.watch_pair(CERTIFICATE, &files.pair, first.digest, apply);
+    let roots = read_roots(&files.ca).context("--peer-ca")?;
+    let trust = PeerTrust::new(roots.value)?;
+    let replaced = trust.clone();
+    let apply = move |roots| replaced.replace(roots);
+    watcher.watch_roots("peer_ca", &files.ca, roots.digest, apply);
+    Ok(PeerTls {
+        client: tls::peer_client(own.clone(), trust.clone())?,
+        server: tls::peer_server(own, trust)?,
+    })
+}
+
+/// Updates the trusted roots whenever the CA is replaced.
+fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<PeerTrust>, shutdown: &Shutdown) {
+    let (ca, trust, mut changed) = (ca.clone(), trust.clone(), ca.changed());
+    shutdown.spawn_service(async move {
+        while changed.changed().await.is_ok() {
+            let replaced = tls::roots(ca.roots()).and_then(|roots| trust.replace(roots));
+            if let Err(error) = replaced {
+                error!(%error, "cannot apply the new CA to connections of servers; still using the previous one");
+            }
+        }
+    });
+}
+
+/// Returns the function that applies the revocations of other servers that are later than those in
+/// force.
+fn on_revoked(revocations: &Arc<Revocations>, shutdown: &Shutdown) -> OnRevoked {
+    let (revocations, shutdown) = (revocations.clone(), shutdown.clone());
+    Box::new(move |nodes: Vec<RevokedNode>| {
+        let revocations = revocations.clone();
+        shutdown.spawn_service(async move {
+            let applying = move || {
+                for revoked in nodes {
+                    let known = revocations.of_node(&revoked.node);
+                    if known.is_some_and(|at| at >= revoked.at) {
+                        continue;
+                    }
+                    if let Err(error) = revocations.revoke(&revoked.node, revoked.at) {
+                        warn!(agent = %revoked.node, %error, "cannot persist a revocation of another server");
+                    }
+                }
+            };
+            // Each revocation is written to disk or to the cluster.
+            let _panic_is_logged = tokio::task::spawn_blocking(applying).await;
+        });
+    })
+}
+
+/// The operator's chain and key for both directions. Each handshake uses the latest ones.
+struct PeerKey(ArcSwap<CertifiedKey>);
+
+impl fmt::Debug for PeerKey {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("PeerKey(..)")
+    }
+}
+
+impl ResolvesServerCert for PeerKey {
+    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.load_full())
+    }
+}
+
+impl ResolvesClientCert for PeerKey {
+    fn resolve(
+        &self,
+        _root_hint_subjects: &[&[u8]],
+        _schemes: &[SignatureScheme],
+    ) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.load_full())
+    }
+
+    fn has_certs(&self) -> bool {
+        true
+    }
+}
+
+/// Name of the operator's certificate in logs and metrics.
+const CERTIFICATE: &str = "peer_certificate";
+/// Streams of a connection in addition to the forwarded ones: the control stream, and refused ones.
+const CONTROL_STREAMS: u32 = 16;
