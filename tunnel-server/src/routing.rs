@@ -1,5 +1,15 @@
-//! Routing: the node that a request is for, the sessions of connected agents, and the addresses
-//! that the server may dial without an agent.
+//! Routing: the node that a request is for, the sessions of connected agents, the other servers, and
+//! the addresses that the server may dial without an agent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::name::NodeName;
+
+use self::peers::Peers;
+use self::registry::{CallerKey, OpenError, Opened, Registry};
+use self::via::Via;
 
 pub mod decision;
 pub mod destination;
@@ -11,3 +21,86 @@ pub mod pod_lookup;
 pub mod registry;
 pub mod routes;
 pub mod via;
+
+/// Opens streams to nodes, over a session of this server or over another server that has one.
+#[derive(Debug, Clone)]
+pub struct Routing {
+    registry: Arc<Registry>,
+    peers: Arc<Peers>,
+}
+
+impl Routing {
+    #[must_use]
+    pub fn new(registry: Arc<Registry>, peers: Arc<Peers>) -> Self {
+        Self { registry, peers }
+    }
+
+    /// Opens a stream of `caller` to the target of a node, as [`Registry::open`] does. If this
+    /// server has no session that takes the stream, another server that holds the node forwards it.
+    ///
+    /// Cancel-safe: if the future is dropped early, the stream is reset.
+    ///
+    /// # Errors
+    /// Returns an [`OpenError`] if no stream could be opened.
+    pub async fn open(
+        &self,
+        node: &NodeName,
+        header: &StreamHeader,
+        caller: &CallerKey,
+        limit: Duration,
+        except: Option<&Via>,
+    ) -> Result<Opened, OpenError> {
+        let local = self.registry.open(node, header, caller, limit, except);
+        let failure = match local.await {
+            Ok(opened) => return Ok(opened),
+            // Nothing was sent, or nothing was started.
+            Err(
+                failure @ (OpenError::NoAgent
+                | OpenError::Suspect(_)
+                | OpenError::Draining
+                | OpenError::Lost(_)),
+            ) => failure,
+            Err(failure) => return Err(failure),
+        };
+        let StreamKind::Target(target) = &header.kind else {
+            return Err(failure);
+        };
+        let forwarded = self
+            .peers
+            .open(node, target, &header.trace_parent, limit, except);
+        match Box::pin(forwarded).await {
+            Err(OpenError::NoAgent) => Err(failure),
+            outcome => outcome,
+        }
+    }
+
+    /// Returns whether any server has a session with the agent of a node.
+    #[must_use]
+    pub fn is_held(&self, node: &NodeName) -> bool {
+        self.registry.has(node) || self.peers.holds(node)
+    }
+
+    /// Returns what a new stream to a node tries first.
+    #[must_use]
+    pub fn active(&self, node: &NodeName) -> Option<Via> {
+        let local = self.registry.active(node);
+        local.or_else(|| self.peers.preferred(node).map(Via::Replica))
+    }
+
+    /// Returns whether an idle stream over `via` can be kept for another request, see
+    /// [`Registry::can_reuse`].
+    #[must_use]
+    pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
+        match via {
+            Via::Local(_) => self.registry.can_reuse(node, via),
+            Via::Replica(_) => self.active(node).as_ref() == Some(via),
+        }
+    }
+
+    /// Records that the server which carried a stream has no session with the node.
+    pub fn not_here(&self, node: &NodeName, via: &Via) {
+        if let Via::Replica(replica) = via {
+            self.peers.not_here(node, replica);
+        }
+    }
+}

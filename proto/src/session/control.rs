@@ -90,6 +90,11 @@ pub struct ControlReader<M = ControlMessage> {
     message: PhantomData<fn() -> M>,
 }
 
+/// The receiving half of a control stream between servers.
+pub type PeerReader = ControlReader<PeerMessage>;
+/// The sending half of a control stream between servers.
+pub type PeerWriter = ControlWriter<PeerMessage>;
+
 /// The error for a peer that sent more messages in one second than it may. Contains the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("more than {0} control messages in a second")]

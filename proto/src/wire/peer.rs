@@ -6,7 +6,8 @@ use bytes::BytesMut;
 use prost::Message;
 
 use super::control::{decode_replica, millis, sanitize_addresses};
-use super::frame::{self, FrameError, PEER_MESSAGE_MAX};
+pub use super::frame::PEER_MESSAGE_MAX;
+use super::frame::{self, FrameError};
 use super::name::{InstanceId, NodeName, ReplicaId};
 use super::pb;
 

@@ -24,7 +24,7 @@ pub(super) fn start(
     let limits = &config.limits;
     let ingress = Arc::new(IngressContext {
         routes: context.routes.clone(),
-        registry: context.registry.clone(),
+        routing: Routing::new(context.registry.clone(), context.peers.clone()),
         policy: context.policy.clone(),
         pods,
         targets,

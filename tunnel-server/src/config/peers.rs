@@ -10,9 +10,9 @@ use tunnel_proto::tls::files::KeyPairFiles;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::ReplicaId;
 
+use super::RawConfig;
 use super::kubernetes::KubernetesSettings;
 use super::listeners::host_and_port;
-use super::RawConfig;
 use crate::routing::peers::PeerAddress;
 
 /// Default port of the listener for other servers.
@@ -49,8 +49,8 @@ impl PeerSettings {
         errors: &mut ConfigErrors,
     ) -> Self {
         let peers = peers(raw, errors);
-        let follows_service = kubernetes
-            .is_some_and(|settings| settings.in_cluster && !settings.single_replica);
+        let follows_service =
+            kubernetes.is_some_and(|settings| settings.in_cluster && !settings.single_replica);
         let default: Option<SocketAddr> = (follows_service || !peers.is_empty())
             .then(|| (Ipv6Addr::UNSPECIFIED, PORT_PEERS).into());
         let listen = errors.parse_with(
@@ -114,7 +114,9 @@ fn replica_name(raw: &RawConfig, has_peers: bool, errors: &mut ConfigErrors) -> 
         None => host_name()
             .map_err(|error| format!("cannot read the host's name: {error}"))
             .and_then(|name| parse_quoted::<ReplicaId>(&name.to_ascii_lowercase()))
-            .map_err(|error| format!("not given, and the host's name is no name of a server: {error}")),
+            .map_err(|error| {
+                format!("not given, and the host's name is no name of a server: {error}")
+            }),
     };
     let name = if configured.is_some() || has_peers {
         errors.ok_or_record(NAME, parsed)
@@ -208,7 +210,10 @@ mod tests {
             ("replicaName: a\npeers: ['b b=c:1']", "--peer: \"b b\""),
             ("replicaName: a\npeers: [b=c:1, b=d:1]", "b is named twice"),
             (&*many, "more than 64 servers"),
-            ("replicaName: a\npeers: [b=c:1]\npeerListen: off", "--peer-listen"),
+            (
+                "replicaName: a\npeers: [b=c:1]\npeerListen: off",
+                "--peer-listen",
+            ),
             ("peerCa: /ca", "--peer-cert-file too"),
             ("peerCertFile: /c", "--peer-ca too"),
             ("peerKeyFile: /k", "--peer-cert-file too"),

@@ -17,17 +17,17 @@ use super::peer::{CallerAddr, CallerIdentity};
 use super::target_tls::TargetTls;
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
+use crate::routing::Routing;
 use crate::routing::destination::Scheme;
 use crate::routing::pod_lookup::PodResolver;
-use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 
 /// State that all listeners share.
 #[derive(Debug, Clone)]
 pub struct IngressContext {
     pub routes: Routes,
-    /// Sessions of connected agents.
-    pub registry: Arc<Registry>,
+    /// Opens streams to agents.
+    pub routing: Routing,
     /// Ports that callers may reach.
     pub policy: SharedPortPolicy,
     /// Looks up the node of a Pod, for callers with delegation. Set only in a cluster.

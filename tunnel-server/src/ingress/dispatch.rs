@@ -134,7 +134,7 @@ fn resolve_proxy(
 ) -> Result<RequestedDestination<DirectRoute>, ProxyError> {
     let cluster = dialer.dial_policy().cluster();
     let requested = request.resolve(&ingress.routes.load(), &cluster, |node| {
-        ingress.registry.has(node)
+        ingress.routing.is_held(node)
     })?;
     Ok(requested.map_direct(|target| DirectRoute {
         dialer: dialer.clone(),
@@ -155,7 +155,7 @@ impl DirectRoute {
         let routes = ingress.routes.load();
         let claims = AddressClaims {
             routes: &routes,
-            has_agent: &|node| ingress.registry.has(node),
+            has_agent: &|node| ingress.routing.is_held(node),
             is_own: &is_own_address,
             own_ports: self.dialer.own_ports(),
         };
@@ -212,7 +212,9 @@ pub(super) async fn open_tunnel(
     let mut opener = StreamOpener::new(ingress, &destination, params.key, params.trace_parent);
     loop {
         let mut opened = opener.open(access_log).await?;
-        if !params.awaits_reply {
+        // Another server may have lost the node, and nothing of the caller must be sent before that
+        // is known.
+        if !params.awaits_reply && opened.via.replica().is_none() {
             return Ok(Tunnel::Pending {
                 stream: opened.stream,
                 target_label,

@@ -119,6 +119,7 @@ fn refusal_outcome(code: RefusalCode) -> Outcome {
         RefusalCode::TargetTimeout => Outcome::TargetTimeout,
         RefusalCode::TooManyStreams => Outcome::TooManyStreams,
         RefusalCode::Draining => Outcome::Draining,
+        RefusalCode::NotHere => Outcome::NoAgent,
         RefusalCode::BadHeader | RefusalCode::Internal | RefusalCode::Unknown(_) => {
             Outcome::AgentLost
         }

@@ -38,8 +38,8 @@ mod serve;
 pub use address::PeerAddress;
 pub use endpoint::{OnRevoked, PeerEndpoint, PeerTls};
 use link::{Link, WarnInterval};
-pub use metrics::{PeerMetrics, PeerState};
 use metrics::{ForwardDirection, ForwardResult};
+pub use metrics::{PeerMetrics, PeerState};
 
 /// The other servers of this installation. Exists on a server without others, too.
 #[derive(Debug)]
@@ -219,8 +219,19 @@ impl Peers {
         Err(failure)
     }
 
+    /// Returns the server that a new stream to a node tries first.
+    #[must_use]
+    pub fn preferred(&self, node: &NodeName) -> Option<ReplicaId> {
+        let links = self.candidates(node, None).ok()?;
+        Some(links.first()?.replica.clone())
+    }
+
     /// Returns the connections to try for a stream to a node, at least one.
-    fn candidates(&self, node: &NodeName, except: Option<&Via>) -> Result<Vec<Arc<Link>>, OpenError> {
+    fn candidates(
+        &self,
+        node: &NodeName,
+        except: Option<&Via>,
+    ) -> Result<Vec<Arc<Link>>, OpenError> {
         let except = except.and_then(|via| match via {
             Via::Replica(replica) => Some(replica),
             Via::Local(_) => None,
@@ -234,7 +245,11 @@ impl Peers {
             return Ok(links);
         }
         let is_linked = |replica: &ReplicaId| link(replica).is_some();
-        if state.directory.candidates(node, except, is_linked).is_empty() {
+        if state
+            .directory
+            .candidates(node, except, is_linked)
+            .is_empty()
+        {
             return Err(OpenError::NoAgent);
         }
         Err(self.too_many_streams())
@@ -330,7 +345,8 @@ impl Peers {
     /// revocations of a node, the latest counts.
     pub fn revoked(&self, nodes: Vec<RevokedNode>) {
         self.revoked.send_if_modified(|revoked| {
-            let is_later = |node: &RevokedNode| revoked.get(&node.node).is_none_or(|at| *at < node.at);
+            let is_later =
+                |node: &RevokedNode| revoked.get(&node.node).is_none_or(|at| *at < node.at);
             let later: Vec<_> = nodes.into_iter().filter(is_later).collect();
             if later.is_empty() {
                 return false;
@@ -506,7 +522,10 @@ impl Peers {
             addresses: peer.addresses.clone(),
             is_leaving: peer.is_leaving,
         });
-        let members: Vec<_> = std::iter::once(own).chain(others).take(REPLICAS_MAX).collect();
+        let members: Vec<_> = std::iter::once(own)
+            .chain(others)
+            .take(REPLICAS_MAX)
+            .collect();
         self.members.send_if_modified(|published| {
             let is_changed = **published != *members;
             if is_changed {

@@ -344,7 +344,9 @@ impl Registry {
     /// use the same session, and at most a quarter of the streams of the node's agent may be open.
     #[must_use]
     pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
-        let Via::Local(session) = via;
+        let Via::Local(session) = via else {
+            return false;
+        };
         let nodes = self.nodes.lock();
         nodes.get(node).is_some_and(|node| {
             node.limiter.has_spare() && node.active().is_some_and(|agent| agent.id == *session)

@@ -1,19 +1,32 @@
 //! The connection that carries a stream from a listener to a node.
 
-use tunnel_proto::wire::name::SessionId;
+use tunnel_proto::wire::name::{ReplicaId, SessionId};
 
 /// What carries a stream to a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Via {
     /// A session between this server and the node's agent.
     Local(SessionId),
+    /// Another server, which has a session with the node's agent.
+    Replica(ReplicaId),
 }
 
 impl Via {
+    /// Returns the number of the session on this server.
     #[must_use]
-    pub fn session_number(&self) -> u64 {
+    pub fn session_number(&self) -> Option<u64> {
         match self {
-            Self::Local(session) => session.0,
+            Self::Local(session) => Some(session.0),
+            Self::Replica(_) => None,
+        }
+    }
+
+    /// Returns the server that forwards the stream.
+    #[must_use]
+    pub fn replica(&self) -> Option<&ReplicaId> {
+        match self {
+            Self::Local(_) => None,
+            Self::Replica(replica) => Some(replica),
         }
     }
 }

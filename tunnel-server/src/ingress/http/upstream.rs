@@ -21,8 +21,9 @@ use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::ingress::target_tls::{TlsProfile, server_name};
+use crate::routing::Routing;
 use crate::routing::destination::{Destination, Scheme};
-use crate::routing::registry::{CallerKey, Opened, Registry};
+use crate::routing::registry::{CallerKey, Opened};
 use crate::routing::via::Via;
 
 pub(crate) mod connection;
@@ -69,7 +70,7 @@ impl UpstreamRequest<'_> {
         let mut request = Request::from_parts(head, Either::Left(body));
         if let Some(mut upstream) = self
             .pool
-            .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.registry))
+            .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.routing))
         {
             access_log.carried(upstream.carrier.via.clone(), upstream.carrier.bytes.clone());
             let before = upstream.bytes_read();
@@ -92,8 +93,17 @@ impl UpstreamRequest<'_> {
         let mut opener =
             StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
         loop {
-            let opened = opener.open(access_log).await?;
+            let mut opened = opener.open(access_log).await?;
             let via = opened.via.clone();
+            // Another server may have lost the node, and a body can be sent only once.
+            if retry_head.is_none()
+                && via.replica().is_some()
+                && let Err(error) = opened.stream.accepted().await
+            {
+                let failure = ProxyError::from_stream(&error, self.destination, Outcome::AgentLost);
+                opener.retry_on_other_session(failure, via)?;
+                continue;
+            }
             let failure = match self.attempt(opened, request).await {
                 Ok(complete) => return Ok(complete),
                 Err(failure) => failure,
@@ -192,7 +202,7 @@ impl UpstreamBodyGuard {
     pub(crate) fn complete(self) {
         match self.reuse {
             Some((pool, pool_key)) => {
-                pool.put(self.upstream, pool_key, &self.ingress.registry);
+                pool.put(self.upstream, pool_key, &self.ingress.routing);
             }
             None => self.upstream.close(&self.ingress.drivers),
         }
@@ -213,12 +223,13 @@ fn tls_failure(error: &std::io::Error, target_label: &Destination) -> ProxyError
 
 #[derive(Debug)]
 pub(in crate::ingress) struct StreamOpener<'a> {
-    registry: &'a Registry,
+    routing: &'a Routing,
     limit: Duration,
     destination: &'a Destination,
     caller: &'a CallerKey,
     header: StreamHeader,
-    /// The refusal of a draining agent, and what carried the stream that the agent refused.
+    /// The refusal of a draining agent, or of a server that has no session with the agent, and what
+    /// carried the refused stream.
     refused: Option<(ProxyError, Via)>,
 }
 
@@ -232,7 +243,7 @@ impl<'a> StreamOpener<'a> {
         trace_parent: String,
     ) -> Self {
         Self {
-            registry: &ingress.registry,
+            routing: &ingress.routing,
             limit: ingress.limits.open,
             destination,
             caller,
@@ -255,7 +266,7 @@ impl<'a> StreamOpener<'a> {
         let except = self.refused.as_ref().map(|(_, via)| via);
         let (node, began) = (&self.destination.node, Instant::now());
         let opened = self
-            .registry
+            .routing
             .open(node, &self.header, self.caller, self.limit, except);
         match (opened.await, &self.refused) {
             (Ok(opened), _) => {
@@ -271,13 +282,19 @@ impl<'a> StreamOpener<'a> {
     /// Prepares another attempt after a failure of a stream.
     ///
     /// # Errors
-    /// Returns the failure unless it is the first refusal of a draining agent.
+    /// Returns the failure unless it is the first refusal of a draining agent, or of a server that
+    /// has no session with the agent.
     pub(in crate::ingress) fn retry_on_other_session(
         &mut self,
         failure: ProxyError,
         via: Via,
     ) -> Result<(), ProxyError> {
-        if failure.outcome != Outcome::Draining || self.refused.is_some() {
+        let is_not_here = failure.outcome == Outcome::NoAgent;
+        if is_not_here {
+            self.routing.not_here(&self.destination.node, &via);
+        }
+        let is_retryable = is_not_here || failure.outcome == Outcome::Draining;
+        if !is_retryable || self.refused.is_some() {
             return Err(failure);
         }
         self.refused = Some((failure, via));

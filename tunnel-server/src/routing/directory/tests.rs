@@ -46,7 +46,10 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
     directory.set_leaving(&by_weight[0]);
     let [first, second, third] = [1, 2, 0].map(|index| by_weight[index].clone());
     let all = |_: &ReplicaId| true;
-    assert_eq!(directory.holders(&node(1)), [first.clone(), second.clone(), third]);
+    assert_eq!(
+        directory.holders(&node(1)),
+        [first.clone(), second.clone(), third]
+    );
     assert_eq!(
         directory.candidates(&node(1), None, all),
         [first.clone(), second.clone()]
@@ -54,7 +57,10 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
     let without_first = directory.candidates(&node(1), Some(&first), all);
     assert_eq!(without_first, [second.clone(), by_weight[0].clone()]);
     let linked = |id: &ReplicaId| *id == second;
-    assert_eq!(directory.candidates(&node(1), None, linked), [second.clone()]);
+    assert_eq!(
+        directory.candidates(&node(1), None, linked),
+        [second.clone()]
+    );
     // A new list is that of a new process.
     directory.begin(&by_weight[0]);
     directory.apply(&by_weight[0], vec![held(1)], &[]);
@@ -75,13 +81,20 @@ fn weights_spread_nodes_over_their_holders() {
 #[test]
 fn entries_above_the_limit_are_ignored() {
     let mut directory = directory(3, &[(0, &[1, 2]), (1, &[1, 2, 3])]);
-    assert_eq!(directory.apply(&replica(0), vec![held(3), held(4), held(5)], &[]), 2);
+    assert_eq!(
+        directory.apply(&replica(0), vec![held(3), held(4), held(5)], &[]),
+        2
+    );
     assert_eq!(directory.nodes_of(&replica(0)), 3);
     let again = HeldNode {
         instance: instance(2),
         ..held(1)
     };
-    assert_eq!(directory.apply(&replica(0), vec![again], &[]), 0, "no new entry");
+    assert_eq!(
+        directory.apply(&replica(0), vec![again], &[]),
+        0,
+        "no new entry"
+    );
     assert_eq!(directory.apply(&replica(0), vec![held(4)], &[node(3)]), 0);
     assert_eq!((directory.nodes(), directory.nodes_of(&replica(0))), (4, 3));
 }

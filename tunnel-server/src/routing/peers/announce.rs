@@ -202,8 +202,14 @@ mod tests {
         let gone = changes(Some(&list), &[]);
         assert!(full.len() > 1 && gone.len() > 1);
         assert!(full[0].is_full && !full[1].is_full);
-        assert_eq!(full.iter().map(|holds| holds.added.len()).sum::<usize>(), 1000);
-        assert_eq!(gone.iter().map(|holds| holds.removed.len()).sum::<usize>(), 1000);
+        assert_eq!(
+            full.iter().map(|holds| holds.added.len()).sum::<usize>(),
+            1000
+        );
+        assert_eq!(
+            gone.iter().map(|holds| holds.removed.len()).sum::<usize>(),
+            1000
+        );
         for holds in full.into_iter().chain(gone) {
             let mut buffer = BytesMut::new();
             PeerMessage::Holds(holds).encode(&mut buffer).unwrap();

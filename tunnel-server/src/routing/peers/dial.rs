@@ -15,7 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tracing::{Instrument as _, debug, info, info_span, warn};
-use tunnel_proto::session::peer_control::{PeerReader, PeerWriter};
+use tunnel_proto::session::control::{PeerReader, PeerWriter};
 use tunnel_proto::tcp::configure_session;
 use tunnel_proto::transport::{Session, h2};
 use tunnel_proto::wire::code::CloseCode;
@@ -42,7 +42,9 @@ pub(super) async fn dial_all(
     loop {
         let members = membership.borrow_and_update().clone();
         dialed.retain(|id, _| members.iter().any(|peer| peer.id == *id));
-        let others = members.iter().filter(|peer| peer.id != *endpoint.peers.own());
+        let others = members
+            .iter()
+            .filter(|peer| peer.id != *endpoint.peers.own());
         for peer in others.take(REPLICAS_MAX) {
             if let Some(current) = dialed.get(&peer.id) {
                 current.send_if_modified(|current| {
@@ -313,7 +315,9 @@ async fn send_revoked(
     let mut sent: Arc<RevokedNodes> = Arc::default();
     loop {
         let current = revoked.borrow_and_update().clone();
-        let unsent = current.iter().filter(|(node, at)| sent.get(*node) != Some(*at));
+        let unsent = current
+            .iter()
+            .filter(|(node, at)| sent.get(*node) != Some(*at));
         let unsent: Vec<_> = unsent
             .map(|(node, at)| RevokedNode {
                 node: node.clone(),
@@ -363,7 +367,9 @@ mod tests {
     #[test]
     fn attempts_are_two_tenths_of_a_second_to_five_seconds_apart() {
         let mut backoff = Backoff::default();
-        let delays: Vec<_> = (0..50).map(|_| backoff.next_delay(1.0).as_millis()).collect();
+        let delays: Vec<_> = (0..50)
+            .map(|_| backoff.next_delay(1.0).as_millis())
+            .collect();
         assert_eq!(delays[..6], [200, 400, 800, 1600, 3200, 5000]);
         assert!(delays[5..].iter().all(|delay| *delay == 5000));
         assert_eq!(Backoff::default().next_delay(0.0).as_millis(), 150);

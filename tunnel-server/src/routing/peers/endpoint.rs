@@ -93,7 +93,8 @@ impl PeerEndpoint {
                     "another server admitted an agent of this name first, closing the session"
                 );
                 agent.withdraw();
-                let reason = format!("another agent of this name was admitted by server {replica} first");
+                let reason =
+                    format!("another agent of this name was admitted by server {replica} first");
                 self.shutdown.spawn_service(async move {
                     agent.close(CloseCode::NameInUse, &reason).await;
                 });

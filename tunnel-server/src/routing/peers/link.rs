@@ -8,7 +8,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, timeout};
-use tunnel_proto::session::peer_control::{PeerReader, PeerWriter, split_peer};
+use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::transport::{HandshakeError, Session, SessionError, Stream};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
@@ -143,18 +143,22 @@ pub(super) async fn exchange_hello(
     own: PeerHello,
     replica: &ReplicaId,
 ) -> Result<Control, LinkError> {
-    let (mut reader, mut writer) = split_peer(stream);
+    let (mut reader, mut writer) = control::split(stream);
     writer.send(&PeerMessage::Hello(own)).await?;
     let Some(PeerMessage::Hello(hello)) = reader.receive().await? else {
         return Err(LinkError::protocol("the first message is not PeerHello"));
     };
     if hello.replica != *replica {
-        let detail = format!("server claims to be {}, its certificate is for {replica}", hello.replica);
+        let detail = format!(
+            "server claims to be {}, its certificate is for {replica}",
+            hello.replica
+        );
         return Err(LinkError::protocol(&detail));
     }
     let (min, max) = hello.versions;
     if negotiate_version(min, max).is_none() {
-        let detail = format!("server speaks protocol versions {min} to {max}; upgrade the older one");
+        let detail =
+            format!("server speaks protocol versions {min} to {max}; upgrade the older one");
         return Err(LinkError::Refused(CloseCode::Version, detail));
     }
     Ok(Control {
@@ -168,12 +172,18 @@ pub(super) async fn exchange_hello(
 /// with the error of a message that cannot be sent, or when the last sender is dropped.
 pub(super) fn outbox(
     writer: PeerWriter,
-) -> (mpsc::Sender<PeerMessage>, impl Future<Output = io::Result<()>>) {
+) -> (
+    mpsc::Sender<PeerMessage>,
+    impl Future<Output = io::Result<()>>,
+) {
     let (sender, queue) = mpsc::channel(QUEUE_MESSAGES);
     (sender, send_all(writer, queue))
 }
 
-async fn send_all(mut writer: PeerWriter, mut queue: mpsc::Receiver<PeerMessage>) -> io::Result<()> {
+async fn send_all(
+    mut writer: PeerWriter,
+    mut queue: mpsc::Receiver<PeerMessage>,
+) -> io::Result<()> {
     while let Some(message) = queue.recv().await {
         writer.send(&message).await?;
     }

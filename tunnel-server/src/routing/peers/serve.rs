@@ -120,14 +120,17 @@ impl PeerListener {
             return Err(LinkError::protocol("not a server"));
         };
         if replica == *peers.own() {
-            let detail = format!("another server has the name of this one, {replica}; set --replica-name");
+            let detail =
+                format!("another server has the name of this one, {replica}; set --replica-name");
             return Err(LinkError::protocol(&detail));
         }
         let incoming = session.accept().await?;
         let deadline = Instant::now() + self.endpoint.handshake_limit;
         let (header, mut stream) = incoming.header(deadline).await?;
         let StreamKind::Control { .. } = header.kind else {
-            return Err(LinkError::protocol("the first stream is not the control stream"));
+            return Err(LinkError::protocol(
+                "the first stream is not the control stream",
+            ));
         };
         stream.accept("").await?;
         let control = exchange_hello(stream, peers.hello(), &replica).await?;
@@ -361,13 +364,10 @@ async fn refuse_above_limit(
 /// server tries the next holder, so that is the code while nothing was sent to an agent.
 fn refusal(error: &OpenError) -> (RefusalCode, ForwardResult) {
     match error {
-        OpenError::NoAgent
-        | OpenError::Suspect(_)
-        | OpenError::Draining
-        | OpenError::Lost(_) => (RefusalCode::NotHere, ForwardResult::NotHere),
-        OpenError::TooManyStreams(_)
-        | OpenError::PeerStreams(_)
-        | OpenError::BufferPoolFull(_) => {
+        OpenError::NoAgent | OpenError::Suspect(_) | OpenError::Draining | OpenError::Lost(_) => {
+            (RefusalCode::NotHere, ForwardResult::NotHere)
+        }
+        OpenError::TooManyStreams(_) | OpenError::PeerStreams(_) | OpenError::BufferPoolFull(_) => {
             (RefusalCode::TooManyStreams, ForwardResult::TooManyStreams)
         }
         OpenError::Timeout => (RefusalCode::Internal, ForwardResult::Failed),

@@ -11,8 +11,8 @@ use tokio_util::task::TaskTracker;
 
 use super::connection::Upstream;
 use crate::ingress::target_tls::TlsProfileId;
+use crate::routing::Routing;
 use crate::routing::destination::Destination;
-use crate::routing::registry::Registry;
 
 /// Time for which an idle connection is kept after a response. The time is enough for callers that
 /// send requests continuously. Common servers keep idle connections longer (gunicorn 2 s, Node.js
@@ -60,13 +60,13 @@ impl UpstreamPool {
     }
 
     /// Keeps a connection after a complete response if the agent has streams to spare.
-    pub(crate) fn put(&self, upstream: Upstream, pool_key: PoolKey, registry: &Registry) {
+    pub(crate) fn put(&self, upstream: Upstream, pool_key: PoolKey, routing: &Routing) {
         let node = &pool_key.destination.node;
         let may_stay = upstream
             .carrier
             .via
             .as_ref()
-            .is_some_and(|via| registry.can_reuse(node, via));
+            .is_some_and(|via| routing.can_reuse(node, via));
         if upstream.sender.is_closed() || !may_stay {
             return upstream.close(&self.drivers);
         }
@@ -84,7 +84,7 @@ impl UpstreamPool {
 
     /// Returns the idle connection if it is open, matches `pool_key` and uses what a new stream
     /// would use. Otherwise the connection is closed.
-    pub(crate) fn take(&self, pool_key: &PoolKey, registry: &Registry) -> Option<Upstream> {
+    pub(crate) fn take(&self, pool_key: &PoolKey, routing: &Routing) -> Option<Upstream> {
         let IdleConnection {
             upstream,
             pool_key: current_key,
@@ -94,7 +94,7 @@ impl UpstreamPool {
             && until > Instant::now()
             && upstream.sender.is_ready()
             && upstream.carrier.via.is_some()
-            && registry.active(&pool_key.destination.node) == upstream.carrier.via;
+            && routing.active(&pool_key.destination.node) == upstream.carrier.via;
         if fits {
             return Some(upstream);
         }
