@@ -67,8 +67,9 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let ended = runtime.block_on(async {
         info!(agent = %config.node_name, version = env!("CARGO_PKG_VERSION"), "starting");
         let app = App::start(config).await?;
-        shutdown::handle_signals(app.shutdown()).context("cannot listen for signals")?;
         let shutdown = app.shutdown().clone();
+        shutdown::handle_signals(&shutdown, shutdown.drain())
+            .context("cannot listen for signals")?;
         app.run().await?;
         anyhow::ensure!(
             !shutdown.has_listener_panicked(),

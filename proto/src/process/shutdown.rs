@@ -1,4 +1,6 @@
-//! Shutdown in two steps: *drain* (no new work) and *stop* (now), with one deadline between them.
+//! Shutdown in two steps: *drain* (no new work) and *stop* (now), with one deadline between them. A
+//! process whose callers need time to find another one *leaves* first: it reports that it stops,
+//! and still accepts work.
 
 use std::future::Future;
 use std::io;
@@ -13,8 +15,10 @@ use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
 /// The shutdown state of a process. Clones share one state.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Shutdown {
+    /// A child of `drain`, so that a drain that begins at once is seen by both.
+    leaving: CancellationToken,
     drain: CancellationToken,
     stop: CancellationToken,
     /// Work that a drain waits for: streams and requests.
@@ -27,11 +31,34 @@ pub struct Shutdown {
     reloads: watch::Sender<u64>,
 }
 
+impl Default for Shutdown {
+    fn default() -> Self {
+        let drain = CancellationToken::new();
+        Self {
+            leaving: drain.child_token(),
+            drain,
+            stop: CancellationToken::new(),
+            work: TaskTracker::new(),
+            services: TaskTracker::new(),
+            listener_panicked: Arc::default(),
+            reloads: watch::Sender::default(),
+        }
+    }
+}
+
 impl Shutdown {
-    /// Creates a state in which neither drain nor stop has begun.
+    /// Creates a state in which no step has begun.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Returns the token that is canceled when the process has begun to leave: peers and load
+    /// balancers are told, and new work is accepted until the drain. A drain cancels this token,
+    /// too. This is the time that a preStop hook of a Kubernetes pod would otherwise wait.
+    #[must_use]
+    pub fn leaving(&self) -> &CancellationToken {
+        &self.leaving
     }
 
     /// Returns the token that is canceled when no new work may begin.
@@ -156,12 +183,13 @@ pub enum DrainOutcome {
     Stopped,
 }
 
-/// Installs signal handlers. The first SIGTERM or SIGINT begins the drain, and the second stops at
-/// once. SIGHUP requests a reload of files.
+/// Installs signal handlers. The first SIGTERM or SIGINT cancels `first`, which is
+/// [`Shutdown::leaving`] or [`Shutdown::drain`]. The second stops at once. SIGHUP requests a reload
+/// of files.
 ///
 /// # Errors
 /// When the handlers cannot be installed.
-pub fn handle_signals(shutdown: &Shutdown) -> io::Result<()> {
+pub fn handle_signals(shutdown: &Shutdown, first: &CancellationToken) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -172,7 +200,7 @@ pub fn handle_signals(shutdown: &Shutdown) -> io::Result<()> {
             state.reload();
         }
     });
-    let state = shutdown.clone();
+    let (state, first) = (shutdown.clone(), first.clone());
     shutdown.spawn_service(async move {
         let mut next = async || {
             tokio::select! {
@@ -186,7 +214,7 @@ pub fn handle_signals(shutdown: &Shutdown) -> io::Result<()> {
             streams = state.work_left(),
             "draining; a second signal stops at once"
         );
-        state.drain.cancel();
+        first.cancel();
         let signal = next().await;
         warn!(signal, streams = state.work_left(), "stopping at once");
         state.stop.cancel();
@@ -206,6 +234,17 @@ mod tests {
         let end = shutdown.drain_within(Duration::from_secs(30)).await;
         assert_eq!(end, DrainOutcome::Complete);
         shutdown.finish().await;
+    }
+
+    #[test]
+    fn leaving_does_not_begin_the_drain_and_a_drain_is_seen_as_leaving() {
+        let shutdown = Shutdown::new();
+        shutdown.leaving().cancel();
+        assert!(!shutdown.drain().is_cancelled());
+        let shutdown = Shutdown::new();
+        shutdown.drain().cancel();
+        assert!(shutdown.leaving().is_cancelled());
+        assert!(!shutdown.stop().is_cancelled());
     }
 
     #[tokio::test(start_paused = true)]
