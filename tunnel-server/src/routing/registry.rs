@@ -40,6 +40,11 @@ const LOOKUP_ROUNDS_MAX: usize = 3;
 /// one more for each session that a partition left open.
 const SESSIONS_PER_NODE: usize = 4;
 
+/// Time for which a new session takes streams only if no older session of its node does. Longer
+/// than the round trip in which an agent reads Welcome and answers with Bye, or withdraws the
+/// session that this one replaces.
+const TAKEOVER_DELAY: Duration = Duration::from_secs(1);
+
 /// Reason why a session was not registered.
 #[derive(Debug)]
 pub enum RegisterError {
@@ -96,7 +101,9 @@ pub struct Opened {
 }
 
 /// The sessions of all connected agents. The sessions of a node are ordered from newest to oldest.
-/// The newest session that accepts streams is the active session.
+/// The newest session that accepts streams is the active session. In its first second a session
+/// comes after those that were registered before it: an agent that already has a session here
+/// learns that from Welcome, and then closes the newcomer.
 #[derive(Debug)]
 pub struct Registry {
     nodes: Mutex<HashMap<NodeName, NodeSessions>>,
@@ -125,7 +132,7 @@ struct NodeSessions {
 
 impl NodeSessions {
     fn active(&self) -> Option<&Arc<AgentSession>> {
-        self.sessions.iter().find(|agent| agent.is_routable())
+        by_preference(&self.sessions).find(|agent| agent.is_routable())
     }
 
     /// Selects the session that is closed to make room for `newcomer`, if the node is at its limit.
@@ -151,6 +158,17 @@ impl NodeSessions {
         oldest.supersede();
         Ok(Some(oldest.clone()))
     }
+}
+
+/// Returns sessions in the order in which a new stream tries them: those older than
+/// [`TAKEOVER_DELAY`], newest first, then the others, oldest first.
+fn by_preference(sessions: &[Arc<AgentSession>]) -> impl Iterator<Item = &Arc<AgentSession>> {
+    let now = Instant::now();
+    let is_newcomer = move |agent: &Arc<AgentSession>| agent.age(now) < TAKEOVER_DELAY;
+    let (older, newcomers) = (sessions.iter(), sessions.iter().rev());
+    older
+        .filter(move |agent| !is_newcomer(agent))
+        .chain(newcomers.filter(move |agent| is_newcomer(agent)))
 }
 
 impl Registry {
@@ -368,7 +386,7 @@ impl Registry {
         let mut suspect_reason = None;
         let mut routable = Candidates::default();
         let mut vacant = routable.iter_mut();
-        for agent in sessions.iter() {
+        for agent in by_preference(&sessions) {
             if agent.is_withdrawn() || except == Some(&Via::Local(agent.id)) {
                 continue;
             }

@@ -27,6 +27,8 @@ pub struct AgentSession {
     pub claimed_address: String,
     /// Time at which the session was admitted.
     pub since: SystemTime,
+    /// [`AgentSession::since`] on the monotonic clock.
+    registered: Instant,
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
     suspect_reason: Mutex<Option<SuspectReason>>,
@@ -83,6 +85,7 @@ impl AgentSession {
             software: String::new(),
             claimed_address: String::new(),
             since: SystemTime::now(),
+            registered: Instant::now(),
             session,
             withdrawn: AtomicBool::new(false),
             suspect_reason: Mutex::default(),
@@ -112,6 +115,11 @@ impl AgentSession {
     #[must_use]
     pub fn valid_until(&self) -> Instant {
         *self.valid_until.lock()
+    }
+
+    /// Returns the time since the session was registered.
+    pub(super) fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.registered)
     }
 
     /// Returns whether the server is closing the session.

@@ -65,6 +65,11 @@ fn join(registry: &Arc<Registry>) -> Member {
     try_join(registry, node(), 1, &[]).unwrap()
 }
 
+/// Waits until sessions that were just registered take streams like older ones.
+async fn takeover() {
+    tokio::time::advance(TAKEOVER_DELAY).await;
+}
+
 async fn open(registry: &Registry) -> Result<Opened, OpenError> {
     registry
         .open(&node(), &header(), &OPERATOR, LIMIT, None)
@@ -118,21 +123,23 @@ async fn node_at_its_limit_loses_a_session_that_takes_no_streams_first_one_witho
     assert!(try_join(&registry, other, 1, &[]).is_ok(), "another node");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn lost_session_gives_way_to_the_spare() {
     let registry = registry();
     assert!(matches!(open(&registry).await, Err(OpenError::NoAgent)));
     let (spare, active) = (join(&registry), join(&registry));
+    takeover().await;
     active.far.close(CloseCode::Normal, "gone").await;
     assert_eq!(open(&registry).await.unwrap().via, spare.via());
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn newer_session_of_the_same_agent_takes_new_streams_and_the_older_keeps_its_own() {
     let registry = registry();
     let old = join(&registry);
     let mut before = open(&registry).await.unwrap().stream;
     let new = join(&registry);
+    takeover().await;
     assert_eq!(open(&registry).await.unwrap().via, new.via());
     let incoming = old.far.accept().await.unwrap();
     let header = incoming.header(Instant::now() + WAIT_TIMEOUT);
@@ -144,10 +151,49 @@ async fn newer_session_of_the_same_agent_takes_new_streams_and_the_older_keeps_i
     assert_eq!(&got, b"goes on");
 }
 
-#[tokio::test]
+/// An agent that looks for another server may reach this one again, and then closes the newcomer.
+#[tokio::test(start_paused = true)]
+async fn newcomer_takes_no_streams_for_a_second_while_an_older_session_does() {
+    let registry = registry();
+    let old = join(&registry);
+    assert_eq!(registry.active(&node()), Some(old.via()), "alone");
+    let (newer, newest) = (join(&registry), join(&registry));
+    let order = [&old, &newer, &newest];
+    for (seen, expected) in order.iter().enumerate() {
+        assert_eq!(registry.active(&node()), Some(expected.via()), "{seen}");
+        assert_eq!(open(&registry).await.unwrap().via, expected.via());
+        assert!(registry.can_reuse(&node(), &expected.via()), "{seen}");
+        expected.session().withdraw();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn newcomer_that_stays_for_a_second_replaces_the_older_session() {
+    let registry = registry();
+    let old = join(&registry);
+    takeover().await;
+    let new = join(&registry);
+    for expected in [&old, &new] {
+        assert_eq!(registry.active(&node()), Some(expected.via()));
+        for member in [&old, &new] {
+            let is_active = member.id() == expected.id();
+            assert_eq!(registry.can_reuse(&node(), &member.via()), is_active);
+        }
+        takeover().await;
+    }
+    // The older session is the spare, also of one that left within its first second.
+    let brief = join(&registry);
+    brief.session().withdraw();
+    assert_eq!(registry.active(&node()), Some(new.via()));
+    drop(new);
+    assert_eq!(registry.active(&node()), Some(old.via()));
+}
+
+#[tokio::test(start_paused = true)]
 async fn suspect_session_is_left_out_until_it_is_trusted_again() {
     let registry = registry();
     let (spare, active) = (join(&registry), join(&registry));
+    takeover().await;
     active.suspect();
     assert_eq!(open(&registry).await.unwrap().via, spare.via());
     active.session().set_suspect_reason(None);
@@ -171,7 +217,7 @@ async fn node_with_suspect_sessions_alone_is_refused_at_once() {
     assert!(matches!(open(&registry).await, Err(OpenError::Draining)));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
     let registry = registry();
     let _old = join(&registry);
@@ -193,6 +239,7 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
         .await;
     assert!(opened.is_ok());
     drop(first);
+    takeover().await;
     assert_eq!(open(&registry).await.unwrap().via, new.via());
 }
 

@@ -11,7 +11,7 @@ const GET: &str = "GET /a HTTP/1.1\r\nHost: worker-1:9100\r\nX-Own: 1\r\nConnect
 #[tokio::test(start_paused = true)]
 async fn request_without_a_body_that_a_stopping_agent_refuses_goes_over_another_session() {
     let fixture = Fixture::new();
-    let (staying, stopping) = (fixture.agent(), fixture.agent());
+    let (stopping, staying) = (fixture.agent(), fixture.agent());
     let (answer, (), head) = tokio::join!(
         fixture.ask(GET),
         stopping.refuses(RefusalCode::Draining),
@@ -38,11 +38,11 @@ async fn request_is_moved_once_only() {
     let (first, second, third) = (fixture.agent(), fixture.agent(), fixture.agent());
     let (answer, (), ()) = tokio::join!(
         fixture.ask(GET),
-        third.refuses(RefusalCode::Draining),
+        first.refuses(RefusalCode::Draining),
         second.refuses(RefusalCode::Draining)
     );
     assert!(answer.contains("X-Tunnel-Error: draining\r\n"), "{answer}");
-    assert_eq!(first.far.stats().streams, 0);
+    assert_eq!(third.far.stats().streams, 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -54,7 +54,7 @@ async fn request_with_a_body_and_other_refusals_are_not_moved() {
         (GET, RefusalCode::TooManyStreams, "too_many_streams"),
     ] {
         let fixture = Fixture::new();
-        let (other, refusing) = (fixture.agent(), fixture.agent());
+        let (refusing, other) = (fixture.agent(), fixture.agent());
         let (answer, ()) = tokio::join!(fixture.ask(request), refusing.refuses(code));
         let expected = format!("X-Tunnel-Error: {label}\r\n");
         assert!(answer.contains(&expected), "{label}: {answer}");
@@ -65,7 +65,7 @@ async fn request_with_a_body_and_other_refusals_are_not_moved() {
 #[tokio::test(start_paused = true)]
 async fn stream_that_is_cut_after_the_request_was_sent_is_not_moved() {
     let fixture = Fixture::new();
-    let (other, dying) = (fixture.agent(), fixture.agent());
+    let (dying, other) = (fixture.agent(), fixture.agent());
     let cut = async {
         let mut stream = dying.accepts().await;
         stream.read_u8().await.unwrap();

@@ -161,6 +161,7 @@ async fn newer_session_of_the_node_takes_the_next_request() {
     let asks = expect_hi(&mut caller, &request);
     let (_stream, ()) = tokio::join!(serves_once(&old), asks);
     let new = fixture.agent();
+    tokio::time::advance(Duration::from_secs(1)).await;
     tokio::join!(expect_hi(&mut caller, &request), new.answers());
 }
 
