@@ -10,6 +10,7 @@ use crate::config::Capacity;
 use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::target_tls::TargetTls;
 use crate::ingress::{IngressContext, ListenerKind, ListenerLimits};
+use crate::routing::Routing;
 use crate::routing::pod_lookup::PodResolver;
 
 /// Starts the listeners. Returns the state that they share with the CONNECT listeners.
