@@ -8,7 +8,7 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
-use tunnel_proto::process::host::Resources;
+use tunnel_proto::process::host::{Resources, host_name};
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::transport::quic::QuicAcceptor;
@@ -118,6 +118,8 @@ impl App {
         let own_ports = sockets.bound.tcp_ports();
         let tunnels =
             (sockets.connect).start(&ingress, serving.certificates, own_ports, &context)?;
+        let replica = host_name()?.to_ascii_lowercase().parse()?;
+        let peers = Peers::alone(replica, advertised.clone());
         let inputs = SessionInputs {
             quic: sockets.quic.clone(),
             tcp: sockets.tcp,
@@ -125,6 +127,7 @@ impl App {
             authority: &authority,
             attestor: cluster.attestor.clone(),
             advertised: advertised.clone(),
+            peers,
             capacity,
         };
         sessions::start(inputs, &context)?;

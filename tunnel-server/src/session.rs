@@ -17,6 +17,7 @@ use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
 
 mod admission;
@@ -28,6 +29,8 @@ mod session_loop;
 #[derive(Debug, Clone)]
 pub struct Sessions {
     pub registry: Arc<Registry>,
+    /// The other servers. Agents learn of them, and one of them may hold the same node.
+    pub peers: Arc<Peers>,
     /// Known nodes. The connection of an admitted session is recorded here.
     pub nodes: Arc<KnownNodes>,
     pub metrics: Metrics,

@@ -19,6 +19,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, Port};
 use crate::ca::revocation::Revocations;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::Peers;
 use crate::routing::registry::{CallerKey, OpenError, Opened, Registry, RegistryLimits};
 use crate::session::{SessionLimits, Sessions};
 use crate::store::data_dir::testing::Scratch;
@@ -27,6 +28,8 @@ use crate::store::data_dir::testing::Scratch;
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(600);
 /// Number of streams that an agent of a [`Bench`] may have.
 pub(crate) const STREAMS: usize = 8;
+/// Address of the server of a [`Bench`] for agents.
+pub(crate) const ADVERTISED: &str = "192.0.2.1:10262";
 /// Size of the buffer pool.
 pub(crate) const POOL: u64 = 64 << 20;
 
@@ -74,10 +77,11 @@ impl Bench {
         };
         let sessions = Sessions {
             registry: Arc::new(Registry::new(limits)),
+            peers: Peers::alone("server-1".parse().unwrap(), vec![ADVERTISED.into()]),
             nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
             shutdown: Shutdown::new(),
-            advertised: vec!["192.0.2.1:10262".into()],
+            advertised: vec![ADVERTISED.into()],
             limits: SessionLimits {
                 handshake: Duration::from_secs(5),
                 streams: 4,

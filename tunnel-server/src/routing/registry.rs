@@ -13,7 +13,7 @@ use tracing::debug;
 use tunnel_proto::process::settings::format_size;
 use tunnel_proto::transport::{SessionError, Stream};
 use tunnel_proto::wire::header::StreamHeader;
-use tunnel_proto::wire::name::{NodeName, SessionId};
+use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::peer::HeldNode;
 
 use crate::routing::via::Via;
@@ -131,6 +131,14 @@ struct NodeSessions {
 }
 
 impl NodeSessions {
+    /// Returns a session of another agent process than `instance` that has not withdrawn and is not
+    /// in `yielded`.
+    fn rival(&self, instance: InstanceId, yielded: &[SessionId]) -> Option<&Arc<AgentSession>> {
+        self.sessions.iter().find(|other| {
+            other.instance != instance && !other.is_withdrawn() && !yielded.contains(&other.id)
+        })
+    }
+
     fn active(&self) -> Option<&Arc<AgentSession>> {
         by_preference(&self.sessions).find(|agent| agent.is_routable())
     }
@@ -205,12 +213,7 @@ impl Registry {
             sessions: Arc::default(),
             limiter: StreamLimiter::new(self.limits.streams_per_agent),
         });
-        let live = |other: &&Arc<AgentSession>| {
-            other.instance != session.instance
-                && !other.is_withdrawn()
-                && !yielded.contains(&other.id)
-        };
-        if let Some(other) = node.sessions.iter().find(live) {
+        if let Some(other) = node.rival(session.instance, yielded) {
             return Err(RegisterError::InUse(other.clone()));
         }
         let superseded = node.supersede_at_limit(&session)?;
@@ -230,6 +233,19 @@ impl Registry {
             session,
             superseded,
         })
+    }
+
+    /// Returns a session that prevents the registration of a session of `instance`: one of another
+    /// agent process that has not withdrawn and is not in `yielded`.
+    #[must_use]
+    pub fn rival(
+        &self,
+        node: &NodeName,
+        instance: InstanceId,
+        yielded: &[SessionId],
+    ) -> Option<Arc<AgentSession>> {
+        let nodes = self.nodes.lock();
+        nodes.get(node)?.rival(instance, yielded).cloned()
     }
 
     /// Returns the sessions of a node, newest first.

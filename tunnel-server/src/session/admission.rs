@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 use tunnel_proto::identity::TrustDomain;
@@ -11,9 +12,9 @@ use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::{Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
-use tunnel_proto::wire::name::{NodeName, SessionId};
+use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
 use super::{AdmissionRate, Sessions};
@@ -26,6 +27,8 @@ const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Rounds of probing before a new session is refused. More rounds occur only if sessions of one
 /// name arrive faster than the server can probe them.
 const ADMISSION_ROUNDS: usize = 3;
+/// What causes two live agents of one name.
+const CLONED: &str = "a cloned disk or a stolen certificate looks like this";
 
 /// Reason why a session was not admitted.
 #[derive(Debug, thiserror::Error)]
@@ -157,17 +160,18 @@ impl Sessions {
         }
         self.supersede(node, &yielded);
         let id = registration.session().id;
-        self.send_welcome(session, id, &hello, &mut writer).await?;
+        let members = self.send_welcome(session, id, &hello, &mut writer).await?;
         self.nodes.record_connection(node, session.peer().not_after);
         Ok(AdmittedSession {
             reader,
             writer,
             registration,
+            members,
         })
     }
 
-    /// Registers the session, after probing a live session of another agent process. Returns the
-    /// sessions that did not answer, too.
+    /// Registers the session, after probing the live sessions of another agent process, here and at
+    /// the other servers. Returns the sessions that did not answer, too.
     async fn register(
         &self,
         session: &Arc<dyn Session>,
@@ -176,27 +180,35 @@ impl Sessions {
         writer: &mut ControlWriter,
     ) -> Result<(Registration, Vec<SessionId>), AdmissionError> {
         let id = self.registry.next_id();
-        let mut yielded: Vec<SessionId> = Vec::new();
+        let mut yielded = Vec::new();
+        let (holder, mut probed) = tokio::join!(
+            self.peers.is_held_by_other(node, hello.instance),
+            self.probe_rivals(node, hello.instance, &mut yielded),
+        );
+        if let Some(replica) = holder {
+            let detail = format!("another live agent serves {node} at server {replica}; {CLONED}");
+            return Err(reject(writer, CloseCode::NameInUse, detail).await);
+        }
         let mut registration = loop {
+            if let Err(live) = probed {
+                let remote = live.session.stats().remote;
+                let detail = format!("another live agent serves {node} from {remote}; {CLONED}");
+                return Err(reject(writer, CloseCode::NameInUse, detail).await);
+            }
             let mut entry = AgentSession::new(id, node.clone(), hello.instance, session.clone());
             entry.software.clone_from(&hello.software);
             entry.claimed_address.clone_from(&hello.node_ip);
-            let live = match self.registry.register(entry, &yielded) {
+            match self.registry.register(entry, &yielded) {
                 Ok(registration) => break registration,
-                Err(RegisterError::InUse(live)) => live,
+                // A session that was registered in the meantime.
+                Err(RegisterError::InUse(_)) => {
+                    probed = self.probe_rivals(node, hello.instance, &mut yielded).await;
+                }
                 Err(RegisterError::TooManySessions) => {
                     let detail = format!("{node} has too many sessions; stop its other agents");
                     return Err(reject(writer, CloseCode::TooManySessions, detail).await);
                 }
-            };
-            if yielded.len() >= ADMISSION_ROUNDS || answers_probe(&live.session).await {
-                let detail = format!(
-                    "another live agent serves {node} from {}; a cloned disk or a stolen certificate looks like this",
-                    live.session.stats().remote
-                );
-                return Err(reject(writer, CloseCode::NameInUse, detail).await);
             }
-            yielded.push(live.id);
         };
         if let Some(old) = registration.superseded() {
             info!(agent = %node, session = %old.id, "closing the oldest session of a node at its limit");
@@ -204,6 +216,23 @@ impl Sessions {
                 .spawn_service(async move { old.close_superseded().await });
         }
         Ok((registration, yielded))
+    }
+
+    /// Probes the live sessions of other agent processes on this server. Adds those that do not
+    /// answer to `yielded`, and returns the first one that answers as the error.
+    async fn probe_rivals(
+        &self,
+        node: &NodeName,
+        instance: InstanceId,
+        yielded: &mut Vec<SessionId>,
+    ) -> Result<(), Arc<AgentSession>> {
+        while let Some(live) = self.registry.rival(node, instance, yielded) {
+            if yielded.len() >= ADMISSION_ROUNDS || answers_probe(&live.session).await {
+                return Err(live);
+            }
+            yielded.push(live.id);
+        }
+        Ok(())
     }
 
     /// Returns the reason why a registered session is not trusted. Its certificate may have been
@@ -235,13 +264,15 @@ impl Sessions {
         }
     }
 
+    /// Sends Welcome. Returns the list of servers, of which Welcome has the current value.
     async fn send_welcome(
         &self,
         session: &Arc<dyn Session>,
         id: SessionId,
         hello: &Hello,
         writer: &mut ControlWriter,
-    ) -> Result<(), AdmissionError> {
+    ) -> Result<watch::Receiver<Arc<[Member]>>, AdmissionError> {
+        let mut members = self.peers.members();
         let welcome = Welcome {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
             session: id,
@@ -255,6 +286,8 @@ impl Sessions {
             streams_per_agent: self.limits.streams,
             replicas: self.advertised.clone(),
             target_dial_timeout: self.limits.target_dial,
+            replica_id: Some(self.peers.own().clone()),
+            members: members.borrow_and_update().to_vec(),
         };
         let welcome = ControlMessage::Welcome(welcome);
         let sent = timeout(self.limits.handshake, writer.send(&welcome)).await;
@@ -262,7 +295,7 @@ impl Sessions {
             let detail = "Welcome was not sent in time".to_owned();
             AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
         })??;
-        Ok(())
+        Ok(members)
     }
 
     async fn refuse(&self, session: &Arc<dyn Session>, node: &NodeName, error: AdmissionError) {
@@ -295,6 +328,8 @@ pub(super) struct AdmittedSession {
     pub(super) reader: ControlReader,
     pub(super) writer: ControlWriter,
     pub(super) registration: Registration,
+    /// The servers that agents may dial, as they were in Welcome.
+    pub(super) members: watch::Receiver<Arc<[Member]>>,
 }
 
 /// Sends the reason to the agent, waits until the agent has received it, and returns the error. The

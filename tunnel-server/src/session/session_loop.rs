@@ -1,11 +1,13 @@
 //! The loop of an admitted session: control messages in both directions, renewal and liveness,
 //! until the session ends. Liveness changes the session's state in the registry and the metrics.
 
+use std::convert::Infallible;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
 use tunnel_proto::session::{
@@ -13,7 +15,7 @@ use tunnel_proto::session::{
 };
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::ControlMessage;
+use tunnel_proto::wire::control::{ControlMessage, Member};
 use tunnel_proto::wire::enroll::EnrollReply;
 
 use super::Sessions;
@@ -28,10 +30,15 @@ const EXPIRED: &str = "certificate expired and was not renewed";
 
 impl Sessions {
     pub(super) async fn run(&self, admitted: AdmittedSession) {
-        let (mut reader, registration) = (admitted.reader, admitted.registration);
+        let AdmittedSession {
+            mut reader,
+            writer,
+            registration,
+            members,
+        } = admitted;
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
-        let (control_sender, sending) = ControlSender::new(admitted.writer);
+        let (control_sender, sending) = ControlSender::new(writer);
         // The loop polls the future, because a task for each session would cost memory. The loop
         // never waits for a message to be sent, because it may never leave on a silent session.
         let mut sending = pin!(sending);
@@ -39,8 +46,9 @@ impl Sessions {
             AgentMonitor::new(agent.clone(), self.limits.liveness, self.metrics.clone());
         let mut closed = pin!(agent.session.closed());
         let mut next_poll = pin!(sleep(Duration::ZERO));
-        // Stays registered: all sessions share the list of waiters and its lock.
+        // Both stay registered: all sessions share the lists of waiters and their locks.
         let mut drained = pin!(self.shutdown.drain().cancelled());
+        let mut members_sent = pin!(send_members(members, &control_sender));
         let (mut draining, mut can_recv, mut can_send) = (false, true, true);
         let mut renewal = RenewalTask::default();
         let ended = loop {
@@ -53,6 +61,7 @@ impl Sessions {
                     draining = true;
                     control_sender.drain(self.limits.drain);
                 }
+                never = &mut members_sent => match never {},
                 received = reader.receive(), if can_recv => match received {
                     Ok(Some(ControlMessage::Renew(csr))) => {
                         if let Err((code, detail)) = renewal.begin(self, &agent, csr) {
@@ -154,6 +163,18 @@ impl Sessions {
     }
 }
 
+/// Sends each change of the list of servers to the agent. Never completes. Cancel-safe.
+async fn send_members(
+    mut members: watch::Receiver<Arc<[Member]>>,
+    control_sender: &ControlSender,
+) -> Infallible {
+    while members.changed().await.is_ok() {
+        let newest = members.borrow_and_update().to_vec();
+        control_sender.members(newest);
+    }
+    std::future::pending().await
+}
+
 fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut AgentMonitor) {
     let (node, session) = (&agent.node, agent.id);
     match message {
@@ -174,6 +195,7 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut 
         | ControlMessage::Drain(_)
         | ControlMessage::Renew(_)
         | ControlMessage::Renewed(_)
+        | ControlMessage::Members(_)
         | ControlMessage::Unknown => {
             debug!(agent = %node, %session, "unexpected control message");
         }

@@ -3,7 +3,6 @@ use tokio::time::Instant;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::name::InstanceId;
 
 use super::*;
 use crate::testing::{POOL, WAIT_TIMEOUT, assert_contains, header, node};

@@ -2,7 +2,7 @@ use tokio::time::sleep;
 use tunnel_proto::transport::memory;
 
 use super::*;
-use crate::testing::{Agent, Bench, eventually, node, within};
+use crate::testing::{ADVERTISED, Agent, Bench, eventually, node, within};
 
 fn closed_with(bench: &Bench, code: &str) -> Option<u64> {
     let ends = format!("tunnel_server_session_ends_total{{code=\"{code}\"}}");
@@ -42,6 +42,22 @@ async fn other_instance_is_refused_while_the_first_answers() {
     assert!(detail.contains("worker-1"), "{detail}");
     assert_eq!(bench.sessions.registry.of_node(&node()).len(), 1);
     drop(first);
+}
+
+#[tokio::test(start_paused = true)]
+async fn welcome_names_this_server_and_all_that_agents_may_dial() {
+    let bench = Bench::new();
+    let (_agent, answer) = bench.connect_agent(1, 4096).await;
+    let ControlMessage::Welcome(welcome) = answer else {
+        panic!("{answer:?}");
+    };
+    assert_eq!(welcome.replica_id.as_ref(), Some(bench.sessions.peers.own()));
+    let own = Member {
+        id: "server-1".parse().unwrap(),
+        addresses: vec![ADVERTISED.into()],
+        is_leaving: false,
+    };
+    assert_eq!(welcome.members, [own]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -108,6 +108,17 @@ async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn change_of_the_servers_is_sent_to_the_agent() {
+    let (bench, mut agent) = Bench::with_agent().await;
+    bench.sessions.peers.leave();
+    let ControlMessage::Members(members) = agent.recv().await else {
+        panic!("another message");
+    };
+    let leaving: Vec<_> = members.iter().map(|member| member.is_leaving).collect();
+    assert_eq!(leaving, [true]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn agent_that_takes_no_messages_delays_neither_looks_nor_the_end() {
     let bench = Bench::new();
     // The stream is too narrow for a single message that is not read.
