@@ -1,8 +1,14 @@
-//! Shutdown loses no data: an answer that ends at the moment of the signal arrives complete.
+//! Shutdown loses no data: an answer that ends at the moment of the signal arrives complete, and
+//! new calls are answered until the drain delay is over.
 
-use anyhow::Result;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tokio::time::Instant;
+use tunnel_server::config::RawConfig;
 use tunnel_tests::client::{RawRequest, request};
-use tunnel_tests::env::TestEnv;
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::rounds;
 use tunnel_tests::targets::Exporter;
 
@@ -65,3 +71,31 @@ async fn server_that_stops_as_an_answer_ends_loses_none_of_it_each_time() -> Res
     }
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_is_not_ready_answers_new_calls_until_the_drain_delay_is_over() -> Result<()> {
+    let delay = |settings: &mut RawConfig| settings.drain_delay = Some("2s".into());
+    let site = NodeEnv::start_with(delay).await?;
+    let readyz = RawRequest::get("localhost", "/readyz");
+    let began = Instant::now();
+    site.env.drain_server();
+    eventually("the server is not ready", WAIT_TIMEOUT, async || {
+        let status = request(site.env.bound().meta, &readyz).await?.status;
+        ensure!(status == 503, "{status}");
+        anyhow::Ok(())
+    })
+    .await;
+    while began.elapsed() < DELAY / 2 {
+        let reply = site.get("/metrics").await?;
+        ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+    }
+    eventually("the listener is closed", WAIT_TIMEOUT, async || {
+        site.get("/metrics").await.is_err().then_some(())
+    })
+    .await;
+    ensure!(began.elapsed() >= DELAY, "{:?}", began.elapsed());
+    Ok(())
+}
+
+/// The drain delay of the server.
+const DELAY: Duration = Duration::from_secs(2);

@@ -278,7 +278,7 @@ impl TestEnv {
         .await;
     }
 
-    /// Drains the server and waits until it has ended.
+    /// Drains the server, without its drain delay, and waits until it has ended.
     pub async fn stop_server(&mut self) -> Result<()> {
         if let Some(server) = self.server.take() {
             server.shutdown.drain().cancel();
@@ -287,9 +287,9 @@ impl TestEnv {
         Ok(())
     }
 
-    /// Begins the drain without waiting for its end.
+    /// Lets the server leave and drain, as SIGTERM does, without waiting for its end.
     pub fn drain_server(&self) {
-        self.server().shutdown.drain().cancel();
+        self.server().shutdown.leaving().cancel();
     }
 
     /// Starts the server again with its data and its port for agents. The listeners may change

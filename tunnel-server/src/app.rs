@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
 use tunnel_proto::process::host::{Resources, host_name};
@@ -25,6 +26,7 @@ use crate::policy::PortPolicy;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
+use crate::session::can_agents_move;
 
 mod admin;
 mod authority;
@@ -58,6 +60,7 @@ pub struct App {
     ca: Arc<LocalCa>,
     tokens: Arc<TokenStore>,
     revocations: Arc<Revocations>,
+    peers: Arc<Peers>,
     cluster: ClusterServices,
     quic_key_lease: Option<QuicKeyLease>,
     // Dropped last, because it has the lock of the data directory.
@@ -127,7 +130,7 @@ impl App {
             authority: &authority,
             attestor: cluster.attestor.clone(),
             advertised: advertised.clone(),
-            peers,
+            peers: peers.clone(),
             capacity,
         };
         sessions::start(inputs, &context)?;
@@ -151,6 +154,7 @@ impl App {
             ca: authority.ca,
             tokens: authority.tokens,
             revocations: authority.revocations,
+            peers,
             cluster,
             quic_key_lease: authority.quic_key_lease,
             context,
@@ -162,7 +166,8 @@ impl App {
         &self.bound
     }
 
-    /// Returns the shutdown handle. Cancel its drain token to stop the server gracefully.
+    /// Returns the shutdown handle. Cancel its token `leaving` to stop the server gracefully, or
+    /// `drain` to skip `--drain-delay`.
     #[must_use]
     pub fn shutdown(&self) -> &Shutdown {
         &self.context.shutdown
@@ -207,23 +212,27 @@ impl App {
         &self.context.registry
     }
 
-    /// Serves until the drain token is cancelled, then stops: the server accepts no new work,
-    /// running work may finish within the drain timeout, and sessions close after all sent data has
-    /// arrived.
+    /// Serves until the server is told to leave, then stops: agents and other servers learn that at
+    /// once, the listeners accept work until the drain delay is over, running work may finish
+    /// within the drain timeout, and sessions close after all sent data has arrived.
     pub async fn run(mut self) {
         tokio::select! {
-            () = self.context.shutdown.drain().cancelled() => {}
+            () = self.context.shutdown.leaving().cancelled() => {}
             () = self.context.shutdown.stop().cancelled() => {}
         }
         let _not_ready = self.context.readiness.block("draining");
         let quic_key_lease = self.quic_key_lease.take();
-        // Release the lease at the start of the drain, so that the next server can take the keys at
-        // once. Packets that still reach this server are handled. A packet of one of this server's
+        // Release the lease at the start, so that the next server can take the keys at once.
+        // Packets that still reach this server are handled. A packet of one of this server's
         // sessions that reaches the other server is misrouted, and the other server's reset reports
         // that at once.
         let stop = self.context.shutdown.stop().clone();
+        let leave_and_drain = async {
+            let agents_leave_until = self.leave().await;
+            self.drain(agents_leave_until).await;
+        };
         tokio::join!(
-            self.drain(),
+            leave_and_drain,
             authority::release_quic_keys(quic_key_lease, &stop)
         );
         self.context.shutdown.finish().await;
@@ -236,15 +245,37 @@ impl App {
         info!("stopped");
     }
 
-    /// Accepts no new work, waits for running work within the drain timeout, then closes all
-    /// sessions.
-    async fn drain(&mut self) {
+    /// Announces that this server stops, and lets the listeners accept on until the drain delay is
+    /// over. Agents have learned from their sessions that they should move. Returns the time until
+    /// which they need this server.
+    async fn leave(&self) -> Instant {
+        let (shutdown, delay) = (&self.context.shutdown, self.context.config.drain_delay);
+        let agents_leave_until = Instant::now() + self.agents_leave_within();
+        self.peers.leave();
+        if !delay.is_zero() {
+            info!(?delay, "not ready; the listeners accept on until the drain begins");
+        }
+        tokio::select! {
+            biased;
+            () = shutdown.stop().cancelled() => {}
+            () = shutdown.drain().cancelled() => {}
+            () = sleep(delay) => {}
+        }
+        agents_leave_until
+    }
+
+    /// Accepts no new work, waits for agents to move and for running work within the drain timeout,
+    /// then closes all sessions.
+    async fn drain(&mut self, agents_leave_until: Instant) {
         let (shutdown, config) = (&self.context.shutdown, &self.context.config);
-        match shutdown.drain_within(config.drain_timeout).await {
-            DrainOutcome::Complete => {
-                info!("all requests are finished");
-                self.wait_for_agents_to_leave().await;
-            }
+        let deadline = Instant::now() + config.drain_timeout;
+        shutdown.drain().cancel();
+        // First, because other servers send streams here as long as agents are connected.
+        self.wait_for_agents_to_leave(deadline.min(agents_leave_until))
+            .await;
+        let left = deadline.saturating_duration_since(Instant::now());
+        match shutdown.drain_within(left).await {
+            DrainOutcome::Complete => info!("all requests are finished"),
             DrainOutcome::Deadline => warn!(
                 streams = shutdown.work_left(),
                 "drain timeout is over, resetting the remaining streams"
@@ -270,15 +301,23 @@ impl App {
 }
 
 impl App {
-    /// Gives agents time to connect to another server before their sessions here close, if another
-    /// server may take over at once. Until the network routes new connections only to that server,
-    /// this server must refuse them: a QUIC dial to a stopped server would get no answer for
-    /// seconds.
-    async fn wait_for_agents_to_leave(&self) {
-        let settings = self.context.config.kubernetes.as_ref();
-        if settings.is_none_or(|settings| settings.single_replica) {
-            return;
+    /// Returns the time that agents need to connect to another server, or zero if none may take
+    /// over at once. Until the network routes new connections only to that server, this server must
+    /// refuse them: a QUIC dial to a stopped server would get no answer for seconds.
+    fn agents_leave_within(&self) -> Duration {
+        let config = &self.context.config;
+        if can_agents_move(&self.peers.members().borrow(), self.peers.own()) {
+            return config.move_within() + AGENTS_LEAVE_TIMEOUT;
         }
+        match &config.kubernetes {
+            // A server that starts at this moment is not known yet.
+            Some(settings) if !settings.single_replica => AGENTS_LEAVE_TIMEOUT,
+            Some(_) | None => Duration::ZERO,
+        }
+    }
+
+    /// Waits until every agent has connected to another server, at most until `deadline`.
+    async fn wait_for_agents_to_leave(&self, deadline: Instant) {
         let left = async {
             let mut interval = tokio::time::interval(AGENTS_LEAVE_POLL);
             let registry = &self.context.registry;
@@ -287,7 +326,7 @@ impl App {
             }
         };
         tokio::select! {
-            _either_way = tokio::time::timeout(AGENTS_LEAVE_TIMEOUT, left) => {}
+            _either_way = timeout_at(deadline, left) => {}
             () = self.context.shutdown.stop().cancelled() => {}
         }
     }
@@ -304,7 +343,8 @@ fn capacity(config: &Config) -> Capacity {
     capacity
 }
 
-/// Time for agents to connect to another server. Agents dial within 0.5 s, and again until the
-/// cluster's network knows that this server is stopping, which takes about a second.
+/// Time for agents to connect to another server once they have begun. Agents dial within 0.5 s, and
+/// again until the cluster's network knows that this server is stopping, which takes about a
+/// second.
 const AGENTS_LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 const AGENTS_LEAVE_POLL: Duration = Duration::from_millis(20);

@@ -112,13 +112,13 @@ pub struct ClusterInputs {
     pub signer: Option<SignerConfig>,
 }
 
-/// A handle to the writers, which stop when the drain begins.
+/// A handle to the writers, which stop when the server leaves, so that another one takes the Lease.
 #[derive(Debug)]
 pub struct WritersHandle(oneshot::Receiver<()>);
 
 impl WritersHandle {
     /// Waits until all writes have ended and the Lease is released. This takes at most 2 s after
-    /// the drain has begun.
+    /// the server has begun to leave.
     pub async fn ended(self) {
         let _either_way = self.0.await;
     }
@@ -219,11 +219,11 @@ fn start_writers(
         metrics: cluster.metrics.clone(),
         written: None,
     };
-    let drain = shutdown.drain().clone();
+    let leaving = shutdown.leaving().clone();
     let (end, ended) = oneshot::channel();
     shutdown.spawn_service(async move {
-        let writing = Box::pin(writers.run(&drain));
-        let electing = Box::pin(election.run(&drain));
+        let writing = Box::pin(writers.run(&leaving));
+        let electing = Box::pin(election.run(&leaving));
         tokio::join!(writing, electing);
         election.release().await;
         let _nobody_waits = end.send(());

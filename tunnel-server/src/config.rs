@@ -47,6 +47,11 @@ pub const DATA_DIR: &str = "/var/lib/tunnel-server";
 pub const ENV_PREFIX: &str = "TUNNEL_SERVER_";
 /// Default time for running requests to end after SIGTERM.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+/// Default time for which the listeners accept on after SIGTERM, in a cluster. More than the 1 to 3
+/// s in which kube-proxy and load balancers follow a change of the endpoints.
+const DRAIN_DELAY: Duration = Duration::from_secs(5);
+/// Longest time within which agents move to another server. Spreads their handshakes.
+const MOVE_WITHIN_MAX: Duration = Duration::from_secs(10);
 
 /// The checked settings of the server.
 #[derive(Debug, Clone)]
@@ -78,7 +83,9 @@ pub struct Config {
     pub connect: Option<ConnectSettings>,
     /// Settings of the connections to other servers.
     pub peers: PeerSettings,
-    /// Maximum time for running requests to end after SIGTERM.
+    /// Time for which the listeners accept on after SIGTERM.
+    pub drain_delay: Duration,
+    /// Maximum time for running requests to end after that.
     pub drain_timeout: Duration,
     /// Minimum level of log messages.
     pub log_level: LevelFilter,
@@ -176,6 +183,12 @@ impl Config {
             dns: dns::check(raw, &mut errors),
             connect: ConnectSettings::check(raw, &mut errors),
             peers: PeerSettings::check(raw, kubernetes.as_ref(), &mut errors),
+            drain_delay: errors.parse_with(
+                "--drain-delay",
+                raw.drain_delay.as_deref(),
+                default_drain_delay(kubernetes.as_ref()),
+                parse_duration,
+            ),
             drain_timeout: errors.parse_with(
                 "--drain-timeout",
                 raw.drain_timeout.as_deref(),
@@ -202,6 +215,13 @@ impl Config {
         self.listeners.extra(&self.ports)
     }
 
+    /// Returns the time after SIGTERM within which agents move to another server, each at a random
+    /// moment. Half of the drain remains for those that have to try again.
+    #[must_use]
+    pub fn move_within(&self) -> Duration {
+        MOVE_WITHIN_MAX.min(self.drain_timeout / 2)
+    }
+
     /// Returns warnings about settings that work but are likely not intended.
     fn warnings(&self, raw: &RawConfig) -> Vec<String> {
         let has_records = !raw.dns_answer.is_empty() || !raw.dns_records.is_empty();
@@ -216,6 +236,15 @@ impl Config {
             .chain(self.connect.as_ref().and_then(ConnectSettings::warning))
             .chain(unused_records)
             .collect()
+    }
+}
+
+/// Returns the default of `--drain-delay`. A server that alone serves its callers stops sooner
+/// without a delay, and its successor starts sooner.
+fn default_drain_delay(kubernetes: Option<&KubernetesSettings>) -> Duration {
+    match kubernetes {
+        Some(settings) if !settings.single_replica => DRAIN_DELAY,
+        Some(_) | None => Duration::ZERO,
     }
 }
 

@@ -125,7 +125,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
         .build()?;
     runtime.block_on(async {
         let shutdown = Shutdown::new();
-        handle_signals(&shutdown, shutdown.drain())?;
+        handle_signals(&shutdown, shutdown.leaving())?;
         App::start(config, shutdown.clone()).await?.run().await;
         anyhow::ensure!(
             !shutdown.has_listener_panicked(),

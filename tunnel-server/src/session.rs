@@ -11,7 +11,8 @@ use governor::{Quota, RateLimiter};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::LivenessLimits;
 use tunnel_proto::tls::AgentTrust;
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
@@ -57,16 +58,26 @@ pub struct SessionLimits {
     pub streams: u32,
     /// Time that the agent has to dial a target.
     pub target_dial: Duration,
-    /// Time for which open streams can continue after a drain began.
+    /// Time for which open streams can continue after SIGTERM.
     pub drain: Duration,
+    /// Time after SIGTERM within which agents move to another server, if there is one.
+    pub move_within: Duration,
     /// Silence after which an agent is suspect, and after which it is dead.
     pub liveness: LivenessLimits,
     /// Time for which a session can continue after its certificate has ended.
     pub expiry_grace: Duration,
 }
 
+/// Returns whether agents of the server `own` can move to another one.
+#[must_use]
+pub fn can_agents_move(members: &[Member], own: &ReplicaId) -> bool {
+    let mut others = members.iter().filter(|member| member.id != *own);
+    others.any(|member| !member.is_leaving)
+}
+
 /// Sessions per second that a node can open after its burst. An agent whose sessions are lost right
-/// after admission opens about one per second.
+/// after admission opens about one per second, and one that looks for another server behind the
+/// same address at most one.
 const PER_SECOND: NonZeroU32 = NonZeroU32::new(2).expect("not zero");
 
 /// Rate limiter of the sessions that each node opens. Only nodes with a valid credential are
@@ -98,6 +109,24 @@ impl AdmissionRate {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn agents_move_only_to_another_server_that_stays() {
+        let member = |name: &str, is_leaving| Member {
+            id: name.parse().unwrap(),
+            addresses: Vec::new(),
+            is_leaving,
+        };
+        let can_move = |others: &[Member]| {
+            let own = member("server-1", true);
+            let members: Vec<_> = others.iter().chain([&own]).cloned().collect();
+            can_agents_move(&members, &own.id)
+        };
+        assert!(!can_move(&[]));
+        assert!(!can_move(&[member("server-2", true)]));
+        let others = [member("server-2", true), member("server-3", false)];
+        assert!(can_move(&others));
+    }
 
     #[test]
     fn node_that_opens_sessions_in_a_loop_is_refused_and_others_are_not() {

@@ -87,6 +87,7 @@ impl Bench {
                 streams: 4,
                 target_dial: Duration::from_secs(5),
                 drain: Duration::from_secs(30),
+                move_within: Duration::from_secs(10),
                 liveness: LivenessLimits {
                     probes_idle: true,
                     ..LivenessLimits::default()

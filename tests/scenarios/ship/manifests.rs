@@ -318,6 +318,27 @@ fn rolls_without_an_outage_or_ends_soon(
     Ok(())
 }
 
+/// Time that a process needs to close its sessions and sockets after the drain, in seconds.
+const STOP_MARGIN: u64 = 5;
+
+/// Returns the time from SIGTERM to the end of the drain, in seconds.
+fn longest_stop(name: &str, container: &Container) -> Result<u64> {
+    let seconds = |flag: &str, default: u64| -> Result<u64> {
+        let set = |arg: &String| Some(arg.strip_prefix(flag)?.strip_prefix('=')?.to_owned());
+        let Some(value) = container.args.iter().find_map(set) else {
+            return Ok(default);
+        };
+        let number = value.strip_suffix('s').context("not in seconds")?;
+        Ok(number.parse()?)
+    };
+    let is_alone = container.args.iter().any(|arg| arg == "--single-replica");
+    let delay = match name {
+        "tunnel-server" if !is_alone => 5,
+        _ => 0,
+    };
+    Ok(seconds("--drain-delay", delay)? + seconds("--drain-timeout", 30)?)
+}
+
 #[test]
 fn pods_have_no_more_than_they_need() -> Result<()> {
     for (overlay, objects) in overlays()? {
@@ -357,7 +378,8 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
             ensure!(spec["resources"]["limits"]["memory"].is_string(), "{place}");
             ensure!(spec["resources"]["requests"]["cpu"].is_string(), "{place}");
             let grace = pod["terminationGracePeriodSeconds"].as_u64();
-            ensure!(grace > Some(30), "{place}: {grace:?} is within the drain");
+            let stop = longest_stop(name, &container)? + STOP_MARGIN;
+            ensure!(grace >= Some(stop), "{place}: {grace:?} is less than {stop}");
             for mount in items(&spec["volumeMounts"]) {
                 let socket = overlay == "egress-selector" && mount["name"] == "connect";
                 let writable = mount["name"] == "data" || socket;

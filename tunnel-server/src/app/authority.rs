@@ -87,7 +87,7 @@ impl Authority {
         let life = config.limits.certificate_life;
         let shared = tokio::select! {
             shared = cluster_handle.shared_state(settings, data, life, shutdown) => Some(shared),
-            () = shutdown.drain().cancelled() => None,
+            () = shutdown.leaving().cancelled() => None,
             () = shutdown.stop().cancelled() => None,
         };
         meanwhile.finish().await;

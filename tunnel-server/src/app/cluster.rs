@@ -26,7 +26,8 @@ pub(super) struct ClusterServices {
 }
 
 impl ClusterServices {
-    /// Waits until all writes to the cluster have ended. The drain must have begun.
+    /// Waits until all writes to the cluster have ended. The server must have begun
+    /// to leave.
     pub(super) async fn ended(&mut self) {
         if let Some(writing) = self.writing.take() {
             writing.ended().await;

@@ -290,7 +290,13 @@ tunnel_proto::layered! {
         /// Private key of --peer-cert-file, PEM [default: the file of --peer-cert-file]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_PEER_KEY_FILE")]
         pub peer_key_file: Option<String>,
-        /// After SIGTERM, maximum time for running requests to end [default: 30s]
+        /// After SIGTERM, time for which the listeners accept on, so that load balancers can learn
+        /// from /readyz that this server stops; agents are told to move at once. Choose more than
+        /// the time until the network has stopped sending new connections here [default: 5s in a
+        /// cluster without --single-replica, else 0s]
+        #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_DELAY")]
+        pub drain_delay: Option<String>,
+        /// After SIGTERM and --drain-delay, maximum time for running requests to end [default: 30s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_TIMEOUT")]
         pub drain_timeout: Option<String>,
         /// Log level: error, warn, info, debug or trace [default: info]

@@ -36,6 +36,28 @@ fn defaults_are_those_of_the_contract() {
 }
 
 #[test]
+fn listeners_accept_on_after_sigterm_where_another_server_takes_over() {
+    for (text, in_cluster, expected) in [
+        ("{}", false, 0),
+        ("{}", true, 5),
+        ("singleReplica: true", true, 0),
+        ("drainDelay: 8s", false, 8),
+        ("drainDelay: 0s", true, 0),
+    ] {
+        let delay = around(text, in_cluster).unwrap().drain_delay;
+        assert_eq!(delay, Duration::from_secs(expected), "{text}");
+    }
+}
+
+#[test]
+fn agents_move_within_half_of_the_drain() {
+    for (timeout, expected) in [("30s", 10_000), ("5s", 2_500), ("0s", 0)] {
+        let config = yaml(&format!("drainTimeout: {timeout}")).unwrap();
+        assert_eq!(config.move_within(), Duration::from_millis(expected));
+    }
+}
+
+#[test]
 fn flags_win_over_the_file() {
     let file = "httpProxyPorts: 9100\nlogLevel: debug\n";
     let file: RawConfig = serde_saphyr::from_str(file).unwrap();
@@ -57,6 +79,7 @@ httpProxyPorts: 9100, 70000
 httpsClientAuth: require
 httpsCertFile: /a
 kubernetes: on
+drainDelay: later
 drainTimeout: soon
 peers: [b]
 peerListen: here
@@ -66,7 +89,7 @@ services: [{ name: db, listen: x, node: 'a b', target: y }]
 ";
     let error = yaml(text).unwrap_err();
     let settings = "--agent-listen --quic-congestion --http-proxy-ports --https-client-auth \
-                    --https-cert-file --kubernetes --drain-timeout --advertise --peer --peer-listen \
+                    --https-cert-file --kubernetes --drain-delay --drain-timeout --advertise --peer --peer-listen \
                     limits.streamWindow limits.streamsPerAgent limits.openTimeout";
     let services = ["listen", "node", "target"].map(|field| format!("services: db: {field}"));
     for setting in settings

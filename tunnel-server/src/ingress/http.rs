@@ -400,7 +400,12 @@ impl Caller {
                 }
             }
         };
-        close_unless_upgraded(wanted.as_ref(), &mut response);
+        // The bytes after a request for an upgrade can belong to the other protocol. While the
+        // server leaves, callers find another one with their next connection.
+        let is_leaving = self.ingress.shutdown.leaving().is_cancelled();
+        if wanted.is_some() || (is_leaving && !is_connect) {
+            close_unless_upgraded(&mut response);
+        }
         response.map(|body| body.with_request_guard(request_guard))
     }
 

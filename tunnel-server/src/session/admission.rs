@@ -124,8 +124,8 @@ impl Sessions {
                     hello.node_name
                 ),
             )),
-            // The handshake of this session began before the drain did.
-            Some(_) if self.shutdown.drain().is_cancelled() => Some((
+            // The handshake of this session began before SIGTERM.
+            Some(_) if self.shutdown.leaving().is_cancelled() => Some((
                 CloseCode::Draining,
                 "this server is stopping; connect to another one".to_owned(),
             )),

@@ -39,7 +39,7 @@ pub struct AgentListener {
 }
 
 impl AgentListener {
-    /// Accepts connections on UDP and on this TCP listener until the drain begins. New connections
+    /// Accepts connections on UDP and on this TCP listener until the server leaves. New connections
     /// are then refused, so that an agent looks for another server at once. The TCP listener is
     /// closed. Open sessions still need the QUIC socket, so new QUIC connections are answered with
     /// CONNECTION_REFUSED.
@@ -56,17 +56,17 @@ impl AgentListener {
     }
 
     async fn accept_quic(&self) {
-        let drain = self.sessions.shutdown.drain();
+        let leaving = self.sessions.shutdown.leaving();
         loop {
             let Some((peer, handshake)) = self.quic.accept().await else {
-                if !drain.is_cancelled() {
+                if !leaving.is_cancelled() {
                     error!(
                         "the QUIC endpoint has stopped; agents stay connected over TCP; restart the server"
                     );
                 }
                 return;
             };
-            if drain.is_cancelled() {
+            if leaving.is_cancelled() {
                 // Dropping the handshake refuses the connection.
                 drop(handshake);
                 continue;
@@ -84,11 +84,11 @@ impl AgentListener {
     }
 
     async fn accept_tcp(&self, mut tcp: RetryingListener<TcpListener>) {
-        let drain = self.sessions.shutdown.drain();
+        let leaving = self.sessions.shutdown.leaving();
         loop {
             let (socket, peer) = tokio::select! {
                 biased;
-                () = drain.cancelled() => return,
+                () = leaving.cancelled() => return,
                 accepted = tcp.accept() => accepted,
             };
             let Ok(permit) = self.tcp_permits.clone().try_acquire_owned() else {

@@ -18,9 +18,9 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Member};
 use tunnel_proto::wire::enroll::EnrollReply;
 
-use super::Sessions;
 use super::admission::AdmittedSession;
 use super::renewal::RenewalTask;
+use super::{Sessions, can_agents_move};
 use crate::config::Limit;
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::routing::registry::{AgentSession, SuspectReason};
@@ -47,9 +47,9 @@ impl Sessions {
         let mut closed = pin!(agent.session.closed());
         let mut next_poll = pin!(sleep(Duration::ZERO));
         // Both stay registered: all sessions share the lists of waiters and their locks.
-        let mut drained = pin!(self.shutdown.drain().cancelled());
+        let mut leaving = pin!(self.shutdown.leaving().cancelled());
         let mut members_sent = pin!(send_members(members, &control_sender));
-        let (mut draining, mut can_recv, mut can_send) = (false, true, true);
+        let (mut is_leaving, mut can_recv, mut can_send) = (false, true, true);
         let mut renewal = RenewalTask::default();
         let ended = loop {
             tokio::select! {
@@ -57,9 +57,9 @@ impl Sessions {
                 result = &mut closed => break Ok(result),
                 () = &mut next_poll => {}
                 () = agent.busy() => {}
-                () = &mut drained, if !draining => {
-                    draining = true;
-                    control_sender.drain(self.limits.drain);
+                () = &mut leaving, if !is_leaving => {
+                    is_leaving = true;
+                    control_sender.drain(self.limits.drain, self.move_within());
                 }
                 never = &mut members_sent => match never {},
                 received = reader.receive(), if can_recv => match received {
@@ -90,6 +90,15 @@ impl Sessions {
         // Dropped before the close, which can wait for a peer that is gone.
         drop((registration, monitor));
         self.end(&agent, ended).await;
+    }
+
+    /// Returns the time within which agents move to another server, or zero without one.
+    fn move_within(&self) -> Duration {
+        if can_agents_move(&self.peers.members().borrow(), self.peers.own()) {
+            self.limits.move_within
+        } else {
+            Duration::ZERO
+        }
     }
 
     /// Checks the liveness of the agent and the life of its certificate. Returns the time of the
@@ -192,7 +201,7 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut 
         ControlMessage::Hello(_)
         | ControlMessage::Welcome(_)
         | ControlMessage::NotAdmitted(..)
-        | ControlMessage::Drain(_)
+        | ControlMessage::Drain { .. }
         | ControlMessage::Renew(_)
         | ControlMessage::Renewed(_)
         | ControlMessage::Members(_)

@@ -86,10 +86,9 @@ pub(crate) fn validate_response<B>(
     Ok(switches)
 }
 
-/// Closes the caller's connection after an upgrade that was not granted. The bytes after such a
-/// request can belong to the other protocol.
-pub(crate) fn close_unless_upgraded<B>(upgrade: Option<&HeaderValue>, response: &mut Response<B>) {
-    if upgrade.is_some() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+/// Closes the caller's connection after the response, unless the response grants an upgrade.
+pub(crate) fn close_unless_upgraded<B>(response: &mut Response<B>) {
+    if response.status() != StatusCode::SWITCHING_PROTOCOLS {
         let close = HeaderValue::from_static("close");
         response.headers_mut().insert(CONNECTION, close);
     }

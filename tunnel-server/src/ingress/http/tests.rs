@@ -2,6 +2,7 @@ pub(in crate::ingress) mod fixture;
 mod framing;
 pub(in crate::ingress) mod fuzz;
 mod hangup;
+mod leaving;
 mod limits;
 mod moves;
 mod panics;

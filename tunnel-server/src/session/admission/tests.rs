@@ -120,9 +120,9 @@ async fn agent_that_does_not_take_its_welcome_is_not_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn draining_server_sends_an_agent_to_another_one() {
+async fn leaving_server_sends_an_agent_to_another_one() {
     let bench = Bench::new();
-    bench.sessions.shutdown.drain().cancel();
+    bench.sessions.shutdown.leaving().cancel();
     let (agent, answer) = bench.connect_agent(1, 4096).await;
     is_refused(agent, &answer, CloseCode::Draining).await;
     assert!(bench.sessions.registry.all().is_empty());

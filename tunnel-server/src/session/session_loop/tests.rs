@@ -9,6 +9,13 @@ fn secs(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
+fn drain_without_another_server() -> ControlMessage {
+    ControlMessage::Drain {
+        deadline: secs(30),
+        move_within: Duration::ZERO,
+    }
+}
+
 fn suspect_reason(bench: &Bench) -> Option<SuspectReason> {
     bench.sessions.registry.of_node(&node())[0].suspect_reason()
 }
@@ -103,8 +110,21 @@ async fn word_of_the_agent_counts_at_once_and_is_not_given_back() {
     agent.send(ControlMessage::Suspect(false)).await;
     eventually("not suspect", || suspect_reason(&bench).is_none()).await;
     // The next message has another subject, because the server never suspected the session.
-    bench.sessions.shutdown.drain().cancel();
-    assert_eq!(agent.recv().await, ControlMessage::Drain(secs(30)));
+    bench.sessions.shutdown.leaving().cancel();
+    assert_eq!(agent.recv().await, drain_without_another_server());
+}
+
+#[tokio::test(start_paused = true)]
+async fn agents_of_a_leaving_server_are_asked_to_move_at_once_and_still_take_streams() {
+    let bench = Bench::new();
+    let mut sessions = [bench.agent(1).await, bench.agent(1).await];
+    let began = Instant::now();
+    bench.sessions.shutdown.leaving().cancel();
+    for session in &mut sessions {
+        assert_eq!(session.recv().await, drain_without_another_server());
+    }
+    assert!(began.elapsed() < Duration::from_millis(10));
+    assert!(bench.open().await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]

@@ -233,7 +233,9 @@ async fn serve(
             }
         }
     };
-    close_unless_upgraded(wanted.as_ref(), &mut response);
+    if wanted.is_some() {
+        close_unless_upgraded(&mut response);
+    }
     response
 }
 
