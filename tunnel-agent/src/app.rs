@@ -21,7 +21,9 @@ use tunnel_proto::wire::name::InstanceId;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
 use crate::config::{Config, LoadError};
-use crate::connector::{Connector, Dialers, SESSION};
+use crate::connector::Dialers;
+use crate::connector::live::SESSION;
+use crate::connector::set::ConnectorSet;
 use crate::credentials::{CredentialError, RotatingCredentials};
 use crate::egress::Egress;
 use crate::metrics::Metrics;
@@ -102,7 +104,7 @@ impl App {
         &self.readiness
     }
 
-    /// Enrolls if necessary, then maintains a session until a drain ends or `stop` is canceled.
+    /// Enrolls if necessary, then maintains its sessions until a drain ends or `stop` is canceled.
     /// Dropping the future cuts all sessions.
     ///
     /// # Errors
@@ -136,7 +138,7 @@ impl App {
         outcome
     }
 
-    /// Waits for a drain to begin and end, then closes the session.
+    /// Waits for a drain to begin and end, then closes the sessions.
     async fn drain(&self, graceful_shutdown: &CancellationToken, within: Duration) -> DrainOutcome {
         tokio::select! {
             () = self.shutdown.drain().cancelled() => {}
@@ -194,14 +196,15 @@ impl App {
             rotating_credentials,
             graceful_shutdown,
         };
-        let connector = Connector::new(
+        let connectors = ConnectorSet::new(
             dialers.clone(),
             config.transport,
+            config.replicas,
             Arc::new(context),
             self.readiness.clone(),
             readiness_block,
         );
-        connector.run().await;
+        connectors.run().await;
         dialers.wait_idle().await;
         Ok(())
     }

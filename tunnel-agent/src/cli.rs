@@ -10,9 +10,9 @@ use crate::config::RawConfig;
 /// Edge side of Culvert: dials out to tunnel-server and connects its requests to this node's own
 /// ports
 ///
-/// The agent opens no listening port towards the network. It keeps one outgoing session to
-/// tunnel-server; requests for this node arrive on that session and are dialed here, within the
-/// dial policy that the flags of `run` set.
+/// The agent opens no listening port towards the network. It keeps outgoing sessions to
+/// tunnel-server, one per replica; requests for this node arrive on them and are dialed here,
+/// within the dial policy that the flags of `run` set.
 #[derive(Debug, Parser)]
 #[command(name = "tunnel-agent", version, after_long_help = AFTER_HELP, arg_required_else_help = true)]
 pub struct Cli {

@@ -1,5 +1,6 @@
-//! Maintains the session that takes new streams: dials, runs happy eyeballs, replaces silent
-//! sessions, and upgrades to QUIC.
+//! Maintains one session that takes new streams: dials, runs happy eyeballs, replaces silent
+//! sessions, and upgrades to QUIC. An agent has one connector for each server that it holds a
+//! session with ([`set`]).
 //!
 //! Each session has one task ([`session_task`]) from the first packet to the close. The loop in
 //! this module decides and never waits for a session task. At most one session is *current*. Other
@@ -13,38 +14,50 @@ use tokio::sync::mpsc;
 use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::name::ReplicaId;
 
 use crate::config::Limit;
 use crate::config::TransportChoice;
-use crate::metrics::ConnectResult;
+use crate::metrics::{ConnectResult, GaugeGuard, SessionState};
 use crate::session::{SessionContext, SessionEvent, SessionSummary};
 
+pub mod assignment;
 pub mod backoff;
 mod dial;
 pub(crate) mod endpoint;
 mod happy_eyeballs;
+pub(crate) mod live;
+mod placement;
+mod replicas;
 mod report;
+mod search;
 mod session_task;
+pub(crate) mod set;
+mod shared;
 mod transport_policy;
 
 use backoff::{Backoff, ReconnectEvent};
-use endpoint::EndpointCursor;
+use endpoint::Endpoints;
+use live::LiveSession;
 use report::ConnectionLog;
+use search::ReplicaSearch;
 pub(crate) use session_task::Dialers;
 use session_task::{Attempt, ConnectError, DialPurpose, SessionExit};
+use shared::{Assignment, SetLink};
 use transport_policy::{SessionTransport, TransportChange, TransportPolicy};
 
-/// Connects this agent to its servers.
-pub(crate) struct Connector {
+/// Connects this agent to one server at a time.
+struct Connector {
     dialers: Arc<Dialers>,
     context: Arc<SessionContext>,
-    readiness: Readiness,
+    link: SetLink,
+    assignment: Assignment,
+    search: ReplicaSearch,
     backoff: Backoff,
     transport_policy: TransportPolicy,
-    endpoints: EndpointCursor,
+    endpoints: Endpoints,
     report: ConnectionLog,
     /// Tasks of all sessions, with their handles.
     tasks: JoinSet<SessionExit>,
@@ -57,8 +70,13 @@ pub(crate) struct Connector {
     retry_at: Option<Instant>,
     /// Time to dial a session with newer credentials while the current one serves.
     refresh_at: Option<Instant>,
-    /// Set while no live session takes new streams.
-    readiness_block: Option<ReadinessBlock>,
+    /// Time to dial the assigned replica while the current session is with another one.
+    move_at: Option<Instant>,
+    /// Set while a live session takes new streams.
+    live: Option<LiveSession>,
+    /// Counts this connector in the metric of its state.
+    state: Option<(SessionState, GaugeGuard)>,
+    /// No session is dialed any more: the agent drains, or the set has retired this connector.
     draining: bool,
 }
 
@@ -74,6 +92,8 @@ struct RunningSession {
 struct CurrentSession {
     id: Id,
     transport: SessionTransport,
+    /// The server, unless it is of a version without names.
+    replica: Option<ReplicaId>,
     since: Instant,
     /// A replacement is being dialed, but this session may still recover.
     suspect: bool,
@@ -88,20 +108,23 @@ impl CurrentSession {
 }
 
 impl Connector {
-    /// Creates a connector that holds `readiness_block` until a session is ready.
-    pub(crate) fn new(
+    /// Creates a connector without a session.
+    fn new(
         dialers: Arc<Dialers>,
         transport: TransportChoice,
         context: Arc<SessionContext>,
-        readiness: Readiness,
-        readiness_block: Option<ReadinessBlock>,
+        report: ConnectionLog,
+        link: SetLink,
     ) -> Self {
         let (event_sender, session_event) = mpsc::channel(EVENT_QUEUE);
+        let assignment = link.assignments.borrow().clone();
         Self {
             backoff: Backoff::new(),
             transport_policy: TransportPolicy::new(transport, &context.limits),
-            endpoints: EndpointCursor::default(),
-            report: ConnectionLog::new(context.node.clone()),
+            endpoints: Endpoints::new(assignment.servers.clone()),
+            assignment,
+            search: ReplicaSearch::default(),
+            report,
             tasks: JoinSet::new(),
             sessions: HashMap::new(),
             event_sender,
@@ -110,39 +133,56 @@ impl Connector {
             attempt: None,
             retry_at: None,
             refresh_at: None,
-            readiness_block,
+            move_at: None,
+            live: None,
+            state: None,
             draining: false,
             dialers,
             context,
-            readiness,
+            link,
         }
     }
 
-    /// Runs until a drain is over and every session has ended. Dropping the future cuts all
-    /// sessions.
-    pub(crate) async fn run(mut self) {
+    /// Runs until every session has ended after a drain began or the set retired this connector.
+    /// Dropping the future cuts all sessions.
+    async fn run(mut self) {
         let drain = self.context.shutdown.drain().clone();
+        let retire = self.link.retire.clone();
         let mut updates = self.context.rotating_credentials.updates();
-        self.retry_at = Some(Instant::now());
+        let mut assignments = self.link.assignments.clone();
+        let mut transports = self.link.shared.transport.subscribe();
+        self.retry_at = Some(Instant::now() + self.link.start_in);
         loop {
+            self.record_state();
             if self.draining && self.tasks.is_empty() {
                 return;
             }
             let next_timeout = self.next_timeout();
             tokio::select! {
                 biased;
-                () = drain.cancelled(), if !self.draining => {
-                    self.draining = true;
-                    self.retry_at = None;
-                    self.abandon();
-                }
+                () = drain.cancelled(), if !self.draining => self.stop_dialing(),
+                () = retire.cancelled(), if !self.draining => self.retire_current(),
                 // Before joined tasks: the events of a task precede its end.
                 Some((id, session_event)) = self.session_event.recv() => self.handle_session_event(id, session_event),
                 Some(joined) = self.tasks.join_next_with_id() => self.ended(joined),
                 Ok(()) = updates.changed(), if !self.draining => self.refresh(Instant::now()),
+                Ok(()) = assignments.changed(), if !self.draining => {
+                    let assignment = assignments.borrow_and_update().clone();
+                    self.reassign(assignment, Instant::now());
+                }
+                Ok(()) = transports.changed() => {
+                    let newest = *transports.borrow_and_update();
+                    self.handle_transport(newest, Instant::now());
+                }
                 () = sleep_until(next_timeout.unwrap_or_else(Instant::now)), if next_timeout.is_some() => self.handle_timeout(Instant::now()),
             }
         }
+    }
+
+    fn stop_dialing(&mut self) {
+        self.draining = true;
+        self.retry_at = None;
+        self.abandon();
     }
 
     fn next_timeout(&self) -> Option<Instant> {
@@ -151,7 +191,8 @@ impl Connector {
                 attempt.happy_eyeballs.next_timeout()
             }
             (None, Some(current)) if !current.needs_replacement() && !self.draining => {
-                [self.refresh_at, self.transport_policy.probe_at()]
+                let probe_at = self.transport_policy.probe_at();
+                [self.refresh_at, self.move_at, probe_at]
                     .into_iter()
                     .flatten()
                     .min()
@@ -163,7 +204,7 @@ impl Connector {
     fn handle_timeout(&mut self, now: Instant) {
         match (&mut self.attempt, &self.current) {
             (Some(attempt), _) if attempt.happy_eyeballs.is_between_rounds() => {
-                attempt.cursor = self.endpoints.clone();
+                attempt.endpoints = self.endpoints.clone();
                 let transport = attempt.happy_eyeballs.next_round(now);
                 self.dial(transport, now);
             }
@@ -180,10 +221,21 @@ impl Connector {
                 self.refresh_at = None;
                 self.start_attempt(DialPurpose::Refresh, transport, None, now);
             }
+            (None, Some(current))
+                if !current.needs_replacement() && self.move_at.is_some_and(|at| at <= now) =>
+            {
+                let transport = current.transport;
+                self.move_at = None;
+                self.start_attempt(DialPurpose::Move, transport, None, now);
+            }
             (None, Some(current)) if !current.needs_replacement() => {
                 self.start_attempt(DialPurpose::Upgrade, SessionTransport::Quic, None, now);
             }
-            (None, _) => {
+            (None, current) => {
+                let newest = *self.link.shared.transport.borrow();
+                if current.is_none() && newest == Some(SessionTransport::H2) {
+                    self.transport_policy.adopt_fallback(now);
+                }
                 let (first, second) = self.transport_policy.dial_order();
                 self.start_attempt(DialPurpose::Connect, first, second, now);
             }
@@ -205,6 +257,7 @@ impl Connector {
         if let Some(session) = self.sessions.get(&id) {
             session.retire.cancel();
         }
+        self.link.shared.replicas.release(id);
     }
 
     fn handle_session_event(&mut self, id: Id, session_event: SessionEvent) {
@@ -235,14 +288,20 @@ impl Connector {
                     .spawn_service(async move { rotating_credentials.confirm(credentials).await });
                 self.ready(id, transport, now);
             }
-            SessionEvent::Draining if is_current => self.handle_server_drain(now),
+            SessionEvent::Draining { move_within } if is_current => {
+                self.handle_server_drain(move_within, now);
+            }
+            SessionEvent::Members(members) if is_current => self.report_members(members),
             SessionEvent::Suspect if is_current => self.suspect(now),
             SessionEvent::Live if is_current => self.live(),
             // An event of a retired session.
             SessionEvent::Live if transport == SessionTransport::Quic => {
                 self.transport_policy.probe_quic_now(now)
             }
-            SessionEvent::Suspect | SessionEvent::Live | SessionEvent::Draining => {}
+            SessionEvent::Suspect
+            | SessionEvent::Live
+            | SessionEvent::Draining { .. }
+            | SessionEvent::Members(_) => {}
         }
     }
 
@@ -259,18 +318,23 @@ impl Connector {
         for other in attempt.task_ids.into_iter().filter(|other| *other != id) {
             self.retire(other);
         }
+        let shared = &self.link.shared;
         let current = CurrentSession {
             id,
             transport,
+            replica: shared.replicas.claimed_by(id),
             since: now,
             suspect: false,
             draining: false,
         };
+        self.live.get_or_insert_with(|| shared.live.add());
+        shared
+            .transport
+            .send_if_modified(|newest| newest.replace(transport) != Some(transport));
         if let Some(old) = self.current.replace(current) {
             self.retire(old.id);
         }
         self.retry_at = None;
-        self.readiness_block = None;
         let change = self.transport_policy.ready(transport, now, rand::random());
         match change {
             TransportChange::None => {}
@@ -278,6 +342,10 @@ impl Connector {
             TransportChange::Upgrade => self.context.metrics.promotion(),
         }
         self.report.ready(change);
+        if matches!(attempt.purpose, DialPurpose::Connect | DialPurpose::Move) {
+            self.search = ReplicaSearch::default();
+        }
+        self.plan_move(now);
     }
 
     /// Marks the silent current session as suspect and dials a replacement in parallel.
@@ -291,7 +359,7 @@ impl Connector {
             code: CloseCode::Dead,
         };
         let is_replaced = current.draining;
-        self.not_ready();
+        self.live = None;
         self.transport_policy.record_loss(now);
         if is_replaced {
             return;
@@ -303,7 +371,8 @@ impl Connector {
 
     /// Handles the recovery of the current session before a replacement was ready.
     fn live(&mut self) {
-        self.readiness_block = None;
+        let live = &self.link.shared.live;
+        self.live.get_or_insert_with(|| live.add());
         self.transport_policy.record_recovery();
         if let Some(current) = &mut self.current {
             current.suspect = false;
@@ -314,32 +383,6 @@ impl Connector {
         self.abandon();
         self.retry_at = None;
         self.report.over();
-    }
-
-    /// Handles the drain of the current session's server. Another session is dialed until one is
-    /// ready, and the current one takes new streams until then. The dial may go to the same
-    /// address, where another server answers by then.
-    fn handle_server_drain(&mut self, now: Instant) {
-        let Some(current) = self.current.as_mut().filter(|current| !current.draining) else {
-            return;
-        };
-        current.draining = true;
-        if current.suspect {
-            // Another session is already being dialed.
-            return;
-        }
-        let event = ReconnectEvent::Lost {
-            ready_for: now.duration_since(current.since),
-            code: CloseCode::Draining,
-        };
-        self.abandon();
-        // With several servers, do not start with this one.
-        self.endpoints.failed();
-        let spread = DRAIN_SPREAD.mul_f64(rand::random());
-        let retry_in = self.backoff.next(event, now, rand::random());
-        if !self.draining {
-            self.retry_at = Some(now + retry_in + spread);
-        }
     }
 
     fn ended(&mut self, joined: Result<(Id, SessionExit), JoinError>) {
@@ -356,10 +399,11 @@ impl Connector {
         else {
             return;
         };
+        self.link.shared.replicas.release(id);
         let ended = ended.unwrap_or_else(|panicked| {
             self.report.broken(transport, &panicked);
             SessionExit {
-                cursor: self.endpoints.clone(),
+                endpoints: self.endpoints.clone(),
                 outcome: Err(ConnectError::Broken),
             }
         });
@@ -375,7 +419,7 @@ impl Connector {
         match (&mut self.attempt, ended.outcome) {
             (Some(attempt), Err(error)) if attempt.task_ids.contains(&id) => {
                 attempt.task_ids.retain(|session_task| *session_task != id);
-                self.failed(transport, ended.cursor, error, now);
+                self.failed(transport, ended.endpoints, error, now);
             }
             (_, Err(error)) => self.count(transport, &error),
             (_, Ok(summary)) => self.report.ended(transport, &summary),
@@ -396,12 +440,14 @@ impl Connector {
                 code: CloseCode::Protocol,
                 reason: error.to_string(),
             },
+            replica: current.replica.clone(),
         });
-        self.not_ready();
+        self.live = None;
         self.transport_policy.record_loss(now);
         // Another session is already being dialed, and a local close reveals nothing new about the
         // path.
-        let is_known_loss = current.suspect && summary.reason.by == ClosedBy::Local;
+        let is_dialing = self.attempt.is_some() || self.retry_at.is_some();
+        let is_known_loss = current.suspect && is_dialing && summary.reason.by == ClosedBy::Local;
         if self.draining {
             return self.report.ended(current.transport, &summary);
         }
@@ -433,33 +479,15 @@ impl Connector {
 
     /// Asks [`backoff`] for the start of the next attempt.
     fn retry(&mut self, event: ReconnectEvent, now: Instant) -> Duration {
+        self.search = ReplicaSearch::default();
         let retry_in = self.backoff.next(event, now, rand::random());
         if !self.draining {
             self.retry_at = Some(now + retry_in);
         }
         retry_in
     }
-
-    fn count(&self, transport: SessionTransport, error: &ConnectError) {
-        let metrics = &self.context.metrics;
-        if error.failure() == happy_eyeballs::DialFailure::Timeout {
-            metrics.limit(Limit::HandshakeTimeout);
-        }
-        metrics.connect_attempt(transport.transport(), error.result());
-    }
-
-    fn not_ready(&mut self) {
-        let readiness = &self.readiness;
-        self.readiness_block
-            .get_or_insert_with(|| readiness.block(SESSION));
-    }
 }
 
-/// Name of the readiness block that a ready session removes.
-pub(crate) const SESSION: &str = "session";
-/// Time over which the dials of all agents of a stopping server are spread, since they are notified
-/// in the same moment. Requests wait for the slowest of them.
-const DRAIN_SPREAD: Duration = Duration::from_millis(500);
 /// Events queued for the connector, which receives them at once. A session waits if the queue is
 /// full.
 const EVENT_QUEUE: usize = 64;

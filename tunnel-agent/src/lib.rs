@@ -8,7 +8,8 @@
 //! | [`app`] | start-up and run loop; the entry point for tests and other programs |
 //! | `credentials` | key and certificate in the data directory |
 //! | `enroll` | the first certificate: token and certificate request |
-//! | `connector` | the session that takes new streams: dial, happy eyeballs, replacement, upgrade to QUIC |
+//! | `connector` | the sessions that take new streams, one per server: dial, happy eyeballs, replacement, upgrade to QUIC |
+//! | [`assignment`] | which replicas an agent holds sessions with: pure, and public for simulators |
 //! | [`backoff`] | time of the next dial: pure, and public so that simulators dial as agents do |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: dial policy, dial, reply, relay |
@@ -35,6 +36,6 @@ mod session;
 #[cfg(test)]
 mod testing;
 
-pub use connector::backoff;
+pub use connector::{assignment, backoff};
 #[cfg(feature = "test-util")]
 pub use proxy::proxy_answer;

@@ -19,6 +19,9 @@ tunnel_proto::metrics! {
     /// The metrics of sessions and of the dials for them, of streams and of the dials to their
     /// targets, of the agent's certificate, and of the configured limits.
     struct Families {
+        sessions: Family<StateLabels, Gauge> = "sessions",
+            "Servers that the agent holds or wants a session with, by state of the session",
+            with_series(SessionState::ALL.map(|state| StateLabels { state }));
         session_connected: Family<TransportLabels, Gauge> = "session_connected",
             "Sessions to servers that are ready, by transport";
         sessions_suspect: Gauge = "sessions_suspect",
@@ -52,6 +55,7 @@ tunnel_proto::metrics! {
 }
 
 tunnel_proto::label_sets! {
+    StateLabels { state: SessionState }
     TransportLabels { transport: StaticLabel }
     ConnectLabels { transport: StaticLabel, result: ConnectResult }
     StreamLabels { result: StaticLabel }
@@ -78,6 +82,17 @@ impl Metrics {
     pub(crate) fn limit(&self, limit: Limit) {
         let reached = &self.0.limits_reached;
         reached.get_or_create(&LimitLabels { limit }).inc();
+    }
+
+    /// Counts a wanted session in this state until the guard is dropped.
+    pub(crate) fn session_state(&self, state: SessionState) -> GaugeGuard {
+        GaugeGuard::new(&self.0.sessions.get_or_create(&StateLabels { state }))
+    }
+
+    /// Returns the number of wanted sessions in a state.
+    #[cfg(test)]
+    pub(crate) fn sessions(&self, state: SessionState) -> i64 {
+        self.0.sessions.get_or_create(&StateLabels { state }).get()
     }
 
     /// Counts a ready session until the guard is dropped.
@@ -213,6 +228,21 @@ impl StreamEnd {
 }
 
 tunnel_proto::label_values! {
+    /// The state of the session that takes new streams from one server.
+    pub(crate) enum SessionState {
+        Connected = "connected",
+        /// There is no session yet, or not any more.
+        Connecting = "connecting",
+        /// The server is silent, or reports that this agent is silent.
+        Suspect = "suspect",
+    }
+}
+
+impl SessionState {
+    const ALL: [Self; 3] = [Self::Connected, Self::Connecting, Self::Suspect];
+}
+
+tunnel_proto::label_values! {
     enum Direction {
         ToTarget = "to_target",
         FromTarget = "from_target",
@@ -243,6 +273,8 @@ tunnel_proto::label_values! {
         NotAdmitted = "not_admitted",
         /// Another session was ready first.
         Abandoned = "abandoned",
+        /// Another session of this agent is with the server.
+        Duplicate = "duplicate",
     }
 }
 
@@ -254,6 +286,7 @@ mod tests {
     fn names_and_labels_are_as_documented() {
         let (metrics, registry) = Metrics::register();
         let session = metrics.session(TransportKind::Quic);
+        let state = metrics.session_state(SessionState::Connected);
         metrics.stream_ended(StreamEnd::Refused(RefusalCode::Policy));
         metrics.bytes().add_sent(5);
         metrics.dialed(DialResult::Connected);
@@ -267,6 +300,8 @@ mod tests {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         for line in [
+            "tunnel_agent_sessions{state=\"connected\"} 1",
+            "tunnel_agent_sessions{state=\"suspect\"} 0",
             "tunnel_agent_session_connected{transport=\"quic\"} 1",
             "tunnel_agent_streams_open 0",
             "tunnel_agent_streams_total{result=\"refused_by_policy\"} 1",
@@ -282,6 +317,6 @@ mod tests {
         ] {
             assert!(text.contains(&format!("{line}\n")), "{line} not in\n{text}");
         }
-        drop((session, suspect));
+        drop((session, state, suspect));
     }
 }

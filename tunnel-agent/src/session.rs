@@ -23,8 +23,9 @@ use tunnel_proto::session::{
 };
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Welcome};
+use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Member, Welcome};
 use tunnel_proto::wire::enroll::EnrollReply;
+use tunnel_proto::wire::name::ReplicaId;
 
 use crate::config::Limit;
 use crate::egress::{NodeIp, SessionParams};
@@ -41,50 +42,116 @@ pub(crate) use context::{SessionContext, SessionEvent, SessionHandle};
 pub(crate) struct SessionSummary {
     pub(crate) ready_for: Duration,
     pub(crate) reason: CloseReason,
+    /// The server, unless it is of a version without names.
+    pub(crate) replica: Option<ReplicaId>,
 }
 
-/// Runs a session that was dialed at `began`. Dropping the future cuts the session.
-pub(crate) async fn run(
+/// A session after Welcome. It serves no streams before [`AdmittedSession::run`].
+pub(crate) struct AdmittedSession {
     session: Arc<dyn Session>,
-    context: &SessionContext,
-    handle: &SessionHandle,
+    admitted: Admitted,
+    node_ip: Option<NodeIp>,
     began: Instant,
-) -> Result<SessionSummary, AdmitError> {
-    let remote = session.stats().remote;
-    let node_ip = match context.node_ip {
-        Some(ip) => Some(NodeIp {
-            ip,
-            is_configured: true,
-        }),
-        None => NodeIp::for_route_to(remote),
-    };
-    let admitted = admit(&session, context, node_ip).await?;
-    let welcome = &admitted.welcome;
-    session.set_max_concurrent_streams(max_concurrent_streams(welcome));
-    let _connected = context.metrics.session(session.transport());
-    info!(
-        agent = %context.node,
-        session = %welcome.session,
-        peer = %remote,
-        transport = %session.transport(),
-        version = welcome.version,
-        node_ip = node_ip.map(|node| tracing::field::display(node.ip)),
-        elapsed = ?began.elapsed(),
-        "session ready"
-    );
-    handle.send(SessionEvent::Ready).await;
-    let ready = Instant::now();
-    let params = SessionParams {
-        session: welcome.session,
-        node_ip,
-        dial_timeout: welcome.target_dial_timeout,
-    };
-    let (active, reader) = ActiveSession::new(session, admitted, params, context, handle);
-    let reason = active.run(reader).await;
-    Ok(SessionSummary {
-        ready_for: ready.elapsed(),
-        reason,
-    })
+}
+
+impl AdmittedSession {
+    /// Waits for the admission of a session that was dialed at `began`. Closes the session on
+    /// failure.
+    pub(crate) async fn admit(
+        session: Arc<dyn Session>,
+        context: &SessionContext,
+        began: Instant,
+    ) -> Result<Self, AdmitError> {
+        let node_ip = match context.node_ip {
+            Some(ip) => Some(NodeIp {
+                ip,
+                is_configured: true,
+            }),
+            None => NodeIp::for_route_to(session.stats().remote),
+        };
+        let admitted = admit(&session, context, node_ip).await?;
+        Ok(Self {
+            session,
+            admitted,
+            node_ip,
+            began,
+        })
+    }
+
+    /// Returns the server's name, unless it is of a version without names.
+    pub(crate) fn replica(&self) -> Option<&ReplicaId> {
+        self.admitted.welcome.replica_id.as_ref()
+    }
+
+    /// Returns the servers of the installation as of Welcome, and leaves an empty list.
+    pub(crate) fn take_members(&mut self) -> Vec<Member> {
+        std::mem::take(&mut self.admitted.welcome.members)
+    }
+
+    /// Runs the session to its end. Dropping the future cuts the session.
+    pub(crate) async fn run(
+        self,
+        context: &SessionContext,
+        handle: &SessionHandle,
+    ) -> SessionSummary {
+        let Self {
+            session,
+            admitted,
+            node_ip,
+            began,
+        } = self;
+        let welcome = &admitted.welcome;
+        let replica = welcome.replica_id.clone();
+        session.set_max_concurrent_streams(max_concurrent_streams(welcome));
+        let _connected = context.metrics.session(session.transport());
+        info!(
+            agent = %context.node,
+            session = %welcome.session,
+            replica = replica.as_ref().map(tracing::field::display),
+            peer = %session.stats().remote,
+            transport = %session.transport(),
+            version = welcome.version,
+            node_ip = node_ip.map(|node| tracing::field::display(node.ip)),
+            elapsed = ?began.elapsed(),
+            "session ready"
+        );
+        handle.send(SessionEvent::Ready).await;
+        let ready = Instant::now();
+        let params = SessionParams {
+            session: welcome.session,
+            node_ip,
+            dial_timeout: welcome.target_dial_timeout,
+        };
+        let (active, reader) = ActiveSession::new(session, admitted, params, context, handle);
+        let reason = active.run(reader).await;
+        SessionSummary {
+            ready_for: ready.elapsed(),
+            reason,
+            replica,
+        }
+    }
+
+    /// Sends Bye and closes, since another session of this agent is with the same server. That
+    /// server waits a second for this Bye before it replaces the other session.
+    pub(crate) async fn decline(self) {
+        let Self {
+            session, admitted, ..
+        } = self;
+        let Admitted {
+            // The stream is reset with its second half.
+            reader: _reader,
+            mut writer,
+            welcome,
+        } = admitted;
+        debug!(session = %welcome.session, "another session is with this server; closing this one");
+        let bye = async {
+            writer.send(&ControlMessage::Bye(KNOWN.to_owned())).await?;
+            writer.finish().await
+        };
+        // Completes when the server has received Bye.
+        let _peer_may_be_gone = timeout(BYE_TIMEOUT, bye).await;
+        session.close(CloseCode::Normal, KNOWN).await;
+    }
 }
 
 /// Returns the number of streams that the server may have open at a time.
@@ -202,7 +269,7 @@ impl<'a> ActiveSession<'a> {
                             return self.end(CloseCode::Protocol, why).await;
                         }
                     }
-                    Ok(Some(message)) => self.handle_control(&message).await,
+                    Ok(Some(message)) => self.handle_control(message).await,
                     Ok(None) => listening = false,
                     Err(error) => return self.control_failed(&error).await,
                 },
@@ -251,20 +318,28 @@ impl<'a> ActiveSession<'a> {
         Ok(())
     }
 
-    async fn handle_control(&mut self, message: &ControlMessage) {
+    async fn handle_control(&mut self, message: ControlMessage) {
         let (agent, session) = (&self.context.node, self.params.session);
         match message {
             ControlMessage::Suspect(doubts) => {
                 debug!(%agent, %session, doubts, "server reported whether it doubts this session");
-                self.monitor.peer_suspects(*doubts, Instant::now());
+                self.monitor.peer_suspects(doubts, Instant::now());
             }
-            ControlMessage::Drain(deadline) if !self.is_draining => {
+            ControlMessage::Drain {
+                deadline,
+                move_within,
+            } if !self.is_draining => {
                 self.is_draining = true;
                 info!(
-                    %agent, %session, ?deadline,
+                    %agent, %session, ?deadline, ?move_within,
                     "server is stopping; dialing another session, open streams go on"
                 );
-                self.handle.send(SessionEvent::Draining).await;
+                let draining = SessionEvent::Draining { move_within };
+                self.handle.send(draining).await;
+            }
+            ControlMessage::Members(members) => {
+                debug!(%agent, %session, members = members.len(), "server reported its replicas");
+                self.handle.send(SessionEvent::Members(members)).await;
             }
             ControlMessage::Unknown => {
                 debug!(%agent, %session, "message of a later version ignored")
@@ -272,7 +347,7 @@ impl<'a> ActiveSession<'a> {
             ControlMessage::Hello(_)
             | ControlMessage::Welcome(_)
             | ControlMessage::NotAdmitted(..)
-            | ControlMessage::Drain(_)
+            | ControlMessage::Drain { .. }
             | ControlMessage::Withdraw
             | ControlMessage::Renew(_)
             | ControlMessage::Renewed(_)
@@ -397,6 +472,8 @@ impl<'a> ActiveSession<'a> {
 
 /// Reason sent on a session that another one has replaced.
 const REPLACED: &str = "replaced by another session";
+/// Reason sent on a session with a server that another session is with.
+const KNOWN: &str = "another session of this agent is with this server";
 /// Upper bound for the number of streams in Welcome. quinn uses some 80 bytes for each allowed
 /// stream.
 const STREAMS_MAX: u32 = 65536;

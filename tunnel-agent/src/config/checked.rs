@@ -27,6 +27,8 @@ pub struct Config {
     pub warnings: Vec<String>,
     /// Server addresses in configured order; at least one.
     pub servers: Vec<ServerAddress>,
+    /// Largest number of replicas to hold a session with at a time.
+    pub replicas: usize,
     /// Transport of sessions, after taking --proxy into account.
     pub transport: TransportChoice,
     /// Proxy for TCP connections to servers.
@@ -85,6 +87,12 @@ impl Config {
     pub fn check(settings: RawConfig) -> Result<Self, ConfigError> {
         let mut errors = ConfigErrors::default();
         let servers = servers(&settings.server, &mut errors);
+        let replicas = errors.parse_with(
+            "--replicas",
+            settings.replicas.as_deref(),
+            DEFAULT_REPLICAS,
+            replicas,
+        );
         let transport = errors.parse(
             "--transport",
             settings.transport.as_deref(),
@@ -135,6 +143,7 @@ impl Config {
         errors.finish(Self {
             warnings: Vec::new(),
             servers,
+            replicas,
             transport: transport.through(&proxy),
             proxy,
             quic_congestion,
@@ -171,6 +180,13 @@ fn worker_threads(text: &str) -> Result<usize, String> {
     count
         .filter(|count| (1..=WORKER_THREADS_MAX).contains(count))
         .ok_or_else(|| format!("{text:?} is not a number from 1 to {WORKER_THREADS_MAX}"))
+}
+
+fn replicas(text: &str) -> Result<usize, String> {
+    let count = text.parse::<usize>().ok();
+    count
+        .filter(|count| (1..=REPLICAS_MAX).contains(count))
+        .ok_or_else(|| format!("{text:?} is not a number from 1 to {REPLICAS_MAX}"))
 }
 
 fn servers(texts: &[String], errors: &mut ConfigErrors) -> Vec<ServerAddress> {
@@ -244,6 +260,10 @@ const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";
+/// One session may be lost with its server while the other one serves.
+const DEFAULT_REPLICAS: usize = 2;
+/// Each session costs memory at both ends, and one hop reaches the other servers.
+const REPLICAS_MAX: usize = 8;
 /// More threads than a machine has cores are never useful.
 const WORKER_THREADS_MAX: usize = 64;
 const DEFAULT_DRAIN_TIMEOUT: Duration = Duration::from_secs(30);

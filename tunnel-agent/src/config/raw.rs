@@ -21,6 +21,15 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_SERVER", value_name = "HOST:PORT", value_delimiter = ',', help_heading = "Connection")]
         pub server: Vec<String>,
 
+        /// Servers of one installation to hold a session with at a time, 1 to 8 [default: 2]
+        ///
+        /// The servers report how many replicas there are; the agent never holds more sessions than
+        /// that. With two, requests reach this node while a server restarts. The agent dials the
+        /// addresses that the servers advertise. Behind a load balancer it dials --server again
+        /// until it reaches another replica, and goes on with fewer sessions if it reaches none.
+        #[arg(long, env = "TUNNEL_AGENT_REPLICAS", value_name = "COUNT", help_heading = "Connection")]
+        pub replicas: Option<String>,
+
         /// Transport of sessions: auto, quic or h2 [default: auto]
         ///
         /// QUIC runs over UDP and suits most networks best. h2 is HTTP/2 in TLS over TCP, for

@@ -50,6 +50,7 @@ fn defaults_are_those_of_the_contract() {
     assert!(config.worker_threads >= 1);
     assert_eq!(config.limits, Limits::default());
     assert_eq!(config.transport, TransportChoice::Auto);
+    assert_eq!(config.replicas, 2);
     assert_eq!(config.proxy.to_string(), "none");
     assert_eq!(config.quic_congestion, CongestionControl::default());
     assert_eq!(config.limits.stream_window, 2 << 20);
@@ -69,6 +70,7 @@ fn help_shows_the_defaults_that_hold() {
         ("meta_listen", config.meta_listen.unwrap().to_string()),
         ("drain_timeout", "30s".to_owned()),
         ("log_level", config.log_level.to_string()),
+        ("replicas", config.replicas.to_string()),
         ("transport", "auto".to_owned()),
         ("quic_congestion", format!("{congestion:?}").to_lowercase()),
     ] {
@@ -130,6 +132,7 @@ fn all_errors_are_shown_at_once() {
         settings.server = vec!["no-port".into(), "::1:10262".into(), "a b:1".into()];
         settings.node_name = Some("under_score".into());
         settings.node_ip = Some("169.254.1.1".into());
+        settings.replicas = Some("9".into());
         settings.transport = Some("h3".into());
         settings.proxy = Some("https://proxy.example.com".into());
         settings.quic_congestion = Some("reno".into());
@@ -153,6 +156,7 @@ fn all_errors_are_shown_at_once() {
         "--server",
         "--server",
         "--server",
+        "--replicas",
         "--transport",
         "--proxy",
         "--quic-congestion",
@@ -291,6 +295,20 @@ fn congestion_control_is_cubic_or_bbr() {
         let config = checked(|settings| settings.quic_congestion = Some(text.into()));
         assert_eq!(config.quic_congestion, parsed);
     }
+}
+
+#[test]
+fn replicas_are_1_to_8() {
+    for count in [1, 8] {
+        let config = checked(|settings| settings.replicas = Some(count.to_string()));
+        assert_eq!(config.replicas, count);
+    }
+    for text in ["0", "9", "two"] {
+        let found = errors(|settings| settings.replicas = Some(text.into()));
+        assert!(found[0].contains("1 to 8"), "{found:?}");
+    }
+    let settings = from_yaml("replicas: 3\n").unwrap();
+    assert_eq!(settings.replicas.as_deref(), Some("3"));
 }
 
 #[test]

@@ -8,11 +8,12 @@ use tracing::{Instrument, debug_span};
 use tunnel_proto::wire::code::CloseCode;
 
 use super::backoff::ReconnectEvent;
-use super::endpoint::EndpointCursor;
-use super::happy_eyeballs::{DialAction, HappyEyeballs};
-use super::session_task::{Attempt, ConnectError, DialPurpose, SessionTask};
+use super::endpoint::Endpoints;
+use super::happy_eyeballs::{DialAction, DialFailure, HappyEyeballs};
+use super::session_task::{Attempt, Claimant, ConnectError, DialPurpose, SessionTask};
 use super::transport_policy::SessionTransport;
 use super::{Connector, RunningSession};
+use crate::config::Limit;
 use crate::session::SessionHandle;
 
 impl Connector {
@@ -27,7 +28,14 @@ impl Connector {
         self.retry_at = None;
         let head_start = self.context.limits.quic_head_start;
         let happy_eyeballs = HappyEyeballs::new(first, second, now, head_start);
-        let attempt = Attempt::new(purpose, happy_eyeballs, self.endpoints.clone());
+        let endpoints = match purpose {
+            DialPurpose::Connect | DialPurpose::Upgrade | DialPurpose::Refresh => {
+                self.endpoints.clone()
+            }
+            // The first address is the assigned replica's own.
+            DialPurpose::Move => self.endpoints.from_start(),
+        };
+        let attempt = Attempt::new(purpose, happy_eyeballs, endpoints);
         self.attempt = Some(attempt);
         self.dial(first, now);
     }
@@ -40,14 +48,20 @@ impl Connector {
         self.transport_policy
             .record_dial(transport, now, rand::random());
         let retire = CancellationToken::new();
+        let is_move = attempt.purpose == DialPurpose::Move;
         let session_task = SessionTask {
             transport,
-            cursor: attempt.cursor.clone(),
+            endpoints: attempt.endpoints.clone(),
             dialers: self.dialers.clone(),
             context: self.context.clone(),
             handle: SessionHandle {
                 retire: retire.clone(),
                 session_event: self.event_sender.clone(),
+            },
+            claimant: Claimant {
+                shared: self.link.shared.clone(),
+                slot: self.link.slot,
+                only: self.assignment.replica.clone().filter(|_| is_move),
             },
         };
         let credentials = self.context.rotating_credentials.generation();
@@ -79,7 +93,7 @@ impl Connector {
     pub(super) fn failed(
         &mut self,
         transport: SessionTransport,
-        cursor: EndpointCursor,
+        endpoints: Endpoints,
         error: ConnectError,
         now: Instant,
     ) {
@@ -92,7 +106,7 @@ impl Connector {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
-        match attempt.failed(transport, cursor, error) {
+        match attempt.failed(transport, endpoints, error) {
             DialAction::Dial(transport) => self.dial(transport, now),
             DialAction::Wait => {}
             DialAction::RoundFailed => self.handle_round_failure(now),
@@ -101,6 +115,15 @@ impl Connector {
                 self.abandon();
             }
         }
+    }
+
+    /// Counts the failure of one transport.
+    pub(super) fn count(&self, transport: SessionTransport, error: &ConnectError) {
+        let metrics = &self.context.metrics;
+        if error.failure() == DialFailure::Timeout {
+            metrics.limit(Limit::HandshakeTimeout);
+        }
+        metrics.connect_attempt(transport.transport(), error.result());
     }
 
     /// Handles a round in which no transport gave a ready session.
@@ -116,9 +139,18 @@ impl Connector {
                 self.report.probe_failed(failures);
                 self.refresh_at = Some(now + REFRESH_RETRY);
             }
+            DialPurpose::Move => {
+                self.report.probe_failed(failures);
+                let wait = self.search.next(self.assignment.members, rand::random());
+                self.move_at = wait.map(|wait| now + wait);
+            }
             DialPurpose::Connect => {
-                if let Some(cursor) = attempt.next_cursor.take() {
-                    self.endpoints = cursor;
+                if let Some(endpoints) = attempt.next_endpoints.take() {
+                    self.endpoints.advance_to(endpoints);
+                }
+                if attempt.has_duplicate() {
+                    self.report.probe_failed(&attempt.failures);
+                    return self.handle_duplicate(now);
                 }
                 // A stopping server reveals nothing about the next one, which may be running by
                 // now.

@@ -1,6 +1,7 @@
 //! Selects the next server and address. Names are resolved again on each try.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::lookup_host;
@@ -74,6 +75,54 @@ impl EndpointCursor {
     fn next_server(&mut self) {
         self.server += 1;
         self.address = 0;
+    }
+}
+
+/// The servers that a connector dials, and its position in them.
+#[derive(Debug, Clone)]
+pub(super) struct Endpoints {
+    servers: Arc<[ServerAddress]>,
+    cursor: EndpointCursor,
+}
+
+impl Endpoints {
+    /// Creates a list at its first server.
+    pub(super) fn new(servers: Arc<[ServerAddress]>) -> Self {
+        Self {
+            servers,
+            cursor: EndpointCursor::default(),
+        }
+    }
+
+    /// Returns the list at its first server.
+    pub(super) fn from_start(&self) -> Self {
+        Self::new(self.servers.clone())
+    }
+
+    /// Returns whether this is a position in `servers`.
+    pub(super) fn is_of(&self, servers: &[ServerAddress]) -> bool {
+        *self.servers == *servers
+    }
+
+    /// Adopts a later position, unless the servers were replaced in the meantime.
+    pub(super) fn advance_to(&mut self, later: Self) {
+        if self.is_of(&later.servers) {
+            *self = later;
+        }
+    }
+
+    /// Returns the server and the address to try, see [`EndpointCursor::next`].
+    pub(super) async fn next(
+        &mut self,
+        within: Duration,
+        by_name: impl Fn(&ServerAddress) -> bool,
+    ) -> Result<ServerAddr, ResolveError> {
+        self.cursor.next(&self.servers, within, by_name).await
+    }
+
+    /// Advances after a failure of the last address.
+    pub(super) fn failed(&mut self) {
+        self.cursor.failed();
     }
 }
 

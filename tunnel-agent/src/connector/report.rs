@@ -1,8 +1,10 @@
 //! Log lines of the connector: one line per change, and one every 30 s for repeated events.
 
 use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
 use tunnel_proto::wire::code::CloseCode;
@@ -13,18 +15,19 @@ use super::transport_policy::{SessionTransport, TransportChange};
 use crate::error::causes;
 use crate::session::SessionSummary;
 
-/// Writes the log lines. Remembers which failures of an outage were logged.
-#[derive(Debug)]
+/// Writes the log lines. Remembers which failures of an outage were logged. The clones of the
+/// connectors of a set share this memory.
+#[derive(Debug, Clone)]
 pub(super) struct ConnectionLog {
     agent: NodeName,
-    throttle: LogThrottle,
+    throttle: Arc<Mutex<LogThrottle>>,
 }
 
 impl ConnectionLog {
     pub(super) fn new(agent: NodeName) -> Self {
         Self {
             agent,
-            throttle: LogThrottle::default(),
+            throttle: Arc::default(),
         }
     }
 
@@ -40,6 +43,7 @@ impl ConnectionLog {
             error!(
                 agent = %self.agent,
                 transport = %transport.transport(),
+                replica = summary.replica.as_ref().map(tracing::field::display),
                 code = %summary.reason.code,
                 error = %summary.reason,
                 "server closed the session and refuses this agent; fix the reported cause"
@@ -49,6 +53,7 @@ impl ConnectionLog {
         warn!(
             agent = %self.agent,
             transport = %transport.transport(),
+            replica = summary.replica.as_ref().map(tracing::field::display),
             code = %summary.reason.code,
             error = %summary.reason,
             ready_for = ?summary.ready_for,
@@ -62,6 +67,7 @@ impl ConnectionLog {
         info!(
             agent = %self.agent,
             transport = %transport.transport(),
+            replica = summary.replica.as_ref().map(tracing::field::display),
             code = %summary.reason.code,
             error = %summary.reason,
             ready_for = ?summary.ready_for,
@@ -71,7 +77,7 @@ impl ConnectionLog {
 
     /// Logs an attempt that gave no ready session.
     pub(super) fn failed(
-        &mut self,
+        &self,
         failures: &[(SessionTransport, ConnectError)],
         code: Option<CloseCode>,
         retry_in: Duration,
@@ -83,7 +89,7 @@ impl ConnectionLog {
             .map(|(transport, error)| format!("{}: {}", transport.transport(), causes(error)))
             .collect::<Vec<_>>()
             .join("; ");
-        let Some(suppressed) = self.throttle.failed(code, now) else {
+        let Some(suppressed) = self.throttle.lock().failed(code, now) else {
             debug!(%agent, error, ?retry_in, "cannot connect");
             return;
         };
@@ -98,7 +104,7 @@ impl ConnectionLog {
         }
     }
 
-    /// Logs a QUIC probe without an answer while a session over h2 serves.
+    /// Logs a dial that failed while another session serves.
     pub(super) fn probe_failed(&self, failures: &[(SessionTransport, ConnectError)]) {
         for (transport, error) in failures {
             let (transport, error) = (transport.transport(), causes(error));
@@ -106,8 +112,18 @@ impl ConnectionLog {
         }
     }
 
+    /// Logs that no dial reached a replica without a session of this agent.
+    pub(super) fn search_over(&self, members: usize) {
+        warn!(
+            agent = %self.agent,
+            replicas = members,
+            "each server that answers already has a session of this agent; going on with fewer \
+             sessions until the servers change"
+        );
+    }
+
     /// Logs that a session takes new streams, and the change of transport.
-    pub(super) fn ready(&mut self, change: TransportChange) {
+    pub(super) fn ready(&self, change: TransportChange) {
         self.over();
         let agent = &self.agent;
         match change {
@@ -120,8 +136,8 @@ impl ConnectionLog {
     }
 
     /// Resets the throttle, since a session takes new streams.
-    pub(super) fn over(&mut self) {
-        self.throttle = LogThrottle::default();
+    pub(super) fn over(&self) {
+        *self.throttle.lock() = LogThrottle::default();
     }
 
     pub(super) fn broken(&self, transport: SessionTransport, panic: &dyn Error) {

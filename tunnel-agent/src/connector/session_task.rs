@@ -4,23 +4,26 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::task::Id;
+use tokio::task::{self, Id};
 use tokio::time::{Instant, timeout};
 use tunnel_proto::tcp::ServerAddr;
 use tunnel_proto::transport::{ClosedBy, Dialer, HandshakeError, Session};
 use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::name::ReplicaId;
 
-use super::endpoint::{EndpointCursor, ResolveError};
+use super::endpoint::{Endpoints, ResolveError};
 use super::happy_eyeballs::{DialAction, DialFailure, HappyEyeballs};
+use super::replicas::Slot;
+use super::shared::Shared;
 use super::transport_policy::SessionTransport;
 use crate::config::ServerAddress;
 use crate::metrics::ConnectResult;
 use crate::proxy::ProxyChoice;
 use crate::session::{
-    self, AdmitError, SessionContext, SessionEvent, SessionHandle, SessionSummary,
+    AdmitError, AdmittedSession, SessionContext, SessionEvent, SessionHandle, SessionSummary,
 };
 
-/// The servers, and a dialer for each transport.
+/// The configured servers, and a dialer for each transport.
 pub(crate) struct Dialers {
     pub(crate) servers: Vec<ServerAddress>,
     pub(crate) proxy: ProxyChoice,
@@ -44,14 +47,32 @@ impl Dialers {
 
 pub(super) struct SessionTask {
     pub(super) transport: SessionTransport,
-    pub(super) cursor: EndpointCursor,
+    pub(super) endpoints: Endpoints,
     pub(super) dialers: Arc<Dialers>,
     pub(super) context: Arc<SessionContext>,
     pub(super) handle: SessionHandle,
+    pub(super) claimant: Claimant,
+}
+
+/// The connector for which a session task claims the replica that it reaches.
+pub(super) struct Claimant {
+    pub(super) shared: Arc<Shared>,
+    pub(super) slot: Slot,
+    /// The only acceptable replica, if this is a move to it.
+    pub(super) only: Option<ReplicaId>,
+}
+
+impl Claimant {
+    /// Claims `replica` for this task. Returns `false` if another connector holds it, or another
+    /// one is required.
+    fn claim(&self, replica: Option<&ReplicaId>) -> bool {
+        let is_acceptable = self.only.is_none() || self.only.as_ref() == replica;
+        is_acceptable && self.shared.replicas.claim(task::id(), self.slot, replica)
+    }
 }
 
 pub(super) struct SessionExit {
-    pub(super) cursor: EndpointCursor,
+    pub(super) endpoints: Endpoints,
     pub(super) outcome: Result<SessionSummary, ConnectError>,
 }
 
@@ -74,6 +95,9 @@ pub(super) enum ConnectError {
         #[source]
         source: AdmitError,
     },
+    /// Another connector holds the replica, or this was a move to another one.
+    #[error("{remote}: another session of this agent is with this replica")]
+    Duplicate { remote: ServerAddr },
     #[error("another session is ready")]
     Abandoned,
     /// The task panicked; the panic is in the log.
@@ -87,7 +111,7 @@ impl ConnectError {
         match self {
             Self::Admit { source, .. } => source.code(),
             Self::Dial { source, .. } => source.code(),
-            Self::Resolve(_) | Self::Abandoned | Self::Broken => None,
+            Self::Resolve(_) | Self::Duplicate { .. } | Self::Abandoned | Self::Broken => None,
         }
     }
 
@@ -95,6 +119,8 @@ impl ConnectError {
     pub(super) fn failure(&self) -> DialFailure {
         match self {
             Self::Resolve(_) | Self::Abandoned | Self::Broken => DialFailure::Unreachable,
+            // The other transport leads to the same servers.
+            Self::Duplicate { .. } => DialFailure::RefusedByServer,
             Self::Dial { source, .. } => match source {
                 HandshakeError::Timeout => DialFailure::Timeout,
                 HandshakeError::Connect(_) | HandshakeError::Refused | HandshakeError::Local(_) => {
@@ -131,6 +157,7 @@ impl ConnectError {
     pub(super) fn result(&self) -> ConnectResult {
         match self {
             Self::Abandoned => ConnectResult::Abandoned,
+            Self::Duplicate { .. } => ConnectResult::Duplicate,
             Self::Admit {
                 source: AdmitError::NotAdmitted { .. },
                 ..
@@ -160,16 +187,38 @@ impl SessionTask {
         let outcome = match connected {
             Ok((remote, session)) => {
                 self.handle.send(SessionEvent::Answered).await;
-                session::run(session, &self.context, &self.handle, began)
-                    .await
-                    .map_err(|source| ConnectError::Admit { remote, source })
+                match AdmittedSession::admit(session, &self.context, began).await {
+                    Ok(admitted) => self.serve(remote, admitted).await,
+                    Err(source) => Err(ConnectError::Admit { remote, source }),
+                }
             }
             Err(error) => Err(error),
         };
         SessionExit {
-            cursor: self.cursor,
+            endpoints: self.endpoints,
             outcome,
         }
+    }
+
+    /// Serves the session unless another connector holds its replica.
+    async fn serve(
+        &self,
+        remote: ServerAddr,
+        mut admitted: AdmittedSession,
+    ) -> Result<SessionSummary, ConnectError> {
+        let replicas = &self.claimant.shared.replicas;
+        let members = admitted.take_members();
+        let is_claimed = self.claimant.claim(admitted.replica());
+        replicas.report(admitted.replica(), false, members);
+        if !is_claimed {
+            admitted.decline().await;
+            return Err(ConnectError::Duplicate { remote });
+        }
+        // A connector that abandoned the attempt before the claim has not released it.
+        if self.handle.retire.is_cancelled() {
+            replicas.release(task::id());
+        }
+        Ok(admitted.run(&self.context, &self.handle).await)
     }
 
     async fn connect(&mut self) -> Result<(ServerAddr, Arc<dyn Session>), ConnectError> {
@@ -183,10 +232,10 @@ impl SessionTask {
     }
 
     async fn remote(&mut self, within: Duration) -> Result<ServerAddr, ResolveError> {
-        let Dialers { servers, proxy, .. } = &*self.dialers;
+        let proxy = &self.dialers.proxy;
         let tcp = self.transport == SessionTransport::H2;
-        self.cursor
-            .next(servers, within, |server| tcp && proxy.is_proxied(server))
+        self.endpoints
+            .next(within, |server| tcp && proxy.is_proxied(server))
             .await
     }
 }
@@ -195,9 +244,9 @@ impl SessionTask {
 pub(super) struct Attempt {
     pub(super) purpose: DialPurpose,
     pub(super) happy_eyeballs: HappyEyeballs,
-    /// Next endpoint of this round, and start of the next round.
-    pub(super) cursor: EndpointCursor,
-    pub(super) next_cursor: Option<EndpointCursor>,
+    /// Endpoint of this round, and start of the next round.
+    pub(super) endpoints: Endpoints,
+    pub(super) next_endpoints: Option<Endpoints>,
     pub(super) task_ids: Vec<Id>,
     pub(super) failures: Vec<(SessionTransport, ConnectError)>,
 }
@@ -210,6 +259,8 @@ pub(super) enum DialPurpose {
     Upgrade,
     /// The session uses older credentials.
     Refresh,
+    /// The session is with another replica than the assigned one.
+    Move,
 }
 
 impl Attempt {
@@ -217,36 +268,43 @@ impl Attempt {
     pub(super) fn new(
         purpose: DialPurpose,
         happy_eyeballs: HappyEyeballs,
-        cursor: EndpointCursor,
+        endpoints: Endpoints,
     ) -> Self {
         Self {
             purpose,
             happy_eyeballs,
-            cursor,
-            next_cursor: None,
+            endpoints,
+            next_endpoints: None,
             task_ids: Vec::new(),
             failures: Vec::new(),
         }
     }
 
-    /// Records the failure of one transport, whose session task tried the endpoint at `cursor`.
+    /// Records the failure of one transport, whose session task tried the endpoint at `endpoints`.
     pub(super) fn failed(
         &mut self,
         transport: SessionTransport,
-        mut cursor: EndpointCursor,
+        mut endpoints: Endpoints,
         error: ConnectError,
     ) -> DialAction {
-        if self.next_cursor.is_none() || transport == self.happy_eyeballs.first() {
-            // After a failed name lookup the cursor already points to the next server.
+        if self.next_endpoints.is_none() || transport == self.happy_eyeballs.first() {
+            // After a failed name lookup the position is already that of the next server.
             if !matches!(error, ConnectError::Resolve(_)) {
-                cursor.failed();
+                endpoints.failed();
             }
-            self.next_cursor = Some(cursor);
+            self.next_endpoints = Some(endpoints);
         }
         let action = self.happy_eyeballs.failed(transport, error.failure());
         self.failures.retain(|(failed, _)| *failed != transport);
         self.failures.push((transport, error));
         action
+    }
+
+    /// Returns whether a session task reached a replica that another connector holds.
+    pub(super) fn has_duplicate(&self) -> bool {
+        self.failures
+            .iter()
+            .any(|(_, error)| matches!(error, ConnectError::Duplicate { .. }))
     }
 
     pub(super) fn code(&self) -> Option<CloseCode> {

@@ -1,10 +1,12 @@
 use std::ops::RangeBounds;
 
 use tokio::time::timeout;
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::transport::memory::Path;
 use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
 
+use super::set::ConnectorSet;
 use super::*;
 use crate::config::Limits;
 use crate::credentials::{CredentialStore, RotatingCredentials};
@@ -14,10 +16,12 @@ use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject};
 use crate::testing::{Ca, TempDir, context, stored};
 
 mod changes;
+mod replicas;
 
 const AUTO: TransportChoice = TransportChoice::Auto;
+const REPLICAS: usize = 2;
 
-/// A connector between scripted transports. The test acts as the server.
+/// The connectors of an agent between scripted transports. The test acts as the servers.
 struct TestEnv {
     net: FakeNetwork,
     context: Arc<SessionContext>,
@@ -75,16 +79,17 @@ impl TestEnv {
             quic: net.quic.clone(),
             h2: net.h2.clone(),
         });
-        let readiness_block = Some(readiness.block(SESSION));
-        let connector = Connector::new(
+        let readiness_block = Some(readiness.block(live::SESSION));
+        let connectors = ConnectorSet::new(
             dialers,
             choice,
+            REPLICAS,
             context.clone(),
             readiness.clone(),
             readiness_block,
         );
         let mut agent = JoinSet::new();
-        agent.spawn(connector.run());
+        agent.spawn(connectors.run());
         Self {
             net,
             context,

@@ -146,8 +146,21 @@ impl TransportPolicy {
         self.lost_at = None;
     }
 
-    /// Schedules an immediate probe, since a retired session over QUIC has recovered and the path
-    /// works.
+    /// Starts the next dial with h2, since QUIC gave another connector no answer. Call it only
+    /// without a session.
+    pub(crate) fn adopt_fallback(&mut self, now: Instant) {
+        match (self.choice, self.last_ready) {
+            (TransportChoice::Auto, SessionTransport::Quic) => {
+                self.last_ready = SessionTransport::H2;
+                self.upgraded_at = None;
+                self.probe_at.get_or_insert(now + self.probe_every);
+            }
+            (TransportChoice::Auto | TransportChoice::Quic | TransportChoice::H2, _) => {}
+        }
+    }
+
+    /// Schedules an immediate probe, since the path works: a retired session over QUIC has
+    /// recovered, or another connector has a new session over QUIC.
     pub(crate) fn probe_quic_now(&mut self, now: Instant) {
         self.probe_at = self.probe_at.min(Some(now));
     }

@@ -161,7 +161,8 @@ async fn recv_welcome(reader: &mut ControlReader) -> Result<Welcome, AdmitError>
             Some(ControlMessage::Unknown) => {}
             Some(
                 ControlMessage::Hello(_)
-                | ControlMessage::Drain(_)
+                | ControlMessage::Drain { .. }
+                | ControlMessage::Members(_)
                 | ControlMessage::Withdraw
                 | ControlMessage::Bye(_)
                 | ControlMessage::Renew(_)

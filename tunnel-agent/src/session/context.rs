@@ -2,11 +2,13 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::{self, Id};
 use tokio_util::sync::CancellationToken;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::Limits;
@@ -41,7 +43,7 @@ pub(crate) struct SessionHandle {
 
 /// Events of a session for the connector. `Answered` and `Ready` arrive in this order. The end of
 /// the task reports the end of the session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum SessionEvent {
     Answered,
     /// Welcome arrived: the server may open streams.
@@ -51,8 +53,11 @@ pub(crate) enum SessionEvent {
     Suspect,
     /// Data arrives from the server again.
     Live,
-    /// The server is stopping. Sent at most once.
-    Draining,
+    /// The server is stopping, and this agent should have another session within this time. Sent at
+    /// most once.
+    Draining { move_within: Duration },
+    /// The servers of the installation have changed.
+    Members(Vec<Member>),
 }
 
 impl SessionHandle {

@@ -57,7 +57,10 @@ impl TestEnv {
             (context.shutdown.clone(), context.graceful_shutdown.clone());
         let mut agent = JoinSet::new();
         let session = agent_session.clone();
-        agent.spawn(async move { run(session, &context, &handle, Instant::now()).await });
+        agent.spawn(async move {
+            let admitted = AdmittedSession::admit(session, &context, Instant::now()).await?;
+            Ok(admitted.run(&context, &handle).await)
+        });
         Self {
             server,
             agent_session,
@@ -247,7 +250,7 @@ async fn drain_during_admission_closes_the_session() {
 async fn bye_of_the_server_ends_the_session() {
     let (mut env, _reader, mut writer) = TestEnv::ready().await;
     let bye = ControlMessage::Bye("done".into());
-    for message in [ControlMessage::Drain(LONG), ControlMessage::Unknown, bye] {
+    for message in [drain(), ControlMessage::Unknown, bye] {
         writer.send(&message).await.unwrap();
     }
     let summary = env.outcome().await.unwrap();
@@ -276,8 +279,7 @@ async fn doubt_of_the_server_makes_the_session_suspect() {
 
 #[tokio::test(start_paused = true)]
 async fn flood_of_control_messages_ends_the_session_as_a_breach_of_the_protocol() {
-    let drain = ControlMessage::Drain(LONG);
-    for message in [drain, ControlMessage::Unknown, ControlMessage::Withdraw] {
+    for message in [drain(), ControlMessage::Unknown, ControlMessage::Withdraw] {
         let (mut env, _reader, mut writer) = TestEnv::ready().await;
         for _ in 0..=50 {
             let _closed_meanwhile = writer.send(&message).await;
@@ -345,11 +347,57 @@ async fn drain_sends_bye_on_a_retired_session_too() {
 async fn drain_of_the_server_is_one_event() {
     let (mut env, _reader, mut writer) = TestEnv::ready().await;
     for _ in 0..3 {
-        writer.send(&ControlMessage::Drain(LONG)).await.unwrap();
+        writer.send(&drain()).await.unwrap();
     }
     writer.send(&ControlMessage::Suspect(true)).await.unwrap();
-    assert_eq!(env.session_event().await, SessionEvent::Draining);
+    let move_within = Duration::from_secs(3);
+    let draining = SessionEvent::Draining { move_within };
+    assert_eq!(env.session_event().await, draining);
     assert_eq!(env.session_event().await, SessionEvent::Suspect);
+}
+
+#[tokio::test(start_paused = true)]
+async fn changes_of_the_members_are_events() {
+    let (mut env, _reader, mut writer) = TestEnv::ready().await;
+    let members = vec![Member {
+        id: "server-1".parse().unwrap(),
+        addresses: vec!["192.0.2.1:10262".into()],
+        is_leaving: true,
+    }];
+    let message = ControlMessage::Members(members.clone());
+    writer.send(&message).await.unwrap();
+    assert_eq!(env.session_event().await, SessionEvent::Members(members));
+}
+
+#[tokio::test(start_paused = true)]
+async fn declined_session_ends_with_bye_and_is_never_ready() {
+    let (server, agent_session) = memory::pair();
+    let context = context(Limits::default());
+    let admit = async {
+        let mut admitted = AdmittedSession::admit(agent_session, &context, Instant::now())
+            .await
+            .unwrap();
+        assert_eq!(admitted.replica().unwrap().as_str(), "server-1");
+        assert_eq!(admitted.take_members(), []);
+        admitted.decline().await;
+    };
+    let welcome = Welcome {
+        replica_id: Some("server-1".parse().unwrap()),
+        ..welcome()
+    };
+    let serve = async {
+        let (mut reader, _writer) = net::admit(&*server, welcome).await;
+        expect_bye(&mut reader).await;
+    };
+    tokio::join!(admit, serve);
+    assert_eq!(server.closed().await.code, CloseCode::Normal);
+}
+
+fn drain() -> ControlMessage {
+    ControlMessage::Drain {
+        deadline: LONG,
+        move_within: Duration::from_secs(3),
+    }
 }
 
 fn renewed() -> ControlMessage {

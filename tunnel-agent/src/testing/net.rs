@@ -11,7 +11,7 @@ use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::transport::memory::{MemoryConnection, MemoryDialer, Path};
 use tunnel_proto::transport::{CloseReason, Session, Stream, TransportKind};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::control::{ControlMessage, Hello, Member, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{Port, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
@@ -76,7 +76,11 @@ pub(crate) struct Peer {
 
 impl Peer {
     pub(crate) async fn admit(connection: MemoryConnection) -> Self {
-        let (reader, writer) = admit(&*connection.server, welcome()).await;
+        Self::admit_with(connection, welcome()).await
+    }
+
+    pub(crate) async fn admit_with(connection: MemoryConnection, welcome: Welcome) -> Self {
+        let (reader, writer) = admit(&*connection.server, welcome).await;
         Self {
             connection,
             reader,
@@ -103,7 +107,20 @@ impl Peer {
 
     /// Sends that the server is stopping.
     pub(crate) async fn send_drain(&mut self) {
-        let message = ControlMessage::Drain(Duration::from_secs(30));
+        self.send_drain_within(Duration::ZERO).await;
+    }
+
+    pub(crate) async fn send_drain_within(&mut self, move_within: Duration) {
+        let message = ControlMessage::Drain {
+            deadline: Duration::from_secs(30),
+            move_within,
+        };
+        self.writer.send(&message).await.unwrap();
+    }
+
+    /// Sends which servers there are.
+    pub(crate) async fn send_members(&mut self, members: Vec<Member>) {
+        let message = ControlMessage::Members(members);
         self.writer.send(&message).await.unwrap();
     }
 
@@ -151,6 +168,8 @@ pub(crate) fn welcome() -> Welcome {
         streams_per_agent: 64,
         replicas: vec![],
         target_dial_timeout: AGES,
+        replica_id: None,
+        members: vec![],
     }
 }
 

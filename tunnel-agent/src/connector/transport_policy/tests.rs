@@ -69,6 +69,21 @@ fn quic_that_held_or_was_not_promoted_is_probed_as_usual() {
 }
 
 #[test]
+fn fallback_of_another_connector_is_adopted_and_quic_probed_later() {
+    let mut auto = policy(TransportChoice::Auto);
+    let start = Instant::now();
+    auto.adopt_fallback(start);
+    assert_eq!(auto.dial_order(), (H2, Some(Quic)));
+    assert_eq!(auto.ready(H2, start, 0.0), TransportChange::None);
+    assert_eq!(probe(&auto, start), Some(45));
+    auto.probe_quic_now(start + seconds(5));
+    assert_eq!(probe(&auto, start), Some(5));
+    let mut quic_only = policy(TransportChoice::Quic);
+    quic_only.adopt_fallback(start);
+    assert_eq!(quic_only.dial_order(), (Quic, None));
+}
+
+#[test]
 fn silence_that_ends_well_is_no_loss() {
     let mut policy = policy(TransportChoice::Auto);
     let start = Instant::now();

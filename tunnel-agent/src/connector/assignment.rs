@@ -1,0 +1,225 @@
+//! Which replicas of the server an agent holds sessions with. Pure functions.
+//!
+//! Each agent ranks the replicas by a weight of its name and theirs (rendezvous hashing). A replica
+//! that comes or goes changes nothing between an agent and the other replicas, and the agents of a
+//! replica that goes are spread over all others.
+
+use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
+
+/// Returns the replicas that the agent of `node` should hold sessions with, at most `count`, the
+/// preferred one first. Replicas that are leaving count only if all of them are.
+pub fn wanted_replicas(node: &NodeName, members: &[Member], count: usize) -> Vec<ReplicaId> {
+    let is_any_staying = members.iter().any(|member| !member.is_leaving);
+    let mut ranked: Vec<_> = members
+        .iter()
+        .filter(|member| !member.is_leaving || !is_any_staying)
+        .map(|member| (weight(node, &member.id), &member.id))
+        .collect();
+    ranked.sort_unstable();
+    ranked.dedup();
+    ranked
+        .into_iter()
+        .rev()
+        .take(count)
+        .map(|(_, replica)| replica.clone())
+        .collect()
+}
+
+/// Distributes `wanted` over connectors, which hold the replicas `current`. A connector that holds
+/// a wanted replica keeps it. Of the others, those without a replica come first. A connector gets
+/// none if another one holds each wanted replica: any replica will do for it.
+pub fn assign_replicas(
+    wanted: &[ReplicaId],
+    current: &[Option<ReplicaId>],
+) -> Vec<Option<ReplicaId>> {
+    let mut free = wanted
+        .iter()
+        .filter(|replica| !current.iter().flatten().any(|own| own == *replica))
+        .cloned();
+    let mut assigned: Vec<Option<ReplicaId>> = current
+        .iter()
+        .map(|own| own.clone().filter(|own| wanted.contains(own)))
+        .collect();
+    for has_replica in [false, true] {
+        for (replica, own) in assigned.iter_mut().zip(current) {
+            if replica.is_none() && own.is_some() == has_replica {
+                *replica = free.next();
+            }
+        }
+    }
+    assigned
+}
+
+/// Returns the addresses of `replica` that lead to no other member. Members behind one load
+/// balancer have none.
+pub fn own_addresses<'a>(members: &'a [Member], replica: &ReplicaId) -> Vec<&'a str> {
+    let is_shared = |address: &str| {
+        members
+            .iter()
+            .filter(|member| member.id != *replica)
+            .any(|member| member.addresses.iter().any(|other| other == address))
+    };
+    // The configured addresses reach a single replica as well.
+    if members.len() < 2 {
+        return Vec::new();
+    }
+    members
+        .iter()
+        .filter(|member| member.id == *replica)
+        .flat_map(|member| &member.addresses)
+        .map(String::as_str)
+        .filter(|address| !is_shared(address))
+        .take(ADDRESSES_MAX)
+        .collect()
+}
+
+/// Returns the rank of a replica for a node: FNV-1a of both names, with the finalizer of
+/// splitmix64. FNV-1a alone hardly changes the upper bits for names that differ in their last
+/// character.
+fn weight(node: &NodeName, replica: &ReplicaId) -> u64 {
+    let names = node.as_str().bytes().chain([0]);
+    let hash = names
+        .chain(replica.as_str().bytes())
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+    let hash = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let hash = (hash ^ (hash >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    hash ^ (hash >> 31)
+}
+
+/// Addresses of one replica that are dialed. A replica advertises one or two.
+const ADDRESSES_MAX: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    fn replica(name: &str) -> ReplicaId {
+        name.parse().unwrap()
+    }
+
+    fn replicas(names: &[&str]) -> Vec<ReplicaId> {
+        names.iter().map(|name| replica(name)).collect()
+    }
+
+    /// Returns members by name; a name with `-` in front is leaving.
+    fn members(names: &[&str]) -> Vec<Member> {
+        let member = |name: &&str| Member {
+            id: replica(name.trim_start_matches('-')),
+            addresses: Vec::new(),
+            is_leaving: name.starts_with('-'),
+        };
+        names.iter().map(member).collect()
+    }
+
+    fn node(index: usize) -> NodeName {
+        format!("worker-{index}").parse().unwrap()
+    }
+
+    #[test]
+    fn count_and_leaving_replicas_limit_the_choice() {
+        let cases: [(&[&str], usize, &[&str]); 9] = [
+            (&[], 2, &[]),
+            (&["a"], 2, &["a"]),
+            (&["a", "b"], 1, &["a", "b"]),
+            (&["a", "b"], 2, &["a", "b"]),
+            (&["a", "b", "c"], 2, &["a", "b", "c"]),
+            (&["a", "-b", "c"], 2, &["a", "c"]),
+            (&["a", "-b"], 2, &["a"]),
+            (&["-a", "-b"], 2, &["a", "b"]),
+            (&["a", "a"], 2, &["a"]),
+        ];
+        for (names, count, from) in cases {
+            for index in 0..20 {
+                let wanted = wanted_replicas(&node(index), &members(names), count);
+                let from = replicas(from);
+                assert_eq!(wanted.len(), count.min(from.len()), "{names:?}");
+                assert!(wanted.iter().all(|one| from.contains(one)), "{names:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn order_of_the_members_does_not_matter() {
+        let wanted = |names: &[&str]| wanted_replicas(&node(7), &members(names), 2);
+        assert_eq!(wanted(&["a", "b", "c"]), wanted(&["c", "a", "b"]));
+    }
+
+    #[test]
+    fn replica_that_comes_or_goes_changes_nothing_between_a_node_and_the_others() {
+        let before = members(&["a", "b", "c", "d"]);
+        let after = members(&["a", "b", "c", "-d", "e"]);
+        for index in 0..1000 {
+            let first = wanted_replicas(&node(index), &before, 2);
+            let second = wanted_replicas(&node(index), &after, 2);
+            let [d, e] = ["d", "e"].map(replica);
+            for lost in first.iter().filter(|one| !second.contains(one)) {
+                assert!(*lost == d || second.contains(&e), "{first:?} {second:?}");
+            }
+            for new in second.iter().filter(|one| !first.contains(one)) {
+                assert!(*new == e || first.contains(&d), "{first:?} {second:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn nodes_are_spread_evenly_and_so_are_those_of_a_replica_that_goes() {
+        let all = members(&["server-0", "server-1", "server-2", "server-3"]);
+        let mut nodes: HashMap<ReplicaId, usize> = HashMap::new();
+        let mut moved: HashMap<ReplicaId, usize> = HashMap::new();
+        for index in 0..4000 {
+            let wanted = wanted_replicas(&node(index), &all, 2);
+            *nodes.entry(wanted[0].clone()).or_default() += 1;
+            if wanted[0] == replica("server-3") {
+                *moved.entry(wanted[1].clone()).or_default() += 1;
+            }
+        }
+        assert_eq!((nodes.len(), moved.len()), (4, 3));
+        let is_even = |counts: &HashMap<ReplicaId, usize>, range: std::ops::Range<usize>| {
+            counts.values().all(|count| range.contains(count))
+        };
+        assert!(is_even(&nodes, 850..1150), "{nodes:?}");
+        assert!(is_even(&moved, 250..420), "{moved:?}");
+    }
+
+    #[test]
+    fn connector_keeps_a_wanted_replica_and_the_idle_ones_come_first() {
+        let (a, b, c) = (Some("a"), Some("b"), Some("c"));
+        let cases: [(&[&str], &[Option<&str>], &[Option<&str>]); 8] = [
+            (&[], &[None], &[None]),
+            (&["a"], &[None], &[a]),
+            (&["a", "b"], &[b, a], &[b, a]),
+            (&["a", "b"], &[b, None], &[b, a]),
+            (&["a", "b"], &[c, None], &[b, a]),
+            (&["a", "b"], &[c, b], &[a, b]),
+            (&["a"], &[c, a], &[None, a]),
+            (&["a", "b"], &[None, None, None], &[a, b, None]),
+        ];
+        for (wanted, current, assigned) in cases {
+            let ids = |names: &[Option<&str>]| -> Vec<Option<ReplicaId>> {
+                names.iter().map(|name| name.map(replica)).collect()
+            };
+            let found = assign_replicas(&replicas(wanted), &ids(current));
+            assert_eq!(found, ids(assigned), "{wanted:?} {current:?}");
+        }
+    }
+
+    #[test]
+    fn addresses_of_a_load_balancer_belong_to_no_replica() {
+        let member = |name: &str, addresses: &[&str]| Member {
+            id: replica(name),
+            addresses: addresses.iter().map(ToString::to_string).collect(),
+            is_leaving: false,
+        };
+        let shared = [member("a", &["lb:1"]), member("b", &["lb:1"])];
+        assert_eq!(own_addresses(&shared, &replica("a")), [""; 0]);
+        let mixed = [member("a", &["lb:1", "a:1"]), member("b", &["b:1", "lb:1"])];
+        assert_eq!(own_addresses(&mixed, &replica("a")), ["a:1"]);
+        assert_eq!(own_addresses(&mixed, &replica("b")), ["b:1"]);
+        assert_eq!(own_addresses(&mixed[..1], &replica("a")), [""; 0]);
+    }
+}

@@ -1,0 +1,169 @@
+//! Which replica a connector holds: its assignment, moves, replicas that another connector holds,
+//! and servers that are stopping.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::control::Member;
+
+use super::Connector;
+use super::backoff::ReconnectEvent;
+use super::endpoint::Endpoints;
+use super::search::ReplicaSearch;
+use super::session_task::DialPurpose;
+use super::shared::Assignment;
+use super::transport_policy::SessionTransport;
+use crate::metrics::SessionState;
+
+impl Connector {
+    /// Adopts an assignment. A dial in progress continues, and its next round uses the new servers.
+    pub(super) fn reassign(&mut self, assignment: Assignment, now: Instant) {
+        let is_round_new = assignment.round != self.assignment.round;
+        if !self.endpoints.is_of(&assignment.servers) {
+            self.endpoints = Endpoints::new(assignment.servers.clone());
+        }
+        self.assignment = assignment;
+        if is_round_new {
+            let was_over = std::mem::take(&mut self.search).is_over();
+            let is_idle = self.attempt.is_none() && self.retry_at.is_none();
+            if was_over && is_idle && self.needs_session() {
+                self.retry_at = Some(now + RESUME_SPREAD.mul_f64(rand::random()));
+            }
+        }
+        self.plan_move(now);
+    }
+
+    /// Retires the session, since fewer connectors are wanted. Its streams go on.
+    pub(super) fn retire_current(&mut self) {
+        self.stop_dialing();
+        if let Some(current) = self.current.take() {
+            self.retire(current.id);
+        }
+        self.live = None;
+    }
+
+    /// Handles the transport of a new session of any connector: QUIC gets through.
+    pub(super) fn handle_transport(&mut self, newest: Option<SessionTransport>, now: Instant) {
+        let is_over_h2 = self
+            .current
+            .as_ref()
+            .is_some_and(|current| current.transport == SessionTransport::H2);
+        if newest == Some(SessionTransport::Quic) && is_over_h2 {
+            self.transport_policy.probe_quic_now(now);
+        }
+    }
+
+    /// Passes the members that the current session's server reports to the set.
+    pub(super) fn report_members(&self, members: Vec<Member>) {
+        if let Some(current) = &self.current {
+            let replicas = &self.link.shared.replicas;
+            replicas.report(current.replica.as_ref(), current.draining, members);
+        }
+    }
+
+    fn needs_session(&self) -> bool {
+        self.current
+            .as_ref()
+            .is_none_or(|current| current.needs_replacement())
+    }
+
+    /// Schedules the dial of the assigned replica if the current session is with another one. The
+    /// set assigns only replicas that no other connector holds.
+    pub(super) fn plan_move(&mut self, now: Instant) {
+        let Assignment {
+            replica,
+            is_addressed,
+            ..
+        } = &self.assignment;
+        let is_elsewhere = self.current.as_ref().is_some_and(|current| {
+            !current.needs_replacement() && replica.is_some() && current.replica != *replica
+        });
+        if !is_elsewhere || !is_addressed {
+            self.move_at = None;
+        } else if self.move_at.is_none() && !self.search.is_over() && !self.is_moving() {
+            self.move_at = Some(now + MOVE_SPREAD.mul_f64(rand::random()));
+        }
+    }
+
+    fn is_moving(&self) -> bool {
+        self.attempt
+            .as_ref()
+            .is_some_and(|attempt| attempt.purpose == DialPurpose::Move)
+    }
+
+    /// Handles a dial that reached a replica of another connector. The load balancer may choose
+    /// another replica next time. The search for a replica with an address of its own never ends,
+    /// since a path to it may be back without a change of the members.
+    pub(super) fn handle_duplicate(&mut self, now: Instant) {
+        let members = self.assignment.members;
+        let wait = self.search.next(members, rand::random());
+        let is_addressed = self.assignment.is_addressed;
+        let wait = wait.or_else(|| is_addressed.then_some(ADDRESSED_INTERVAL));
+        self.retry_at = wait.map(|wait| now + wait);
+        if wait.is_none() {
+            self.report.search_over(members);
+        }
+    }
+
+    /// Handles the drain of the current session's server. Another session is dialed until one is
+    /// ready, and the current one takes new streams until then. The dial may go to the same
+    /// address, where another server answers by then.
+    pub(super) fn handle_server_drain(&mut self, move_within: Duration, now: Instant) {
+        let Some(current) = self.current.as_mut().filter(|current| !current.draining) else {
+            return;
+        };
+        current.draining = true;
+        self.link.shared.replicas.set_leaving(current.id);
+        self.move_at = None;
+        if current.suspect {
+            // Another session is already being dialed.
+            return;
+        }
+        let event = ReconnectEvent::Lost {
+            ready_for: now.duration_since(current.since),
+            code: CloseCode::Draining,
+        };
+        self.abandon();
+        // With several servers, do not start with this one.
+        self.endpoints.failed();
+        let spread = if move_within.is_zero() {
+            DRAIN_SPREAD
+        } else {
+            move_within.min(MOVE_WITHIN_MAX)
+        };
+        self.search = ReplicaSearch::default();
+        let retry_in = self.backoff.next(event, now, rand::random());
+        if !self.draining {
+            self.retry_at = Some(now + retry_in + spread.mul_f64(rand::random()));
+        }
+    }
+
+    /// Updates the metric of the sessions by state.
+    pub(super) fn record_state(&mut self) {
+        let state = match &self.current {
+            Some(current) if current.suspect => Some(SessionState::Suspect),
+            Some(_) => Some(SessionState::Connected),
+            None if self.attempt.is_some() || self.retry_at.is_some() => {
+                Some(SessionState::Connecting)
+            }
+            None => None,
+        };
+        if self.state.as_ref().map(|(state, _)| *state) != state {
+            let metrics = &self.context.metrics;
+            self.state = state.map(|state| (state, metrics.session_state(state)));
+        }
+    }
+}
+
+/// Time over which the dials of all agents of a stopping server are spread if the server sets none,
+/// since they are notified in the same moment. Requests wait for the slowest of them.
+const DRAIN_SPREAD: Duration = Duration::from_millis(500);
+/// Upper bound for the time that a stopping server sets.
+const MOVE_WITHIN_MAX: Duration = Duration::from_secs(60);
+/// Interval of the search for a replica that has an address of its own.
+const ADDRESSED_INTERVAL: Duration = Duration::from_secs(60);
+/// Time over which agents move to a replica that they prefer. Nothing depends on the move.
+const MOVE_SPREAD: Duration = Duration::from_secs(60);
+/// Time over which the dials of agents that had given up are spread after a change of the members.
+const RESUME_SPREAD: Duration = Duration::from_secs(2);

@@ -1,0 +1,162 @@
+//! The members that servers reported, and the replicas that the connectors of a set hold.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::task::Id;
+use tunnel_proto::wire::REPLICAS_MAX;
+use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::name::ReplicaId;
+
+/// The number of a connector in its set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Slot(pub(super) u64);
+
+/// What the connectors of a set know of the replicas.
+///
+/// A session task claims the replica that it reached. The claim ends when the session retires or
+/// ends, so that a connector has two claims only until its new session has replaced the old one.
+#[derive(Debug, Default)]
+pub(super) struct ReplicaTable {
+    claims: Mutex<HashMap<Id, Claim>>,
+    reported: Mutex<ReportedMembers>,
+    /// Wakes the set, which assigns replicas again.
+    changed: Notify,
+}
+
+#[derive(Debug)]
+struct Claim {
+    slot: Slot,
+    /// `None` for a server that has no name, since it is of an older version.
+    replica: Option<ReplicaId>,
+    is_leaving: bool,
+}
+
+/// The newest list of members.
+#[derive(Debug, Default)]
+struct ReportedMembers {
+    /// The server that sent the list.
+    by: Option<ReplicaId>,
+    members: Arc<[Member]>,
+    round: u64,
+}
+
+impl ReplicaTable {
+    /// Claims `replica` for the session task `id`. Returns `false` if another connector holds it.
+    pub(super) fn claim(&self, id: Id, slot: Slot, replica: Option<&ReplicaId>) -> bool {
+        let mut claims = self.claims.lock();
+        let is_taken = claims.values().any(|claim| {
+            claim.slot != slot && !claim.is_leaving && claim.replica.as_ref() == replica
+        });
+        if is_taken {
+            return false;
+        }
+        let replica = replica.cloned();
+        let claim = Claim {
+            slot,
+            replica,
+            is_leaving: false,
+        };
+        claims.insert(id, claim);
+        drop(claims);
+        self.changed.notify_one();
+        true
+    }
+
+    /// Ends the claim of a session that has retired or ended.
+    pub(super) fn release(&self, id: Id) {
+        let released = self.claims.lock().remove(&id);
+        if released.is_some() {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Records that the server of a session is stopping. Its claim keeps no other connector away
+    /// from that replica.
+    pub(super) fn set_leaving(&self, id: Id) {
+        if let Some(claim) = self.claims.lock().get_mut(&id) {
+            claim.is_leaving = true;
+        }
+        self.changed.notify_one();
+    }
+
+    /// Returns the replica that a session task has claimed.
+    pub(super) fn claimed_by(&self, id: Id) -> Option<ReplicaId> {
+        let claims = self.claims.lock();
+        claims.get(&id).and_then(|claim| claim.replica.clone())
+    }
+
+    /// Returns the connectors with a session whose server stays, and its replica if it has a name.
+    pub(super) fn by_slot(&self) -> HashMap<Slot, Option<ReplicaId>> {
+        let claims = self.claims.lock();
+        claims
+            .values()
+            .filter(|claim| !claim.is_leaving)
+            .map(|claim| (claim.slot, claim.replica.clone()))
+            .collect()
+    }
+
+    /// Returns whether a connector has any session, also with a server that is stopping.
+    pub(super) fn has_session(&self, slot: Slot) -> bool {
+        self.claims.lock().values().any(|claim| claim.slot == slot)
+    }
+
+    /// Replaces the list of members by the one that the server `by` sent. A server that is stopping
+    /// loses its view of the others, and does not replace the list of another server. Servers of
+    /// older versions send none.
+    pub(super) fn report(
+        &self,
+        by: Option<&ReplicaId>,
+        is_leaving: bool,
+        mut members: Vec<Member>,
+    ) {
+        let mut reported = self.reported.lock();
+        let has_newer = reported.by.is_some() && reported.by.as_ref() != by;
+        if members.is_empty() || (is_leaving && has_newer) {
+            return;
+        }
+        members.truncate(REPLICAS_MAX);
+        // Each server puts itself first.
+        members.sort_by(|one, other| one.id.cmp(&other.id));
+        reported.by = by.cloned();
+        if *reported.members == *members {
+            return;
+        }
+        reported.members = members.into();
+        reported.round += 1;
+        drop(reported);
+        self.changed.notify_one();
+    }
+
+    /// Returns a number that changes with the reported members.
+    pub(super) fn round(&self) -> u64 {
+        self.reported.lock().round
+    }
+
+    /// Returns the reported members, and the replicas that connectors hold. A server that has just
+    /// started, or has lost its connections to the others, does not report those.
+    pub(super) fn members(&self) -> Vec<Member> {
+        let mut members = self.reported.lock().members.to_vec();
+        for claim in self.claims.lock().values() {
+            let Some(replica) = &claim.replica else {
+                continue;
+            };
+            match members.iter_mut().find(|member| member.id == *replica) {
+                Some(member) => member.is_leaving |= claim.is_leaving,
+                None => members.push(Member {
+                    id: replica.clone(),
+                    addresses: Vec::new(),
+                    is_leaving: claim.is_leaving,
+                }),
+            }
+        }
+        members
+    }
+
+    /// Waits until claims or members have changed. For one caller. Cancel-safe.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+}

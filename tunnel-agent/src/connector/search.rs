@@ -1,0 +1,57 @@
+//! When to dial again after a dial has reached a replica that another connector holds. Pure.
+
+use std::time::Duration;
+
+/// The search for a replica that no other connector of the set holds. A load balancer decides which
+/// replica a dial reaches.
+#[derive(Debug, Default)]
+pub(super) struct ReplicaSearch {
+    tries: u32,
+    is_over: bool,
+}
+
+impl ReplicaSearch {
+    /// Returns the wait before the next dial, or `None` after three dials for each of the
+    /// `members`. `random` is from 0 to 1.
+    pub(super) fn next(&mut self, members: usize, random: f64) -> Option<Duration> {
+        let factor = 2_u32.checked_pow(self.tries).unwrap_or(u32::MAX);
+        self.tries = self.tries.saturating_add(1);
+        let tries_max = members.max(1).saturating_mul(TRIES_PER_MEMBER);
+        self.is_over = usize::try_from(self.tries).is_ok_and(|tries| tries >= tries_max);
+        let wait = WAIT_MIN.saturating_mul(factor).min(WAIT_MAX);
+        (!self.is_over).then(|| wait.mul_f64(1.0 + random * JITTER))
+    }
+
+    /// Returns whether [`ReplicaSearch::next`] has returned `None`.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over
+    }
+}
+
+/// Dials for each known replica. Of the agents behind a load balancer that chooses one of two
+/// replicas at random, one in 64 goes on with one session until the members change.
+const TRIES_PER_MEMBER: usize = 3;
+/// First wait after a dial that reached a replica of another connector. The wait doubles.
+const WAIT_MIN: Duration = Duration::from_secs(1);
+const WAIT_MAX: Duration = Duration::from_secs(60);
+/// Largest fraction by which the waits are extended.
+const JITTER: f64 = 0.1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_double_to_a_minute_and_end_after_three_dials_for_each_member() {
+        let mut search = ReplicaSearch::default();
+        for seconds in [1, 2, 4, 8, 16, 32, 60, 60] {
+            let wait = search.next(3, 0.0);
+            assert_eq!(wait, Some(Duration::from_secs(seconds)));
+            assert!(!search.is_over());
+        }
+        assert_eq!(search.next(3, 0.0), None);
+        assert!(search.is_over());
+        let late = ReplicaSearch::default().next(1, 1.0);
+        assert_eq!(late, Some(Duration::from_millis(1100)));
+    }
+}

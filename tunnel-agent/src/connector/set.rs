@@ -1,0 +1,219 @@
+//! The connectors of an agent: one for each server that the agent holds a session with.
+//!
+//! The set starts with one connector, which takes any server. The servers report who they are and
+//! which replicas there are. Then the set has up to `--replicas` connectors, each with a replica of
+//! its own ([`assignment`](super::assignment)).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
+use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::name::ReplicaId;
+
+use super::Connector;
+use super::assignment::{assign_replicas, own_addresses, wanted_replicas};
+use super::live::LiveSessions;
+use super::replicas::{ReplicaTable, Slot};
+use super::report::ConnectionLog;
+use super::session_task::Dialers;
+use super::shared::{Assignment, SetLink, Shared};
+use crate::config::{ServerAddress, TransportChoice};
+use crate::session::SessionContext;
+
+/// The connectors of an agent, at most one for each replica.
+///
+/// Sessions are sticky. A connector keeps the replica that it reached first, also if another one is
+/// preferred, until a preferred replica is free and has an address of its own. No connector leaves
+/// a replica for one that another connector holds, and none moves behind a load balancer.
+pub(crate) struct ConnectorSet {
+    dialers: Arc<Dialers>,
+    transport: TransportChoice,
+    /// Largest number of connectors.
+    replicas: usize,
+    context: Arc<SessionContext>,
+    shared: Arc<Shared>,
+    report: ConnectionLog,
+    /// The configured servers, which every connector can dial.
+    servers: Arc<[ServerAddress]>,
+    /// Connectors that have not retired.
+    connectors: BTreeMap<Slot, ActiveConnector>,
+    next_slot: u64,
+    tasks: JoinSet<()>,
+}
+
+struct ActiveConnector {
+    assignment: watch::Sender<Assignment>,
+    retire: CancellationToken,
+}
+
+impl ConnectorSet {
+    /// Creates a set that holds `readiness_block` until a session is ready.
+    pub(crate) fn new(
+        dialers: Arc<Dialers>,
+        transport: TransportChoice,
+        replicas: usize,
+        context: Arc<SessionContext>,
+        readiness: Readiness,
+        readiness_block: Option<ReadinessBlock>,
+    ) -> Self {
+        let shared = Shared {
+            replicas: ReplicaTable::default(),
+            live: LiveSessions::new(readiness, readiness_block),
+            transport: watch::Sender::new(None),
+        };
+        Self {
+            report: ConnectionLog::new(context.node.clone()),
+            servers: dialers.servers.clone().into(),
+            dialers,
+            transport,
+            replicas,
+            context,
+            shared: Arc::new(shared),
+            connectors: BTreeMap::new(),
+            next_slot: 0,
+            tasks: JoinSet::new(),
+        }
+    }
+
+    /// Runs until a drain is over and every session has ended. Dropping the future cuts all
+    /// sessions.
+    pub(crate) async fn run(mut self) {
+        let drain = self.context.shutdown.drain().clone();
+        let shared = self.shared.clone();
+        self.start_connector(Duration::ZERO);
+        loop {
+            tokio::select! {
+                biased;
+                joined = self.tasks.join_next() => match joined {
+                    Some(Ok(())) => {}
+                    // A bug, which must not leave the agent without one of its sessions.
+                    Some(Err(error)) => {
+                        if let Ok(panic) = error.try_into_panic() {
+                            std::panic::resume_unwind(panic);
+                        }
+                    }
+                    None => return,
+                },
+                () = shared.replicas.changed() => {
+                    if !drain.is_cancelled() {
+                        self.reconcile();
+                    }
+                }
+            }
+        }
+    }
+
+    /// Starts and retires connectors, and assigns replicas to them.
+    fn reconcile(&mut self) {
+        let round = self.shared.replicas.round();
+        let members = self.shared.replicas.members();
+        let wanted = wanted_replicas(&self.context.node, &members, self.replicas);
+        let sessions = self.shared.replicas.by_slot();
+        let busy = self
+            .connectors
+            .keys()
+            .filter(|slot| sessions.contains_key(*slot))
+            .count();
+        let count = wanted.len().max(busy).clamp(1, self.replicas.max(1));
+        while self.connectors.len() > count && self.retire_connector() {}
+        while self.connectors.len() < count {
+            self.start_connector(START_SPREAD.mul_f64(rand::random()));
+        }
+        let current: Vec<Option<ReplicaId>> = self
+            .connectors
+            .keys()
+            .map(|slot| sessions.get(slot).cloned().flatten())
+            .collect();
+        let assigned = assign_replicas(&wanted, &current);
+        for (connector, replica) in self.connectors.values().zip(assigned) {
+            let next = self.assignment(&members, replica, round);
+            connector.assignment.send_if_modified(|assignment| {
+                let is_new = *assignment != next;
+                *assignment = next;
+                is_new
+            });
+        }
+    }
+
+    /// Retires the newest connector without a session whose server stays. Returns `false` if there
+    /// is none.
+    fn retire_connector(&mut self) -> bool {
+        let sessions = self.shared.replicas.by_slot();
+        let idle = |slot: &&Slot| !sessions.contains_key(*slot);
+        let replicas = &self.shared.replicas;
+        // A session with a server that is stopping may be the only one that takes streams.
+        let without_session = |slot: &&Slot| idle(slot) && !replicas.has_session(**slot);
+        let mut newest = self.connectors.keys().rev().filter(without_session);
+        let slot = newest
+            .next()
+            .or_else(|| self.connectors.keys().rev().find(idle))
+            .copied();
+        let Some(connector) = slot.and_then(|slot| self.connectors.remove(&slot)) else {
+            return false;
+        };
+        debug!(agent = %self.context.node, "fewer replicas than sessions; retiring one");
+        connector.retire.cancel();
+        true
+    }
+
+    fn start_connector(&mut self, start_in: Duration) {
+        let slot = Slot(self.next_slot);
+        self.next_slot += 1;
+        let (assignment, assignments) = watch::channel(self.assignment(&[], None, 0));
+        let retire = CancellationToken::new();
+        let link = SetLink {
+            slot,
+            shared: self.shared.clone(),
+            assignments,
+            retire: retire.clone(),
+            start_in,
+        };
+        let connector = Connector::new(
+            self.dialers.clone(),
+            self.transport,
+            self.context.clone(),
+            self.report.clone(),
+            link,
+        );
+        self.tasks.spawn(connector.run());
+        let connector = ActiveConnector { assignment, retire };
+        self.connectors.insert(slot, connector);
+    }
+
+    fn assignment(
+        &self,
+        members: &[Member],
+        replica: Option<ReplicaId>,
+        round: u64,
+    ) -> Assignment {
+        let own: Vec<ServerAddress> = replica
+            .iter()
+            .flat_map(|replica| own_addresses(members, replica))
+            .filter_map(|address| address.parse().ok())
+            .collect();
+        let is_addressed = !own.is_empty();
+        let servers: Arc<[ServerAddress]> = if is_addressed {
+            let configured = self.servers.iter().filter(|server| !own.contains(server));
+            own.iter().chain(configured).cloned().collect()
+        } else {
+            self.servers.clone()
+        };
+        Assignment {
+            replica,
+            servers,
+            is_addressed,
+            members: members.len(),
+            round,
+        }
+    }
+}
+
+/// Time over which the first dials of further connectors are spread, since all agents learn of a
+/// new server in the same moment.
+const START_SPREAD: Duration = Duration::from_secs(2);

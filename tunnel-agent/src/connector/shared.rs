@@ -1,0 +1,49 @@
+//! What the set gives to its connectors: the state that they share, and an assignment for each.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tunnel_proto::wire::name::ReplicaId;
+
+use super::live::LiveSessions;
+use super::replicas::{ReplicaTable, Slot};
+use super::transport_policy::SessionTransport;
+use crate::config::ServerAddress;
+
+/// State shared by the connectors of a set.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) replicas: ReplicaTable,
+    pub(super) live: Arc<LiveSessions>,
+    /// Transport of the newest session of any connector: whether UDP gets through.
+    pub(super) transport: watch::Sender<Option<SessionTransport>>,
+}
+
+/// What one connector dials.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Assignment {
+    /// The replica to hold a session with; without one, any replica will do.
+    pub(super) replica: Option<ReplicaId>,
+    /// The servers to dial, in this order: the replica's own addresses, then the configured ones.
+    pub(super) servers: Arc<[ServerAddress]>,
+    /// Whether the first server is an address of `replica` alone.
+    pub(super) is_addressed: bool,
+    /// Number of known replicas, which bounds the search for a free one.
+    pub(super) members: usize,
+    /// Changes with the reported members.
+    pub(super) round: u64,
+}
+
+/// The link between a connector and its set.
+#[derive(Debug)]
+pub(super) struct SetLink {
+    pub(super) slot: Slot,
+    pub(super) shared: Arc<Shared>,
+    pub(super) assignments: watch::Receiver<Assignment>,
+    /// Canceled when fewer connectors are wanted.
+    pub(super) retire: CancellationToken,
+    /// Wait before the first dial.
+    pub(super) start_in: Duration,
+}

@@ -1,0 +1,297 @@
+//! Tests of an agent with several servers.
+
+use tunnel_proto::transport::memory::MemoryConnection;
+use tunnel_proto::wire::control::{Member, Welcome};
+
+use super::*;
+use crate::testing::net::welcome;
+
+/// Two servers with addresses of their own. The agent is configured with the first.
+const TWO: &[(&str, &str)] = &[("server-1", "192.0.2.1:10262"), ("server-2", "192.0.2.2:2")];
+/// Two servers behind one address.
+const BEHIND_ONE: &[(&str, &str)] = &[
+    ("server-1", "192.0.2.1:10262"),
+    ("server-2", "192.0.2.1:10262"),
+];
+
+fn member(id: &str, address: &str) -> Member {
+    Member {
+        id: id.parse().unwrap(),
+        addresses: vec![address.to_owned()],
+        is_leaving: false,
+    }
+}
+
+fn members(servers: &[(&str, &str)]) -> Vec<Member> {
+    servers
+        .iter()
+        .map(|(id, address)| member(id, address))
+        .collect()
+}
+
+fn leaving(servers: &[(&str, &str)], id: &str) -> Vec<Member> {
+    let mut members = members(servers);
+    for member in members.iter_mut().filter(|member| member.id.as_str() == id) {
+        member.is_leaving = true;
+    }
+    members
+}
+
+/// Admits a session as server `id`, which knows `members`.
+async fn admit_as(connection: MemoryConnection, id: &str, members: Vec<Member>) -> Peer {
+    let welcome = Welcome {
+        replica_id: Some(id.parse().unwrap()),
+        members,
+        ..welcome()
+    };
+    Peer::admit_with(connection, welcome).await
+}
+
+/// Returns the name of the server at an address of its own.
+fn id_of(servers: &[(&'static str, &str)], connection: &MemoryConnection) -> &'static str {
+    let server = servers
+        .iter()
+        .find(|(_, address)| *address == connection.name);
+    server.unwrap().0
+}
+
+impl TestEnv {
+    /// Returns the agent's next session, admitted by the server at the address that was dialed.
+    async fn next_of(&mut self, servers: &[(&'static str, &str)]) -> (&'static str, Peer) {
+        let connection = self.net.arrival().await;
+        let id = id_of(servers, &connection);
+        (id, admit_as(connection, id, members(servers)).await)
+    }
+
+    /// Starts with a session at each of two servers.
+    async fn with_two() -> (Self, [Peer; 2]) {
+        let mut env = Self::start(AUTO);
+        let (first, one) = env.next_of(TWO).await;
+        let (second, other) = env.next_of(TWO).await;
+        assert_eq!((first, second), ("server-1", "server-2"));
+        env.until_connected(2).await;
+        (env, [one, other])
+    }
+
+    async fn until_connected(&self, count: i64) {
+        self.until_states(count, 0).await;
+    }
+
+    /// Waits until so many connectors have a session, and so many look for one.
+    async fn until_states(&self, connected: i64, connecting: i64) {
+        let metrics = &self.context.metrics;
+        self.until(|_| {
+            metrics.sessions(SessionState::Connected) == connected
+                && metrics.sessions(SessionState::Connecting) == connecting
+        })
+        .await;
+    }
+
+    /// Expects no dial for an hour.
+    async fn expect_quiet(&mut self) {
+        self.net.quic.dials();
+        self.advance(3600).await;
+        assert_eq!(self.net.quic.dials(), []);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_has_a_session_with_each_of_two_servers() {
+    let (mut env, [one, other]) = TestEnv::with_two().await;
+    Busy::on(&*one.connection.server).await.finish().await;
+    Busy::on(&*other.connection.server).await.finish().await;
+    env.expect_quiet().await;
+    assert!(env.is_ready());
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_of_an_older_server_has_one_session() {
+    let mut env = TestEnv::start(AUTO);
+    let _peer = env.peer(TransportKind::Quic).await;
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_of_a_single_server_has_one_session() {
+    let mut env = TestEnv::start(AUTO);
+    let (_, _peer) = env.next_of(&TWO[..1]).await;
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_of_three_servers_are_enough() {
+    let three = [TWO, &[("server-3", "192.0.2.3:3")]].concat();
+    let mut env = TestEnv::start(AUTO);
+    let (_, _one) = env.next_of(&three).await;
+    let (_, _other) = env.next_of(&three).await;
+    env.until_connected(2).await;
+    // The first session moves if another replica is preferred.
+    let _moved = timeout(Duration::from_secs(70), env.next_of(&three)).await;
+    env.until_connected(2).await;
+    env.expect_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn load_balancer_is_dialed_until_it_chooses_another_replica() {
+    let mut env = TestEnv::start(AUTO);
+    let both = members(BEHIND_ONE);
+    let first = env.net.arrival().await;
+    let first = admit_as(first, "server-2", both.clone()).await;
+    let mut last = Instant::now();
+    for wait in [2.0, 1.0, 2.0, 4.0] {
+        let connection = env.net.arrival().await;
+        let waited = (Instant::now() - last).as_secs_f64();
+        assert!(waited <= wait * 1.11, "{waited}");
+        last = Instant::now();
+        let mut again = admit_as(connection, "server-2", both.clone()).await;
+        // No Withdraw, since the session took no streams.
+        expect_bye(&mut again).await;
+    }
+    let second = env.net.arrival().await;
+    let second = admit_as(second, "server-1", both).await;
+    env.until_connected(2).await;
+    let duplicates = env.count(TransportKind::Quic, ConnectResult::Duplicate);
+    assert_eq!(duplicates, 4);
+    Busy::on(&*first.connection.server).await.finish().await;
+    Busy::on(&*second.connection.server).await.finish().await;
+    env.expect_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn load_balancer_that_always_chooses_one_replica_is_left_alone_until_the_members_change() {
+    let mut env = TestEnv::start(AUTO);
+    let both = members(BEHIND_ONE);
+    let first = env.net.arrival().await;
+    let mut first = admit_as(first, "server-1", both.clone()).await;
+    for _ in 0..6 {
+        let connection = env.net.arrival().await;
+        expect_bye(&mut admit_as(connection, "server-1", both.clone()).await).await;
+    }
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+    assert!(env.is_ready());
+    let mut three = both;
+    three.push(member("server-3", "192.0.2.1:10262"));
+    first.send_members(three.clone()).await;
+    let second = env.net.arrival().await;
+    let _second = admit_as(second, "server-3", three).await;
+    env.until_connected(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_stays_ready_while_one_of_its_sessions_is_lost() {
+    let (mut env, [one, _other]) = TestEnv::with_two().await;
+    env.net.set(Path::Refused);
+    one.close(CloseCode::Draining).await;
+    for _ in 0..20 {
+        env.advance(1).await;
+        assert!(env.is_ready());
+    }
+    let metrics = &env.context.metrics;
+    assert_eq!(metrics.sessions(SessionState::Connecting), 1);
+    env.net.set(Path::Open);
+    let (id, _one) = env.next_of(TWO).await;
+    assert_eq!(id, "server-1");
+    env.until_connected(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_is_not_ready_without_any_session() {
+    let (mut env, [one, other]) = TestEnv::with_two().await;
+    env.net.set(Path::Refused);
+    one.close(CloseCode::Draining).await;
+    other.close(CloseCode::Draining).await;
+    env.until(|env| !env.is_ready()).await;
+    env.net.set(Path::Open);
+    let (_, _peer) = env.next_of(TWO).await;
+    env.until(TestEnv::is_ready).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn connector_of_a_server_that_is_gone_retires() {
+    let (mut env, [mut one, other]) = TestEnv::with_two().await;
+    env.net.set(Path::Refused);
+    other.close(CloseCode::Draining).await;
+    env.until_states(1, 1).await;
+    one.send_members(members(&TWO[..1])).await;
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+    assert!(env.is_ready());
+
+    env.net.set(Path::Open);
+    one.send_members(members(TWO)).await;
+    let (id, _other) = env.next_of(TWO).await;
+    assert_eq!(id, "server-2");
+    env.until_connected(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn server_that_does_not_know_the_others_yet_changes_nothing() {
+    let (mut env, [_one, mut other]) = TestEnv::with_two().await;
+    other.send_members(members(&TWO[1..])).await;
+    env.expect_quiet().await;
+    env.until_connected(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn session_of_a_stopping_server_moves_within_the_time_that_the_server_sets() {
+    let three = [TWO, &[("server-3", "192.0.2.3:3")]].concat();
+    let (mut env, [mut one, mut other]) = TestEnv::with_two().await;
+    let running = Busy::on(&*other.connection.server).await;
+    env.lap();
+    other.send_drain_within(Duration::from_secs(10)).await;
+    one.send_members(leaving(&three, "server-2")).await;
+    let (id, _new) = env.next_of(&three).await;
+    assert_eq!(id, "server-3");
+    env.expect_lap(..10.1);
+    env.until_connected(2).await;
+    assert_eq!(other.recv_control().await, Some(ControlMessage::Withdraw));
+    running.finish().await;
+    expect_bye(&mut other).await;
+    assert!(env.is_ready());
+}
+
+#[tokio::test(start_paused = true)]
+async fn session_of_a_stopping_server_retires_if_no_other_replica_is_left() {
+    let (mut env, [mut one, mut other]) = TestEnv::with_two().await;
+    let running = Busy::on(&*other.connection.server).await;
+    other.send_drain_within(Duration::from_secs(10)).await;
+    one.send_members(leaving(TWO, "server-2")).await;
+    assert_eq!(other.recv_control().await, Some(ControlMessage::Withdraw));
+    env.until_connected(1).await;
+    running.finish().await;
+    expect_bye(&mut other).await;
+    env.expect_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_of_the_agent_ends_all_sessions() {
+    let (mut env, [mut one, mut other]) = TestEnv::with_two().await;
+    let running = Busy::on(&*one.connection.server).await;
+    env.context.shutdown.drain().cancel();
+    for peer in [&mut one, &mut other] {
+        assert_eq!(peer.recv_control().await, Some(ControlMessage::Withdraw));
+    }
+    running.finish().await;
+    env.context.graceful_shutdown.cancel();
+    let ended = async {
+        tokio::join!(expect_bye(&mut one), expect_bye(&mut other));
+        env.agent.join_next().await
+    };
+    ended.await.unwrap().unwrap();
+    assert!(env.net.is_quiet());
+}
+
+/// Another connector has found that UDP is blocked: a new session does not wait for QUIC.
+#[tokio::test(start_paused = true)]
+async fn blocked_udp_is_learned_once() {
+    let mut env = TestEnv::behind_a_firewall();
+    let (_, _one) = env.next_of(TWO).await;
+    env.lap();
+    let (_, other) = env.next_of(TWO).await;
+    let transport = other.connection.agent.transport();
+    assert_eq!(transport, TransportKind::H2);
+    env.expect_lap(..2.1);
+}
