@@ -10,14 +10,11 @@ use tunnel_tests::cluster::{Cluster, Objects, edge};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{Listener, Server, Signal};
 
-use super::{
-    ClusterEnv, FIRST, GUIDE_RECORDS, READYZ, Site, WITH_WORKER_2, fetch_text, wait_for_text,
-};
+use super::{ClusterEnv, FIRST, GUIDE_RECORDS, Site, WITH_WORKER_2, wait_for_text};
 
 on_both!(
     dns_8_another_server_writes_when_the_leader_is_killed,
     dns_8_a_deposed_leader_keeps_serving_and_writes_nothing,
-    second_server_says_that_one_is_the_limit_until_the_other_is_gone,
 );
 
 const LEASE: &str =
@@ -84,34 +81,6 @@ async fn dns_8_another_server_writes_when_the_leader_is_killed(
     );
     long.goes_on().await?;
     site.serves(&other).await
-}
-
-async fn second_server_says_that_one_is_the_limit_until_the_other_is_gone(
-    cluster_env: ClusterEnv,
-) -> Result<()> {
-    let mut first = cluster_env.guided_server().await?;
-    let second = cluster_env.server("b").await?;
-    let is_reported = async |server: &Server| -> Result<bool> {
-        let text = fetch_text(server, READYZ).await?;
-        Ok(text.contains("[!] replicas: ") && text.contains("Run one server"))
-    };
-    eventually("the condition of the second server", FIRST, async || {
-        ensure!(is_reported(&second).await?, "the condition is missing");
-        Ok(())
-    })
-    .await;
-    ensure!(
-        !is_reported(&first).await?,
-        "the first server has the condition"
-    );
-
-    first.process().signal(Signal::Kill)?;
-    eventually("the condition to be withdrawn", TAKEOVER, async || {
-        ensure!(!is_reported(&second).await?, "the condition is still there");
-        Ok(())
-    })
-    .await;
-    Ok(())
 }
 
 async fn dns_8_a_deposed_leader_keeps_serving_and_writes_nothing(

@@ -83,8 +83,6 @@ pub(super) enum Condition {
     RecordsSize,
     /// The CA of kubelets' own client certificates.
     KubeletClientCa,
-    /// Other servers that run next to this one.
-    OtherServers,
     /// The server's client certificate for kubelets.
     KubeletClientCertificate,
     Watching(Object),
@@ -112,7 +110,6 @@ impl Condition {
             Self::Service => "service",
             Self::RecordsSize => "records size",
             Self::KubeletClientCa => "kubelet client CA",
-            Self::OtherServers => "replicas",
             Self::KubeletClientCertificate => "kubelet certificate",
             Self::Watching(Object::Nodes) => "watching nodes",
             Self::Watching(Object::Records) => "watching records",

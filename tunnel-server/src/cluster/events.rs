@@ -53,7 +53,6 @@ impl EventRecorder {
             | Condition::ServiceNetworks
             | Condition::Service
             | Condition::KubeletClientCa
-            | Condition::OtherServers
             | Condition::KubeletClientCertificate
             | Condition::Watching(_)
             | Condition::Writing(_)

@@ -59,9 +59,6 @@ struct Candidate {
     /// The Lease as of its last observed change, with the local time of that observation. The
     /// clocks of other candidates are not used.
     observed: Option<(LeaseSpec, Instant)>,
-    /// Whether the holder has renewed the Lease since the first observation, so the holder is still
-    /// running.
-    is_holder_alive: bool,
 }
 
 impl Candidate {
@@ -80,11 +77,6 @@ impl Candidate {
         let observed_at = match &self.observed {
             Some((last_spec, at)) if last_spec == found => *at,
             Some(_) | None => {
-                let before = self
-                    .observed
-                    .as_ref()
-                    .map(|(last_spec, _)| &last_spec.holder_identity);
-                self.is_holder_alive = before == Some(&found.holder_identity);
                 self.observed = Some((found.clone(), now));
                 now
             }
@@ -117,7 +109,6 @@ impl Election {
             candidate: Candidate {
                 identity,
                 observed: None,
-                is_holder_alive: false,
             },
             until: watch::Sender::new(None),
             metrics: cluster.metrics.clone(),
@@ -219,12 +210,6 @@ impl Election {
                         holder, "another server took the Lease"
                     );
                 }
-                if self.candidate.is_holder_alive {
-                    self.conditions.set(
-                        Condition::OtherServers,
-                        vec![second_server_condition(&holder)],
-                    );
-                }
                 return Ok(false);
             }
             LeaseAction::Create(spec) | LeaseAction::Take(spec) => spec,
@@ -233,7 +218,6 @@ impl Election {
             Ok(lease) => {
                 let spec = lease.spec.unwrap_or_default();
                 self.candidate.observed = Some((spec, now));
-                self.conditions.set(Condition::OtherServers, Vec::new());
                 Ok(true)
             }
             // Another candidate was faster. The next attempt finds out which one.
@@ -270,14 +254,6 @@ fn expire_at_once(spec: &mut LeaseSpec) {
     spec.lease_duration_seconds = Some(1);
     spec.acquire_time = Some(now.clone());
     spec.renew_time = Some(now);
-}
-
-/// Returns the condition of a server that runs next to another one.
-fn second_server_condition(holder: &str) -> String {
-    format!(
-        "{holder} serves this cluster too and holds the Lease. Servers do not pass requests on to each other: an agent that is \
-         connected there is not reached from here. Run one server (replicas: 1, strategy: Recreate)"
-    )
 }
 
 #[cfg(test)]

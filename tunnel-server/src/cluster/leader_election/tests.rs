@@ -27,7 +27,6 @@ fn candidate() -> Candidate {
     Candidate {
         identity: "me".into(),
         observed: None,
-        is_holder_alive: false,
     }
 }
 
@@ -69,23 +68,6 @@ async fn own_and_free_leases_are_taken_at_once() {
         panic!("not created");
     };
     assert_eq!(made.lease_transitions, Some(0));
-}
-
-#[tokio::test(start_paused = true)]
-async fn holder_counts_as_alive_only_once_it_was_seen_to_renew() {
-    let (mut me, now, wall) = (candidate(), Instant::now(), Timestamp::UNIX_EPOCH);
-    for (holder, renewed, lives) in [
-        ("killed", 100, false),
-        ("killed", 100, false),
-        ("other", 101, false),
-        ("other", 103, true),
-        ("third", 105, false),
-    ] {
-        let next_action = me.next_action(Some(&spec(holder, renewed)), now, wall);
-        assert_eq!(next_action, LeaseAction::Follow(holder.into()));
-        assert_eq!(me.is_holder_alive, lives, "{holder} {renewed}");
-    }
-    assert!(second_server_condition("other").starts_with("other serves this cluster too"));
 }
 
 fn election() -> (Election, ApiServer) {
