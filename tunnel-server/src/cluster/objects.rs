@@ -28,8 +28,9 @@ pub const CA_PRIVATE_KEY: &str = "ca.key";
 /// Annotation of the Service with additional names and addresses of the HTTPS listener, separated
 /// by commas.
 pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";
-/// Maximum number of servers of one cluster that can have QUIC keys of their own.
-pub const QUIC_KEY_LEASES_MAX: u8 = 8;
+/// Maximum number of servers of one cluster that can have QUIC keys of their own: one for each
+/// server that an installation can have.
+pub const QUIC_KEY_LEASES_MAX: u8 = 64;
 /// Maximum size of all values of a ConfigMap in bytes (Kubernetes `pkg/apis/core/validation`,
 /// `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
