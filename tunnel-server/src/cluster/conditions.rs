@@ -98,6 +98,8 @@ pub(super) enum Condition {
     /// The permission to get Pods.
     PodLookup,
     ServiceRanges,
+    /// Endpoints of the servers' headless Service that are ignored.
+    PeerEndpoints,
 }
 
 impl Condition {
@@ -119,6 +121,7 @@ impl Condition {
             Self::Watching(Object::Ca) => "watching ca",
             Self::Watching(Object::CaBundle) => "watching ca certificates",
             Self::Watching(Object::State) => "watching state",
+            Self::Watching(Object::Peers) => "watching peers",
             Self::Watching(_) => "watching",
             Self::Writing(Object::Records) => "writing records",
             Self::Writing(Object::Service) => "writing service",
@@ -131,6 +134,7 @@ impl Condition {
             Self::ServingNames => "serving names",
             Self::PodLookup => "pod lookup",
             Self::ServiceRanges => "service ranges",
+            Self::PeerEndpoints => "peer endpoints",
         }
     }
 }

@@ -62,6 +62,7 @@ impl EventRecorder {
             | Condition::QuicKeyLease
             | Condition::ServingNames
             | Condition::ServiceRanges
+            | Condition::PeerEndpoints
             | Condition::PodLookup => {
                 return Ok(());
             }

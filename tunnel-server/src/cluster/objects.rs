@@ -31,6 +31,12 @@ pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";
 /// Maximum number of servers of one cluster that can have QUIC keys of their own: one for each
 /// server that an installation can have.
 pub const QUIC_KEY_LEASES_MAX: u8 = 64;
+/// Label of an EndpointSlice with the name of its Service.
+pub const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
+/// Name of the port for other servers in the headless Service of the servers.
+pub const PEER_PORT_NAME: &str = "peers";
+/// Port for other servers where the headless Service does not name one.
+pub const PEER_PORT: u16 = 10269;
 /// Maximum size of all values of a ConfigMap in bytes (Kubernetes `pkg/apis/core/validation`,
 /// `MaxSecretSize`).
 pub const CONFIG_MAP_MAX_BYTES: usize = 1 << 20;
@@ -54,6 +60,8 @@ pub(super) enum Object {
     CaBundle,
     /// The Secret with tokens, revocations and QUIC keys.
     State,
+    /// The EndpointSlices of the servers' headless Service.
+    Peers,
 }
 
 impl Object {
@@ -69,6 +77,7 @@ impl Object {
             Self::Ca => "ca",
             Self::CaBundle => "ca_certificates",
             Self::State => "state",
+            Self::Peers => "peers",
         }
     }
 
@@ -80,6 +89,7 @@ impl Object {
             Self::Lease => "Lease",
             Self::Events => "Event",
             Self::Ca | Self::State => "Secret",
+            Self::Peers => "EndpointSlice",
         }
     }
 }
@@ -235,6 +245,13 @@ pub const RIGHTS: &[Right] = &[
         scope: Scope::Numbered("--replica-lease"),
         verbs: &["get", "update"],
         purpose: "QUIC keys are used by one server at a time; not needed with --single-replica",
+    },
+    Right {
+        group: "discovery.k8s.io",
+        resource: "endpointslices",
+        scope: Scope::Namespace,
+        verbs: &["list", "watch"],
+        purpose: "the other servers, by the Service of --peer-service; not needed with --single-replica",
     },
     Right {
         group: "events.k8s.io",

@@ -94,6 +94,8 @@ pub struct ObjectNames {
     pub ca_config_map: String,
     /// Name prefix of the Leases of QUIC keys.
     pub replica_lease: String,
+    /// Headless Service whose endpoints are the servers.
+    pub peer_service: String,
 }
 
 impl Default for ObjectNames {
@@ -107,6 +109,7 @@ impl Default for ObjectNames {
             state_secret: "tunnel-server-state".into(),
             ca_config_map: "tunnel-ca".into(),
             replica_lease: "tunnel-server-replica".into(),
+            peer_service: "tunnel-server-peers".into(),
         }
     }
 }
@@ -224,6 +227,7 @@ impl ObjectNames {
                 &raw.replica_lease,
                 defaults.replica_lease,
             ),
+            peer_service: name("--peer-service", &raw.peer_service, defaults.peer_service),
         }
     }
 }

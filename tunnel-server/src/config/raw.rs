@@ -189,9 +189,13 @@ tunnel_proto::layered! {
         /// [default: tunnel-server-replica]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_REPLICA_LEASE")]
         pub replica_lease: Option<String>,
-        /// Two servers never run at the same time (one replica, strategy Recreate): the QUIC keys
-        /// need no Lease, and a server that restarts without its data directory has them at once
-        /// [default: false]
+        /// Headless Service whose endpoints are the servers of the cluster, which connect to each
+        /// other [default: tunnel-server-peers]
+        #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_PEER_SERVICE")]
+        pub peer_service: Option<String>,
+        /// Two servers never run at the same time (one replica, strategy Recreate): the server looks
+        /// for no other servers, and its QUIC keys need no Lease, so that a server that restarts
+        /// without its data directory has them at once [default: false]
         #[arg(
             long, env = "TUNNEL_SERVER_SINGLE_REPLICA", num_args = 0..=1, default_missing_value = "true",
             require_equals = true, value_name = "BOOL"

@@ -78,6 +78,12 @@ impl DataDir {
         self.0.join("cluster.json")
     }
 
+    /// Returns the path of the last observed list of the cluster's servers.
+    #[must_use]
+    pub fn peers(&self) -> PathBuf {
+        self.0.join("peers.json")
+    }
+
     /// Returns the path of the last observed CA of kubelets' client certificates.
     #[must_use]
     pub fn kubelet_client_ca(&self) -> PathBuf {

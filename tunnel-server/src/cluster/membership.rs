@@ -1,0 +1,298 @@
+//! The servers of the cluster: watches the EndpointSlices of the servers' headless Service, and
+//! publishes the address of each server. The last list is persisted for a start without the API
+//! server.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
+use kube::Api;
+use kube::runtime::watcher::Event;
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tunnel_proto::process::files;
+use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::REPLICAS_MAX;
+use tunnel_proto::wire::name::ReplicaId;
+
+use super::client::{ClusterHandle, Connection};
+use super::objects::{Object, PEER_PORT, PEER_PORT_NAME, SERVICE_NAME_LABEL};
+use super::watches::{config, follow};
+use crate::cluster::conditions::Condition;
+use crate::config::KubernetesSettings;
+use crate::routing::peers::PeerAddress;
+use crate::store::data_dir::DataDir;
+use crate::store::snapshot::Snapshot;
+
+/// Follows the servers of the cluster, this one included. The receiver has the persisted list until
+/// the API server has answered.
+pub fn follow_peers(
+    settings: &KubernetesSettings,
+    cluster: &ClusterHandle,
+    data: &DataDir,
+    shutdown: &Shutdown,
+) -> watch::Receiver<Arc<[PeerAddress]>> {
+    let Connection {
+        client, namespace, ..
+    } = &cluster.connection;
+    let path = data.peers();
+    let persisted = load(&path);
+    let on_disk = to_persisted(&persisted);
+    let (published, peers) = watch::channel(Arc::<[PeerAddress]>::from(persisted));
+    let snapshot = Snapshot::new("list of servers", PAUSE, Some(on_disk), move |list| {
+        save(&path, list)
+    });
+    let state = |list: &Arc<[PeerAddress]>| Some(to_persisted(list));
+    // The list may change until the process stops.
+    let never = CancellationToken::new();
+    shutdown.spawn_service(snapshot.follow(peers.clone(), state, never));
+    let slices = Api::<EndpointSlice>::namespaced(client.clone(), namespace);
+    let service = &settings.names.peer_service;
+    let only = config().labels(&format!("{SERVICE_NAME_LABEL}={service}"));
+    let context = cluster.watch_context(Object::Peers);
+    let conditions = cluster.conditions.clone();
+    let mut store = SliceStore::default();
+    shutdown.spawn_service(follow(slices, only, context, move |events| {
+        if !store.apply(events) {
+            return;
+        }
+        let Membership { peers, ignored } = Membership::of(&store.observed);
+        conditions.set(Condition::PeerEndpoints, ignored);
+        published.send_if_modified(|list| {
+            let is_other = **list != *peers;
+            if is_other {
+                info!(servers = peers.len(), "servers of the cluster changed");
+                *list = peers.into();
+            }
+            is_other
+        });
+    }));
+    peers
+}
+
+/// The EndpointSlices as last observed, reduced to the servers in them.
+#[derive(Debug, Default)]
+struct SliceStore {
+    observed: BTreeMap<String, SliceServers>,
+    /// Slices of a list that is not complete.
+    listing: BTreeMap<String, SliceServers>,
+}
+
+impl SliceStore {
+    /// Applies events. Returns whether the observed slices may have changed.
+    fn apply(&mut self, events: Vec<Event<EndpointSlice>>) -> bool {
+        let mut is_changed = false;
+        for event in events {
+            match event {
+                Event::Init => self.listing.clear(),
+                Event::InitApply(slice) => {
+                    insert(&mut self.listing, &slice);
+                    continue;
+                }
+                Event::InitDone => self.observed = std::mem::take(&mut self.listing),
+                Event::Apply(slice) => insert(&mut self.observed, &slice),
+                Event::Delete(slice) => {
+                    let name = slice.metadata.name.unwrap_or_default();
+                    self.observed.remove(&name);
+                }
+            }
+            is_changed = true;
+        }
+        is_changed
+    }
+}
+
+/// Stores what a slice says, unless there are too many slices.
+fn insert(slices: &mut BTreeMap<String, SliceServers>, slice: &EndpointSlice) {
+    let name = slice.metadata.name.clone().unwrap_or_default();
+    if slices.len() < SLICES_MAX || slices.contains_key(&name) {
+        slices.insert(name, SliceServers::of(slice));
+    }
+}
+
+/// The servers in one EndpointSlice.
+#[derive(Debug, Default)]
+struct SliceServers {
+    servers: Vec<(ReplicaId, SocketAddr)>,
+    /// The reasons why endpoints are ignored.
+    ignored: Vec<String>,
+}
+
+impl SliceServers {
+    fn of(slice: &EndpointSlice) -> Self {
+        let port = port(slice);
+        let mut reduced = Self::default();
+        let endpoints = slice.endpoints.iter().filter(|one| is_running(one));
+        for endpoint in endpoints.take(ENDPOINTS_MAX) {
+            match server(endpoint, port) {
+                Some(Ok(server)) => reduced.servers.push(server),
+                Some(Err(reason)) if reduced.ignored.len() < IGNORED_MAX => {
+                    reduced.ignored.push(reason);
+                }
+                Some(Err(_)) | None => {}
+            }
+        }
+        reduced
+    }
+}
+
+/// Returns the port of the servers for peers in this slice.
+fn port(slice: &EndpointSlice) -> u16 {
+    let mut named = (slice.ports.iter().flatten())
+        .filter(|port| port.name.as_deref() == Some(PEER_PORT_NAME))
+        .filter_map(|port| u16::try_from(port.port?).ok());
+    named.find(|port| *port != 0).unwrap_or(PEER_PORT)
+}
+
+/// Returns whether the pod of an endpoint runs. The Service publishes addresses that are not ready,
+/// so its endpoints are `ready` from the start of the pod to its end. With a Service that does not,
+/// a pod counts while it is ready, and one that terminates for as long as it serves.
+fn is_running(endpoint: &Endpoint) -> bool {
+    let conditions = endpoint.conditions.as_ref();
+    conditions.is_none_or(|conditions| {
+        conditions.ready.unwrap_or(true) || conditions.serving == Some(true)
+    })
+}
+
+/// Returns the name and the address of an endpoint's pod, or the reason why the endpoint is
+/// ignored. Returns `None` for an endpoint that is not a pod.
+fn server(endpoint: &Endpoint, port: u16) -> Option<Result<(ReplicaId, SocketAddr), String>> {
+    let target = endpoint.target_ref.as_ref()?;
+    if target.kind.as_deref() != Some("Pod") {
+        return None;
+    }
+    let name = target.name.as_deref().unwrap_or_default();
+    let address = endpoint.addresses.first().map_or("", String::as_str);
+    Some(check(name, address, port).map_err(|reason| {
+        let shown: String = name.chars().take(SHOWN_MAX).collect();
+        format!("{shown:?} is ignored: {reason}")
+    }))
+}
+
+fn check(name: &str, address: &str, port: u16) -> Result<(ReplicaId, SocketAddr), String> {
+    let id = (name.parse::<ReplicaId>()).map_err(|error| error.to_string())?;
+    let ip = (address.parse::<IpAddr>()).map_err(|_syntax| "it has no IP address".to_owned())?;
+    // Loopback is allowed. The name in the certificate of a server decides who it is.
+    match forbidden_kind(effective_ip(ip)) {
+        Some(kind) => Err(format!("{ip} is a {kind} address")),
+        None => Ok((id, SocketAddr::new(ip.to_canonical(), port))),
+    }
+}
+
+/// What follows from the observed slices.
+#[derive(Debug)]
+struct Membership {
+    /// The servers in the order of their names.
+    peers: Vec<PeerAddress>,
+    /// The reasons why endpoints are ignored.
+    ignored: Vec<String>,
+}
+
+impl Membership {
+    /// Derives the servers from the slices. A server may be in several of them: one for each family
+    /// of addresses, and two while its endpoint moves. Its IPv4 address is preferred.
+    fn of(slices: &BTreeMap<String, SliceServers>) -> Self {
+        let mut ignored = Vec::new();
+        let mut servers = BTreeMap::<&ReplicaId, SocketAddr>::new();
+        for (name, slice) in slices {
+            let shown: String = name.chars().take(SHOWN_MAX).collect();
+            let reasons = slice.ignored.iter();
+            ignored.extend(reasons.map(|reason| format!("EndpointSlice {shown}: {reason}")));
+            for (id, address) in &slice.servers {
+                let lowest = servers.entry(id).or_insert(*address);
+                *lowest = (*lowest).min(*address);
+            }
+        }
+        if slices.len() == SLICES_MAX {
+            ignored.push(format!(
+                "only {SLICES_MAX} EndpointSlices of the servers' Service are used"
+            ));
+        }
+        let more = servers.len().saturating_sub(REPLICAS_MAX);
+        if more > 0 {
+            ignored.push(format!(
+                "{more} servers are ignored, because an installation has at most {REPLICAS_MAX}; run fewer replicas"
+            ));
+        }
+        let peers = servers.into_iter().take(REPLICAS_MAX);
+        let peers = peers.map(|(id, address)| PeerAddress {
+            id: id.clone(),
+            address: address.to_string(),
+        });
+        Self {
+            peers: peers.collect(),
+            ignored,
+        }
+    }
+}
+
+/// A server in the list on disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct PersistedPeer {
+    name: String,
+    address: SocketAddr,
+}
+
+impl PersistedPeer {
+    fn restore(self) -> Result<PeerAddress, String> {
+        let id = (self.name.parse::<ReplicaId>()).map_err(|error| error.to_string())?;
+        Ok(PeerAddress {
+            id,
+            address: self.address.to_string(),
+        })
+    }
+}
+
+fn to_persisted(peers: &[PeerAddress]) -> Vec<PersistedPeer> {
+    let persisted = peers.iter().filter_map(|peer| {
+        Some(PersistedPeer {
+            name: peer.id.to_string(),
+            address: peer.address.parse().ok()?,
+        })
+    });
+    persisted.collect()
+}
+
+/// Returns the persisted list. Returns no servers if the file is missing or not valid, because the
+/// cluster provides the list again.
+fn load(path: &Path) -> Vec<PeerAddress> {
+    let read = files::read(path).map_err(|error| error.to_string());
+    let persisted = read.and_then(|content| content.map_or(Ok(Vec::new()), |bytes| parse(&bytes)));
+    persisted.unwrap_or_else(|error| {
+        warn!(error, path = %path.display(), "cannot load the persisted list of servers; waiting for the API server");
+        Vec::new()
+    })
+}
+
+fn parse(content: &[u8]) -> Result<Vec<PeerAddress>, String> {
+    let persisted: Vec<PersistedPeer> =
+        serde_json::from_slice(content).map_err(|error| error.to_string())?;
+    let persisted = persisted.into_iter().take(REPLICAS_MAX);
+    persisted.map(PersistedPeer::restore).collect()
+}
+
+fn save(path: &Path, list: &[PersistedPeer]) -> std::io::Result<()> {
+    let content = serde_json::to_vec(list).map_err(std::io::Error::other)?;
+    files::replace(path, &content)
+}
+
+/// Changes within this time are written together.
+const PAUSE: Duration = Duration::from_secs(2);
+/// Maximum number of slices that are used. The controller puts 100 endpoints into a slice, and
+/// makes separate slices for each family, so that two are enough.
+const SLICES_MAX: usize = 16;
+/// Maximum number of endpoints of a slice that are used.
+const ENDPOINTS_MAX: usize = 4 * REPLICAS_MAX;
+/// Maximum number of ignored endpoints of a slice that are reported.
+const IGNORED_MAX: usize = 8;
+/// Maximum number of characters shown of a name.
+const SHOWN_MAX: usize = 63;
+
+#[cfg(test)]
+mod tests;
