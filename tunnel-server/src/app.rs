@@ -38,6 +38,7 @@ mod credential_watcher;
 mod listeners;
 mod peers;
 mod quic_sessions;
+mod membership;
 mod records;
 mod serving;
 mod sessions;

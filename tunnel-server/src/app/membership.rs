@@ -1,0 +1,148 @@
+//! The servers of this installation: the source of their addresses, and the condition that reports
+//! servers without a connection.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior};
+use tracing::{info, warn};
+use tunnel_proto::wire::name::ReplicaId;
+
+use super::context::ServerContext;
+use crate::cluster::{ClusterHandle, follow_peers};
+use crate::config::PeerSettings;
+use crate::routing::peers::{PeerAddress, PeerState, Peers};
+
+/// Returns the servers of this installation: those of `--peer`, or in a cluster those of the
+/// headless Service. The list may have this server, and a list of flags never changes, so that its
+/// sender is gone.
+pub(super) fn membership(
+    settings: &PeerSettings,
+    cluster_handle: Option<&ClusterHandle>,
+    context: &ServerContext,
+) -> watch::Receiver<Arc<[PeerAddress]>> {
+    let kubernetes = context.config.kubernetes.as_ref();
+    let is_static = settings.listen.is_none() || !settings.peers.is_empty();
+    match (kubernetes, cluster_handle) {
+        (Some(kubernetes), Some(cluster_handle)) if !is_static && !kubernetes.single_replica => {
+            follow_peers(kubernetes, cluster_handle, &context.data, &context.shutdown)
+        }
+        _ => watch::channel(settings.peers.clone().into()).1,
+    }
+}
+
+/// Reports a condition while this server has no connection to some of the others.
+pub(super) fn report_unconnected(peers: Arc<Peers>, context: &ServerContext) {
+    let readiness = context.readiness.clone();
+    context.shutdown.spawn_service(async move {
+        let mut unconnected = Unconnected::default();
+        let mut last = None;
+        let mut interval = tokio::time::interval(POLL);
+        interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            interval.tick().await;
+            let condition = unconnected.condition(&links(&peers), Instant::now());
+            if condition == last {
+                continue;
+            }
+            match &condition {
+                Some(line) => warn!(condition = LABEL, "{line}"),
+                None => info!(condition = LABEL, "condition cleared"),
+            }
+            readiness.set_conditions(LABEL, condition.iter().cloned().collect());
+            last = condition;
+        }
+    });
+}
+
+/// Returns each other server with whether it is connected.
+fn links(peers: &Peers) -> BTreeMap<ReplicaId, bool> {
+    let status = peers.status().into_iter();
+    let links = status.map(|peer| {
+        let is_connected = match peer.state {
+            PeerState::Connected | PeerState::Leaving => true,
+            PeerState::Connecting => false,
+        };
+        (peer.id, is_connected)
+    });
+    links.collect()
+}
+
+/// Servers without a connection, with the time of the first observation.
+#[derive(Debug, Default)]
+struct Unconnected(BTreeMap<ReplicaId, Instant>);
+
+impl Unconnected {
+    /// Returns the condition, or `None` while each of the `links` has been without a connection for
+    /// less than [`REPORT_AFTER`].
+    fn condition(&mut self, links: &BTreeMap<ReplicaId, bool>, now: Instant) -> Option<String> {
+        self.0.retain(|id, _since| links.get(id) == Some(&false));
+        for (id, is_connected) in links {
+            if !is_connected {
+                self.0.entry(id.clone()).or_insert(now);
+            }
+        }
+        let overdue = (self.0.iter()).filter(|(_, since)| now - **since >= REPORT_AFTER);
+        let shown: Vec<_> = overdue.take(SHOWN_MAX).map(|(id, _)| id.as_str()).collect();
+        let (connected, all) = (links.len() - self.0.len(), links.len());
+        let names = shown.join(", ");
+        (!shown.is_empty()).then(|| format!("{connected} of {all} connected, none to {names}"))
+    }
+}
+
+/// Component of the condition in `/readyz?verbose`.
+const LABEL: &str = "peers";
+const POLL: Duration = Duration::from_secs(2);
+/// Longer than a pod takes from its address to its listeners, in most cases.
+const REPORT_AFTER: Duration = Duration::from_secs(30);
+/// Maximum number of servers that the condition names.
+const SHOWN_MAX: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn server_without_a_connection_is_reported_after_a_while_until_it_is_back_or_gone() {
+        let start = Instant::now();
+        let links = |links: &[(&str, bool)]| -> BTreeMap<ReplicaId, bool> {
+            let links = links.iter();
+            links
+                .map(|(id, is_connected)| (id.parse().unwrap(), *is_connected))
+                .collect()
+        };
+        let mut unconnected = Unconnected::default();
+        let line = "2 of 3 connected, none to b";
+        for (seconds, b, condition) in [
+            (0, Some(false), None),
+            (29, Some(false), None),
+            (30, Some(false), Some(line)),
+            (90, Some(false), Some(line)),
+            (91, Some(true), None),
+            (92, Some(false), None),
+            (121, Some(false), None),
+            (122, Some(false), Some(line)),
+            (123, None, None),
+        ] {
+            let mut all = vec![("a", true), ("c", true)];
+            all.extend(b.map(|is_connected| ("b", is_connected)));
+            let now = start + Duration::from_secs(seconds);
+            let found = unconnected.condition(&links(&all), now);
+            assert_eq!(found.as_deref(), condition, "{seconds}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn condition_names_a_few_of_many_servers() {
+        let ids = (0..60).map(|number| format!("s-{number}").parse().unwrap());
+        let links = ids.map(|id| (id, false)).collect();
+        let mut unconnected = Unconnected::default();
+        let start = Instant::now();
+        assert_eq!(unconnected.condition(&links, start), None);
+        let condition = unconnected.condition(&links, start + REPORT_AFTER).unwrap();
+        assert!(condition.starts_with("0 of 60 connected"), "{condition}");
+        assert_eq!(condition.matches("s-").count(), SHOWN_MAX);
+    }
+}
