@@ -16,13 +16,15 @@ mod pod;
 pub use pod::pod_program;
 
 /// The overlays, each a directory of `deploy/manifests/overlays`.
-pub const OVERLAYS: [&str; 6] = [
+pub const OVERLAYS: [&str; 8] = [
     "plain",
     "openyurt",
     "kubelet-cert",
     "egress-selector",
     "egress-selector-tcp",
+    "hostport",
     "require-certificate",
+    "scale",
 ];
 /// The overlay that is rendered as `install.yaml`.
 pub const INSTALLED: &str = "plain";

@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, ensure};
 use clap::Command;
 use serde_json::{Value, json};
-use tunnel_server::cluster::objects::{QUIC_KEY_LEASES_MAX, Right, Scope, quic_key_lease_name};
+use tunnel_server::cluster::objects::{
+    PEER_PORT, PEER_PORT_NAME, QUIC_KEY_LEASES_MAX, Right, Scope, quic_key_lease_name,
+};
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
@@ -132,15 +134,15 @@ fn flags_and_variables_of_the_manifests_are_those_of_the_code() -> Result<()> {
     Ok(())
 }
 
-/// Returns the flags and variables of `run`. The agent reads its two variables of the downward API
-/// without clap.
+/// Returns the flags and variables of `run`, and the variables of the downward API: the agent reads
+/// two of them without clap, and `HOST_IP` is for arguments.
 fn known(command: &Command) -> Result<(BTreeSet<String>, BTreeSet<String>)> {
     let run = command.find_subcommand("run").context("run")?;
     let flags = run.get_arguments().filter_map(|flag| flag.get_long());
     let flags = flags.map(|flag| format!("--{flag}")).collect();
     let variables = run.get_arguments().filter_map(|flag| flag.get_env());
     let variables = variables.map(|name| name.to_string_lossy().into_owned());
-    let downward = ["NODE_NAME", "NODE_IP"].map(str::to_owned);
+    let downward = ["NODE_NAME", "NODE_IP", "HOST_IP"].map(str::to_owned);
     Ok((flags, variables.chain(downward).collect()))
 }
 
@@ -215,7 +217,7 @@ fn is_needed(right: &Right, args: &[String]) -> bool {
     match (right.resource, right.scope) {
         ("servicecidrs", _) => has("--connect-uds") || has("--connect-listen"),
         ("certificatesigningrequests", _) => has("--target-cert-signer"),
-        (_, Scope::Numbered(_)) => !has("--single-replica"),
+        ("endpointslices", _) | (_, Scope::Numbered(_)) => !has("--single-replica"),
         _ => true,
     }
 }
@@ -278,8 +280,39 @@ fn names_and_ports_lead_to_each_other() -> Result<()> {
     Ok(())
 }
 
-/// Checks the rollout of the server. Servers overlap if they share nothing of the host, each with
-/// separate QUIC keys. Otherwise the drain is short.
+/// The servers that an overlay runs, and how a rollout replaces them.
+#[derive(Debug, PartialEq, Eq)]
+enum Rollout {
+    /// Servers that share nothing of the host. One is added before one ends.
+    Surge,
+    /// Servers that each use a socket and a port of their host. One ends before one is added.
+    OnePerHost,
+    /// A single server, whose host has no other.
+    Single,
+}
+
+impl Rollout {
+    fn of(overlay: &str) -> Self {
+        match overlay {
+            "egress-selector" => Self::Single,
+            "hostport" => Self::OnePerHost,
+            _ => Self::Surge,
+        }
+    }
+
+    /// Returns the number of replicas, or null where an autoscaler sets the number.
+    fn replicas(&self, overlay: &str) -> Value {
+        match self {
+            Self::Surge if overlay == "scale" => Value::Null,
+            Self::Surge => 2.into(),
+            Self::OnePerHost => 3.into(),
+            Self::Single => 1.into(),
+        }
+    }
+}
+
+/// Checks the rollout of the servers. Several servers have separate QUIC keys and find each other.
+/// They overlap if they share nothing of the host. The drain of a single server is short.
 fn rolls_without_an_outage_or_ends_soon(
     overlay: &str,
     objects: &[Value],
@@ -289,27 +322,39 @@ fn rolls_without_an_outage_or_ends_soon(
     let strategy = &deployment["spec"]["strategy"];
     let pod = &deployment["spec"]["template"]["spec"];
     let has = |flag: &str| container.args.iter().any(|arg| arg == flag);
+    let rollout = Rollout::of(overlay);
     let shares_host = pod.get("hostNetwork").is_some()
         || items(&container.spec["ports"]).any(|port| port.get("hostPort").is_some())
         || items(&pod["volumes"]).any(|volume| {
             let shared = ["hostPath", "persistentVolumeClaim"];
             shared.iter().any(|kind| volume.get(kind).is_some())
         });
-    if shares_host {
-        ensure!(
-            *strategy == json!({ "type": "Recreate" }),
-            "{overlay}: {strategy}"
-        );
-        ensure!(
-            has("--single-replica") && has("--drain-timeout=5s"),
-            "{overlay}"
-        );
+    ensure!(shares_host == (rollout != Rollout::Surge), "{overlay}");
+    let replicas = &deployment["spec"]["replicas"];
+    ensure!(*replicas == rollout.replicas(overlay), "{overlay}: {replicas}");
+    let rolling = |surge: u8, unavailable: u8| {
+        let counts = json!({ "maxSurge": surge, "maxUnavailable": unavailable });
+        json!({ "type": "RollingUpdate", "rollingUpdate": counts })
+    };
+    let expected = match rollout {
+        Rollout::Surge => rolling(1, 0),
+        Rollout::OnePerHost => rolling(0, 1),
+        Rollout::Single => json!({ "type": "Recreate" }),
+    };
+    ensure!(*strategy == expected, "{overlay}: {strategy}");
+    let peers = find(objects, "Service", &ObjectNames::default().peer_service);
+    if rollout == Rollout::Single {
+        let is_short = has("--single-replica") && has("--drain-timeout=5s");
+        ensure!(is_short && peers.is_err(), "{overlay}");
         return Ok(());
     }
-    let surge = json!({ "maxSurge": 1, "maxUnavailable": 0 });
-    let rolling = json!({ "type": "RollingUpdate", "rollingUpdate": surge });
-    ensure!(*strategy == rolling, "{overlay}: {strategy}");
     ensure!(!has("--single-replica"), "{overlay}");
+    let peers = &peers?["spec"];
+    ensure!(peers["clusterIP"] == "None", "{overlay}: {peers}");
+    ensure!(peers["publishNotReadyAddresses"] == true, "{overlay}");
+    let port = &peers["ports"][0];
+    let port = (&port["name"], &port["targetPort"]);
+    ensure!(port.0 == PEER_PORT_NAME && *port.1 == PEER_PORT, "{port:?}");
     for entry in 0..QUIC_KEY_LEASES_MAX {
         let lease = quic_key_lease_name(&ObjectNames::default().replica_lease, entry);
         let lease = find(objects, "Lease", &lease)?;
@@ -343,14 +388,13 @@ fn longest_stop(name: &str, container: &Container) -> Result<u64> {
 fn pods_have_no_more_than_they_need() -> Result<()> {
     for (overlay, objects) in overlays()? {
         let [server, agent] = workloads(&objects)?;
-        ensure!(server.1["spec"]["replicas"] == 1, "{overlay}");
         rolls_without_an_outage_or_ends_soon(overlay, &objects, &server.1, &server.2)?;
         for (name, workload, container) in [server, agent] {
             let place = format!("{overlay}: {name}");
             let (pod, spec) = (&container.pod, &container.spec);
             let root = match name {
                 "tunnel-agent" => overlay == "kubelet-cert",
-                _ => overlay == "egress-selector",
+                _ => has_socket(overlay),
             };
             ensure!(container.uid == if root { 0 } else { 65532 }, "{place}");
             let non_root = pod["securityContext"]["runAsNonRoot"].as_bool();
@@ -381,7 +425,7 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
             let stop = longest_stop(name, &container)? + STOP_MARGIN;
             ensure!(grace >= Some(stop), "{place}: {grace:?} is less than {stop}");
             for mount in items(&spec["volumeMounts"]) {
-                let socket = overlay == "egress-selector" && mount["name"] == "connect";
+                let socket = has_socket(overlay) && mount["name"] == "connect";
                 let writable = mount["name"] == "data" || socket;
                 ensure!(writable || mount["readOnly"] == true, "{place}: {mount}");
             }
@@ -421,13 +465,52 @@ fn the_server_prefers_the_control_plane_and_never_lands_on_an_edge() -> Result<(
             "{overlay}: {affinity} {selector}"
         );
         let pinned = selector.get(ROLE).is_some();
-        let pins = overlay == "egress-selector";
-        ensure!(pinned == pins, "{overlay}: {selector}");
+        ensure!(pinned == has_socket(overlay), "{overlay}: {selector}");
     }
     Ok(())
 }
 
-/// Agents outside of pods dial the address that the agents of the DaemonSet dial.
+/// Returns whether the kube-apiserver of the server's host opens a socket of the server.
+fn has_socket(overlay: &str) -> bool {
+    ["egress-selector", "hostport"].contains(&overlay)
+}
+
+/// The port for other servers is open to servers only.
+#[test]
+fn only_servers_reach_the_port_for_servers() -> Result<()> {
+    for (overlay, objects) in overlays()? {
+        let policy = find(&objects, "NetworkPolicy", "tunnel-server")?;
+        let rules = items(&policy["spec"]["ingress"]).filter(|rule| {
+            let mut ports = items(&rule["ports"]);
+            ports.any(|port| port["port"] == PEER_PORT)
+        });
+        let sources: Vec<_> = rules.map(|rule| &rule["from"]).collect();
+        let servers = json!([{ "podSelector": policy["spec"]["podSelector"] }]);
+        ensure!(sources == [&servers], "{overlay}: {sources:?}");
+    }
+    Ok(())
+}
+
+/// The autoscaler never starts more servers than an installation can have, also during a rollout.
+#[test]
+fn the_autoscaler_stays_within_the_leases_of_the_servers() -> Result<()> {
+    for (overlay, objects) in overlays()? {
+        let found = find(&objects, "HorizontalPodAutoscaler", "tunnel-server");
+        ensure!(found.is_ok() == (overlay == "scale"), "{overlay}");
+        let Ok(autoscaler) = found else { continue };
+        let spec = &autoscaler["spec"];
+        ensure!(spec["minReplicas"] == 2, "{spec}");
+        let max = spec["maxReplicas"].as_u64().context("maxReplicas")?;
+        ensure!(max < u64::from(QUIC_KEY_LEASES_MAX), "{max}");
+        ensure!(spec["scaleTargetRef"]["kind"] == "Deployment", "{spec}");
+        let policy = json!([{ "type": "Pods", "value": 1, "periodSeconds": 300 }]);
+        ensure!(spec["behavior"]["scaleDown"]["policies"] == policy, "{spec}");
+    }
+    Ok(())
+}
+
+/// Agents outside of pods dial the address that the agents of the DaemonSet dial. Where each server
+/// has an address of its own, a flag replaces that address.
 #[test]
 fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
     for (overlay, objects) in overlays()? {
@@ -436,6 +519,10 @@ fn the_server_advertises_the_address_of_the_agents() -> Result<()> {
         ensure!(advertised.is_some(), "{overlay}: {:?}", server.env);
         let dialed = agent.env.get("TUNNEL_AGENT_SERVER");
         ensure!(advertised == dialed, "{overlay}");
+        let own = "--advertise=192.168.33.221:10262".to_owned();
+        let is_own = server.args.contains(&own);
+        let args = &server.args;
+        ensure!(is_own == (overlay == "hostport"), "{overlay}: {args:?}");
     }
     Ok(())
 }
@@ -450,6 +537,7 @@ fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
         let flag = |name: &str| server.args.iter().find_map(|word| word.strip_prefix(name));
         match (flag("--connect-uds="), flag("--connect-listen=")) {
             (Some(socket), None) => {
+                ensure!(has_socket(overlay), "{overlay}");
                 ensure!(page.contains(&format!("udsName: {socket}")), "{socket}");
                 let folder = std::path::Path::new(socket).parent().context("a folder")?;
                 let mounted = server.mounts.iter().find(|(path, _)| path == folder);
@@ -462,7 +550,10 @@ fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
                 ensure!(page.contains(&its), "{its}");
                 // The kubelet creates the folder for root. Two pods cannot share one socket.
                 ensure!(server.uid == 0, "{overlay}: {}", server.uid);
-                ensure!(deployment["spec"]["strategy"]["type"] == "Recreate");
+                let strategy = &deployment["spec"]["strategy"];
+                let has_surge = strategy["type"] != "Recreate"
+                    && strategy["rollingUpdate"]["maxSurge"] != 0;
+                ensure!(!has_surge, "{overlay}: {strategy}");
             }
             (None, Some(listen)) => {
                 let (_, port) = listen.rsplit_once(':').context("a port")?;
