@@ -18,7 +18,7 @@ use crate::cluster::kubectls;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 26] = [
+const GUIDES: [&str; 27] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",
@@ -40,6 +40,7 @@ const GUIDES: [&str; 26] = [
     "docs/how-to/prometheus.md",
     "docs/how-to/replace-ca.md",
     "docs/how-to/revoke.md",
+    "docs/how-to/servers.md",
     "docs/how-to/ssh-ansible.md",
     "docs/how-to/systemd.md",
     "docs/how-to/troubleshooting.md",
