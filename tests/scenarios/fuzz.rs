@@ -16,6 +16,7 @@ macro_rules! fuzz_tests {
 fuzz_tests! {
     fn fuzz_frames("frames");
     fn fuzz_control_messages("control_messages");
+    fn fuzz_peer_messages("peer_messages");
     fn fuzz_enrollment_messages("enrollment_messages");
     fn fuzz_stream_messages("stream_messages");
     fn fuzz_tokens("tokens");

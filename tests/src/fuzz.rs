@@ -36,6 +36,7 @@ pub const TARGETS: &[FuzzTarget] = &[
         messages::controls,
         messages::check_control,
     ),
+    target("peer_messages", 4096, messages::peers, messages::check_peer),
     target(
         "enrollment_messages",
         4096,

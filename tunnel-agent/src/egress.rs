@@ -162,6 +162,10 @@ impl Egress {
                 code: RefusalCode::BadHeader,
                 detail: "session already has a control stream".to_owned(),
             },
+            StreamKind::Forward { .. } | StreamKind::Enroll => Refusal {
+                code: RefusalCode::BadHeader,
+                detail: "agents do not accept streams for other servers".to_owned(),
+            },
             StreamKind::Target(_) if self.draining.is_cancelled() => Refusal {
                 code: RefusalCode::Draining,
                 detail: "agent is stopping".to_owned(),
@@ -269,5 +273,7 @@ fn describe(kind: &StreamKind) -> String {
     match kind {
         StreamKind::Control { .. } => "control".to_owned(),
         StreamKind::Target(target) => target.to_string(),
+        StreamKind::Forward { .. } => "forward".to_owned(),
+        StreamKind::Enroll => "enroll".to_owned(),
     }
 }

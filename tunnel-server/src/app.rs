@@ -5,11 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::registry::Registry as MetricsRegistry;
-use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info, warn};
-use tunnel_proto::process::host::{Resources, host_name};
+use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::transport::Acceptor as _;
 use tunnel_proto::transport::quic::QuicAcceptor;
@@ -36,9 +35,9 @@ mod connect;
 mod context;
 mod credential_watcher;
 mod listeners;
+mod membership;
 mod peers;
 mod quic_sessions;
-mod membership;
 mod records;
 mod serving;
 mod sessions;
@@ -61,7 +60,6 @@ pub struct App {
     ca: Arc<LocalCa>,
     tokens: Arc<TokenStore>,
     revocations: Arc<Revocations>,
-    peers: Arc<Peers>,
     cluster: ClusterServices,
     quic_key_lease: Option<QuicKeyLease>,
     // Dropped last, because it has the lock of the data directory.
@@ -101,6 +99,8 @@ impl App {
             ..context.config.ports.clone()
         });
         let targets = targets::build(&context)?;
+        let handle = authority.cluster_handle.as_ref();
+        let membership = membership::membership(&context.config.peers, handle, &context);
         let cluster = start_cluster(
             authority.cluster_handle.take(),
             &sockets.bound,
@@ -109,7 +109,6 @@ impl App {
             &serving.names,
             &context,
         );
-        let (_, membership) = watch::channel(context.config.peers.peers.clone().into());
         peers::start(
             sockets.peers,
             membership,
@@ -122,8 +121,6 @@ impl App {
         let own_ports = sockets.bound.tcp_ports();
         let tunnels =
             (sockets.connect).start(&ingress, serving.certificates, own_ports, &context)?;
-        let replica = host_name()?.to_ascii_lowercase().parse()?;
-        let peers = Peers::alone(replica, advertised.clone());
         let inputs = SessionInputs {
             quic: sockets.quic.clone(),
             tcp: sockets.tcp,
@@ -131,7 +128,6 @@ impl App {
             authority: &authority,
             attestor: cluster.attestor.clone(),
             advertised: advertised.clone(),
-            peers: peers.clone(),
             capacity,
         };
         sessions::start(inputs, &context)?;
@@ -155,7 +151,6 @@ impl App {
             ca: authority.ca,
             tokens: authority.tokens,
             revocations: authority.revocations,
-            peers,
             cluster,
             quic_key_lease: authority.quic_key_lease,
             context,
@@ -252,9 +247,12 @@ impl App {
     async fn leave(&self) -> Instant {
         let (shutdown, delay) = (&self.context.shutdown, self.context.config.drain_delay);
         let agents_leave_until = Instant::now() + self.agents_leave_within();
-        self.peers.leave();
+        self.context.peers.leave();
         if !delay.is_zero() {
-            info!(?delay, "not ready; the listeners accept on until the drain begins");
+            info!(
+                ?delay,
+                "not ready; the listeners accept on until the drain begins"
+            );
         }
         tokio::select! {
             biased;
@@ -307,7 +305,10 @@ impl App {
     /// refuse them: a QUIC dial to a stopped server would get no answer for seconds.
     fn agents_leave_within(&self) -> Duration {
         let config = &self.context.config;
-        if can_agents_move(&self.peers.members().borrow(), self.peers.own()) {
+        if can_agents_move(
+            &self.context.peers.members().borrow(),
+            self.context.peers.own(),
+        ) {
             return config.move_within() + AGENTS_LEAVE_TIMEOUT;
         }
         match &config.kubernetes {

@@ -126,7 +126,10 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     runtime.block_on(async {
         let shutdown = Shutdown::new();
         handle_signals(&shutdown, shutdown.leaving())?;
-        App::start(config, shutdown.clone()).await?.run().await;
+        Box::pin(App::start(config, shutdown.clone()))
+            .await?
+            .run()
+            .await;
         anyhow::ensure!(
             !shutdown.has_listener_panicked(),
             "a listener panicked; see the log"

@@ -81,9 +81,8 @@ impl ShipFixture {
         let mut rules = String::new();
         let mut services = self.objects().await?;
         // kube-proxy writes no rules for headless Services.
-        services.retain(|object| {
-            object["kind"] == "Service" && object["spec"]["clusterIP"] != "None"
-        });
+        services
+            .retain(|object| object["kind"] == "Service" && object["spec"]["clusterIP"] != "None");
         for service in services {
             let address = service["spec"]["clusterIP"].as_str().context("clusterIP")?;
             for port in items(&service["spec"]["ports"]) {

@@ -331,7 +331,10 @@ fn rolls_without_an_outage_or_ends_soon(
         });
     ensure!(shares_host == (rollout != Rollout::Surge), "{overlay}");
     let replicas = &deployment["spec"]["replicas"];
-    ensure!(*replicas == rollout.replicas(overlay), "{overlay}: {replicas}");
+    ensure!(
+        *replicas == rollout.replicas(overlay),
+        "{overlay}: {replicas}"
+    );
     let rolling = |surge: u8, unavailable: u8| {
         let counts = json!({ "maxSurge": surge, "maxUnavailable": unavailable });
         json!({ "type": "RollingUpdate", "rollingUpdate": counts })
@@ -423,7 +426,10 @@ fn pods_have_no_more_than_they_need() -> Result<()> {
             ensure!(spec["resources"]["requests"]["cpu"].is_string(), "{place}");
             let grace = pod["terminationGracePeriodSeconds"].as_u64();
             let stop = longest_stop(name, &container)? + STOP_MARGIN;
-            ensure!(grace >= Some(stop), "{place}: {grace:?} is less than {stop}");
+            ensure!(
+                grace >= Some(stop),
+                "{place}: {grace:?} is less than {stop}"
+            );
             for mount in items(&spec["volumeMounts"]) {
                 let socket = has_socket(overlay) && mount["name"] == "connect";
                 let writable = mount["name"] == "data" || socket;
@@ -504,7 +510,10 @@ fn the_autoscaler_stays_within_the_leases_of_the_servers() -> Result<()> {
         ensure!(max < u64::from(QUIC_KEY_LEASES_MAX), "{max}");
         ensure!(spec["scaleTargetRef"]["kind"] == "Deployment", "{spec}");
         let policy = json!([{ "type": "Pods", "value": 1, "periodSeconds": 300 }]);
-        ensure!(spec["behavior"]["scaleDown"]["policies"] == policy, "{spec}");
+        ensure!(
+            spec["behavior"]["scaleDown"]["policies"] == policy,
+            "{spec}"
+        );
     }
     Ok(())
 }
@@ -551,8 +560,8 @@ fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
                 // The kubelet creates the folder for root. Two pods cannot share one socket.
                 ensure!(server.uid == 0, "{overlay}: {}", server.uid);
                 let strategy = &deployment["spec"]["strategy"];
-                let has_surge = strategy["type"] != "Recreate"
-                    && strategy["rollingUpdate"]["maxSurge"] != 0;
+                let has_surge =
+                    strategy["type"] != "Recreate" && strategy["rollingUpdate"]["maxSurge"] != 0;
                 ensure!(!has_surge, "{overlay}: {strategy}");
             }
             (None, Some(listen)) => {

@@ -1,17 +1,18 @@
 //! The messages of the wire format. Accepted messages survive a round trip.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use bytes::BytesMut;
 use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
-use tunnel_proto::wire::control::{ControlMessage, Hello, Welcome};
+use tunnel_proto::wire::control::{ControlMessage, Hello, Member, Welcome};
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RenewalProof};
 use tunnel_proto::wire::frame::{
-    self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, STREAM_MESSAGE_MAX,
+    self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX, STREAM_MESSAGE_MAX,
 };
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, StreamReply, Target};
 use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
+use tunnel_proto::wire::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode};
 
 fn control_messages() -> Result<Vec<ControlMessage>> {
     Ok(vec![
@@ -30,9 +31,18 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
             streams_per_agent: 256,
             replicas: vec!["a:1".into(), "b:2".into()],
             target_dial_timeout: Duration::from_secs(5),
+            replica_id: Some("server-0".parse()?),
+            members: vec![Member {
+                id: "server-1".parse()?,
+                addresses: vec!["b:2".into()],
+                is_leaving: true,
+            }],
         }),
         ControlMessage::NotAdmitted(CloseCode::NameInUse, "live".into()),
-        ControlMessage::Drain(Duration::from_secs(30)),
+        ControlMessage::Drain {
+            deadline: Duration::from_secs(30),
+            move_within: Duration::from_secs(10),
+        },
         ControlMessage::Withdraw,
         ControlMessage::Bye("stopping".into()),
         ControlMessage::Suspect(true),
@@ -115,6 +125,56 @@ pub(super) fn check_control(input: &[u8]) -> Result<()> {
     };
     let again = content(CONTROL_MESSAGE_MAX, |out| message.encode(out))?;
     ensure!(ControlMessage::decode(&again)? == message, "{message:?}");
+    Ok(())
+}
+
+pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
+    let node = "worker-1".parse()?;
+    let instance = InstanceId::new([7; 16]);
+    let held = HeldNode {
+        node,
+        instance,
+        since: SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000),
+    };
+    let messages = [
+        PeerMessage::Hello(PeerHello {
+            replica: "server-0".parse()?,
+            epoch: 7,
+            versions: (1, 1),
+            addresses: vec!["192.0.2.1:10262".into()],
+        }),
+        PeerMessage::Holds(Holds {
+            is_full: true,
+            added: vec![held.clone(), held.clone()],
+            removed: vec![held.node.clone()],
+        }),
+        PeerMessage::Leaving,
+        PeerMessage::Ask(Ask {
+            id: 3,
+            node: held.node.clone(),
+            instance,
+        }),
+        PeerMessage::Alive(Alive {
+            id: 3,
+            is_alive: true,
+        }),
+        PeerMessage::Revoked(vec![RevokedNode {
+            node: held.node.clone(),
+            at: held.since,
+        }]),
+    ];
+    let contents = messages
+        .iter()
+        .map(|message| content(PEER_MESSAGE_MAX, |out| message.encode(out)));
+    contents.collect()
+}
+
+pub(super) fn check_peer(input: &[u8]) -> Result<()> {
+    let Ok(message) = PeerMessage::decode(input) else {
+        return Ok(());
+    };
+    let again = content(PEER_MESSAGE_MAX, |out| message.encode(out))?;
+    ensure!(PeerMessage::decode(&again)? == message, "{message:?}");
     Ok(())
 }
 

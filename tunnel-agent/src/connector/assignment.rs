@@ -189,7 +189,8 @@ mod tests {
     #[test]
     fn connector_keeps_a_wanted_replica_and_the_idle_ones_come_first() {
         let (a, b, c) = (Some("a"), Some("b"), Some("c"));
-        let cases: [(&[&str], &[Option<&str>], &[Option<&str>]); 8] = [
+        type Case<'a> = (&'a [&'a str], &'a [Option<&'a str>], &'a [Option<&'a str>]);
+        let cases: [Case<'_>; 8] = [
             (&[], &[None], &[None]),
             (&["a"], &[None], &[a]),
             (&["a", "b"], &[b, a], &[b, a]),

@@ -33,7 +33,7 @@ impl Connector {
                 self.endpoints.clone()
             }
             // The first address is the assigned replica's own.
-            DialPurpose::Move => self.endpoints.from_start(),
+            DialPurpose::Move => self.endpoints.restarted(),
         };
         let attempt = Attempt::new(purpose, happy_eyeballs, endpoints);
         self.attempt = Some(attempt);

@@ -95,7 +95,7 @@ impl Endpoints {
     }
 
     /// Returns the list at its first server.
-    pub(super) fn from_start(&self) -> Self {
+    pub(super) fn restarted(&self) -> Self {
         Self::new(self.servers.clone())
     }
 

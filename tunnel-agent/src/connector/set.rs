@@ -186,12 +186,7 @@ impl ConnectorSet {
         self.connectors.insert(slot, connector);
     }
 
-    fn assignment(
-        &self,
-        members: &[Member],
-        replica: Option<ReplicaId>,
-        round: u64,
-    ) -> Assignment {
+    fn assignment(&self, members: &[Member], replica: Option<ReplicaId>, round: u64) -> Assignment {
         let own: Vec<ServerAddress> = replica
             .iter()
             .flat_map(|replica| own_addresses(members, replica))

@@ -55,7 +55,9 @@ pub(crate) enum SessionEvent {
     Live,
     /// The server is stopping, and this agent should have another session within this time. Sent at
     /// most once.
-    Draining { move_within: Duration },
+    Draining {
+        move_within: Duration,
+    },
     /// The servers of the installation have changed.
     Members(Vec<Member>),
 }

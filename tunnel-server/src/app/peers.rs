@@ -21,6 +21,7 @@ use tunnel_proto::wire::peer::RevokedNode;
 use super::authority::Authority;
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
+use super::membership::report_unconnected;
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::config::PeerFiles;
@@ -36,6 +37,7 @@ pub(super) fn start(
     context: &ServerContext,
 ) -> anyhow::Result<()> {
     context.peers.advertise(advertised);
+    report_unconnected(context.peers.clone(), context);
     let Some(listener) = listener else {
         return Ok(());
     };

@@ -14,7 +14,6 @@ use super::context::ServerContext;
 use crate::ca::attestation::Attestor;
 use crate::ca::enrollment::Enrollment;
 use crate::config::Capacity;
-use crate::routing::peers::Peers;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
 
@@ -25,7 +24,6 @@ pub(super) struct SessionInputs<'a> {
     pub(super) authority: &'a Authority,
     pub(super) attestor: Option<Attestor>,
     pub(super) advertised: Vec<String>,
-    pub(super) peers: Arc<Peers>,
     pub(super) capacity: Capacity,
 }
 
@@ -48,7 +46,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
     };
     let sessions = Sessions {
         registry: context.registry.clone(),
-        peers: inputs.peers,
+        peers: context.peers.clone(),
         nodes: context.nodes.clone(),
         metrics: context.metrics.clone(),
         shutdown: context.shutdown.clone(),

@@ -204,7 +204,7 @@ fn listener_is_verified_by_node_name_own_name_and_own_address() {
 fn certificates_are_kept_and_renewed_at_half_life() {
     let (_scratch, ca) = new_ca();
     let now = SystemTime::now();
-    let server = cert_resolver::RoleCertResolver::new(ca.clone(), None, Box::new(|_| {}));
+    let server = RoleCertResolver::new(ca.clone(), None, Box::new(|_| {}));
     let peer = ca.peer_resolver("server-1".parse().unwrap());
     let listener = listener(&ca);
     let at = |time| {

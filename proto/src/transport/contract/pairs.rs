@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
-use tokio_util::task::AbortOnDropHandle;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::{Pair, TEST_TIMEOUT, Windows};
 use crate::identity::Role;
@@ -96,16 +96,16 @@ pub(super) async fn h2(windows: Windows) -> Pair {
 }
 
 pub(super) async fn forwarded_to_quic(windows: Windows) -> Pair {
-    forwarded(windows, quic(windows).await).await
+    Box::pin(forwarded(windows, quic(windows).await)).await
 }
 
 pub(super) async fn forwarded_to_h2(windows: Windows) -> Pair {
-    forwarded(windows, h2(windows).await).await
+    Box::pin(forwarded(windows, h2(windows).await)).await
 }
 
 /// Returns a pair whose opener is another server, which has a connection to the server of `agent`.
 async fn forwarded(windows: Windows, agent: Pair) -> Pair {
-    let (opener, accepted) = peers(windows).await;
+    let (opener, accepted) = Box::pin(peers(windows)).await;
     let (held, peer) = (agent.opener.clone(), agent.peer.clone());
     let forwarder = async move {
         let mut streams = JoinSet::new();
@@ -121,7 +121,7 @@ async fn forwarded(windows: Windows, agent: Pair) -> Pair {
             });
         }
     };
-    let forwarder = AbortOnDropHandle::new(tokio::spawn(forwarder));
+    let forwarder = AbortOnDropHandle::new(TaskTracker::new().spawn(forwarder));
     Pair {
         opener,
         peer,

@@ -59,7 +59,7 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
     let linked = |id: &ReplicaId| *id == second;
     assert_eq!(
         directory.candidates(&node(1), None, linked),
-        [second.clone()]
+        std::slice::from_ref(&second)
     );
     // A new list is that of a new process.
     directory.begin(&by_weight[0]);

@@ -27,7 +27,9 @@ use crate::ingress::peer::CallerIdentity;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
 use crate::policy::{PortPolicy, SharedPortPolicy};
+use crate::routing::Routing;
 use crate::routing::destination::Scheme;
+use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
 use crate::routing::routes::{RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
@@ -35,6 +37,7 @@ use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 /// A plain HTTP listener, and agents that the test controls.
 pub(in crate::ingress) struct Fixture {
     pub(in crate::ingress) ingress: Arc<IngressContext>,
+    pub(in crate::ingress) registry: Arc<Registry>,
     counters: MetricsRegistry,
 }
 
@@ -121,9 +124,11 @@ impl Fixture {
             buffer_pool: POOL,
         };
         let mut counters = MetricsRegistry::default();
+        let registry = Arc::new(Registry::new(limits));
+        let peers = Peers::alone("server-0".parse().unwrap(), Vec::new());
         let ingress = IngressContext {
             routes,
-            registry: Arc::new(Registry::new(limits)),
+            routing: Routing::new(registry.clone(), peers),
             policy,
             pods: None,
             targets: TargetTls::new(None).unwrap(),
@@ -149,17 +154,18 @@ impl Fixture {
         };
         Self {
             ingress: Arc::new(ingress),
+            registry,
             counters,
         }
     }
 
     pub(in crate::ingress) fn agent(&self) -> Agent {
         let (near, far) = memory::pair();
-        let id = self.ingress.registry.next_id();
+        let id = self.registry.next_id();
         let entry = AgentSession::new(id, node(), InstanceId::new([1; 16]), near);
         Agent {
             far,
-            _registered: self.ingress.registry.register(entry, &[]).unwrap(),
+            _registered: self.registry.register(entry, &[]).unwrap(),
         }
     }
 

@@ -33,7 +33,7 @@ async fn streams_per_agent_hold_for_one_below_at_and_above() {
     let (node, header) = (node(), header());
     let other = CallerKey::Certificate("other".into());
     for _ in 0..STREAMS / 2 {
-        let registry = &fixture.ingress.registry;
+        let registry = &fixture.registry;
         let opened = registry.open(&node, &header, &other, WAIT_TIMEOUT, None);
         others.push((opened.await.unwrap(), agent.accepts().await));
     }

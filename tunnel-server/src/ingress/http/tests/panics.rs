@@ -18,7 +18,7 @@ async fn f36_panic_in_a_request_costs_its_connection_alone() {
     let mut waiting = fixture.send("GET").await;
     let (near, _far) = memory::pair();
     near.script().is_panicking = true;
-    let registry = fixture.ingress.registry.clone();
+    let registry = fixture.registry.clone();
     let entry = AgentSession::new(registry.next_id(), node(), InstanceId::new([9; 16]), near);
     let broken = registry.register(entry, &[]).unwrap();
     let before = panics::count();
