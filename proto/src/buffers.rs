@@ -5,9 +5,9 @@ use std::cell::RefCell;
 
 use bytes::BytesMut;
 
-/// Size of a buffer. A larger one gains little: this is four TLS records, or the amount that a busy
-/// socket returns from one read.
-pub(crate) const BUFFER_BYTES: usize = 64 * 1024;
+/// Size of a buffer. With the head of an h2 frame (9 bytes), the bytes of a full buffer are exactly
+/// four TLS records. A larger one gains little: a busy socket returns about so much from one read.
+pub(crate) const BUFFER_BYTES: usize = 64 * 1024 - 9;
 /// Buffers that a thread pools. One serves all of its connections in turn. More are in use only if
 /// a reader is slow.
 const BUFFERS_PER_THREAD: usize = 4;

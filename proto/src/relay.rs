@@ -337,7 +337,7 @@ impl Unsent {
 /// stream keeps in memory is at most a third more than its unsent bytes, and a buffer at each end.
 const HAND_OVER_BYTES: usize = BUFFER_BYTES / 4 * 3;
 /// Pieces that one call writes to a socket. An h2 stream yields five at most if its peer fills its
-/// frames.
+/// frames, even frames of 16 KiB.
 const PIECES_PER_WRITE: usize = 16;
 
 #[cfg(test)]

@@ -12,14 +12,15 @@ use h2::{Reason, RecvStream, SendStream};
 use parking_lot::Mutex;
 
 use super::stream::{Output, StreamShared, StreamState};
+use crate::buffers::BUFFER_BYTES;
 use crate::transport::StreamCut;
 use crate::wire::code::ResetCode;
 
 /// Offset of our reset codes on the wire, so that they do not collide with HTTP/2's own.
 const CODE_OFFSET: u32 = 0x1000;
-/// Maximum capacity that one stream reserves at once. Streams share the connection's window, and
-/// capacity that one stream holds unused is not available to the others.
-const RESERVE_MAX_BYTES: usize = 32 * 1024;
+/// Maximum capacity that one stream reserves at once, for one frame. Streams share the connection's
+/// window, and capacity that one stream holds unused is not available to the others.
+const RESERVE_MAX_BYTES: usize = BUFFER_BYTES;
 
 /// Streams whose end is in h2's send queue.
 #[derive(Debug, Default)]

@@ -17,11 +17,12 @@ use h2::FlowControl;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use crate::buffers::BUFFER_BYTES;
 use crate::transport::{RawStream, ReadMonitor, StreamCut};
 use crate::wire::code::ResetCode;
 
-/// Bytes that may wait for the driver. A writer waits while so many are unsent.
-const UNSENT_MAX_BYTES: usize = 64 * 1024;
+/// Bytes that may wait for the driver: one frame. A writer waits while so many are unsent.
+const UNSENT_MAX_BYTES: usize = BUFFER_BYTES;
 /// Bytes that a reader takes at once, unless the first piece is larger.
 const TAKE_MAX_BYTES: usize = 64 * 1024;
 /// A piece below this size is copied and joined with its neighbors. A received one would keep a

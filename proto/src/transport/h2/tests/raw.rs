@@ -25,6 +25,7 @@ pub(super) const END_HEADERS: u8 = 4;
 pub(super) const PADDED: u8 = 8;
 
 pub(super) const INITIAL_WINDOW_SIZE: u16 = 4;
+pub(super) const MAX_FRAME_SIZE: u16 = 5;
 pub(super) const ENABLE_CONNECT_PROTOCOL: u16 = 8;
 
 pub(super) const NO_ERROR: u32 = 0;

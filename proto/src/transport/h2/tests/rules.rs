@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::io::AsyncWriteExt;
 
-use super::raw::{CANCEL, DATA, NO_ERROR, RST_STREAM};
+use super::raw::{CANCEL, DATA, MAX_FRAME_SIZE, NO_ERROR, RST_STREAM};
 use super::*;
+use crate::buffers::BUFFER_BYTES;
 use crate::wire::code::RefusalCode;
 use crate::wire::header::Refusal;
 
@@ -218,6 +219,22 @@ async fn small_writes_leave_together() {
         (frames, bytes) = (frames + 1, bytes + frame.payload.len());
     }
     assert!(bytes == WRITES && frames < 10, "{frames} frames");
+}
+
+#[tokio::test]
+async fn full_buffer_leaves_in_one_frame() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    raw.send(&raw::settings(&[(MAX_FRAME_SIZE, FRAME_MAX_BYTES)]))
+        .await;
+    // The settings are in effect when the mark behind them is answered.
+    within(raw.flood(&[], 1)).await;
+    let (mut stream, id) = opened(&session, &mut raw).await;
+    let mut data = Bytes::from(vec![7; BUFFER_BYTES]);
+    let sent = within(std::future::poll_fn(|cx| stream.poll_send(cx, &mut data))).await;
+    assert_eq!(sent.unwrap(), BUFFER_BYTES);
+    let frame = within(raw.reader.next_of_kind(DATA)).await;
+    assert_eq!(frame.stream, id);
+    assert!(frame.payload == vec![7; BUFFER_BYTES]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
