@@ -205,7 +205,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             if self.poll_close(cx).is_ready() {
                 return Poll::Ready(());
             }
-            if !self.wakeups.is_pending() && self.shared.queued.is_empty() {
+            let is_pending = self.wakeups.is_pending();
+            // Further rounds would read nothing. The readers of what was read come first.
+            let must_yield = is_pending && self.shared.conn_state.is_read_limited();
+            if must_yield || (!is_pending && self.shared.queued.is_empty()) {
                 break;
             }
         }

@@ -64,6 +64,11 @@ impl ConnState {
         self.read_this_poll.store(0, Ordering::Relaxed);
     }
 
+    /// Returns whether h2 reads no more in this poll of the driver.
+    pub(super) fn is_read_limited(&self) -> bool {
+        self.read_this_poll.load(Ordering::Relaxed) >= READ_PER_POLL_MAX
+    }
+
     /// Returns whether all output of h2 has been written to the socket. True after h2 was polled
     /// and wrote everything.
     pub(super) fn is_flushed(&self) -> bool {
@@ -141,7 +146,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for ConnIo<S> {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.conn_state.read_this_poll.load(Ordering::Relaxed) >= READ_PER_POLL_MAX {
+        if self.conn_state.is_read_limited() {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
