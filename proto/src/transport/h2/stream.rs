@@ -303,9 +303,12 @@ impl StreamState {
         Poll::Ready(Ok(wanted.min(room)))
     }
 
-    /// Wakes the writer, because there is room for unsent data again.
+    /// Wakes the writer if there is room for much unsent data. A writer that is woken for little
+    /// makes small frames.
     pub(super) fn wake_writer(&mut self) {
-        wake(&mut self.writer);
+        if self.unsent() <= UNSENT_MAX_BYTES / 2 {
+            wake(&mut self.writer);
+        }
     }
 
     /// Takes all bytes out of the read buffer, for the session's own messages.
@@ -445,6 +448,8 @@ impl AsyncWrite for H2Stream {
 
 #[cfg(test)]
 mod tests {
+    use std::task::Wake;
+
     use rand::rngs::SmallRng;
     use rand::{RngExt, SeedableRng};
 
@@ -530,6 +535,32 @@ mod tests {
         assert_eq!(shared.lock().take_unsent(5000).as_ptr(), address);
         let written = stream.poll_send(&mut cx, &mut data);
         assert!(matches!(written, Poll::Ready(Ok(5000))));
+    }
+
+    #[test]
+    fn blocked_writer_is_woken_when_half_of_its_room_is_free() {
+        let (shared, mut stream, ..) = fixture();
+        let wakeups = Arc::<CountedWakeups>::default();
+        let waker = Waker::from(wakeups.clone());
+        let mut cx = Context::from_waker(&waker);
+        let mut data = Bytes::from(vec![7; MIB]);
+        assert!(stream.poll_send(&mut cx, &mut data).is_ready());
+        assert!(stream.poll_send(&mut cx, &mut data).is_pending());
+        let mut state = shared.lock();
+        for (taken, woken) in [(1000, 0), (UNSENT_MAX_BYTES / 2 - 1000, 0), (1000, 1)] {
+            assert_eq!(state.take_unsent(taken).len(), taken);
+            state.wake_writer();
+            assert_eq!(wakeups.0.load(Ordering::Relaxed), woken);
+        }
+    }
+
+    #[derive(Debug, Default)]
+    struct CountedWakeups(AtomicUsize);
+
+    impl Wake for CountedWakeups {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Returns a stream, a seeded source, and random bytes of that source.
