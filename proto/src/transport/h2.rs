@@ -21,7 +21,7 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc};
 use tokio_rustls::{TlsConnector, client, server};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-use super::flow::connection_window;
+use super::flow::{StreamWindow, connection_window};
 use super::{Dialer, HandshakeError, Session, SessionSettings, Traffic, TransportKind};
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::tcp::{self, Connect, ServerAddr};
@@ -32,6 +32,7 @@ mod control_rate;
 mod driver;
 mod io;
 mod offers;
+mod path_meter;
 mod pump;
 mod read_ahead;
 mod session;
@@ -55,6 +56,9 @@ const SEND_BUFFER_BYTES: usize = 64 << 10;
 /// own, and its last 9 bytes a TLS record of their own. One frame delays those of other streams by
 /// 3 ms at 200 Mbit/s.
 const FRAME_MAX_BYTES: u32 = (64 << 10) - 9;
+/// Size to which the window of each stream grows on a long path. TCP needs it where segments are
+/// lost: data behind a lost segment is not read until the segment arrives again.
+const STREAM_WINDOW_MAX_BYTES: u32 = 8 << 20;
 /// Maximum size of a header block. Ours are a few dozen bytes (RFC 9113, section 10.5.1).
 const HEADER_LIST_BYTES: u32 = 64 << 10;
 /// Maximum number of remembered streams that this end has reset and of which the peer may not know
@@ -301,9 +305,14 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     settings: &SessionSettings,
 ) -> Arc<dyn Session> {
     let weak = Arc::downgrade(&shared);
-    let flow = settings.pool.session(settings.stream_window, move |bytes| {
+    let stream_window = StreamWindow::growing(
+        settings.stream_window,
+        STREAM_WINDOW_MAX_BYTES,
+        settings.streams,
+    );
+    let flow = settings.pool.session(stream_window, move |windows| {
         if let Some(shared) = weak.upgrade() {
-            shared.send_command(|commands| commands.window = Some(bytes));
+            shared.send_command(|commands| commands.windows = Some(windows));
         }
     });
     let (accepted, incoming) = mpsc::channel(max_pending_resets(settings.streams));

@@ -16,7 +16,8 @@ tunnel_proto::limits! {
     /// Time limit for the header of a stream to arrive.
     request_head_timeout ("requestHeadTimeout", counted as RequestHeadTimeout): Duration
         = "10s", duration;
-    /// Bytes of one stream that may be in flight and unread, from 64KiB to 64MiB.
+    /// Bytes of one stream that may be in flight and unread, from 64KiB to 64MiB. Over h2 up to
+    /// 8MiB on a long path, while few streams are open.
     stream_window ("streamWindow"): u32 = "2MiB", size(64 << 10, 64 << 20);
     /// Streams served at once, from 1 to 65536; more are refused. The default is twice the server's
     /// limit, since a stream ends at the server first.

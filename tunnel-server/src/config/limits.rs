@@ -61,7 +61,8 @@ tunnel_proto::limits! {
     peer_streams ("peerStreams", counted as PeerStreams): usize = "4096", count(1 << 20);
     /// Nodes of one other server that this server remembers. The rest is not reached over it.
     directory_nodes ("directoryNodes"): usize = "250000", count(1 << 24);
-    /// Bytes of one stream that may be in flight and unread, from 16KiB to 16MiB.
+    /// Bytes of one stream that may be in flight and unread, from 16KiB to 16MiB. Over h2 up to
+    /// 8MiB on a long path, while few streams are open.
     stream_window ("streamWindow"): u32 = "2MiB", size(16 << 10, 16 << 20);
     /// Bytes that stalled readers of all agents may hold. When the pool is full, or an agent holds
     /// a quarter of it, new streams get 503 too_many_streams.

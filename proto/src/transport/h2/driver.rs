@@ -30,6 +30,7 @@ use tracing::debug;
 
 use super::io::ConnIo;
 use super::offers::{Offers, is_offer};
+use super::path_meter::PathMeter;
 use super::pump::{Input, Pump};
 use super::session::{Commands, SessionShared, network};
 use super::stream::{H2Stream, Output, StreamShared};
@@ -65,12 +66,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
     }
 
     fn set_window(&mut self, bytes: u64) {
-        let bytes = u32::try_from(bytes)
-            .unwrap_or(WINDOW_SIZE_MAX)
-            .min(WINDOW_SIZE_MAX);
+        let bytes = window_size(bytes);
         match self {
             Self::Client(client) => client.set_target_window_size(bytes),
             Self::Server(server) => server.set_target_window_size(bytes),
+        }
+    }
+
+    /// Sets the window of all streams, also of open ones.
+    ///
+    /// # Errors
+    /// Until the peer has acknowledged the settings before.
+    fn set_stream_window(&mut self, bytes: u32) -> Result<(), h2::Error> {
+        match self {
+            Self::Client(client) => client.set_initial_window_size(bytes),
+            Self::Server(server) => server.set_initial_window_size(bytes),
         }
     }
 
@@ -84,6 +94,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
 
 /// The largest window of h2 (RFC 9113, section 6.9.1).
 pub(super) const WINDOW_SIZE_MAX: u32 = (1 << 31) - 1;
+
+fn window_size(bytes: u64) -> u32 {
+    u32::try_from(bytes)
+        .unwrap_or(WINDOW_SIZE_MAX)
+        .min(WINDOW_SIZE_MAX)
+}
+
+/// A stream window of which it is not known that the peer uses it.
+struct WindowUpdate {
+    bytes: u32,
+    is_sent: bool,
+}
 
 pub(super) struct Driver<S> {
     connection: Connection<S>,
@@ -110,6 +132,10 @@ pub(super) struct Driver<S> {
     state: DriverState,
     close_timeout: Duration,
     wakeups: Arc<Wakeups>,
+    path_meter: PathMeter,
+    /// The stream window that was set last.
+    stream_window: u32,
+    window_update: Option<WindowUpdate>,
 }
 
 enum DriverState {
@@ -157,6 +183,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             state: DriverState::Running,
             close_timeout: CLOSE_TIMEOUT,
             wakeups: Arc::default(),
+            path_meter: PathMeter::default(),
+            stream_window: settings.stream_window,
+            window_update: None,
         }
     }
 
@@ -202,6 +231,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {}
             self.exchange_offers(cx);
             self.exchange_pings(cx);
+            self.update_stream_window(cx);
             if self.poll_close(cx).is_ready() {
                 return Poll::Ready(());
             }
@@ -221,8 +251,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 self.start_pump(pump);
             }
         }
-        if let Some(bytes) = commands.window {
-            self.connection.set_window(bytes);
+        if let Some(windows) = commands.windows {
+            self.connection.set_window(windows.connection);
+            let bytes = window_size(windows.stream);
+            if bytes != self.stream_window {
+                self.stream_window = bytes;
+                self.window_update = Some(WindowUpdate {
+                    bytes,
+                    is_sent: false,
+                });
+            }
         }
         if let Some(count) = commands.stream_limit {
             self.offers.set_limit(count);
@@ -355,12 +393,41 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             .is_some_and(|pings| matches!(pings.poll_pong(cx), Poll::Ready(Ok(_))));
         if answered && let Some(ping_sent_at) = self.ping_sent_at.take() {
             self.shared.acknowledged.fetch_add(1, Ordering::Relaxed);
-            let now = u64::try_from(ping_sent_at.elapsed().as_micros()).unwrap_or(u64::MAX);
+            let rtt = ping_sent_at.elapsed();
+            self.path_meter.record_rtt(rtt);
+            let now = u64::try_from(rtt.as_micros()).unwrap_or(u64::MAX);
             let smooth = match self.shared.rtt_micros.load(Ordering::Relaxed) {
                 0 => now,
                 before => (before * 7 + now) / 8,
             };
             self.shared.rtt_micros.store(smooth, Ordering::Relaxed);
+        }
+    }
+
+    /// Measures the path while data arrives, and sends the stream window that follows.
+    fn update_stream_window(&mut self, cx: &Context<'_>) {
+        let received = self.shared.conn_state.received();
+        if self.path_meter.must_ping(received) {
+            self.send_ping();
+        }
+        if let Some(bytes) = self.path_meter.bytes_per_rtt(received) {
+            self.flow.widen(bytes);
+        }
+        let Some(update) = &mut self.window_update else {
+            return;
+        };
+        // h2 accepts a value after the peer has acknowledged the settings before. So a value that
+        // h2 accepts twice is in use.
+        if self.connection.set_stream_window(update.bytes).is_err() {
+            return;
+        }
+        // The next poll of h2 sends the setting.
+        cx.waker().wake_by_ref();
+        if update.is_sent {
+            self.flow.stream_window_acknowledged(update.bytes.into());
+            self.window_update = None;
+        } else {
+            update.is_sent = true;
         }
     }
 

@@ -22,7 +22,7 @@ use super::offers::ReceivedOffers;
 use super::pump::{Input, Pump, Queued};
 use super::stream::{H2Stream, StreamShared};
 use crate::identity::PeerIdentity;
-use crate::transport::flow::SessionFlow;
+use crate::transport::flow::{ReceiveWindows, SessionFlow};
 use crate::transport::{
     CloseReason, ClosedBy, IncomingStream, ReadMonitor, Session, SessionError, SessionStats,
     Stream, Traffic, TransportKind,
@@ -57,7 +57,7 @@ pub(super) struct Commands {
     pub(super) pumps: Vec<Pump>,
     pub(super) probe: bool,
     pub(super) close: Option<(CloseCode, String)>,
-    pub(super) window: Option<u64>,
+    pub(super) windows: Option<ReceiveWindows>,
     /// How many streams the peer may have open at once by answering offers.
     pub(super) stream_limit: Option<u32>,
     /// Requests offers from the peer.

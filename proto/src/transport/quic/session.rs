@@ -21,7 +21,7 @@ use super::rtt_cache::RttCache;
 use super::stateless_reset::ResetTarget;
 use super::stream::QuicStream;
 use crate::identity::{IdentityError, PeerIdentity};
-use crate::transport::flow::{SessionFlow, connection_window};
+use crate::transport::flow::{SessionFlow, StreamWindow, connection_window};
 use crate::transport::{
     CloseReason, ClosedBy, HandshakeError, IncomingStream, RawStream, Session, SessionError,
     SessionSettings, SessionStats, Stream, Traffic, TransportKind,
@@ -82,12 +82,13 @@ impl QuicSession {
         let peer = identify(chain.first().ok_or(IdentityError::NoCertificate)?)?;
         let connection_handle = connection.clone();
         let free = connection_window(settings.stream_window, 0);
-        let flow = settings.pool.session(settings.stream_window, move |bytes| {
+        let stream_window = StreamWindow::fixed(settings.stream_window);
+        let flow = settings.pool.session(stream_window, move |windows| {
             // quinn announces new credit only after an eighth of the window has been read. The data
             // of stalled streams is never read. Without an additional seventh of that data, the
             // other streams would wait for an announcement that cannot come.
-            let charged = bytes.saturating_sub(free);
-            connection_handle.set_receive_window(window(bytes + charged / 7));
+            let charged = windows.connection.saturating_sub(free);
+            connection_handle.set_receive_window(window(windows.connection + charged / 7));
         });
         let (received, now) = (received_frames(&connection.stats()), Instant::now());
         let session = Arc::new(Self {

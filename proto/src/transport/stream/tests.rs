@@ -6,6 +6,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::transport::BufferPool;
+use crate::transport::flow::StreamWindow;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -238,7 +239,7 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
 #[tokio::test(start_paused = true)]
 async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
     let pool = BufferPool::new(1 << 20);
-    let flow = pool.session(1000, |_| {});
+    let flow = pool.session(StreamWindow::fixed(1000), |_| {});
     let (_far, peer) = raw_stream(true);
     let reply = ReplyState::Local;
     let mut stream = Stream::new(peer, reply, Arc::default(), flow.read_monitor());

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::io::AsyncWriteExt;
 
-use super::raw::{CANCEL, DATA, MAX_FRAME_SIZE, NO_ERROR, RST_STREAM};
+use super::raw::{CANCEL, DATA, MAX_FRAME_SIZE, NO_ERROR, PING, RST_STREAM};
 use super::*;
 use crate::buffers::BUFFER_BYTES;
 use crate::wire::code::RefusalCode;
@@ -235,6 +235,45 @@ async fn full_buffer_leaves_in_one_frame() {
     let frame = within(raw.reader.next_of_kind(DATA)).await;
     assert_eq!(frame.stream, id);
     assert!(frame.payload == vec![7; BUFFER_BYTES]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stream_window_grows_on_a_long_path() {
+    const RTT: Duration = Duration::from_millis(20);
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut stream, id) = opened(&session, &mut raw).await;
+    let mut reading = JoinSet::new();
+    reading.spawn(async move {
+        let mut buffer = vec![0; MIB];
+        while stream.read(&mut buffer).await.is_ok_and(|count| count > 0) {}
+    });
+    let setting = within(async {
+        let mut question = None;
+        loop {
+            // Little enough for the first window, and more than a quarter of it.
+            for _ in 0..10 {
+                raw.send_data(id, 0, &[0; 16 << 10]).await;
+            }
+            tokio::time::sleep(RTT).await;
+            if let Some(question) = question.take() {
+                raw.send(&raw::frame(PING, ACK, 0, &question)).await;
+            }
+            let pause = Duration::from_millis(1);
+            while let Ok(frame) = timeout(pause, raw.reader.next()).await {
+                let frame = frame.expect("connection has gone");
+                match frame.kind {
+                    PING => question = Some(frame.payload),
+                    SETTINGS if frame.flags & ACK == 0 => return frame.payload,
+                    _other => {}
+                }
+            }
+        }
+    })
+    .await;
+    let id = INITIAL_WINDOW_SIZE.to_be_bytes();
+    assert_eq!(setting, [&id[..], &(2 * WINDOW).to_be_bytes()].concat());
+    raw.send(&raw::frame(SETTINGS, ACK, 0, &[])).await;
+    assert_serves_raw_agent(&session, &mut raw).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
