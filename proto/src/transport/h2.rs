@@ -28,6 +28,7 @@ use crate::tcp::{self, Connect, ServerAddr};
 use crate::tls;
 use crate::wire::code::CloseCode;
 
+mod bulk_queue;
 mod control_rate;
 mod driver;
 mod io;

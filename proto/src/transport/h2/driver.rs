@@ -218,6 +218,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             }
             if self.shared.conn_state.is_flushed() {
                 queued.iter().for_each(|stream| stream.flushed());
+                self.shared.bulk_queue.begin_round();
             } else {
                 self.shared.queued.put_back(queued);
             }
@@ -232,6 +233,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.exchange_offers(cx);
             self.exchange_pings(cx);
             self.update_stream_window(cx);
+            if self.shared.conn_state.is_flushed() && self.shared.bulk_queue.is_waiting() {
+                cx.waker().wake_by_ref();
+            }
             if self.poll_close(cx).is_ready() {
                 return Poll::Ready(());
             }
@@ -336,7 +340,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             shared.unflushed_halves.clone(),
         );
         let input = Input::Body(body);
-        let pump = Pump::new(stream.clone(), send, input, shared.queued.clone());
+        let (queued, bulk_queue) = (shared.queued.clone(), shared.bulk_queue.clone());
+        let pump = Pump::new(stream.clone(), send, input, queued, bulk_queue);
         (stream, pump)
     }
 

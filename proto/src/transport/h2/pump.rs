@@ -11,7 +11,8 @@ use h2::client::ResponseFuture;
 use h2::{Reason, RecvStream, SendStream};
 use parking_lot::Mutex;
 
-use super::stream::{Output, StreamShared, StreamState};
+use super::bulk_queue::{BULK_MIN_BYTES, BulkQueue};
+use super::stream::{BulkState, Output, StreamShared, StreamState};
 use crate::buffers::BUFFER_BYTES;
 use crate::transport::StreamCut;
 use crate::wire::code::ResetCode;
@@ -57,6 +58,7 @@ pub(super) struct Pump {
     send: SendStream<Bytes>,
     input: Input,
     queued: Arc<Queued>,
+    bulk_queue: Arc<BulkQueue>,
     /// Counts the stream under the limit on the peer's streams.
     _permit: Option<Arc<()>>,
 }
@@ -67,12 +69,14 @@ impl Pump {
         send: SendStream<Bytes>,
         input: Input,
         queued: Arc<Queued>,
+        bulk_queue: Arc<BulkQueue>,
     ) -> Self {
         Self {
             shared,
             send,
             input,
             queued,
+            bulk_queue,
             _permit: None,
         }
     }
@@ -154,6 +158,8 @@ impl Pump {
         if let Some(cut) = stopped {
             return self.shared.set_output(state, Output::Cut(cut));
         }
+        // Bytes that the bulk queue lets this stream send.
+        let mut granted = 0;
         while state.unsent() > 0 {
             self.send
                 .reserve_capacity(state.unsent().min(RESERVE_MAX_BYTES));
@@ -175,7 +181,15 @@ impl Pump {
             if room == 0 {
                 continue;
             }
+            let unsent = state.unsent();
+            if granted == 0 && unsent > BULK_MIN_BYTES {
+                if !self.bulk_queue.acquire(&self.shared, state, unsent) {
+                    return;
+                }
+                granted = unsent;
+            }
             let piece = state.take_unsent(room);
+            granted = granted.saturating_sub(piece.len());
             let last = state.unsent() == 0 && state.output == Output::Finishing;
             self.submit(state, piece, last);
             if last {
@@ -250,7 +264,11 @@ impl Drop for Pump {
         let state = self.shared.lock();
         let sent = matches!(state.output, Output::Flushed | Output::Cut(_));
         let done = state.input_end.is_some() && sent;
+        let is_waiting = state.bulk == BulkState::Waiting;
         drop(state);
+        if is_waiting {
+            self.bulk_queue.leave(&self.shared);
+        }
         if !done {
             self.shared.mark_lost();
         }

@@ -17,6 +17,7 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::bulk_queue::BulkQueue;
 use super::io::ConnState;
 use super::offers::ReceivedOffers;
 use super::pump::{Input, Pump, Queued};
@@ -36,6 +37,7 @@ pub(super) struct SessionShared {
     commands: Mutex<Commands>,
     pub(super) conn_state: Arc<ConnState>,
     pub(super) queued: Arc<Queued>,
+    pub(super) bulk_queue: Arc<BulkQueue>,
     /// Number of halves that were shut down and are not written yet.
     pub(super) unflushed_halves: Arc<AtomicUsize>,
     pub(super) acknowledged: AtomicU64,
@@ -73,6 +75,7 @@ impl SessionShared {
             commands: Mutex::default(),
             conn_state,
             queued: Arc::default(),
+            bulk_queue: Arc::default(),
             unflushed_halves: Arc::default(),
             acknowledged: AtomicU64::new(0),
             rtt_micros: AtomicU64::new(0),
@@ -214,7 +217,8 @@ impl SessionShared {
         input: Input,
     ) -> Arc<StreamShared> {
         let stream = StreamShared::new(first, read_monitor, self.unflushed_halves.clone());
-        let mut pump = Some(Pump::new(stream.clone(), send, input, self.queued.clone()));
+        let (queued, bulk_queue) = (self.queued.clone(), self.bulk_queue.clone());
+        let mut pump = Some(Pump::new(stream.clone(), send, input, queued, bulk_queue));
         self.send_command(|commands| commands.pumps.extend(pump.take()));
         stream
     }

@@ -53,6 +53,7 @@ pub(super) struct StreamState {
     /// Small writes, which are joined.
     pub(super) write_buffer: BytesMut,
     pub(super) output: Output,
+    pub(super) bulk: BulkState,
     /// A code with which the driver must cut both directions.
     pub(super) reset: Option<ResetCode>,
     writer: Option<Waker>,
@@ -70,6 +71,16 @@ pub(super) enum Output {
     /// The end of the half was written to the socket.
     Flushed,
     Cut(StreamCut),
+}
+
+/// The state of a stream in the queue of those with much unsent data (`bulk_queue.rs`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum BulkState {
+    #[default]
+    Idle,
+    Waiting,
+    /// The stream may send what it has.
+    Granted,
 }
 
 /// Received bytes in order. Small pieces are joined.
@@ -164,6 +175,7 @@ impl StreamShared {
                 write_pieces: VecDeque::new(),
                 write_buffer: first,
                 output: Output::Open,
+                bulk: BulkState::default(),
                 reset: None,
                 writer: None,
                 pump: None,
