@@ -90,7 +90,11 @@ impl SliceStore {
         let mut is_changed = false;
         for event in events {
             match event {
-                Event::Init => self.listing.clear(),
+                // The list so far holds until the new one is complete.
+                Event::Init => {
+                    self.listing.clear();
+                    continue;
+                }
                 Event::InitApply(slice) => {
                     insert(&mut self.listing, &slice);
                     continue;

@@ -277,7 +277,7 @@ tunnel_proto::layered! {
         /// server's own name is ignored [default: in a cluster the endpoints of the servers' headless
         /// Service, else none]
         #[arg(
-            long = "peer", value_name = "NAME=HOST:PORT", env = "TUNNEL_SERVER_PEER",
+            long = "peer", value_name = "NAME=HOST:PORT", env = "TUNNEL_SERVER_PEERS",
             value_delimiter = ','
         )]
         #[serde(alias = "peer")]
