@@ -208,7 +208,7 @@ impl App {
         &self.context.registry
     }
 
-    /// Serves until the server is told to leave, then stops: agents and other servers learn that at
+    /// Serves until the server has to leave, then stops: agents and other servers learn that at
     /// once, the listeners accept work until the drain delay is over, running work may finish
     /// within the drain timeout, and sessions close after all sent data has arrived.
     pub async fn run(mut self) {

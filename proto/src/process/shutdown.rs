@@ -54,7 +54,7 @@ impl Shutdown {
     }
 
     /// Returns the token that is canceled when the process has begun to leave: peers and load
-    /// balancers are told, and new work is accepted until the drain. A drain cancels this token,
+    /// balancers are informed, and new work is accepted until the drain. A drain cancels this token,
     /// too. This is the time that a preStop hook of a Kubernetes pod would otherwise wait.
     #[must_use]
     pub fn leaving(&self) -> &CancellationToken {

@@ -517,7 +517,11 @@ mod tests {
     }
 
     /// Returns a session of at most 16 streams whose window grows to 4000 bytes.
-    fn growing_session() -> (Arc<BufferPool>, Arc<SessionFlow>, Arc<Mutex<ReceiveWindows>>) {
+    fn growing_session() -> (
+        Arc<BufferPool>,
+        Arc<SessionFlow>,
+        Arc<Mutex<ReceiveWindows>>,
+    ) {
         let pool = BufferPool::new(1 << 20);
         let windows = Arc::new(Mutex::new(ReceiveWindows {
             stream: 1000,

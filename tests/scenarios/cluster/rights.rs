@@ -72,7 +72,8 @@ async fn the_server_asks_for_each_right_and_is_never_refused() -> Result<()> {
         .setup("a")?
         .args(&["--connect-uds", &socket.to_string_lossy()])
         .args(&["--client-ca", &callers.to_string_lossy()])
-        .args(&["--target-cert-signer", signer]);
+        .args(&["--target-cert-signer", signer])
+        .args(&["--peer-listen", "127.0.0.1:0"]);
     let server = setup.start().await?;
     cluster_env.wait_for_records(FIRST, GUIDE_RECORDS).await;
     let ports = [("http-proxy-ports", "9100, nonsense")];

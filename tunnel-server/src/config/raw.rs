@@ -295,7 +295,7 @@ tunnel_proto::layered! {
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_PEER_KEY_FILE")]
         pub peer_key_file: Option<String>,
         /// After SIGTERM, time for which the listeners accept on, so that load balancers can learn
-        /// from /readyz that this server stops; agents are told to move at once. Choose more than
+        /// from /readyz that this server stops; agents are asked to move at once. Choose more than
         /// the time until the network has stopped sending new connections here [default: 5s in a
         /// cluster without --single-replica, else 0s]
         #[arg(long, value_name = "TIME", env = "TUNNEL_SERVER_DRAIN_DELAY")]

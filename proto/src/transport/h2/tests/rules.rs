@@ -248,7 +248,7 @@ async fn stream_window_grows_on_a_long_path() {
         while stream.read(&mut buffer).await.is_ok_and(|count| count > 0) {}
     });
     let setting = within(async {
-        let mut question = None;
+        let mut question: Option<Bytes> = None;
         loop {
             // Little enough for the first window, and more than a quarter of it.
             for _ in 0..10 {

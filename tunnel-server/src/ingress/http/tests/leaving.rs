@@ -10,7 +10,7 @@ use super::fixture::{Fixture, expect_hi, get, head, http_listener};
 use crate::testing::{assert_contains, within};
 
 #[tokio::test]
-async fn kept_alive_and_new_callers_are_answered_and_told_to_close() {
+async fn kept_alive_and_new_callers_are_answered_and_asked_to_close() {
     let (fixture, agent) = Fixture::with_agent();
     let address = fixture.listen(http_listener()).await;
     let request = format!("{}\r\n", get("/"));
