@@ -99,8 +99,7 @@ impl App {
             ..context.config.ports.clone()
         });
         let targets = targets::build(&context)?;
-        let handle = authority.cluster_handle.as_ref();
-        let membership = membership::membership(&context.config.peers, handle, &context);
+        let membership = membership::membership(&authority, &context);
         let cluster = start_cluster(
             authority.cluster_handle.take(),
             &sockets.bound,
@@ -109,13 +108,8 @@ impl App {
             &serving.names,
             &context,
         );
-        peers::start(
-            sockets.peers,
-            membership,
-            advertised.clone(),
-            &authority,
-            &context,
-        )?;
+        context.peers.advertise(advertised.clone());
+        peers::start(sockets.peers, membership, &authority, &context)?;
         let pods = cluster.pods.clone();
         let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
         let own_ports = sockets.bound.tcp_ports();

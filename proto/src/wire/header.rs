@@ -40,7 +40,7 @@ pub enum StreamKind {
     /// Between servers: a byte stream to a TCP port of a node whose agent the accepting server
     /// holds.
     Forward {
-        /// The node.
+        /// The node that the agent serves.
         node: NodeName,
         /// The port, as the node's agent sees it.
         target: Target,

@@ -57,9 +57,9 @@ pub struct Holds {
 /// A node with a session at a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeldNode {
-    /// The node.
+    /// The node that the agent serves.
     pub node: NodeName,
-    /// The agent's process.
+    /// Identifies the agent's process.
     pub instance: InstanceId,
     /// Admission of the oldest session of this process.
     pub since: SystemTime,
@@ -70,7 +70,7 @@ pub struct HeldNode {
 pub struct Ask {
     /// The number of the question.
     pub id: u64,
-    /// The node.
+    /// The node that the agent serves.
     pub node: NodeName,
     /// The agent's process that asks for admission.
     pub instance: InstanceId,
@@ -88,7 +88,7 @@ pub struct Alive {
 /// The revocation of a node's certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RevokedNode {
-    /// The node.
+    /// The node that the agent serves.
     pub node: NodeName,
     /// Certificates that were issued until then are revoked.
     pub at: SystemTime,

@@ -10,19 +10,19 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tracing::{info, warn};
 use tunnel_proto::wire::name::ReplicaId;
 
+use super::authority::Authority;
 use super::context::ServerContext;
-use crate::cluster::{ClusterHandle, follow_peers};
-use crate::config::PeerSettings;
+use crate::cluster::follow_peers;
 use crate::routing::peers::{PeerAddress, PeerState, Peers};
 
 /// Returns the servers of this installation: those of `--peer`, or in a cluster those of the
 /// headless Service. The list may have this server, and a list of flags never changes, so that its
 /// sender is gone.
 pub(super) fn membership(
-    settings: &PeerSettings,
-    cluster_handle: Option<&ClusterHandle>,
+    authority: &Authority,
     context: &ServerContext,
 ) -> watch::Receiver<Arc<[PeerAddress]>> {
+    let (settings, cluster_handle) = (&context.config.peers, &authority.cluster_handle);
     let kubernetes = context.config.kubernetes.as_ref();
     let is_static = settings.listen.is_none() || !settings.peers.is_empty();
     match (kubernetes, cluster_handle) {

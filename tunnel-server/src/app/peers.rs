@@ -27,16 +27,13 @@ use crate::ca::revocation::Revocations;
 use crate::config::PeerFiles;
 use crate::routing::peers::{OnRevoked, PeerAddress, PeerEndpoint, PeerTls};
 
-/// Sets the addresses that agents dial, and starts the connections to the servers of `membership` if
-/// there is a listener for them.
+/// Starts the connections to the servers of `membership` if there is a listener for them.
 pub(super) fn start(
     listener: Option<TcpListener>,
     membership: watch::Receiver<Arc<[PeerAddress]>>,
-    advertised: Vec<String>,
     authority: &Authority,
     context: &ServerContext,
 ) -> anyhow::Result<()> {
-    context.peers.advertise(advertised);
     report_unconnected(context.peers.clone(), context);
     let Some(listener) = listener else {
         return Ok(());

@@ -39,7 +39,7 @@ struct Holder {
     instance: InstanceId,
     /// Admission of the oldest session, in milliseconds since the Unix epoch.
     since: u64,
-    /// Index in [`Directory::replicas`].
+    /// Index of the server in [`Directory::replicas`].
     replica: u16,
 }
 

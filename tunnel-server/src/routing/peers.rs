@@ -34,6 +34,7 @@ mod endpoint;
 mod link;
 mod metrics;
 mod serve;
+mod start;
 
 pub use address::PeerAddress;
 pub use endpoint::{OnRevoked, PeerEndpoint, PeerTls};

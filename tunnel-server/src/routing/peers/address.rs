@@ -7,6 +7,6 @@ use tunnel_proto::wire::name::ReplicaId;
 pub struct PeerAddress {
     /// The name that the server's certificate must have.
     pub id: ReplicaId,
-    /// `HOST:PORT`.
+    /// Address of its `--peer-listen`, as `HOST:PORT`.
     pub address: String,
 }

@@ -5,21 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustls::{ClientConfig, ServerConfig};
-use tokio::net::TcpListener;
-use tokio::sync::watch;
-use tracing::{info, warn};
-use tunnel_proto::process::accept::RetryingListener;
+use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::tcp::configure_session;
 use tunnel_proto::transport::SessionSettings;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{HeldNode, RevokedNode};
 
-use super::announce::{HeldNodes, follow_registry};
-use super::dial::dial_all;
-use super::serve::PeerListener;
-use super::{PeerAddress, Peers};
+use super::Peers;
 use crate::routing::directory::Claim;
 use crate::routing::registry::Registry;
 
@@ -58,22 +51,6 @@ impl fmt::Debug for PeerEndpoint {
 }
 
 impl PeerEndpoint {
-    /// Accepts other servers on `listener`, and dials those of `membership`, until the process
-    /// stops. If the sender of the membership is dropped, the last list stays in force.
-    pub fn start(self, listener: TcpListener, membership: watch::Receiver<Arc<[PeerAddress]>>) {
-        if let Err(error) = configure_session(&listener) {
-            warn!(%error, "cannot set options of a listener");
-        }
-        let listener = RetryingListener::new(listener, "peers");
-        let shutdown = self.shutdown.clone();
-        let endpoint = Arc::new(self);
-        let (held, announced) = watch::channel(HeldNodes::default());
-        shutdown.spawn_service(follow_registry(endpoint.registry.clone(), held));
-        let accepting = PeerListener::new(endpoint.clone(), announced);
-        shutdown.spawn_listener(accepting.run(listener));
-        shutdown.spawn_service(dial_all(endpoint, membership));
-    }
-
     /// Closes the sessions of nodes that another server holds with another agent process, if the
     /// agent was admitted there first. The admissions crossed: neither server knew of the other.
     pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held: &[HeldNode]) {
