@@ -2,8 +2,9 @@
 //! whole, so that a lookup takes no lock.
 //!
 //! The table contains desired state only. The registry knows which agents are connected. A node is
-//! in the table because of a token, a certificate or a Node object. An address is in the table
-//! because an operator or the cluster assigned it, and never because an agent claims it.
+//! in the table because of a token, a certificate, a Node object or another server that holds it. An
+//! address is in the table because an operator or the cluster assigned it, and never because an
+//! agent claims it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -193,6 +194,8 @@ pub enum RouteSource {
     Known,
     /// Node objects of the cluster.
     Cluster,
+    /// Nodes whose agents are connected to other servers, outside of a cluster. Names only.
+    Peers,
 }
 
 /// The current route table, merged from its sources. Clones share the table.
