@@ -39,6 +39,7 @@ mod membership;
 mod peers;
 mod quic_sessions;
 mod records;
+mod revocations;
 mod serving;
 mod sessions;
 mod sockets;

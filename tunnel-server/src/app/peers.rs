@@ -12,20 +12,19 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tracing::{error, warn};
+use tracing::error;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, PeerTrust};
 use tunnel_proto::transport::SessionSettings;
-use tunnel_proto::wire::peer::RevokedNode;
 
 use super::authority::Authority;
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
 use super::membership::report_unconnected;
+use super::revocations;
 use crate::ca::LocalCa;
-use crate::ca::revocation::Revocations;
 use crate::config::PeerFiles;
-use crate::routing::peers::{OnRevoked, PeerAddress, PeerEndpoint, PeerTls};
+use crate::routing::peers::{PeerAddress, PeerEndpoint, PeerTls};
 
 /// Starts the connections to the servers of `membership` if there is a listener for them.
 pub(super) fn start(
@@ -50,7 +49,7 @@ pub(super) fn start(
         handshake_limit: limits.handshake_timeout,
         open_limit: limits.open_timeout,
         shutdown: context.shutdown.clone(),
-        on_revoked: on_revoked(&authority.revocations, &context.shutdown),
+        on_revoked: revocations::exchange(&authority.revocations, context),
     };
     endpoint.start(listener, membership);
     Ok(())
@@ -110,30 +109,6 @@ fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<PeerTrust>, shutdown: &Shutdown) {
             }
         }
     });
-}
-
-/// Returns the function that applies the revocations of other servers that are later than those in
-/// force.
-fn on_revoked(revocations: &Arc<Revocations>, shutdown: &Shutdown) -> OnRevoked {
-    let (revocations, shutdown) = (revocations.clone(), shutdown.clone());
-    Box::new(move |nodes: Vec<RevokedNode>| {
-        let revocations = revocations.clone();
-        shutdown.spawn_service(async move {
-            let applying = move || {
-                for revoked in nodes {
-                    let known = revocations.of_node(&revoked.node);
-                    if known.is_some_and(|at| at >= revoked.at) {
-                        continue;
-                    }
-                    if let Err(error) = revocations.revoke(&revoked.node, revoked.at) {
-                        warn!(agent = %revoked.node, %error, "cannot persist a revocation of another server");
-                    }
-                }
-            };
-            // Each revocation is written to disk or to the cluster.
-            let _panic_is_logged = tokio::task::spawn_blocking(applying).await;
-        });
-    })
 }
 
 /// The operator's chain and key for both directions. Each handshake uses the latest ones.

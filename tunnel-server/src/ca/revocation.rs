@@ -16,6 +16,7 @@ use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::tls::{RevocationCheck, Revoked};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::peer::RevokedNode;
 
 use crate::routing::registry::Registry;
 use crate::store::data_dir::{DataDir, SharedFile, rfc3339, time_text, whole_seconds};
@@ -38,6 +39,8 @@ pub struct Revocations {
 #[derive(Debug, Default)]
 struct State {
     nodes: BTreeMap<NodeName, SystemTime>,
+    /// Number of changes of `nodes`.
+    changes: u64,
     /// Issue time of the newest certificate of each node that this process saw or issued.
     issued: BTreeMap<NodeName, SystemTime>,
     /// Version of the document that was last read or written.
@@ -105,6 +108,48 @@ impl Revocations {
         self.state.lock().revoke(node, now, &self.doc);
         self.version.send_modify(|version| *version += 1);
         self.write()
+    }
+
+    /// Merges revocations of another server: of several revocations of a node, the latest counts.
+    /// Times are taken as they are, so that servers that exchange revocations agree. New nodes
+    /// beyond [`NODES_MAX`] are ignored. Returns whether anything changed. All changes are one
+    /// write, for which the thread is blocked.
+    ///
+    /// # Errors
+    /// Returns an error if the changes cannot be persisted. They are then in force until the
+    /// process ends, and are written again later.
+    pub fn merge(&self, revoked: Vec<RevokedNode>) -> io::Result<bool> {
+        let _writing = self.writing.lock();
+        let is_changed = self.state.lock().merge_announced(revoked, &self.doc);
+        if is_changed {
+            self.version.send_modify(|version| *version += 1);
+            self.write()?;
+        }
+        Ok(is_changed)
+    }
+
+    /// Returns a receiver that is notified when this process changes a revocation. Changes by other
+    /// processes cause no notification; [`Revocations::changed_since`] finds them.
+    #[must_use]
+    pub fn changed(&self) -> watch::Receiver<u64> {
+        self.version.subscribe()
+    }
+
+    /// Returns all revocations and the number of changes so far, or `None` if that number is still
+    /// `changes`. The first call passes 0.
+    #[must_use]
+    pub fn changed_since(&self, changes: u64) -> Option<(u64, Vec<RevokedNode>)> {
+        let mut state = self.state.lock();
+        state.reload(&self.doc);
+        if state.changes == changes {
+            return None;
+        }
+        let nodes = state.nodes.iter();
+        let nodes = nodes.map(|(node, at)| RevokedNode {
+            node: node.clone(),
+            at: *at,
+        });
+        Some((state.changes, nodes.collect()))
     }
 
     /// Writes revocations that this process moved to a later time. Blocks the thread.
@@ -239,17 +284,56 @@ impl State {
         let newest = self.issued.get(node).copied();
         let at = issue_time(last, whole_seconds(now));
         let at = newest.map_or(at, |newest| newest.max(at));
-        self.nodes.insert(node.clone(), at);
+        self.insert(node.clone(), at);
+    }
+
+    fn insert(&mut self, node: NodeName, at: SystemTime) {
+        self.nodes.insert(node, at);
+        self.changes += 1;
     }
 
     fn of_node(&mut self, node: &NodeName, doc: &SharedDocument) -> Option<SystemTime> {
+        self.reload(doc);
+        self.nodes.get(node).copied()
+    }
+
+    /// Loads revocations that other processes wrote, and logs an error.
+    fn reload(&mut self, doc: &SharedDocument) {
         if let Err(error) = self.refresh(doc) {
             static UNREAD: LogRateLimit = LogRateLimit::new("revocations cannot be reloaded");
             if UNREAD.admit() {
                 warn!(%error, "cannot reload the revocations; the known ones stay in force");
             }
         }
-        self.nodes.get(node).copied()
+    }
+
+    /// Merges revocations that another server announced. Returns whether anything changed.
+    fn merge_announced(&mut self, revoked: Vec<RevokedNode>, doc: &SharedDocument) -> bool {
+        self.reload(doc);
+        let changes = self.changes;
+        let mut ignored = 0;
+        for RevokedNode { node, at } in revoked {
+            // The document has whole seconds.
+            let at = whole_seconds(at);
+            match self.nodes.get(&node) {
+                Some(known) if *known >= at => {}
+                None if self.nodes.len() >= NODES_MAX => ignored += 1,
+                Some(_) | None => self.insert(node, at),
+            }
+        }
+        if ignored > 0 {
+            static IGNORED: LogRateLimit = LogRateLimit::new("revocations beyond the limit");
+            if IGNORED.admit() {
+                warn!(
+                    ignored,
+                    limit = NODES_MAX,
+                    "another server announces more revoked nodes than this one stores; the rest is ignored"
+                );
+            }
+        }
+        let is_changed = self.changes != changes;
+        self.has_unwritten |= is_changed;
+        is_changed
     }
 
     fn record_issued(&mut self, node: &NodeName, issued: SystemTime) {
@@ -299,7 +383,7 @@ impl State {
             let newest = self.issued.get(&node).copied().filter(|_| is_new);
             let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
             self.has_unwritten |= at > entry.revoked_at;
-            self.nodes.insert(node, at);
+            self.insert(node, at);
         }
         match damaged {
             Some(text) => Err(io::Error::new(io::ErrorKind::InvalidData, text)),
@@ -337,6 +421,9 @@ pub fn revoked_message(at: SystemTime) -> String {
     )
 }
 
+/// Maximum number of revoked nodes that this server stores because another server announced them.
+/// With the longest names they are half of the largest file that is read.
+pub const NODES_MAX: usize = 100_000;
 /// Reason of the session close.
 const REVOKED: &str = "the node's certificate was revoked";
 /// Interval at which the document is checked for revocations of other processes.
@@ -420,6 +507,51 @@ mod tests {
         }
         here.flush().unwrap();
         assert!(!open().is_revoked(&peer("worker-1", next)));
+    }
+
+    #[test]
+    fn announced_revocations_merge_by_the_latest_time_and_end() {
+        let (here, there) = (Scratch::new(), Scratch::new());
+        let here = Revocations::open(&here.0, true).unwrap();
+        let there = Revocations::open(&there.0, true).unwrap();
+        let (node, now) = (node(), whole_seconds(SystemTime::now()));
+        // This server has seen a certificate of a later enrollment, which stays valid.
+        let later = peer("worker-1", now + Duration::from_secs(3));
+        assert!(!here.is_revoked(&later));
+        there.revoke(&node, now).unwrap();
+        let (changes, announced) = there.changed_since(0).unwrap();
+        assert!(there.changed_since(changes).is_none());
+        assert!(here.merge(announced.clone()).unwrap());
+        assert_eq!(here.of_node(&node), Some(now));
+        assert!(here.is_revoked(&peer("worker-1", now)) && !here.is_revoked(&later));
+        // The echo changes nothing at either server.
+        let (_, echo) = here.changed_since(0).unwrap();
+        assert_eq!(echo, announced);
+        assert!(!there.merge(echo).unwrap() && !here.merge(announced).unwrap());
+        let older = vec![RevokedNode {
+            node: node.clone(),
+            at: now - Duration::from_secs(9),
+        }];
+        assert!(!here.merge(older).unwrap());
+        assert_eq!(here.of_node(&node), Some(now));
+    }
+
+    #[test]
+    fn announced_revocations_persist_and_are_bounded() {
+        let scratch = Scratch::new();
+        let revocations = Revocations::open(&scratch.0, true).unwrap();
+        let at = whole_seconds(SystemTime::now());
+        let announced = (0..=NODES_MAX).map(|number| RevokedNode {
+            node: format!("n{number}").parse().unwrap(),
+            at,
+        });
+        assert!(revocations.merge(announced.collect()).unwrap());
+        let restarted = Revocations::open(&scratch.0, true).unwrap();
+        let (_, nodes) = restarted.changed_since(0).unwrap();
+        assert_eq!(nodes.len(), NODES_MAX);
+        // Operators may revoke more.
+        restarted.revoke(&node(), at).unwrap();
+        assert!(restarted.of_node(&node()).is_some());
     }
 
     #[test]
