@@ -35,6 +35,7 @@ pub mod renewal;
 pub mod revocation;
 mod serving_names;
 pub mod tokens;
+pub mod transfer;
 
 pub use crate::ca::csr::AgentCsr;
 pub use crate::ca::serving_names::ServingNames;

@@ -37,7 +37,8 @@ pub enum Verb {
     Token(TokenVerb),
     /// List known and connected nodes, revoke or forget a node
     Nodes(NodesArgs),
-    /// Print the certificate of the CA that issues the listeners' serving certificates
+    /// Print the certificate of the CA that issues the listeners' serving certificates; export or
+    /// import the CA
     Ca(CaArgs),
     /// Connect standard input and output to a port of a node, as a ProxyCommand of ssh and ansible
     ///

@@ -165,6 +165,18 @@ pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// Creates a file with mode 0600. An existing file is not changed.
+///
+/// # Errors
+/// The system's error with the path; `AlreadyExists` for an existing file.
+pub fn create(path: &Path, content: &[u8]) -> io::Result<()> {
+    let file = open_new(path).map_err(|error| with_path(path, &error))?;
+    write_synced(file, content).map_err(|error| {
+        let _incomplete = fs::remove_file(path);
+        with_path(path, &error)
+    })
+}
+
 /// Acquires the lock of a data directory. Returns `None` if another process holds it. Dropping the
 /// file releases the lock.
 ///
@@ -188,14 +200,21 @@ pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
 }
 
 fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
-    // Remove a leftover of a killed process with the same id. `create_new` below refuses a file
-    // that appears in between.
+    // Remove a leftover of a killed process with the same id. `open_new` refuses a file that
+    // appears in between.
     let _nothing_left_over = fs::remove_file(path);
-    let mut file = OpenOptions::new()
+    write_synced(open_new(path)?, content)
+}
+
+fn open_new(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(PRIVATE_MODE)
-        .open(path)?;
+        .open(path)
+}
+
+fn write_synced(mut file: File, content: &[u8]) -> io::Result<()> {
     file.write_all(content)?;
     file.sync_all()
 }
@@ -252,6 +271,19 @@ mod tests {
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         let left = fs::read_dir(&dir).unwrap().count();
         assert_eq!(left, 1, "no temporary file is left");
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn created_files_are_private_and_existing_ones_stay() {
+        let dir = scratch("create");
+        let path = dir.join("key");
+        create(&path, b"one").unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        let error = create(&path, b"two").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert!(error.to_string().contains("/key"), "{error}");
+        assert_eq!(read(&path).unwrap().unwrap(), b"one");
         fs::remove_dir_all(dir).unwrap();
     }
 

@@ -6,7 +6,6 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use tunnel_proto::process::files;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::status::NodeStatus;
@@ -18,12 +17,13 @@ use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::{DataDir, rfc3339};
 
 mod args;
+mod ca;
 pub mod connect;
 mod healthcheck;
 mod table;
 
 pub use args::{
-    CaArgs, DataDirArg, HealthcheckArgs, NodesArgs, NodesVerb, OutputFormat, TokenVerb,
+    CaArgs, CaVerb, DataDirArg, HealthcheckArgs, NodesArgs, NodesVerb, OutputFormat, TokenVerb,
 };
 use connect::ConnectArgs;
 
@@ -58,6 +58,28 @@ pub enum VerbError {
     /// The directory belongs to a server in a cluster that has not saved the CA's certificate.
     #[error("{} does not exist yet; the CA's certificate is in the cluster's ConfigMap for agents", .0.display())]
     CaNotStored(PathBuf),
+    /// The directory belongs to a server in a cluster, and export and import would have no effect.
+    #[error(
+        "{} belongs to a server in a cluster, whose servers share the CA in a Secret: export and import are for standalone \
+         servers",
+        .0.display()
+    )]
+    CaInCluster(PathBuf),
+    /// A running server would continue with the previous CA.
+    #[error(
+        "a tunnel-server runs with {}: stop it, import the CA, and start it again",
+        .0.display()
+    )]
+    ServerRuns(PathBuf),
+    /// An import would replace another CA, and there is no terminal to ask.
+    #[error(
+        "{} has another CA, whose agents and join tokens would be refused; to replace it, add --force",
+        .0.display()
+    )]
+    OtherCa(PathBuf),
+    /// An export would overwrite a file.
+    #[error("{} exists; remove it, or export to another file", .0.display())]
+    FileExists(PathBuf),
     /// The connection to a node could not be opened.
     #[error(transparent)]
     Connect(#[from] connect::ConnectError),
@@ -86,6 +108,10 @@ impl VerbError {
             | Self::NotReady(_)
             | Self::ClusterManaged(_)
             | Self::CaNotStored(_)
+            | Self::CaInCluster(_)
+            | Self::ServerRuns(_)
+            | Self::OtherCa(_)
+            | Self::FileExists(_)
             | Self::Connect(_)
             | Self::Json(_) => 1,
         }
@@ -186,30 +212,6 @@ impl NodesArgs {
                 format!("no tunnel-server runs with {}\n", dir.path().display())
             },
         })
-    }
-}
-
-impl CaArgs {
-    /// Prints the CA's certificate, and creates the CA if there is none. Without a running server,
-    /// a cluster's directory provides the last observed certificate.
-    ///
-    /// # Errors
-    /// Returns a [`VerbError`].
-    pub async fn run(self) -> Result<(), VerbError> {
-        self.execute().await?.print()
-    }
-
-    async fn execute(self) -> Result<VerbOutput, VerbError> {
-        let dir = DataDir::open(&self.data_dir.data_dir)?;
-        Ok(VerbOutput::out(match AdminClient::connect(&dir).await? {
-            Some(server) => server.ca().await?,
-            None if dir.is_cluster_managed() => {
-                let path = dir.ca_certificate();
-                let pem = files::read(&path)?.ok_or(VerbError::CaNotStored(path))?;
-                String::from_utf8_lossy(&pem).into_owned()
-            }
-            None => LocalCa::load_or_create(&dir)?.root_pem(),
-        }))
     }
 }
 

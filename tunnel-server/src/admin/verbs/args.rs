@@ -103,9 +103,37 @@ pub enum NodesVerb {
 /// Print the CA's certificate; callers of the HTTPS listener need it.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CaArgs {
+    /// Action on the CA, instead of the certificate.
+    #[command(subcommand)]
+    pub verb: Option<CaVerb>,
     /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,
+}
+
+/// Actions on the CA with its private key.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub enum CaVerb {
+    /// Write the CA with its private key, for another standalone server
+    ///
+    /// Who has the private key can issue certificates for every node and server. The file is
+    /// readable by its owner only, and an existing file is not overwritten.
+    Export {
+        /// File to create; without it the CA is printed
+        #[arg(value_name = "FILE")]
+        file: Option<PathBuf>,
+    },
+    /// Use the CA of another standalone server; the server of this data directory must be stopped
+    ///
+    /// Agents and join tokens of a CA that is replaced are refused from then on.
+    Import {
+        /// File that `ca export` wrote
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        /// Replace another CA without asking
+        #[arg(long)]
+        force: bool,
+    },
 }
 
 /// Ask the running server whether it is ready.

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use clap::Parser;
 use tunnel_proto::process::shutdown::Shutdown;
 
+use super::ca::Answer;
 use super::*;
 use crate::admin::{self, AdminState};
 use crate::ca::tokens::{TokenInfo, TokenState};
@@ -25,7 +26,7 @@ async fn verb(scratch: &Scratch, line: &str) -> Result<VerbOutput, VerbError> {
     match Cli::try_parse_from(words).unwrap() {
         Cli::Token(verb) => verb.execute().await,
         Cli::Nodes(args) => args.execute().await,
-        Cli::Ca(args) => args.execute().await,
+        Cli::Ca(args) => args.execute(|_question| Ok(Answer::NoTerminal)).await,
         Cli::Healthcheck(_) => unreachable!("has no data directory"),
     }
 }
@@ -114,6 +115,11 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
     assert!(!dir.ca_key().exists(), "no other CA is made");
     std::fs::write(dir.ca_certificate(), "the cluster's\n").unwrap();
     assert_eq!(out(&scratch, "ca").await, "the cluster's\n");
+    for line in ["ca export", "ca import ca.pem"] {
+        let refused = error(&scratch, line).await;
+        let is_in_cluster = matches!(refused, VerbError::CaInCluster(_));
+        assert!(is_in_cluster, "{line}: {refused}");
+    }
     for line in [
         "token create --node worker-1",
         "token list",
@@ -126,6 +132,49 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
         assert_contains(&refused, "Secrets");
     }
     assert!(!dir.tokens().exists() && !dir.revoked().exists());
+}
+
+#[tokio::test]
+async fn ca_moves_to_another_directory_and_replaces_none_by_accident() {
+    let (one, other) = (Scratch::new(), Scratch::new());
+    let file = one.0.path().join("exported.pem");
+    let file = file.to_str().unwrap();
+    let pem = out(&one, "ca export").await;
+    verb(&one, &format!("ca export {file}")).await.unwrap();
+    assert_eq!(std::fs::read_to_string(file).unwrap(), pem);
+    let again = error(&one, &format!("ca export {file}")).await;
+    assert!(matches!(again, VerbError::FileExists(_)), "{again}");
+
+    let import = format!("ca import {file}");
+    let running = other.0.lock().unwrap();
+    let refused = error(&other, &import).await;
+    assert!(matches!(refused, VerbError::ServerRuns(_)), "{refused}");
+    assert!(!other.0.ca_key().exists());
+    drop(running);
+    out(&other, &import).await;
+    assert_eq!(out(&other, "ca").await, out(&one, "ca").await);
+    assert_eq!(out(&other, "ca export").await, pem);
+    assert_contains(&out(&other, &import).await, "already");
+
+    let third = Scratch::new();
+    let own = out(&third, "ca").await;
+    let refused = error(&third, &import).await;
+    assert_contains(&refused, "--force");
+    assert_eq!(out(&third, "ca").await, own);
+    let words = ["tunnel-server", "ca", "import", file, "--data-dir"].into_iter();
+    let args = Cli::try_parse_from(words.chain(third.0.path().to_str()));
+    let Ok(Cli::Ca(args)) = args else {
+        panic!("{args:?}");
+    };
+    let kept = args.clone().execute(|_question| Ok(Answer::No)).await;
+    assert_contains(&kept.unwrap().out, "keeps");
+    assert_eq!(out(&third, "ca").await, own);
+    args.execute(|_question| Ok(Answer::Yes)).await.unwrap();
+    assert_eq!(out(&third, "ca export").await, pem);
+    let fourth = Scratch::new();
+    out(&fourth, "ca").await;
+    out(&fourth, &format!("{import} --force")).await;
+    assert_eq!(out(&fourth, "ca export").await, pem);
 }
 
 #[tokio::test]

@@ -1,0 +1,181 @@
+//! Export and import of the CA of a data directory, so that standalone servers can share it: one
+//! PEM text with the certificates and the private key. Calls block the thread.
+
+use tunnel_proto::process::files;
+use zeroize::Zeroizing;
+
+use super::material::{CaMaterial, SourceNames};
+use super::{CaError, LocalCa};
+use crate::store::data_dir::DataDir;
+
+/// The CA of a data directory, compared with another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredCa {
+    /// The directory has no CA.
+    Missing,
+    /// Both are the same CA.
+    Same,
+    /// The directory has another CA, or a damaged one.
+    Other,
+}
+
+/// Returns the CA of a data directory, which is created if there is none.
+///
+/// # Errors
+/// Returns a [`CaError`] that names the file.
+pub fn export(dir: &DataDir) -> Result<Zeroizing<String>, CaError> {
+    let ca = LocalCa::load_or_create(dir)?;
+    let material = ca.material.load();
+    let (certificates, key) = (material.certificates_pem().trim_end(), material.key_pem());
+    // Text that grows would leave copies of the key in memory.
+    let mut pem = Zeroizing::new(String::with_capacity(certificates.len() + key.len() + 1));
+    pem.push_str(certificates);
+    pem.push('\n');
+    pem.push_str(key);
+    Ok(pem)
+}
+
+/// Parses an exported CA. `name` is the name of the source in errors.
+///
+/// # Errors
+/// Returns a [`CaError`] if the text has no certificate, no key, or several that do not belong
+/// together.
+pub fn parse(pem: &[u8], name: &str) -> Result<CaMaterial, CaError> {
+    let text = std::str::from_utf8(pem).map_err(|error| CaError::Damaged {
+        name: name.to_owned(),
+        what: "certificate and private key",
+        problem: error.to_string(),
+    })?;
+    let parts = PemParts::of(text);
+    let names = SourceNames {
+        certificates: name,
+        key: name,
+    };
+    let parsed = CaMaterial::parse(parts.certificates.as_bytes(), parts.key.as_bytes(), names);
+    parsed.map_err(|error| match error {
+        CaError::Mismatch(..) => {
+            CaError::Mismatch("the certificate".to_owned(), format!("the key in {name}"))
+        }
+        error => error,
+    })
+}
+
+/// Compares the CA of a data directory with another one.
+///
+/// # Errors
+/// Returns an error if a file cannot be read.
+pub fn compare(dir: &DataDir, other: &CaMaterial) -> Result<StoredCa, CaError> {
+    let (certificate_path, key_path) = (dir.ca_certificate(), dir.ca_key());
+    let names = SourceNames {
+        certificates: &certificate_path.display().to_string(),
+        key: &key_path.display().to_string(),
+    };
+    let certificate = files::read(&certificate_path)?;
+    let key = files::read_secret(&key_path)?;
+    Ok(match (certificate, key) {
+        (None, None) => StoredCa::Missing,
+        (Some(certificate), Some(key)) => match CaMaterial::parse(&certificate, &key, names) {
+            Ok(stored) if stored.is_same(other) => StoredCa::Same,
+            Ok(_) | Err(_) => StoredCa::Other,
+        },
+        (Some(_), None) | (None, Some(_)) => StoredCa::Other,
+    })
+}
+
+/// Replaces the CA of a data directory. No server may use the directory.
+///
+/// # Errors
+/// Returns an error with the path if a file cannot be replaced.
+pub fn import(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
+    let _changing = dir.lock_files()?;
+    // A crash between the two writes leaves a certificate without its key, which the next start
+    // reports. A key without its certificate would become another CA.
+    let certificates = material.certificates_pem().as_bytes();
+    files::replace(&dir.ca_certificate(), certificates)?;
+    files::replace(&dir.ca_key(), material.key_pem().as_bytes())?;
+    Ok(())
+}
+
+/// The blocks of a PEM text.
+struct PemParts {
+    certificates: String,
+    key: Zeroizing<String>,
+}
+
+impl PemParts {
+    /// Separates the certificates from the keys, so that no key is stored with the certificates.
+    /// Other blocks, and text between blocks, are left out.
+    fn of(text: &str) -> Self {
+        let mut parts = Self {
+            certificates: String::new(),
+            key: Zeroizing::new(String::with_capacity(text.len() + 1)),
+        };
+        let mut label = None;
+        for line in text.lines().map(str::trim_end) {
+            let begin = line.strip_prefix("-----BEGIN ");
+            label = begin.and_then(|rest| rest.strip_suffix("-----")).or(label);
+            let block = match label {
+                Some("CERTIFICATE") => Some(&mut parts.certificates),
+                Some(label) if label.ends_with("PRIVATE KEY") => Some(&mut *parts.key),
+                Some(_) | None => None,
+            };
+            if let Some(block) = block {
+                block.push_str(line);
+                block.push('\n');
+            }
+            if line.starts_with("-----END ") {
+                label = None;
+            }
+        }
+        parts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+    use crate::store::data_dir::testing::Scratch;
+    use crate::testing::assert_contains;
+
+    #[test]
+    fn exported_ca_is_the_ca_of_another_directory_after_its_import() {
+        let (one, other) = (Scratch::new(), Scratch::new());
+        let pem = export(&one.0).unwrap();
+        let material = parse(pem.as_bytes(), "ca.pem").unwrap();
+        assert_eq!(compare(&one.0, &material).unwrap(), StoredCa::Same);
+        assert_eq!(compare(&other.0, &material).unwrap(), StoredCa::Missing);
+        import(&other.0, &material).unwrap();
+        let cas = [&one, &other].map(|scratch| LocalCa::load_or_create(&scratch.0).unwrap());
+        assert_eq!(cas[0].root(), cas[1].root());
+        assert_eq!(cas[0].spki_sha256(), cas[1].spki_sha256());
+        let certificate = std::fs::read_to_string(other.0.ca_certificate()).unwrap();
+        assert!(!certificate.contains("PRIVATE"), "the certificate is public");
+        assert_eq!(export(&other.0).unwrap(), pem);
+        let stranger = CaMaterial::generate(SystemTime::now()).unwrap();
+        assert_eq!(compare(&one.0, &stranger).unwrap(), StoredCa::Other);
+    }
+
+    #[test]
+    fn order_and_text_between_blocks_do_not_matter_and_incomplete_files_are_explained() {
+        let scratch = Scratch::new();
+        let pem = export(&scratch.0).unwrap();
+        let parts = PemParts::of(&pem);
+        let (certificates, key) = (parts.certificates.as_str(), parts.key.as_str());
+        let reversed = format!("# the key\r\n{key}text\n{certificates}").replace('\n', "\r\n");
+        parse(reversed.as_bytes(), "ca.pem").unwrap();
+        for (text, problem) in [
+            (certificates, "ca.pem holds no usable private key"),
+            (key, "ca.pem holds no usable certificate"),
+            ("", "ca.pem holds no usable private key"),
+        ] {
+            let error = parse(text.as_bytes(), "ca.pem").unwrap_err();
+            assert_contains(&error, problem);
+        }
+        let other = CaMaterial::generate(SystemTime::now()).unwrap();
+        let mixed = format!("{}{key}", other.certificates_pem());
+        let error = parse(mixed.as_bytes(), "ca.pem").unwrap_err();
+        assert_contains(&error, "the key in ca.pem do not belong together");
+    }
+}
