@@ -31,5 +31,6 @@ mod prometheus;
 mod request;
 mod scripted;
 mod security;
+mod servers;
 mod ship;
 mod transports;

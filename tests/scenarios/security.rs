@@ -108,6 +108,7 @@ fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
             sources(&[
                 "tunnel-server/src/metrics.rs",
                 "tunnel-server/src/dns/server.rs",
+                "tunnel-server/src/routing/peers/metrics.rs",
             ])?,
         ),
         ("agent", sources(&["tunnel-agent/src/metrics.rs"])?),

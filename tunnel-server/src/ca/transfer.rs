@@ -151,7 +151,10 @@ mod tests {
         assert_eq!(cas[0].root(), cas[1].root());
         assert_eq!(cas[0].spki_sha256(), cas[1].spki_sha256());
         let certificate = std::fs::read_to_string(other.0.ca_certificate()).unwrap();
-        assert!(!certificate.contains("PRIVATE"), "the certificate is public");
+        assert!(
+            !certificate.contains("PRIVATE"),
+            "the certificate is public"
+        );
         assert_eq!(export(&other.0).unwrap(), pem);
         let stranger = CaMaterial::generate(SystemTime::now()).unwrap();
         assert_eq!(compare(&one.0, &stranger).unwrap(), StoredCa::Other);

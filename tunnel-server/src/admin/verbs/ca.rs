@@ -47,7 +47,11 @@ impl CaArgs {
                     Answer::NoTerminal => Err(VerbError::OtherCa(dir.path().to_owned())),
                 };
                 import(require_own_ca(&dir)?, &file, |question| {
-                    if force { Ok(true) } else { is_confirmed(question) }
+                    if force {
+                        Ok(true)
+                    } else {
+                        is_confirmed(question)
+                    }
                 })
             }
         }

@@ -1,0 +1,302 @@
+//! Several standalone servers of one installation, as processes: they share a CA and are peers.
+
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tokio::time::{Instant, timeout};
+use tunnel_tests::client::{Exchange, RawRequest, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup, Signal, own_loopback,
+};
+use tunnel_tests::targets::Exporter;
+
+/// Servers that are connected to each other, with an exporter that agents can reach.
+struct Servers {
+    servers: Vec<Server>,
+    exporter: Exporter,
+    scratch: ScratchDir,
+}
+
+impl Servers {
+    /// Starts `count` servers with the names `s0`, `s1` and so on.
+    async fn start(count: usize, arguments: &[&str]) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let exporter = Exporter::start(NODE).await?;
+        let port = exporter.addr().port().to_string();
+        let peers = free_addresses(count)?;
+        let mut servers = Vec::new();
+        for (number, listen) in peers.iter().enumerate() {
+            let data = data_dir(&scratch, number);
+            if number > 0 {
+                copy_ca(&data_dir(&scratch, 0), &data)?;
+            }
+            let (name, listen) = (name(number), listen.to_string());
+            let mut setup = ServerSetup::on_loopback(&data)
+                .args(&["--http-proxy-ports", &port, "--proxy-port-listen", "off"])
+                .args(&["--replica-name", &name, "--peer-listen", &listen])
+                .args(arguments);
+            for (number, address) in peers.iter().enumerate() {
+                setup = setup.args(&["--peer", &format!("{}={address}", self::name(number))]);
+            }
+            servers.push(setup.start().await?);
+        }
+        let servers = Self {
+            servers,
+            exporter,
+            scratch,
+        };
+        let connected = u64::try_from(count - 1)?;
+        for server in &servers.servers {
+            wait_for(
+                server,
+                "tunnel_server_peers{state=\"connected\"}",
+                connected,
+            )
+            .await;
+        }
+        Ok(servers)
+    }
+
+    fn http(&self, server: usize) -> SocketAddr {
+        self.servers[server].address(Listener::Http)
+    }
+
+    fn host(&self) -> String {
+        format!("{NODE}:{}", self.exporter.addr().port())
+    }
+
+    /// Returns the setup of the node's agent, which dials `server` first.
+    async fn agent(&self, server: usize) -> Result<AgentSetup> {
+        let folder = self.scratch.path().join("agent");
+        self.servers[server].agent_setup(NODE, &folder).await
+    }
+
+    /// Starts the node's agent with one session, at `server`, and waits until the others know it.
+    async fn agent_at(&self, server: usize) -> Result<Process> {
+        let agent = self.agent(server).await?.args(&["--replicas", "1"]);
+        let agent = agent.start()?;
+        for (number, other) in self.servers.iter().enumerate() {
+            if number != server {
+                wait_for(other, "tunnel_server_directory_nodes", 1).await;
+            }
+        }
+        Ok(agent)
+    }
+
+    /// Starts the node's agent and waits until it has a session with each of two servers.
+    async fn agent_at_both(&self) -> Result<Process> {
+        let agent = self.agent(0).await?.start()?;
+        for server in &self.servers {
+            server.wait_until_connected(&[NODE]).await;
+        }
+        Ok(agent)
+    }
+
+    async fn status(&self, server: usize, path: &str) -> Result<u16> {
+        let page = RawRequest::get(&self.host(), path);
+        Ok(request(self.http(server), &page).await?.status)
+    }
+}
+
+async fn wait_for(server: &Server, series: &str, value: u64) {
+    eventually(series, CONNECT, async || {
+        let found = server.metric(series).await?;
+        ensure!(
+            found == value,
+            "{found} instead of {value}; {}",
+            server.log()
+        );
+        Ok(())
+    })
+    .await;
+}
+
+fn name(number: usize) -> String {
+    format!("s{number}")
+}
+
+fn data_dir(scratch: &ScratchDir, number: usize) -> PathBuf {
+    scratch.path().join(name(number))
+}
+
+/// Copies the CA of a data directory to one that no server has used.
+fn copy_ca(from: &Path, to: &Path) -> Result<()> {
+    std::fs::create_dir(to)?;
+    std::fs::set_permissions(to, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
+    for file in ["ca.crt", "ca.key"] {
+        std::fs::copy(from.join(file), to.join(file))?;
+    }
+    Ok(())
+}
+
+/// Returns free ports of an address that only this process uses, since servers must know each
+/// other's ports before they start.
+fn free_addresses(count: usize) -> Result<Vec<SocketAddr>> {
+    let ip = IpAddr::from(own_loopback());
+    let bound: Vec<_> = (0..count)
+        .map(|_| TcpListener::bind((ip, 0)))
+        .collect::<std::io::Result<_>>()?;
+    let addresses = bound.iter().map(TcpListener::local_addr);
+    Ok(addresses.collect::<std::io::Result<_>>()?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn request_reaches_an_agent_of_another_server() -> Result<()> {
+    let servers = Servers::start(2, &[]).await?;
+    let _agent = servers.agent_at(0).await?;
+    for server in [0, 1] {
+        let status = servers.status(server, "/metrics").await?;
+        ensure!(status == 200, "{status} at server {server}");
+    }
+    let log = servers.servers[1].log();
+    ensure!(log.contains("\"via\":\"s0\""), "{log}");
+    let forwarded = "tunnel_server_forwarded_streams_total{direction=\"out\",result=\"ok\"}";
+    ensure!(servers.servers[1].metric(forwarded).await? == 1);
+    // The agent's refusal arrives with its text.
+    let refused = RawRequest::get(&format!("{NODE}:10250"), "/healthz");
+    let reply = request(servers.http(1), &refused).await?;
+    ensure!(reply.status == 502, "{}", reply.text());
+    ensure!(reply.text().contains("refused"), "{}", reply.text());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn node_whose_only_session_was_elsewhere_is_served_again_after_that_server_is_killed()
+-> Result<()> {
+    let mut servers = Servers::start(2, &[]).await?;
+    let agent = servers.agent(0).await?.args(&["--replicas", "1"]);
+    let second = servers.servers[1].address(Listener::Agents).to_string();
+    let _agent = agent.args(&["--server", &second]).start()?;
+    wait_for(&servers.servers[1], "tunnel_server_directory_nodes", 1).await;
+    servers.servers[0].process().signal(Signal::Kill)?;
+    eventually("an answer over the second server", CONNECT, async || {
+        let status = timeout(scaled(ATTEMPT), servers.status(1, "/metrics")).await??;
+        ensure!(status == 200 || status == 503, "{status}");
+        ensure!(status == 200, "no agent yet");
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_holds_a_session_with_each_of_two_servers_and_survives_one() -> Result<()> {
+    let mut servers = Servers::start(2, &[]).await?;
+    let _agent = servers.agent_at_both().await?;
+    servers.servers[0].process().signal(Signal::Kill)?;
+    let until = Instant::now() + Duration::from_secs(3);
+    let mut requests = 0;
+    while Instant::now() < until {
+        let status = servers.status(1, "/metrics").await?;
+        ensure!(status == 200, "{status} after {requests} requests");
+        requests += 1;
+    }
+    ensure!(requests > 10, "{requests} requests");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_stops_fails_no_request() -> Result<()> {
+    let mut servers = Servers::start(2, &["--drain-delay", "1s"]).await?;
+    let _agent = servers.agent_at_both().await?;
+    let mut followed = follow(&servers, 0).await?;
+    servers.servers[0].process().signal(Signal::Term)?;
+    let stopping = Instant::now();
+    let mut requests = 0;
+    while stopping.elapsed() < Duration::from_secs(3) {
+        if stopping.elapsed() < Duration::from_millis(500) {
+            let status = servers.status(0, "/metrics").await?;
+            ensure!(status == 200, "{status} at the server that stops");
+        }
+        let status = servers.status(1, "/metrics").await?;
+        ensure!(status == 200, "{status} after {requests} requests");
+        requests += 1;
+    }
+    // A stream that was open goes on until its own end.
+    servers.exporter.emit("last");
+    ensure!(followed.line().await.as_deref() == Some("last"));
+    servers.exporter.end_follows();
+    followed.finish().await?;
+    servers.servers[0].process().end(CONNECT).await?;
+    Ok(())
+}
+
+async fn follow(servers: &Servers, server: usize) -> Result<Exchange> {
+    let page = RawRequest::get(&servers.host(), "/follow");
+    let followed = Exchange::start(servers.http(server), &page).await?;
+    eventually("the follower", CONNECT, async || {
+        ensure!(servers.exporter.followers() == 1);
+        Ok(())
+    })
+    .await;
+    Ok(followed)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_agents_of_one_name_at_two_servers_have_one_owner() -> Result<()> {
+    let servers = Servers::start(2, &[]).await?;
+    let first = servers.agent(0).await?.args(&["--replicas", "1"]);
+    let first_agent = first.start()?;
+    wait_for(&servers.servers[1], "tunnel_server_directory_nodes", 1).await;
+    let folder = servers.scratch.path().join("clone");
+    let second = servers.servers[1].agent_setup(NODE, &folder).await?;
+    let mut second_agent = second.args(&["--replicas", "1"]).start()?;
+    let refused = |line: &str| line.contains("name_in_use").then_some(());
+    second_agent
+        .wait_for_line("the refusal", CONNECT, refused)
+        .await?;
+    ensure!(!first_agent.log().contains("name_in_use"), "{first_agent}");
+    let status = servers.status(1, "/metrics").await?;
+    ensure!(status == 200, "{status}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_between_servers_hold_for_one_at_and_above_their_limit() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("server.yaml", "limits:\n  peerStreams: 2\n")?;
+    let file = file.to_string_lossy();
+    let servers = Servers::start(2, &["--config", &file]).await?;
+    let _agent = servers.agent_at(0).await?;
+    let mut open = Vec::new();
+    for number in 1..=2 {
+        let page = RawRequest::get(&servers.host(), "/follow");
+        open.push(Exchange::start(servers.http(1), &page).await?);
+        eventually("the follower", CONNECT, async || {
+            ensure!(servers.exporter.followers() == number);
+            Ok(())
+        })
+        .await;
+    }
+    let page = RawRequest::get(&servers.host(), "/metrics");
+    let reply = request(servers.http(1), &page).await?;
+    ensure!(reply.status == 503, "{}", reply.status);
+    ensure!(
+        reply.text().contains("limits.peerStreams"),
+        "{}",
+        reply.text()
+    );
+    let reached = "tunnel_server_limits_reached_total{limit=\"peerStreams\"}";
+    ensure!(servers.servers[1].metric(reached).await? == 1);
+    // The other direction is not affected, and neither is the server with the session.
+    ensure!(servers.status(0, "/metrics").await? == 200);
+    servers.exporter.end_follows();
+    for mut followed in open {
+        followed.finish().await?;
+    }
+    eventually("room for another stream", CONNECT, async || {
+        ensure!(servers.status(1, "/metrics").await? == 200);
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+const NODE: &str = "worker-1";
+/// Time limit of one request while an agent moves.
+const ATTEMPT: Duration = Duration::from_secs(2);
+/// Time limit for connections between servers, and for agents that move.
+const CONNECT: Duration = Duration::from_secs(15);
