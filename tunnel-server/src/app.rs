@@ -110,7 +110,7 @@ impl App {
             &context,
         );
         context.peers.advertise(advertised.clone());
-        peers::start(sockets.peers, membership, &authority, &context)?;
+        peers::start(sockets.peers, membership, &authority, &agents, &context)?;
         let pods = cluster.pods.clone();
         let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
         let own_ports = sockets.bound.tcp_ports();

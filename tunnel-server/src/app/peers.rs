@@ -17,20 +17,22 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, PeerTrust};
 use tunnel_proto::transport::SessionSettings;
 
-use super::authority::Authority;
+use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
 use super::membership::report_unconnected;
 use super::revocations;
 use crate::ca::LocalCa;
+use crate::ca::enrollment::Enrollment;
 use crate::config::PeerFiles;
-use crate::routing::peers::{PeerAddress, PeerEndpoint, PeerTls};
+use crate::routing::peers::{OnEnroll, PeerAddress, PeerEndpoint, PeerTls};
 
 /// Starts the connections to the servers of `membership` if there is a listener for them.
 pub(super) fn start(
     listener: Option<TcpListener>,
     membership: watch::Receiver<Arc<[PeerAddress]>>,
     authority: &Authority,
+    agents: &AgentAuth,
     context: &ServerContext,
 ) -> anyhow::Result<()> {
     report_unconnected(context.peers.clone(), context);
@@ -50,6 +52,7 @@ pub(super) fn start(
         open_limit: limits.open_timeout,
         shutdown: context.shutdown.clone(),
         on_revoked: revocations::exchange(&authority.revocations, context),
+        on_enroll: on_enroll(authority, agents, context),
     };
     endpoint.start(listener, membership);
     Ok(())
@@ -109,6 +112,29 @@ fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<PeerTrust>, shutdown: &Shutdown) {
             }
         }
     });
+}
+
+/// Returns the function that serves enrollments which other servers forward. The servers of a
+/// cluster share all join tokens and forward none.
+fn on_enroll(
+    authority: &Authority,
+    agents: &AgentAuth,
+    context: &ServerContext,
+) -> Option<OnEnroll> {
+    if context.config.kubernetes.is_some() {
+        return None;
+    }
+    let enrollment = Enrollment {
+        renewals: agents.renewals.clone(),
+        tokens: authority.tokens.clone(),
+        nodes: context.nodes.clone(),
+        attestor: None,
+        peers: None,
+    };
+    Some(Box::new(move |stream, replica| {
+        let enrollment = enrollment.clone();
+        Box::pin(async move { enrollment.serve_forwarded(stream, &replica).await })
+    }))
 }
 
 /// The operator's chain and key for both directions. Each handshake uses the latest ones.

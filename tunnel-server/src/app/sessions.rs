@@ -42,6 +42,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
             tokens: authority.tokens.clone(),
             nodes: context.nodes.clone(),
             attestor: inputs.attestor,
+            peers: (context.config.kubernetes.is_none()).then(|| context.peers.clone()),
         },
     };
     let sessions = Sessions {

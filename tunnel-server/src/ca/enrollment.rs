@@ -15,6 +15,7 @@ use tunnel_proto::wire::enroll::{
     EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, is_service_account_token,
 };
 use tunnel_proto::wire::frame::{self, ENROLL_MESSAGE_MAX, FrameError};
+use tunnel_proto::wire::name::ReplicaId;
 use zeroize::Zeroize as _;
 
 use crate::ca::AgentCsr;
@@ -22,7 +23,10 @@ use crate::ca::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccount
 use crate::ca::renewal::{EnrollRefusal, Renewals, refusal};
 use crate::ca::tokens::TokenStore;
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::Peers;
 use crate::store::data_dir::rfc3339;
+
+mod forwarded;
 
 /// Any client that can connect to the port can cause these log messages.
 static REFUSED: LogRateLimit = LogRateLimit::new("enrollments refused");
@@ -38,6 +42,9 @@ pub struct Enrollment {
     pub nodes: Arc<KnownNodes>,
     /// Client for the review of ServiceAccount tokens. `None` outside a cluster.
     pub attestor: Option<Attestor>,
+    /// Other servers that may have created a join token. `None` in a cluster, whose servers share
+    /// all tokens.
+    pub peers: Option<Arc<Peers>>,
 }
 
 impl Enrollment {
@@ -86,6 +93,10 @@ impl Enrollment {
     ) -> Result<EnrollReply, EnrollRefusal> {
         let agent = request.node_name.clone();
         let issued = match self.attested(&request).await {
+            Ok(None) => match Box::pin(self.forward(&request)).await {
+                Some(outcome) => outcome,
+                None => self.issued(request, None, exported).await,
+            },
             Ok(attestation) => self.issued(request, attestation, exported).await,
             Err(refusal) => Err(refusal),
         };
@@ -96,6 +107,10 @@ impl Enrollment {
             }
             Ok((EnrolledBy::Account(account), reply)) => {
                 info!(%agent, %peer, account, "agent enrolled with a ServiceAccount token");
+                Ok(reply)
+            }
+            Ok((EnrolledBy::Server(server), reply)) => {
+                info!(%agent, %peer, %server, "agent enrolled by another server");
                 Ok(reply)
             }
             Ok((EnrolledBy::Proof, reply)) => {
@@ -248,6 +263,8 @@ enum EnrolledBy {
     Token(String),
     /// ServiceAccount token of this account.
     Account(String),
+    /// Join token of this other server.
+    Server(ReplicaId),
     /// Proof by the key of an expired certificate.
     Proof,
 }
@@ -323,20 +340,21 @@ mod tests {
     use crate::store::data_dir::testing::Scratch;
     use crate::testing::node;
 
-    struct Fixture {
-        enrollment: Enrollment,
-        token: String,
+    pub(super) struct Fixture {
+        pub(super) enrollment: Enrollment,
+        pub(super) token: String,
         _scratch: Scratch,
     }
 
     impl Fixture {
-        fn new() -> Self {
+        pub(super) fn new() -> Self {
             let scratch = Scratch::new();
             let enrollment = Enrollment {
                 renewals: Some(Renewals::of(&scratch.0)),
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
                 attestor: None,
+                peers: None,
             };
             let (minute, now) = (Duration::from_secs(60), SystemTime::now());
             let ca = enrollment.renewals.as_ref().unwrap().ca.spki_sha256();
@@ -362,7 +380,7 @@ mod tests {
             tokio::join!(self.enrollment.serve(server, peer, [0; 32]), client)
         }
 
-        async fn enroll(&self, token: &str, csr: Vec<u8>) -> (&'static str, EnrollReply) {
+        pub(super) async fn enroll(&self, token: &str, csr: Vec<u8>) -> (&'static str, EnrollReply) {
             let request = EnrollRequest {
                 token: token.to_owned().into(),
                 csr,
@@ -378,7 +396,7 @@ mod tests {
         }
     }
 
-    fn csr(key: &KeyPair) -> Vec<u8> {
+    pub(super) fn csr(key: &KeyPair) -> Vec<u8> {
         let mut params = CertificateParams::new(["evil.example".to_owned()]).unwrap();
         params
             .distinguished_name

@@ -11,7 +11,9 @@ use tunnel_proto::identity::{PeerIdentity, TrustDomain, spki_sha256, validity};
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::tls::{AgentTrust, verify_proof};
 use tunnel_proto::wire::code::EnrollCode;
-use tunnel_proto::wire::enroll::{EnrollReply, RENEW_EXPORT_BYTES, RenewalProof};
+use tunnel_proto::wire::enroll::{
+    EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, RenewalProof,
+};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::ca::revocation::{self, Revocations};
@@ -152,6 +154,35 @@ impl Renewals {
             chain: issued.chain,
             not_after: issued.not_after,
         })
+    }
+
+    /// Verifies the certificate that another server of this CA issued for a request: its chain, node
+    /// and key. Later revocations of the node cover the certificate, whatever the clock says.
+    ///
+    /// # Errors
+    /// Returns a description of what is wrong.
+    pub fn verify_issued(
+        &self,
+        chain: &[Vec<u8>],
+        request: &EnrollRequest,
+        now: SystemTime,
+    ) -> Result<(), String> {
+        let chain: Vec<CertificateDer<'_>> = chain
+            .iter()
+            .map(|der| CertificateDer::from(der.as_slice()))
+            .collect();
+        let leaf = chain.first().ok_or("no certificate")?;
+        let node = &request.node_name;
+        let verified = self.verify_at(now, &chain, node);
+        let issued = verified.map_err(|(_code, detail)| detail)?;
+        if issued.node() != Some(node) {
+            return Err(format!("the certificate is not for {node}"));
+        }
+        let csr = AgentCsr::parse(&request.csr).map_err(|error| error.to_string())?;
+        if spki_sha256(leaf).ok() != Some(csr.key_sha256()) {
+            return Err("the certificate is for another key".to_owned());
+        }
+        Ok(())
     }
 
     /// Verifies the chain that the agent of `claimed` presents, as of a time at which it was valid.

@@ -146,6 +146,14 @@ impl TokenStore {
         Ok(token)
     }
 
+    /// Returns whether this store has a token with this id, valid or not.
+    #[must_use]
+    pub fn knows(&self, id: &str, now: SystemTime) -> bool {
+        let mut state = self.state.lock();
+        self.reload(&mut state, now);
+        state.tokens.contains_key(id)
+    }
+
     /// Returns all tokens, oldest first. Tokens that expired more than a day ago are dropped.
     #[must_use]
     pub fn list(&self, now: SystemTime) -> Vec<TokenInfo> {

@@ -31,13 +31,14 @@ mod address;
 mod announce;
 mod dial;
 mod endpoint;
+mod enroll;
 mod link;
 mod metrics;
 mod serve;
 mod start;
 
 pub use address::PeerAddress;
-pub use endpoint::{OnRevoked, PeerEndpoint, PeerTls};
+pub use endpoint::{OnEnroll, OnRevoked, PeerEndpoint, PeerTls};
 use link::{Link, WarnInterval};
 use metrics::{ForwardDirection, ForwardResult};
 pub use metrics::{PeerMetrics, PeerState};

@@ -4,10 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use rustls::{ClientConfig, ServerConfig};
 use tracing::info;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::transport::SessionSettings;
+use tunnel_proto::transport::{SessionSettings, Stream};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{HeldNode, RevokedNode};
@@ -18,6 +19,10 @@ use crate::routing::registry::Registry;
 
 /// A callback that receives the revocations of another server. It must not block.
 pub type OnRevoked = Box<dyn Fn(Vec<RevokedNode>) + Send + Sync>;
+
+/// A callback that serves an enrollment of an agent which dialed another server. The stream is
+/// accepted, and the name is that of the other server.
+pub type OnEnroll = Box<dyn Fn(Stream, ReplicaId) -> BoxFuture<'static, ()> + Send + Sync>;
 
 /// The TLS configurations for both directions.
 #[derive(Debug)]
@@ -39,6 +44,8 @@ pub struct PeerEndpoint {
     pub open_limit: Duration,
     pub shutdown: Shutdown,
     pub on_revoked: OnRevoked,
+    /// `None` if this server issues no certificates for other servers.
+    pub on_enroll: Option<OnEnroll>,
 }
 
 impl fmt::Debug for PeerEndpoint {

@@ -1,5 +1,6 @@
 //! The accepting end of a connection between servers: admits other servers, announces what this
-//! server holds, answers questions, and serves forwarded streams from the registry alone.
+//! server holds, answers questions, and serves forwarded streams from the registry alone and
+//! forwarded enrollments from this server's own join tokens.
 
 use std::collections::BTreeMap;
 use std::pin::pin;
@@ -16,7 +17,7 @@ use tracing::{Instrument as _, debug, info, info_span, warn};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::relay::{self, RelayEnd};
 use tunnel_proto::tcp;
-use tunnel_proto::transport::{IncomingStream, Session, h2};
+use tunnel_proto::transport::{IncomingStream, Session, Stream, h2};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
@@ -200,6 +201,7 @@ impl PeerListener {
         let mut ticks = check_interval();
         let streams = peers.limits.streams.min(Semaphore::MAX_PERMITS);
         let streams = Arc::new(Semaphore::new(streams));
+        let enrollments = Arc::new(Semaphore::new(ENROLLMENTS_MAX));
         let probes = Arc::new(Semaphore::new(PROBES_MAX));
         loop {
             tokio::select! {
@@ -217,7 +219,7 @@ impl PeerListener {
                 },
                 incoming = session.accept() => {
                     let permit = streams.clone().try_acquire_owned().ok();
-                    self.spawn_stream(incoming?, replica, permit);
+                    self.spawn_stream(incoming?, replica, permit, &enrollments);
                 }
                 sent = &mut sending => return sent.map_err(LinkError::Control),
                 never = &mut announcing => match never {},
@@ -264,13 +266,15 @@ impl PeerListener {
         incoming: IncomingStream,
         replica: &ReplicaId,
         permit: Option<OwnedSemaphorePermit>,
+        enrollments: &Arc<Semaphore>,
     ) {
         let (endpoint, replica) = (self.endpoint.clone(), replica.clone());
+        let enrollments = enrollments.clone();
         let span = info_span!("stream", peer = %replica);
         let serving = async move {
             let result = match permit {
                 Some(permit) => {
-                    let result = serve_stream(&endpoint, incoming, replica).await;
+                    let result = serve_stream(&endpoint, incoming, replica, &enrollments).await;
                     drop(permit);
                     result
                 }
@@ -304,11 +308,13 @@ async fn is_alive(endpoint: &PeerEndpoint, ask: &Ask) -> bool {
 }
 
 /// Relays a forwarded stream to the node's agent, if a session of the node is connected to this
-/// server. Returns the result, or `None` if the other server ended the stream before its header.
+/// server. Returns the result, or `None` for an enrollment and if the other server ended the stream
+/// before its header.
 async fn serve_stream(
     endpoint: &PeerEndpoint,
     incoming: IncomingStream,
     replica: ReplicaId,
+    enrollments: &Semaphore,
 ) -> Option<ForwardResult> {
     let deadline = Instant::now() + endpoint.handshake_limit;
     let (header, mut stream) = match incoming.header(deadline).await {
@@ -318,8 +324,12 @@ async fn serve_stream(
             return None;
         }
     };
+    if header.kind == StreamKind::Enroll {
+        Box::pin(serve_enrollment(endpoint, stream, replica, enrollments)).await;
+        return None;
+    }
     let StreamKind::Forward { node, target } = header.kind else {
-        let detail = "this server accepts only forwarded streams of other servers";
+        let detail = "this server accepts only forwarded streams and enrollments of other servers";
         stream.refuse(RefusalCode::BadHeader, detail).await;
         return Some(ForwardResult::Failed);
     };
@@ -347,6 +357,30 @@ async fn serve_stream(
             ForwardResult::Cut
         }
     })
+}
+
+/// Serves the enrollment of an agent that dialed another server.
+async fn serve_enrollment(
+    endpoint: &PeerEndpoint,
+    mut stream: Stream,
+    replica: ReplicaId,
+    enrollments: &Semaphore,
+) {
+    let Some(on_enroll) = &endpoint.on_enroll else {
+        let detail = "this server issues no certificates for other servers";
+        return stream.refuse(RefusalCode::BadHeader, detail).await;
+    };
+    let Ok(_permit) = enrollments.try_acquire() else {
+        let detail = "too many enrollments between two servers";
+        return stream.refuse(RefusalCode::TooManyStreams, detail).await;
+    };
+    if let Err(error) = stream.accept("").await {
+        return debug!(%error, "forwarded enrollment ended before it was accepted");
+    }
+    let serving = on_enroll(stream, replica);
+    if timeout(endpoint.handshake_limit, serving).await.is_err() {
+        debug!("forwarded enrollment did not finish in time");
+    }
 }
 
 async fn refuse_above_limit(
@@ -377,5 +411,7 @@ fn refusal(error: &OpenError) -> (RefusalCode, ForwardResult) {
 /// Connections of other servers at once, in their handshake or ready: twice the maximum number of
 /// servers.
 const CONNECTIONS_MAX: usize = 128;
+/// Enrollments of one server at once. Each of them may sign a certificate.
+const ENROLLMENTS_MAX: usize = 64;
 /// Questions of one server that are answered at once.
 const PROBES_MAX: usize = 1024;

@@ -61,6 +61,7 @@ impl Listener {
                 tokens: Arc::new(TokenStore::open(&scratch.0).unwrap()),
                 nodes: Arc::new(KnownNodes::open(&scratch.0).unwrap()),
                 attestor: None,
+                peers: None,
             },
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
