@@ -1,5 +1,7 @@
 //! Several standalone servers of one installation, as processes: they share a CA and are peers.
 
+mod standalone;
+
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -156,8 +156,8 @@ mod tests {
             "the certificate is public"
         );
         assert_eq!(export(&other.0).unwrap(), pem);
-        let stranger = CaMaterial::generate(SystemTime::now()).unwrap();
-        assert_eq!(compare(&one.0, &stranger).unwrap(), StoredCa::Other);
+        let unrelated = CaMaterial::generate(SystemTime::now()).unwrap();
+        assert_eq!(compare(&one.0, &unrelated).unwrap(), StoredCa::Other);
     }
 
     #[test]
