@@ -62,9 +62,16 @@ impl PeerEndpoint {
     /// agent was admitted there first. The admissions crossed: neither server knew of the other.
     pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held: &[HeldNode]) {
         for other in held {
-            let mut sessions = self.registry.of_node(&other.node);
+            let all = self.registry.of_node(&other.node);
+            let mut sessions = all.clone();
             sessions.retain(|agent| agent.instance != other.instance && !agent.is_withdrawn());
-            let Some(since) = sessions.iter().map(|agent| agent.since).min() else {
+            // As in `Registry::held`, a session that was replaced counts: both servers must compare
+            // the same times.
+            let of_process = all.iter().filter(|agent| {
+                let mut rivals = sessions.iter();
+                rivals.any(|rival| rival.instance == agent.instance)
+            });
+            let Some(since) = of_process.map(|agent| agent.since).min() else {
                 continue;
             };
             let own = Claim::new(since, self.peers.own());
