@@ -394,12 +394,15 @@ async fn refuse_above_limit(
     Some(ForwardResult::TooManyStreams)
 }
 
-/// Returns the code of the refusal for a stream that was not opened. With `not_here` the other
-/// server tries the next holder, so that is the code while nothing was sent to an agent.
+/// Returns the code of the refusal for a stream that was not opened. While nothing was sent to an
+/// agent, the other server tries the next holder. With `not_here` it also forgets that this server
+/// holds the node, and a session that answers again is not announced again if it was silent for a
+/// moment only.
 fn refusal(error: &OpenError) -> (RefusalCode, ForwardResult) {
     match error {
-        OpenError::NoAgent | OpenError::Suspect(_) | OpenError::Draining | OpenError::Lost(_) => {
-            (RefusalCode::NotHere, ForwardResult::NotHere)
+        OpenError::NoAgent => (RefusalCode::NotHere, ForwardResult::NotHere),
+        OpenError::Suspect(_) | OpenError::Draining | OpenError::Lost(_) => {
+            (RefusalCode::Draining, ForwardResult::Failed)
         }
         OpenError::TooManyStreams(_) | OpenError::PeerStreams(_) | OpenError::BufferPoolFull(_) => {
             (RefusalCode::TooManyStreams, ForwardResult::TooManyStreams)
