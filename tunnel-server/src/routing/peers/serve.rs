@@ -150,9 +150,12 @@ impl PeerListener {
             "another server connected"
         );
         let replaced = CancellationToken::new();
-        let older = (self.connections.lock()).insert(replica.clone(), replaced.clone());
-        if let Some(older) = older {
-            older.cancel();
+        {
+            // Under the lock, so that the older one does not remove the entry of this one.
+            let mut connections = self.connections.lock();
+            if let Some(older) = connections.insert(replica.clone(), replaced.clone()) {
+                older.cancel();
+            }
         }
         let running = self.run_connection(&session, &replica, control);
         let ended = tokio::select! {
