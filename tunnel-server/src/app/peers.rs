@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
@@ -49,6 +50,7 @@ pub(super) fn start(
             ..context.session_settings.clone()
         },
         handshake_limit: limits.handshake_timeout,
+        list_linger: LIST_LINGER,
         open_limit: limits.open_timeout,
         shutdown: context.shutdown.clone(),
         on_revoked: revocations::exchange(&authority.revocations, context),
@@ -166,6 +168,8 @@ impl ResolvesClientCert for PeerKey {
     }
 }
 
+/// Time for which the list of a lost connection stays. Most connections are back before that.
+const LIST_LINGER: Duration = Duration::from_secs(5);
 /// Name of the operator's certificate in logs and metrics.
 const CERTIFICATE: &str = "peer_certificate";
 /// Streams of a connection in addition to the forwarded ones: the control stream, and refused ones.

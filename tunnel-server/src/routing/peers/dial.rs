@@ -95,10 +95,14 @@ impl PeerTask {
     async fn run(self, mut address: watch::Receiver<PeerAddress>) {
         let peers = &self.endpoint.peers;
         let mut backoff = Backoff::default();
+        let mut wait = Duration::ZERO;
         loop {
             let established = {
-                let mut dialing = pin!(self.dial(&mut address, &mut backoff));
-                match timeout(LIST_LINGER, &mut dialing).await {
+                let mut dialing = pin!(async {
+                    sleep(wait).await;
+                    self.dial(&mut address, &mut backoff).await
+                });
+                match timeout(self.endpoint.list_linger, &mut dialing).await {
                     Ok(established) => established,
                     Err(_elapsed) => {
                         peers.expire(&self.id);
@@ -114,7 +118,7 @@ impl PeerTask {
             if began.elapsed() >= BACKOFF_MAX {
                 backoff = Backoff::default();
             }
-            sleep(backoff.next_delay(rand::random())).await;
+            wait = backoff.next_delay(rand::random());
         }
         peers.remove(&self.id, self.generation);
     }
@@ -353,8 +357,6 @@ impl Backoff {
 
 /// The server name that this end sends. Verification uses the chain and the role, not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
-/// Time for which the list of a lost connection stays. Most connections are back before that.
-const LIST_LINGER: Duration = Duration::from_secs(5);
 const BACKOFF_MIN: Duration = Duration::from_millis(200);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Revocations in one message, with the longest names and 32 bytes for the time and lengths.

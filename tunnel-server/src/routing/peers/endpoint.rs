@@ -40,6 +40,8 @@ pub struct PeerEndpoint {
     pub settings: SessionSettings,
     /// Time from the start of a connection to the first message of the other server.
     pub handshake_limit: Duration,
+    /// Time for which the list of a lost connection stays.
+    pub list_linger: Duration,
     /// Time to open a forwarded stream to an agent, up to its reply.
     pub open_limit: Duration,
     pub shutdown: Shutdown,
