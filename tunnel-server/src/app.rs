@@ -282,10 +282,11 @@ impl App {
                 .spawn(async move { agent.close(CloseCode::Draining, "server is stopping").await });
         }
         closing.close();
-        let cluster = &mut self.cluster;
+        let (cluster, peers) = (&mut self.cluster, &self.context.peers);
         let quiet = async {
             closing.wait().await;
-            tokio::join!(self.quic.wait_idle(), cluster.ended());
+            // A forwarded stream that has ended may still be in the buffers of its connection.
+            tokio::join!(peers.close(), self.quic.wait_idle(), cluster.ended());
         };
         tokio::select! {
             () = quiet => {}

@@ -16,6 +16,8 @@ use futures_util::stream::FuturesUnordered;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
@@ -58,6 +60,10 @@ pub struct Peers {
     is_leaving: watch::Sender<bool>,
     /// Revocations that the other servers learn, each with its latest time.
     revoked: watch::Sender<Arc<RevokedNodes>>,
+    /// Canceled when all connections must close.
+    closing: CancellationToken,
+    /// Counts the connections, in both directions.
+    connections: TaskTracker,
     /// Limits the log lines about servers that violate the protocol.
     violations: WarnInterval,
 }
@@ -140,6 +146,8 @@ impl Peers {
             directory_changes: watch::Sender::new(0),
             is_leaving: watch::Sender::new(false),
             revoked: watch::Sender::new(Arc::default()),
+            closing: CancellationToken::new(),
+            connections: TaskTracker::new(),
             violations: WarnInterval::default(),
         };
         peers.advertise(Vec::new());
@@ -341,6 +349,14 @@ impl Peers {
             let state = self.state.lock();
             self.publish(&state);
         }
+    }
+
+    /// Closes all connections, each after the other server has received what was sent. A connection
+    /// that becomes ready later is closed at once.
+    pub async fn close(&self) {
+        self.closing.cancel();
+        self.connections.close();
+        self.connections.wait().await;
     }
 
     /// Announces revocations to all servers, including those that connect later. Of several

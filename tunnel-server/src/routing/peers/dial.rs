@@ -115,6 +115,9 @@ impl PeerTask {
             };
             let began = Instant::now();
             Box::pin(self.keep(established)).await;
+            if peers.closing.is_cancelled() {
+                break;
+            }
             if began.elapsed() >= BACKOFF_MAX {
                 backoff = Backoff::default();
             }
@@ -203,8 +206,12 @@ impl PeerTask {
         } = established.control;
         let (link, asks) = Link::new(self.id.clone(), session.clone(), peers.limits.streams);
         info!(peer = %self.id, remote = %session.stats().remote, epoch = hello.epoch, "connected to another server");
+        let _open = peers.connections.token();
         peers.link_up(&link, hello);
-        let ended = self.run_link(&session, reader, writer, asks).await;
+        let ended = tokio::select! {
+            ended = self.run_link(&session, reader, writer, asks) => ended,
+            () = peers.closing.cancelled() => Err(LinkError::stopping()),
+        };
         peers.link_down(&link);
         match ended {
             Ok(()) => info!(peer = %self.id, "another server closed the connection"),

@@ -123,6 +123,11 @@ impl LinkError {
         }
     }
 
+    /// Returns the reason of a connection that ends with this process.
+    pub(super) fn stopping() -> Self {
+        Self::Refused(CloseCode::Draining, "server is stopping".to_owned())
+    }
+
     pub(super) fn protocol(detail: &str) -> Self {
         Self::Refused(CloseCode::Protocol, detail.to_owned())
     }

@@ -149,6 +149,8 @@ impl PeerListener {
             peer = %replica, remote = %session.stats().remote, epoch = control.hello.epoch,
             "another server connected"
         );
+        let peers = &self.endpoint.peers;
+        let _open = peers.connections.token();
         let replaced = CancellationToken::new();
         {
             // Under the lock, so that the older one does not remove the entry of this one.
@@ -164,6 +166,7 @@ impl PeerListener {
                 let detail = "replaced by a newer connection".to_owned();
                 Err(LinkError::Refused(CloseCode::Superseded, detail))
             }
+            () = peers.closing.cancelled() => Err(LinkError::stopping()),
         };
         {
             let mut connections = self.connections.lock();
@@ -175,7 +178,7 @@ impl PeerListener {
             Ok(()) => debug!(peer = %replica, "another server closed its connection"),
             Err(error) => {
                 if error.is_violation() {
-                    self.endpoint.peers.warn_violation(&replica, &error);
+                    peers.warn_violation(&replica, &error);
                 } else {
                     info!(peer = %replica, %error, "connection of another server ended");
                 }
