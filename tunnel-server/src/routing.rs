@@ -93,7 +93,9 @@ impl Routing {
     pub fn can_reuse(&self, node: &NodeName, via: &Via) -> bool {
         match via {
             Via::Local(_) => self.registry.can_reuse(node, via),
-            Via::Replica(_) => self.active(node).as_ref() == Some(via),
+            Via::Replica(replica) => {
+                self.peers.has_spare(replica) && self.active(node).as_ref() == Some(via)
+            }
         }
     }
 

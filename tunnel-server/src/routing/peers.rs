@@ -100,6 +100,12 @@ struct State {
     peers: BTreeMap<ReplicaId, Peer>,
 }
 
+impl State {
+    fn link(&self, replica: &ReplicaId) -> Option<&Arc<Link>> {
+        self.peers.get(replica)?.link.as_ref()
+    }
+}
+
 /// Another server that this server dials.
 #[derive(Debug)]
 struct Peer {
@@ -232,8 +238,18 @@ impl Peers {
     /// Returns the server that a new stream to a node tries first.
     #[must_use]
     pub fn preferred(&self, node: &NodeName) -> Option<ReplicaId> {
-        let links = self.candidates(node, None).ok()?;
-        Some(links.first()?.replica.clone())
+        let state = self.state.lock();
+        let candidates = state
+            .directory
+            .candidates(node, None, |replica| state.link(replica).is_some());
+        candidates.into_iter().next()
+    }
+
+    /// Returns whether at most a quarter of the streams over the connection to a server are open.
+    #[must_use]
+    pub fn has_spare(&self, replica: &ReplicaId) -> bool {
+        let state = self.state.lock();
+        state.link(replica).is_some_and(|link| link.has_spare())
     }
 
     /// Returns the connections to try for a stream to a node, at least one.
@@ -247,7 +263,7 @@ impl Peers {
             Via::Local(_) => None,
         });
         let state = self.state.lock();
-        let link = |replica: &ReplicaId| state.peers.get(replica)?.link.as_ref();
+        let link = |replica: &ReplicaId| state.link(replica);
         let can_open = |replica: &ReplicaId| link(replica).is_some_and(|link| link.has_permit());
         let candidates = state.directory.candidates(node, except, can_open);
         let links: Vec<_> = candidates.iter().filter_map(link).cloned().collect();

@@ -22,6 +22,7 @@ pub(super) struct Link {
     pub(super) session: Arc<dyn Session>,
     /// Permits for open streams (`limits.peerStreams`).
     permits: Arc<Semaphore>,
+    permits_max: usize,
     asks: mpsc::Sender<PendingAsk>,
 }
 
@@ -42,10 +43,12 @@ impl Link {
         streams: usize,
     ) -> (Arc<Self>, mpsc::Receiver<PendingAsk>) {
         let (asks, pending) = mpsc::channel(QUEUE_MESSAGES);
+        let permits_max = streams.min(Semaphore::MAX_PERMITS);
         let link = Self {
             replica,
             session,
-            permits: Arc::new(Semaphore::new(streams.min(Semaphore::MAX_PERMITS))),
+            permits: Arc::new(Semaphore::new(permits_max)),
+            permits_max,
             asks,
         };
         (Arc::new(link), pending)
@@ -53,6 +56,11 @@ impl Link {
 
     pub(super) fn has_permit(&self) -> bool {
         self.permits.available_permits() > 0
+    }
+
+    /// Returns whether at most a quarter of the streams are open.
+    pub(super) fn has_spare(&self) -> bool {
+        self.permits.available_permits() >= self.permits_max - self.permits_max / 4
     }
 
     /// Acquires the permit of one more stream.
