@@ -380,7 +380,11 @@ mod tests {
             tokio::join!(self.enrollment.serve(server, peer, [0; 32]), client)
         }
 
-        pub(super) async fn enroll(&self, token: &str, csr: Vec<u8>) -> (&'static str, EnrollReply) {
+        pub(super) async fn enroll(
+            &self,
+            token: &str,
+            csr: Vec<u8>,
+        ) -> (&'static str, EnrollReply) {
             let request = EnrollRequest {
                 token: token.to_owned().into(),
                 csr,

@@ -11,9 +11,7 @@ use tunnel_proto::identity::{PeerIdentity, TrustDomain, spki_sha256, validity};
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::tls::{AgentTrust, verify_proof};
 use tunnel_proto::wire::code::EnrollCode;
-use tunnel_proto::wire::enroll::{
-    EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, RenewalProof,
-};
+use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RENEW_EXPORT_BYTES, RenewalProof};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::ca::revocation::{self, Revocations};

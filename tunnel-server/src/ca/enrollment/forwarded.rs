@@ -275,7 +275,10 @@ mod tests {
             }
         }
         let direct = fixture.enroll(&unknown, csr(&key)).await;
-        assert_eq!(direct.0, "bad_token", "the limit of unknown ids is not reached");
+        assert_eq!(
+            direct.0, "bad_token",
+            "the limit of unknown ids is not reached"
+        );
     }
 
     #[tokio::test]
