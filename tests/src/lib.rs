@@ -24,6 +24,7 @@ pub mod mutation;
 pub mod netns;
 pub mod process;
 pub mod reference;
+pub mod scale;
 pub mod spdy;
 pub mod stats;
 pub mod strict_http;
