@@ -17,6 +17,7 @@ mod machine;
 mod metric;
 mod nginx;
 mod report;
+mod scale;
 mod systems;
 mod target;
 
@@ -34,6 +35,8 @@ enum Verb {
     /// Counts instructions and allocations with valgrind; exits with 1 when a count is above its
     /// limit.
     Guards,
+    /// Simulates many agents and several servers in virtual time, and prints a table.
+    Scale(scale::Scale),
     #[command(hide = true)]
     Work(guards::Worker),
     #[command(hide = true)]
@@ -51,6 +54,7 @@ async fn main() -> Result<ExitCode> {
     match Cli::parse().verb {
         Verb::Run(run) => run.run().await,
         Verb::Guards => guards::run(),
+        Verb::Scale(scale) => scale.run(),
         Verb::Work(worker) => worker.run().await,
         Verb::Edge(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::Relay(part) => part.run().await.map(|()| ExitCode::SUCCESS),

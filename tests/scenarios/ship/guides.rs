@@ -23,6 +23,7 @@ const GUIDES: [&str; 27] = [
     "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",
     "docs/explanation/performance.md",
+    "docs/explanation/scale.md",
     "docs/explanation/security.md",
     "docs/explanation/yurt-tunnel.md",
     "docs/how-to/agents.md",

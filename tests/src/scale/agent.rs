@@ -105,12 +105,7 @@ enum Purpose {
 }
 
 impl SimAgent {
-    pub(super) fn new(
-        node: NodeName,
-        instance: InstanceId,
-        k: usize,
-        is_addressed: bool,
-    ) -> Self {
+    pub(super) fn new(node: NodeName, instance: InstanceId, k: usize, is_addressed: bool) -> Self {
         Self {
             node,
             instance,
@@ -349,9 +344,8 @@ impl SimAgent {
 
     fn plan_move(&mut self, index: usize, moment: &mut Moment<'_>) {
         let connector = &mut self.connectors[index];
-        let replica = connector.replica();
-        let is_elsewhere =
-            replica.is_some() && connector.assigned.is_some() && replica != connector.assigned.as_ref();
+        let (own, assigned) = (connector.replica(), connector.assigned.as_ref());
+        let is_elsewhere = own.is_some() && assigned.is_some() && own != assigned;
         let state = connector.state;
         if !is_elsewhere || !self.is_addressed {
             if state == DialState::Waiting(Purpose::Move) {

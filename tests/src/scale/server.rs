@@ -116,7 +116,10 @@ impl SimServer {
     }
 
     /// Returns the list of members that this server reports, ordered by name.
-    pub(super) fn list_members(&self, addresses: impl Fn(&ReplicaId) -> Vec<String>) -> Vec<Member> {
+    pub(super) fn list_members(
+        &self,
+        addresses: impl Fn(&ReplicaId) -> Vec<String>,
+    ) -> Vec<Member> {
         let own = (&self.id, self.phase == Phase::Leaving);
         let known = self.known.iter().map(|(id, is_leaving)| (id, *is_leaving));
         let mut members: Vec<_> = std::iter::once(own)

@@ -144,7 +144,9 @@ impl Simulation {
         self.measures.restart(self.now);
         match self.options.case {
             ScaleCase::ColdStart | ScaleCase::RandomPlacement => {}
-            ScaleCase::ReplicaKilled => self.change_after(Duration::ZERO, Change::Kill { server: 0 }),
+            ScaleCase::ReplicaKilled => {
+                self.change_after(Duration::ZERO, Change::Kill { server: 0 });
+            }
             ScaleCase::ReplicaLost => self.change_after(Duration::ZERO, Change::Lose { server: 0 }),
             ScaleCase::ZoneLost => {
                 for server in 0..(replicas / 3).max(1) {
