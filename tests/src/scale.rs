@@ -75,9 +75,7 @@ mod tests {
     #[test]
     fn every_case_ends_with_all_nodes_reachable() {
         for case in ScaleCase::value_variants() {
-            let mut options = options(*case);
-            options.nodes = 200;
-            let report = simulate(&options).unwrap();
+            let report = simulate(&options(*case)).unwrap();
             assert!(report.reachable_after.is_some(), "{report:?}");
             assert!(report.sessions_min > 0, "{report:?}");
             assert!(report.bytes_peak > 0, "{report:?}");

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
@@ -25,7 +25,7 @@ pub(super) struct SimServer {
     /// The other servers that this one reports to its agents, and whether they are leaving.
     pub(super) known: BTreeMap<ReplicaId, bool>,
     pub(super) members: Rc<[Member]>,
-    /// The agents with a session here, and the time of its admission.
+    /// The agents with a session here, and the time of its admission. Remain when the process ends.
     pub(super) agents: BTreeMap<usize, SystemTime>,
     /// Agents whose change is not yet announced.
     pub(super) changed: BTreeSet<usize>,
@@ -162,13 +162,16 @@ impl SimServer {
         list
     }
 
-    /// Ends the process: nothing is stored any more.
+    /// Ends the process: nothing is stored any more, apart from the agents that other servers look
+    /// for here.
     pub(super) fn clear(&mut self) {
+        for agent in std::mem::take(&mut self.changed) {
+            self.agents.entry(agent).or_insert(UNIX_EPOCH);
+        }
         self.directory = Directory::new(DIRECTORY_NODES);
         self.links.clear();
         self.known.clear();
         self.handshakes.clear();
-        self.changed.clear();
     }
 }
 

@@ -11,7 +11,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use tokio::time::Instant;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::name::{InstanceId, ReplicaId};
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::agent::{Address, Effect, Moment, Plan, SimAgent};
@@ -97,7 +97,7 @@ impl Simulation {
         let is_addressed = options.case != ScaleCase::RandomPlacement;
         let mut agents = Vec::with_capacity(options.nodes);
         for number in 0..options.nodes {
-            let node = format!("edge-{number:06}.example.com").parse()?;
+            let node: NodeName = format!("edge-{number:06}.example.com").parse()?;
             let instance = InstanceId::new(random.random());
             agents.push(SimAgent::new(node, instance, options.k, is_addressed));
         }
@@ -376,6 +376,10 @@ impl Simulation {
 
     /// Ends the session of an agent that has replaced it.
     fn withdraw(&mut self, agent: usize, server: usize) {
+        // The others remember what a server had when it ended.
+        if !self.servers[server].phase.is_up() {
+            return;
+        }
         self.servers[server].agents.remove(&agent);
         let since_poll = self.now.as_secs_f64() % POLL.as_secs_f64();
         let until_poll = POLL.saturating_sub(Duration::from_secs_f64(since_poll));
