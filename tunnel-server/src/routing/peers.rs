@@ -569,3 +569,6 @@ impl Peers {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,343 @@
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::sleep;
+use tunnel_proto::process::shutdown::DrainOutcome;
+use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause};
+use tunnel_proto::wire::code::{CloseCode, RefusalCode};
+use tunnel_proto::wire::peer::PeerMessage;
+
+use super::*;
+use crate::routing::registry::SuspectReason;
+use crate::testing::eventually;
+
+mod fixture;
+
+use fixture::{
+    Installation, LIMIT, connect, control, hello, id, instance, node, refusal, within,
+};
+
+#[tokio::test]
+async fn nodes_and_server_are_known_for_a_while_after_the_connection_is_lost() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let _agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    assert_eq!(a.members(), ["a", "b"]);
+    let lost = async {
+        eventually("connection is lost", || a.peers.connected() == 0).await;
+        assert!(a.peers.holds(&node("x")));
+        assert_eq!(a.members(), ["a", "b"]);
+        eventually("node is forgotten", || !a.peers.holds(&node("x"))).await;
+        assert_eq!(a.members(), ["a"]);
+    };
+    tokio::join!(b.stop(), lost);
+}
+
+#[tokio::test]
+async fn node_is_forgotten_when_its_agent_has_gone() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agents = [b.agent("x", 1), b.agent("y", 1)];
+    a.sees("x", &b).await;
+    a.sees("y", &b).await;
+    let [x, _y] = agents;
+    drop(x);
+    eventually("x is forgotten", || {
+        a.peers.held() == [(node("y"), id("b"))]
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn forwarded_stream_carries_the_reply_and_both_directions() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut opened = a.open("x", None).await.unwrap();
+    assert_eq!(opened.via, Via::Replica(id("b")));
+    let mut target = agent.stream().await;
+    target.accept("192.0.2.7:9100").await.unwrap();
+    let dialed = within(opened.stream.accepted()).await.unwrap();
+    assert_eq!(dialed, "192.0.2.7:9100");
+    let mut received = Vec::new();
+    opened.stream.write_all(b"question").await.unwrap();
+    within(opened.stream.shutdown()).await.unwrap();
+    within(target.read_to_end(&mut received)).await.unwrap();
+    assert_eq!(received, b"question");
+    target.write_all(b"answer").await.unwrap();
+    within(target.shutdown()).await.unwrap();
+    received.clear();
+    within(opened.stream.read_to_end(&mut received))
+        .await
+        .unwrap();
+    assert_eq!(received, b"answer");
+}
+
+#[tokio::test]
+async fn refusal_of_the_agent_and_a_cut_pass() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut refused = a.open("x", None).await.unwrap();
+    within(agent.stream().await.refuse(RefusalCode::Policy, "no")).await;
+    assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
+    let mut opened = a.open("x", None).await.unwrap();
+    let mut target = agent.accepts().await;
+    target.write_all(b"half").await.unwrap();
+    let mut half = [0; 4];
+    within(opened.stream.read_exact(&mut half)).await.unwrap();
+    drop(target);
+    let error = within(opened.stream.read(&mut half)).await.unwrap_err();
+    let cut = find_cause::<StreamCut>(&error);
+    assert!(matches!(cut, Some(StreamCut::Reset(_))), "{error}");
+}
+
+#[tokio::test]
+async fn holder_without_the_node_is_forgotten_and_the_next_one_is_asked() {
+    let installation = Installation::new();
+    let [a, b, c] = installation.connected(["a", "b", "c"]).await;
+    let agent = c.agent("x", 1);
+    a.sees("x", &c).await;
+    // The holder whose server stays is asked first.
+    a.receive_claim("x", &b);
+    a.peers.peer_leaves(&id("c"));
+    let mut first = a.open("x", None).await.unwrap();
+    assert_eq!(first.via, Via::Replica(id("b")));
+    assert_eq!(refusal(&mut first).await, RefusalCode::NotHere);
+    a.routing.not_here(&node("x"), &first.via);
+    assert_eq!(a.peers.held(), [(node("x"), id("c"))]);
+    let mut second = a.open("x", Some(&first.via)).await.unwrap();
+    let _target = agent.accepts().await;
+    within(second.stream.accepted()).await.unwrap();
+}
+
+#[tokio::test]
+async fn server_never_forwards_a_forwarded_stream() {
+    let installation = Installation::new();
+    let [a, b, c] = installation.connected(["a", "b", "c"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    c.sees("x", &b).await;
+    c.peers.not_here(&node("x"), &id("b"));
+    c.receive_claim("x", &a);
+    let mut opened = c.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
+    let next = timeout(Duration::from_millis(50), agent.far.accept());
+    next.await.unwrap_err();
+}
+
+#[tokio::test]
+async fn stream_to_a_node_that_two_servers_claim_ends_after_both_were_asked() {
+    let installation = Installation::new();
+    let [a, b, c] = installation.connected(["a", "b", "c"]).await;
+    a.receive_claim("x", &b);
+    b.receive_claim("x", &a);
+    c.receive_claim("x", &a);
+    c.receive_claim("x", &b);
+    let mut asked = Vec::new();
+    for _ in 0..2 {
+        let mut opened = c.open("x", asked.last()).await.unwrap();
+        assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
+        c.routing.not_here(&node("x"), &opened.via);
+        asked.push(opened.via);
+    }
+    assert_ne!(asked[0], asked[1]);
+    let third = c.open("x", asked.last()).await;
+    assert!(matches!(third, Err(OpenError::NoAgent)), "{third:?}");
+    assert!(!c.routing.is_held(&node("x")));
+}
+
+#[tokio::test]
+async fn holder_whose_agent_is_silent_is_not_forgotten() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let silent = SuspectReason::PeerHearsNothing;
+    agent.session().set_suspect_reason(Some(silent));
+    // The list of that server may already be without the node.
+    a.receive_claim("x", &b);
+    let mut opened = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut opened).await, RefusalCode::Draining);
+}
+
+#[tokio::test]
+async fn limit_of_streams_holds_at_both_ends() {
+    let installation = Installation::new();
+    let a = installation.server_with("a", 2).await;
+    let b = installation.server_with("b", 1).await;
+    connect(&[&a, &b]).await;
+    let agents = [a.agent("x", 1), b.agent("y", 1)];
+    a.sees("y", &b).await;
+    b.sees("x", &a).await;
+    // One end counts what it opens.
+    let first = b.open("x", None).await.unwrap();
+    let second = b.open("x", None).await;
+    assert!(
+        matches!(second, Err(OpenError::PeerStreams(1))),
+        "{second:?}"
+    );
+    drop(first);
+    b.open("x", None).await.unwrap();
+    // The other end counts what it accepts.
+    let mut first = a.open("y", None).await.unwrap();
+    let _target = agents[1].accepts().await;
+    within(first.stream.accepted()).await.unwrap();
+    let mut second = a.open("y", None).await.unwrap();
+    assert_eq!(refusal(&mut second).await, RefusalCode::TooManyStreams);
+}
+
+#[tokio::test]
+async fn idle_streams_are_kept_while_a_connection_has_streams_to_spare() {
+    let installation = Installation::new();
+    let a = installation.server_with("a", 8).await;
+    let b = installation.server("b").await;
+    connect(&[&a, &b]).await;
+    let _agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut opened = Vec::new();
+    for is_spare in [true, true, false] {
+        opened.push(a.open("x", None).await.unwrap());
+        let via = &opened[0].via;
+        assert_eq!(a.routing.can_reuse(&node("x"), via), is_spare);
+        assert_eq!(a.routing.active(&node("x")).as_ref(), Some(via));
+    }
+}
+
+#[tokio::test]
+async fn server_with_a_wrong_name_is_refused() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let own = installation.dial_as("a", &a).await;
+    let wrong = installation.dial_as("c", &a).await;
+    let (_reader, mut writer) = control(&wrong).await;
+    writer.send(&hello("b")).await.unwrap();
+    for session in [own, wrong] {
+        let reason = within(session.closed()).await;
+        assert_eq!(
+            (reason.by, reason.code),
+            (ClosedBy::Peer, CloseCode::Protocol)
+        );
+    }
+}
+
+#[tokio::test]
+async fn newer_connection_of_a_server_replaces_the_older_one() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let mut sessions = Vec::new();
+    for _ in 0..3 {
+        let session = installation.dial_as("c", &a).await;
+        let (mut reader, mut writer) = control(&session).await;
+        writer.send(&hello("c")).await.unwrap();
+        // The second message shows that the connection is ready.
+        let first = within(reader.receive()).await.unwrap();
+        assert!(matches!(first, Some(PeerMessage::Hello(_))), "{first:?}");
+        let second = within(reader.receive()).await.unwrap();
+        assert!(matches!(second, Some(PeerMessage::Holds(_))), "{second:?}");
+        sessions.push((session, reader, writer));
+    }
+    for (session, ..) in &sessions[..2] {
+        let reason = within(session.closed()).await;
+        assert_eq!(reason.code, CloseCode::Superseded);
+    }
+    let newest = timeout(Duration::from_millis(50), sessions[2].0.closed());
+    newest.await.unwrap_err();
+}
+
+#[tokio::test]
+async fn question_is_answered_by_a_probe_and_a_silent_session_yields() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let x = node("x");
+    let newcomer = async || a.peers.is_held_by_other(&x, instance(2)).await;
+    assert_eq!(within(newcomer()).await, Some(id("b")));
+    let same = a.peers.is_held_by_other(&x, instance(1));
+    assert_eq!(within(same).await, None);
+    agent.near.script().is_silent = true;
+    assert_eq!(within(newcomer()).await, None);
+    let is_withdrawn = || agent.session().is_withdrawn();
+    eventually("silent session yields", is_withdrawn).await;
+}
+
+#[tokio::test]
+async fn of_crossed_admissions_the_first_one_stays() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let b = installation.server("b").await;
+    let pause = || sleep(Duration::from_millis(5));
+    let first = a.agent("x", 1);
+    pause().await;
+    let second = b.agent("x", 2);
+    pause().await;
+    // A session that replaces another one is no later admission.
+    let newer = a.agent("x", 1);
+    first.session().withdraw();
+    a.dial(&[&b]);
+    a.sees("x", &b).await;
+    assert!(!newer.session().is_withdrawn());
+    b.dial(&[&a]);
+    let reason = within(second.far.closed()).await;
+    assert_eq!(reason.code, CloseCode::NameInUse);
+    assert!(second.session().is_withdrawn());
+    assert!(!newer.session().is_withdrawn());
+}
+
+#[tokio::test]
+async fn server_that_leaves_is_marked_and_still_carries_streams() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    b.peers.leave();
+    assert_eq!(b.members(), ["-b", "a"]);
+    eventually("b leaves", || a.members() == ["a", "-b"]).await;
+    let mut opened = a.open("x", None).await.unwrap();
+    let _target = agent.accepts().await;
+    within(opened.stream.accepted()).await.unwrap();
+}
+
+#[tokio::test]
+async fn reply_that_was_sent_arrives_although_the_server_stops() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut opened = a.open("x", None).await.unwrap();
+    let mut target = agent.accepts().await;
+    within(opened.stream.shutdown()).await.unwrap();
+    let (reply, mut received) = (vec![7; 100_000], Vec::new());
+    within(target.read_to_end(&mut received)).await.unwrap();
+    target.write_all(&reply).await.unwrap();
+    within(target.shutdown()).await.unwrap();
+    let stopping = async {
+        let drained = b.shutdown.drain_within(LIMIT).await;
+        assert_eq!(drained, DrainOutcome::Complete);
+        b.stop().await;
+    };
+    let reading = within(opened.stream.read_to_end(&mut received));
+    let (result, ()) = tokio::join!(reading, stopping);
+    result.unwrap();
+    assert!(received == reply, "{} bytes", received.len());
+}
+
+#[tokio::test]
+async fn revocations_reach_servers_that_connect_later() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let b = installation.server("b").await;
+    let revoked = |name, seconds| RevokedNode {
+        node: node(name),
+        at: UNIX_EPOCH + Duration::from_secs(seconds),
+    };
+    a.peers.revoked(vec![revoked("x", 5)]);
+    connect(&[&a, &b]).await;
+    eventually("x is revoked", || *b.revoked.lock() == [revoked("x", 5)]).await;
+    // An older revocation adds nothing.
+    a.peers.revoked(vec![revoked("x", 4), revoked("y", 6)]);
+    let both = [revoked("x", 5), revoked("y", 6)];
+    eventually("y is revoked", || *b.revoked.lock() == both).await;
+}

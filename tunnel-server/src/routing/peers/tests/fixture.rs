@@ -1,0 +1,320 @@
+//! Servers of one installation, connected with TLS over loopback, and agents that the test plays
+//! over in-memory sessions.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+use rustls_pki_types::ServerName;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsConnector;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
+use tunnel_proto::tls::{self, PeerTrust};
+use tunnel_proto::transport::memory::{self, MemorySession};
+use tunnel_proto::transport::{
+    BufferPool, CongestionControl, Session, SessionSettings, Stream, find_cause, h2,
+};
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind};
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
+use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage, RevokedNode};
+use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
+
+use crate::ca::LocalCa;
+use crate::routing::Routing;
+use crate::routing::peers::{PeerAddress, PeerEndpoint, PeerLimits, PeerMetrics, PeerTls, Peers};
+use crate::routing::registry::{
+    AgentSession, CallerKey, OpenError, Opened, Registration, Registry, RegistryLimits,
+};
+use crate::routing::via::Via;
+use crate::store::data_dir::testing::Scratch;
+use crate::testing::{POOL, eventually, header};
+
+/// A timeout for steps over loopback on a busy machine.
+pub(super) const LIMIT: Duration = Duration::from_secs(30);
+/// Time for which the list of a lost connection stays.
+const LINGER: Duration = Duration::from_secs(1);
+/// Streams of a connection, unless a test sets another limit.
+const STREAMS: usize = 32;
+
+pub(super) fn node(name: &str) -> NodeName {
+    name.parse().unwrap()
+}
+
+pub(super) fn id(name: &str) -> ReplicaId {
+    name.parse().unwrap()
+}
+
+pub(super) fn instance(number: u8) -> InstanceId {
+    InstanceId::new([number; 16])
+}
+
+pub(super) async fn within<T>(future: impl Future<Output = T>) -> T {
+    timeout(LIMIT, future).await.expect("timed out")
+}
+
+fn settings() -> SessionSettings {
+    SessionSettings {
+        stream_window: 1 << 20,
+        streams: 64,
+        keep_alive: None,
+        idle_timeout: LIMIT,
+        congestion: CongestionControl::default(),
+        pool: BufferPool::new(POOL),
+    }
+}
+
+/// The CA of one installation.
+pub(super) struct Installation {
+    ca: Arc<LocalCa>,
+    _scratch: Scratch,
+}
+
+impl Installation {
+    pub(super) fn new() -> Self {
+        let scratch = Scratch::new();
+        let ca = Arc::new(LocalCa::load_or_create(&scratch.0).unwrap());
+        Self {
+            ca,
+            _scratch: scratch,
+        }
+    }
+
+    fn tls(&self, name: &str) -> PeerTls {
+        let own = self.ca.peer_resolver(id(name));
+        let trust = PeerTrust::new(tls::roots(self.ca.roots()).unwrap()).unwrap();
+        PeerTls {
+            client: tls::peer_client(own.clone(), trust.clone()).unwrap(),
+            server: tls::peer_server(own, trust).unwrap(),
+        }
+    }
+
+    pub(super) async fn server(&self, name: &str) -> Server {
+        self.server_with(name, STREAMS).await
+    }
+
+    /// Starts a server that opens and accepts at most `streams` on each connection.
+    pub(super) async fn server_with(&self, name: &str, streams: usize) -> Server {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let limits = PeerLimits {
+            streams,
+            directory_nodes: 100,
+        };
+        let peers = Peers::new(id(name), limits, PeerMetrics::default());
+        peers.advertise(vec![format!("{name}.example:10262")]);
+        let registry = Arc::new(Registry::new(RegistryLimits {
+            streams_per_agent: 64,
+            buffer_pool: POOL,
+        }));
+        let (membership, members) = watch::channel(Arc::default());
+        let (shutdown, revoked) = (Shutdown::new(), Arc::<Mutex<Vec<_>>>::default());
+        let received = revoked.clone();
+        let endpoint = PeerEndpoint {
+            peers: peers.clone(),
+            registry: registry.clone(),
+            tls: self.tls(name),
+            settings: settings(),
+            handshake_limit: LIMIT,
+            list_linger: LINGER,
+            open_limit: LIMIT,
+            shutdown: shutdown.clone(),
+            on_revoked: Box::new(move |nodes| received.lock().extend(nodes)),
+        };
+        endpoint.start(listener, members);
+        Server {
+            routing: Routing::new(registry.clone(), peers.clone()),
+            peers,
+            registry,
+            revoked,
+            address,
+            membership,
+            shutdown,
+        }
+    }
+
+    /// Starts servers that are connected to each other.
+    pub(super) async fn connected<const N: usize>(&self, names: [&str; N]) -> [Server; N] {
+        let mut servers = Vec::new();
+        for name in names {
+            servers.push(self.server(name).await);
+        }
+        connect(&servers.iter().collect::<Vec<_>>()).await;
+        let Ok(servers) = servers.try_into() else {
+            panic!("as many servers as names");
+        };
+        servers
+    }
+
+    /// Connects to `server` with a certificate for `name`.
+    pub(super) async fn dial_as(&self, name: &str, server: &Server) -> Arc<dyn Session> {
+        let socket = TcpStream::connect(server.address).await.unwrap();
+        let connector = TlsConnector::from(self.tls(name).client);
+        let name = ServerName::try_from("server.example").unwrap();
+        let stream = connector.connect(name, h2::ReadAhead::new(socket)).await;
+        h2::connect_peer(stream.unwrap(), &settings())
+            .await
+            .unwrap()
+    }
+}
+
+/// Opens the control stream of a connection.
+pub(super) async fn control(session: &Arc<dyn Session>) -> (PeerReader, PeerWriter) {
+    let header = StreamHeader::new(StreamKind::Control {
+        version_min: VERSION_MIN,
+        version_max: VERSION_MAX,
+    });
+    control::split(within(session.open(&header, LIMIT)).await.unwrap())
+}
+
+/// Returns the first message of the server `name`.
+pub(super) fn hello(name: &str) -> PeerMessage {
+    PeerMessage::Hello(PeerHello {
+        replica: id(name),
+        epoch: 1,
+        versions: (VERSION_MIN, VERSION_MAX),
+        addresses: Vec::new(),
+    })
+}
+
+/// Connects all servers to each other, and waits until each has received the lists of the others.
+pub(super) async fn connect(servers: &[&Server]) {
+    let agent_of = |server: &&Server| server.agent(server.peers.own().as_str(), 0);
+    let agents: Vec<_> = servers.iter().map(agent_of).collect();
+    for server in servers {
+        server.dial(servers);
+    }
+    let has = |held: usize| move |server: &&Server| server.peers.held().len() == held;
+    let is_connected = || servers.iter().all(has(servers.len() - 1));
+    eventually("servers are connected", is_connected).await;
+    drop(agents);
+    let is_empty = || servers.iter().all(has(0));
+    eventually("servers hold no nodes", is_empty).await;
+}
+
+pub(super) struct Server {
+    pub(super) peers: Arc<Peers>,
+    pub(super) routing: Routing,
+    pub(super) registry: Arc<Registry>,
+    /// What other servers revoked.
+    pub(super) revoked: Arc<Mutex<Vec<RevokedNode>>>,
+    pub(super) address: SocketAddr,
+    pub(super) shutdown: Shutdown,
+    membership: watch::Sender<Arc<[PeerAddress]>>,
+}
+
+impl Server {
+    /// Begins to dial these servers.
+    pub(super) fn dial(&self, servers: &[&Self]) {
+        let members = servers.iter().map(|server| PeerAddress {
+            id: server.peers.own().clone(),
+            address: server.address.to_string(),
+        });
+        self.membership.send_replace(members.collect());
+    }
+
+    /// Connects an agent.
+    pub(super) fn agent(&self, name: &str, number: u8) -> Agent {
+        let (near, far) = memory::pair();
+        let session = self.registry.next_id();
+        let entry = AgentSession::new(session, node(name), instance(number), near.clone());
+        Agent {
+            registration: self.registry.register(entry, &[]).unwrap(),
+            near,
+            far,
+        }
+    }
+
+    /// Waits until this server knows that `holder` holds a node.
+    pub(super) async fn sees(&self, name: &str, holder: &Self) {
+        let entry = (node(name), holder.peers.own().clone());
+        eventually("node is held", || self.peers.held().contains(&entry)).await;
+    }
+
+    /// Receives that `holder` holds a node, whether that is true or not.
+    pub(super) fn receive_claim(&self, name: &str, holder: &Self) {
+        let held = HeldNode {
+            node: node(name),
+            instance: instance(9),
+            since: SystemTime::now(),
+        };
+        let holds = Holds {
+            is_full: false,
+            added: vec![held],
+            removed: Vec::new(),
+        };
+        self.peers.apply(holder.peers.own(), holds);
+    }
+
+    /// Opens a stream as a listener does.
+    pub(super) async fn open(&self, name: &str, except: Option<&Via>) -> Result<Opened, OpenError> {
+        let operator = CallerKey::Local(None);
+        let (node, header) = (node(name), header());
+        let opening = self.routing.open(&node, &header, &operator, LIMIT, except);
+        within(opening).await
+    }
+
+    /// Returns the names of the servers that agents may dial; a name with `-` in front is leaving.
+    pub(super) fn members(&self) -> Vec<String> {
+        let members = self.peers.members().borrow().clone();
+        let name = |member: &Member| {
+            let mark = if member.is_leaving { "-" } else { "" };
+            format!("{mark}{}", member.id)
+        };
+        members.iter().map(name).collect()
+    }
+
+    /// Closes all connections and stops.
+    pub(super) async fn stop(&self) {
+        within(self.peers.close()).await;
+        within(self.shutdown.finish()).await;
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.shutdown.stop().cancel();
+    }
+}
+
+/// An agent played by the test.
+pub(super) struct Agent {
+    registration: Registration,
+    /// Server's end of the session.
+    pub(super) near: Arc<MemorySession>,
+    /// Agent's end of the session.
+    pub(super) far: Arc<MemorySession>,
+}
+
+impl Agent {
+    pub(super) fn session(&self) -> &Arc<AgentSession> {
+        self.registration.session()
+    }
+
+    /// Accepts the next stream and reads its header.
+    pub(super) async fn stream(&self) -> Stream {
+        let incoming = within(self.far.accept()).await.unwrap();
+        let (received, stream) = incoming.header(Instant::now() + LIMIT).await.unwrap();
+        assert_eq!(received.kind, header().kind);
+        stream
+    }
+
+    /// Accepts the next stream, as if its target were connected.
+    pub(super) async fn accepts(&self) -> Stream {
+        let mut stream = self.stream().await;
+        stream.accept("").await.unwrap();
+        stream
+    }
+}
+
+/// Returns the code with which a stream is refused.
+pub(super) async fn refusal(opened: &mut Opened) -> RefusalCode {
+    let error = within(opened.stream.accepted()).await.unwrap_err();
+    let refusal = find_cause::<Refusal>(&error);
+    refusal.unwrap_or_else(|| panic!("{error}")).code
+}
