@@ -32,7 +32,7 @@ pub(crate) mod live;
 mod placement;
 mod replicas;
 mod report;
-mod search;
+pub mod search;
 mod session_task;
 pub(crate) mod set;
 mod shared;

@@ -11,6 +11,7 @@
 //! | `connector` | the sessions that take new streams, one per server: dial, happy eyeballs, replacement, upgrade to QUIC |
 //! | [`assignment`] | which replicas an agent holds sessions with: pure, and public for simulators |
 //! | [`backoff`] | time of the next dial: pure, and public so that simulators dial as agents do |
+//! | [`search`] | when to dial again for a replica that no other connector holds: pure |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: dial policy, dial, reply, relay |
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
@@ -36,6 +37,6 @@ mod session;
 #[cfg(test)]
 mod testing;
 
-pub use connector::{assignment, backoff};
+pub use connector::{assignment, backoff, search};
 #[cfg(feature = "test-util")]
 pub use proxy::proxy_answer;

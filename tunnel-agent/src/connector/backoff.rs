@@ -115,6 +115,32 @@ impl Default for Backoff {
     }
 }
 
+/// Returns the wait after the server of a session has asked its agents to move within
+/// `move_within`, in addition to that of [`Backoff::next`]. Older servers set no time. `random` is
+/// from 0 to 1.
+pub fn drain_wait(move_within: Duration, random: f64) -> Duration {
+    let spread = if move_within.is_zero() {
+        DRAIN_SPREAD
+    } else {
+        move_within.min(MOVE_WITHIN_MAX)
+    };
+    spread.mul_f64(random)
+}
+
+/// Time over which the first dials of further connectors are spread, since all agents learn of a
+/// new server in the same moment.
+pub const START_SPREAD: Duration = Duration::from_secs(2);
+/// Time over which agents move to a replica that they prefer. Nothing depends on the move.
+pub const MOVE_SPREAD: Duration = Duration::from_secs(60);
+/// Time over which the dials of agents that had given up are spread after a change of the members.
+pub const RESUME_SPREAD: Duration = Duration::from_secs(2);
+/// Interval of the search for a replica that has an address of its own.
+pub const ADDRESSED_INTERVAL: Duration = Duration::from_secs(60);
+/// Time over which the dials of all agents of a stopping server are spread if the server sets none,
+/// since they are notified in the same moment. Requests wait for the slowest of them.
+const DRAIN_SPREAD: Duration = Duration::from_millis(500);
+/// Upper bound for the time that a stopping server sets.
+const MOVE_WITHIN_MAX: Duration = Duration::from_secs(60);
 /// A session that was Ready for this long ends the outage.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// Minimum time between two immediate retries. The value is less than the shortest sensible
@@ -276,6 +302,15 @@ mod tests {
             assert_eq!(backoff.next(event, now, 1.0), seconds(660));
             backoff.next(lost_after(10), now, 0.0);
             assert_eq!(backoff.next(event, now, 0.0), seconds(60));
+        }
+    }
+
+    #[test]
+    fn agents_of_a_stopping_server_move_within_its_time() {
+        let cases = [(0, 500), (3000, 3000), (600_000, 60_000)];
+        for (move_within, last) in cases.map(|(one, other)| (millis(one), millis(other))) {
+            assert_eq!(drain_wait(move_within, 0.0), Duration::ZERO);
+            assert_eq!(drain_wait(move_within, 1.0), last);
         }
     }
 

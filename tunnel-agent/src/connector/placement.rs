@@ -8,7 +8,7 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::Member;
 
 use super::Connector;
-use super::backoff::ReconnectEvent;
+use super::backoff::{ADDRESSED_INTERVAL, MOVE_SPREAD, RESUME_SPREAD, ReconnectEvent, drain_wait};
 use super::endpoint::Endpoints;
 use super::search::ReplicaSearch;
 use super::session_task::DialPurpose;
@@ -127,15 +127,10 @@ impl Connector {
         self.abandon();
         // With several servers, do not start with this one.
         self.endpoints.failed();
-        let spread = if move_within.is_zero() {
-            DRAIN_SPREAD
-        } else {
-            move_within.min(MOVE_WITHIN_MAX)
-        };
         self.search = ReplicaSearch::default();
         let retry_in = self.backoff.next(event, now, rand::random());
         if !self.draining {
-            self.retry_at = Some(now + retry_in + spread.mul_f64(rand::random()));
+            self.retry_at = Some(now + retry_in + drain_wait(move_within, rand::random()));
         }
     }
 
@@ -155,15 +150,3 @@ impl Connector {
         }
     }
 }
-
-/// Time over which the dials of all agents of a stopping server are spread if the server sets none,
-/// since they are notified in the same moment. Requests wait for the slowest of them.
-const DRAIN_SPREAD: Duration = Duration::from_millis(500);
-/// Upper bound for the time that a stopping server sets.
-const MOVE_WITHIN_MAX: Duration = Duration::from_secs(60);
-/// Interval of the search for a replica that has an address of its own.
-const ADDRESSED_INTERVAL: Duration = Duration::from_secs(60);
-/// Time over which agents move to a replica that they prefer. Nothing depends on the move.
-const MOVE_SPREAD: Duration = Duration::from_secs(60);
-/// Time over which the dials of agents that had given up are spread after a change of the members.
-const RESUME_SPREAD: Duration = Duration::from_secs(2);

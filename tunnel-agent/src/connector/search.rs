@@ -5,7 +5,7 @@ use std::time::Duration;
 /// The search for a replica that no other connector of the set holds. A load balancer decides which
 /// replica a dial reaches.
 #[derive(Debug, Default)]
-pub(super) struct ReplicaSearch {
+pub struct ReplicaSearch {
     tries: u32,
     is_over: bool,
 }
@@ -13,7 +13,7 @@ pub(super) struct ReplicaSearch {
 impl ReplicaSearch {
     /// Returns the wait before the next dial, or `None` after three dials for each of the
     /// `members`. `random` is from 0 to 1.
-    pub(super) fn next(&mut self, members: usize, random: f64) -> Option<Duration> {
+    pub fn next(&mut self, members: usize, random: f64) -> Option<Duration> {
         let factor = 2_u32.checked_pow(self.tries).unwrap_or(u32::MAX);
         self.tries = self.tries.saturating_add(1);
         let tries_max = members.max(1).saturating_mul(TRIES_PER_MEMBER);
@@ -23,7 +23,7 @@ impl ReplicaSearch {
     }
 
     /// Returns whether [`ReplicaSearch::next`] has returned `None`.
-    pub(super) fn is_over(&self) -> bool {
+    pub fn is_over(&self) -> bool {
         self.is_over
     }
 }

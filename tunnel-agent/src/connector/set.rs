@@ -18,6 +18,7 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::Connector;
 use super::assignment::{assign_replicas, own_addresses, wanted_replicas};
+use super::backoff::START_SPREAD;
 use super::live::LiveSessions;
 use super::replicas::{ReplicaTable, Slot};
 use super::report::ConnectionLog;
@@ -208,7 +209,3 @@ impl ConnectorSet {
         }
     }
 }
-
-/// Time over which the first dials of further connectors are spread, since all agents learn of a
-/// new server in the same moment.
-const START_SPREAD: Duration = Duration::from_secs(2);
