@@ -98,9 +98,18 @@ fn row(options: &ScaleOptions, report: &ScaleReport) -> [String; COLUMNS.len()] 
         report.moves.to_string(),
         format!("{} ({})", report.dials, report.refused),
         format!("{} to {}", report.sessions_min, report.sessions_max),
-        format!("{:.0} ({})", report.announcements_mean, report.announcements_peak),
-        format!("{:.0} ({})", report.bytes_mean / 1e3, report.bytes_peak / 1000),
-        report.reachable_after.map_or_else(|| "never".to_owned(), seconds),
+        format!(
+            "{:.0} ({})",
+            report.announcements_mean, report.announcements_peak
+        ),
+        format!(
+            "{:.0} ({})",
+            report.bytes_mean / 1e3,
+            report.bytes_peak / 1000
+        ),
+        report
+            .reachable_after
+            .map_or_else(|| "never".to_owned(), seconds),
         report.unreachable_nodes.to_string(),
         seconds(report.unreachable_longest),
         report.complete_after.map_or(missing, seconds),

@@ -18,7 +18,7 @@ use crate::cluster::kubectls;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 27] = [
+const GUIDES: [&str; 28] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",

@@ -33,10 +33,18 @@ pub(super) struct Moment<'a> {
 /// What an agent starts.
 #[derive(Debug)]
 pub(super) enum Effect {
-    Timer { plan: Plan, at: Duration },
-    Dial { plan: Plan, address: Address },
+    Timer {
+        plan: Plan,
+        at: Duration,
+    },
+    Dial {
+        plan: Plan,
+        address: Address,
+    },
     /// The session with this server takes no new streams.
-    Withdraw { server: usize },
+    Withdraw {
+        server: usize,
+    },
 }
 
 /// An intention of a connector. A newer one makes its timers and dials void.
@@ -130,7 +138,10 @@ impl SimAgent {
 
     /// Returns the servers of all sessions that take new streams.
     pub(super) fn servers(&self) -> impl Iterator<Item = usize> {
-        let sessions = self.connectors.iter().filter_map(|one| one.session.as_ref());
+        let sessions = self
+            .connectors
+            .iter()
+            .filter_map(|one| one.session.as_ref());
         sessions.map(|session| session.server)
     }
 
@@ -277,7 +288,9 @@ impl SimAgent {
 
     fn handle_failed_move(&mut self, index: usize, moment: &mut Moment<'_>) {
         let connector = &mut self.connectors[index];
-        let wait = connector.search.next(connector.members, moment.random.random());
+        let wait = connector
+            .search
+            .next(connector.members, moment.random.random());
         match wait {
             Some(wait) => self.schedule(index, Purpose::Move, wait, moment),
             None => connector.stop_dialing(),
@@ -288,7 +301,9 @@ impl SimAgent {
         let is_addressed = self.is_addressed;
         let connector = &mut self.connectors[index];
         let is_addressed = is_addressed && connector.assigned.is_some();
-        let wait = connector.search.next(connector.members, moment.random.random());
+        let wait = connector
+            .search
+            .next(connector.members, moment.random.random());
         match wait.or_else(|| is_addressed.then_some(ADDRESSED_INTERVAL)) {
             Some(wait) => self.schedule(index, Purpose::Connect, wait, moment),
             None => connector.stop_dialing(),
@@ -376,8 +391,14 @@ impl SimAgent {
     /// Returns the reported members, and the replicas of the sessions.
     fn known_members(&self) -> Cow<'_, [Member]> {
         let mut members = Cow::Borrowed(&*self.members);
-        for session in self.connectors.iter().filter_map(|one| one.session.as_ref()) {
-            let position = members.iter().position(|member| member.id == session.replica);
+        for session in self
+            .connectors
+            .iter()
+            .filter_map(|one| one.session.as_ref())
+        {
+            let position = members
+                .iter()
+                .position(|member| member.id == session.replica);
             match position {
                 Some(position) if session.is_leaving && !members[position].is_leaving => {
                     members.to_mut()[position].is_leaving = true;

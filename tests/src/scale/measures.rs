@@ -153,7 +153,10 @@ impl Measures {
     /// Returns the report of the servers with these numbers of sessions, at the end of a run.
     pub(super) fn report(&self, sessions: &[usize], entry_bytes: f64) -> ScaleReport {
         let after = |at: Duration| at.saturating_sub(self.since);
-        let last_second = self.traffic.last_key_value().map_or(0, |(second, _)| *second);
+        let last_second = self
+            .traffic
+            .last_key_value()
+            .map_or(0, |(second, _)| *second);
         let traffic = || self.traffic.values();
         let mean = |total: usize| total as f64 / (last_second + 1) as f64;
         ScaleReport {

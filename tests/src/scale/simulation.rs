@@ -46,29 +46,58 @@ pub(super) struct Simulation {
 #[derive(Debug)]
 enum Event {
     /// Timer of an agent.
-    Timer { agent: usize, plan: Plan },
+    Timer {
+        agent: usize,
+        plan: Plan,
+    },
     /// A dial arrives at its server.
     Arrive(SimDial),
     /// A server completes a handshake.
-    Complete { server: usize },
+    Complete {
+        server: usize,
+    },
     /// An agent receives Welcome.
     Welcome(SimDial),
     /// An agent learns that a dial has failed.
-    Fail { dial: SimDial, code: Option<CloseCode> },
+    Fail {
+        dial: SimDial,
+        code: Option<CloseCode>,
+    },
     /// An agent notices that a session is lost.
-    Lose { agent: usize, server: usize },
+    Lose {
+        agent: usize,
+        server: usize,
+    },
     /// An agent receives Drain.
-    Drain { agent: usize, server: usize },
+    Drain {
+        agent: usize,
+        server: usize,
+    },
     /// The agents of a server receive its list of members.
-    Members { server: usize },
+    Members {
+        server: usize,
+    },
     /// A server announces changes.
-    Announce { server: usize },
-    LinkUp { from: usize, to: usize },
-    LinkDown { from: usize, to: usize },
+    Announce {
+        server: usize,
+    },
+    LinkUp {
+        from: usize,
+        to: usize,
+    },
+    LinkDown {
+        from: usize,
+        to: usize,
+    },
     /// A server drops the list of another one.
-    Expire { from: usize, to: usize },
+    Expire {
+        from: usize,
+        to: usize,
+    },
     /// The load balancer learns that a server is not ready.
-    RemoveEndpoint { server: usize },
+    RemoveEndpoint {
+        server: usize,
+    },
     Change(Change),
 }
 
@@ -76,15 +105,27 @@ enum Event {
 #[derive(Debug, Clone, Copy)]
 enum Change {
     /// Ends the process of a server; its host resets connections.
-    Kill { server: usize },
+    Kill {
+        server: usize,
+    },
     /// Ends a server with its host.
-    Lose { server: usize },
+    Lose {
+        server: usize,
+    },
     /// Starts a server, with the name of an earlier one or with a new one.
-    Start { again: Option<usize> },
-    Ready { server: usize },
-    Drain { server: usize },
+    Start {
+        again: Option<usize>,
+    },
+    Ready {
+        server: usize,
+    },
+    Drain {
+        server: usize,
+    },
     /// Callers no longer reach a server that drains.
-    StopCalls { server: usize },
+    StopCalls {
+        server: usize,
+    },
 }
 
 impl Simulation {
@@ -188,7 +229,10 @@ impl Simulation {
     }
 
     pub(super) fn report(&self) -> ScaleReport {
-        let staying = self.servers.iter().filter(|server| server.phase == Phase::Ready);
+        let staying = self
+            .servers
+            .iter()
+            .filter(|server| server.phase == Phase::Ready);
         let sessions: Vec<_> = staying.clone().map(|server| server.agents.len()).collect();
         let bytes = staying.map(|server| entry_bytes(&server.directory));
         self.measures.report(&sessions, bytes.fold(0.0, f64::max))
@@ -278,12 +322,18 @@ impl Simulation {
     }
 
     fn check_completeness(&mut self, agent: usize) {
-        let ready = self.servers.iter().filter(|server| server.phase == Phase::Ready);
+        let ready = self
+            .servers
+            .iter()
+            .filter(|server| server.phase == Phase::Ready);
         let wanted = self.options.k.min(ready.count());
         let sessions: BTreeSet<usize> = self.agents[agent].servers().collect();
-        let staying = sessions.iter().filter(|server| self.servers[**server].phase.is_staying());
+        let staying = sessions
+            .iter()
+            .filter(|server| self.servers[**server].phase.is_staying());
         let is_complete = staying.count() >= wanted;
-        self.measures.record_completeness(agent, is_complete, self.now);
+        self.measures
+            .record_completeness(agent, is_complete, self.now);
     }
 
     fn dial(&mut self, agent: usize, plan: Plan, address: &Address) {
@@ -296,7 +346,9 @@ impl Simulation {
                 Some(&self.endpoints[index])
             }
         };
-        let server = replica.and_then(|replica| self.newest.get(replica)).copied();
+        let server = replica
+            .and_then(|replica| self.newest.get(replica))
+            .copied();
         let gives_up_at = self.now + HANDSHAKE_TIMEOUT;
         let dial = SimDial {
             agent,
@@ -410,7 +462,8 @@ impl Simulation {
             .collect();
         for holds in messages {
             let bytes = encoded_len(&holds)?;
-            self.measures.record_message(bytes, receivers.len(), self.now);
+            self.measures
+                .record_message(bytes, receivers.len(), self.now);
             for receiver in &receivers {
                 let directory = &mut self.servers[*receiver].directory;
                 directory.apply(&id, holds.added.clone(), &holds.removed);
@@ -430,7 +483,8 @@ impl Simulation {
         let is_leaving = self.servers[to].phase == Phase::Leaving;
         let list = self.servers[to].full_list(&self.agents);
         for holds in &list {
-            self.measures.record_message(encoded_len(holds)?, 1, self.now);
+            self.measures
+                .record_message(encoded_len(holds)?, 1, self.now);
         }
         let server = &mut self.servers[from];
         server.links.insert(id.clone(), to);
@@ -476,7 +530,12 @@ impl Simulation {
             let host = if is_shared { "servers" } else { id.as_str() };
             vec![format!("{host}.example.com:10262")]
         });
-        let known = self.lists.iter().rev().find(|list| ***list == *members).cloned();
+        let known = self
+            .lists
+            .iter()
+            .rev()
+            .find(|list| ***list == *members)
+            .cloned();
         let list = known.unwrap_or_else(|| {
             let list: Rc<[Member]> = members.into();
             self.lists.push(list.clone());
@@ -516,11 +575,27 @@ impl Simulation {
     /// intervals.
     fn start_server(&mut self, again: Option<usize>) -> Result<()> {
         let server = self.create_server(again)?;
-        let dialed_after = if again.is_some() { PEER_RETRY } else { ENDPOINTS_DELAY };
+        let dialed_after = if again.is_some() {
+            PEER_RETRY
+        } else {
+            ENDPOINTS_DELAY
+        };
         for other in 0..server {
             if self.servers[other].phase.is_up() {
-                self.after(ENDPOINTS_DELAY, Event::LinkUp { from: server, to: other });
-                self.after(dialed_after, Event::LinkUp { from: other, to: server });
+                self.after(
+                    ENDPOINTS_DELAY,
+                    Event::LinkUp {
+                        from: server,
+                        to: other,
+                    },
+                );
+                self.after(
+                    dialed_after,
+                    Event::LinkUp {
+                        from: other,
+                        to: server,
+                    },
+                );
             }
         }
         self.publish(server);
@@ -562,7 +637,8 @@ impl Simulation {
         let stopped = &mut self.servers[server];
         stopped.takes_calls = false;
         for (node, unreachable) in stopped.unreachable.iter_mut().enumerate() {
-            self.measures.record_reachability(unreachable, node, true, self.now);
+            self.measures
+                .record_reachability(unreachable, node, true, self.now);
         }
     }
 
@@ -593,7 +669,11 @@ impl Simulation {
             self.check_completeness(agent);
         }
         if !was_leaving && self.options.case != ScaleCase::ApiServerAway {
-            let wait = if is_silent { HOST_LOST_AFTER } else { ENDPOINTS_DELAY };
+            let wait = if is_silent {
+                HOST_LOST_AFTER
+            } else {
+                ENDPOINTS_DELAY
+            };
             self.after(wait, Event::RemoveEndpoint { server });
         }
     }
@@ -619,7 +699,8 @@ impl Simulation {
         }
         let is_reachable = self.is_reachable(server, agent);
         let unreachable = &mut self.servers[server].unreachable[agent];
-        self.measures.record_reachability(unreachable, agent, is_reachable, self.now);
+        self.measures
+            .record_reachability(unreachable, agent, is_reachable, self.now);
     }
 
     fn is_reachable(&self, server: usize, agent: usize) -> bool {

@@ -236,7 +236,7 @@ impl ResolvesServerCert for ServingCertResolver {
 impl fmt::Debug for ServingCertResolver {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
-            .debug_struct("DoorCertificates")
+            .debug_struct("RoleCertResolver")
             .field("own", &self.own)
             .finish_non_exhaustive()
     }

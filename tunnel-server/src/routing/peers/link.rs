@@ -283,7 +283,7 @@ impl WarnInterval {
 /// Messages that wait to be sent on one connection, and questions that wait for a message.
 const QUEUE_MESSAGES: usize = 256;
 /// Time for the answer to a question. The other server probes its session for about as long.
-const ASK_TIMEOUT: Duration = Duration::from_secs(1);
+const ASK_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Interval of the checks of a connection.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// A check that is this late indicates a stopped process.

@@ -11,9 +11,7 @@ use crate::testing::eventually;
 
 mod fixture;
 
-use fixture::{
-    Installation, LIMIT, connect, control, hello, id, instance, node, refusal, within,
-};
+use fixture::{Installation, LIMIT, connect, control, hello, id, instance, node, refusal, within};
 
 #[tokio::test]
 async fn nodes_and_server_are_known_for_a_while_after_the_connection_is_lost() {

@@ -124,6 +124,7 @@ impl Installation {
             list_linger: LINGER,
             open_limit: LIMIT,
             shutdown: shutdown.clone(),
+            on_enroll: None,
             on_revoked: Box::new(move |nodes| received.lock().extend(nodes)),
         };
         endpoint.start(listener, members);
