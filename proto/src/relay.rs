@@ -25,6 +25,10 @@ use tokio_util::io::poll_read_buf;
 use crate::buffers::{BUFFER_BYTES, Buffer};
 use crate::transport::Stream;
 
+mod forward;
+
+pub use forward::forward;
+
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
 pub trait RelayIo {
     /// The type that reads and writes bytes.
@@ -33,18 +37,6 @@ pub trait RelayIo {
     fn io(&mut self) -> &mut Self::Io;
     /// Returns the stream, if this side is one. A stream sends and receives `Bytes`.
     fn stream(&mut self) -> Option<&mut Stream>;
-}
-
-impl RelayIo for Stream {
-    type Io = Self;
-
-    fn io(&mut self) -> &mut Self {
-        self
-    }
-
-    fn stream(&mut self) -> Option<&mut Self> {
-        Some(self)
-    }
 }
 
 /// A side of a relay that is not a [`Stream`]: a socket, or TLS or HTTP over a socket.
@@ -128,17 +120,6 @@ pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> Relay
         right_to_left: right_to_left.bytes_copied,
         end,
     }
-}
-
-/// Relays a stream that another server has opened, over a stream to the agent. The agent's reply
-/// passes like all other bytes, so that nobody waits for it here. Bytes of the opener that are right
-/// behind its header do not wait for it either.
-///
-/// If the future is dropped, the caller must drop both sides as after a cut.
-pub async fn forward(incoming: &mut Stream, opened: &mut Stream) -> RelayOutcome {
-    incoming.leave_reply();
-    opened.leave_reply();
-    relay(incoming, opened).await
 }
 
 /// The states of one direction: copying until the input ends, shutting down the output, done.

@@ -12,24 +12,23 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
-use rustls_pki_types::{CertificateDer, ServerName};
+use rustls_pki_types::CertificateDer;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::{Mutex as AsyncMutex, mpsc};
-use tokio_rustls::{TlsConnector, client, server};
+use tokio_rustls::{client, server};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::flow::{StreamWindow, connection_window};
-use super::{Dialer, HandshakeError, Session, SessionSettings, Traffic, TransportKind};
+use super::{HandshakeError, Session, SessionSettings, Traffic};
 use crate::identity::{IdentityError, PeerIdentity};
-use crate::tcp::{self, Connect, ServerAddr};
 use crate::tls;
 use crate::wire::code::CloseCode;
 
 mod bulk_queue;
 mod control_rate;
+mod dialer;
 mod driver;
 mod io;
 mod offers;
@@ -41,6 +40,7 @@ mod stream;
 mod wakeups;
 
 use control_rate::PREFACE_BYTES;
+pub use dialer::H2Dialer;
 use driver::{Connection, Driver, WINDOW_SIZE_MAX};
 use io::ConnIo;
 pub use read_ahead::ReadAhead;
@@ -199,81 +199,6 @@ async fn start_server<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
         )),
         Err(reason) => Err(HandshakeError::Transport(reason.reason)),
     }
-}
-
-/// A dialer of h2 sessions over TCP connections.
-#[derive(Debug)]
-pub struct H2Dialer {
-    tls: Arc<rustls::ClientConfig>,
-    settings: SessionSettings,
-    connect: Arc<dyn Connect>,
-}
-
-impl H2Dialer {
-    /// Creates a dialer with the credential in `tls`. `connect` opens its TCP connections.
-    #[must_use]
-    pub fn new(
-        tls: Arc<rustls::ClientConfig>,
-        settings: SessionSettings,
-        connect: Arc<dyn Connect>,
-    ) -> Self {
-        Self {
-            tls,
-            settings,
-            connect,
-        }
-    }
-
-    /// Runs the client's part of the TLS handshake.
-    async fn handshake_tls(
-        &self,
-        socket: TcpStream,
-    ) -> Result<client::TlsStream<ReadAhead>, HandshakeError> {
-        let name = ServerName::try_from(SERVER_NAME)
-            .map_err(|error| HandshakeError::Local(error.to_string()))?;
-        TlsConnector::from(self.tls.clone())
-            .connect(name, ReadAhead::new(socket))
-            .await
-            .map_err(|error| {
-                if !tls::is_tls_error(&error) {
-                    // The connection was reset or closed during the handshake, as by a server that
-                    // stops.
-                    return HandshakeError::Connect(error);
-                }
-                let text = format!("{error}{}", tls::clock_hint(&error));
-                handshake_failure(tls::received_alert(&error), text)
-            })
-    }
-}
-
-#[async_trait]
-impl Dialer for H2Dialer {
-    async fn dial(&self, remote: &ServerAddr) -> Result<Arc<dyn Session>, HandshakeError> {
-        let socket = self
-            .connect
-            .connect(remote)
-            .await
-            .map_err(HandshakeError::Connect)?;
-        tcp::configure_session(&socket)
-            .map_err(|error| HandshakeError::Local(error.to_string()))?;
-        let remote = address(&socket)?;
-        let stream = self.handshake_tls(socket).await?;
-        let peer =
-            PeerIdentity::from_server_certificate(leaf(stream.get_ref().1.peer_certificates())?)?;
-        let peer_info = PeerInfo {
-            peer,
-            chain: Vec::new(),
-            remote,
-        };
-        start_server(stream, peer_info, &self.settings).await
-    }
-
-    fn transport(&self) -> TransportKind {
-        TransportKind::H2
-    }
-
-    /// Returns at once, because the close of a session already waits for its connection.
-    async fn wait_idle(&self) {}
 }
 
 /// The identity and address of the peer.

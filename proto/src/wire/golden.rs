@@ -102,7 +102,7 @@ fn members() -> Vec<Member> {
 
 #[test]
 fn messages_between_servers_are_as_captured() {
-    let held = HeldNode {
+    let held_node = HeldNode {
         node: "w".parse().unwrap(),
         instance: InstanceId::new([7; 16]),
         since: SystemTime::UNIX_EPOCH + Duration::from_millis(300),
@@ -122,14 +122,14 @@ fn messages_between_servers_are_as_captured() {
                 "1e121c 0801 1218 0a0177 121007070707070707070707070707070707 18ac02",
                 PeerMessage::Holds(Holds {
                     is_full: true,
-                    added: vec![held.clone()],
+                    added: vec![held_node.clone()],
                     removed: Vec::new(),
                 }),
             ),
             (
                 "0512031a0177",
                 PeerMessage::Holds(Holds {
-                    removed: vec![held.node.clone()],
+                    removed: vec![held_node.node.clone()],
                     ..Holds::default()
                 }),
             ),
@@ -138,8 +138,8 @@ fn messages_between_servers_are_as_captured() {
                 "192217 0803 120177 1a1007070707070707070707070707070707",
                 PeerMessage::Ask(Ask {
                     id: 3,
-                    node: held.node.clone(),
-                    instance: held.instance,
+                    node: held_node.node.clone(),
+                    instance: held_node.instance,
                 }),
             ),
             (
@@ -152,8 +152,8 @@ fn messages_between_servers_are_as_captured() {
             (
                 "0a3208 0a06 0a0177 10ac02",
                 PeerMessage::Revoked(vec![RevokedNode {
-                    node: held.node.clone(),
-                    at: held.since,
+                    node: held_node.node.clone(),
+                    at: held_node.since,
                 }]),
             ),
         ],

@@ -194,19 +194,19 @@ impl HeldNode {
 /// fields.
 const FIELDS_MAX: usize = 48;
 
-fn encode_held(held: &HeldNode) -> pb::HeldNode {
+fn encode_held(held_node: &HeldNode) -> pb::HeldNode {
     pb::HeldNode {
-        node: held.node.to_string(),
-        instance_id: held.instance.as_bytes().to_vec(),
-        since_millis: since_epoch(held.since),
+        node: held_node.node.to_string(),
+        instance_id: held_node.instance.as_bytes().to_vec(),
+        since_millis: since_epoch(held_node.since),
     }
 }
 
-fn decode_held(held: pb::HeldNode) -> Result<HeldNode, FrameError> {
+fn decode_held(held_node: pb::HeldNode) -> Result<HeldNode, FrameError> {
     Ok(HeldNode {
-        node: decode_node(&held.node)?,
-        instance: decode_instance(held.instance_id)?,
-        since: decode_time(held.since_millis)?,
+        node: decode_node(&held_node.node)?,
+        instance: decode_instance(held_node.instance_id)?,
+        since: decode_time(held_node.since_millis)?,
     })
 }
 
@@ -260,20 +260,20 @@ mod tests {
     #[test]
     fn names_and_instances_that_are_none_are_refused() {
         use pb::peer_message::Kind;
-        let held = |node: &str, instance: &[u8], since_millis| {
-            let held = pb::HeldNode {
+        let held_node = |node: &str, instance: &[u8], since_millis| {
+            let held_node = pb::HeldNode {
                 node: node.into(),
                 instance_id: instance.to_vec(),
                 since_millis,
             };
             decode(Kind::Holds(pb::Holds {
-                added: vec![held],
+                added: vec![held_node],
                 ..pb::Holds::default()
             }))
         };
-        assert!(held("edge-1", &[7; 16], 1).is_ok());
-        assert!(held("edge 1", &[7; 16], 1).is_err());
-        assert!(held("edge-1", &[7; 15], 1).is_err());
+        assert!(held_node("edge-1", &[7; 16], 1).is_ok());
+        assert!(held_node("edge 1", &[7; 16], 1).is_err());
+        assert!(held_node("edge-1", &[7; 15], 1).is_err());
         let removed = vec!["10.0.0.1".to_owned()];
         assert!(
             decode(Kind::Holds(pb::Holds {
@@ -298,18 +298,18 @@ mod tests {
             "d".repeat(61),
         ]
         .join(".");
-        let held = HeldNode {
+        let held_node = HeldNode {
             node: name.parse().unwrap(),
             instance: InstanceId::new([7; 16]),
             since: SystemTime::UNIX_EPOCH + Duration::from_millis(u64::MAX >> 12),
         };
         let message = PeerMessage::Holds(Holds {
-            added: vec![held.clone()],
+            added: vec![held_node.clone()],
             ..Holds::default()
         });
         let mut framed = BytesMut::new();
         message.encode(&mut framed).unwrap();
-        assert!(framed.len() <= held.size_max(), "{}", framed.len());
+        assert!(framed.len() <= held_node.size_max(), "{}", framed.len());
         let content = frame::take(&mut framed, PEER_MESSAGE_MAX).unwrap().unwrap();
         assert_eq!(PeerMessage::decode(&content).unwrap(), message);
     }

@@ -131,7 +131,7 @@ pub(super) fn check_control(input: &[u8]) -> Result<()> {
 pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
     let node = "worker-1".parse()?;
     let instance = InstanceId::new([7; 16]);
-    let held = HeldNode {
+    let held_node = HeldNode {
         node,
         instance,
         since: SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000),
@@ -145,13 +145,13 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
         }),
         PeerMessage::Holds(Holds {
             is_full: true,
-            added: vec![held.clone(), held.clone()],
-            removed: vec![held.node.clone()],
+            added: vec![held_node.clone(), held_node.clone()],
+            removed: vec![held_node.node.clone()],
         }),
         PeerMessage::Leaving,
         PeerMessage::Ask(Ask {
             id: 3,
-            node: held.node.clone(),
+            node: held_node.node.clone(),
             instance,
         }),
         PeerMessage::Alive(Alive {
@@ -159,8 +159,8 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
             is_alive: true,
         }),
         PeerMessage::Revoked(vec![RevokedNode {
-            node: held.node.clone(),
-            at: held.since,
+            node: held_node.node.clone(),
+            at: held_node.since,
         }]),
     ];
     let contents = messages

@@ -194,8 +194,8 @@ fn follow_peers(
     shutdown.spawn_service(async move {
         let mut current = Vec::new();
         while changed.changed().await.is_ok() {
-            let held = peers.held().into_iter();
-            let nodes = held_nodes(held.map(|(node, _replica)| node), nodes_max);
+            let held_node = peers.held_nodes().into_iter();
+            let nodes = held_nodes(held_node.map(|(node, _replica)| node), nodes_max);
             if nodes != current {
                 let table = routes.set(RouteSource::Peers, nodes.clone());
                 metrics.routes(table.len(), table.conflicts().len());
@@ -207,8 +207,8 @@ fn follow_peers(
 }
 
 /// Returns each node once, ordered by name, at most `nodes_max`.
-fn held_nodes(held: impl Iterator<Item = NodeName>, nodes_max: usize) -> Vec<RouteNode> {
-    let names: BTreeSet<NodeName> = held.collect();
+fn held_nodes(held_node: impl Iterator<Item = NodeName>, nodes_max: usize) -> Vec<RouteNode> {
+    let names: BTreeSet<NodeName> = held_node.collect();
     let nodes = names.into_iter().take(nodes_max).map(|name| RouteNode {
         name,
         hostname: None,
@@ -227,8 +227,8 @@ mod tests {
 
     #[test]
     fn nodes_of_other_servers_are_known_once_and_up_to_the_limit() {
-        let held = ["b", "a", "c", "a"].map(|name| name.parse().unwrap());
-        let nodes = held_nodes(held.into_iter(), 2);
+        let held_node = ["b", "a", "c", "a"].map(|name| name.parse().unwrap());
+        let nodes = held_nodes(held_node.into_iter(), 2);
         let names: Vec<_> = nodes.iter().map(|node| node.name.as_str()).collect();
         assert_eq!(names, ["a", "b"]);
         let routes = Routes::default();

@@ -42,8 +42,7 @@ pub struct Enrollment {
     pub nodes: Arc<KnownNodes>,
     /// Client for the review of ServiceAccount tokens. `None` outside a cluster.
     pub attestor: Option<Attestor>,
-    /// Other servers that may have created a join token. `None` in a cluster, whose servers share
-    /// all tokens.
+    /// Other servers, which may have created a join token. `None` in a cluster.
     pub peers: Option<Arc<Peers>>,
 }
 
@@ -317,7 +316,7 @@ where
     reply.encode(&mut bytes).map_err(std::io::Error::other)?;
     stream.write_all(&bytes).await?;
     stream.shutdown().await?;
-    // Closing with unread bytes would reset the connection and may discard the reply.
+    // A close with unread bytes would reset the connection and could discard the reply.
     let draining = async {
         let mut scratch = [0; 1024];
         while matches!(stream.read(&mut scratch).await, Ok(1..)) {}
@@ -326,7 +325,7 @@ where
     Ok(())
 }
 
-/// Time to wait for the agent to close the connection after the reply.
+/// Time for the agent to close the connection after the reply.
 const LINGER: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

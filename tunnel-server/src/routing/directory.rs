@@ -12,6 +12,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::HeldNode;
 
+mod claim;
+
+pub use claim::Claim;
+
 /// Maximum number of servers that are asked for one stream.
 pub const HOLDERS_TRIED_MAX: usize = 2;
 
@@ -77,8 +81,8 @@ impl Directory {
             self.remove(node, index);
         }
         let mut ignored = 0;
-        for held in added {
-            if !self.insert(held, index) {
+        for held_node in added {
+            if !self.insert(held_node, index) {
                 ignored += 1;
             }
         }
@@ -158,12 +162,12 @@ impl Directory {
             .filter(|holder| holder.instance != instance)
             .filter_map(|holder| {
                 let replica = self.replica(holder.replica)?;
-                let held = HeldNode {
+                let held_node = HeldNode {
                     node: node.clone(),
                     instance: holder.instance,
                     since: UNIX_EPOCH + Duration::from_millis(holder.since),
                 };
-                Some((replica.id.clone(), held))
+                Some((replica.id.clone(), held_node))
             })
             .collect()
     }
@@ -191,17 +195,17 @@ impl Directory {
     }
 
     /// Stores an entry. Returns `false` if the server has reached the limit.
-    fn insert(&mut self, held: HeldNode, index: u16) -> bool {
+    fn insert(&mut self, held_node: HeldNode, index: u16) -> bool {
         let max = self.nodes_max_per_replica;
         let Some(Some(replica)) = self.replicas.get_mut(usize::from(index)) else {
             return false;
         };
         let holder = Holder {
-            instance: held.instance,
-            since: millis(held.since),
+            instance: held_node.instance,
+            since: millis(held_node.since),
             replica: index,
         };
-        match self.nodes.entry(held.node) {
+        match self.nodes.entry(held_node.node) {
             Entry::Occupied(mut entry) => {
                 let holders = entry.get_mut();
                 match holders.iter_mut().find(|known| known.replica == index) {
@@ -282,34 +286,6 @@ impl Directory {
             None => self.replicas.push(new),
         }
         Some(index)
-    }
-}
-
-/// The claim of a server on a node, for two admissions that crossed. Ordered by the time of the
-/// admission, then by the server's name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Claim<'a> {
-    /// In milliseconds since the Unix epoch. Both ends must compare the same values, and the wire
-    /// has milliseconds.
-    since: u64,
-    replica: &'a ReplicaId,
-}
-
-impl<'a> Claim<'a> {
-    /// Creates the claim of a server that admitted the agent at `since`.
-    #[must_use]
-    pub fn new(since: SystemTime, replica: &'a ReplicaId) -> Self {
-        Self {
-            since: millis(since),
-            replica,
-        }
-    }
-
-    /// Returns whether this server must close its sessions of the node in favor of the agent process
-    /// that `other` admitted: the later admission yields. Both ends decide alike.
-    #[must_use]
-    pub fn yields_to(&self, other: &Self) -> bool {
-        self > other
     }
 }
 

@@ -260,8 +260,8 @@ impl Registry {
     /// Returns the nodes that have a session for new streams, ordered by name, each with the agent
     /// process of that session and the admission of the oldest session of that process.
     #[must_use]
-    pub fn held(&self) -> Vec<HeldNode> {
-        let mut held: Vec<_> = (self.nodes.lock().iter())
+    pub fn held_nodes(&self) -> Vec<HeldNode> {
+        let mut held_node: Vec<_> = (self.nodes.lock().iter())
             .filter_map(|(name, node)| {
                 let instance = node.active()?.instance;
                 let same = (node.sessions.iter()).filter(|agent| agent.instance == instance);
@@ -272,8 +272,8 @@ impl Registry {
                 })
             })
             .collect();
-        held.sort_unstable_by(|one, other| one.node.cmp(&other.node));
-        held
+        held_node.sort_unstable_by(|one, other| one.node.cmp(&other.node));
+        held_node
     }
 
     /// Returns whether a session of a node is connected.

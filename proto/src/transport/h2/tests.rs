@@ -8,17 +8,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use rustls_pki_types::ServerName;
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::*;
 use crate::identity::Role;
-use crate::tcp::{Direct, configure_session};
+use crate::tcp::{Direct, ServerAddr, configure_session};
 use crate::tls::{self, test_ca::TestCa};
-use crate::transport::{BufferPool, ClosedBy, CongestionControl, Stream, StreamCut, find_cause};
+use crate::transport::{
+    BufferPool, ClosedBy, CongestionControl, Dialer as _, Stream, StreamCut, find_cause,
+};
 use crate::wire::ALPN_SESSION_TCP;
 use crate::wire::code::ResetCode;
 use crate::wire::header::{StreamHeader, StreamKind, StreamReply, Target};

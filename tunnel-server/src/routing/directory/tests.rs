@@ -17,7 +17,7 @@ fn instance(number: u8) -> InstanceId {
     InstanceId::new([number; 16])
 }
 
-fn held(number: usize) -> HeldNode {
+fn held_node(number: usize) -> HeldNode {
     HeldNode {
         node: node(number),
         instance: instance(1),
@@ -30,7 +30,7 @@ fn directory(max: usize, lists: &[(usize, &[usize])]) -> Directory {
     for (number, nodes) in lists {
         let id = replica(*number);
         directory.begin(&id);
-        let nodes = nodes.iter().map(|number| held(*number)).collect();
+        let nodes = nodes.iter().map(|number| held_node(*number)).collect();
         assert_eq!(directory.apply(&id, nodes, &[]), 0);
     }
     directory
@@ -63,7 +63,7 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
     );
     // A new list is that of a new process.
     directory.begin(&by_weight[0]);
-    directory.apply(&by_weight[0], vec![held(1)], &[]);
+    directory.apply(&by_weight[0], vec![held_node(1)], &[]);
     assert_eq!(directory.holders(&node(1)), by_weight);
 }
 
@@ -82,20 +82,27 @@ fn weights_spread_nodes_over_their_holders() {
 fn entries_above_the_limit_are_ignored() {
     let mut directory = directory(3, &[(0, &[1, 2]), (1, &[1, 2, 3])]);
     assert_eq!(
-        directory.apply(&replica(0), vec![held(3), held(4), held(5)], &[]),
+        directory.apply(
+            &replica(0),
+            vec![held_node(3), held_node(4), held_node(5)],
+            &[]
+        ),
         2
     );
     assert_eq!(directory.nodes_of(&replica(0)), 3);
     let again = HeldNode {
         instance: instance(2),
-        ..held(1)
+        ..held_node(1)
     };
     assert_eq!(
         directory.apply(&replica(0), vec![again], &[]),
         0,
         "no new entry"
     );
-    assert_eq!(directory.apply(&replica(0), vec![held(4)], &[node(3)]), 0);
+    assert_eq!(
+        directory.apply(&replica(0), vec![held_node(4)], &[node(3)]),
+        0
+    );
     assert_eq!((directory.nodes(), directory.nodes_of(&replica(0))), (4, 3));
 }
 
@@ -186,7 +193,7 @@ fn lie(directory: &mut Directory, id: &ReplicaId, random: &mut SmallRng) {
             2 => directory.remove_replica(id),
             _ => {}
         }
-        directory.apply(id, added.into_iter().map(held).collect(), &removed);
+        directory.apply(id, added.into_iter().map(held_node).collect(), &removed);
     }
 }
 

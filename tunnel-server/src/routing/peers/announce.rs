@@ -18,14 +18,14 @@ pub(super) type HeldNodes = Arc<[HeldNode]>;
 
 /// Publishes the nodes of the registry whenever they change. Changes of 100 ms are published
 /// together.
-pub(super) async fn follow_registry(registry: Arc<Registry>, held: watch::Sender<HeldNodes>) {
+pub(super) async fn follow_registry(registry: Arc<Registry>, held_node: watch::Sender<HeldNodes>) {
     let mut changed = registry.changed();
     // A session that is suspect or withdrawn stays registered, and causes no notification.
     let mut ticks = interval(POLL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        let nodes = registry.held();
-        held.send_if_modified(|published| {
+        let nodes = registry.held_nodes();
+        held_node.send_if_modified(|published| {
             let is_changed = **published != *nodes;
             if is_changed {
                 *published = nodes.into();
@@ -42,14 +42,14 @@ pub(super) async fn follow_registry(registry: Arc<Registry>, held: watch::Sender
 /// Sends the full list and then each change to the queue of a connection, and that this server
 /// leaves.
 pub(super) async fn announce(
-    mut held: watch::Receiver<HeldNodes>,
+    mut held_node: watch::Receiver<HeldNodes>,
     mut is_leaving: watch::Receiver<bool>,
     outbox: mpsc::Sender<PeerMessage>,
 ) -> Infallible {
     let mut sent: Option<HeldNodes> = None;
     let mut has_left = false;
     loop {
-        let current = held.borrow_and_update().clone();
+        let current = held_node.borrow_and_update().clone();
         for holds in changes(sent.as_deref(), &current) {
             if outbox.send(PeerMessage::Holds(holds)).await.is_err() {
                 return pending().await;
@@ -64,7 +64,7 @@ pub(super) async fn announce(
             }
         }
         let is_gone = tokio::select! {
-            changed = held.changed() => changed.is_err(),
+            changed = held_node.changed() => changed.is_err(),
             changed = is_leaving.changed() => changed.is_err(),
         };
         if is_gone {
@@ -112,9 +112,9 @@ struct Messages {
 }
 
 impl Messages {
-    fn add(&mut self, held: &HeldNode) {
-        self.reserve(held.node.as_str().len() + HELD_BYTES);
-        self.added.push(held.clone());
+    fn add(&mut self, held_node: &HeldNode) {
+        self.reserve(held_node.node.as_str().len() + HELD_BYTES);
+        self.added.push(held_node.clone());
     }
 
     fn remove(&mut self, node: &NodeName) {
@@ -167,7 +167,7 @@ mod tests {
 
     use super::*;
 
-    fn held(number: usize, instance: u8) -> HeldNode {
+    fn held_node(number: usize, instance: u8) -> HeldNode {
         let since: SystemTime = UNIX_EPOCH + Duration::from_millis(1_700_000_000_123);
         HeldNode {
             // As long as a name can be.
@@ -181,8 +181,8 @@ mod tests {
 
     #[test]
     fn changes_lead_from_one_list_to_the_other() {
-        let before = [held(1, 1), held(2, 1), held(4, 1)];
-        let after = [held(2, 2), held(3, 1), held(4, 1)];
+        let before = [held_node(1, 1), held_node(2, 1), held_node(4, 1)];
+        let after = [held_node(2, 2), held_node(3, 1), held_node(4, 1)];
         let messages = changes(Some(&before), &after);
         let [holds] = &messages[..] else {
             panic!("{messages:?}");
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn long_lists_are_messages_that_fit() {
-        let list: Vec<_> = (0..1000).map(|number| held(number, 255)).collect();
+        let list: Vec<_> = (0..1000).map(|number| held_node(number, 255)).collect();
         let full = changes(None, &list);
         let gone = changes(Some(&list), &[]);
         assert!(full.len() > 1 && gone.len() > 1);

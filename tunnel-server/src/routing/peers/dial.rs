@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tracing::{Instrument as _, debug, info, info_span, warn};
@@ -21,14 +21,16 @@ use tunnel_proto::transport::{Session, h2};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
-use tunnel_proto::wire::peer::{Alive, Ask, PEER_MESSAGE_MAX, PeerMessage, RevokedNode};
+use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage, RevokedNode};
 use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
 
+use super::backoff::{BACKOFF_MAX, Backoff};
 use super::endpoint::PeerEndpoint;
 use super::link::{
     Control, Link, LinkCheck, LinkError, LinkMonitor, PendingAsk, WarnInterval, check_interval,
     exchange_hello, outbox,
 };
+use super::questions::Questions;
 use super::{PeerAddress, RevokedNodes};
 
 /// Dials each server of the membership, apart from this one.
@@ -290,34 +292,6 @@ pub(super) fn dead() -> LinkError {
     LinkError::Refused(CloseCode::Dead, "no sign of life for 15 s".to_owned())
 }
 
-/// Questions without an answer.
-#[derive(Debug, Default)]
-struct Questions {
-    last_id: u64,
-    pending: HashMap<u64, oneshot::Sender<bool>>,
-}
-
-impl Questions {
-    /// Stores a question and returns its message.
-    fn add(&mut self, ask: PendingAsk) -> PeerMessage {
-        // Admissions wait for an answer for a second at most.
-        self.pending.retain(|_, answer| !answer.is_closed());
-        self.last_id += 1;
-        self.pending.insert(self.last_id, ask.answer);
-        PeerMessage::Ask(Ask {
-            id: self.last_id,
-            node: ask.node,
-            instance: ask.instance,
-        })
-    }
-
-    fn answer(&mut self, alive: &Alive) {
-        if let Some(answer) = self.pending.remove(&alive.id) {
-            let _too_late = answer.send(alive.is_alive);
-        }
-    }
-}
-
 /// Sends all revocations to the queue of a connection, and then each later one.
 async fn send_revoked(
     mut revoked: watch::Receiver<Arc<RevokedNodes>>,
@@ -347,40 +321,7 @@ async fn send_revoked(
     }
 }
 
-/// Time between two attempts: from 0.2 s, doubled up to 5 s, with jitter.
-#[derive(Debug, Default)]
-struct Backoff {
-    attempts: u32,
-}
-
-impl Backoff {
-    /// Returns the time until the next attempt. `jitter` is from 0 to 1.
-    fn next_delay(&mut self, jitter: f64) -> Duration {
-        let doubled = BACKOFF_MIN.saturating_mul(1 << self.attempts.min(8));
-        self.attempts = self.attempts.saturating_add(1);
-        doubled.min(BACKOFF_MAX).mul_f64(0.75 + jitter / 4.0)
-    }
-}
-
 /// The server name that this end sends. Verification uses the chain and the role, not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
-const BACKOFF_MIN: Duration = Duration::from_millis(200);
-const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// Revocations in one message, with the longest names and 32 bytes for the time and lengths.
 const REVOKED_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 32);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn attempts_are_two_tenths_of_a_second_to_five_seconds_apart() {
-        let mut backoff = Backoff::default();
-        let delays: Vec<_> = (0..50)
-            .map(|_| backoff.next_delay(1.0).as_millis())
-            .collect();
-        assert_eq!(delays[..6], [200, 400, 800, 1600, 3200, 5000]);
-        assert!(delays[5..].iter().all(|delay| *delay == 5000));
-        assert_eq!(Backoff::default().next_delay(0.0).as_millis(), 150);
-    }
-}

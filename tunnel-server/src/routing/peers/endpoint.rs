@@ -62,8 +62,8 @@ impl fmt::Debug for PeerEndpoint {
 impl PeerEndpoint {
     /// Closes the sessions of nodes that another server holds with another agent process, if the
     /// agent was admitted there first. The admissions crossed: neither server knew of the other.
-    pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held: &[HeldNode]) {
-        for other in held {
+    pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held_node: &[HeldNode]) {
+        for other in held_node {
             let all = self.registry.of_node(&other.node);
             let mut sessions = all.clone();
             sessions.retain(|agent| agent.instance != other.instance && !agent.is_withdrawn());

@@ -40,7 +40,7 @@ async fn node_is_forgotten_when_its_agent_has_gone() {
     let [x, _y] = agents;
     drop(x);
     eventually("x is forgotten", || {
-        a.peers.held() == [(node("y"), id("b"))]
+        a.peers.held_nodes() == [(node("y"), id("b"))]
     })
     .await;
 }
@@ -104,7 +104,7 @@ async fn holder_without_the_node_is_forgotten_and_the_next_one_is_asked() {
     assert_eq!(first.via, Via::Replica(id("b")));
     assert_eq!(refusal(&mut first).await, RefusalCode::NotHere);
     a.routing.not_here(&node("x"), &first.via);
-    assert_eq!(a.peers.held(), [(node("x"), id("c"))]);
+    assert_eq!(a.peers.held_nodes(), [(node("x"), id("c"))]);
     let mut second = a.open("x", Some(&first.via)).await.unwrap();
     let _target = agent.accepts().await;
     within(second.stream.accepted()).await.unwrap();

@@ -190,7 +190,8 @@ pub(super) async fn connect(servers: &[&Server]) {
     for server in servers {
         server.dial(servers);
     }
-    let has = |held: usize| move |server: &&Server| server.peers.held().len() == held;
+    let has =
+        |held_node: usize| move |server: &&Server| server.peers.held_nodes().len() == held_node;
     let is_connected = || servers.iter().all(has(servers.len() - 1));
     eventually("servers are connected", is_connected).await;
     drop(agents);
@@ -234,19 +235,19 @@ impl Server {
     /// Waits until this server knows that `holder` holds a node.
     pub(super) async fn sees(&self, name: &str, holder: &Self) {
         let entry = (node(name), holder.peers.own().clone());
-        eventually("node is held", || self.peers.held().contains(&entry)).await;
+        eventually("node is held", || self.peers.held_nodes().contains(&entry)).await;
     }
 
     /// Receives that `holder` holds a node, whether that is true or not.
     pub(super) fn receive_claim(&self, name: &str, holder: &Self) {
-        let held = HeldNode {
+        let held_node = HeldNode {
             node: node(name),
             instance: instance(9),
             since: SystemTime::now(),
         };
         let holds = Holds {
             is_full: false,
-            added: vec![held],
+            added: vec![held_node],
             removed: Vec::new(),
         };
         self.peers.apply(holder.peers.own(), holds);

@@ -1,0 +1,36 @@
+//! Questions to another server about an agent that it holds.
+
+use std::collections::HashMap;
+
+use tokio::sync::oneshot;
+use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
+
+use super::link::PendingAsk;
+
+/// Questions without an answer.
+#[derive(Debug, Default)]
+pub(super) struct Questions {
+    last_id: u64,
+    pending: HashMap<u64, oneshot::Sender<bool>>,
+}
+
+impl Questions {
+    /// Stores a question and returns its message.
+    pub(super) fn add(&mut self, ask: PendingAsk) -> PeerMessage {
+        // Admissions wait for an answer for a second at most.
+        self.pending.retain(|_, answer| !answer.is_closed());
+        self.last_id += 1;
+        self.pending.insert(self.last_id, ask.answer);
+        PeerMessage::Ask(Ask {
+            id: self.last_id,
+            node: ask.node,
+            instance: ask.instance,
+        })
+    }
+
+    pub(super) fn answer(&mut self, alive: &Alive) {
+        if let Some(answer) = self.pending.remove(&alive.id) {
+            let _too_late = answer.send(alive.is_alive);
+        }
+    }
+}

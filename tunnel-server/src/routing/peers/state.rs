@@ -1,0 +1,164 @@
+//! Changes of what is known of the other servers: their connections, what they hold, and whether
+//! they stop.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use tracing::{debug, warn};
+use tunnel_proto::wire::control::Member;
+use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::wire::peer::{Holds, PeerHello};
+use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
+
+use super::link::Link;
+use super::{Peer, PeerAddress, Peers, State};
+
+impl Peers {
+    /// Returns this server's first message on a connection.
+    pub(super) fn hello(&self) -> PeerHello {
+        PeerHello {
+            replica: self.own.clone(),
+            epoch: self.epoch,
+            versions: (VERSION_MIN, VERSION_MAX),
+            addresses: self.state.lock().addresses.clone(),
+        }
+    }
+
+    /// Adds a server that the task of this generation dials, or updates its address.
+    pub(super) fn expect(&self, peer: &PeerAddress, generation: u64) {
+        let mut state = self.state.lock();
+        let known = state.peers.entry(peer.id.clone());
+        let known = known.or_insert_with(|| Peer {
+            address: String::new(),
+            generation,
+            link: None,
+            addresses: Vec::new(),
+            is_leaving: false,
+            is_member: false,
+            since: SystemTime::now(),
+        });
+        known.generation = generation;
+        known.address.clone_from(&peer.address);
+        self.publish(&state);
+    }
+
+    /// Removes a server that the task of this generation no longer dials, unless another task does.
+    pub(super) fn remove(&self, replica: &ReplicaId, generation: u64) {
+        let mut state = self.state.lock();
+        let peer = state.peers.get(replica);
+        if peer.is_none_or(|peer| peer.generation != generation) {
+            return;
+        }
+        state.peers.remove(replica);
+        state.directory.remove_replica(replica);
+        self.directory_changed(&state);
+        self.publish(&state);
+    }
+
+    pub(super) fn link_up(&self, link: &Arc<Link>, hello: PeerHello) {
+        self.with_peer(&link.replica, |peer| {
+            peer.link = Some(link.clone());
+            peer.addresses = hello.addresses;
+            peer.is_leaving = false;
+            peer.is_member = true;
+            peer.since = SystemTime::now();
+        });
+    }
+
+    /// Records the loss of a connection. What the server held stays in the directory until
+    /// [`Peers::expire`].
+    pub(super) fn link_down(&self, link: &Arc<Link>) {
+        self.with_peer(&link.replica, |peer| {
+            if (peer.link.as_ref()).is_some_and(|current| Arc::ptr_eq(current, link)) {
+                peer.link = None;
+                peer.since = SystemTime::now();
+            }
+        });
+    }
+
+    /// Removes what a server held that has had no connection for a while.
+    pub(super) fn expire(&self, replica: &ReplicaId) {
+        self.with_peer(replica, |peer| peer.is_member = false);
+        let mut state = self.state.lock();
+        state.directory.remove_replica(replica);
+        self.directory_changed(&state);
+    }
+
+    /// Records that another server stops soon.
+    pub(super) fn peer_leaves(&self, replica: &ReplicaId) {
+        self.state.lock().directory.set_leaving(replica);
+        self.with_peer(replica, |peer| peer.is_leaving = true);
+    }
+
+    /// Changes the state of a server that is dialed.
+    pub(super) fn with_peer(&self, replica: &ReplicaId, change: impl FnOnce(&mut Peer)) {
+        let mut state = self.state.lock();
+        if let Some(peer) = state.peers.get_mut(replica) {
+            change(peer);
+        }
+        self.publish(&state);
+    }
+
+    /// Applies what another server announced.
+    pub(super) fn apply(&self, replica: &ReplicaId, holds: Holds) {
+        let mut state = self.state.lock();
+        if holds.is_full {
+            state.directory.begin(replica);
+        }
+        let ignored = state.directory.apply(replica, holds.added, &holds.removed);
+        self.directory_changed(&state);
+        drop(state);
+        if ignored > 0 && self.violations.is_due() {
+            warn!(
+                peer = %replica, ignored, limit = self.limits.directory_nodes,
+                "server announces more nodes than limits.directoryNodes; the rest is not reached over it"
+            );
+        }
+    }
+
+    /// Logs that another server violated the protocol, at most once in 30 s.
+    pub(super) fn warn_violation(
+        &self,
+        peer: &dyn std::fmt::Display,
+        error: &dyn std::fmt::Display,
+    ) {
+        if self.violations.is_due() {
+            warn!(%peer, %error, "another server violated the protocol, connection closed");
+        } else {
+            debug!(%peer, %error, "another server violated the protocol, connection closed");
+        }
+    }
+
+    pub(super) fn directory_changed(&self, state: &State) {
+        self.metrics.set_directory_nodes(state.directory.nodes());
+        self.directory_changes.send_modify(|count| *count += 1);
+    }
+
+    /// Updates the metrics, and the list for agents if it has changed.
+    pub(super) fn publish(&self, state: &State) {
+        let states: Vec<_> = state.peers.values().map(Peer::state).collect();
+        self.metrics.set_peers(&states);
+        let own = Member {
+            id: self.own.clone(),
+            addresses: state.addresses.clone(),
+            is_leaving: *self.is_leaving.borrow(),
+        };
+        let others = state.peers.iter().filter(|(_, peer)| peer.is_member);
+        let others = others.map(|(id, peer)| Member {
+            id: id.clone(),
+            addresses: peer.addresses.clone(),
+            is_leaving: peer.is_leaving,
+        });
+        let members: Vec<_> = std::iter::once(own)
+            .chain(others)
+            .take(REPLICAS_MAX)
+            .collect();
+        self.members.send_if_modified(|published| {
+            let is_changed = **published != *members;
+            if is_changed {
+                *published = members.into();
+            }
+            is_changed
+        });
+    }
+}
