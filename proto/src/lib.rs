@@ -3,8 +3,8 @@
 //! The crate has two parts. [`wire`] defines the message format, as bytes and values without any
 //! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
 //! [`session`] (control messages and liveness of a session), [`tls`] and [`identity`]
-//! (authentication of the peer), [`relay`] (copying bytes in both directions), [`egress`] (the
-//! socket to a target), and [`process`] (signals, meta port, logs). [`process`] is not about the
+//! (authentication of the peer), [`relay`] (copying bytes in both directions), [`forward`] (streams
+//! of other servers), [`egress`] (the socket to a target), and [`process`] (signals, meta port, logs). [`process`] is not about the
 //! wire, but both binaries share it.
 //!
 //! Features:
@@ -19,6 +19,8 @@ pub mod wire;
 mod buffers;
 #[cfg(feature = "io")]
 pub mod egress;
+#[cfg(feature = "io")]
+pub mod forward;
 #[cfg(feature = "io")]
 pub mod identity;
 #[cfg(feature = "io")]

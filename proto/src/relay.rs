@@ -25,10 +25,6 @@ use tokio_util::io::poll_read_buf;
 use crate::buffers::{BUFFER_BYTES, Buffer};
 use crate::transport::Stream;
 
-mod forward;
-
-pub use forward::forward;
-
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
 pub trait RelayIo {
     /// The type that reads and writes bytes.

@@ -12,8 +12,8 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::{Pair, TEST_TIMEOUT, Windows};
+use crate::forward::forward;
 use crate::identity::Role;
-use crate::relay::forward;
 use crate::tcp::{Direct, ServerAddr, configure_session};
 use crate::tls::{self, test_ca::TestCa};
 use crate::transport::{BufferPool, CongestionControl, Session, SessionSettings};

@@ -4,7 +4,8 @@
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::debug;
-use tunnel_proto::relay::{self, RelayEnd};
+use tunnel_proto::forward::forward;
+use tunnel_proto::relay::RelayEnd;
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -56,7 +57,7 @@ pub(super) async fn serve_stream(
             return Some(result);
         }
     };
-    let outcome = relay::forward(&mut stream, &mut opened.stream).await;
+    let outcome = forward(&mut stream, &mut opened.stream).await;
     Some(match outcome.end {
         RelayEnd::Clean | RelayEnd::ReaderClosed(_) => ForwardResult::Ok,
         RelayEnd::Cut(side, error) => {

@@ -1,6 +1,6 @@
 //! Streams as sides of a relay, and relays between two streams.
 
-use super::{RelayIo, RelayOutcome, relay};
+use crate::relay::{RelayIo, RelayOutcome, relay};
 use crate::transport::Stream;
 
 impl RelayIo for Stream {
