@@ -1,10 +1,11 @@
-//! Certificates of callers. A caller's certificate has one name and is never a kubelet's
-//! certificate.
+//! Certificates of callers. A caller's certificate has one name and is never a kubelet's or a
+//! server's certificate.
 
 use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::{AttributeTypeAndValue, FromDer, X509Certificate};
 
 use super::kubelet::{NODE_USER_PREFIX, NODES_GROUP, single_value};
+use super::{Role, role_of};
 
 /// The reason why a verified certificate does not identify a caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +23,11 @@ pub enum CallerError {
         "the client certificate belongs to a kubelet, and kubelets cannot be callers; use another certificate"
     )]
     Kubelet,
+    /// The certificate has the role of a server towards other servers, or roles that do not parse.
+    #[error(
+        "the client certificate belongs to a server of the tunnel, which cannot be a caller; use another certificate"
+    )]
+    Peer,
 }
 
 /// Returns the name of the caller with this certificate. The certificate must have been verified
@@ -45,6 +51,10 @@ pub fn caller_name(der: &CertificateDer<'_>) -> Result<String, CallerError> {
         |group: &AttributeTypeAndValue<'_>| normalized(group) == NODES_GROUP.as_bytes();
     if subject.iter_common_name().any(is_node) || subject.iter_organization().any(is_node_group) {
         return Err(CallerError::Kubelet);
+    }
+    match role_of(&certificate) {
+        Ok(None | Some(Role::Agent(_) | Role::Server)) => {}
+        Ok(Some(Role::Peer(_))) | Err(_) => return Err(CallerError::Peer),
     }
     let name = single_value(subject.iter_common_name()).filter(|name| !name.is_empty());
     name.map(str::to_owned).ok_or(CallerError::NoSingleName)
@@ -130,6 +140,18 @@ mod tests {
                 let result = name(subject);
                 assert_eq!(result, Err(CallerError::Kubelet), "{group:?} {caller:?}");
             }
+        }
+    }
+
+    #[test]
+    fn servers_role_towards_other_servers_is_no_caller() {
+        for uris in [
+            &["culvert://peer/server-1"][..],
+            &["culvert://agent/worker-1", "culvert://peer/server-1"],
+        ] {
+            let subject = vec![(DnType::CommonName, text("prometheus"))];
+            let result = caller_name(&certificate(subject, &[], uris));
+            assert_eq!(result, Err(CallerError::Peer), "{uris:?}");
         }
     }
 
