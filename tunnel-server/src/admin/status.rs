@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
-use tunnel_proto::wire::name::NodeName;
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, Registry};
 use crate::routing::routes::RouteNode;
 use crate::store::data_dir::rfc3339;
@@ -17,13 +18,17 @@ use crate::store::data_dir::rfc3339;
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {
     pub node: String,
-    /// Whether an agent is connected for the node.
+    /// Whether an agent is connected for the node, to this server or to another one.
     pub connected: bool,
+    /// Name of the server that carries requests to the node, if there are several servers. If it is
+    /// another one, the fields up to the bytes are empty: only that server knows them.
+    #[serde(default)]
+    pub replica: Option<String>,
     /// Transport of the active session. The fields up to the certificate's expiry describe that
     /// session too.
     pub transport: Option<String>,
     /// `live`, or `suspect` while the agent does not respond. Requests to a suspect agent are
-    /// refused until it answers.
+    /// refused until it answers, unless another server holds the node.
     #[serde(default)]
     pub state: Option<String>,
     /// Source address of the agent's session.
@@ -34,7 +39,8 @@ pub struct NodeStatus {
     pub connected_since: Option<String>,
     /// Smoothed round-trip time, in milliseconds.
     pub rtt_millis: Option<u64>,
-    /// Number of open streams over all sessions of the node, without control streams.
+    /// Number of open streams over all sessions of the node with this server, without control
+    /// streams.
     pub streams: u64,
     /// Payload bytes received from the agent in this session.
     pub bytes_in: u64,
@@ -54,11 +60,20 @@ pub struct NodeStatus {
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
 }
 
-/// Returns the status of every known node, including the cluster's nodes, sorted by name.
+/// Returns the status of every known node, including the cluster's nodes and those that other
+/// servers hold, sorted by name.
 #[must_use]
-pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> Vec<NodeStatus> {
+pub fn list(
+    nodes: &KnownNodes,
+    cluster: &[RouteNode],
+    registry: &Registry,
+    peers: &Peers,
+) -> Vec<NodeStatus> {
     let known = nodes.snapshot();
-    let mut addresses: BTreeMap<&NodeName, Vec<IpAddr>> = BTreeMap::new();
+    let holders: BTreeMap<NodeName, ReplicaId> = peers.held_nodes().into_iter().collect();
+    let own_name = (peers.expected() > 0).then(|| peers.own().to_string());
+    let mut addresses: BTreeMap<&NodeName, Vec<IpAddr>> =
+        holders.keys().map(|name| (name, Vec::new())).collect();
     let configured = known.iter().map(|(name, node)| (name, &node.addresses));
     let observed = cluster.iter().map(|node| (&node.name, &node.addresses));
     for (name, more) in configured.chain(observed) {
@@ -90,7 +105,18 @@ pub fn list(nodes: &KnownNodes, cluster: &[RouteNode], registry: &Registry) -> V
                 addresses,
                 ..NodeStatus::default()
             };
-            status.set_sessions(&registry.of_node(name), certificate);
+            let sessions = registry.of_node(name);
+            let can_route = sessions.iter().any(|session| session.is_routable());
+            match holders.get(name) {
+                Some(holder) if !can_route => {
+                    status.connected = true;
+                    status.replica = Some(holder.to_string());
+                }
+                Some(_) | None => {
+                    status.set_sessions(&sessions, certificate);
+                    status.replica = own_name.clone().filter(|_| status.connected);
+                }
+            }
             status
         })
         .collect()
@@ -129,7 +155,11 @@ impl NodeStatus {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_proto::wire::name::InstanceId;
+    use tunnel_proto::wire::peer::{HeldNode, Holds};
+
     use super::*;
+    use crate::routing::peers::PeerAddress;
     use crate::routing::registry::SuspectReason;
     use crate::testing::{Bench, node};
 
@@ -137,7 +167,7 @@ mod tests {
     async fn active_session_is_shown_with_its_state_and_the_streams_of_all() {
         let bench = Bench::new();
         let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
-        let shown = || list(nodes, &[], registry).remove(0);
+        let shown = || list(nodes, &[], registry, &bench.sessions.peers).remove(0);
         let _old = bench.agent(1).await;
         let _on_the_old = bench.open().await.unwrap();
         let alone = shown();
@@ -173,7 +203,7 @@ mod tests {
             of_cluster("worker-1", &[address(1), address(2)]),
             of_cluster("worker-2", &[address(2)]),
         ];
-        let shown = list(nodes, &cluster, registry);
+        let shown = list(nodes, &cluster, registry, &bench.sessions.peers);
         let names: Vec<_> = shown.iter().map(|node| node.node.as_str()).collect();
         assert_eq!(names, ["worker-1", "worker-2"]);
         assert_eq!(shown[0].addresses, [address(1), address(2)]);
@@ -183,6 +213,38 @@ mod tests {
             [(address(2), both.clone())].into()
         );
         assert_eq!(shown[1].address_conflicts, [(address(2), both)].into());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn node_of_another_server_is_shown_with_that_server_unless_this_one_routes_to_it() {
+        let bench = Bench::new();
+        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
+        let peers = &bench.sessions.peers;
+        let shown = || list(nodes, &[], registry, peers).remove(0);
+        let _agent = bench.agent(1).await;
+        assert_eq!(shown().replica, None, "there is one server");
+        let other = PeerAddress {
+            id: "server-2".parse().unwrap(),
+            address: "192.0.2.2:10269".into(),
+        };
+        peers.expect(&other, 1);
+        let held = HeldNode {
+            node: node(),
+            instance: InstanceId::new([1; 16]),
+            since: SystemTime::UNIX_EPOCH,
+        };
+        let holds = Holds {
+            is_full: true,
+            added: vec![held],
+            removed: Vec::new(),
+        };
+        peers.apply(&other.id, holds);
+        assert_eq!(shown().replica.as_deref(), Some("server-1"));
+        assert!(shown().connected && shown().transport.is_some());
+        let sessions = registry.of_node(&node());
+        sessions[0].set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
+        assert_eq!(shown().replica.as_deref(), Some("server-2"));
+        assert!(shown().connected && shown().transport.is_none());
     }
 
     #[test]

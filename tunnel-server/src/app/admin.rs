@@ -43,10 +43,10 @@ pub(super) fn start(
 
 /// Returns the function that lists the nodes with their status.
 fn list_nodes(context: &ServerContext) -> Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync> {
-    let (nodes, registry) = (context.nodes.clone(), context.registry.clone());
-    let routes = context.routes.clone();
+    let (nodes, routes) = (context.nodes.clone(), context.routes.clone());
+    let (registry, peers) = (context.registry.clone(), context.peers.clone());
     Arc::new(move || {
-        let list = status::list(&nodes, &routes.of(RouteSource::Cluster), &registry);
+        let list = status::list(&nodes, &routes.of(RouteSource::Cluster), &registry, &peers);
         // A structure of texts and numbers always has a JSON form.
         list.iter()
             .filter_map(|node| serde_json::to_value(node).ok())

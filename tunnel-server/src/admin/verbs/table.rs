@@ -12,12 +12,14 @@ use crate::admin::status::NodeStatus;
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::store::data_dir::rfc3339;
 
-/// Formats the nodes, with a line for each address that several of them have.
+/// Formats the nodes, with a line for each address that several of them have. Nodes of several
+/// servers are shown with the name of the server that carries requests to them.
 pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
     if nodes.is_empty() {
         return "no node is known; 'tunnel-server token create --node NAME' makes one\n".into();
     }
-    let mut table = new_table([
+    let has_replicas = nodes.iter().any(|node| node.replica.is_some());
+    let mut header = vec![
         "NODE",
         "CONNECTED",
         "TRANSPORT",
@@ -28,13 +30,17 @@ pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
         "STREAMS",
         "CERTIFICATE",
         "ADDRESSES",
-    ]);
+    ];
+    if has_replicas {
+        header.insert(REPLICA_COLUMN, "REPLICA");
+    }
+    let mut table = new_table(&header);
     let mut conflicts: BTreeMap<IpAddr, &[String]> = BTreeMap::new();
     for node in nodes {
         for (address, names) in &node.address_conflicts {
             conflicts.insert(*address, names);
         }
-        table.add_row([
+        let mut row = vec![
             clean(&node.node),
             connected(node),
             optional(node.transport.as_deref()),
@@ -43,14 +49,19 @@ pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
             since(node.connected_since.as_deref(), now),
             node.rtt_millis
                 .map_or_else(absent, |millis| format!("{millis} ms")),
-            if node.connected {
+            // Only the server with the session knows the transport and the streams.
+            if node.transport.is_some() {
                 node.streams.to_string()
             } else {
                 absent()
             },
             certificate(node.certificate_not_after.as_deref(), now),
             addresses(&node.addresses),
-        ]);
+        ];
+        if has_replicas {
+            row.insert(REPLICA_COLUMN, optional(node.replica.as_deref()));
+        }
+        table.add_row(row);
     }
     let mut text = finish(&table);
     for (address, names) in conflicts {
@@ -68,7 +79,7 @@ pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     if tokens.is_empty() {
         return "there are no join tokens\n".into();
     }
-    let mut table = new_table(["ID", "NODE", "STATE", "EXPIRES", "USED BY KEY", "ADDRESSES"]);
+    let mut table = new_table(&["ID", "NODE", "STATE", "EXPIRES", "USED BY KEY", "ADDRESSES"]);
     for token in tokens {
         let state = match token.state {
             TokenState::Active => "active",
@@ -92,7 +103,7 @@ pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     finish(&table)
 }
 
-fn new_table<const N: usize>(header: [&str; N]) -> Table {
+fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(NOTHING).set_header(header);
     for column in table.column_iter_mut() {
@@ -179,6 +190,8 @@ fn short(duration: Duration) -> String {
     }
 }
 
+/// Position of the column with the name of a server, after `CONNECTED`.
+const REPLICA_COLUMN: usize = 2;
 /// Number of characters of a key's hash that are shown.
 const KEY_SHOWN: usize = 16;
 /// Maximum length of a peer's text that is shown.
@@ -231,17 +244,42 @@ worker-2  no         -          -                  -                -      -    
 worker-3  suspect    h2         -                  -                -      -      0        -            -
 192.168.33.221 is the address of worker-1, worker-2: reach them by name
 ";
-        let squeeze = |text: &str| {
-            text.lines()
-                .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
-                .collect::<Vec<_>>()
-        };
         assert_eq!(squeeze(&text), squeeze(expected), "{text}");
         assert!(
             text.lines()
                 .all(|line| !line.ends_with(' ') && !line.starts_with(' ')),
             "{text}"
         );
+    }
+
+    #[test]
+    fn nodes_of_several_servers_have_a_column_for_the_server() {
+        let own = NodeStatus {
+            node: "worker-1".into(),
+            connected: true,
+            replica: Some("server-1".into()),
+            transport: Some("quic".into()),
+            streams: 2,
+            ..NodeStatus::default()
+        };
+        let of_other = NodeStatus {
+            node: "worker-2".into(),
+            connected: true,
+            replica: Some("server-2".into()),
+            ..NodeStatus::default()
+        };
+        let absent = NodeStatus {
+            node: "worker-3".into(),
+            ..NodeStatus::default()
+        };
+        let text = nodes(&[own, of_other, absent], SystemTime::UNIX_EPOCH);
+        let expected = "\
+NODE      CONNECTED  REPLICA   TRANSPORT  ADDRESS  VERSION  SINCE  RTT  STREAMS  CERTIFICATE  ADDRESSES
+worker-1  yes        server-1  quic       -        -        -      -    2        -            -
+worker-2  yes        server-2  -          -        -        -      -    -        -            -
+worker-3  no         -         -          -        -        -      -    -        -            -
+";
+        assert_eq!(squeeze(&text), squeeze(expected), "{text}");
     }
 
     #[test]
@@ -272,5 +310,13 @@ worker-3  suspect    h2         -                  -                -      -    
         ] {
             assert_eq!(short(Duration::from_secs(seconds)), text);
         }
+    }
+
+    /// Returns the lines with one space between columns.
+    fn squeeze(text: &str) -> Vec<String> {
+        let lines = text.lines();
+        lines
+            .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+            .collect()
     }
 }

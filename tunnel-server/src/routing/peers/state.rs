@@ -25,7 +25,7 @@ impl Peers {
     }
 
     /// Adds a server that the task of this generation dials, or updates its address.
-    pub(super) fn expect(&self, peer: &PeerAddress, generation: u64) {
+    pub(crate) fn expect(&self, peer: &PeerAddress, generation: u64) {
         let mut state = self.state.lock();
         let known = state.peers.entry(peer.id.clone());
         let known = known.or_insert_with(|| Peer {
@@ -100,7 +100,7 @@ impl Peers {
     }
 
     /// Applies what another server announced.
-    pub(super) fn apply(&self, replica: &ReplicaId, holds: Holds) {
+    pub(crate) fn apply(&self, replica: &ReplicaId, holds: Holds) {
         let mut state = self.state.lock();
         if holds.is_full {
             state.directory.begin(replica);
