@@ -25,9 +25,9 @@ use crate::config::KubernetesSettings;
 use crate::dns::Records;
 use crate::metrics::Metrics;
 use crate::policy::{PortPolicy, SharedPortPolicy};
+use crate::routing::Routing;
 use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::pod_lookup::PodLookupRequest;
-use crate::routing::registry::Registry;
 use crate::routing::routes::Routes;
 use crate::store::data_dir::DataDir;
 
@@ -86,7 +86,7 @@ pub struct ClusterInputs {
     /// Receives the port policy.
     pub policy: SharedPortPolicy,
     /// Knows which agents are connected.
-    pub registry: Arc<Registry>,
+    pub routing: Routing,
     /// Receives the number of routes.
     pub metrics: Metrics,
     /// Receives conditions and readiness.
@@ -285,7 +285,7 @@ fn publisher(
         routes: inputs.routes,
         records: inputs.records,
         policy: inputs.policy,
-        agents: settings.edge_by_agent.then_some(inputs.registry),
+        agents: settings.edge_by_agent.then_some(inputs.routing),
         route_metrics: inputs.metrics,
         service: format!(
             "{}/{}",

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
@@ -80,6 +81,16 @@ impl Routing {
         self.registry.has(node) || self.peers.holds(node)
     }
 
+    /// Returns a receiver that is notified whenever the result of [`Routing::is_held`] may have
+    /// changed for a node.
+    #[must_use]
+    pub fn held_changed(&self) -> HeldReceiver {
+        HeldReceiver {
+            local: self.registry.changed(),
+            others: self.peers.held_changed(),
+        }
+    }
+
     /// Returns what a new stream to a node tries first.
     #[must_use]
     pub fn active(&self, node: &NodeName) -> Option<Via> {
@@ -104,5 +115,25 @@ impl Routing {
         if let Via::Replica(replica) = via {
             self.peers.not_here(node, replica);
         }
+    }
+}
+
+/// A receiver of the changes of the nodes that any server holds.
+#[derive(Debug)]
+pub struct HeldReceiver {
+    local: watch::Receiver<u64>,
+    others: watch::Receiver<u64>,
+}
+
+impl HeldReceiver {
+    /// Waits for a change. Returns `false` if the sender of the changes is gone.
+    ///
+    /// Cancel-safe.
+    pub async fn changed(&mut self) -> bool {
+        let changed = tokio::select! {
+            changed = self.local.changed() => changed,
+            changed = self.others.changed() => changed,
+        };
+        changed.is_ok()
     }
 }

@@ -20,6 +20,7 @@ use crate::config::Config;
 use crate::dns::Records;
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
+use crate::routing::Routing;
 use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
@@ -139,6 +140,11 @@ impl ServerContext {
             drivers: TaskTracker::new(),
             _lock: lock,
         })
+    }
+
+    /// Returns what opens streams to nodes, over this server or another one.
+    pub(super) fn routing(&self) -> Routing {
+        Routing::new(self.registry.clone(), self.peers.clone())
     }
 }
 

@@ -10,7 +10,6 @@ use crate::config::Capacity;
 use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::target_tls::TargetTls;
 use crate::ingress::{IngressContext, ListenerKind, ListenerLimits};
-use crate::routing::Routing;
 use crate::routing::pod_lookup::PodResolver;
 
 /// Starts the listeners. Returns the state that they share with the CONNECT listeners.
@@ -25,7 +24,7 @@ pub(super) fn start(
     let limits = &config.limits;
     let ingress = Arc::new(IngressContext {
         routes: context.routes.clone(),
-        routing: Routing::new(context.registry.clone(), context.peers.clone()),
+        routing: context.routing(),
         policy: context.policy.clone(),
         pods,
         targets,

@@ -18,8 +18,8 @@ use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 use crate::dns::{RecordSet, Records};
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
+use crate::routing::Routing;
 use crate::routing::dial_policy::{ClusterNetworks, LiveClusterNetworks};
-use crate::routing::registry::Registry;
 use crate::routing::routes::{RouteSource, Routes};
 
 /// Applies the state derived from the cluster as soon as it changes.
@@ -29,8 +29,8 @@ pub(super) struct Publisher {
     pub(super) records: Records,
     pub(super) policy: SharedPortPolicy,
     pub(super) ranges: Option<LiveClusterNetworks>,
-    /// Set if a connected agent makes its node an edge node.
-    pub(super) agents: Option<Arc<Registry>>,
+    /// Set if a connected agent makes its node an edge node. The agents of all servers count.
+    pub(super) agents: Option<Routing>,
     pub(super) route_metrics: Metrics,
     pub(super) service: String,
     pub(super) conditions: Conditions,
@@ -50,7 +50,7 @@ pub(super) struct RangeFacts {
 
 impl Publisher {
     pub(super) async fn run(mut self, mut observed: watch::Receiver<ClusterState>) {
-        let mut agents = self.agents.as_ref().map(|registry| registry.changed());
+        let mut agents = self.agents.as_ref().map(Routing::held_changed);
         loop {
             let now = observed.borrow_and_update().clone();
             self.publish(&now);
@@ -59,7 +59,7 @@ impl Publisher {
                 changed = async {
                     match &mut agents {
                         Some(agents) => {
-                            let changed = agents.changed().await.is_ok();
+                            let changed = agents.changed().await;
                             // When a site reconnects, many agents connect in a row.
                             tokio::time::sleep(AGENTS_PAUSE).await;
                             changed
@@ -89,7 +89,7 @@ impl Publisher {
         self.publish_ranges(observed);
         let agents = self.agents.clone();
         let derived = observed.derive(&self.local_facts, |node: &NodeName| {
-            agents.as_ref().is_some_and(|agents| agents.has(node))
+            agents.as_ref().is_some_and(|agents| agents.is_held(node))
         });
         let (records_observed, ports_observed) = observed.is_observed();
         self.policy.replace(derived.policy.clone());

@@ -5,7 +5,8 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use serde_json::{Value, json};
 use tokio::sync::mpsc::Sender;
 use tunnel_proto::transport::BufferPool;
-use tunnel_proto::wire::name::{NodeName, Port};
+use tunnel_proto::wire::name::{InstanceId, NodeName, Port, ReplicaId};
+use tunnel_proto::wire::peer::{HeldNode, Holds};
 
 use super::failure::Throttle;
 use super::metrics::ClusterMetrics;
@@ -13,8 +14,9 @@ use super::objects::Object;
 use super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
 use crate::config::{Config, Environment, ObjectNames, RawConfig};
+use crate::routing::peers::Peers;
 use crate::routing::pod_lookup::{Pod, PodLookupError, PodResolver};
-use crate::routing::registry::RegistryLimits;
+use crate::routing::registry::{Registry, RegistryLimits};
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, eventually};
 
@@ -25,6 +27,7 @@ struct Fixture {
     routes: Routes,
     records: Records,
     policy: SharedPortPolicy,
+    peers: Arc<Peers>,
     readiness: Readiness,
     pods: PodResolver,
     shutdown: Shutdown,
@@ -35,6 +38,7 @@ struct Fixture {
 fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
     let raw = RawConfig {
         http_proxy_ports: Some("9200".into()),
+        edge_nodes: Some("label-or-agent".into()),
         ..RawConfig::default()
     };
     let config = Config::check(&raw, Environment { in_cluster: true }).unwrap();
@@ -48,14 +52,16 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
     let (pods, pod_lookups) = PodResolver::new();
     let policy = SharedPortPolicy::default();
     policy.replace(config.ports.clone());
+    let registry = Registry::new(RegistryLimits {
+        streams_per_agent: 1,
+        buffer_pool: POOL,
+    });
+    let peers = Peers::alone("server-1".parse().unwrap(), Vec::new());
     let inputs = ClusterInputs {
         routes: Routes::default(),
         records: Records::default(),
         policy: policy.clone(),
-        registry: Arc::new(Registry::new(RegistryLimits {
-            streams_per_agent: 1,
-            buffer_pool: POOL,
-        })),
+        routing: Routing::new(Arc::new(registry), peers.clone()),
         metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
         readiness: Readiness::default(),
         data: data.clone(),
@@ -85,6 +91,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
         routes,
         records,
         policy,
+        peers,
         readiness,
         pods,
         shutdown,
@@ -239,6 +246,37 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     assert!(serves(&second.policy, 9100));
     assert!(second.routes.load().knows(&"worker-2".parse().unwrap()));
     second.shutdown.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_of_another_server_makes_its_node_an_edge_node_while_that_server_holds_it() {
+    let scratch = Scratch::new();
+    let mut unlabeled = node("worker-1", "192.168.33.221");
+    unlabeled["metadata"]["labels"] = json!({});
+    let mut fixture = fixture(&scratch.0, &[unlabeled]);
+    let (records, peers) = (fixture.records.clone(), fixture.peers.clone());
+    let resolves_to = |address: &str| records.load().hosts() == format!("{address}\tworker-1");
+    let (own, tunnel) = ("192.168.33.221", "10.106.217.16");
+    fixture.play_until("its own address", || resolves_to(own)).await;
+    let other: ReplicaId = "server-2".parse().unwrap();
+    let announce = |added| {
+        let holds = Holds {
+            is_full: true,
+            added,
+            removed: Vec::new(),
+        };
+        peers.apply(&other, holds);
+    };
+    let held = HeldNode {
+        node: "worker-1".parse().unwrap(),
+        instance: InstanceId::new([1; 16]),
+        since: std::time::SystemTime::UNIX_EPOCH,
+    };
+    announce(vec![held]);
+    fixture.play_until("the tunnel", || resolves_to(tunnel)).await;
+    announce(Vec::new());
+    fixture.play_until("its own address again", || resolves_to(own)).await;
+    fixture.shutdown.finish().await;
 }
 
 /// DNS-7: without the ports ConfigMap the lists of the flags apply. Without the Service the records

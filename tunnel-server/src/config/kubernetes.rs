@@ -39,7 +39,7 @@ pub struct KubernetesSettings {
     pub names: ObjectNames,
     /// `--edge-label`: a Node with this label and the value `true` is an edge node.
     pub edge_label: String,
-    /// `--edge-nodes label-or-agent`: a Node with an agent connected to this server is an edge node
+    /// `--edge-nodes label-or-agent`: a Node with an agent connected to any server is an edge node
     /// too.
     pub edge_by_agent: bool,
     /// `--record-names`: additional host names that Nodes may have, besides those made of their own

@@ -151,7 +151,7 @@ tunnel_proto::layered! {
         #[arg(long, value_name = "LABEL", env = "TUNNEL_SERVER_EDGE_LABEL")]
         pub edge_label: Option<String>,
         /// Nodes that are reached through the tunnel: label, or label-or-agent to include those
-        /// with an agent connected to this server [default: label]
+        /// with a connected agent [default: label]
         #[arg(long, value_name = "RULE", env = "TUNNEL_SERVER_EDGE_NODES")]
         pub edge_nodes: Option<String>,
         /// Additional host names that a Node may have for records and routes, besides those made of
