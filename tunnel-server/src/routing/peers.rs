@@ -309,7 +309,7 @@ impl Peers {
             .collect()
     }
 
-    /// Returns a receiver that is notified whenever the result of [`Peers::held`] may have changed.
+    /// Returns a receiver that is notified whenever the result of [`Peers::held_nodes`] may have changed.
     #[must_use]
     pub fn held_changed(&self) -> watch::Receiver<u64> {
         self.directory_changes.subscribe()
