@@ -228,14 +228,14 @@ mod tests {
             address: "192.0.2.2:10269".into(),
         };
         peers.expect(&other, 1);
-        let held = HeldNode {
+        let held_node = HeldNode {
             node: node(),
             instance: InstanceId::new([1; 16]),
             since: SystemTime::UNIX_EPOCH,
         };
         let holds = Holds {
             is_full: true,
-            added: vec![held],
+            added: vec![held_node],
             removed: Vec::new(),
         };
         peers.apply(&other.id, holds);

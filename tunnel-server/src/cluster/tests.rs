@@ -257,7 +257,9 @@ async fn agent_of_another_server_makes_its_node_an_edge_node_while_that_server_h
     let (records, peers) = (fixture.records.clone(), fixture.peers.clone());
     let resolves_to = |address: &str| records.load().hosts() == format!("{address}\tworker-1");
     let (own, tunnel) = ("192.168.33.221", "10.106.217.16");
-    fixture.play_until("its own address", || resolves_to(own)).await;
+    fixture
+        .play_until("its own address", || resolves_to(own))
+        .await;
     let other: ReplicaId = "server-2".parse().unwrap();
     let announce = |added| {
         let holds = Holds {
@@ -273,9 +275,13 @@ async fn agent_of_another_server_makes_its_node_an_edge_node_while_that_server_h
         since: std::time::SystemTime::UNIX_EPOCH,
     };
     announce(vec![held]);
-    fixture.play_until("the tunnel", || resolves_to(tunnel)).await;
+    fixture
+        .play_until("the tunnel", || resolves_to(tunnel))
+        .await;
     announce(Vec::new());
-    fixture.play_until("its own address again", || resolves_to(own)).await;
+    fixture
+        .play_until("its own address again", || resolves_to(own))
+        .await;
     fixture.shutdown.finish().await;
 }
 
