@@ -44,6 +44,9 @@ const SESSIONS_PER_NODE: usize = 4;
 /// than the round trip in which an agent reads Welcome and answers with Bye, or withdraws the
 /// session that this one replaces.
 const TAKEOVER_DELAY: Duration = Duration::from_secs(1);
+/// Silence of an older session after which a newer one takes streams at once. An agent replaces a
+/// session in use after 5 s of silence.
+const SILENCE: Duration = Duration::from_secs(4);
 
 /// Reason why a session was not registered.
 #[derive(Debug)]
@@ -169,14 +172,21 @@ impl NodeSessions {
 }
 
 /// Returns sessions in the order in which a new stream tries them: those older than
-/// [`TAKEOVER_DELAY`], newest first, then the others, oldest first.
+/// [`TAKEOVER_DELAY`], newest first, then the others, oldest first. A session that had been silent
+/// when its agent opened another one comes last, since its Withdraw may be lost.
 fn by_preference(sessions: &[Arc<AgentSession>]) -> impl Iterator<Item = &Arc<AgentSession>> {
     let now = Instant::now();
     let is_newcomer = move |agent: &Arc<AgentSession>| agent.age(now) < TAKEOVER_DELAY;
+    let has_newcomer = sessions.iter().any(is_newcomer);
+    let is_silent = move |agent: &Arc<AgentSession>| {
+        has_newcomer && now - agent.session.stats().received_at > SILENCE
+    };
     let (older, newcomers) = (sessions.iter(), sessions.iter().rev());
-    older
-        .filter(move |agent| !is_newcomer(agent))
-        .chain(newcomers.filter(move |agent| is_newcomer(agent)))
+    let older = older.filter(move |agent| !is_newcomer(agent));
+    let newcomers = newcomers.filter(move |agent| is_newcomer(agent));
+    let heard = older.clone().filter(move |agent| !is_silent(agent));
+    let silent = older.filter(move |agent| is_silent(agent));
+    heard.chain(newcomers).chain(silent)
 }
 
 impl Registry {

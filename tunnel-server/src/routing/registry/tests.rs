@@ -84,6 +84,20 @@ async fn late_goodbye_of_old_session_keeps_new_one() {
     assert_eq!((left.len(), left[0].id), (1, new.id()));
 }
 
+#[tokio::test(start_paused = true)]
+async fn silent_session_yields_to_a_newer_one_at_once() {
+    let registry = registry();
+    let old = join(&registry);
+    takeover().await;
+    let newer = join(&registry);
+    assert_eq!(registry.active(&node()), Some(old.via()), "it is heard");
+    drop(newer);
+    old.near.script().is_silent = true;
+    tokio::time::advance(SILENCE * 2).await;
+    let newer = join(&registry);
+    assert_eq!(registry.active(&node()), Some(newer.via()));
+}
+
 #[tokio::test]
 async fn other_instance_is_let_in_only_after_the_live_one_yielded() {
     let registry = registry();
