@@ -19,6 +19,7 @@ use tunnel_proto::wire::ALPN_SESSION;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
+use tunnel_server::ca::LocalCa;
 use tunnel_tests::env::TestEnv;
 
 /// A session that the test controls.
@@ -36,10 +37,15 @@ pub(crate) enum Admission {
 
 /// Issues an agent certificate of the environment's CA.
 pub(crate) fn agent_key(env: &TestEnv, node: &str) -> Result<Arc<CertifiedKey>> {
+    env.nodes().record(&node.parse()?, &[]);
+    issue_agent_key(env.ca(), node)
+}
+
+/// Issues an agent certificate of a CA.
+pub(crate) fn issue_agent_key(ca: &LocalCa, node: &str) -> Result<Arc<CertifiedKey>> {
     let key = KeyPair::generate()?;
     let request = CertificateParams::default().serialize_request(&key)?;
-    let issued = env.ca().issue_agent(request.der(), &node.parse()?)?;
-    env.nodes().record(&node.parse()?, &[]);
+    let issued = ca.issue_agent(request.der(), &node.parse()?)?;
     let key = key.serialize_der().try_into().map_err(anyhow::Error::msg)?;
     Ok(tls::certified_key(issued.chain, key)?)
 }

@@ -64,7 +64,8 @@ fn intruders(files: &Files) -> Result<Vec<(&'static str, Arc<CertifiedKey>)>> {
         ("no role", ours(&role(None))?),
         ("role of nobody", ours(&role(Some("culvert://agent/")))?),
         ("capitals", ours(&role(Some("culvert://agent/Worker-1")))?),
-        ("a replica", ours(&role(Some("culvert://replica/a")))?),
+        ("another server", ours(&role(Some("culvert://peer/a")))?),
+        ("an unknown role", ours(&role(Some("culvert://replica/a")))?),
     ])
 }
 

@@ -1,7 +1,7 @@
 //! Two servers without a cluster that share a CA and nothing else: a join token of one enrolls at
 //! the other, a node is reached over either, and a revocation holds at both.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_server::admin::revoke_node;
@@ -12,6 +12,8 @@ use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::Exporter;
+
+use super::free_addresses;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn token_of_one_server_enrolls_at_the_other_and_each_serves_the_others_nodes() -> Result<()> {
@@ -51,16 +53,16 @@ async fn node_revoked_at_one_server_is_out_at_the_other_within_10_s() -> Result<
 }
 
 /// Two connected servers.
-struct Pair {
-    a: TestEnv,
-    b: TestEnv,
+pub(super) struct Pair {
+    pub(super) a: TestEnv,
+    pub(super) b: TestEnv,
 }
 
 impl Pair {
-    async fn start() -> Result<Self> {
+    pub(super) async fn start() -> Result<Self> {
         let ca = CaMaterial::generate(std::time::SystemTime::now())?;
-        // Addresses of their own, so that no test takes the ports before the servers do.
-        let (at_a, at_b) = (free("127.0.77.1:0")?, free("127.0.77.2:0")?);
+        let addresses = free_addresses(2)?;
+        let (at_a, at_b) = (addresses[0], addresses[1]);
         let pair = Self {
             a: server(&ca, "a", at_a, format!("b={at_b}")).await?,
             b: server(&ca, "b", at_b, format!("a={at_a}")).await?,
@@ -104,10 +106,6 @@ async fn server(ca: &CaMaterial, name: &str, at: SocketAddr, peer: String) -> Re
 fn import(data_dir: Option<&str>, ca: &CaMaterial) -> Result<()> {
     let data_dir = data_dir.context("no data directory")?;
     Ok(transfer::import(&DataDir::open(data_dir.as_ref())?, ca)?)
-}
-
-fn free(address: &str) -> Result<SocketAddr> {
-    Ok(TcpListener::bind(address)?.local_addr()?)
 }
 
 async fn served(env: &TestEnv, node: &str, exporter: &Exporter) {

@@ -1,0 +1,241 @@
+//! Streams of every listener that pass one hop: the agent is connected to the first server only,
+//! and the callers are connected to the second one.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::try_join_all;
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
+use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset, ensure_status};
+use tunnel_tests::client::{BodyEnd, ByteStream, EgressDialer, RawRequest, UpgradeClient, request};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::gear::Gear;
+use tunnel_tests::process::{Process, ScratchDir};
+use tunnel_tests::targets::{
+    EchoTarget, HalfCloseTarget, ResetTarget, deterministic_bytes, sha256_hex,
+};
+
+use super::{AGENTS, CONNECT, NODE, Servers};
+
+tests_of! {
+    fn streams_of_every_listener_pass_a_hop_over_quic() = every_listener("quic");
+    fn streams_of_every_listener_pass_a_hop_over_h2() = every_listener("h2");
+}
+
+async fn every_listener(transport: &str) -> Result<()> {
+    let hop = Hop::start(transport).await?;
+    services_pass(&hop).await.context("TCP services")?;
+    connect_passes(&hop).await.context("CONNECT")?;
+    upgrades_pass(&hop).await.context("upgrades")?;
+    refusals_pass(&hop).await.context("refusals")?;
+    many_pass(&hop).await.context("many at once")?;
+    let second = &hop.servers.servers[1];
+    ensure!(second.metric(AGENTS).await? == 0, "a session of its own");
+    eventually("the access log", CONNECT, async || {
+        let lines = second.log().lines();
+        let forwarded = lines.iter().filter_map(|line| fields(line));
+        let listeners: BTreeSet<_> = forwarded
+            .filter(|entry| entry["message"] == "access" && entry["via"] == "s0")
+            .map(|entry| entry["listener"].to_string())
+            .collect();
+        ensure!(listeners.len() >= 3, "{listeners:?}");
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// Two servers, and an agent that has one session, with the first server. The second one has TCP
+/// services and a CONNECT listener.
+struct Hop {
+    servers: Servers,
+    echo: EchoTarget,
+    half_close: HalfCloseTarget,
+    /// A target that the agent's dial policy forbids.
+    denied: EchoTarget,
+    _agent: Process,
+    _reset: ResetTarget,
+    _scratch: ScratchDir,
+}
+
+impl Hop {
+    async fn start(transport: &str) -> Result<Self> {
+        let (echo, denied) = (EchoTarget::start().await?, EchoTarget::start().await?);
+        let half_close = HalfCloseTarget::start(BYTES as u64).await?;
+        let reset = ResetTarget::start_waiting(BYTES as u64).await?;
+        let denied_port = denied.addr().port();
+        let services = [
+            ("echo", echo.addr().port()),
+            ("half-close", half_close.addr().port()),
+            ("reset", reset.addr().port()),
+            ("denied", denied_port),
+        ];
+        let services = services.map(|(name, port)| {
+            format!(
+                "  - name: {name}\n    listen: \"127.0.0.1:0\"\n    node: {NODE}\n    target: \"{port}\"\n"
+            )
+        });
+        let scratch = ScratchDir::new()?;
+        let file = scratch.file("server.yaml", format!("services:\n{}", services.concat()))?;
+        let file = file.to_string_lossy();
+        let connect = ["--config", &file, "--connect-listen", "127.0.0.1:0"];
+        let servers = Servers::start(2, &connect).await?;
+        let denied_port = denied_port.to_string();
+        let policy = ["--transport", transport, "--deny-ports", &denied_port];
+        let agent = servers.agent_with(0, &policy).await?;
+        Ok(Self {
+            servers,
+            echo,
+            half_close,
+            denied,
+            _agent: agent,
+            _reset: reset,
+            _scratch: scratch,
+        })
+    }
+
+    /// Returns the address of a listener of the second server, as its log has it.
+    async fn address(&self, listener: &str, service: Option<&str>) -> Result<SocketAddr> {
+        let log = self.servers.servers[1].log();
+        let opened = log.find(|line| opened(line, listener, service));
+        let opened = timeout(scaled(CONNECT), opened).await;
+        opened.with_context(|| format!("no listener {listener} {service:?}"))
+    }
+
+    async fn service(&self, name: &str) -> Result<ByteStream> {
+        ByteStream::connect(self.address("service", Some(name)).await?).await
+    }
+
+    fn denied_host(&self) -> String {
+        format!("{NODE}:{}", self.denied.addr().port())
+    }
+}
+
+/// Returns the address in a line of the log if the line reports that this listener is open.
+fn opened(line: &str, listener: &str, service: Option<&str>) -> Option<SocketAddr> {
+    let fields = fields(line)?;
+    let is_wanted = fields["message"] == "listening"
+        && fields["listener"] == listener
+        && fields["service"].as_str() == service;
+    let address = fields["address"].as_str().filter(|_| is_wanted)?;
+    address.parse().ok()
+}
+
+/// Returns the fields of a line of the log.
+fn fields(line: &str) -> Option<Value> {
+    let line: Value = serde_json::from_str(line).ok()?;
+    Some(line.get("fields").cloned().unwrap_or(line))
+}
+
+async fn services_pass(hop: &Hop) -> Result<()> {
+    let stream = hop.service("half-close").await?;
+    let reading = stream.talk(&deterministic_bytes(3, BYTES)).await?;
+    ensure!(reading.ended == BodyEnd::CleanClose, "{:?}", reading.ended);
+    let received = reading.bytes.len();
+    ensure!(
+        reading.bytes == deterministic_bytes(0, BYTES),
+        "{received} bytes"
+    );
+    let sent = hop.half_close.traffic().bytes_in();
+    ensure!(sent == BYTES as u64, "{sent} bytes at the target");
+    // A target's reset reaches the caller.
+    let mut stream = hop.service("reset").await?;
+    stream.send(b"x").await?;
+    ensure_reset(&stream.read_to_end().await.ended)?;
+    // A caller's reset reaches the target.
+    let mut stream = hop.service("echo").await?;
+    stream.send(b"hello").await?;
+    ensure!(stream.receive(5).await? == b"hello");
+    stream.reset().await?;
+    eventually("the end of the target's connection", CONNECT, async || {
+        (hop.echo.traffic().open() == 0).then_some(())
+    })
+    .await;
+    Ok(())
+}
+
+async fn connect_passes(hop: &Hop) -> Result<()> {
+    let dialer = EgressDialer::tcp(hop.address("connect", None).await?);
+    let target = format!("{NODE}:{}", hop.echo.addr().port());
+    let mut tunnel = dialer.dial(&target).await?;
+    tunnel.write_all(b"hello").await?;
+    let mut echoed = [0; 5];
+    tunnel.read_exact(&mut echoed).await?;
+    ensure!(&echoed == b"hello", "{echoed:?}");
+    tunnel.shutdown().await?;
+    let ended = tunnel.read(&mut echoed).await?;
+    ensure!(ended == 0, "{ended} bytes behind the end");
+    let refusal = dialer.dial(&hop.denied_host()).await.err();
+    let refusal = refusal.context("was dialed")?.to_string();
+    ensure_contains(&refusal, &["code 403", "--deny-ports"])
+}
+
+async fn upgrades_pass(hop: &Hop) -> Result<()> {
+    let (host, endpoint) = (hop.servers.host(), hop.servers.http(1));
+    let path = format!("/exec/default/pod/c?script=sink-then-send&bytes={BYTES}");
+    let clients = [
+        UpgradeClient::spdy(&host, &path),
+        UpgradeClient::websocket(&host, &path),
+    ];
+    for client in clients {
+        let stream = client.connect(endpoint).await?.switched()?;
+        let stdin = deterministic_bytes(3, 100_000);
+        let reading = stream.talk(&stdin).await?;
+        ensure!(reading.ended == BodyEnd::CleanClose, "{:?}", reading.ended);
+        let mut expected = format!("{}\n", sha256_hex(&stdin)).into_bytes();
+        expected.extend(deterministic_bytes(0, BYTES));
+        let received = reading.bytes.len();
+        ensure!(reading.bytes == expected, "{received} bytes");
+    }
+    let client = UpgradeClient::spdy(&host, "/exec/default/pod/c?script=reset");
+    let mut stream = client.connect(endpoint).await?.switched()?;
+    stream.send(b"x").await?;
+    ensure_reset(&stream.read_to_end().await.ended)?;
+    let short = request(endpoint, &RawRequest::get(&host, "/short")).await?;
+    ensure_reset(&short.ended)
+}
+
+/// Checks that the agent's refusals arrive with their code and text, also behind data that was sent
+/// before the refusal.
+async fn refusals_pass(hop: &Hop) -> Result<()> {
+    let denied = hop.denied_host();
+    let upload = RawRequest::new("POST", "/upload", &denied)
+        .header("Connection", "close")
+        .body(vec![7; 64 << 10]);
+    for page in [RawRequest::get(&denied, "/"), upload] {
+        let reply = request(hop.servers.http(1), &page).await?;
+        ensure_refused(&reply, 403, "refused_by_policy")?;
+        ensure_contains(&reply.text(), &["agent's --deny-ports lists"])?;
+    }
+    let mut stream = hop.service("denied").await?;
+    ensure_reset(&stream.read_to_end().await.ended)?;
+    ensure!(hop.denied.traffic().accepted() == 0, "was dialed");
+    Ok(())
+}
+
+async fn many_pass(hop: &Hop) -> Result<()> {
+    let (host, endpoint) = (hop.servers.host(), hop.servers.http(1));
+    for wave in 0..Gear::current().pick(1, 5) {
+        let replies = (0..STREAMS).map(|stream| {
+            let seed = wave * STREAMS + stream;
+            let page = RawRequest::get(&host, &format!("/size/20000?seed={seed}"));
+            async move {
+                let reply = request(endpoint, &page).await?;
+                ensure_status(&reply, 200)?;
+                let sent = reply.header("x-sha256");
+                ensure!(sent == Some(reply.sha256().as_str()), "seed {seed} differs");
+                anyhow::Ok(())
+            }
+        });
+        try_join_all(replies).await?;
+    }
+    Ok(())
+}
+
+const BYTES: usize = 1 << 20;
+
+/// Streams at once, below the default of `limits.streamsPerAgent`.
+const STREAMS: u64 = 200;
