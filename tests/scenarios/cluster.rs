@@ -35,6 +35,7 @@ mod ports;
 mod quiet;
 mod ranges;
 mod records;
+mod restarts;
 mod rights;
 mod rollout;
 mod signing;

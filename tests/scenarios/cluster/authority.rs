@@ -8,7 +8,7 @@ mod shared;
 
 use anyhow::{Context, Result};
 use tunnel_server::config::{ObjectNames, RawConfig};
-use tunnel_tests::client::{ByteStream, Endpoint, UpgradeClient};
+use tunnel_tests::client::{BodyEnd, ByteStream, Endpoint, UpgradeClient};
 use tunnel_tests::cluster::{Cluster, Kind};
 use tunnel_tests::env::TestEnv;
 
@@ -52,18 +52,23 @@ async fn set_ca(cluster: &Cluster, key: &str, text: &str) -> Result<()> {
 }
 
 /// A running `kubectl exec` whose far end echoes.
-struct Exec(ByteStream);
+pub(super) struct Exec(ByteStream);
 
 impl Exec {
-    async fn start(endpoint: Endpoint, port: u16) -> Result<Self> {
+    pub(super) async fn start(endpoint: Endpoint, port: u16) -> Result<Self> {
         let client = UpgradeClient::spdy(&format!("worker-1:{port}"), "/exec/default/pod/c");
         Ok(Self(client.connect(endpoint).await?.switched()?))
     }
 
-    async fn goes_on(&mut self) -> Result<()> {
+    pub(super) async fn goes_on(&mut self) -> Result<()> {
         self.0.send(b"still here").await?;
         let echoed = self.0.receive(10).await?;
         anyhow::ensure!(echoed == b"still here", "{echoed:?}");
         Ok(())
+    }
+
+    /// Returns how the far end's direction ends.
+    pub(super) async fn ended(&mut self) -> BodyEnd {
+        self.0.read_to_end().await.ended
     }
 }

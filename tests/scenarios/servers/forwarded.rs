@@ -75,7 +75,8 @@ impl Hop {
         ];
         let services = services.map(|(name, port)| {
             format!(
-                "  - name: {name}\n    listen: \"127.0.0.1:0\"\n    node: {NODE}\n    target: \"{port}\"\n"
+                "  - name: {name}\n    listen: \"127.0.0.1:0\"\n    node: {NODE}\n    \
+                 target: \"{port}\"\n"
             )
         });
         let scratch = ScratchDir::new()?;

@@ -300,6 +300,8 @@ pub enum Listener {
     Meta,
     /// The embedded DNS, over UDP and TCP.
     Dns,
+    /// Other servers of the installation.
+    Peers,
 }
 
 impl Listener {
@@ -313,6 +315,7 @@ impl Listener {
             Self::Http => "http",
             Self::Meta => "meta",
             Self::Dns => "dns",
+            Self::Peers => "peers",
         }
     }
 
@@ -323,6 +326,7 @@ impl Listener {
             Self::Http => "--http-listen",
             Self::Meta => "--meta-listen",
             Self::Dns => "--dns-listen",
+            Self::Peers => "--peer-listen",
         }
     }
 
