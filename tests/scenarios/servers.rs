@@ -202,6 +202,10 @@ async fn request_reaches_an_agent_of_another_server() -> Result<()> {
 async fn agent_holds_a_session_with_each_of_two_servers_and_survives_one() -> Result<()> {
     let mut servers = Servers::start(2, &[]).await?;
     let _agent = servers.agent_at_both().await?;
+    for (number, server) in servers.servers.iter().enumerate() {
+        let listed = server.nodes().await?;
+        ensure!(listed[0]["replica"] == name(number), "{listed:?}");
+    }
     servers.servers[0].process().signal(Signal::Kill)?;
     let until = Instant::now() + Duration::from_secs(3);
     let mut requests = 0;
