@@ -281,4 +281,24 @@ mod tests {
         assert!(decode("worker 1", &[0; 16]).is_err());
         assert!(decode("worker-1", &[0; 15]).is_err());
     }
+
+    #[test]
+    fn members_and_their_addresses_are_bounded() {
+        let member = |number: u32| pb::Member {
+            id: format!("server-{number}"),
+            addresses: (1..=20).map(|port| format!("192.0.2.1:{port}")).collect(),
+            leaving: false,
+        };
+        let members = pb::Members {
+            members: (0..100).map(member).collect(),
+        };
+        let kind = Some(pb::control_message::Kind::Members(members));
+        let decoded = ControlMessage::decode(&pb::ControlMessage { kind }.encode_to_vec());
+        let Ok(ControlMessage::Members(members)) = &decoded else {
+            panic!("{decoded:?}");
+        };
+        assert_eq!(members.len(), REPLICAS_MAX);
+        let mut members = members.iter();
+        assert!(members.all(|member| member.addresses.len() == ADDRESSES_MAX));
+    }
 }
