@@ -1,11 +1,14 @@
 //! `tests/security.md` is correct: each test that it names exists, and no threat and no limit is
-//! missing.
+//! missing. The tests that `docs/explanation/promises.md` names exist, too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+
+/// The page with threats and limits.
+const MATRIX: &str = "tests/security.md";
 
 /// Threats that the page must contain.
 const IDS: [&str; 48] = [
@@ -19,9 +22,9 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Returns the cells of the page's table rows that have this number of columns.
-fn rows(columns: usize) -> Result<Vec<Vec<String>>> {
-    let page = fs::read_to_string(root().join("tests/security.md"))?;
+/// Returns the cells of a page's table rows that have this number of columns.
+fn rows(page: &str, columns: usize) -> Result<Vec<Vec<String>>> {
+    let page = fs::read_to_string(root().join(page))?;
     let rows = page.lines().filter_map(|line| {
         let cells = line.strip_prefix("| ")?.strip_suffix('|')?;
         let cells: Vec<_> = cells
@@ -63,6 +66,7 @@ fn tests() -> Result<BTreeSet<String>> {
         "tunnel-server/src",
         "tunnel-agent/src",
         "tests/scenarios",
+        "tests/src",
     ] {
         functions(&root().join(folder), &mut found)?;
     }
@@ -71,7 +75,7 @@ fn tests() -> Result<BTreeSet<String>> {
 
 #[test]
 fn every_threat_has_a_row_whose_tests_exist() -> Result<()> {
-    let (rows, tests) = (rows(5)?, tests()?);
+    let (rows, tests) = (rows(MATRIX, 5)?, tests()?);
     let by_id: BTreeMap<_, _> = rows.iter().map(|row| (row[0].as_str(), row)).collect();
     let mut wrong = Vec::new();
     for id in IDS
@@ -96,8 +100,24 @@ fn every_threat_has_a_row_whose_tests_exist() -> Result<()> {
 }
 
 #[test]
+fn every_promise_names_tests_that_exist() -> Result<()> {
+    let (rows, tests) = (rows("docs/explanation/promises.md", 3)?, tests()?);
+    let promises = rows.iter().filter(|row| row[0] != "promise");
+    let mut wrong = Vec::new();
+    for promise in promises {
+        if quoted(&promise[2]).count() == 0 {
+            wrong.push(format!("{} names no test", promise[0]));
+        }
+        let missing = quoted(&promise[2]).filter(|name| !tests.contains(*name));
+        wrong.extend(missing.map(|name| format!("{name} is no test")));
+    }
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
+#[test]
 fn every_limit_has_a_row_whose_metric_and_tests_exist() -> Result<()> {
-    let (rows, tests) = (rows(4)?, tests()?);
+    let (rows, tests) = (rows(MATRIX, 4)?, tests()?);
     let sources = |files: &[&str]| -> Result<String> {
         let read = files
             .iter()
