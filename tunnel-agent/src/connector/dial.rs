@@ -1,4 +1,7 @@
 //! Dials of the connector: starts an attempt and its session tasks, and handles their failures.
+//!
+//! The word of an authenticated server, or a QUIC alert, ends an attempt on both transports.
+//! Silence, or TLS that fails over TCP, ends it on one.
 
 use std::time::Duration;
 
