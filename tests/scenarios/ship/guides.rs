@@ -18,11 +18,12 @@ use crate::cluster::kubectls;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 28] = [
+const GUIDES: [&str; 29] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",
     "docs/explanation/performance.md",
+    "docs/explanation/promises.md",
     "docs/explanation/scale.md",
     "docs/explanation/security.md",
     "docs/explanation/yurt-tunnel.md",
