@@ -72,7 +72,9 @@ async fn rolling_restart_of_three_servers_fails_no_request() -> Result<()> {
         let mut old = site.surge(&timing).await?;
         old.server.process().signal(Signal::Term)?;
         for exec in &mut execs {
-            exec.goes_on().await.context("an exec on a stopping server")?;
+            exec.goes_on()
+                .await
+                .context("an exec on a stopping server")?;
         }
         sleep(timing.proxy_lag).await;
         site.publish_endpoints();
@@ -196,7 +198,11 @@ impl Site {
         self.cluster_env.objects().add(&edge(node)).await?;
         self.nodes.push(node.to_owned());
         let server = &self.replicas[self.agents.len() % self.replicas.len()].server;
-        let folder = self.cluster_env.scratch.path().join(format!("agent-{node}"));
+        let folder = self
+            .cluster_env
+            .scratch
+            .path()
+            .join(format!("agent-{node}"));
         let setup = server.agent_setup(node, &folder).await?;
         setup.args(arguments).start()
     }
@@ -377,8 +383,8 @@ impl Caller {
             None => KeepAliveClient::connect(endpoint).await?,
         };
         let reply = client.request(&page).await?;
-        let is_closing = (reply.header("connection"))
-            .is_some_and(|value| value.eq_ignore_ascii_case("close"));
+        let is_closing =
+            (reply.header("connection")).is_some_and(|value| value.eq_ignore_ascii_case("close"));
         if !is_closing {
             *connection = Some(client);
         }
