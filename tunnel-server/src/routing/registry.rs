@@ -267,13 +267,15 @@ impl Registry {
             .map_or_else(Vec::new, |node| node.sessions.to_vec())
     }
 
-    /// Returns the nodes that have a session for new streams, ordered by name, each with the agent
-    /// process of that session and the admission of the oldest session of that process.
+    /// Returns the nodes whose agent has not withdrawn, ordered by name, each with the agent process
+    /// and the admission of its oldest session. Nodes whose sessions are suspect are included: no
+    /// other server may dial past an agent that is silent for a moment.
     #[must_use]
     pub fn held_nodes(&self) -> Vec<HeldNode> {
-        let mut held_node: Vec<_> = (self.nodes.lock().iter())
+        let mut held_nodes: Vec<_> = (self.nodes.lock().iter())
             .filter_map(|(name, node)| {
-                let instance = node.active()?.instance;
+                let not_withdrawn = || node.sessions.iter().find(|agent| !agent.is_withdrawn());
+                let instance = node.active().or_else(not_withdrawn)?.instance;
                 let same = (node.sessions.iter()).filter(|agent| agent.instance == instance);
                 Some(HeldNode {
                     node: name.clone(),
@@ -282,8 +284,8 @@ impl Registry {
                 })
             })
             .collect();
-        held_node.sort_unstable_by(|one, other| one.node.cmp(&other.node));
-        held_node
+        held_nodes.sort_unstable_by(|one, other| one.node.cmp(&other.node));
+        held_nodes
     }
 
     /// Returns whether a session of a node is connected.

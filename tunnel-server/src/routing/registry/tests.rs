@@ -84,6 +84,16 @@ async fn late_goodbye_of_old_session_keeps_new_one() {
     assert_eq!((left.len(), left[0].id), (1, new.id()));
 }
 
+#[tokio::test]
+async fn suspect_node_stays_held_until_its_agent_withdraws() {
+    let registry = registry();
+    let member = join(&registry);
+    member.suspect();
+    assert_eq!(registry.held_nodes().len(), 1);
+    member.session().withdraw();
+    assert!(registry.held_nodes().is_empty());
+}
+
 #[tokio::test(start_paused = true)]
 async fn silent_session_yields_to_a_newer_one_at_once() {
     let registry = registry();
