@@ -30,14 +30,14 @@ mod raw;
 mod targets;
 
 pub use capacity::Capacity;
-pub use certificates::{AgentFiles, ClientAuth, HttpsCertificate};
+pub use certificates::{ClientAuth, CredentialFiles, HttpsCertificate};
 pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,
 };
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
-pub use peers::{PORT_PEERS, PeerFiles, PeerSettings};
+pub use peers::{PORT_PEERS, PeerSettings};
 pub use raw::{RawConfig, RawRecord, RawTcpService};
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -70,7 +70,7 @@ pub struct Config {
     /// Serving certificate of the HTTPS listener.
     pub https_certificate: HttpsCertificate,
     /// Certificate files that the operator provides for port 10262 instead of the local CA.
-    pub agent_files: Option<AgentFiles>,
+    pub agent_files: Option<CredentialFiles>,
     /// CA of kubelets' client certificates, which make kubelets agents of their nodes.
     pub kubelet_client_ca: KubeletClientCa,
     /// Authentication of callers by client certificates, or `None` if none is requested.
@@ -171,7 +171,7 @@ impl Config {
             advertise: listeners::advertised(raw, &mut errors),
             ports,
             https_certificate: HttpsCertificate::check(raw, &mut errors),
-            agent_files: AgentFiles::check(raw, &mut errors),
+            agent_files: CredentialFiles::for_agents(raw, &mut errors),
             kubelet_client_ca: KubeletClientCa::new(raw, kubernetes.is_some()),
             targets: TargetSettings::check(
                 raw,

@@ -26,7 +26,7 @@ use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
 use crate::ca::{LocalCa, distrusted};
 use crate::cluster::{ClusterHandle, QuicKeyLease};
-use crate::config::{AgentFiles, Config, KubeletClientCa, KubernetesSettings};
+use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
 
 /// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {
@@ -176,7 +176,7 @@ impl AgentAuth {
     }
 
     fn from_files(
-        files: &AgentFiles,
+        files: &CredentialFiles,
         authority: &Authority,
         watcher: &CredentialWatcher,
     ) -> anyhow::Result<Self> {

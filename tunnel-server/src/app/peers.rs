@@ -25,7 +25,7 @@ use super::membership::report_unconnected;
 use super::revocations;
 use crate::ca::LocalCa;
 use crate::ca::enrollment::Enrollment;
-use crate::config::PeerFiles;
+use crate::config::CredentialFiles;
 use crate::routing::peers::{OnEnroll, PeerAddress, PeerEndpoint, PeerTls};
 
 /// Starts the connections to the servers of `membership` if there is a listener for them.
@@ -79,7 +79,7 @@ fn from_ca(ca: &Arc<LocalCa>, context: &ServerContext) -> anyhow::Result<PeerTls
     })
 }
 
-fn from_files(files: &PeerFiles, watcher: &CredentialWatcher) -> anyhow::Result<PeerTls> {
+fn from_files(files: &CredentialFiles, watcher: &CredentialWatcher) -> anyhow::Result<PeerTls> {
     let first = read_pair(&files.pair).context("--peer-cert-file, --peer-key-file")?;
     let metrics = watcher.metrics.clone();
     let record_expiry = move |not_after| metrics.credential(CERTIFICATE, not_after);

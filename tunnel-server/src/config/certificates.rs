@@ -1,5 +1,5 @@
-//! Settings of certificates: those of the HTTPS listener and of the agents' port, and the CA of
-//! callers.
+//! Settings of certificates: those of the HTTPS listener, for agents and for other servers, and the
+//! CA of callers.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -61,46 +61,61 @@ fn https_files(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<KeyPairFile
     }
 }
 
-/// Certificates for agents' sessions that the operator provides.
+/// Certificate files that the operator provides for one port instead of those of the local CA.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AgentFiles {
-    /// CA to which agents' certificates chain.
+pub struct CredentialFiles {
+    /// CA to which the certificates of agents, or of the other servers, chain.
     pub ca: PathBuf,
-    /// Certificate chain and key of the server.
+    /// Certificate chain and key of this server.
     pub pair: KeyPairFiles,
 }
 
-impl AgentFiles {
-    /// Checks that the files are complete or absent.
-    pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
-        match (&raw.agent_ca, &raw.agent_cert_file, &raw.agent_key_file) {
-            (Some(ca), Some(certificate), key) => Some(Self {
-                ca: ca.into(),
-                pair: KeyPairFiles {
-                    certificate: certificate.into(),
-                    key: key.as_ref().unwrap_or(certificate).into(),
-                },
-            }),
-            (None, None, None) => None,
-            (Some(_), None, _) => {
-                errors.add(
-                    "--agent-ca",
-                    "needs --agent-cert-file too: agents of another CA do not know the local one",
-                );
-                None
+impl CredentialFiles {
+    /// Returns the files for agents' sessions.
+    pub(super) fn for_agents(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
+        let files = [&raw.agent_ca, &raw.agent_cert_file, &raw.agent_key_file];
+        Self::check("--agent", "agents", files.map(Option::as_deref), errors)
+    }
+
+    /// Returns the files for connections to other servers, in both directions.
+    pub(super) fn for_peers(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
+        let files = [&raw.peer_ca, &raw.peer_cert_file, &raw.peer_key_file];
+        Self::check("--peer", "servers", files.map(Option::as_deref), errors)
+    }
+
+    /// Checks that the files are complete or absent. Their flags begin with `flag`, and `peers` use
+    /// the port.
+    fn check(
+        flag: &str,
+        peers: &str,
+        files: [Option<&str>; 3],
+        errors: &mut ConfigErrors,
+    ) -> Option<Self> {
+        let (incomplete, error) = match files {
+            [Some(ca), Some(certificate), key] => {
+                return Some(Self {
+                    ca: ca.into(),
+                    pair: KeyPairFiles {
+                        certificate: certificate.into(),
+                        key: key.unwrap_or(certificate).into(),
+                    },
+                });
             }
-            (None, Some(_), _) => {
-                errors.add(
-                    "--agent-cert-file",
-                    "needs --agent-ca too: agents of the local CA do not know another one",
-                );
-                None
-            }
-            (None, None, Some(_)) => {
-                errors.add("--agent-key-file", "needs --agent-cert-file too");
-                None
-            }
-        }
+            [None, None, None] => return None,
+            [Some(_), None, _] => (
+                "ca",
+                format!(
+                    "needs {flag}-cert-file too: {peers} of another CA do not know the local one"
+                ),
+            ),
+            [None, Some(_), _] => (
+                "cert-file",
+                format!("needs {flag}-ca too: {peers} of the local CA do not know another one"),
+            ),
+            [None, None, Some(_)] => ("key-file", format!("needs {flag}-cert-file too")),
+        };
+        errors.add(&format!("{flag}-{incomplete}"), error);
+        None
     }
 }
 

@@ -2,15 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::net::{Ipv6Addr, SocketAddr};
-use std::path::PathBuf;
 
 use tunnel_proto::process::host::host_name;
 use tunnel_proto::process::settings::{ConfigErrors, optional, parse_address, parse_quoted};
-use tunnel_proto::tls::files::KeyPairFiles;
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::RawConfig;
+use super::certificates::CredentialFiles;
 use super::kubernetes::KubernetesSettings;
 use super::listeners::host_and_port;
 use crate::routing::peers::PeerAddress;
@@ -30,16 +29,7 @@ pub struct PeerSettings {
     pub peers: Vec<PeerAddress>,
     /// Certificate files that the operator provides. Without them the local CA issues the
     /// certificate and is trusted.
-    pub files: Option<PeerFiles>,
-}
-
-/// Certificates for connections to other servers that the operator provides.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PeerFiles {
-    /// CA to which the certificates of the other servers chain.
-    pub ca: PathBuf,
-    /// Certificate chain and key of this server, for both directions.
-    pub pair: KeyPairFiles,
+    pub files: Option<CredentialFiles>,
 }
 
 impl PeerSettings {
@@ -66,41 +56,7 @@ impl PeerSettings {
             name: replica_name(raw, listen.is_some(), errors),
             listen,
             peers,
-            files: PeerFiles::check(raw, errors),
-        }
-    }
-}
-
-impl PeerFiles {
-    /// Checks that the files are complete or absent.
-    fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<Self> {
-        match (&raw.peer_ca, &raw.peer_cert_file, &raw.peer_key_file) {
-            (Some(ca), Some(certificate), key) => Some(Self {
-                ca: ca.into(),
-                pair: KeyPairFiles {
-                    certificate: certificate.into(),
-                    key: key.as_ref().unwrap_or(certificate).into(),
-                },
-            }),
-            (None, None, None) => None,
-            (Some(_), None, _) => {
-                errors.add(
-                    "--peer-ca",
-                    "needs --peer-cert-file too: servers of another CA do not know the local one",
-                );
-                None
-            }
-            (None, Some(_), _) => {
-                errors.add(
-                    "--peer-cert-file",
-                    "needs --peer-ca too: servers of the local CA do not know another one",
-                );
-                None
-            }
-            (None, None, Some(_)) => {
-                errors.add("--peer-key-file", "needs --peer-cert-file too");
-                None
-            }
+            files: CredentialFiles::for_peers(raw, errors),
         }
     }
 }
