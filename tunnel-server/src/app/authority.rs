@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use prometheus_client::registry::Registry as MetricsRegistry;
-use rustls::ServerConfig;
 use rustls::server::ResolvesServerCert;
+use rustls::{RootCertStore, ServerConfig};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
@@ -161,7 +161,9 @@ impl AgentAuth {
         let metrics = context.metrics.clone();
         let own = ca.server_resolver(Box::new(move |not_after| metrics.certificate(not_after)));
         let trust = AgentTrust::new(tls::roots(ca.roots())?, revocations.revocation_check())?;
-        watch_ca(ca, &trust, &context.shutdown);
+        let replaced = trust.clone();
+        let apply = move |roots| replaced.replace(roots);
+        watch_ca("agent_ca", ca, &context.shutdown, apply);
         let renewals = Renewals {
             ca: ca.clone(),
             trust: trust.clone(),
@@ -216,14 +218,18 @@ impl AgentAuth {
     }
 }
 
-/// Updates the trusted roots whenever the CA is replaced.
-fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<AgentTrust>, shutdown: &Shutdown) {
-    let (ca, trust, mut changed) = (ca.clone(), trust.clone(), ca.changed());
+/// Passes the roots of the local CA to `apply` whenever the CA is replaced.
+pub(super) fn watch_ca(
+    what: &'static str,
+    ca: &Arc<LocalCa>,
+    shutdown: &Shutdown,
+    apply: impl Fn(Arc<RootCertStore>) -> Result<(), rustls::Error> + Send + 'static,
+) {
+    let (ca, mut changed) = (ca.clone(), ca.changed());
     shutdown.spawn_service(async move {
         while changed.changed().await.is_ok() {
-            let replaced = tls::roots(ca.roots()).and_then(|roots| trust.replace(roots));
-            if let Err(error) = replaced {
-                error!(%error, "cannot apply the new agent CA; still using the previous one");
+            if let Err(error) = tls::roots(ca.roots()).and_then(&apply) {
+                error!(what, %error, "cannot apply the new CA; still using the previous one");
             }
         }
     });

@@ -13,12 +13,10 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tracing::error;
-use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls::{self, PeerTrust};
 use tunnel_proto::transport::SessionSettings;
 
-use super::authority::{AgentAuth, Authority};
+use super::authority::{AgentAuth, Authority, watch_ca};
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
 use super::membership::report_unconnected;
@@ -72,7 +70,9 @@ fn peer_tls(authority: &Authority, context: &ServerContext) -> anyhow::Result<Pe
 fn from_ca(ca: &Arc<LocalCa>, context: &ServerContext) -> anyhow::Result<PeerTls> {
     let own = ca.peer_resolver(context.peers.own().clone());
     let trust = PeerTrust::new(tls::roots(ca.roots())?)?;
-    watch_ca(ca, &trust, &context.shutdown);
+    let replaced = trust.clone();
+    let apply = move |roots| replaced.replace(roots);
+    watch_ca("peer_ca", ca, &context.shutdown, apply);
     Ok(PeerTls {
         client: tls::peer_client(own.clone(), trust.clone())?,
         server: tls::peer_server(own, trust)?,
@@ -101,19 +101,6 @@ fn from_files(files: &CredentialFiles, watcher: &CredentialWatcher) -> anyhow::R
         client: tls::peer_client(own.clone(), trust.clone())?,
         server: tls::peer_server(own, trust)?,
     })
-}
-
-/// Updates the trusted roots whenever the CA is replaced.
-fn watch_ca(ca: &Arc<LocalCa>, trust: &Arc<PeerTrust>, shutdown: &Shutdown) {
-    let (ca, trust, mut changed) = (ca.clone(), trust.clone(), ca.changed());
-    shutdown.spawn_service(async move {
-        while changed.changed().await.is_ok() {
-            let replaced = tls::roots(ca.roots()).and_then(|roots| trust.replace(roots));
-            if let Err(error) = replaced {
-                error!(%error, "cannot apply the new CA to connections of servers; still using the previous one");
-            }
-        }
-    });
 }
 
 /// Returns the function that serves enrollments which other servers forward. The servers of a
