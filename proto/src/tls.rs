@@ -12,12 +12,12 @@
 use std::sync::Arc;
 
 use rustls::client::danger::ServerCertVerifier;
-use rustls::client::{Resumption, WebPkiServerVerifier};
+use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
 use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
 
-use crate::wire::ALPN_ENROLL;
+use crate::wire::{ALPN_ENROLL, ALPN_PEER};
 
 mod alerts;
 mod client_verifier;
@@ -35,7 +35,7 @@ pub use alerts::{alert_meaning, is_certificate_rejection};
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};
 pub use crypto::{certified_key, provider, signing_key};
-pub use peer::{PeerTrust, peer_client, peer_server};
+pub use peer::PeerTrust;
 pub use proof::{ProofError, sign_proof, verify_proof};
 pub use reloadable::{ReloadableIdentity, ReloadableKey};
 use server_verifier::{ExpectedServer, ServerVerifier};
@@ -169,6 +169,41 @@ pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
         .with_custom_certificate_verifier(ServerVerifier::new(ExpectedServer::Fixed(trust)))
         .with_no_client_auth();
     config.alpn_protocols = vec![ALPN_ENROLL.to_vec()];
+    config.resumption = Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
+/// Returns the configuration of a server that accepts connections of other servers.
+///
+/// # Errors
+/// When the provider cannot be used.
+pub fn peer_server(
+    own: Arc<dyn ResolvesServerCert>,
+    trust: Arc<PeerTrust>,
+) -> Result<Arc<ServerConfig>, Error> {
+    let mut config = ServerConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .with_client_cert_verifier(trust)
+        .with_cert_resolver(own);
+    config.alpn_protocols = vec![ALPN_PEER.to_vec()];
+    disable_resumption(&mut config);
+    Ok(Arc::new(config))
+}
+
+/// Returns the configuration of a server that dials other servers.
+///
+/// # Errors
+/// When the provider cannot be used.
+pub fn peer_client(
+    own: Arc<dyn ResolvesClientCert>,
+    trust: Arc<PeerTrust>,
+) -> Result<Arc<ClientConfig>, Error> {
+    let mut config = ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(trust)
+        .with_client_cert_resolver(own);
+    config.alpn_protocols = vec![ALPN_PEER.to_vec()];
     config.resumption = Resumption::disabled();
     Ok(Arc::new(config))
 }

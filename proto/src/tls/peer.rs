@@ -1,26 +1,21 @@
-//! TLS between servers: both ends present a certificate with the role of a peer.
+//! Verification of other servers' certificates: both ends of a connection between servers present a
+//! certificate with the role of a peer.
 
 use std::fmt;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use rustls::client::ResolvesClientCert;
-use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::{verify_tls12_signature, verify_tls13_signature};
+use rustls::server::ParsedCertificate;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::server::{ParsedCertificate, ResolvesServerCert};
-use rustls::{
-    ClientConfig, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig,
-    SignatureScheme,
-};
+use rustls::{DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme};
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 use super::client_verifier::{ChainVerifier, check_size, require_role};
-use super::{disable_resumption, provider};
+use super::provider;
 use crate::identity::Role;
-use crate::wire::ALPN_PEER;
 
 /// The verifier of other servers' certificates, for both ends, with replaceable roots.
 pub struct PeerTrust(ArcSwap<PeerRoots>);
@@ -159,39 +154,4 @@ impl ServerCertVerifier for PeerTrust {
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         ClientCertVerifier::supported_verify_schemes(self)
     }
-}
-
-/// Returns the configuration of a server that accepts connections of other servers.
-///
-/// # Errors
-/// When the provider cannot be used.
-pub fn peer_server(
-    own: Arc<dyn ResolvesServerCert>,
-    trust: Arc<PeerTrust>,
-) -> Result<Arc<ServerConfig>, Error> {
-    let mut config = ServerConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(trust)
-        .with_cert_resolver(own);
-    config.alpn_protocols = vec![ALPN_PEER.to_vec()];
-    disable_resumption(&mut config);
-    Ok(Arc::new(config))
-}
-
-/// Returns the configuration of a server that dials other servers.
-///
-/// # Errors
-/// When the provider cannot be used.
-pub fn peer_client(
-    own: Arc<dyn ResolvesClientCert>,
-    trust: Arc<PeerTrust>,
-) -> Result<Arc<ClientConfig>, Error> {
-    let mut config = ClientConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .dangerous()
-        .with_custom_certificate_verifier(trust)
-        .with_client_cert_resolver(own);
-    config.alpn_protocols = vec![ALPN_PEER.to_vec()];
-    config.resumption = Resumption::disabled();
-    Ok(Arc::new(config))
 }
