@@ -32,6 +32,7 @@ mod trust;
 pub use alerts::clock_hint;
 pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, is_tls_error, received_alert};
 pub use alerts::{alert_meaning, is_certificate_rejection};
+use client_verifier::ClientVerifier;
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};
 pub use crypto::{certified_key, provider, signing_key};
@@ -62,12 +63,12 @@ pub fn session_server(
 /// When the provider cannot be used.
 pub fn session_server_with_trust(
     own: Arc<dyn ResolvesServerCert>,
-    client_verifier: Arc<AgentTrust>,
+    trust: Arc<AgentTrust>,
     alpn: &[u8],
 ) -> Result<Arc<ServerConfig>, Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(client_verifier)
+        .with_client_cert_verifier(ClientVerifier::new(trust))
         .with_cert_resolver(own);
     config.alpn_protocols = vec![alpn.to_vec()];
     disable_resumption(&mut config);
@@ -183,7 +184,7 @@ pub fn peer_server(
 ) -> Result<Arc<ServerConfig>, Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(trust)
+        .with_client_cert_verifier(ClientVerifier::new(trust))
         .with_cert_resolver(own);
     config.alpn_protocols = vec![ALPN_PEER.to_vec()];
     disable_resumption(&mut config);
@@ -201,7 +202,7 @@ pub fn peer_client(
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(trust)
+        .with_custom_certificate_verifier(ServerVerifier::new(ExpectedServer::Peer(trust)))
         .with_client_cert_resolver(own);
     config.alpn_protocols = vec![ALPN_PEER.to_vec()];
     config.resumption = Resumption::disabled();

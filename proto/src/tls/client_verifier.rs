@@ -1,5 +1,6 @@
-//! Verification of agent certificates by a server. The roots of each trust domain can be replaced
-//! while the server runs, and a revocation check rejects certificates that are no longer accepted.
+//! Verification of client certificates by a server, and the trust in agents' certificates. The
+//! roots of each trust domain can be replaced while the server runs, and a revocation check rejects
+//! certificates that are no longer accepted.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use rustls::client::danger::HandshakeSignatureValid;
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
@@ -29,7 +31,7 @@ pub type RevocationCheck = Arc<dyn Fn(&PeerIdentity) -> Result<(), Revoked> + Se
 #[error("the certificate was revoked")]
 pub struct Revoked;
 
-/// The verifier of agent certificates, with replaceable roots.
+/// The roots of agent certificates, which can be replaced, and their revocation check.
 pub struct AgentTrust {
     tunnel: ArcSwap<ChainVerifier>,
     /// `None` where kubelets are not agents.
@@ -171,8 +173,46 @@ impl fmt::Debug for AgentTrust {
     }
 }
 
-impl ClientCertVerifier for AgentTrust {
-    /// Returns no hints: an agent has one certificate, and replaceable roots cannot be returned by
+impl ClientTrust for AgentTrust {
+    fn verify_client(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.check_chain(leaf, intermediates, now)
+            .map(|(_, verified)| verified)
+    }
+}
+
+/// A trust that decides which clients a server accepts.
+pub(super) trait ClientTrust: fmt::Debug + Send + Sync {
+    /// Verifies the chain of a client in its handshake.
+    fn verify_client(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error>;
+}
+
+/// The verifier of a client's certificate. The trust decides about the chain, and the verifier
+/// always checks that the client holds the certificate's key.
+#[derive(Debug)]
+pub(super) struct ClientVerifier<T> {
+    trust: Arc<T>,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl<T> ClientVerifier<T> {
+    pub(super) fn new(trust: Arc<T>) -> Arc<Self> {
+        let algorithms = provider().signature_verification_algorithms;
+        Arc::new(Self { trust, algorithms })
+    }
+}
+
+impl<T: ClientTrust> ClientCertVerifier for ClientVerifier<T> {
+    /// Returns no hints: a client has one certificate, and replaceable roots cannot be returned by
     /// reference.
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
@@ -184,8 +224,7 @@ impl ClientCertVerifier for AgentTrust {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.check_chain(end_entity, intermediates, now)
-            .map(|(_, verified)| verified)
+        self.trust.verify_client(end_entity, intermediates, now)
     }
 
     fn verify_tls12_signature(
@@ -194,8 +233,7 @@ impl ClientCertVerifier for AgentTrust {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let chain = self.tunnel.load();
-        chain.0.verify_tls12_signature(message, cert, dss)
+        verify_tls12_signature(message, cert, dss, &self.algorithms)
     }
 
     fn verify_tls13_signature(
@@ -204,12 +242,11 @@ impl ClientCertVerifier for AgentTrust {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let chain = self.tunnel.load();
-        chain.0.verify_tls13_signature(message, cert, dss)
+        verify_tls13_signature(message, cert, dss, &self.algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.tunnel.load().0.supported_verify_schemes()
+        self.algorithms.supported_schemes()
     }
 }
 

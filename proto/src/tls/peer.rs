@@ -5,19 +5,17 @@ use std::fmt;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
-use rustls::crypto::{verify_tls12_signature, verify_tls13_signature};
 use rustls::server::ParsedCertificate;
-use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme};
-use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::ClientCertVerified;
+use rustls::{Error, RootCertStore};
+use rustls_pki_types::{CertificateDer, UnixTime};
 
-use super::client_verifier::{ChainVerifier, check_size, require_role};
+use super::client_verifier::{ChainVerifier, ClientTrust, check_size, require_role};
 use super::provider;
 use crate::identity::Role;
 
-/// The verifier of other servers' certificates, for both ends, with replaceable roots.
+/// The roots of other servers' certificates, for both ends. The roots can be replaced.
 pub struct PeerTrust(ArcSwap<PeerRoots>);
 
 struct PeerRoots {
@@ -54,6 +52,22 @@ impl PeerTrust {
         self.0.store(Arc::new(PeerRoots::new(roots)?));
         Ok(())
     }
+
+    /// Verifies the chain of a dialed server. The dialed name is ignored, because the caller
+    /// compares the name in the certificate with the server that it expects.
+    pub(super) fn verify_server(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<(), Error> {
+        check_size(end_entity, intermediates)?;
+        let leaf = ParsedCertificate::try_from(end_entity)?;
+        let algorithms = provider().signature_verification_algorithms.all;
+        let roots = &self.0.load().roots;
+        verify_server_cert_signed_by_trust_anchor(&leaf, roots, intermediates, now, algorithms)?;
+        require_peer(end_entity)
+    }
 }
 
 impl fmt::Debug for PeerTrust {
@@ -66,92 +80,17 @@ fn require_peer(leaf: &CertificateDer<'_>) -> Result<(), Error> {
     require_role(leaf, |role| matches!(role, Role::Peer(_))).map(drop)
 }
 
-impl ClientCertVerifier for PeerTrust {
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        &[]
-    }
-
-    fn verify_client_cert(
+impl ClientTrust for PeerTrust {
+    fn verify_client(
         &self,
-        end_entity: &CertificateDer<'_>,
+        leaf: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        check_size(end_entity, intermediates)?;
+        check_size(leaf, intermediates)?;
         let clients = &self.0.load().clients;
-        let verified = clients
-            .0
-            .verify_client_cert(end_entity, intermediates, now)?;
-        require_peer(end_entity)?;
+        let verified = clients.0.verify_client_cert(leaf, intermediates, now)?;
+        require_peer(leaf)?;
         Ok(verified)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = provider().signature_verification_algorithms;
-        verify_tls12_signature(message, cert, dss, &algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = provider().signature_verification_algorithms;
-        verify_tls13_signature(message, cert, dss, &algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        provider()
-            .signature_verification_algorithms
-            .supported_schemes()
-    }
-}
-
-impl ServerCertVerifier for PeerTrust {
-    /// Ignores the dialed name. The caller compares the name in the certificate with the server
-    /// that it expects.
-    fn verify_server_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        now: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        check_size(end_entity, intermediates)?;
-        let leaf = ParsedCertificate::try_from(end_entity)?;
-        let algorithms = provider().signature_verification_algorithms.all;
-        let roots = &self.0.load().roots;
-        verify_server_cert_signed_by_trust_anchor(&leaf, roots, intermediates, now, algorithms)?;
-        require_peer(end_entity)?;
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        ClientCertVerifier::verify_tls12_signature(self, message, cert, dss)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        dss: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        ClientCertVerifier::verify_tls13_signature(self, message, cert, dss)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        ClientCertVerifier::supported_verify_schemes(self)
     }
 }

@@ -10,7 +10,7 @@ use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, Sign
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 use super::client_verifier::require_role;
-use super::{ReloadableIdentity, Trust, provider};
+use super::{PeerTrust, ReloadableIdentity, Trust, provider};
 use crate::identity::{Role, spki_sha256};
 
 /// The verifier of a server's certificate. The dialed name is ignored, so any address works. The
@@ -28,6 +28,8 @@ pub(super) enum ExpectedServer {
     Fixed(Trust),
     /// The server that the trust at the time of the handshake accepts.
     Reloadable(Arc<ReloadableIdentity>),
+    /// A server that this trust between servers accepts.
+    Peer(Arc<PeerTrust>),
     /// A server with any certificate, because other means authenticate the path to the server.
     AcceptAny,
 }
@@ -94,6 +96,7 @@ impl ServerCertVerifier for ServerVerifier {
             ExpectedServer::Reloadable(identity) => {
                 self.verify_chain(&identity.trust(), end_entity, intermediates, now)
             }
+            ExpectedServer::Peer(trust) => trust.verify_server(end_entity, intermediates, now),
         }?;
         Ok(ServerCertVerified::assertion())
     }
