@@ -27,6 +27,7 @@ use crate::tls;
 use crate::wire::code::CloseCode;
 
 mod bulk_queue;
+mod connection;
 mod control_rate;
 mod dialer;
 mod driver;
@@ -39,9 +40,10 @@ mod session;
 mod stream;
 mod wakeups;
 
+use connection::{Connection, WINDOW_SIZE_MAX};
 use control_rate::PREFACE_BYTES;
 pub use dialer::H2Dialer;
-use driver::{Connection, Driver, WINDOW_SIZE_MAX};
+use driver::Driver;
 use io::ConnIo;
 pub use read_ahead::ReadAhead;
 use session::{CLOSE_STREAM_URI, H2Session, SessionShared};

@@ -16,7 +16,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -28,18 +28,18 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep, interval, sleep};
 use tracing::debug;
 
-use super::io::ConnIo;
+use super::connection::{Connection, window_size};
 use super::offers::{Offers, is_offer};
 use super::path_meter::PathMeter;
 use super::pump::{Input, Pump};
-use super::session::{Commands, SessionShared, network};
-use super::stream::{H2Stream, Output, StreamShared};
+use super::session::{Commands, SessionShared};
+use super::stream::{H2Stream, StreamShared};
 use super::wakeups::Wakeups;
-use crate::tls;
+use crate::transport::SessionSettings;
 use crate::transport::flow::SessionFlow;
-use crate::transport::{CloseReason, ClosedBy, SessionSettings};
-use crate::wire::close::SessionClose;
 use crate::wire::code::CloseCode;
+
+mod close;
 
 /// Time limit for each step of a close.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -47,59 +47,6 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(50);
 /// Rounds of h2 and streams in one poll, before other tasks run.
 const ROUNDS_PER_POLL: usize = 8;
-
-/// Either role of h2. The server's end of a session is h2's client, because it opens most streams.
-pub(super) enum Connection<S> {
-    Client(h2::client::Connection<ConnIo<S>, Bytes>),
-    Server(h2::server::Connection<ConnIo<S>, Bytes>),
-}
-
-type Accepted = (http::Request<RecvStream>, h2::server::SendResponse<Bytes>);
-
-impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
-    /// Polls the connection. Returns a request of the peer, or the end of the connection.
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Accepted>, h2::Error>> {
-        match self {
-            Self::Client(client) => Pin::new(client).poll(cx).map_ok(|()| None),
-            Self::Server(server) => server.poll_accept(cx).map(Option::transpose),
-        }
-    }
-
-    fn set_window(&mut self, bytes: u64) {
-        let bytes = window_size(bytes);
-        match self {
-            Self::Client(client) => client.set_target_window_size(bytes),
-            Self::Server(server) => server.set_target_window_size(bytes),
-        }
-    }
-
-    /// Sets the window of all streams, also of open ones.
-    ///
-    /// # Errors
-    /// Until the peer has acknowledged the settings before.
-    fn set_stream_window(&mut self, bytes: u32) -> Result<(), h2::Error> {
-        match self {
-            Self::Client(client) => client.set_initial_window_size(bytes),
-            Self::Server(server) => server.set_initial_window_size(bytes),
-        }
-    }
-
-    pub(super) fn ping_pong(&mut self) -> Option<PingPong> {
-        match self {
-            Self::Client(client) => client.ping_pong(),
-            Self::Server(server) => server.ping_pong(),
-        }
-    }
-}
-
-/// The largest window of h2 (RFC 9113, section 6.9.1).
-pub(super) const WINDOW_SIZE_MAX: u32 = (1 << 31) - 1;
-
-fn window_size(bytes: u64) -> u32 {
-    u32::try_from(bytes)
-        .unwrap_or(WINDOW_SIZE_MAX)
-        .min(WINDOW_SIZE_MAX)
-}
 
 /// A stream window of which it is not known that the peer uses it.
 struct WindowUpdate {
@@ -442,124 +389,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         for pump in self.pumps.iter_mut().chain(&mut self.close_pump) {
             pump.drain(cx);
         }
-    }
-
-    /// Handles the peer's close message, if it has arrived.
-    fn read_close_message(&mut self, cx: &mut Context<'_>) {
-        let Some(close_stream) = &self.close_stream else {
-            return;
-        };
-        close_stream.lock().drain_into(&mut self.close_message);
-        if let Some(close) = SessionClose::take(&mut self.close_message) {
-            self.shared.set_closed(CloseReason {
-                by: ClosedBy::Peer,
-                code: close.code,
-                reason: close.reason,
-            });
-            // Data that arrived before the close message counts. Polling the set stops early, so
-            // poll each pump.
-            self.drain(cx);
-            self.finish();
-        }
-    }
-
-    /// Performs the steps of a close.
-    fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        loop {
-            match &mut self.state {
-                DriverState::Running => {
-                    if let Some(refused) = self.shared.refused(cx) {
-                        self.state = DriverState::Refused(refused, Box::pin(sleep(CLOSE_TIMEOUT)));
-                        continue;
-                    }
-                    let silent = self.last_received.1.elapsed() >= self.idle_timeout;
-                    if silent && self.shared.conn_state.received() == self.last_received.0 {
-                        self.shared
-                            .set_closed(network(CloseCode::Dead, "timed out"));
-                        return Poll::Ready(());
-                    }
-                    return Poll::Pending;
-                }
-                DriverState::Refused(error, limit) => {
-                    ready!(limit.as_mut().poll(cx));
-                    let reason = network(CloseCode::Protocol, &error.to_string());
-                    self.shared.set_closed(reason);
-                    self.finish();
-                }
-                DriverState::Flushing(code, reason, limit) => {
-                    let waiting = self.shared.unflushed_halves.load(Ordering::Acquire) > 0;
-                    if waiting && limit.as_mut().poll(cx).is_pending() {
-                        return Poll::Pending;
-                    }
-                    let (code, reason) = (*code, std::mem::take(reason));
-                    self.send_close(code, reason);
-                }
-                DriverState::SendingClose(limit) => {
-                    let is_sent = self.close_stream.as_ref().is_none_or(|close_stream| {
-                        matches!(close_stream.lock().output, Output::Flushed | Output::Cut(_))
-                    });
-                    if !is_sent && limit.as_mut().poll(cx).is_pending() {
-                        return Poll::Pending;
-                    }
-                    self.finish();
-                }
-                // `drive` waits for the end of the connection.
-                DriverState::ShuttingDown(limit) => return limit.as_mut().poll(cx),
-            }
-        }
-    }
-
-    fn send_close(&mut self, code: CloseCode, reason: String) {
-        let close = SessionClose { code, reason };
-        if let Some(close_stream) = &self.close_stream {
-            let mut state = close_stream.lock();
-            close.encode(&mut state.write_buffer);
-            close_stream.set_output(&mut state, Output::Finishing);
-            state.wake_pump();
-        }
-        self.shared.set_closed(CloseReason {
-            by: ClosedBy::Local,
-            code: close.code,
-            reason: close.reason,
-        });
-        self.state = DriverState::SendingClose(Box::pin(sleep(self.close_timeout)));
-    }
-
-    /// Sends GOAWAY, close_notify and FIN. Streams that have not ended are cut.
-    fn finish(&mut self) {
-        if matches!(self.state, DriverState::ShuttingDown(_)) {
-            return;
-        }
-        self.shared.end_opening();
-        self.offers.clear();
-        self.close_stream = None;
-        self.close_pump = None;
-        self.pumps.clear();
-        if let Connection::Server(server) = &mut self.connection {
-            server.abrupt_shutdown(Reason::NO_ERROR);
-        }
-        self.state = DriverState::ShuttingDown(Box::pin(sleep(self.close_timeout * 2)));
-    }
-
-    fn handle_end(&mut self, error: Option<&h2::Error>, cx: &mut Context<'_>) -> Poll<()> {
-        // Data that arrived together with the end counts, and may include the close message.
-        self.drain(cx);
-        self.read_close_message(cx);
-        let verdict = tls::alert_meaning(self.shared.conn_state.alert());
-        let reason = match error {
-            None => network(CloseCode::Dead, "connection was closed without a reason"),
-            Some(error) => match error.get_io() {
-                // The cause is a TLS alert, or bytes that are not TLS.
-                Some(io) if io.kind() == std::io::ErrorKind::InvalidData => {
-                    network(CloseCode::Protocol, &io.to_string())
-                }
-                Some(io) => network(CloseCode::Dead, &io.to_string()),
-                None => network(CloseCode::Protocol, &error.to_string()),
-            },
-        };
-        let reason = verdict.map_or(reason, |(code, reason)| network(code, reason));
-        self.shared.set_closed(reason);
-        Poll::Ready(())
     }
 }
 
