@@ -15,8 +15,10 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
 use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, ConnPermit};
 use tunnel_proto::tcp;
 use tunnel_proto::transport::{IncomingStream, Session, h2};
+use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::name::ReplicaId;
@@ -38,6 +40,10 @@ pub(super) struct PeerListener {
     announced: watch::Receiver<HeldNodes>,
     /// The connection of each server. The token is cancelled when a newer connection replaces it.
     connections: Mutex<BTreeMap<ReplicaId, CancellationToken>>,
+    /// Permits of connections that are not authenticated yet.
+    half_open: Arc<ConnLimiter>,
+    /// Permits of connections that are ready.
+    ready: Semaphore,
 }
 
 /// A connection that is ready.
@@ -56,36 +62,50 @@ impl PeerListener {
             endpoint,
             announced,
             connections: Mutex::default(),
+            half_open: ConnLimiter::new(HALF_OPEN),
+            ready: Semaphore::new(READY_MAX),
         })
     }
 
     pub(super) async fn run(self: Arc<Self>, mut listener: RetryingListener<TcpListener>) {
-        let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
         loop {
             let (socket, address) = listener.accept().await;
-            let Ok(permit) = permits.clone().try_acquire_owned() else {
-                debug!(peer = %address, "too many connections of other servers");
+            let Ok(permit) = self.half_open.acquire(address.ip()) else {
+                debug!(peer = %address, "too many unauthenticated connections to the listener for other servers");
                 continue;
             };
             let accepting = self.clone();
-            let work = async move {
-                accepting.serve(socket).await;
-                drop(permit);
-            };
+            let work = async move { accepting.serve(socket, permit).await };
             let work = work.instrument(info_span!("conn", peer = %address));
             self.endpoint.shutdown.spawn_service(work);
         }
     }
 
-    async fn serve(&self, socket: TcpStream) {
+    /// Serves one connection until it ends. `permit` is released when the other server is
+    /// authenticated.
+    async fn serve(&self, socket: TcpStream, permit: ConnPermit) {
         let accepting = Box::pin(self.accept(socket));
-        let accepted = match timeout(self.endpoint.handshake_limit, accepting).await {
+        let accepting = timeout(self.endpoint.handshake_limit, accepting);
+        let accepted = tokio::select! {
+            biased;
+            () = permit.evicted() => {
+                return debug!("unauthenticated connection evicted in favor of a newer one");
+            }
+            accepted = accepting => accepted,
+        };
+        drop(permit);
+        let accepted = match accepted {
             Ok(Ok(accepted)) => accepted,
             Ok(Err(error)) if error.is_violation() => {
                 return self.endpoint.peers.warn_violation(&"unknown", &error);
             }
             Ok(Err(error)) => return debug!(%error, "connection of another server not accepted"),
             Err(_elapsed) => return debug!("handshake of another server did not finish in time"),
+        };
+        let Ok(_permit) = self.ready.try_acquire() else {
+            warn!(peer = %accepted.replica, "too many connections of other servers");
+            let (code, detail) = (CloseCode::TooManySessions, "too many connections of servers");
+            return accepted.session.close(code, detail).await;
         };
         Box::pin(self.keep(accepted)).await;
     }
@@ -313,9 +333,15 @@ async fn is_alive(endpoint: &PeerEndpoint, ask: &Ask) -> bool {
     false
 }
 
-/// Connections of other servers at once, in their handshake or ready: twice the maximum number of
-/// servers.
-const CONNECTIONS_MAX: usize = 128;
+/// Connections at once whose other end is not authenticated yet. All other servers may dial from one
+/// address at the same time, and a flood from one address evicts its own connections.
+const HALF_OPEN: ConnLimits = ConnLimits {
+    per_source: REPLICAS_MAX,
+    total: 2 * REPLICAS_MAX,
+};
+/// Connections of other servers at once that are ready: each server may have one that is replaced
+/// by another one.
+const READY_MAX: usize = 2 * REPLICAS_MAX;
 /// Enrollments of one server at once. Each of them may sign a certificate.
 const ENROLLMENTS_MAX: usize = 64;
 /// Questions of one server that are answered at once.

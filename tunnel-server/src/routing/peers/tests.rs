@@ -1,4 +1,5 @@
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpSocket;
 use tokio::time::sleep;
 use tunnel_proto::process::shutdown::DrainOutcome;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause};
@@ -218,6 +219,26 @@ async fn server_with_a_wrong_name_is_refused() {
             (ClosedBy::Peer, CloseCode::Protocol)
         );
     }
+}
+
+#[tokio::test]
+async fn silent_connections_from_other_addresses_do_not_lock_out_a_server() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    // As many as fit. In their first second they are not evicted by connections of their own
+    // address.
+    let mut crowd = Vec::new();
+    for number in 0..128 {
+        let address = ["127.0.0.2:0", "127.0.0.3:0"][number / 64];
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(address.parse().unwrap()).unwrap();
+        crowd.push(within(socket.connect(a.address)).await.unwrap());
+    }
+    let session = installation.dial_as("c", &a).await;
+    let (mut reader, mut writer) = control(&session).await;
+    writer.send(&hello("c")).await.unwrap();
+    let first = within(reader.receive()).await.unwrap();
+    assert!(matches!(first, Some(PeerMessage::Hello(_))), "{first:?}");
 }
 
 #[tokio::test]
