@@ -66,8 +66,10 @@ pub(super) const BATCH: Duration = Duration::from_millis(100);
 pub(super) const POLL: Duration = Duration::from_secs(1);
 /// Time for which the list of a lost connection between servers stays.
 pub(super) const LIST_LINGER: Duration = Duration::from_secs(5);
-/// Time until another server notices that the connection to a lost one is silent.
-pub(super) const PEER_DEAD: Duration = Duration::from_secs(15);
+/// Longest time until another server prefers other connections to that to a lost server.
+pub(super) const PEER_SUSPECT: Duration = Duration::from_millis(7500);
+/// Longest time until another server closes the connection to a lost one.
+pub(super) const PEER_DEAD: Duration = Duration::from_millis(12_500);
 /// Longest wait between two dials of another server.
 pub(super) const PEER_RETRY: Duration = Duration::from_secs(5);
 

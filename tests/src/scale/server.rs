@@ -22,6 +22,8 @@ pub(super) struct SimServer {
     pub(super) directory: Directory,
     /// The other servers to which this one has a connection, and the process that answers there.
     pub(super) links: BTreeMap<ReplicaId, usize>,
+    /// The other servers that do not answer on their connections.
+    pub(super) suspects: BTreeSet<usize>,
     /// The other servers that this one reports to its agents, and whether they are leaving.
     pub(super) known: BTreeMap<ReplicaId, bool>,
     pub(super) members: Rc<[Member]>,
@@ -79,6 +81,7 @@ impl SimServer {
             takes_calls: false,
             directory: Directory::new(DIRECTORY_NODES),
             links: BTreeMap::new(),
+            suspects: BTreeSet::new(),
             known: BTreeMap::new(),
             members: Rc::default(),
             agents: BTreeMap::new(),
@@ -170,6 +173,7 @@ impl SimServer {
         }
         self.directory = Directory::new(DIRECTORY_NODES);
         self.links.clear();
+        self.suspects.clear();
         self.known.clear();
         self.handshakes.clear();
     }

@@ -86,6 +86,11 @@ enum Event {
         from: usize,
         to: usize,
     },
+    /// A server has not heard from another one for a while.
+    LinkSuspect {
+        from: usize,
+        to: usize,
+    },
     LinkDown {
         from: usize,
         to: usize,
@@ -262,6 +267,10 @@ impl Simulation {
             Event::Members { server } => self.report_members(server),
             Event::Announce { server } => self.announce(server)?,
             Event::LinkUp { from, to } => self.link_up(from, to)?,
+            Event::LinkSuspect { from, to } => {
+                self.servers[from].suspects.insert(to);
+                self.check_agents_of(from, to);
+            }
             Event::LinkDown { from, to } => self.link_down(from, to),
             Event::Expire { from, to } => self.expire(from, to),
             Event::RemoveEndpoint { server } => {

@@ -19,6 +19,15 @@ pub use claim::Claim;
 /// Maximum number of servers that are asked for one stream.
 pub const HOLDERS_TRIED_MAX: usize = 2;
 
+/// The state of the connection to a server, in the order in which streams prefer it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LinkState {
+    /// The server answers.
+    Live,
+    /// The server has not answered for a few seconds. Its host may be lost.
+    Suspect,
+}
+
 /// The nodes that other servers hold.
 #[derive(Debug)]
 pub struct Directory {
@@ -134,18 +143,24 @@ impl Directory {
     }
 
     /// Returns the servers to ask for one stream to a node, in order: the first holders without
-    /// `except` for which `is_available` returns `true`, at most [`HOLDERS_TRIED_MAX`].
+    /// `except` that have a connection, at most [`HOLDERS_TRIED_MAX`]. `link` returns the state of
+    /// the connection to a server. Servers whose connection is suspect are last.
     #[must_use]
     pub fn candidates(
         &self,
         node: &NodeName,
         except: Option<&ReplicaId>,
-        is_available: impl Fn(&ReplicaId) -> bool,
+        link: impl Fn(&ReplicaId) -> Option<LinkState>,
     ) -> Vec<ReplicaId> {
-        let mut candidates = self.holders(node);
-        candidates.retain(|replica| Some(replica) != except && is_available(replica));
+        let holders = self.holders(node).into_iter();
+        let mut candidates: Vec<_> = holders
+            .filter(|replica| Some(replica) != except)
+            .filter_map(|replica| Some((link(&replica)?, replica)))
+            .collect();
+        // Stable, so that servers with the same state keep their order.
+        candidates.sort_by_key(|(state, _)| *state);
         candidates.truncate(HOLDERS_TRIED_MAX);
-        candidates
+        candidates.into_iter().map(|(_, replica)| replica).collect()
     }
 
     /// Returns whether another server holds the node.

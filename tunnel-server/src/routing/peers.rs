@@ -242,9 +242,8 @@ impl Peers {
     #[must_use]
     pub fn preferred(&self, node: &NodeName) -> Option<ReplicaId> {
         let state = self.state.lock();
-        let candidates = state
-            .directory
-            .candidates(node, None, |replica| state.link(replica).is_some());
+        let link = |replica: &ReplicaId| state.link(replica).map(|link| link.state());
+        let candidates = state.directory.candidates(node, None, link);
         candidates.into_iter().next()
     }
 
@@ -267,16 +266,19 @@ impl Peers {
         });
         let state = self.state.lock();
         let link = |replica: &ReplicaId| state.link(replica);
-        let can_open = |replica: &ReplicaId| link(replica).is_some_and(|link| link.has_permit());
-        let candidates = state.directory.candidates(node, except, can_open);
+        let with_permit = |replica: &ReplicaId| {
+            let link = link(replica).filter(|link| link.has_permit())?;
+            Some(link.state())
+        };
+        let candidates = state.directory.candidates(node, except, with_permit);
         let links: Vec<_> = candidates.iter().filter_map(link).cloned().collect();
         if !links.is_empty() {
             return Ok(links);
         }
-        let is_linked = |replica: &ReplicaId| link(replica).is_some();
+        let with_link = |replica: &ReplicaId| link(replica).map(|link| link.state());
         if state
             .directory
-            .candidates(node, except, is_linked)
+            .candidates(node, except, with_link)
             .is_empty()
         {
             return Err(OpenError::NoAgent);

@@ -5,7 +5,7 @@ use rand::RngExt as _;
 
 use super::{Change, Event, Simulation};
 use crate::scale::model::{
-    ENDPOINTS_DELAY, HOST_LOST_AFTER, ONE_WAY, PEER_DEAD, PEER_RETRY, READY_AFTER, SUSPECT_MAX,
+    ENDPOINTS_DELAY, HOST_LOST_AFTER, ONE_WAY, PEER_DEAD, PEER_RETRY, PEER_SUSPECT, READY_AFTER, SUSPECT_MAX,
     SUSPECT_MIN, ScaleCase,
 };
 use crate::scale::server::{Phase, SimServer};
@@ -102,6 +102,7 @@ impl Simulation {
         let is_silent = phase == Phase::Silent;
         for from in 0..self.servers.len() {
             if is_silent {
+                self.after(PEER_SUSPECT, Event::LinkSuspect { from, to: server });
                 self.after(PEER_DEAD, Event::LinkDown { from, to: server });
             } else {
                 self.link_down(from, server);

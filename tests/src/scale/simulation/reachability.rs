@@ -1,6 +1,7 @@
 //! The nodes that callers reach at each server.
 
 use tunnel_proto::wire::name::ReplicaId;
+use tunnel_server::routing::directory::LinkState;
 
 use super::Simulation;
 use crate::scale::server::Phase;
@@ -37,9 +38,17 @@ impl Simulation {
             return true;
         }
         let links = &self.servers[server].links;
-        let is_linked = |replica: &ReplicaId| links.contains_key(replica);
+        let link = |replica: &ReplicaId| {
+            let to = links.get(replica)?;
+            let is_suspect = self.servers[server].suspects.contains(to);
+            Some(if is_suspect {
+                LinkState::Suspect
+            } else {
+                LinkState::Live
+            })
+        };
         let directory = &self.servers[server].directory;
-        let candidates = directory.candidates(&agent.node, None, is_linked);
+        let candidates = directory.candidates(&agent.node, None, link);
         for holder in candidates.iter().filter_map(|replica| links.get(replica)) {
             match self.servers[*holder].phase {
                 // The stream opens, and gets no reply.

@@ -45,7 +45,7 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
     assert_eq!(by_weight, expected);
     directory.set_leaving(&by_weight[0]);
     let [first, second, third] = [1, 2, 0].map(|index| by_weight[index].clone());
-    let all = |_: &ReplicaId| true;
+    let all = |_: &ReplicaId| Some(LinkState::Live);
     assert_eq!(
         directory.holders(&node(1)),
         [first.clone(), second.clone(), third]
@@ -56,7 +56,7 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
     );
     let without_first = directory.candidates(&node(1), Some(&first), all);
     assert_eq!(without_first, [second.clone(), by_weight[0].clone()]);
-    let linked = |id: &ReplicaId| *id == second;
+    let linked = |id: &ReplicaId| (*id == second).then_some(LinkState::Live);
     assert_eq!(
         directory.candidates(&node(1), None, linked),
         std::slice::from_ref(&second)
@@ -65,6 +65,27 @@ fn holders_are_live_before_leaving_and_then_by_weight() {
     directory.begin(&by_weight[0]);
     directory.apply(&by_weight[0], vec![held_node(1)], &[]);
     assert_eq!(directory.holders(&node(1)), by_weight);
+}
+
+#[test]
+fn holders_with_a_suspect_connection_are_asked_last() {
+    let mut directory = directory(10, &[(0, &[1]), (1, &[1]), (2, &[1])]);
+    let by_weight = directory.holders(&node(1));
+    let link = |id: &ReplicaId| {
+        let is_suspect = *id == by_weight[0];
+        Some(if is_suspect {
+            LinkState::Suspect
+        } else {
+            LinkState::Live
+        })
+    };
+    assert_eq!(directory.candidates(&node(1), None, link), by_weight[1..]);
+    let rest = directory.candidates(&node(1), Some(&by_weight[1]), link);
+    assert_eq!(rest, [by_weight[2].clone(), by_weight[0].clone()]);
+    // A server that leaves still answers.
+    directory.set_leaving(&by_weight[1]);
+    directory.set_leaving(&by_weight[2]);
+    assert_eq!(directory.candidates(&node(1), None, link), by_weight[1..]);
 }
 
 #[test]
@@ -231,8 +252,11 @@ fn open(servers: &[Server], own: usize, number: usize, except: &ReplicaId) {
         .filter(|(name, _)| **name == node(number))
         .map(|(_, id)| id.clone())
         .collect();
-    let is_linked = |id: &ReplicaId| (0..servers.len()).any(|other| replica(other) == *id);
-    let candidates = directory.candidates(&node(number), Some(except), is_linked);
+    let link = |id: &ReplicaId| {
+        let is_linked = (0..servers.len()).any(|other| replica(other) == *id);
+        is_linked.then_some(LinkState::Live)
+    };
+    let candidates = directory.candidates(&node(number), Some(except), link);
     assert!(candidates.len() <= HOLDERS_TRIED_MAX);
     assert!(!candidates.contains(&replica(own)) && !candidates.contains(except));
     let distinct: BTreeSet<_> = candidates.iter().collect();

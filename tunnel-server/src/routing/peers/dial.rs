@@ -211,7 +211,7 @@ impl PeerTask {
         let _open = peers.connections.token();
         peers.link_up(&link, hello);
         let ended = tokio::select! {
-            ended = self.run_link(&session, reader, writer, asks) => ended,
+            ended = self.run_link(&link, reader, writer, asks) => ended,
             () = peers.closing.cancelled() => Err(LinkError::stopping()),
         };
         peers.link_down(&link);
@@ -230,12 +230,12 @@ impl PeerTask {
 
     async fn run_link(
         &self,
-        session: &Arc<dyn Session>,
+        link: &Link,
         mut reader: PeerReader,
         writer: PeerWriter,
         mut asks: mpsc::Receiver<PendingAsk>,
     ) -> Result<(), LinkError> {
-        let peers = &self.endpoint.peers;
+        let (peers, session) = (&self.endpoint.peers, &link.session);
         let (outbox, sending) = outbox(writer);
         let mut sending = pin!(sending);
         let mut closed = pin!(session.closed());
@@ -247,11 +247,15 @@ impl PeerTask {
             tokio::select! {
                 biased;
                 reason = &mut closed => return Err(LinkError::Session(reason.into())),
-                now = ticks.tick() => match monitor.check(session.stats().received, now) {
-                    LinkCheck::Live => {}
-                    LinkCheck::Probe => session.probe(),
-                    LinkCheck::Dead => return Err(dead()),
-                },
+                now = ticks.tick() => {
+                    let check = monitor.check(session.stats().received, now);
+                    link.record_check(check);
+                    match check {
+                        LinkCheck::Live => {}
+                        LinkCheck::Probe | LinkCheck::Suspect => session.probe(),
+                        LinkCheck::Dead => return Err(dead()),
+                    }
+                }
                 received = reader.receive() => match received? {
                     Some(message) => self.handle(message, &mut questions)?,
                     None => return Ok(()),
@@ -289,7 +293,7 @@ impl PeerTask {
 
 /// Returns the error of a connection that was silent for too long.
 pub(super) fn dead() -> LinkError {
-    LinkError::Refused(CloseCode::Dead, "no sign of life for 15 s".to_owned())
+    LinkError::Refused(CloseCode::Dead, "no sign of life for 10 s".to_owned())
 }
 
 /// Sends all revocations to the queue of a connection, and then each later one.

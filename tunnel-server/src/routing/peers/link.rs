@@ -3,6 +3,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -15,6 +16,8 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::negotiate_version;
 use tunnel_proto::wire::peer::{PeerHello, PeerMessage};
 
+use crate::routing::directory::LinkState;
+
 /// A connection that this server has dialed and over which it opens streams.
 #[derive(Debug)]
 pub(super) struct Link {
@@ -24,6 +27,7 @@ pub(super) struct Link {
     permits: Arc<Semaphore>,
     permits_max: usize,
     asks: mpsc::Sender<PendingAsk>,
+    is_suspect: AtomicBool,
 }
 
 /// A question for the other server: does it hold this node with a session that answers?
@@ -50,8 +54,27 @@ impl Link {
             permits: Arc::new(Semaphore::new(permits_max)),
             permits_max,
             asks,
+            is_suspect: AtomicBool::new(false),
         };
         (Arc::new(link), pending)
+    }
+
+    /// Returns whether the server answers. New streams prefer connections that are live.
+    pub(super) fn state(&self) -> LinkState {
+        if self.is_suspect.load(Ordering::Relaxed) {
+            LinkState::Suspect
+        } else {
+            LinkState::Live
+        }
+    }
+
+    /// Records the result of a check of the connection.
+    pub(super) fn record_check(&self, check: LinkCheck) {
+        let is_suspect = match check {
+            LinkCheck::Live | LinkCheck::Probe => false,
+            LinkCheck::Suspect | LinkCheck::Dead => true,
+        };
+        self.is_suspect.store(is_suspect, Ordering::Relaxed);
     }
 
     pub(super) fn has_permit(&self) -> bool {
@@ -210,7 +233,6 @@ pub(super) struct LinkMonitor {
     received: u64,
     last_arrival: Instant,
     last_check: Instant,
-    last_probe: Instant,
 }
 
 /// What to do after a check.
@@ -219,6 +241,8 @@ pub(super) enum LinkCheck {
     Live,
     /// The caller must send a probe.
     Probe,
+    /// A probe has no answer. The caller must send another one.
+    Suspect,
     /// The caller must close the session.
     Dead,
 }
@@ -229,7 +253,6 @@ impl LinkMonitor {
             received,
             last_arrival: now,
             last_check: now,
-            last_probe: now,
         }
     }
 
@@ -245,14 +268,14 @@ impl LinkMonitor {
         }
         let silence = now.saturating_duration_since(self.last_arrival);
         if silence >= DEAD_AFTER {
-            return LinkCheck::Dead;
+            LinkCheck::Dead
+        } else if silence >= SUSPECT_AFTER {
+            LinkCheck::Suspect
+        } else if silence >= PROBE_AFTER {
+            LinkCheck::Probe
+        } else {
+            LinkCheck::Live
         }
-        let since_probe = now.saturating_duration_since(self.last_probe);
-        if silence >= PROBE_AFTER && since_probe >= PROBE_AFTER {
-            self.last_probe = now;
-            return LinkCheck::Probe;
-        }
-        LinkCheck::Live
     }
 }
 
@@ -284,14 +307,19 @@ impl WarnInterval {
 const QUEUE_MESSAGES: usize = 256;
 /// Time for the answer to a question. The other server probes its session for about as long.
 const ASK_TIMEOUT: Duration = Duration::from_millis(1500);
-/// Interval of the checks of a connection.
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// A check that is this late indicates a stopped process.
-const PAUSE: Duration = Duration::from_secs(4);
-/// Silence after which a probe is sent, and time between two probes.
-const PROBE_AFTER: Duration = Duration::from_secs(5);
-/// Silence after which the connection is closed.
-const DEAD_AFTER: Duration = Duration::from_secs(15);
+/// Interval of the checks of a connection. An idle connection wakes each end less than once a
+/// second: for the check, and for a probe or its answer at every second check.
+const CHECK_INTERVAL: Duration = Duration::from_millis(2500);
+/// Time between two checks that indicates a stopped process.
+const PAUSE: Duration = Duration::from_millis(5500);
+/// Silence after which a probe is sent at each check. Silence begins at the first check after the
+/// last arrival, so the limits are exceeded by up to [`CHECK_INTERVAL`].
+const PROBE_AFTER: Duration = CHECK_INTERVAL;
+/// Silence after which new streams prefer other servers: one probe has had no answer for the time
+/// between two checks.
+const SUSPECT_AFTER: Duration = Duration::from_secs(5);
+/// Silence after which the connection is closed: three probes have no answer.
+const DEAD_AFTER: Duration = Duration::from_secs(10);
 /// Time between two log lines about the same server.
 const WARN_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -303,27 +331,25 @@ mod tests {
     fn silent_connection_is_probed_and_dies_unless_something_arrives() {
         let start = Instant::now();
         let mut monitor = LinkMonitor::new(0, start);
-        let mut results = Vec::new();
-        for second in 1..=40 {
-            // Something arrives in the 14th and in the 20th second.
-            let received = u64::from(second >= 14) + u64::from(second >= 20);
-            let check = monitor.check(received, start + Duration::from_secs(second));
+        // Something has arrived before the third and before the sixth check.
+        let mut checks = Vec::new();
+        for (number, received) in (1..).zip([0, 0, 1, 1, 1, 2, 2, 2, 2, 2]) {
+            let check = monitor.check(received, start + CHECK_INTERVAL * number);
             if check != LinkCheck::Live {
-                results.push((second, check));
-            }
-            if check == LinkCheck::Dead {
-                break;
+                checks.push((number, check));
             }
         }
         let expected = [
-            (5, LinkCheck::Probe),
-            (10, LinkCheck::Probe),
-            (19, LinkCheck::Probe),
-            (25, LinkCheck::Probe),
-            (30, LinkCheck::Probe),
-            (35, LinkCheck::Dead),
+            (1, LinkCheck::Probe),
+            (2, LinkCheck::Suspect),
+            (4, LinkCheck::Probe),
+            (5, LinkCheck::Suspect),
+            (7, LinkCheck::Probe),
+            (8, LinkCheck::Suspect),
+            (9, LinkCheck::Suspect),
+            (10, LinkCheck::Dead),
         ];
-        assert_eq!(results, expected);
+        assert_eq!(checks, expected);
     }
 
     #[test]

@@ -235,7 +235,7 @@ impl PeerListener {
                 reason = &mut closed => return Err(LinkError::Session(reason.into())),
                 now = ticks.tick() => match monitor.check(session.stats().received, now) {
                     LinkCheck::Live => {}
-                    LinkCheck::Probe => session.probe(),
+                    LinkCheck::Probe | LinkCheck::Suspect => session.probe(),
                     LinkCheck::Dead => return Err(dead()),
                 },
                 received = reader.receive() => match received? {

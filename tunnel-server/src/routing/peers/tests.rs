@@ -2,10 +2,11 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 use tokio::time::sleep;
 use tunnel_proto::process::shutdown::DrainOutcome;
-use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause};
+use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode};
 use tunnel_proto::wire::peer::PeerMessage;
 
+use super::link::LinkCheck;
 use super::*;
 use crate::routing::registry::SuspectReason;
 use crate::testing::eventually;
@@ -145,6 +146,38 @@ async fn stream_to_a_node_that_two_servers_claim_ends_after_both_were_asked() {
     let third = c.open("x", asked.last()).await;
     assert!(matches!(third, Err(OpenError::NoAgent)), "{third:?}");
     assert!(!c.routing.is_held(&node("x")));
+}
+
+#[tokio::test]
+async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect() {
+    let limits = PeerLimits {
+        streams: 8,
+        directory_nodes: 8,
+    };
+    let peers = Peers::new(id("a"), limits, PeerMetrics::default());
+    for name in ["b", "c"] {
+        let (near, _far) = memory::pair();
+        let (link, _asks) = Link::new(id(name), near, limits.streams);
+        let peer = PeerAddress {
+            id: id(name),
+            address: "192.0.2.1:10269".into(),
+        };
+        peers.expect(&peer, 0);
+        peers.link_up(&link, fixture::first_message(name));
+        peers.apply(&id(name), fixture::claim("x"));
+    }
+    let first =
+        |except: Option<&Via>| peers.candidates(&node("x"), except).unwrap()[0].clone();
+    let preferred = first(None);
+    let via = Via::Replica(preferred.replica.clone());
+    let other = first(Some(&via));
+    preferred.record_check(LinkCheck::Suspect);
+    assert!(Arc::ptr_eq(&first(None), &other));
+    assert_eq!(peers.preferred(&node("x")).as_ref(), Some(&other.replica));
+    let via = Via::Replica(other.replica.clone());
+    assert!(Arc::ptr_eq(&first(Some(&via)), &preferred));
+    preferred.record_check(LinkCheck::Live);
+    assert!(Arc::ptr_eq(&first(None), &preferred));
 }
 
 #[tokio::test]

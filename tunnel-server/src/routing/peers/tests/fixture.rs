@@ -175,12 +175,29 @@ pub(super) async fn control(session: &Arc<dyn Session>) -> (PeerReader, PeerWrit
 
 /// Returns the first message of the server `name`.
 pub(super) fn hello(name: &str) -> PeerMessage {
-    PeerMessage::Hello(PeerHello {
+    PeerMessage::Hello(first_message(name))
+}
+
+pub(super) fn first_message(name: &str) -> PeerHello {
+    PeerHello {
         replica: id(name),
         epoch: 1,
         versions: (VERSION_MIN, VERSION_MAX),
         addresses: Vec::new(),
-    })
+    }
+}
+
+/// Returns the announcement of one more node.
+pub(super) fn claim(name: &str) -> Holds {
+    let held_node = HeldNode {
+        node: node(name),
+        instance: instance(9),
+        since: SystemTime::now(),
+    };
+    Holds {
+        added: vec![held_node],
+        ..Holds::default()
+    }
 }
 
 /// Connects all servers to each other, and waits until each has received the lists of the others.
@@ -240,17 +257,7 @@ impl Server {
 
     /// Receives that `holder` holds a node, whether that is true or not.
     pub(super) fn receive_claim(&self, name: &str, holder: &Self) {
-        let held_node = HeldNode {
-            node: node(name),
-            instance: instance(9),
-            since: SystemTime::now(),
-        };
-        let holds = Holds {
-            is_full: false,
-            added: vec![held_node],
-            removed: Vec::new(),
-        };
-        self.peers.apply(holder.peers.own(), holds);
+        self.peers.apply(holder.peers.own(), claim(name));
     }
 
     /// Opens a stream as a listener does.
