@@ -123,7 +123,15 @@ fn messages_between_servers_are_as_captured() {
                 PeerMessage::Holds(Holds {
                     is_full: true,
                     added: vec![held_node.clone()],
-                    removed: Vec::new(),
+                    ..Holds::default()
+                }),
+            ),
+            (
+                "06120408012001",
+                PeerMessage::Holds(Holds {
+                    is_full: true,
+                    has_more: true,
+                    ..Holds::default()
                 }),
             ),
             (

@@ -52,6 +52,9 @@ pub struct Holds {
     pub added: Vec<HeldNode>,
     /// Nodes that the sender no longer holds.
     pub removed: Vec<NodeName>,
+    /// Whether the next message continues the new list. Until the last message of the list, nodes
+    /// of the previous list count. `false` from older servers.
+    pub has_more: bool,
 }
 
 /// A node with a session at a server.
@@ -113,6 +116,7 @@ impl PeerMessage {
                 full: holds.is_full,
                 added: holds.added.iter().map(encode_held).collect(),
                 removed: holds.removed.iter().map(ToString::to_string).collect(),
+                more: holds.has_more,
             })),
             Self::Leaving => Some(Kind::Leaving(pb::Leaving {})),
             Self::Ask(ask) => Some(Kind::Ask(pb::Ask {
@@ -160,6 +164,7 @@ impl PeerMessage {
                     .iter()
                     .map(|node| decode_node(node))
                     .collect::<Result<_, _>>()?,
+                has_more: holds.more,
             }),
             Kind::Leaving(pb::Leaving {}) => Self::Leaving,
             Kind::Ask(ask) => Self::Ask(Ask {

@@ -147,6 +147,7 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
             is_full: true,
             added: vec![held_node.clone(), held_node.clone()],
             removed: vec![held_node.node.clone()],
+            has_more: true,
         }),
         PeerMessage::Leaving,
         PeerMessage::Ask(Ask {

@@ -236,7 +236,7 @@ mod tests {
         let holds = Holds {
             is_full: true,
             added: vec![held_node],
-            removed: Vec::new(),
+            ..Holds::default()
         };
         peers.apply(&other.id, holds);
         assert_eq!(shown().replica.as_deref(), Some("server-1"));

@@ -265,7 +265,7 @@ async fn agent_of_another_server_makes_its_node_an_edge_node_while_that_server_h
         let holds = Holds {
             is_full: true,
             added,
-            removed: Vec::new(),
+            ..Holds::default()
         };
         peers.apply(&other, holds);
     };

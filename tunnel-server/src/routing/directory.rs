@@ -44,6 +44,10 @@ struct Replica {
     id: ReplicaId,
     is_leaving: bool,
     nodes: usize,
+    /// Number of the current list.
+    list: u32,
+    /// Whether the current list is incomplete. Until then, entries of earlier lists stay.
+    is_listing: bool,
 }
 
 /// An entry: a server holds the node with this agent process.
@@ -52,6 +56,8 @@ struct Holder {
     instance: InstanceId,
     /// Admission of the oldest session, in milliseconds since the Unix epoch.
     since: u64,
+    /// The list that has the entry, see [`Replica::list`].
+    list: u32,
     /// Index of the server in [`Directory::replicas`].
     replica: u16,
 }
@@ -68,11 +74,25 @@ impl Directory {
         }
     }
 
-    /// Begins a new list of a server: removes what the server held. The server no longer counts as
-    /// leaving.
+    /// Begins a new list of a server. What the server held stays until [`Directory::complete`], or
+    /// until the server reaches the limit of nodes. The server no longer counts as leaving.
     pub fn begin(&mut self, replica: &ReplicaId) {
-        self.remove_replica(replica);
-        self.index_or_insert(replica);
+        let Some(index) = self.index_or_insert(replica) else {
+            return;
+        };
+        if let Some(replica) = self.slot_mut(index) {
+            replica.is_leaving = false;
+            replica.list = replica.list.wrapping_add(1);
+            replica.is_listing = true;
+        }
+    }
+
+    /// Ends a new list of a server: removes what is not in the list. Does nothing if the server has
+    /// not begun one.
+    pub fn complete(&mut self, replica: &ReplicaId) {
+        if let Some(index) = self.index_of(replica) {
+            self.remove_earlier(index);
+        }
     }
 
     /// Removes and adds nodes of a server. Returns the number of added nodes that were ignored,
@@ -91,6 +111,9 @@ impl Directory {
         }
         let mut ignored = 0;
         for held_node in added {
+            if self.is_full(index) && !self.is_held_by(&held_node.node, index) {
+                self.remove_earlier(index);
+            }
             if !self.insert(held_node, index) {
                 ignored += 1;
             }
@@ -118,6 +141,29 @@ impl Directory {
         });
         if let Some(slot) = self.replicas.get_mut(usize::from(index)) {
             *slot = None;
+        }
+    }
+
+    /// Removes the entries of a server that are from earlier lists than the current one.
+    fn remove_earlier(&mut self, index: u16) {
+        let Some(replica) = self.slot_mut(index) else {
+            return;
+        };
+        if !std::mem::take(&mut replica.is_listing) {
+            return;
+        }
+        let list = replica.list;
+        let is_earlier = |holder: &Holder| holder.replica == index && holder.list != list;
+        let mut count = 0;
+        self.nodes.retain(|_node, holders| {
+            if holders.iter().any(is_earlier) {
+                *holders = without(holders, index);
+                count += 1;
+            }
+            !holders.is_empty()
+        });
+        if let Some(replica) = self.slot_mut(index) {
+            replica.nodes -= count;
         }
     }
 
@@ -218,6 +264,7 @@ impl Directory {
         let holder = Holder {
             instance: held_node.instance,
             since: millis(held_node.since),
+            list: replica.list,
             replica: index,
         };
         match self.nodes.entry(held_node.node) {
@@ -254,9 +301,14 @@ impl Directory {
         } else {
             *holders = others;
         }
-        if let Some(Some(replica)) = self.replicas.get_mut(usize::from(index)) {
+        if let Some(replica) = self.slot_mut(index) {
             replica.nodes -= 1;
         }
+    }
+
+    fn is_held_by(&self, node: &NodeName, index: u16) -> bool {
+        let mut holders = self.holders_of(node).iter();
+        holders.any(|holder| holder.replica == index)
     }
 
     fn holders_of(&self, node: &NodeName) -> &[Holder] {
@@ -266,6 +318,16 @@ impl Directory {
 
     fn replica(&self, index: u16) -> Option<&Replica> {
         self.replicas.get(usize::from(index))?.as_ref()
+    }
+
+    fn slot_mut(&mut self, index: u16) -> Option<&mut Replica> {
+        self.replicas.get_mut(usize::from(index))?.as_mut()
+    }
+
+    /// Returns whether a server has reached the limit of nodes.
+    fn is_full(&self, index: u16) -> bool {
+        let replica = self.replica(index);
+        replica.is_some_and(|replica| replica.nodes >= self.nodes_max_per_replica)
     }
 
     fn replica_mut(&mut self, replica: &ReplicaId) -> Option<&mut Replica> {
@@ -295,6 +357,8 @@ impl Directory {
             id: replica.clone(),
             is_leaving: false,
             nodes: 0,
+            list: 0,
+            is_listing: false,
         });
         match self.replicas.get_mut(position) {
             Some(slot) => *slot = new,

@@ -67,6 +67,7 @@ impl Simulation {
         for holds in list {
             server.directory.apply(&id, holds.added, &holds.removed);
         }
+        server.directory.complete(&id);
         if is_leaving {
             server.directory.set_leaving(&id);
         }

@@ -32,6 +32,7 @@ fn directory(max: usize, lists: &[(usize, &[usize])]) -> Directory {
         directory.begin(&id);
         let nodes = nodes.iter().map(|number| held_node(*number)).collect();
         assert_eq!(directory.apply(&id, nodes, &[]), 0);
+        directory.complete(&id);
     }
     directory
 }
@@ -140,7 +141,40 @@ fn nodes_are_removed_forgotten_and_lost_with_their_server() {
     directory.remove_replica(&replica(0));
     assert_eq!(directory.holders(&node(2)), [replica(1)]);
     directory.begin(&replica(1));
+    directory.complete(&replica(1));
     assert_eq!((directory.nodes(), directory.iter().count()), (0, 0));
+}
+
+#[test]
+fn earlier_list_holds_until_the_new_one_is_complete() {
+    let mut directory = directory(10, &[(0, &[1, 2, 3]), (1, &[1])]);
+    // A list whose connection is lost before its end.
+    directory.begin(&replica(0));
+    directory.apply(&replica(0), vec![held_node(4)], &[]);
+    directory.begin(&replica(0));
+    directory.apply(&replica(0), vec![held_node(3)], &[]);
+    assert!((1..=4).all(|number| directory.holds(&node(number))));
+    assert_eq!(directory.nodes_of(&replica(0)), 4);
+    directory.apply(&replica(0), vec![held_node(5)], &[]);
+    directory.complete(&replica(0));
+    assert_eq!(directory.holders(&node(1)), [replica(1)]);
+    let held = [2, 3, 4, 5].map(|number| directory.holds(&node(number)));
+    assert_eq!(held, [false, true, false, true]);
+    assert_eq!(directory.nodes_of(&replica(0)), 2);
+    // A change is no list.
+    directory.apply(&replica(0), vec![held_node(6)], &[]);
+    directory.complete(&replica(0));
+    assert_eq!(directory.nodes_of(&replica(0)), 3);
+}
+
+#[test]
+fn earlier_list_makes_room_for_the_new_one_at_the_limit() {
+    let mut directory = directory(3, &[(0, &[1, 2, 3])]);
+    directory.begin(&replica(0));
+    let nodes = [3, 4, 5].map(held_node).to_vec();
+    assert_eq!(directory.apply(&replica(0), nodes, &[]), 0);
+    assert_eq!((directory.nodes(), directory.nodes_of(&replica(0))), (3, 3));
+    assert_eq!(directory.apply(&replica(0), vec![held_node(6)], &[]), 1);
 }
 
 #[test]
@@ -215,6 +249,9 @@ fn lie(directory: &mut Directory, id: &ReplicaId, random: &mut SmallRng) {
             _ => {}
         }
         directory.apply(id, added.into_iter().map(held_node).collect(), &removed);
+        if random.random_range(0..4) > 0 {
+            directory.complete(id);
+        }
     }
 }
 

@@ -74,10 +74,10 @@ pub(super) async fn announce(
 }
 
 /// Returns the messages that lead from the list that was sent to the current one. Both are ordered
-/// by name. Without a sent list the first message begins a new one.
+/// by name. Without a sent list the first message begins a new one, which the last message ends.
 fn changes(sent: Option<&[HeldNode]>, current: &[HeldNode]) -> Vec<Holds> {
     let mut messages = Messages {
-        is_next_full: sent.is_none(),
+        is_list: sent.is_none(),
         ..Messages::default()
     };
     let mut before = sent.unwrap_or_default().iter().peekable();
@@ -108,7 +108,8 @@ struct Messages {
     added: Vec<HeldNode>,
     removed: Vec<NodeName>,
     bytes: usize,
-    is_next_full: bool,
+    /// Whether the messages are a new list.
+    is_list: bool,
 }
 
 impl Messages {
@@ -133,15 +134,19 @@ impl Messages {
     fn end_message(&mut self) {
         self.bytes = 0;
         self.done.push(Holds {
-            is_full: std::mem::take(&mut self.is_next_full),
+            is_full: self.is_list && self.done.is_empty(),
             added: std::mem::take(&mut self.added),
             removed: std::mem::take(&mut self.removed),
+            has_more: self.is_list,
         });
     }
 
     fn finish(mut self) -> Vec<Holds> {
-        if self.is_next_full || self.bytes > 0 {
+        if self.bytes > 0 || (self.is_list && self.done.is_empty()) {
             self.end_message();
+        }
+        if let Some(last) = self.done.last_mut() {
+            last.has_more = false;
         }
         self.done
     }
@@ -193,6 +198,7 @@ mod tests {
         assert!(changes(Some(&after), &after).is_empty());
         let empty = changes(None, &[]);
         assert!(empty.len() == 1 && empty[0].is_full && empty[0].added.is_empty());
+        assert!(!empty[0].has_more);
     }
 
     #[test]
@@ -202,6 +208,9 @@ mod tests {
         let gone = changes(Some(&list), &[]);
         assert!(full.len() > 1 && gone.len() > 1);
         assert!(full[0].is_full && !full[1].is_full);
+        let (last, others) = full.split_last().unwrap();
+        assert!(!last.has_more && others.iter().all(|holds| holds.has_more));
+        assert!(gone.iter().all(|holds| !holds.has_more));
         assert_eq!(
             full.iter().map(|holds| holds.added.len()).sum::<usize>(),
             1000

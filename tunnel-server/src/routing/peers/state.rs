@@ -99,13 +99,17 @@ impl Peers {
         self.publish(&state);
     }
 
-    /// Applies what another server announced.
+    /// Applies what another server announced. A new list replaces the previous one with its last
+    /// message, and that of an older server, which has no mark for it, with its first message.
     pub(crate) fn apply(&self, replica: &ReplicaId, holds: Holds) {
         let mut state = self.state.lock();
         if holds.is_full {
             state.directory.begin(replica);
         }
         let ignored = state.directory.apply(replica, holds.added, &holds.removed);
+        if !holds.has_more {
+            state.directory.complete(replica);
+        }
         self.directory_changed(&state);
         drop(state);
         if ignored > 0 && self.violations.is_due() {

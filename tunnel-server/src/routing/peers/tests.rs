@@ -4,7 +4,7 @@ use tokio::time::sleep;
 use tunnel_proto::process::shutdown::DrainOutcome;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode};
-use tunnel_proto::wire::peer::PeerMessage;
+use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::link::LinkCheck;
 use super::*;
@@ -30,6 +30,29 @@ async fn nodes_and_server_are_known_for_a_while_after_the_connection_is_lost() {
         assert_eq!(a.members(), ["a"]);
     };
     tokio::join!(b.stop(), lost);
+}
+
+#[test]
+fn new_list_of_several_messages_replaces_the_previous_one_with_its_last_message() {
+    let limits = PeerLimits {
+        streams: 1,
+        directory_nodes: 8,
+    };
+    let peers = Peers::new(id("a"), limits, PeerMetrics::default());
+    for name in ["x", "y"] {
+        peers.apply(&id("b"), fixture::claim(name));
+    }
+    let begin = Holds {
+        is_full: true,
+        has_more: true,
+        ..fixture::claim("z")
+    };
+    peers.apply(&id("b"), begin);
+    assert_eq!(peers.held_nodes().len(), 3);
+    peers.apply(&id("b"), fixture::claim("y"));
+    let mut held_nodes = peers.held_nodes();
+    held_nodes.sort_unstable();
+    assert_eq!(held_nodes, [(node("y"), id("b")), (node("z"), id("b"))]);
 }
 
 #[tokio::test]
@@ -166,8 +189,7 @@ async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect
         peers.link_up(&link, fixture::first_message(name));
         peers.apply(&id(name), fixture::claim("x"));
     }
-    let first =
-        |except: Option<&Via>| peers.candidates(&node("x"), except).unwrap()[0].clone();
+    let first = |except: Option<&Via>| peers.candidates(&node("x"), except).unwrap()[0].clone();
     let preferred = first(None);
     let via = Via::Replica(preferred.replica.clone());
     let other = first(Some(&via));
