@@ -70,6 +70,13 @@ codes! {
         Internal = 7 "internal",
         /// The accepting server has no session with the node's agent. Between servers only.
         NotHere = 8 "not_here",
+        /// The accepting server's sessions with the node's agent are suspect. Between servers only.
+        AgentSuspect = 10 "agent_suspect",
+        /// The accepting server lost the session with the node's agent before anything was sent.
+        /// Between servers only.
+        AgentLost = 11 "agent_lost",
+        /// The node's agent did not accept the stream in time. Between servers only.
+        AgentTimeout = 12 "agent_timeout",
     }
 }
 
@@ -85,6 +92,8 @@ codes! {
         Protocol = 2 "protocol",
         /// The stream is refused. The reply contains the reason. Used with STOP_SENDING only.
         Refused = 3 "refused",
+        /// The session that carried the stream behind this server was lost. Between servers only.
+        SessionLost = 4 "session_lost",
     }
 }
 
@@ -147,6 +156,26 @@ codes! {
         NotOffered = 11 "not_offered",
         /// The requester did not prove that it holds the key of the certificate to renew.
         BadProof = 12 "bad_proof",
+    }
+}
+
+impl RefusalCode {
+    /// Returns the nearest code that every release knows.
+    pub(super) fn compatible(self) -> Self {
+        match self {
+            // An older server tries the next server that holds the node.
+            Self::AgentSuspect | Self::AgentLost => Self::Draining,
+            Self::AgentTimeout => Self::Internal,
+            Self::BadHeader
+            | Self::Policy
+            | Self::TargetRefused
+            | Self::TargetTimeout
+            | Self::TooManyStreams
+            | Self::Draining
+            | Self::Internal
+            | Self::NotHere
+            | Self::Unknown(_) => self,
+        }
     }
 }
 

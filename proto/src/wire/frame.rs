@@ -132,7 +132,7 @@ mod tests {
         pb::StreamReply {
             code: 7,
             detail: detail.into(),
-            dialed: String::new(),
+            ..pb::StreamReply::default()
         }
     }
 

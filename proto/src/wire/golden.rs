@@ -84,6 +84,10 @@ fn stream_replies_are_as_captured() {
                 "0308ac02",
                 StreamReply::refused(RefusalCode::Unknown(300), ""),
             ),
+            (
+                "08080612026e6f200a",
+                StreamReply::refused(RefusalCode::AgentSuspect, "no"),
+            ),
         ],
         (STREAM_MESSAGE_MAX, Inside::Value),
         |reply, out| reply.encode(out).unwrap(),
@@ -344,17 +348,22 @@ fn numbers_are_as_released() {
         RefusalCode::Internal,
         RefusalCode::NotHere,
         RefusalCode::Unknown(9),
+        RefusalCode::AgentSuspect,
+        RefusalCode::AgentLost,
+        RefusalCode::AgentTimeout,
+        RefusalCode::Unknown(13),
     ];
-    let released: Vec<_> = (0..=9).map(RefusalCode::from_number).collect();
+    let released: Vec<_> = (0..=13).map(RefusalCode::from_number).collect();
     assert_eq!(released, refusals);
     let resets = [
         ResetCode::Dropped,
         ResetCode::PeerCut,
         ResetCode::Protocol,
         ResetCode::Refused,
-        ResetCode::Unknown(4),
+        ResetCode::SessionLost,
+        ResetCode::Unknown(5),
     ];
-    let released: Vec<_> = (0..=4).map(ResetCode::from_number).collect();
+    let released: Vec<_> = (0..=5).map(ResetCode::from_number).collect();
     assert_eq!(released, resets);
     let closes = [
         CloseCode::Normal,

@@ -227,15 +227,22 @@ impl StreamReply {
     pub fn encode(&self, out: &mut BytesMut) -> Result<(), FrameError> {
         let message = match self {
             Self::Accepted { dialed } => pb::StreamReply {
-                code: 0,
-                detail: String::new(),
                 dialed: dialed.clone(),
+                ..pb::StreamReply::default()
             },
-            Self::Refused(refusal) => pb::StreamReply {
-                code: refusal.code.number(),
-                detail: refusal.detail.clone(),
-                dialed: String::new(),
-            },
+            Self::Refused(refusal) => {
+                let (exact, compatible) = (refusal.code, refusal.code.compatible());
+                pb::StreamReply {
+                    code: compatible.number(),
+                    detail: refusal.detail.clone(),
+                    exact_code: if exact == compatible {
+                        0
+                    } else {
+                        exact.number()
+                    },
+                    ..pb::StreamReply::default()
+                }
+            }
         };
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
     }
@@ -251,7 +258,13 @@ impl StreamReply {
             0 => Self::Accepted {
                 dialed: one_line(&message.dialed),
             },
-            code => Self::refused(RefusalCode::from_number(code), &message.detail),
+            code => {
+                let code = match RefusalCode::from_number(message.exact_code) {
+                    RefusalCode::Unknown(_) => RefusalCode::from_number(code),
+                    exact => exact,
+                };
+                Self::refused(code, &message.detail)
+            }
         })
     }
 }
@@ -308,6 +321,28 @@ mod tests {
         assert!(target(3, "a b", 80).is_err());
         assert!(StreamHeader::decode(&[]).is_err());
         assert!(StreamHeader::decode(&[0xff, 0xff]).is_err());
+    }
+
+    #[test]
+    fn code_that_a_peer_does_not_know_has_a_code_that_it_knows_next_to_it() {
+        for (exact, compatible) in [
+            (RefusalCode::AgentSuspect, RefusalCode::Draining),
+            (RefusalCode::AgentLost, RefusalCode::Draining),
+            (RefusalCode::AgentTimeout, RefusalCode::Internal),
+        ] {
+            let mut framed = BytesMut::new();
+            let reply = StreamReply::refused(exact, "no");
+            reply.encode(&mut framed).unwrap();
+            let frame = frame::take(&mut framed, STREAM_MESSAGE_MAX).unwrap();
+            let mut message = pb::StreamReply::decode(frame.unwrap()).unwrap();
+            assert_eq!(StreamReply::decode(&message.encode_to_vec()), Ok(reply));
+            // An older peer ignores the field, and a later one may send another number in it.
+            for unknown in [0, 300] {
+                message.exact_code = unknown;
+                let older = StreamReply::decode(&message.encode_to_vec());
+                assert_eq!(older, Ok(StreamReply::refused(compatible, "no")));
+            }
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use tunnel_proto::transport::{StreamCut, find_cause};
-use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{Refusal, one_line};
 
 use crate::config::Limit;
@@ -20,6 +20,8 @@ pub struct ProxyError {
     pub text: String,
     /// The limit of this server that was reached, if any.
     pub limit: Option<Limit>,
+    /// The code with which the agent, or another server, refused the stream.
+    pub refusal: Option<RefusalCode>,
 }
 
 impl ProxyError {
@@ -29,6 +31,7 @@ impl ProxyError {
             outcome,
             text: text.into(),
             limit: None,
+            refusal: None,
         }
     }
 
@@ -81,16 +84,27 @@ impl ProxyError {
         otherwise: Outcome,
     ) -> Self {
         if let Some(refusal) = find_cause::<Refusal>(error) {
-            let failure = Self::new(
-                refusal_outcome(refusal.code),
-                format!("{target_label}: {}", refusal.detail),
-            );
+            let text = format!("{target_label}: {}", refusal.detail);
+            let failure = Self {
+                refusal: Some(refusal.code),
+                ..Self::new(refusal_outcome(refusal.code), text)
+            };
             return match refusal.code {
                 RefusalCode::TargetTimeout => failure.with_limit(Limit::TargetDialTimeout),
+                // The text of the other server has the name of the limit.
+                RefusalCode::AgentTimeout => Self {
+                    limit: Some(Limit::OpenTimeout),
+                    ..failure
+                },
                 _ => failure,
             };
         }
-        let cut = find_cause::<StreamCut>(error);
+        let cut = find_cause::<StreamCut>(error).map(|cut| match cut {
+            // The session of the server that forwarded the stream to the agent.
+            StreamCut::Reset(ResetCode::SessionLost)
+            | StreamCut::Stopped(ResetCode::SessionLost) => StreamCut::SessionLost,
+            other => *other,
+        });
         let outcome = match cut {
             Some(StreamCut::SessionLost | StreamCut::NoReply) => Outcome::AgentLost,
             Some(StreamCut::ReplyTimeout) => Outcome::AgentTimeout,
@@ -119,10 +133,12 @@ fn refusal_outcome(code: RefusalCode) -> Outcome {
         RefusalCode::TargetTimeout => Outcome::TargetTimeout,
         RefusalCode::TooManyStreams => Outcome::TooManyStreams,
         RefusalCode::Draining => Outcome::Draining,
-        RefusalCode::NotHere => Outcome::NoAgent,
-        RefusalCode::BadHeader | RefusalCode::Internal | RefusalCode::Unknown(_) => {
-            Outcome::AgentLost
-        }
+        RefusalCode::NotHere | RefusalCode::AgentSuspect => Outcome::NoAgent,
+        RefusalCode::AgentTimeout => Outcome::AgentTimeout,
+        RefusalCode::AgentLost
+        | RefusalCode::BadHeader
+        | RefusalCode::Internal
+        | RefusalCode::Unknown(_) => Outcome::AgentLost,
     }
 }
 
@@ -160,5 +176,18 @@ mod tests {
             let failure = ProxyError::from_stream(&error, "x", Outcome::TargetTls);
             assert_eq!(failure.outcome, expected);
         }
+    }
+
+    #[test]
+    fn session_that_another_server_lost_is_answered_like_one_of_this_server() {
+        let answer = |cut: StreamCut| {
+            ProxyError::from_stream(&io::Error::from(cut), "x", Outcome::TargetTls)
+        };
+        let lost = ResetCode::SessionLost;
+        for cut in [StreamCut::Reset(lost), StreamCut::Stopped(lost)] {
+            assert_eq!(answer(cut), answer(StreamCut::SessionLost));
+        }
+        let by_target = answer(StreamCut::Reset(ResetCode::Dropped));
+        assert_eq!(by_target.outcome, Outcome::TargetBadResponse);
     }
 }

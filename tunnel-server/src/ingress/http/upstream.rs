@@ -12,6 +12,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::transport::Stream;
+use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
 use super::headers::StrippedBody;
@@ -228,8 +229,8 @@ pub(in crate::ingress) struct StreamOpener<'a> {
     destination: &'a Destination,
     caller: &'a CallerKey,
     header: StreamHeader,
-    /// The refusal of a draining agent, or of a server that has no session with the agent, and what
-    /// carried the refused stream.
+    /// The refusal of a draining agent, or of a server that cannot reach the agent, and what carried
+    /// the refused stream.
     refused: Option<(ProxyError, Via)>,
 }
 
@@ -283,21 +284,38 @@ impl<'a> StreamOpener<'a> {
     ///
     /// # Errors
     /// Returns the failure unless it is the first refusal of a draining agent, or of a server that
-    /// has no session with the agent.
+    /// cannot reach the agent.
     pub(in crate::ingress) fn retry_on_other_session(
         &mut self,
         failure: ProxyError,
         via: Via,
     ) -> Result<(), ProxyError> {
-        let is_not_here = failure.outcome == Outcome::NoAgent;
-        if is_not_here {
+        if failure.refusal == Some(RefusalCode::NotHere) {
             self.routing.not_here(&self.destination.node, &via);
         }
-        let is_retryable = is_not_here || failure.outcome == Outcome::Draining;
-        if !is_retryable || self.refused.is_some() {
+        if !failure.refusal.is_some_and(is_retryable) || self.refused.is_some() {
             return Err(failure);
         }
         self.refused = Some((failure, via));
         Ok(())
+    }
+}
+
+/// Returns whether another session or server may take a stream that was refused with `code`: nothing
+/// was sent to an agent, or the agent is draining.
+fn is_retryable(code: RefusalCode) -> bool {
+    match code {
+        RefusalCode::Draining
+        | RefusalCode::NotHere
+        | RefusalCode::AgentSuspect
+        | RefusalCode::AgentLost => true,
+        RefusalCode::BadHeader
+        | RefusalCode::Policy
+        | RefusalCode::TargetRefused
+        | RefusalCode::TargetTimeout
+        | RefusalCode::TooManyStreams
+        | RefusalCode::Internal
+        | RefusalCode::AgentTimeout
+        | RefusalCode::Unknown(_) => false,
     }
 }

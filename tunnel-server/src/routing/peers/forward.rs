@@ -5,9 +5,9 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::debug;
 use tunnel_proto::forward::forward;
-use tunnel_proto::relay::RelayEnd;
-use tunnel_proto::transport::{IncomingStream, Stream};
-use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::relay::{RelayEnd, RelaySide};
+use tunnel_proto::transport::{IncomingStream, Stream, StreamCut, find_cause};
+use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
 
@@ -62,6 +62,11 @@ pub(super) async fn serve_stream(
         RelayEnd::Clean | RelayEnd::ReaderClosed(_) => ForwardResult::Ok,
         RelayEnd::Cut(side, error) => {
             debug!(agent = %node, ?side, %error, "forwarded stream was cut");
+            let is_lost = find_cause::<StreamCut>(&error) == Some(&StreamCut::SessionLost);
+            if is_lost && side == RelaySide::Right {
+                // The caller gets the same answer as from this server.
+                stream.reset(ResetCode::SessionLost);
+            }
             ForwardResult::Cut
         }
     })
@@ -102,19 +107,19 @@ pub(super) async fn refuse_above_limit(
     Some(ForwardResult::TooManyStreams)
 }
 
-/// Returns the code of the refusal for a stream that was not opened. While nothing was sent to an
-/// agent, the other server tries the next holder. With `not_here` it also forgets that this server
-/// holds the node, and a session that answers again is not announced again if it was silent for a
-/// moment only.
+/// Returns the code of the refusal for a stream that was not opened. Each code becomes the answer
+/// that a caller of this server gets for the same error. While nothing was sent to an agent, the
+/// other server tries the next holder. With `not_here` it also forgets that this server holds the
+/// node, and a session that answers again is not announced again if it was silent for a moment only.
 fn refusal(error: &OpenError) -> (RefusalCode, ForwardResult) {
     match error {
         OpenError::NoAgent => (RefusalCode::NotHere, ForwardResult::NotHere),
-        OpenError::Suspect(_) | OpenError::Draining | OpenError::Lost(_) => {
-            (RefusalCode::Draining, ForwardResult::Failed)
-        }
+        OpenError::Suspect(_) => (RefusalCode::AgentSuspect, ForwardResult::Failed),
+        OpenError::Draining => (RefusalCode::Draining, ForwardResult::Failed),
+        OpenError::Lost(_) => (RefusalCode::AgentLost, ForwardResult::Failed),
         OpenError::TooManyStreams(_) | OpenError::PeerStreams(_) | OpenError::BufferPoolFull(_) => {
             (RefusalCode::TooManyStreams, ForwardResult::TooManyStreams)
         }
-        OpenError::Timeout => (RefusalCode::Internal, ForwardResult::Failed),
+        OpenError::Timeout => (RefusalCode::AgentTimeout, ForwardResult::Failed),
     }
 }

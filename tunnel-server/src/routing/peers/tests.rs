@@ -3,7 +3,7 @@ use tokio::net::TcpSocket;
 use tokio::time::sleep;
 use tunnel_proto::process::shutdown::DrainOutcome;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
-use tunnel_proto::wire::code::{CloseCode, RefusalCode};
+use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::link::LinkCheck;
@@ -213,7 +213,33 @@ async fn holder_whose_agent_is_silent_is_not_forgotten() {
     // The list of that server may already be without the node.
     a.receive_claim("x", &b);
     let mut opened = a.open("x", None).await.unwrap();
-    assert_eq!(refusal(&mut opened).await, RefusalCode::Draining);
+    assert_eq!(refusal(&mut opened).await, RefusalCode::AgentSuspect);
+}
+
+#[tokio::test]
+async fn loss_of_the_agents_session_is_no_reset_of_the_target() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut replied = a.open("x", None).await.unwrap();
+    let _target = agent.accepts().await;
+    within(replied.stream.accepted()).await.unwrap();
+    let mut pending = a.open("x", None).await.unwrap();
+    let _unanswered = agent.stream().await;
+    within(agent.near.close(CloseCode::Dead, "gone")).await;
+    // An in-memory session notices its end at the next read or write.
+    for opened in [&mut pending, &mut replied] {
+        within(opened.stream.write_all(b"x")).await.unwrap();
+    }
+    let lost = Some(&StreamCut::Reset(ResetCode::SessionLost));
+    let error = within(pending.stream.accepted()).await.unwrap_err();
+    assert_eq!(find_cause::<StreamCut>(&error), lost, "before the reply");
+    let error = within(replied.stream.read(&mut [0; 4])).await.unwrap_err();
+    assert_eq!(find_cause::<StreamCut>(&error), lost, "after the reply");
+    // The session is still registered.
+    let mut refused = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut refused).await, RefusalCode::AgentLost);
 }
 
 #[tokio::test]

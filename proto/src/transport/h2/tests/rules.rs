@@ -171,6 +171,7 @@ async fn reset_without_an_end_is_a_cut_whatever_its_code() {
         (0x1001, ResetCode::PeerCut),
         (0x1002, ResetCode::Protocol),
         (0x1003, ResetCode::Refused),
+        (0x1004, ResetCode::SessionLost),
         (0x1000 + 77, ResetCode::Unknown(77)),
         (u32::MAX, ResetCode::Unknown(u32::MAX - 0x1000)),
     ] {
