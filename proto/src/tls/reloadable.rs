@@ -66,7 +66,7 @@ impl ResolvesClientCert for ReloadableIdentity {
     }
 }
 
-/// The chain and key of a server.
+/// The chain and key of a server, also for the connections that it dials.
 pub struct ReloadableKey(ArcSwap<CertifiedKey>);
 
 impl ReloadableKey {
@@ -91,5 +91,19 @@ impl fmt::Debug for ReloadableKey {
 impl ResolvesServerCert for ReloadableKey {
     fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         Some(self.0.load_full())
+    }
+}
+
+impl ResolvesClientCert for ReloadableKey {
+    fn resolve(
+        &self,
+        _root_hint_subjects: &[&[u8]],
+        _schemes: &[SignatureScheme],
+    ) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.load_full())
+    }
+
+    fn has_certs(&self) -> bool {
+        true
     }
 }

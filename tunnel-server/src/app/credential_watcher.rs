@@ -45,7 +45,7 @@ impl CredentialWatcher {
     }
 
     /// Watches the files of a certificate chain and its key, like [`Self::watch_roots`].
-    pub(super) fn watch_pair(
+    fn watch_pair(
         &self,
         what: &'static str,
         files: &KeyPairFiles,

@@ -1,16 +1,10 @@
 //! Connections to the other servers: this server's certificate for them, the CA that it trusts, and
 //! the start of the listener and of the dialing.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use arc_swap::ArcSwap;
-use rustls::SignatureScheme;
-use rustls::client::ResolvesClientCert;
-use rustls::server::{ClientHello, ResolvesServerCert};
-use rustls::sign::CertifiedKey;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tunnel_proto::tls::{self, PeerTrust};
@@ -18,7 +12,7 @@ use tunnel_proto::transport::SessionSettings;
 
 use super::authority::{AgentAuth, Authority, watch_ca};
 use super::context::ServerContext;
-use super::credential_watcher::{CredentialWatcher, read_pair, read_roots, report_expiry};
+use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use super::membership::report_unconnected;
 use super::revocations;
 use crate::ca::LocalCa;
@@ -80,18 +74,10 @@ fn from_ca(ca: &Arc<LocalCa>, context: &ServerContext) -> anyhow::Result<PeerTls
 }
 
 fn from_files(files: &CredentialFiles, watcher: &CredentialWatcher) -> anyhow::Result<PeerTls> {
-    let first = read_pair(&files.pair).context("--peer-cert-file, --peer-key-file")?;
     let metrics = watcher.metrics.clone();
     let record_expiry = move |not_after| metrics.credential(CERTIFICATE, not_after);
-    report_expiry(CERTIFICATE, &first.value, &record_expiry);
-    let own = Arc::new(PeerKey(ArcSwap::new(first.value)));
-    let swapped = own.clone();
-    let apply = move |key: Arc<CertifiedKey>| {
-        report_expiry(CERTIFICATE, &key, &record_expiry);
-        swapped.0.store(key);
-        Ok(())
-    };
-    watcher.watch_pair(CERTIFICATE, &files.pair, first.digest, apply);
+    let own = watch_pair(CERTIFICATE, &files.pair, watcher, record_expiry)
+        .context("--peer-cert-file, --peer-key-file")?;
     let roots = read_roots(&files.ca).context("--peer-ca")?;
     let trust = PeerTrust::new(roots.value)?;
     let replaced = trust.clone();
@@ -124,35 +110,6 @@ fn on_enroll(
         let enrollment = enrollment.clone();
         Box::pin(async move { enrollment.serve_forwarded(stream, &replica).await })
     }))
-}
-
-/// The operator's chain and key for both directions. Each handshake uses the latest ones.
-struct PeerKey(ArcSwap<CertifiedKey>);
-
-impl fmt::Debug for PeerKey {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("PeerKey(..)")
-    }
-}
-
-impl ResolvesServerCert for PeerKey {
-    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        Some(self.0.load_full())
-    }
-}
-
-impl ResolvesClientCert for PeerKey {
-    fn resolve(
-        &self,
-        _root_hint_subjects: &[&[u8]],
-        _schemes: &[SignatureScheme],
-    ) -> Option<Arc<CertifiedKey>> {
-        Some(self.0.load_full())
-    }
-
-    fn has_certs(&self) -> bool {
-        true
-    }
 }
 
 /// Time for which the list of a lost connection stays. Most connections are back before that.
