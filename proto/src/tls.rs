@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use rustls::client::danger::ServerCertVerifier;
 use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
+use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, Error, RootCertStore, ServerConfig};
@@ -66,13 +67,7 @@ pub fn session_server_with_trust(
     trust: Arc<AgentTrust>,
     alpn: &[u8],
 ) -> Result<Arc<ServerConfig>, Error> {
-    let mut config = ServerConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(ClientVerifier::new(trust))
-        .with_cert_resolver(own);
-    config.alpn_protocols = vec![alpn.to_vec()];
-    disable_resumption(&mut config);
-    Ok(Arc::new(config))
+    server(own, ClientVerifier::new(trust), alpn)
 }
 
 /// Returns the server's configuration for enrollment: no client certificate, and the only ALPN id
@@ -81,13 +76,7 @@ pub fn session_server_with_trust(
 /// # Errors
 /// When the key cannot be used.
 pub fn enroll_server(own: Arc<dyn ResolvesServerCert>) -> Result<Arc<ServerConfig>, Error> {
-    let mut config = ServerConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_no_client_auth()
-        .with_cert_resolver(own);
-    config.alpn_protocols = vec![ALPN_ENROLL.to_vec()];
-    disable_resumption(&mut config);
-    Ok(Arc::new(config))
+    server(own, WebPkiClientVerifier::no_client_auth(), ALPN_ENROLL)
 }
 
 /// Returns the configuration of the HTTPS listener for callers, HTTP/1.1 only (no ALPN `h2`). With
@@ -146,16 +135,8 @@ pub fn session_client_with_identity(
     identity: Arc<ReloadableIdentity>,
     alpn: &[u8],
 ) -> Result<Arc<ClientConfig>, Error> {
-    let mut config = ClientConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(ExpectedServer::Reloadable(
-            identity.clone(),
-        )))
-        .with_client_cert_resolver(identity);
-    config.alpn_protocols = vec![alpn.to_vec()];
-    config.resumption = Resumption::disabled();
-    Ok(Arc::new(config))
+    let expected = ExpectedServer::Reloadable(identity.clone());
+    client(expected, Some(identity), alpn)
 }
 
 /// Returns the agent's configuration for enrollment: as in [`session_client`], but without a client
@@ -164,14 +145,7 @@ pub fn session_client_with_identity(
 /// # Errors
 /// When the provider cannot be used.
 pub fn enroll_client(trust: Trust) -> Result<Arc<ClientConfig>, Error> {
-    let mut config = ClientConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(ExpectedServer::Fixed(trust)))
-        .with_no_client_auth();
-    config.alpn_protocols = vec![ALPN_ENROLL.to_vec()];
-    config.resumption = Resumption::disabled();
-    Ok(Arc::new(config))
+    client(ExpectedServer::Fixed(trust), None, ALPN_ENROLL)
 }
 
 /// Returns the configuration of a server that accepts connections of other servers.
@@ -182,13 +156,7 @@ pub fn peer_server(
     own: Arc<dyn ResolvesServerCert>,
     trust: Arc<PeerTrust>,
 ) -> Result<Arc<ServerConfig>, Error> {
-    let mut config = ServerConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(ClientVerifier::new(trust))
-        .with_cert_resolver(own);
-    config.alpn_protocols = vec![ALPN_PEER.to_vec()];
-    disable_resumption(&mut config);
-    Ok(Arc::new(config))
+    server(own, ClientVerifier::new(trust), ALPN_PEER)
 }
 
 /// Returns the configuration of a server that dials other servers.
@@ -199,14 +167,7 @@ pub fn peer_client(
     own: Arc<dyn ResolvesClientCert>,
     trust: Arc<PeerTrust>,
 ) -> Result<Arc<ClientConfig>, Error> {
-    let mut config = ClientConfig::builder_with_provider(provider())
-        .with_protocol_versions(&[&rustls::version::TLS13])?
-        .dangerous()
-        .with_custom_certificate_verifier(ServerVerifier::new(ExpectedServer::Peer(trust)))
-        .with_client_cert_resolver(own);
-    config.alpn_protocols = vec![ALPN_PEER.to_vec()];
-    config.resumption = Resumption::disabled();
-    Ok(Arc::new(config))
+    client(ExpectedServer::Peer(trust), Some(own), ALPN_PEER)
 }
 
 /// Returns the configuration of a caller of the CONNECT listener. The caller presents `own` and
@@ -257,6 +218,41 @@ pub fn target_client(
         }
     };
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    config.resumption = Resumption::disabled();
+    Ok(Arc::new(config))
+}
+
+/// Returns the configuration of a server for connections of this installation.
+fn server(
+    own: Arc<dyn ResolvesServerCert>,
+    clients: Arc<dyn ClientCertVerifier>,
+    alpn: &[u8],
+) -> Result<Arc<ServerConfig>, Error> {
+    let mut config = ServerConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .with_client_cert_verifier(clients)
+        .with_cert_resolver(own);
+    config.alpn_protocols = vec![alpn.to_vec()];
+    disable_resumption(&mut config);
+    Ok(Arc::new(config))
+}
+
+/// Returns the configuration of a client for connections of this installation. Without `own` the
+/// client presents no certificate.
+fn client(
+    expected: ExpectedServer,
+    own: Option<Arc<dyn ResolvesClientCert>>,
+    alpn: &[u8],
+) -> Result<Arc<ClientConfig>, Error> {
+    let builder = ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(ServerVerifier::new(expected));
+    let mut config = match own {
+        None => builder.with_no_client_auth(),
+        Some(own) => builder.with_client_cert_resolver(own),
+    };
+    config.alpn_protocols = vec![alpn.to_vec()];
     config.resumption = Resumption::disabled();
     Ok(Arc::new(config))
 }
