@@ -227,7 +227,7 @@ mod tests {
             id: "server-2".parse().unwrap(),
             address: "192.0.2.2:10269".into(),
         };
-        peers.expect(&other, 1);
+        peers.expect(&other);
         let held_node = HeldNode {
             node: node(),
             instance: InstanceId::new([1; 16]),

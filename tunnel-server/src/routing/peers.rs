@@ -113,8 +113,6 @@ impl State {
 #[derive(Debug)]
 struct Peer {
     address: String,
-    /// Number of the task that dials.
-    generation: u64,
     link: Option<Arc<Link>>,
     /// Addresses that agents dial, as of the last connection.
     addresses: Vec<String>,

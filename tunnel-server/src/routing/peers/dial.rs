@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
-use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_rustls::TlsConnector;
+use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
-use tunnel_proto::session::control::{PeerReader, PeerWriter};
 use tunnel_proto::tcp::configure_session;
 use tunnel_proto::transport::{Session, h2};
 use tunnel_proto::wire::code::CloseCode;
@@ -28,7 +28,7 @@ use super::backoff::{BACKOFF_MAX, Backoff};
 use super::endpoint::PeerEndpoint;
 use super::link::{
     Control, Link, LinkCheck, LinkError, LinkMonitor, PendingAsk, WarnInterval, check_interval,
-    exchange_hello, outbox,
+    exchange_hello, outbox, run_out,
 };
 use super::questions::Questions;
 use super::{PeerAddress, RevokedNodes};
@@ -38,50 +38,63 @@ pub(super) async fn dial_all(
     endpoint: Arc<PeerEndpoint>,
     mut membership: watch::Receiver<Arc<[PeerAddress]>>,
 ) {
-    // Dropping a sender ends the task of that server after its connection.
-    let mut dialed: HashMap<ReplicaId, watch::Sender<PeerAddress>> = HashMap::new();
-    let mut generation = 0;
+    let own = endpoint.peers.own();
+    let mut dialed: HashMap<ReplicaId, watch::Sender<Option<PeerAddress>>> = HashMap::new();
+    let task_ended = Arc::new(Notify::new());
+    let mut is_final = false;
     loop {
         let members = membership.borrow_and_update().clone();
-        dialed.retain(|id, _| members.iter().any(|peer| peer.id == *id));
-        let others = members
-            .iter()
-            .filter(|peer| peer.id != *endpoint.peers.own());
+        dialed.retain(|id, address| {
+            if members.iter().all(|peer| peer.id != *id) {
+                set_address(address, None);
+            }
+            !address.is_closed()
+        });
+        let others = members.iter().filter(|peer| peer.id != *own);
         for peer in others.take(REPLICAS_MAX) {
-            if let Some(current) = dialed.get(&peer.id) {
-                current.send_if_modified(|current| {
-                    let is_changed = current != peer;
-                    if is_changed {
-                        current.clone_from(peer);
-                    }
-                    is_changed
-                });
+            if let Some(address) = dialed.get(&peer.id) {
+                set_address(address, Some(peer));
                 continue;
             }
-            generation += 1;
-            let (sender, address) = watch::channel(peer.clone());
+            let (sender, address) = watch::channel(Some(peer.clone()));
             dialed.insert(peer.id.clone(), sender);
-            let task = PeerTask {
+            let task = Arc::new(PeerTask {
                 endpoint: endpoint.clone(),
                 id: peer.id.clone(),
-                generation,
                 warnings: WarnInterval::default(),
+            });
+            let task_ended = task_ended.clone();
+            let work = async move {
+                task.run(address).await;
+                task_ended.notify_one();
             };
             let span = info_span!("peer", name = %peer.id);
-            (endpoint.shutdown).spawn_service(task.run(address).instrument(span));
+            endpoint.shutdown.spawn_service(work.instrument(span));
         }
-        if membership.changed().await.is_err() {
-            // The list never changes, and the senders must stay.
-            return pending().await;
+        tokio::select! {
+            biased;
+            () = endpoint.peers.closing.cancelled() => return,
+            changed = membership.changed(), if !is_final => is_final = changed.is_err(),
+            // The server may be expected again since its task has decided to end.
+            () = task_ended.notified() => {}
         }
     }
+}
+
+fn set_address(address: &watch::Sender<Option<PeerAddress>>, expected: Option<&PeerAddress>) {
+    address.send_if_modified(|current| {
+        let is_changed = current.as_ref() != expected;
+        if is_changed {
+            *current = expected.cloned();
+        }
+        is_changed
+    });
 }
 
 /// The task that dials one server.
 struct PeerTask {
     endpoint: Arc<PeerEndpoint>,
     id: ReplicaId,
-    generation: u64,
     warnings: WarnInterval,
 }
 
@@ -91,72 +104,116 @@ struct Established {
     control: Control,
 }
 
+/// A connection over which this server opens streams. A task of its own runs it to its end.
+struct LinkHandle {
+    /// The address that was dialed.
+    address: String,
+    began: Instant,
+    /// Canceled when the connection takes no more streams. It ends after the open ones.
+    retire: CancellationToken,
+    /// Canceled when the connection has ended.
+    ended: CancellationToken,
+}
+
+/// What the task of a server does next.
+#[derive(Debug, PartialEq, Eq)]
+enum Action<'a> {
+    /// Keep the connection: its address is expected, or the server was removed a moment ago and may
+    /// be added again.
+    Keep,
+    /// Dial, also while there is a connection to another address.
+    Dial(&'a PeerAddress),
+    End,
+}
+
+/// Decides what to do about a server that is `expected` there, or nowhere, and connected at the
+/// address `linked`, or not at all.
+fn next_action<'a>(expected: Option<&'a PeerAddress>, linked: Option<&str>) -> Action<'a> {
+    match (expected, linked) {
+        (None, None) => Action::End,
+        (None, Some(_)) => Action::Keep,
+        (Some(peer), Some(address)) if peer.address == address => Action::Keep,
+        (Some(peer), _) => Action::Dial(peer),
+    }
+}
+
 impl PeerTask {
-    /// Dials the server and keeps the connection, until the sender of the address is dropped and
-    /// the connection has ended.
-    async fn run(self, mut address: watch::Receiver<PeerAddress>) {
+    /// Dials the server and keeps the connection. Ends when the server is no longer expected and
+    /// the connection has ended, or [`REMOVAL_GRACE`] after the removal.
+    async fn run(self: Arc<Self>, mut address: watch::Receiver<Option<PeerAddress>>) {
         let peers = &self.endpoint.peers;
         let mut backoff = Backoff::default();
-        let mut wait = Duration::ZERO;
+        let mut dial_at = Instant::now();
+        let mut link: Option<LinkHandle> = None;
+        // Time at which the list of a lost connection is dropped.
+        let mut expires_at = None;
         loop {
-            let established = {
-                let mut dialing = pin!(async {
-                    sleep(wait).await;
-                    self.dial(&mut address, &mut backoff).await
-                });
-                match timeout(self.endpoint.list_linger, &mut dialing).await {
-                    Ok(established) => established,
-                    Err(_elapsed) => {
-                        peers.expire(&self.id);
-                        dialing.await
+            let expected = address.borrow_and_update().clone();
+            if let Some(peer) = &expected {
+                peers.expect(peer);
+            }
+            let linked = link.as_ref().map(|link| link.address.as_str());
+            let dialed = match next_action(expected.as_ref(), linked) {
+                Action::Keep => None,
+                Action::Dial(peer) => Some(peer),
+                Action::End => break,
+            };
+            let removed_at = expected.is_none().then(|| Instant::now() + REMOVAL_GRACE);
+            tokio::select! {
+                biased;
+                () = peers.closing.cancelled() => break,
+                changed = address.changed() => match changed {
+                    Ok(()) => dial_at = Instant::now(),
+                    Err(_closed) => break,
+                },
+                () = ended(link.as_ref()) => {
+                    if link.take().is_some_and(|lost| lost.began.elapsed() >= BACKOFF_MAX) {
+                        backoff = Backoff::default();
                     }
+                    dial_at = Instant::now() + backoff.next_delay(rand::random());
+                    expires_at = Some(Instant::now() + self.endpoint.list_linger);
                 }
-            };
-            let Some(established) = established else {
-                break;
-            };
-            let began = Instant::now();
-            Box::pin(self.keep(established)).await;
-            if peers.closing.is_cancelled() {
-                break;
+                () = reached(expires_at) => {
+                    expires_at = None;
+                    peers.expire(&self.id);
+                }
+                () = reached(removed_at) => break,
+                established = Box::pin(self.dial(dialed, dial_at)) => match (established, dialed) {
+                    (Some(established), Some(peer)) => {
+                        expires_at = None;
+                        let newer = self.start_link(established, peer.address.clone());
+                        if let Some(older) = link.replace(newer) {
+                            older.retire.cancel();
+                        }
+                    }
+                    _ => dial_at = Instant::now() + backoff.next_delay(rand::random()),
+                },
             }
-            if began.elapsed() >= BACKOFF_MAX {
-                backoff = Backoff::default();
-            }
-            wait = backoff.next_delay(rand::random());
         }
-        peers.remove(&self.id, self.generation);
+        if let Some(link) = link {
+            link.retire.cancel();
+        }
+        peers.remove(&self.id);
     }
 
-    /// Dials until there is a connection. Returns `None` if the server is no longer expected.
-    async fn dial(
-        &self,
-        address: &mut watch::Receiver<PeerAddress>,
-        backoff: &mut Backoff,
-    ) -> Option<Established> {
-        loop {
-            if address.has_changed().is_err() {
-                return None;
-            }
-            let peer = address.borrow_and_update().clone();
-            self.endpoint.peers.expect(&peer, self.generation);
-            let connecting = Box::pin(self.connect(&peer));
-            let error = match timeout(self.endpoint.handshake_limit, connecting).await {
-                Ok(Ok(established)) => return Some(established),
-                Ok(Err(error)) => error,
-                Err(_elapsed) => LinkError::Timeout,
-            };
-            if self.warnings.is_due() {
-                warn!(peer = %self.id, address = peer.address, %error, "cannot connect to another server; retrying");
-            } else {
-                debug!(peer = %self.id, address = peer.address, %error, "cannot connect to another server");
-            }
-            tokio::select! {
-                () = sleep(backoff.next_delay(rand::random())) => {}
-                // The next round dials a new address at once, or ends.
-                _ = address.changed() => {}
-            }
+    /// Dials once, at `at`. Never completes without an address. Returns `None` on failure.
+    async fn dial(&self, peer: Option<&PeerAddress>, at: Instant) -> Option<Established> {
+        let Some(peer) = peer else {
+            return pending().await;
+        };
+        sleep_until(at).await;
+        let connecting = Box::pin(self.connect(peer));
+        let error = match timeout(self.endpoint.handshake_limit, connecting).await {
+            Ok(Ok(established)) => return Some(established),
+            Ok(Err(error)) => error,
+            Err(_elapsed) => LinkError::Timeout,
+        };
+        if self.warnings.is_due() {
+            warn!(peer = %self.id, address = peer.address, %error, "cannot connect to another server; retrying");
+        } else {
+            debug!(peer = %self.id, address = peer.address, %error, "cannot connect to another server");
         }
+        None
     }
 
     async fn connect(&self, peer: &PeerAddress) -> Result<Established, LinkError> {
@@ -198,23 +255,54 @@ impl PeerTask {
         exchange_hello(stream, endpoint.peers.hello(), &self.id).await
     }
 
+    /// Opens new streams over this connection, and spawns the task that runs it.
+    fn start_link(self: &Arc<Self>, established: Established, address: String) -> LinkHandle {
+        let peers = &self.endpoint.peers;
+        let Established { session, control } = established;
+        let (link, asks) = Link::new(self.id.clone(), session, peers.limits.streams);
+        info!(
+            peer = %self.id, remote = %link.session.stats().remote, epoch = control.hello.epoch,
+            "connected to another server"
+        );
+        peers.link_up(&link, &control.hello);
+        let handle = LinkHandle {
+            address,
+            began: Instant::now(),
+            retire: CancellationToken::new(),
+            ended: CancellationToken::new(),
+        };
+        let guards = (handle.ended.clone().drop_guard(), peers.connections.token());
+        let (task, retire) = (self.clone(), handle.retire.clone());
+        let work = async move {
+            Box::pin(task.keep(&link, control, asks, retire)).await;
+            drop(guards);
+        };
+        (self.endpoint.shutdown).spawn_service(work.in_current_span());
+        handle
+    }
+
     /// Runs a connection to its end.
-    async fn keep(&self, established: Established) {
-        let (peers, session) = (&self.endpoint.peers, established.session);
-        let Control {
-            reader,
-            writer,
-            hello,
-        } = established.control;
-        let (link, asks) = Link::new(self.id.clone(), session.clone(), peers.limits.streams);
-        info!(peer = %self.id, remote = %session.stats().remote, epoch = hello.epoch, "connected to another server");
-        let _open = peers.connections.token();
-        peers.link_up(&link, hello);
+    async fn keep(
+        &self,
+        link: &Arc<Link>,
+        control: Control,
+        asks: mpsc::Receiver<PendingAsk>,
+        retire: CancellationToken,
+    ) {
+        let (peers, session) = (&self.endpoint.peers, &link.session);
+        let retired = async {
+            retire.cancelled().await;
+            run_out(session.as_ref()).await;
+        };
         let ended = tokio::select! {
-            ended = self.run_link(&link, reader, writer, asks) => ended,
+            ended = self.run_link(link, control, asks) => ended,
+            () = retired => {
+                let detail = "replaced by a newer connection, or server is not expected".to_owned();
+                Err(LinkError::Refused(CloseCode::Superseded, detail))
+            }
             () = peers.closing.cancelled() => Err(LinkError::stopping()),
         };
-        peers.link_down(&link);
+        peers.link_down(link);
         match ended {
             Ok(()) => info!(peer = %self.id, "another server closed the connection"),
             Err(error) => {
@@ -230,12 +318,14 @@ impl PeerTask {
 
     async fn run_link(
         &self,
-        link: &Link,
-        mut reader: PeerReader,
-        writer: PeerWriter,
+        link: &Arc<Link>,
+        control: Control,
         mut asks: mpsc::Receiver<PendingAsk>,
     ) -> Result<(), LinkError> {
         let (peers, session) = (&self.endpoint.peers, &link.session);
+        let Control {
+            mut reader, writer, ..
+        } = control;
         let (outbox, sending) = outbox(writer);
         let mut sending = pin!(sending);
         let mut closed = pin!(session.closed());
@@ -257,7 +347,7 @@ impl PeerTask {
                     }
                 }
                 received = reader.receive() => match received? {
-                    Some(message) => self.handle(message, &mut questions)?,
+                    Some(message) => self.handle(link, message, &mut questions)?,
                     None => return Ok(()),
                 },
                 Some(ask) = asks.recv() => {
@@ -270,9 +360,16 @@ impl PeerTask {
         }
     }
 
-    fn handle(&self, message: PeerMessage, questions: &mut Questions) -> Result<(), LinkError> {
+    fn handle(
+        &self,
+        link: &Arc<Link>,
+        message: PeerMessage,
+        questions: &mut Questions,
+    ) -> Result<(), LinkError> {
         let peers = &self.endpoint.peers;
         match message {
+            // The newer connection may be to another process, whose list counts.
+            PeerMessage::Holds(_) | PeerMessage::Leaving if !peers.is_current(link) => {}
             PeerMessage::Holds(holds) => {
                 self.endpoint.resolve_crossed(&self.id, &holds.added);
                 peers.apply(&self.id, holds);
@@ -288,6 +385,22 @@ impl PeerTask {
             }
         }
         Ok(())
+    }
+}
+
+/// Waits until a connection has ended.
+async fn ended(link: Option<&LinkHandle>) {
+    match link {
+        Some(link) => link.ended.cancelled().await,
+        None => pending().await,
+    }
+}
+
+/// Waits until a time.
+async fn reached(time: Option<Instant>) {
+    match time {
+        Some(time) => sleep_until(time).await,
+        None => pending().await,
     }
 }
 
@@ -329,3 +442,30 @@ async fn send_revoked(
 const SERVER_NAME: &str = "tunnel-server.culvert";
 /// Revocations in one message, with the longest names and 32 bytes for the time and lengths.
 const REVOKED_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 32);
+/// Time for which the connection of a server that was removed takes new streams. In most cases the
+/// server is added again by then, or stops.
+const REMOVAL_GRACE: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connection_is_kept_while_its_server_has_the_same_address_or_was_removed() {
+        let peer = |address: &str| PeerAddress {
+            id: "b".parse().unwrap(),
+            address: address.to_owned(),
+        };
+        let (first, second) = (peer("192.0.2.1:10269"), peer("192.0.2.2:10269"));
+        let linked = Some(first.address.as_str());
+        for (expected, linked, action) in [
+            (Some(&first), None, Action::Dial(&first)),
+            (Some(&first), linked, Action::Keep),
+            (Some(&second), linked, Action::Dial(&second)),
+            (None, linked, Action::Keep),
+            (None, None, Action::End),
+        ] {
+            assert_eq!(next_action(expected, linked), action, "{expected:?} {linked:?}");
+        }
+    }
+}

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
-use tokio::time::{Instant, Interval, MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, timeout};
 use tunnel_proto::session::control::{self, PeerReader, PeerWriter};
 use tunnel_proto::transport::{HandshakeError, Session, SessionError, Stream};
 use tunnel_proto::wire::code::CloseCode;
@@ -286,6 +286,23 @@ pub(super) fn check_interval() -> Interval {
     ticks
 }
 
+/// Waits until a connection that was replaced has had no streams for a moment, at most
+/// [`RUN_OUT_MAX`].
+pub(super) async fn run_out(session: &dyn Session) {
+    let polling = async {
+        let mut was_idle = false;
+        loop {
+            let is_idle = session.stats().streams == 0;
+            if is_idle && was_idle {
+                return;
+            }
+            was_idle = is_idle;
+            sleep(RUN_OUT_POLL).await;
+        }
+    };
+    let _elapsed = timeout(RUN_OUT_MAX, polling).await;
+}
+
 /// Admits one log line in 30 s.
 #[derive(Debug, Default)]
 pub(super) struct WarnInterval(Mutex<Option<Instant>>);
@@ -320,6 +337,12 @@ const PROBE_AFTER: Duration = CHECK_INTERVAL;
 const SUSPECT_AFTER: Duration = Duration::from_secs(5);
 /// Silence after which the connection is closed: three probes have no answer.
 const DEAD_AFTER: Duration = Duration::from_secs(10);
+/// Time after which the streams of a connection that was replaced are cut. Followed logs and
+/// terminals must not keep it for good.
+const RUN_OUT_MAX: Duration = Duration::from_secs(300);
+/// Time between two looks at the streams of a connection that was replaced. A stream that was about
+/// to be opened when the connection was replaced is open by then.
+const RUN_OUT_POLL: Duration = Duration::from_secs(1);
 /// Time between two log lines about the same server.
 const WARN_INTERVAL: Duration = Duration::from_secs(30);
 

@@ -30,7 +30,7 @@ use super::dial::dead;
 use super::endpoint::PeerEndpoint;
 use super::forward::{refuse_above_limit, serve_stream};
 use super::link::{
-    Control, LinkCheck, LinkError, LinkMonitor, check_interval, exchange_hello, outbox,
+    Control, LinkCheck, LinkError, LinkMonitor, check_interval, exchange_hello, outbox, run_out,
 };
 use crate::routing::registry::answers_probe;
 
@@ -158,7 +158,8 @@ impl PeerListener {
         Ok((replica, control))
     }
 
-    /// Runs a connection to its end. It replaces an older connection of the same server.
+    /// Runs a connection to its end. It replaces an older connection of the same server, which ends
+    /// after its streams.
     async fn keep(&self, accepted: Accepted) {
         let Accepted {
             session,
@@ -180,9 +181,13 @@ impl PeerListener {
             }
         }
         let running = self.run_connection(&session, &replica, control);
+        let retired = async {
+            replaced.cancelled().await;
+            run_out(session.as_ref()).await;
+        };
         let ended = tokio::select! {
             ended = running => ended,
-            () = replaced.cancelled() => {
+            () = retired => {
                 let detail = "replaced by a newer connection".to_owned();
                 Err(LinkError::Refused(CloseCode::Superseded, detail))
             }

@@ -24,41 +24,36 @@ impl Peers {
         }
     }
 
-    /// Adds a server that the task of this generation dials, or updates its address.
-    pub(crate) fn expect(&self, peer: &PeerAddress, generation: u64) {
+    /// Adds a server that this server dials, or updates its address.
+    pub(crate) fn expect(&self, peer: &PeerAddress) {
         let mut state = self.state.lock();
         let known = state.peers.entry(peer.id.clone());
         let known = known.or_insert_with(|| Peer {
             address: String::new(),
-            generation,
             link: None,
             addresses: Vec::new(),
             is_leaving: false,
             is_member: false,
             since: SystemTime::now(),
         });
-        known.generation = generation;
         known.address.clone_from(&peer.address);
         self.publish(&state);
     }
 
-    /// Removes a server that the task of this generation no longer dials, unless another task does.
-    pub(super) fn remove(&self, replica: &ReplicaId, generation: u64) {
+    /// Removes a server that this server no longer dials.
+    pub(super) fn remove(&self, replica: &ReplicaId) {
         let mut state = self.state.lock();
-        let peer = state.peers.get(replica);
-        if peer.is_none_or(|peer| peer.generation != generation) {
-            return;
-        }
         state.peers.remove(replica);
         state.directory.remove_replica(replica);
         self.directory_changed(&state);
         self.publish(&state);
     }
 
-    pub(super) fn link_up(&self, link: &Arc<Link>, hello: PeerHello) {
+    /// Records a connection, which replaces an older one.
+    pub(super) fn link_up(&self, link: &Arc<Link>, hello: &PeerHello) {
         self.with_peer(&link.replica, |peer| {
             peer.link = Some(link.clone());
-            peer.addresses = hello.addresses;
+            peer.addresses.clone_from(&hello.addresses);
             peer.is_leaving = false;
             peer.is_member = true;
             peer.since = SystemTime::now();
@@ -74,6 +69,13 @@ impl Peers {
                 peer.since = SystemTime::now();
             }
         });
+    }
+
+    /// Returns whether new streams are opened over this connection.
+    pub(super) fn is_current(&self, link: &Arc<Link>) -> bool {
+        let state = self.state.lock();
+        let current = state.link(&link.replica);
+        current.is_some_and(|current| Arc::ptr_eq(current, link))
     }
 
     /// Removes what a server held that has had no connection for a while.

@@ -185,8 +185,8 @@ async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect
             id: id(name),
             address: "192.0.2.1:10269".into(),
         };
-        peers.expect(&peer, 0);
-        peers.link_up(&link, fixture::first_message(name));
+        peers.expect(&peer);
+        peers.link_up(&link, &fixture::first_message(name));
         peers.apply(&id(name), fixture::claim("x"));
     }
     let first = |except: Option<&Via>| peers.candidates(&node("x"), except).unwrap()[0].clone();
@@ -344,6 +344,54 @@ async fn newer_connection_of_a_server_replaces_the_older_one() {
     }
     let newest = timeout(Duration::from_millis(50), sessions[2].0.closed());
     newest.await.unwrap_err();
+}
+
+#[tokio::test]
+async fn server_that_is_removed_and_added_again_keeps_its_connection_and_streams() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let c = installation.server("c").await;
+    let d = installation.server("d").await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut opened = a.open("x", None).await.unwrap();
+    let mut target = agent.accepts().await;
+    let since = a.peers.status()[0].since;
+    a.dial(&[&c]);
+    eventually("b is removed", || a.peers.connected() == 2).await;
+    assert!(a.peers.holds(&node("x")));
+    a.dial(&[&b, &c, &d]);
+    eventually("b is added again", || a.peers.connected() == 3).await;
+    target.write_all(b"more").await.unwrap();
+    let mut more = [0; 4];
+    within(opened.stream.read_exact(&mut more)).await.unwrap();
+    assert_eq!(a.peers.status()[0].since, since, "b was dialed again");
+}
+
+#[tokio::test]
+async fn server_at_another_address_is_dialed_and_streams_of_the_older_connection_go_on() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    let mut older = a.open("x", None).await.unwrap();
+    let mut older_target = agent.accepts().await;
+    let since = a.peers.status()[0].since;
+    let address = b.forward_port().await;
+    a.dial_at(&b, address);
+    let is_replaced = || a.peers.status()[0].since != since;
+    eventually("the other address is connected", is_replaced).await;
+    assert_eq!(a.peers.status()[0].address, address.to_string());
+    let mut newer = a.open("x", None).await.unwrap();
+    let mut newer_target = agent.accepts().await;
+    for (opened, target) in [
+        (&mut older, &mut older_target),
+        (&mut newer, &mut newer_target),
+    ] {
+        target.write_all(b"more").await.unwrap();
+        let mut more = [0; 4];
+        within(opened.stream.read_exact(&mut more)).await.unwrap();
+    }
 }
 
 #[tokio::test]

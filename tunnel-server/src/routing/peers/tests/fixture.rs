@@ -237,6 +237,27 @@ impl Server {
         self.membership.send_replace(members.collect());
     }
 
+    /// Begins to dial this server alone, at this address.
+    pub(super) fn dial_at(&self, server: &Self, address: SocketAddr) {
+        let peer = PeerAddress {
+            id: server.peers.own().clone(),
+            address: address.to_string(),
+        };
+        self.membership.send_replace([peer].into());
+    }
+
+    /// Opens another address of the listener for other servers.
+    pub(super) async fn forward_port(&self) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (address, to) = (listener.local_addr().unwrap(), self.address);
+        self.shutdown.spawn_service(async move {
+            let (mut near, _) = listener.accept().await.unwrap();
+            let mut far = TcpStream::connect(to).await.unwrap();
+            let _cut = tokio::io::copy_bidirectional(&mut near, &mut far).await;
+        });
+        address
+    }
+
     /// Connects an agent.
     pub(super) fn agent(&self, name: &str, number: u8) -> Agent {
         let (near, far) = memory::pair();
