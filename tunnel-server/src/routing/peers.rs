@@ -41,12 +41,14 @@ mod questions;
 mod serve;
 mod start;
 mod state;
+mod yields;
 
 pub use address::PeerAddress;
 pub use endpoint::{OnEnroll, OnRevoked, PeerEndpoint, PeerTls};
 use link::{Link, WarnInterval};
 use metrics::{ForwardDirection, ForwardResult};
 pub use metrics::{PeerMetrics, PeerState};
+use yields::Yields;
 
 /// The other servers of this installation. Exists on a server without others, too.
 #[derive(Debug)]
@@ -101,6 +103,7 @@ struct State {
     /// Addresses of this server that agents dial.
     addresses: Vec<String>,
     peers: BTreeMap<ReplicaId, Peer>,
+    yields: Yields,
 }
 
 impl State {
@@ -148,6 +151,7 @@ impl Peers {
                 directory: Directory::new(limits.directory_nodes),
                 addresses: Vec::new(),
                 peers: BTreeMap::new(),
+                yields: Yields::default(),
             }),
             members: watch::Sender::new(Arc::default()),
             directory_changes: watch::Sender::new(0),
@@ -340,17 +344,20 @@ impl Peers {
         node: &NodeName,
         instance: InstanceId,
     ) -> Option<ReplicaId> {
-        let links: Vec<_> = {
+        let holders: Vec<_> = {
             let state = self.state.lock();
             let others = state.directory.others(node, instance).into_iter();
             others
-                .filter_map(|(replica, _)| state.peers.get(&replica)?.link.clone())
+                .filter_map(|(replica, entry)| Some((state.link(&replica)?.clone(), entry)))
                 .collect()
         };
-        let mut answers: FuturesUnordered<_> = links
-            .iter()
-            .map(|link| async move {
-                let is_alive = link.ask(node, instance).await;
+        let mut answers: FuturesUnordered<_> = holders
+            .into_iter()
+            .map(|(link, entry)| async move {
+                let is_alive = link.ask(node, instance).await?;
+                if !is_alive {
+                    self.record_yield(&link.replica, entry);
+                }
                 is_alive.then(|| link.replica.clone())
             })
             .collect();

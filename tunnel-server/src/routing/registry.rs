@@ -276,7 +276,8 @@ impl Registry {
             .filter_map(|(name, node)| {
                 let not_withdrawn = || node.sessions.iter().find(|agent| !agent.is_withdrawn());
                 let instance = node.active().or_else(not_withdrawn)?.instance;
-                let same = (node.sessions.iter()).filter(|agent| agent.instance == instance);
+                let same = (node.sessions.iter())
+                    .filter(|agent| agent.instance == instance && !agent.has_yielded());
                 Some(HeldNode {
                     node: name.clone(),
                     instance,

@@ -61,10 +61,12 @@ impl fmt::Debug for PeerEndpoint {
 
 impl PeerEndpoint {
     /// Closes the sessions of nodes that another server holds with another agent process, if the
-    /// agent was admitted there first. The admissions crossed: neither server knew of the other.
+    /// agent was admitted there first. The admissions crossed: neither server knew of the other. An
+    /// entry from before that server gave up the node does not count.
     pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held_node: &[HeldNode]) {
         for other in held_node {
-            let all = self.registry.of_node(&other.node);
+            let mut all = self.registry.of_node(&other.node);
+            all.retain(|agent| !agent.has_yielded());
             let mut sessions = all.clone();
             sessions.retain(|agent| agent.instance != other.instance && !agent.is_withdrawn());
             // As in `Registry::held`, a session that was replaced counts: both servers must compare
@@ -80,12 +82,15 @@ impl PeerEndpoint {
             if !own.yields_to(&Claim::new(other.since, replica)) {
                 continue;
             }
+            if self.peers.is_yielded(replica, other) {
+                continue;
+            }
             for agent in sessions {
                 info!(
                     agent = %agent.node, session = %agent.id, peer = %replica,
                     "another server admitted an agent of this name first, closing the session"
                 );
-                agent.withdraw();
+                agent.yield_node();
                 let reason =
                     format!("another agent of this name was admitted by server {replica} first");
                 self.shutdown.spawn_service(async move {

@@ -91,9 +91,9 @@ impl Link {
         self.permits.clone().try_acquire_owned().ok()
     }
 
-    /// Asks whether the server holds a node with another agent process whose session answers. No
-    /// answer within 1 s means that it does not.
-    pub(super) async fn ask(&self, node: &NodeName, instance: InstanceId) -> bool {
+    /// Asks whether the server holds a node with another agent process whose session answers. If
+    /// none does, the server gives up the node. Returns `None` without an answer.
+    pub(super) async fn ask(&self, node: &NodeName, instance: InstanceId) -> Option<bool> {
         let (answer, answered) = oneshot::channel();
         let ask = PendingAsk {
             node: node.clone(),
@@ -101,10 +101,8 @@ impl Link {
             answer,
         };
         // With a full queue the server is not asked: its answers take too long anyway.
-        if self.asks.try_send(ask).is_err() {
-            return false;
-        }
-        matches!(timeout(ASK_TIMEOUT, answered).await, Ok(Ok(true)))
+        self.asks.try_send(ask).ok()?;
+        timeout(ASK_TIMEOUT, answered).await.ok()?.ok()
     }
 }
 

@@ -330,7 +330,7 @@ async fn is_alive(endpoint: &PeerEndpoint, ask: &Ask) -> bool {
     }
     for old in rivals {
         warn!(agent = %old.node, session = %old.id, "silent session is superseded by an agent process at another server");
-        old.withdraw();
+        old.yield_node();
         endpoint
             .shutdown
             .spawn_service(async move { old.close_superseded().await });

@@ -4,7 +4,7 @@ use tokio::time::sleep;
 use tunnel_proto::process::shutdown::DrainOutcome;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
-use tunnel_proto::wire::peer::{Holds, PeerMessage};
+use tunnel_proto::wire::peer::{HeldNode, Holds, PeerMessage};
 
 use super::link::LinkCheck;
 use super::*;
@@ -432,6 +432,36 @@ async fn of_crossed_admissions_the_first_one_stays() {
     assert_eq!(reason.code, CloseCode::NameInUse);
     assert!(second.session().is_withdrawn());
     assert!(!newer.session().is_withdrawn());
+}
+
+#[tokio::test]
+async fn announcement_from_before_a_yield_does_not_close_the_newcomer() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let silent = a.agent("x", 1);
+    b.sees("x", &a).await;
+    let others = b.peers.state.lock().directory.others(&node("x"), instance(2));
+    let [(_, earlier)] = &others[..] else {
+        panic!("{others:?}");
+    };
+    silent.near.script().is_silent = true;
+    let (x, newcomer) = (node("x"), instance(2));
+    assert_eq!(within(b.peers.is_held_by_other(&x, newcomer)).await, None);
+    assert!(silent.session().is_withdrawn());
+    let newcomer = b.agent("x", 2);
+    let endpoint = b.endpoint(&installation);
+    endpoint.resolve_crossed(&id("a"), std::slice::from_ref(earlier));
+    assert!(!newcomer.session().is_withdrawn());
+    // An admission after the yield counts, and from its own time.
+    let _again = a.agent("x", 1);
+    let later = a.registry.held_nodes().remove(0);
+    assert!(later.since > earlier.since + Duration::from_millis(500));
+    let crossed = HeldNode {
+        since: earlier.since + Duration::from_millis(1),
+        ..later
+    };
+    endpoint.resolve_crossed(&id("a"), &[crossed]);
+    assert!(newcomer.session().is_withdrawn());
 }
 
 #[tokio::test]

@@ -31,6 +31,7 @@ pub struct AgentSession {
     registered: Instant,
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
+    yielded: AtomicBool,
     suspect_reason: Mutex<Option<SuspectReason>>,
     streams: Arc<AtomicUsize>,
     busy: Notify,
@@ -88,6 +89,7 @@ impl AgentSession {
             registered: Instant::now(),
             session,
             withdrawn: AtomicBool::new(false),
+            yielded: AtomicBool::new(false),
             suspect_reason: Mutex::default(),
             streams: Arc::default(),
             busy: Notify::new(),
@@ -138,6 +140,19 @@ impl AgentSession {
     #[must_use]
     pub fn is_withdrawn(&self) -> bool {
         self.withdrawn.load(Ordering::Relaxed)
+    }
+
+    /// Withdraws the session in favor of an agent process at another server. The admission of the
+    /// session no longer counts against admissions at other servers.
+    pub fn yield_node(&self) {
+        self.yielded.store(true, Ordering::Relaxed);
+        self.withdraw();
+    }
+
+    /// Returns whether [`AgentSession::yield_node`] was called.
+    #[must_use]
+    pub fn has_yielded(&self) -> bool {
+        self.yielded.load(Ordering::Relaxed)
     }
 
     /// Removes the session from routing, or returns it to routing with `None`. Open streams

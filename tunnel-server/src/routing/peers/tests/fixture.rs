@@ -113,30 +113,17 @@ impl Installation {
             buffer_pool: POOL,
         }));
         let (membership, members) = watch::channel(Arc::default());
-        let (shutdown, revoked) = (Shutdown::new(), Arc::<Mutex<Vec<_>>>::default());
-        let received = revoked.clone();
-        let endpoint = PeerEndpoint {
-            peers: peers.clone(),
-            registry: registry.clone(),
-            tls: self.tls(name),
-            settings: settings(),
-            handshake_limit: LIMIT,
-            list_linger: LINGER,
-            open_limit: LIMIT,
-            shutdown: shutdown.clone(),
-            on_enroll: None,
-            on_revoked: Box::new(move |nodes| received.lock().extend(nodes)),
-        };
-        endpoint.start(listener, members);
-        Server {
+        let server = Server {
             routing: Routing::new(registry.clone(), peers.clone()),
             peers,
             registry,
-            revoked,
+            revoked: Arc::default(),
             address,
             membership,
-            shutdown,
-        }
+            shutdown: Shutdown::new(),
+        };
+        server.endpoint(self).start(listener, members);
+        server
     }
 
     /// Starts servers that are connected to each other.
@@ -228,6 +215,23 @@ pub(super) struct Server {
 }
 
 impl Server {
+    /// Creates this server's end of the connections to the others.
+    pub(super) fn endpoint(&self, installation: &Installation) -> PeerEndpoint {
+        let received = self.revoked.clone();
+        PeerEndpoint {
+            peers: self.peers.clone(),
+            registry: self.registry.clone(),
+            tls: installation.tls(self.peers.own().as_str()),
+            settings: settings(),
+            handshake_limit: LIMIT,
+            list_linger: LINGER,
+            open_limit: LIMIT,
+            shutdown: self.shutdown.clone(),
+            on_enroll: None,
+            on_revoked: Box::new(move |nodes| received.lock().extend(nodes)),
+        }
+    }
+
     /// Begins to dial these servers.
     pub(super) fn dial(&self, servers: &[&Self]) {
         let members = servers.iter().map(|server| PeerAddress {
