@@ -8,6 +8,7 @@ use tokio::sync::watch;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
+use self::directory::Announcement;
 use self::peers::Peers;
 use self::registry::{CallerKey, OpenError, Opened, Registry};
 use self::via::Via;
@@ -111,9 +112,10 @@ impl Routing {
     }
 
     /// Records that the server which carried a stream has no session with the node.
-    pub fn not_here(&self, node: &NodeName, via: &Via) {
-        if let Via::Replica(replica) = via {
-            self.peers.not_here(node, replica);
+    /// `announcement` is that of the stream, see [`Opened::announcement`].
+    pub fn not_here(&self, node: &NodeName, via: &Via, announcement: Option<Announcement>) {
+        if let (Via::Replica(replica), Some(announcement)) = (via, announcement) {
+            self.peers.not_here(node, replica, announcement);
         }
     }
 }

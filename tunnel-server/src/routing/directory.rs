@@ -62,6 +62,24 @@ struct Holder {
     replica: u16,
 }
 
+/// What a server announced about a node: the agent process and its admission. The announcement after
+/// a session was lost is another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Announcement {
+    instance: InstanceId,
+    /// In milliseconds since the Unix epoch.
+    since: u64,
+}
+
+impl Holder {
+    fn announcement(&self) -> Announcement {
+        Announcement {
+            instance: self.instance,
+            since: self.since,
+        }
+    }
+}
+
 impl Directory {
     /// Creates an empty directory that stores at most this number of nodes of one server
     /// (`limits.directoryNodes`).
@@ -167,11 +185,24 @@ impl Directory {
         }
     }
 
-    /// Removes one entry, because the server answered that it has no session of the node.
-    pub fn forget(&mut self, node: &NodeName, replica: &ReplicaId) {
+    /// Removes one entry, because the server answered that it has no session of the node. A newer
+    /// announcement than the one that the question was based on stays.
+    pub fn forget(&mut self, node: &NodeName, replica: &ReplicaId, announcement: Announcement) {
+        if self.announcement(node, replica) != Some(announcement) {
+            return;
+        }
         if let Some(index) = self.index_of(replica) {
             self.remove(node, index);
         }
+    }
+
+    /// Returns what a server announced about a node.
+    #[must_use]
+    pub fn announcement(&self, node: &NodeName, replica: &ReplicaId) -> Option<Announcement> {
+        let index = self.index_of(replica)?;
+        let mut holders = self.holders_of(node).iter();
+        let holder = holders.find(|holder| holder.replica == index)?;
+        Some(holder.announcement())
     }
 
     /// Returns the servers that hold a node: those that are leaving last, and otherwise by the

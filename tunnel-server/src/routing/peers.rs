@@ -24,7 +24,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::RevokedNode;
 
-use crate::routing::directory::Directory;
+use crate::routing::directory::{Announcement, Directory};
 use crate::routing::registry::{OpenError, Opened};
 use crate::routing::via::Via;
 
@@ -135,6 +135,14 @@ impl Peer {
     }
 }
 
+/// A server to ask for a stream to a node.
+#[derive(Debug)]
+struct Candidate {
+    link: Arc<Link>,
+    /// What the server had announced about the node by then.
+    announcement: Announcement,
+}
+
 impl Peers {
     /// Creates the state of a server that has no connections yet. [`PeerEndpoint::start`] dials the
     /// others.
@@ -207,7 +215,7 @@ impl Peers {
         limit: Duration,
         except: Option<&Via>,
     ) -> Result<Opened, OpenError> {
-        let links = self.candidates(node, except)?;
+        let candidates = self.candidates(node, except)?;
         let header = StreamHeader {
             kind: StreamKind::Forward {
                 node: node.clone(),
@@ -216,9 +224,9 @@ impl Peers {
             trace_parent: trace_parent.to_owned(),
         };
         // A connection that hangs leaves time for the next one.
-        let share = limit / u32::try_from(links.len()).unwrap_or(u32::MAX).max(1);
+        let share = limit / u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
         let mut failure = OpenError::NoAgent;
-        for link in links {
+        for Candidate { link, announcement } in candidates {
             let Some(permit) = link.permit() else {
                 failure = self.too_many_streams();
                 continue;
@@ -227,8 +235,11 @@ impl Peers {
                 Ok(Ok(mut stream)) => {
                     self.count(ForwardDirection::Out, ForwardResult::Ok);
                     stream.attach(permit);
-                    let via = Via::Replica(link.replica.clone());
-                    return Ok(Opened { stream, via });
+                    return Ok(Opened {
+                        stream,
+                        via: Via::Replica(link.replica.clone()),
+                        announcement: Some(announcement),
+                    });
                 }
                 Ok(Err(error)) => OpenError::Lost(error),
                 Err(_elapsed) => OpenError::Timeout,
@@ -256,12 +267,12 @@ impl Peers {
         state.link(replica).is_some_and(|link| link.has_spare())
     }
 
-    /// Returns the connections to try for a stream to a node, at least one.
+    /// Returns the servers to ask for a stream to a node, at least one.
     fn candidates(
         &self,
         node: &NodeName,
         except: Option<&Via>,
-    ) -> Result<Vec<Arc<Link>>, OpenError> {
+    ) -> Result<Vec<Candidate>, OpenError> {
         let except = except.and_then(|via| match via {
             Via::Replica(replica) => Some(replica),
             Via::Local(_) => None,
@@ -272,10 +283,16 @@ impl Peers {
             let link = link(replica).filter(|link| link.has_permit())?;
             Some(link.state())
         };
-        let candidates = state.directory.candidates(node, except, with_permit);
-        let links: Vec<_> = candidates.iter().filter_map(link).cloned().collect();
-        if !links.is_empty() {
-            return Ok(links);
+        let replicas = state.directory.candidates(node, except, with_permit);
+        let candidate = |replica: &ReplicaId| {
+            Some(Candidate {
+                link: link(replica)?.clone(),
+                announcement: state.directory.announcement(node, replica)?,
+            })
+        };
+        let candidates: Vec<_> = replicas.iter().filter_map(candidate).collect();
+        if !candidates.is_empty() {
+            return Ok(candidates);
         }
         let with_link = |replica: &ReplicaId| link(replica).map(|link| link.state());
         if state
@@ -319,12 +336,13 @@ impl Peers {
         self.directory_changes.subscribe()
     }
 
-    /// Records that a server answered that it has no session of a node.
-    pub fn not_here(&self, node: &NodeName, replica: &ReplicaId) {
+    /// Records that a server answered that it has no session of a node. A server that has announced
+    /// the node again since `announcement` is still asked.
+    pub fn not_here(&self, node: &NodeName, replica: &ReplicaId, announcement: Announcement) {
         self.count(ForwardDirection::Out, ForwardResult::NotHere);
         debug!(agent = %node, peer = %replica, "server does not hold the node");
         let mut state = self.state.lock();
-        state.directory.forget(node, replica);
+        state.directory.forget(node, replica, announcement);
         self.directory_changed(&state);
     }
 

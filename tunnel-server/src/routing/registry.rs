@@ -16,6 +16,7 @@ use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::peer::HeldNode;
 
+use crate::routing::directory::Announcement;
 use crate::routing::via::Via;
 
 mod agent_session;
@@ -101,6 +102,9 @@ pub struct Opened {
     pub stream: Stream,
     /// What carries the stream.
     pub via: Via,
+    /// What the server that carries the stream had announced about the node. `None` for a session
+    /// of this server.
+    pub announcement: Option<Announcement>,
 }
 
 /// The sessions of all connected agents. The sessions of a node are ordered from newest to oldest.
@@ -366,6 +370,7 @@ impl Registry {
                     return Ok(Opened {
                         stream,
                         via: Via::Local(agent.id),
+                        announcement: None,
                     });
                 }
                 Ok(Err(SessionError::NotOpening)) => failure = OpenError::Draining,

@@ -24,6 +24,7 @@ use crate::ingress::outcome::Outcome;
 use crate::ingress::target_tls::{TlsProfile, server_name};
 use crate::routing::Routing;
 use crate::routing::destination::{Destination, Scheme};
+use crate::routing::directory::Announcement;
 use crate::routing::registry::{CallerKey, Opened};
 use crate::routing::via::Via;
 
@@ -95,14 +96,14 @@ impl UpstreamRequest<'_> {
             StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
         loop {
             let mut opened = opener.open(access_log).await?;
-            let via = opened.via.clone();
+            let (via, announcement) = (opened.via.clone(), opened.announcement);
             // Another server may have lost the node, and a body can be sent only once.
             if retry_head.is_none()
                 && via.replica().is_some()
                 && let Err(error) = opened.stream.accepted().await
             {
                 let failure = ProxyError::from_stream(&error, self.destination, Outcome::AgentLost);
-                opener.retry_on_other_session(failure, via)?;
+                opener.retry_on_other_session(failure, via, announcement)?;
                 continue;
             }
             let failure = match self.attempt(opened, request).await {
@@ -112,7 +113,7 @@ impl UpstreamRequest<'_> {
             let Some(head) = &retry_head else {
                 return Err(failure);
             };
-            opener.retry_on_other_session(failure, via)?;
+            opener.retry_on_other_session(failure, via, announcement)?;
             request = Request::from_parts(head.clone(), Either::Right(Empty::new()));
         }
     }
@@ -280,7 +281,7 @@ impl<'a> StreamOpener<'a> {
         }
     }
 
-    /// Prepares another attempt after a failure of a stream.
+    /// Prepares another attempt after a failure of a stream that `via` carried.
     ///
     /// # Errors
     /// Returns the failure unless it is the first refusal of a draining agent, or of a server that
@@ -289,9 +290,11 @@ impl<'a> StreamOpener<'a> {
         &mut self,
         failure: ProxyError,
         via: Via,
+        announcement: Option<Announcement>,
     ) -> Result<(), ProxyError> {
         if failure.refusal == Some(RefusalCode::NotHere) {
-            self.routing.not_here(&self.destination.node, &via);
+            let node = &self.destination.node;
+            self.routing.not_here(node, &via, announcement);
         }
         if !failure.refusal.is_some_and(is_retryable) || self.refused.is_some() {
             return Err(failure);

@@ -133,9 +133,18 @@ fn nodes_are_removed_forgotten_and_lost_with_their_server() {
     let mut directory = directory(10, &[(0, &[1, 2, 3]), (1, &[2])]);
     directory.apply(&replica(0), vec![], &[node(1), node(9)]);
     assert!(!directory.holds(&node(1)));
-    directory.forget(&node(3), &replica(1));
+    let before = directory.announcement(&node(3), &replica(0)).unwrap();
+    directory.forget(&node(3), &replica(1), before);
     assert!(directory.holds(&node(3)), "another server holds it");
-    directory.forget(&node(3), &replica(0));
+    let newer = HeldNode {
+        since: UNIX_EPOCH + Duration::from_secs(2),
+        ..held_node(3)
+    };
+    directory.apply(&replica(0), vec![newer], &[]);
+    directory.forget(&node(3), &replica(0), before);
+    assert!(directory.holds(&node(3)), "announced again");
+    let again = directory.announcement(&node(3), &replica(0)).unwrap();
+    directory.forget(&node(3), &replica(0), again);
     assert!(!directory.holds(&node(3)));
     assert_eq!(directory.nodes_of(&replica(0)), 1);
     directory.remove_replica(&replica(0));

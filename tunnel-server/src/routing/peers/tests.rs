@@ -13,7 +13,9 @@ use crate::testing::eventually;
 
 mod fixture;
 
-use fixture::{Installation, LIMIT, connect, control, hello, id, instance, node, refusal, within};
+use fixture::{
+    Installation, LIMIT, Server, connect, control, hello, id, instance, node, refusal, within,
+};
 
 #[tokio::test]
 async fn nodes_and_server_are_known_for_a_while_after_the_connection_is_lost() {
@@ -128,9 +130,25 @@ async fn holder_without_the_node_is_forgotten_and_the_next_one_is_asked() {
     let mut first = a.open("x", None).await.unwrap();
     assert_eq!(first.via, Via::Replica(id("b")));
     assert_eq!(refusal(&mut first).await, RefusalCode::NotHere);
-    a.routing.not_here(&node("x"), &first.via);
+    (a.routing).not_here(&node("x"), &first.via, first.announcement);
     assert_eq!(a.peers.held_nodes(), [(node("x"), id("c"))]);
     let mut second = a.open("x", Some(&first.via)).await.unwrap();
+    let _target = agent.accepts().await;
+    within(second.stream.accepted()).await.unwrap();
+}
+
+#[tokio::test]
+async fn late_not_here_keeps_what_was_announced_after_the_stream_was_opened() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    a.receive_claim("x", &b);
+    let mut opened = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
+    let agent = b.agent("x", 1);
+    let before = opened.announcement;
+    eventually("x is announced again", || announced(&a, "x", "b") != before).await;
+    a.routing.not_here(&node("x"), &opened.via, before);
+    let mut second = a.open("x", None).await.unwrap();
     let _target = agent.accepts().await;
     within(second.stream.accepted()).await.unwrap();
 }
@@ -142,7 +160,8 @@ async fn server_never_forwards_a_forwarded_stream() {
     let agent = b.agent("x", 1);
     a.sees("x", &b).await;
     c.sees("x", &b).await;
-    c.peers.not_here(&node("x"), &id("b"));
+    let announcement = announced(&c, "x", "b").unwrap();
+    c.peers.not_here(&node("x"), &id("b"), announcement);
     c.receive_claim("x", &a);
     let mut opened = c.open("x", None).await.unwrap();
     assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
@@ -162,7 +181,7 @@ async fn stream_to_a_node_that_two_servers_claim_ends_after_both_were_asked() {
     for _ in 0..2 {
         let mut opened = c.open("x", asked.last()).await.unwrap();
         assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
-        c.routing.not_here(&node("x"), &opened.via);
+        (c.routing).not_here(&node("x"), &opened.via, opened.announcement);
         asked.push(opened.via);
     }
     assert_ne!(asked[0], asked[1]);
@@ -518,4 +537,10 @@ async fn revocations_reach_servers_that_connect_later() {
     a.peers.revoked(vec![revoked("x", 4), revoked("y", 6)]);
     let both = [revoked("x", 5), revoked("y", 6)];
     eventually("y is revoked", || *b.revoked.lock() == both).await;
+}
+
+/// Returns what a server received about a node from `holder`.
+fn announced(server: &Server, name: &str, holder: &str) -> Option<Announcement> {
+    let state = server.peers.state.lock();
+    state.directory.announcement(&node(name), &id(holder))
 }
