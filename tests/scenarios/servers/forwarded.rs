@@ -118,7 +118,7 @@ impl Hop {
 }
 
 /// Returns the address in a line of the log if the line reports that this listener is open.
-fn opened(line: &str, listener: &str, service: Option<&str>) -> Option<SocketAddr> {
+pub(super) fn opened(line: &str, listener: &str, service: Option<&str>) -> Option<SocketAddr> {
     let fields = fields(line)?;
     let is_wanted = fields["message"] == "listening"
         && fields["listener"] == listener
