@@ -354,6 +354,7 @@ impl Connector {
             return;
         };
         current.suspect = true;
+        self.link.shared.replicas.set_suspect(current.id, true);
         let event = ReconnectEvent::Lost {
             ready_for: now.duration_since(current.since),
             code: CloseCode::Dead,
@@ -376,6 +377,7 @@ impl Connector {
         self.transport_policy.record_recovery();
         if let Some(current) = &mut self.current {
             current.suspect = false;
+            self.link.shared.replicas.set_suspect(current.id, false);
             if current.draining {
                 return;
             }

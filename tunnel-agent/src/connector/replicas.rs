@@ -32,6 +32,7 @@ struct Claim {
     /// `None` for a server that has no name, since it is of an older version.
     replica: Option<ReplicaId>,
     is_leaving: bool,
+    is_suspect: bool,
 }
 
 /// The newest list of members.
@@ -58,6 +59,7 @@ impl ReplicaTable {
             slot,
             replica,
             is_leaving: false,
+            is_suspect: false,
         };
         claims.insert(id, claim);
         drop(claims);
@@ -82,6 +84,14 @@ impl ReplicaTable {
         self.changed.notify_one();
     }
 
+    /// Records whether a session is suspect. Its claim stays.
+    pub(super) fn set_suspect(&self, id: Id, is_suspect: bool) {
+        if let Some(claim) = self.claims.lock().get_mut(&id) {
+            claim.is_suspect = is_suspect;
+        }
+        self.changed.notify_one();
+    }
+
     /// Returns the replica that a session task has claimed.
     pub(super) fn claimed_by(&self, id: Id) -> Option<ReplicaId> {
         let claims = self.claims.lock();
@@ -101,6 +111,18 @@ impl ReplicaTable {
     /// Returns whether a connector has any session, also with a server that is stopping.
     pub(super) fn has_session(&self, slot: Slot) -> bool {
         self.claims.lock().values().any(|claim| claim.slot == slot)
+    }
+
+    /// Returns whether another connector than `slot` has a live session with one of the `wanted`
+    /// replicas, or with a server without a name.
+    pub(super) fn has_other_live(&self, slot: Slot, wanted: &[ReplicaId]) -> bool {
+        let is_wanted = |claim: &Claim| {
+            let replica = claim.replica.as_ref();
+            replica.is_none_or(|replica| wanted.contains(replica))
+        };
+        self.claims.lock().values().any(|claim| {
+            claim.slot != slot && !claim.is_suspect && !claim.is_leaving && is_wanted(claim)
+        })
     }
 
     /// Replaces the list of members by the one that the server `by` sent. A server that is stopping

@@ -122,7 +122,7 @@ impl ConnectorSet {
             .filter(|slot| sessions.contains_key(*slot))
             .count();
         let count = wanted.len().max(busy).clamp(1, self.replicas.max(1));
-        while self.connectors.len() > count && self.retire_connector() {}
+        while self.connectors.len() > count && self.retire_connector(&wanted) {}
         while self.connectors.len() < count {
             self.start_connector(START_SPREAD.mul_f64(rand::random()));
         }
@@ -142,18 +142,20 @@ impl ConnectorSet {
         }
     }
 
-    /// Retires the newest connector without a session whose server stays. Returns `false` if there
-    /// is none.
-    fn retire_connector(&mut self) -> bool {
-        let sessions = self.shared.replicas.by_slot();
-        let idle = |slot: &&Slot| !sessions.contains_key(*slot);
+    /// Retires the newest connector without a session whose server stays. A session with a server
+    /// that is stopping takes streams, so its connector retires only if another connector has a
+    /// live session with one of the `wanted` replicas. Returns `false` if there is no such
+    /// connector.
+    fn retire_connector(&mut self, wanted: &[ReplicaId]) -> bool {
         let replicas = &self.shared.replicas;
-        // A session with a server that is stopping may be the only one that takes streams.
+        let sessions = replicas.by_slot();
+        let idle = |slot: &&Slot| !sessions.contains_key(*slot);
         let without_session = |slot: &&Slot| idle(slot) && !replicas.has_session(**slot);
-        let mut newest = self.connectors.keys().rev().filter(without_session);
-        let slot = newest
-            .next()
-            .or_else(|| self.connectors.keys().rev().find(idle))
+        let spare = |slot: &&Slot| idle(slot) && replicas.has_other_live(**slot, wanted);
+        let newest_first = || self.connectors.keys().rev();
+        let slot = newest_first()
+            .find(without_session)
+            .or_else(|| newest_first().find(spare))
             .copied();
         let Some(connector) = slot.and_then(|slot| self.connectors.remove(&slot)) else {
             return false;

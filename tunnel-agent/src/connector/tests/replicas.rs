@@ -266,6 +266,30 @@ async fn session_of_a_stopping_server_retires_if_no_other_replica_is_left() {
     env.expect_quiet().await;
 }
 
+/// The agent's other session is suspect, so the one with the stopping server is the only one that
+/// takes streams.
+#[tokio::test(start_paused = true)]
+async fn last_live_session_does_not_retire_while_the_other_one_is_suspect() {
+    let (env, [one, mut other]) = TestEnv::with_two().await;
+    let running = Busy::on(&*other.connection.server).await;
+    env.net.set(Path::Refused);
+    one.connection.agent.script().is_silent = true;
+    let metrics = &env.context.metrics;
+    env.until(|_| metrics.sessions(SessionState::Suspect) == 1)
+        .await;
+    other.send_drain_within(Duration::from_secs(1)).await;
+    for _ in 0..20 {
+        env.advance(1).await;
+        assert!(env.is_ready());
+    }
+    one.connection.agent.script().is_silent = false;
+    assert_eq!(other.recv_control().await, Some(ControlMessage::Withdraw));
+    env.until_connected(1).await;
+    assert!(env.is_ready());
+    running.finish().await;
+    expect_bye(&mut other).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn drain_of_the_agent_ends_all_sessions() {
     let (mut env, [mut one, mut other]) = TestEnv::with_two().await;
