@@ -55,6 +55,8 @@ struct Connector {
     link: SetLink,
     assignment: Assignment,
     search: ReplicaSearch,
+    /// The search of a dial with newer credentials.
+    refresh_search: ReplicaSearch,
     backoff: Backoff,
     transport_policy: TransportPolicy,
     endpoints: Endpoints,
@@ -124,6 +126,7 @@ impl Connector {
             endpoints: Endpoints::new(assignment.servers.clone()),
             assignment,
             search: ReplicaSearch::default(),
+            refresh_search: ReplicaSearch::default(),
             report,
             tasks: JoinSet::new(),
             sessions: HashMap::new(),
@@ -244,6 +247,7 @@ impl Connector {
 
     /// Dials a session with the new credentials now.
     fn refresh(&mut self, now: Instant) {
+        self.refresh_search = ReplicaSearch::default();
         // A dial in progress may have started with the old credentials.
         if self.current.is_some() {
             self.refresh_at = Some(now);
@@ -342,6 +346,11 @@ impl Connector {
             TransportChange::Upgrade => self.context.metrics.promotion(),
         }
         self.report.ready(change);
+        let newest = self.context.rotating_credentials.generation();
+        if (self.sessions.get(&id)).is_some_and(|session| session.credentials == newest) {
+            self.refresh_at = None;
+            self.refresh_search = ReplicaSearch::default();
+        }
         if matches!(attempt.purpose, DialPurpose::Connect | DialPurpose::Move) {
             self.search = ReplicaSearch::default();
         }
@@ -459,6 +468,7 @@ impl Connector {
         if summary.reason.code == CloseCode::CredentialRevoked {
             self.context.rotating_credentials.revoke();
         }
+        self.link.shared.replicas.record_loss();
         let event = ReconnectEvent::Lost {
             ready_for: summary.ready_for,
             code: summary.reason.code,

@@ -140,7 +140,11 @@ impl Connector {
             DialPurpose::Upgrade => self.report.probe_failed(failures),
             DialPurpose::Refresh => {
                 self.report.probe_failed(failures);
-                self.refresh_at = Some(now + REFRESH_RETRY);
+                self.refresh_at = if attempt.has_duplicate() {
+                    self.next_refresh(now)
+                } else {
+                    Some(now + REFRESH_RETRY)
+                };
             }
             DialPurpose::Move => {
                 self.report.probe_failed(failures);

@@ -20,16 +20,22 @@ impl Connector {
     /// Adopts an assignment. A dial in progress continues, and its next round uses the new servers.
     pub(super) fn reassign(&mut self, assignment: Assignment, now: Instant) {
         let is_round_new = assignment.round != self.assignment.round;
+        let is_loss_new = assignment.losses != self.assignment.losses;
         if !self.endpoints.is_of(&assignment.servers) {
             self.endpoints = Endpoints::new(assignment.servers.clone());
         }
         self.assignment = assignment;
-        if is_round_new {
+        // A session that is lost again and again does not shorten the search of another connector.
+        if is_round_new || (is_loss_new && self.search.is_over()) {
             let was_over = std::mem::take(&mut self.search).is_over();
             let is_idle = self.attempt.is_none() && self.retry_at.is_none();
             if was_over && is_idle && self.needs_session() {
                 self.retry_at = Some(now + RESUME_SPREAD.mul_f64(rand::random()));
             }
+        }
+        if (is_round_new || is_loss_new) && self.refresh_search.is_over() {
+            self.refresh_search = ReplicaSearch::default();
+            self.refresh_at = Some(now + RESUME_SPREAD.mul_f64(rand::random()));
         }
         self.plan_move(now);
     }
@@ -104,6 +110,18 @@ impl Connector {
         if wait.is_none() {
             self.report.search_over(members);
         }
+    }
+
+    /// Returns when to dial again with newer credentials after a dial that reached a replica of
+    /// another connector, or `None` when the search is over. Then the session goes on with its
+    /// older credentials, until the server closes it or a dial may reach another replica.
+    pub(super) fn next_refresh(&mut self, now: Instant) -> Option<Instant> {
+        let members = self.assignment.members;
+        let wait = self.refresh_search.next(members, rand::random());
+        if wait.is_none() {
+            self.report.refresh_over(members);
+        }
+        wait.map(|wait| now + wait)
     }
 
     /// Handles the drain of the current session's server. Another session is dialed until one is

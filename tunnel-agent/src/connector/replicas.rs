@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -22,6 +23,7 @@ pub(super) struct Slot(pub(super) u64);
 pub(super) struct ReplicaTable {
     claims: Mutex<HashMap<Id, Claim>>,
     reported: Mutex<ReportedMembers>,
+    losses: AtomicU64,
     /// Wakes the set, which assigns replicas again.
     changed: Notify,
 }
@@ -73,6 +75,17 @@ impl ReplicaTable {
         if released.is_some() {
             self.changed.notify_one();
         }
+    }
+
+    /// Records that a connector has lost its session, so that a search for a replica may find one.
+    pub(super) fn record_loss(&self) {
+        self.losses.fetch_add(1, Ordering::Relaxed);
+        self.changed.notify_one();
+    }
+
+    /// Returns the number of sessions that connectors have lost.
+    pub(super) fn losses(&self) -> u64 {
+        self.losses.load(Ordering::Relaxed)
     }
 
     /// Records that the server of a session is stopping. Its claim keeps no other connector away

@@ -122,6 +122,16 @@ impl ConnectionLog {
         );
     }
 
+    /// Logs that no dial with newer credentials reached the replica of a session, nor a free one.
+    pub(super) fn refresh_over(&self, members: usize) {
+        warn!(
+            agent = %self.agent,
+            replicas = members,
+            "each dial with the new certificate reached a server that has another session of this \
+             agent; the session goes on with the certificate that it began with"
+        );
+    }
+
     /// Logs that a session takes new streams, and the change of transport.
     pub(super) fn ready(&self, change: TransportChange) {
         self.over();

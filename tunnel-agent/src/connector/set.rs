@@ -208,6 +208,7 @@ impl ConnectorSet {
             is_addressed,
             members: members.len(),
             round,
+            losses: self.shared.replicas.losses(),
         }
     }
 }

@@ -34,6 +34,8 @@ pub(super) struct Assignment {
     pub(super) members: usize,
     /// Changes with the reported members.
     pub(super) round: u64,
+    /// Number of sessions that any connector has lost.
+    pub(super) losses: u64,
 }
 
 /// The link between a connector and its set.

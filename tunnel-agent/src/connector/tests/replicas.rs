@@ -4,6 +4,7 @@ use tunnel_proto::transport::memory::MemoryConnection;
 use tunnel_proto::wire::control::{Member, Welcome};
 
 use super::*;
+use crate::testing::credentials;
 use crate::testing::net::welcome;
 
 /// Two servers with addresses of their own. The agent is configured with the first.
@@ -178,6 +179,58 @@ async fn load_balancer_that_always_chooses_one_replica_is_left_alone_until_the_m
     let second = env.net.arrival().await;
     let _second = admit_as(second, "server-3", three).await;
     env.until_connected(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn loss_of_a_session_starts_another_search() {
+    let mut env = TestEnv::start(AUTO);
+    let both = members(BEHIND_ONE);
+    let first = env.net.arrival().await;
+    let first = admit_as(first, "server-1", both.clone()).await;
+    for _ in 0..6 {
+        let connection = env.net.arrival().await;
+        expect_bye(&mut admit_as(connection, "server-1", both.clone()).await).await;
+    }
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+    first.close(CloseCode::Draining).await;
+    let mut peers = Vec::new();
+    for id in ["server-1", "server-2"] {
+        let connection = env.net.arrival().await;
+        peers.push(admit_as(connection, id, both.clone()).await);
+    }
+    env.until_connected(2).await;
+}
+
+/// The load balancer sends all dials to the first server, so the session with the second one cannot
+/// be replaced.
+#[tokio::test(start_paused = true)]
+async fn new_certificate_is_dialed_a_few_times_behind_a_load_balancer() {
+    let mut env = TestEnv::start(AUTO);
+    let both = members(BEHIND_ONE);
+    let mut peers = Vec::new();
+    for id in ["server-1", "server-2"] {
+        let connection = env.net.arrival().await;
+        peers.push(admit_as(connection, id, both.clone()).await);
+    }
+    env.until_connected(2).await;
+    let renewed = credentials(&Ca::new());
+    let rotating_credentials = &env.context.rotating_credentials;
+    rotating_credentials.adopt(renewed, None, true).await;
+    // The first session is replaced at once.
+    for _ in 0..1 + 6 {
+        let connection = env.net.arrival().await;
+        peers.push(admit_as(connection, "server-1", both.clone()).await);
+    }
+    env.until(|env| env.count(TransportKind::Quic, ConnectResult::Duplicate) == 6)
+        .await;
+    env.until_connected(2).await;
+    env.expect_quiet().await;
+    peers[1].close(CloseCode::Draining).await;
+    let connection = env.net.arrival().await;
+    let _second = admit_as(connection, "server-2", both).await;
+    env.until_connected(2).await;
+    env.expect_quiet().await;
 }
 
 #[tokio::test(start_paused = true)]
