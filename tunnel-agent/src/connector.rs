@@ -154,6 +154,7 @@ impl Connector {
         let mut updates = self.context.rotating_credentials.updates();
         let mut assignments = self.link.assignments.clone();
         let mut transports = self.link.shared.transport.subscribe();
+        let mut unnamed = self.link.shared.unnamed.subscribe();
         self.retry_at = Some(Instant::now() + self.link.start_in);
         loop {
             self.record_state();
@@ -176,6 +177,10 @@ impl Connector {
                 Ok(()) = transports.changed() => {
                     let newest = *transports.borrow_and_update();
                     self.handle_transport(newest, Instant::now());
+                }
+                Ok(()) = unnamed.changed() => {
+                    let newest = *unnamed.borrow_and_update();
+                    self.handle_unnamed(newest);
                 }
                 () = sleep_until(next_timeout.unwrap_or_else(Instant::now)), if next_timeout.is_some() => self.handle_timeout(Instant::now()),
             }
@@ -323,10 +328,12 @@ impl Connector {
             self.retire(other);
         }
         let shared = &self.link.shared;
+        let replica = shared.replicas.claimed_by(id);
+        let has_name = replica.is_some();
         let current = CurrentSession {
             id,
             transport,
-            replica: shared.replicas.claimed_by(id),
+            replica,
             since: now,
             suspect: false,
             draining: false,
@@ -335,6 +342,9 @@ impl Connector {
         shared
             .transport
             .send_if_modified(|newest| newest.replace(transport) != Some(transport));
+        if !has_name {
+            shared.unnamed.send_replace(Some(self.link.slot));
+        }
         if let Some(old) = self.current.replace(current) {
             self.retire(old.id);
         }
@@ -351,8 +361,15 @@ impl Connector {
             self.refresh_at = None;
             self.refresh_search = ReplicaSearch::default();
         }
-        if matches!(attempt.purpose, DialPurpose::Connect | DialPurpose::Move) {
-            self.search = ReplicaSearch::default();
+        match attempt.purpose {
+            DialPurpose::Connect => self.search = ReplicaSearch::default(),
+            DialPurpose::Move if has_name => self.search = ReplicaSearch::default(),
+            // A server of an older version answers at the address of the assigned replica.
+            DialPurpose::Move => {
+                let wait = self.search.next(self.assignment.members, rand::random());
+                self.move_at = wait.map(|wait| now + wait);
+            }
+            DialPurpose::Upgrade | DialPurpose::Refresh => {}
         }
         self.plan_move(now);
     }

@@ -10,6 +10,7 @@ use tunnel_proto::wire::control::Member;
 use super::Connector;
 use super::backoff::{ADDRESSED_INTERVAL, MOVE_SPREAD, RESUME_SPREAD, ReconnectEvent, drain_wait};
 use super::endpoint::Endpoints;
+use super::replicas::Slot;
 use super::search::ReplicaSearch;
 use super::session_task::DialPurpose;
 use super::shared::Assignment;
@@ -47,6 +48,27 @@ impl Connector {
             self.retire(current.id);
         }
         self.live = None;
+    }
+
+    /// Handles a new session of another connector with a server of an older version. That server
+    /// may be the current session's, and then gives it no new streams. The current session retires,
+    /// and its streams go on. A search could only replace the other session in turn.
+    pub(super) fn handle_unnamed(&mut self, newest: Option<Slot>) {
+        let is_replaced = self
+            .current
+            .as_ref()
+            .is_some_and(|current| current.replica.is_none() && !current.draining);
+        if !is_replaced || newest == Some(self.link.slot) {
+            return;
+        }
+        self.abandon();
+        self.retry_at = None;
+        self.search.end();
+        if let Some(current) = self.current.take() {
+            self.retire(current.id);
+        }
+        self.live = None;
+        self.report.replaced();
     }
 
     /// Handles the transport of a new session of any connector: QUIC gets through.

@@ -48,12 +48,14 @@ struct ReportedMembers {
 
 impl ReplicaTable {
     /// Claims `replica` for the session task `id`. Returns `false` if another connector holds it.
+    /// A server without a name gives the new streams to its newest session at once, so that session
+    /// is never declined, see [`Shared::unnamed`](super::shared::Shared::unnamed).
     pub(super) fn claim(&self, id: Id, slot: Slot, replica: Option<&ReplicaId>) -> bool {
         let mut claims = self.claims.lock();
         let is_taken = claims.values().any(|claim| {
             claim.slot != slot && !claim.is_leaving && claim.replica.as_ref() == replica
         });
-        if is_taken {
+        if is_taken && replica.is_some() {
             return false;
         }
         let replica = replica.cloned();

@@ -122,6 +122,15 @@ impl ConnectionLog {
         );
     }
 
+    /// Logs that a session with a server of an older version retires.
+    pub(super) fn replaced(&self) {
+        info!(
+            agent = %self.agent,
+            "another session of this agent is with a server of an older version, which serves one; \
+             retiring this session"
+        );
+    }
+
     /// Logs that no dial with newer credentials reached the replica of a session, nor a free one.
     pub(super) fn refresh_over(&self, members: usize) {
         warn!(

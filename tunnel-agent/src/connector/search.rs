@@ -22,7 +22,12 @@ impl ReplicaSearch {
         (!self.is_over).then(|| wait.mul_f64(1.0 + random * JITTER))
     }
 
-    /// Returns whether [`ReplicaSearch::next`] has returned `None`.
+    /// Ends the search.
+    pub fn end(&mut self) {
+        self.is_over = true;
+    }
+
+    /// Returns whether [`ReplicaSearch::next`] has returned `None`, or the search was ended.
     pub fn is_over(&self) -> bool {
         self.is_over
     }

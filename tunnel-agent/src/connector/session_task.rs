@@ -58,7 +58,7 @@ pub(super) struct SessionTask {
 pub(super) struct Claimant {
     pub(super) shared: Arc<Shared>,
     pub(super) slot: Slot,
-    /// The only acceptable replica, if this is a move to it.
+    /// The only acceptable replica with a name, if this is a move to it.
     pub(super) only: Option<ReplicaId>,
 }
 
@@ -66,7 +66,8 @@ impl Claimant {
     /// Claims `replica` for this task. Returns `false` if another connector holds it, or another
     /// one is required.
     fn claim(&self, replica: Option<&ReplicaId>) -> bool {
-        let is_acceptable = self.only.is_none() || self.only.as_ref() == replica;
+        let only = self.only.as_ref();
+        let is_acceptable = only.is_none() || replica.is_none() || only == replica;
         is_acceptable && self.shared.replicas.claim(task::id(), self.slot, replica)
     }
 }

@@ -67,6 +67,7 @@ impl ConnectorSet {
             replicas: ReplicaTable::default(),
             live: LiveSessions::new(readiness, readiness_block),
             transport: watch::Sender::new(None),
+            unnamed: watch::Sender::new(None),
         };
         Self {
             report: ConnectionLog::new(context.node.clone()),

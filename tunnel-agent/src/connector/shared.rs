@@ -19,6 +19,9 @@ pub(super) struct Shared {
     pub(super) live: Arc<LiveSessions>,
     /// Transport of the newest session of any connector: whether UDP gets through.
     pub(super) transport: watch::Sender<Option<SessionTransport>>,
+    /// The connector with the newest session whose server has no name, since it is of an older
+    /// version. The agent holds one such session: two may be with the same server.
+    pub(super) unnamed: watch::Sender<Option<Slot>>,
 }
 
 /// What one connector dials.

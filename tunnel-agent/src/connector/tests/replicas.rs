@@ -113,6 +113,26 @@ async fn agent_of_an_older_server_has_one_session() {
     env.expect_quiet().await;
 }
 
+/// A load balancer with servers of both versions.
+#[tokio::test(start_paused = true)]
+async fn second_session_with_an_older_server_replaces_the_first_one() {
+    let mut env = TestEnv::start(AUTO);
+    let first = env.net.arrival().await;
+    let first = admit_as(first, "server-1", members(BEHIND_ONE)).await;
+    let mut second = env.net.peer().await;
+    env.until_connected(2).await;
+    let running = Busy::on(&*second.connection.server).await;
+    first.close(CloseCode::Draining).await;
+    let third = env.net.peer().await;
+    assert_eq!(second.recv_control().await, Some(ControlMessage::Withdraw));
+    env.until_connected(1).await;
+    assert!(env.is_ready());
+    Busy::on(&*third.connection.server).await.finish().await;
+    running.finish().await;
+    expect_bye(&mut second).await;
+    env.expect_quiet().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn agent_of_a_single_server_has_one_session() {
     let mut env = TestEnv::start(AUTO);
