@@ -1,5 +1,5 @@
 //! The servers of this installation: the source of their addresses, and the condition that reports
-//! servers without a connection.
+//! servers without a connection, and those that agents do not learn of.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,26 +33,31 @@ pub(super) fn membership(
     }
 }
 
-/// Reports a condition while this server has no connection to some of the others.
+/// Reports a condition while this server has no connection to some of the others, or agents do not
+/// receive all servers and addresses.
 pub(super) fn report_unconnected(peers: Arc<Peers>, context: &ServerContext) {
     let readiness = context.readiness.clone();
     context.shutdown.spawn_service(async move {
         let mut unconnected = Unconnected::default();
-        let mut last = None;
+        let mut last = Vec::new();
         let mut interval = tokio::time::interval(POLL);
         interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             interval.tick().await;
             let condition = unconnected.condition(&links(&peers), Instant::now());
-            if condition == last {
+            let left_out = peers.left_out().condition();
+            let lines: Vec<_> = condition.into_iter().chain(left_out).collect();
+            if lines == last {
                 continue;
             }
-            match &condition {
-                Some(line) => warn!(condition = LABEL, "{line}"),
-                None => info!(condition = LABEL, "condition cleared"),
+            for line in lines.iter().filter(|line| !last.contains(line)) {
+                warn!(condition = LABEL, "{line}");
             }
-            readiness.set_conditions(LABEL, condition.iter().cloned().collect());
-            last = condition;
+            if lines.is_empty() {
+                info!(condition = LABEL, "condition cleared");
+            }
+            readiness.set_conditions(LABEL, lines.clone());
+            last = lines;
         }
     });
 }

@@ -36,6 +36,7 @@ mod endpoint;
 mod enroll;
 mod forward;
 mod link;
+mod members;
 mod metrics;
 mod questions;
 mod serve;
@@ -46,6 +47,7 @@ mod yields;
 pub use address::PeerAddress;
 pub use endpoint::{OnEnroll, OnRevoked, PeerEndpoint, PeerTls};
 use link::{Link, WarnInterval};
+pub use members::{LeftOut, listed_addresses};
 use metrics::{ForwardDirection, ForwardResult};
 pub use metrics::{PeerMetrics, PeerState};
 use yields::Yields;
@@ -60,6 +62,8 @@ pub struct Peers {
     metrics: PeerMetrics,
     state: Mutex<State>,
     members: watch::Sender<Arc<[Member]>>,
+    /// What `members` leaves out.
+    left_out: Mutex<LeftOut>,
     /// Counts the changes of the directory.
     directory_changes: watch::Sender<u64>,
     is_leaving: watch::Sender<bool>,
@@ -162,6 +166,7 @@ impl Peers {
                 yields: Yields::default(),
             }),
             members: watch::Sender::new(Arc::default()),
+            left_out: Mutex::default(),
             directory_changes: watch::Sender::new(0),
             is_leaving: watch::Sender::new(false),
             revoked: watch::Sender::new(Arc::default()),
@@ -351,6 +356,12 @@ impl Peers {
     #[must_use]
     pub fn members(&self) -> watch::Receiver<Arc<[Member]>> {
         self.members.subscribe()
+    }
+
+    /// Returns what the list of [`Peers::members`] leaves out, since it is bounded.
+    #[must_use]
+    pub fn left_out(&self) -> LeftOut {
+        *self.left_out.lock()
     }
 
     /// Returns a server that holds a node with another agent process than `instance`, whose session

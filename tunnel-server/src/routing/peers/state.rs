@@ -12,6 +12,7 @@ use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello};
 use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
 
 use super::link::Link;
+use super::members::{bound_members, listed_addresses};
 use super::{Peer, PeerAddress, Peers, State};
 
 impl Peers {
@@ -21,7 +22,7 @@ impl Peers {
             replica: self.own.clone(),
             epoch: self.epoch,
             versions: (VERSION_MIN, VERSION_MAX),
-            addresses: self.state.lock().addresses.clone(),
+            addresses: listed_addresses(&self.state.lock().addresses),
         }
     }
 
@@ -168,10 +169,8 @@ impl Peers {
             addresses: peer.addresses.clone(),
             is_leaving: peer.is_leaving,
         });
-        let members: Vec<_> = std::iter::once(own)
-            .chain(others)
-            .take(REPLICAS_MAX)
-            .collect();
+        let (members, left_out) = bound_members(std::iter::once(own).chain(others));
+        *self.left_out.lock() = left_out;
         self.members.send_if_modified(|published| {
             let is_changed = **published != *members;
             if is_changed {
