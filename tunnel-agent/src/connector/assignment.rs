@@ -4,6 +4,7 @@
 //! that comes or goes changes nothing between an agent and the other replicas, and the agents of a
 //! replica that goes are spread over all others.
 
+use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
@@ -74,6 +75,23 @@ pub fn own_addresses<'a>(members: &'a [Member], replica: &ReplicaId) -> Vec<&'a 
         .collect()
 }
 
+/// Returns addresses of `replicas` in this order: the first of each, then the second of each, and
+/// so on.
+pub fn other_addresses<'a>(members: &'a [Member], replicas: &[ReplicaId]) -> Vec<&'a str> {
+    let others: Vec<&Member> = replicas
+        .iter()
+        .filter_map(|replica| members.iter().find(|member| member.id == *replica))
+        .collect();
+    (0..ADDRESSES_MAX)
+        .flat_map(|index| {
+            let others = others.iter();
+            others.filter_map(move |member| member.addresses.get(index))
+        })
+        .map(String::as_str)
+        .take(OTHER_ADDRESSES_MAX)
+        .collect()
+}
+
 /// Returns the rank of a replica for a node: FNV-1a of both names, with the finalizer of
 /// splitmix64. FNV-1a alone hardly changes the upper bits for names that differ in their last
 /// character.
@@ -91,6 +109,8 @@ fn weight(node: &NodeName, replica: &ReplicaId) -> u64 {
 
 /// Addresses of one replica that are dialed. A replica advertises one or two.
 const ADDRESSES_MAX: usize = 8;
+/// Addresses of other replicas that are dialed: one of each in the largest installation.
+const OTHER_ADDRESSES_MAX: usize = REPLICAS_MAX;
 
 #[cfg(test)]
 mod tests {
@@ -222,5 +242,21 @@ mod tests {
         assert_eq!(own_addresses(&mixed, &replica("a")), ["a:1"]);
         assert_eq!(own_addresses(&mixed, &replica("b")), ["b:1"]);
         assert_eq!(own_addresses(&mixed[..1], &replica("a")), [""; 0]);
+    }
+
+    #[test]
+    fn first_addresses_of_other_replicas_come_before_the_second_ones() {
+        let member = |number: usize| Member {
+            id: replica(&format!("server-{number}")),
+            addresses: (1..=number).map(|port| format!("{number}:{port}")).collect(),
+            is_leaving: false,
+        };
+        let members: Vec<_> = (0..4).map(member).collect();
+        let others = replicas(&["server-3", "server-0", "gone", "server-2"]);
+        let found = other_addresses(&members, &others);
+        assert_eq!(found, ["3:1", "2:1", "3:2", "2:2", "3:3"]);
+        let many: Vec<_> = (1..100).map(member).collect();
+        let others: Vec<_> = many.iter().map(|member| member.id.clone()).collect();
+        assert_eq!(other_addresses(&many, &others).len(), REPLICAS_MAX);
     }
 }

@@ -104,6 +104,17 @@ impl Endpoints {
         *self.servers == *servers
     }
 
+    /// Replaces the servers. The position stays at its server if that is one of the new ones.
+    pub(super) fn replace(&mut self, servers: Arc<[ServerAddress]>) {
+        let current = self.cursor.server(&self.servers).ok();
+        let server = current.and_then(|current| servers.iter().position(|one| one == current));
+        self.cursor = server.map_or_else(EndpointCursor::default, |server| EndpointCursor {
+            server,
+            address: self.cursor.address,
+        });
+        self.servers = servers;
+    }
+
     /// Adopts a later position, unless the servers were replaced in the meantime.
     pub(super) fn advance_to(&mut self, later: Self) {
         if self.is_of(&later.servers) {

@@ -23,7 +23,13 @@ impl Connector {
         let is_round_new = assignment.round != self.assignment.round;
         let is_loss_new = assignment.losses != self.assignment.losses;
         if !self.endpoints.is_of(&assignment.servers) {
-            self.endpoints = Endpoints::new(assignment.servers.clone());
+            let servers = assignment.servers.clone();
+            if assignment.is_addressed || self.needs_session() {
+                self.endpoints = Endpoints::new(servers);
+            } else {
+                // The next dial for this session begins at its server.
+                self.endpoints.replace(servers);
+            }
         }
         self.assignment = assignment;
         // A session that is lost again and again does not shorten the search of another connector.

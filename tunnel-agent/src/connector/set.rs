@@ -17,7 +17,7 @@ use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::Connector;
-use super::assignment::{assign_replicas, own_addresses, wanted_replicas};
+use super::assignment::{assign_replicas, other_addresses, own_addresses, wanted_replicas};
 use super::backoff::START_SPREAD;
 use super::live::LiveSessions;
 use super::replicas::{ReplicaTable, Slot};
@@ -133,8 +133,15 @@ impl ConnectorSet {
             .map(|slot| sessions.get(slot).cloned().flatten())
             .collect();
         let assigned = assign_replicas(&wanted, &current);
-        for (connector, replica) in self.connectors.values().zip(assigned) {
-            let next = self.assignment(&members, replica, round);
+        // The reported members outlive the sessions: they may be the only servers that are left.
+        let ranked = wanted_replicas(&self.context.node, &members, members.len());
+        for ((slot, connector), replica) in self.connectors.iter().zip(assigned) {
+            let is_free = |id: &ReplicaId| {
+                let mut others = sessions.iter().filter(|(other, _)| *other != slot);
+                !others.any(|(_, held)| held.as_ref() == Some(id))
+            };
+            let free: Vec<_> = ranked.iter().filter(|id| is_free(id)).cloned().collect();
+            let next = self.assignment(&members, replica, &free, round);
             connector.assignment.send_if_modified(|assignment| {
                 let is_new = *assignment != next;
                 *assignment = next;
@@ -169,7 +176,7 @@ impl ConnectorSet {
     fn start_connector(&mut self, start_in: Duration) {
         let slot = Slot(self.next_slot);
         self.next_slot += 1;
-        let (assignment, assignments) = watch::channel(self.assignment(&[], None, 0));
+        let (assignment, assignments) = watch::channel(self.assignment(&[], None, &[], 0));
         let retire = CancellationToken::new();
         let link = SetLink {
             slot,
@@ -190,22 +197,30 @@ impl ConnectorSet {
         self.connectors.insert(slot, connector);
     }
 
-    fn assignment(&self, members: &[Member], replica: Option<ReplicaId>, round: u64) -> Assignment {
-        let own: Vec<ServerAddress> = replica
+    /// Returns an assignment of `replica`. The replicas `free` are dialed if it cannot be reached.
+    fn assignment(
+        &self,
+        members: &[Member],
+        replica: Option<ReplicaId>,
+        free: &[ReplicaId],
+        round: u64,
+    ) -> Assignment {
+        let parse = |address: &str| address.parse::<ServerAddress>().ok();
+        let mut servers: Vec<_> = replica
             .iter()
             .flat_map(|replica| own_addresses(members, replica))
-            .filter_map(|address| address.parse().ok())
+            .filter_map(parse)
             .collect();
-        let is_addressed = !own.is_empty();
-        let servers: Arc<[ServerAddress]> = if is_addressed {
-            let configured = self.servers.iter().filter(|server| !own.contains(server));
-            own.iter().chain(configured).cloned().collect()
-        } else {
-            self.servers.clone()
-        };
+        let is_addressed = !servers.is_empty();
+        let others = other_addresses(members, free).into_iter();
+        for server in self.servers.iter().cloned().chain(others.filter_map(parse)) {
+            if !servers.contains(&server) {
+                servers.push(server);
+            }
+        }
         Assignment {
             replica,
-            servers,
+            servers: servers.into(),
             is_addressed,
             members: members.len(),
             round,

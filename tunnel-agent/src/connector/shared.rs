@@ -29,7 +29,8 @@ pub(super) struct Shared {
 pub(super) struct Assignment {
     /// The replica to hold a session with; without one, any replica will do.
     pub(super) replica: Option<ReplicaId>,
-    /// The servers to dial, in this order: the replica's own addresses, then the configured ones.
+    /// The servers to dial, in this order: the replica's own addresses, the configured ones, and
+    /// those of replicas that no other connector holds.
     pub(super) servers: Arc<[ServerAddress]>,
     /// Whether the first server is an address of `replica` alone.
     pub(super) is_addressed: bool,

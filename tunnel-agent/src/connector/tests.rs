@@ -65,6 +65,15 @@ impl TestEnv {
         servers: &[&str],
         rotating_credentials: Option<Arc<RotatingCredentials>>,
     ) -> Self {
+        Self::with_replicas(REPLICAS, choice, servers, rotating_credentials)
+    }
+
+    fn with_replicas(
+        replicas: usize,
+        choice: TransportChoice,
+        servers: &[&str],
+        rotating_credentials: Option<Arc<RotatingCredentials>>,
+    ) -> Self {
         let (net, readiness) = (FakeNetwork::new(), Readiness::default());
         let mut context = context(Limits {
             // Targets are real sockets, and a paused clock may jump while they connect.
@@ -83,7 +92,7 @@ impl TestEnv {
         let connectors = ConnectorSet::new(
             dialers,
             choice,
-            REPLICAS,
+            replicas,
             context.clone(),
             readiness.clone(),
             readiness_block,

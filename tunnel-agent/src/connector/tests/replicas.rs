@@ -4,6 +4,7 @@ use tunnel_proto::transport::memory::MemoryConnection;
 use tunnel_proto::wire::control::{Member, Welcome};
 
 use super::*;
+use crate::connector::assignment::wanted_replicas;
 use crate::testing::credentials;
 use crate::testing::net::welcome;
 
@@ -268,6 +269,35 @@ async fn agent_stays_ready_while_one_of_its_sessions_is_lost() {
     let (id, _one) = env.next_of(TWO).await;
     assert_eq!(id, "server-1");
     env.until_connected(2).await;
+}
+
+/// The agent wants one session. Its server is the one that it prefers of the two.
+#[tokio::test(start_paused = true)]
+async fn server_that_another_one_reported_is_dialed_when_the_configured_one_has_gone() {
+    let node = "worker-1".parse().unwrap();
+    let preferred = wanted_replicas(&node, &members(TWO), 1);
+    let is_preferred = |server: &(&str, &str)| server.0 == preferred[0].as_str();
+    let configured = *TWO.iter().find(|server| is_preferred(server)).unwrap();
+    let other = *TWO.iter().find(|server| !is_preferred(server)).unwrap();
+    let mut env = TestEnv::with_replicas(1, AUTO, &[configured.1], None);
+    let (id, first) = env.next_of(TWO).await;
+    assert_eq!(id, configured.0);
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+    first.close(CloseCode::Draining).await;
+    let second = loop {
+        let connection = env.net.arrival().await;
+        if connection.name == other.1 {
+            break admit_as(connection, other.0, members(&[other])).await;
+        }
+        assert_eq!(connection.name, configured.1);
+        reject(connection, CloseCode::Overloaded).await;
+    };
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+    second.close(CloseCode::Draining).await;
+    let (id, _third) = env.next_of(TWO).await;
+    assert_eq!(id, other.0, "the server that answered last is dialed first");
 }
 
 #[tokio::test(start_paused = true)]
