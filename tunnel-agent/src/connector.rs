@@ -29,6 +29,7 @@ mod dial;
 pub(crate) mod endpoint;
 mod happy_eyeballs;
 pub(crate) mod live;
+mod member_addresses;
 mod placement;
 mod replicas;
 mod report;

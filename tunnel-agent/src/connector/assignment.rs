@@ -110,7 +110,7 @@ fn weight(node: &NodeName, replica: &ReplicaId) -> u64 {
 /// Addresses of one replica that are dialed. A replica advertises one or two.
 const ADDRESSES_MAX: usize = 8;
 /// Addresses of other replicas that are dialed: one of each in the largest installation.
-const OTHER_ADDRESSES_MAX: usize = REPLICAS_MAX;
+pub const OTHER_ADDRESSES_MAX: usize = REPLICAS_MAX;
 
 #[cfg(test)]
 mod tests {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
+use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
 
@@ -120,6 +121,17 @@ impl ConnectionLog {
             "each server that answers already has a session of this agent; going on with fewer \
              sessions until the servers change"
         );
+    }
+
+    /// Logs reported addresses that are not dialed, each with the reason.
+    pub(super) fn refused_addresses(&self, refused: &[String]) {
+        static REFUSED: LogRateLimit = LogRateLimit::new("reported addresses that are not dialed");
+        if let Some(error) = refused.first()
+            && REFUSED.admit()
+        {
+            let count = refused.len();
+            warn!(agent = %self.agent, error, count, "server reports addresses that are not dialed");
+        }
     }
 
     /// Logs that a session with a server of an older version retires.

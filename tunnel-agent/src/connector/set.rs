@@ -17,9 +17,12 @@ use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::Connector;
-use super::assignment::{assign_replicas, other_addresses, own_addresses, wanted_replicas};
+use super::assignment::{
+    OTHER_ADDRESSES_MAX, assign_replicas, other_addresses, own_addresses, wanted_replicas,
+};
 use super::backoff::START_SPREAD;
 use super::live::LiveSessions;
+use super::member_addresses::dialable_members;
 use super::replicas::{ReplicaTable, Slot};
 use super::report::ConnectionLog;
 use super::session_task::Dialers;
@@ -42,6 +45,8 @@ pub(crate) struct ConnectorSet {
     report: ConnectionLog,
     /// The configured servers, which every connector can dial.
     servers: Arc<[ServerAddress]>,
+    /// Reported addresses that are not dialed, each with the reason.
+    refused: Vec<String>,
     /// Connectors that have not retired.
     connectors: BTreeMap<Slot, ActiveConnector>,
     next_slot: u64,
@@ -77,6 +82,7 @@ impl ConnectorSet {
             replicas,
             context,
             shared: Arc::new(shared),
+            refused: Vec::new(),
             connectors: BTreeMap::new(),
             next_slot: 0,
             tasks: JoinSet::new(),
@@ -114,7 +120,7 @@ impl ConnectorSet {
     /// Starts and retires connectors, and assigns replicas to them.
     fn reconcile(&mut self) {
         let round = self.shared.replicas.round();
-        let members = self.shared.replicas.members();
+        let members = self.members();
         let wanted = wanted_replicas(&self.context.node, &members, self.replicas);
         let sessions = self.shared.replicas.by_slot();
         let busy = self
@@ -148,6 +154,23 @@ impl ConnectorSet {
                 is_new
             });
         }
+    }
+
+    /// Returns the members with the addresses that are dialed. Logs the others if they have changed.
+    fn members(&mut self) -> Vec<Member> {
+        let reported = self.shared.replicas.members();
+        let (members, mut refused) = dialable_members(reported, &self.servers);
+        let addresses: usize = members.iter().map(|member| member.addresses.len()).sum();
+        if addresses > OTHER_ADDRESSES_MAX {
+            refused.push(format!(
+                "{addresses} addresses, and at most {OTHER_ADDRESSES_MAX} are dialed"
+            ));
+        }
+        if self.refused != refused {
+            self.report.refused_addresses(&refused);
+            self.refused = refused;
+        }
+        members
     }
 
     /// Retires the newest connector without a session whose server stays. A session with a server

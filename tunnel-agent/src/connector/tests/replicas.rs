@@ -156,6 +156,19 @@ async fn two_of_three_servers_are_enough() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn reported_address_that_no_server_can_have_is_not_dialed() {
+    let two = [TWO[0], ("server-2", "0.0.0.0:2")];
+    let mut env = TestEnv::start(AUTO);
+    let first = env.net.arrival().await;
+    let _first = admit_as(first, "server-1", members(&two)).await;
+    let second = env.net.arrival().await;
+    assert_eq!(second.name, TWO[0].1);
+    let _second = admit_as(second, "server-2", members(&two)).await;
+    env.until_connected(2).await;
+    env.expect_quiet().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn load_balancer_is_dialed_until_it_chooses_another_replica() {
     let mut env = TestEnv::start(AUTO);
     let both = members(BEHIND_ONE);
