@@ -37,6 +37,7 @@ pub mod search;
 mod session_task;
 pub(crate) mod set;
 mod shared;
+mod status;
 mod transport_policy;
 
 use backoff::{Backoff, ReconnectEvent};
@@ -77,6 +78,8 @@ struct Connector {
     move_at: Option<Instant>,
     /// Set while a live session takes new streams.
     live: Option<LiveSession>,
+    /// Why there is no live session. Meaningless while there is one.
+    missing_reason: String,
     /// Counts this connector in the metric of its state.
     state: Option<(SessionState, GaugeGuard)>,
     /// No session is dialed any more: the agent drains, or the set has retired this connector.
@@ -139,6 +142,7 @@ impl Connector {
             refresh_at: None,
             move_at: None,
             live: None,
+            missing_reason: "connecting".to_owned(),
             state: None,
             draining: false,
             dialers,
@@ -387,6 +391,7 @@ impl Connector {
             code: CloseCode::Dead,
         };
         let is_replaced = current.draining;
+        "the session is suspect".clone_into(&mut self.missing_reason);
         self.live = None;
         self.transport_policy.record_loss(now);
         if is_replaced {
@@ -487,6 +492,7 @@ impl Connector {
             self.context.rotating_credentials.revoke();
         }
         self.link.shared.replicas.record_loss();
+        self.missing_reason = format!("session lost: {}", summary.reason);
         let event = ReconnectEvent::Lost {
             ready_for: summary.ready_for,
             code: summary.reason.code,

@@ -13,6 +13,7 @@ use tunnel_proto::wire::code::CloseCode;
 use super::backoff::ReconnectEvent;
 use super::endpoint::Endpoints;
 use super::happy_eyeballs::{DialAction, DialFailure, HappyEyeballs};
+use super::report::failure_text;
 use super::session_task::{Attempt, Claimant, ConnectError, DialPurpose, SessionTask};
 use super::transport_policy::SessionTransport;
 use super::{Connector, RunningSession};
@@ -159,6 +160,7 @@ impl Connector {
                     self.report.probe_failed(&attempt.failures);
                     return self.handle_duplicate(now);
                 }
+                self.missing_reason = failure_text(failures);
                 // A stopping server reveals nothing about the next one, which may be running by
                 // now.
                 let is_leaving = self

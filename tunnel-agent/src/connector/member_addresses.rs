@@ -63,8 +63,8 @@ fn check(address: &str, configured: &[ServerAddress]) -> Result<(), AddressError
     Err(AddressError::NoServer { host, kind })
 }
 
-/// Returns whether the system's resolver may read a name as an IPv4 address in an unusual form, such
-/// as `0` or `0x0`.
+/// Returns whether the system's resolver may read a name as an IPv4 address in an unusual form,
+/// such as `0` or `0x0`.
 fn is_number(host: &str) -> bool {
     let last = host.trim_end_matches('.').rsplit('.').next();
     let last = last.unwrap_or_default();

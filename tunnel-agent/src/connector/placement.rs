@@ -14,6 +14,7 @@ use super::replicas::Slot;
 use super::search::ReplicaSearch;
 use super::session_task::DialPurpose;
 use super::shared::Assignment;
+use super::status::SessionStatus;
 use super::transport_policy::SessionTransport;
 use crate::metrics::SessionState;
 
@@ -74,6 +75,7 @@ impl Connector {
             self.retire(current.id);
         }
         self.live = None;
+        "another session is with a server of an older version".clone_into(&mut self.missing_reason);
         self.report.replaced();
     }
 
@@ -135,6 +137,7 @@ impl Connector {
         let is_addressed = self.assignment.is_addressed;
         let wait = wait.or_else(|| is_addressed.then_some(ADDRESSED_INTERVAL));
         self.retry_at = wait.map(|wait| now + wait);
+        "each server that answers has a session of this agent".clone_into(&mut self.missing_reason);
         if wait.is_none() {
             self.report.search_over(members);
         }
@@ -180,8 +183,26 @@ impl Connector {
         }
     }
 
-    /// Updates the metric of the sessions by state.
+    /// Returns the session as operators see it, unless no session is dialed any more.
+    fn status(&self) -> Option<SessionStatus> {
+        if self.draining {
+            return None;
+        }
+        let current = self.current.as_ref();
+        let replica = current.and_then(|current| current.replica.clone());
+        Some(match current {
+            Some(current) if !current.suspect => SessionStatus::Live(replica),
+            Some(_) | None => SessionStatus::Missing {
+                replica: replica.or_else(|| self.assignment.replica.clone()),
+                reason: self.missing_reason.clone(),
+            },
+        })
+    }
+
+    /// Updates the metric of the sessions by state, and the status in `/readyz?verbose`.
     pub(super) fn record_state(&mut self) {
+        let statuses = &self.link.shared.statuses;
+        statuses.set(self.link.slot, self.status());
         let state = match &self.current {
             Some(current) if current.suspect => Some(SessionState::Suspect),
             Some(_) => Some(SessionState::Connected),

@@ -85,11 +85,7 @@ impl ConnectionLog {
         now: Instant,
     ) {
         let agent = &self.agent;
-        let error = failures
-            .iter()
-            .map(|(transport, error)| format!("{}: {}", transport.transport(), causes(error)))
-            .collect::<Vec<_>>()
-            .join("; ");
+        let error = failure_text(failures);
         let Some(suppressed) = self.throttle.lock().failed(code, now) else {
             debug!(%agent, error, ?retry_in, "cannot connect");
             return;
@@ -129,8 +125,8 @@ impl ConnectionLog {
         if let Some(error) = refused.first()
             && REFUSED.admit()
         {
-            let count = refused.len();
-            warn!(agent = %self.agent, error, count, "server reports addresses that are not dialed");
+            let (agent, count) = (&self.agent, refused.len());
+            warn!(%agent, error, count, "server reports addresses that are not dialed");
         }
     }
 
@@ -174,6 +170,15 @@ impl ConnectionLog {
     pub(super) fn broken(&self, transport: SessionTransport, panic: &dyn Error) {
         error!(agent = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }
+}
+
+/// Returns why an attempt gave no ready session.
+pub(super) fn failure_text(failures: &[(SessionTransport, ConnectError)]) -> String {
+    failures
+        .iter()
+        .map(|(transport, error)| format!("{}: {}", transport.transport(), causes(error)))
+        .collect::<Vec<_>>()
+        .join("; ")
 }
 
 /// Selects the failures of one outage to log: the first with each code, and one every 30 s.

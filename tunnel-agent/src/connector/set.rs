@@ -27,6 +27,7 @@ use super::replicas::{ReplicaTable, Slot};
 use super::report::ConnectionLog;
 use super::session_task::Dialers;
 use super::shared::{Assignment, SetLink, Shared};
+use super::status::SessionStatuses;
 use crate::config::{ServerAddress, TransportChoice};
 use crate::session::SessionContext;
 
@@ -70,6 +71,7 @@ impl ConnectorSet {
     ) -> Self {
         let shared = Shared {
             replicas: ReplicaTable::default(),
+            statuses: SessionStatuses::new(readiness.clone()),
             live: LiveSessions::new(readiness, readiness_block),
             transport: watch::Sender::new(None),
             unnamed: watch::Sender::new(None),
@@ -156,7 +158,7 @@ impl ConnectorSet {
         }
     }
 
-    /// Returns the members with the addresses that are dialed. Logs the others if they have changed.
+    /// Returns the members with the addresses that may be dialed. Logs the others when they change.
     fn members(&mut self) -> Vec<Member> {
         let reported = self.shared.replicas.members();
         let (members, mut refused) = dialable_members(reported, &self.servers);

@@ -9,6 +9,7 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::live::LiveSessions;
 use super::replicas::{ReplicaTable, Slot};
+use super::status::SessionStatuses;
 use super::transport_policy::SessionTransport;
 use crate::config::ServerAddress;
 
@@ -17,6 +18,7 @@ use crate::config::ServerAddress;
 pub(super) struct Shared {
     pub(super) replicas: ReplicaTable,
     pub(super) live: Arc<LiveSessions>,
+    pub(super) statuses: SessionStatuses,
     /// Transport of the newest session of any connector: whether UDP gets through.
     pub(super) transport: watch::Sender<Option<SessionTransport>>,
     /// The connector with the newest session whose server has no name, since it is of an older

@@ -89,6 +89,12 @@ impl TestEnv {
         .await;
     }
 
+    /// Returns the condition about the sessions, or an empty string without one.
+    fn condition(&self) -> String {
+        let conditions = self.readiness.conditions();
+        conditions.into_iter().map(|(_, line)| line).collect()
+    }
+
     /// Expects no dial for an hour.
     async fn expect_quiet(&mut self) {
         self.net.quic.dials();
@@ -311,6 +317,27 @@ async fn server_that_another_one_reported_is_dialed_when_the_configured_one_has_
     second.close(CloseCode::Draining).await;
     let (id, _third) = env.next_of(TWO).await;
     assert_eq!(id, other.0, "the server that answered last is dialed first");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_session_of_two_is_ready_and_a_condition_says_why_the_other_is_missing() {
+    let (mut env, [one, other]) = TestEnv::with_two().await;
+    assert_eq!(env.condition(), "");
+    env.net.set(Path::Refused);
+    one.close(CloseCode::Draining).await;
+    let missing = "1 of 2 sessions, with server-2; none with server-1: quic: 192.0.2.1:10262";
+    env.until(|env| env.condition().starts_with(missing)).await;
+    assert!(env.is_ready());
+    env.net.set(Path::Open);
+    let (_, one) = env.next_of(TWO).await;
+    env.until_connected(2).await;
+    assert_eq!(env.condition(), "");
+    env.net.set(Path::Refused);
+    one.close(CloseCode::Draining).await;
+    other.close(CloseCode::Draining).await;
+    env.until(|env| !env.is_ready()).await;
+    let missing = "0 of 2 sessions; none with server-";
+    assert!(env.condition().starts_with(missing), "{}", env.condition());
 }
 
 #[tokio::test(start_paused = true)]
