@@ -485,13 +485,13 @@ impl Connector {
         if self.draining {
             return self.report.ended(current.transport, &summary);
         }
+        self.link.shared.replicas.record_loss();
         if is_known_loss {
             return self.report.lost(current.transport, &summary, None);
         }
         if summary.reason.code == CloseCode::CredentialRevoked {
             self.context.rotating_credentials.revoke();
         }
-        self.link.shared.replicas.record_loss();
         self.missing_reason = format!("session lost: {}", summary.reason);
         let event = ReconnectEvent::Lost {
             ready_for: summary.ready_for,
