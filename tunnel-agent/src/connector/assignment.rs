@@ -248,7 +248,9 @@ mod tests {
     fn first_addresses_of_other_replicas_come_before_the_second_ones() {
         let member = |number: usize| Member {
             id: replica(&format!("server-{number}")),
-            addresses: (1..=number).map(|port| format!("{number}:{port}")).collect(),
+            addresses: (1..=number)
+                .map(|port| format!("{number}:{port}"))
+                .collect(),
             is_leaving: false,
         };
         let members: Vec<_> = (0..4).map(member).collect();

@@ -39,7 +39,7 @@ pub(super) fn report_unconnected(peers: Arc<Peers>, context: &ServerContext) {
     let readiness = context.readiness.clone();
     context.shutdown.spawn_service(async move {
         let mut unconnected = Unconnected::default();
-        let mut last = Vec::new();
+        let mut last: Vec<String> = Vec::new();
         let mut interval = tokio::time::interval(POLL);
         interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -50,7 +50,7 @@ pub(super) fn report_unconnected(peers: Arc<Peers>, context: &ServerContext) {
             if lines == last {
                 continue;
             }
-            for line in lines.iter().filter(|line| !last.contains(line)) {
+            for line in lines.iter().filter(|line| !last.contains(*line)) {
                 warn!(condition = LABEL, "{line}");
             }
             if lines.is_empty() {

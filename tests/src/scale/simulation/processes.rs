@@ -5,8 +5,8 @@ use rand::RngExt as _;
 
 use super::{Change, Event, Simulation};
 use crate::scale::model::{
-    ENDPOINTS_DELAY, HOST_LOST_AFTER, ONE_WAY, PEER_DEAD, PEER_RETRY, PEER_SUSPECT, READY_AFTER, SUSPECT_MAX,
-    SUSPECT_MIN, ScaleCase,
+    ENDPOINTS_DELAY, HOST_LOST_AFTER, ONE_WAY, PEER_DEAD, PEER_RETRY, PEER_SUSPECT, READY_AFTER,
+    SUSPECT_MAX, SUSPECT_MIN, ScaleCase,
 };
 use crate::scale::server::{Phase, SimServer};
 

@@ -465,7 +465,11 @@ mod tests {
             (None, linked, Action::Keep),
             (None, None, Action::End),
         ] {
-            assert_eq!(next_action(expected, linked), action, "{expected:?} {linked:?}");
+            assert_eq!(
+                next_action(expected, linked),
+                action,
+                "{expected:?} {linked:?}"
+            );
         }
     }
 }

@@ -103,7 +103,10 @@ mod tests {
         let (label, last) = ("x".repeat(63), "x".repeat(61));
         let first = format!("s{number:02}{}", "x".repeat(60));
         Member {
-            id: [first, label.clone(), label, last].join(".").parse().unwrap(),
+            id: [first, label.clone(), label, last]
+                .join(".")
+                .parse()
+                .unwrap(),
             addresses,
             is_leaving: false,
         }

@@ -104,7 +104,10 @@ impl PeerListener {
         };
         let Ok(_permit) = self.ready.try_acquire() else {
             warn!(peer = %accepted.replica, "too many connections of other servers");
-            let (code, detail) = (CloseCode::TooManySessions, "too many connections of servers");
+            let (code, detail) = (
+                CloseCode::TooManySessions,
+                "too many connections of servers",
+            );
             return accepted.session.close(code, detail).await;
         };
         Box::pin(self.keep(accepted)).await;

@@ -9,7 +9,7 @@ use tracing::{debug, warn};
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello};
-use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
+use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use super::link::Link;
 use super::members::{bound_members, listed_addresses};

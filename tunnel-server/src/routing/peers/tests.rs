@@ -208,7 +208,11 @@ async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect
         peers.link_up(&link, &fixture::first_message(name));
         peers.apply(&id(name), fixture::claim("x"));
     }
-    let first = |except: Option<&Via>| peers.candidates(&node("x"), except).unwrap()[0].clone();
+    let first = |except: Option<&Via>| {
+        peers.candidates(&node("x"), except).unwrap()[0]
+            .link
+            .clone()
+    };
     let preferred = first(None);
     let via = Via::Replica(preferred.replica.clone());
     let other = first(Some(&via));
@@ -459,7 +463,12 @@ async fn announcement_from_before_a_yield_does_not_close_the_newcomer() {
     let [a, b] = installation.connected(["a", "b"]).await;
     let silent = a.agent("x", 1);
     b.sees("x", &a).await;
-    let others = b.peers.state.lock().directory.others(&node("x"), instance(2));
+    let others = b
+        .peers
+        .state
+        .lock()
+        .directory
+        .others(&node("x"), instance(2));
     let [(_, earlier)] = &others[..] else {
         panic!("{others:?}");
     };
