@@ -1,5 +1,5 @@
-//! Bodies end to end: both directions at once, 100-continue, trailers, answers without a body,
-//! content codings, and flushes.
+//! Bodies end to end: both directions at once, 100-continue, answers without a body, content
+//! codings, and flushes.
 
 use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -106,34 +106,6 @@ async fn continue_is_answered_hop_by_hop() -> Result<()> {
     let nowhere = upload("nobody:9100").body(body);
     let reply = request(site.env.http(), &nowhere).await?;
     assert_eq!((reply.status, reply.interim.len()), (400, 0));
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn trailers_are_forwarded_to_callers_that_ask() -> Result<()> {
-    let site = Site::start().await?;
-    let get = RawRequest::new("GET", "/trailers", &site.host);
-    let mut caller = KeepAliveClient::connect(site.env.http()).await?;
-    for round in 0..10 {
-        let asked = if round % 2 == 0 {
-            get.clone()
-                .header("TE", "trailers")
-                .header("Connection", "TE")
-        } else {
-            get.clone()
-        };
-        let reply = caller.request(&asked).await?;
-        assert_eq!(
-            (reply.text().as_str(), &reply.ended),
-            ("with a trailer\n", &BodyEnd::CleanChunked)
-        );
-        let trailers = reply.trailers.iter();
-        let trailers: Vec<_> = trailers
-            .map(|(name, value)| (name.to_lowercase(), value.as_str()))
-            .collect();
-        let trailer = (round % 2 == 0).then(|| ("x-checksum".to_owned(), "42"));
-        assert_eq!(trailers, Vec::from_iter(trailer), "round {round}");
-    }
     Ok(())
 }
 

@@ -28,7 +28,6 @@ use super::tls::TargetTls;
 /// | `/headers` | the request head exactly as received |
 /// | `/upload` | `COUNT SHA256` of the request's body; sends 100 Continue where expected |
 /// | `/status/CODE` | that status, with a body where it may have one |
-/// | `/trailers` | chunked, with the trailer `X-Checksum` |
 /// | `/slow-head` | nothing until [`Self::release`] |
 /// | `/reset-mid-body` | Content-Length of 1 MiB, 64 KiB of it, TCP reset |
 /// | `/reset-chunked`, `/reset-close-delimited` | 64 KiB, TCP reset |
@@ -137,7 +136,6 @@ impl Site {
             }
             ["upload"] => upload(wire, request).await,
             ["status", code] => status(wire, request, code.parse().ok()).await,
-            ["trailers"] => trailers(wire, request).await,
             ["slow-head"] => self.slow_head(wire, request).await,
             ["reset-mid-body"] => {
                 let head = request.head(200, &[("Content-Length", "1048576")]);
@@ -302,18 +300,6 @@ async fn status(wire: &mut ByteStream, request: &Request, code: Option<u16>) -> 
         }
         None => request.answer(wire, 400, "not a final status\n").await,
     }
-}
-
-async fn trailers(wire: &mut ByteStream, request: &Request) -> io::Result<After> {
-    let mut answer = request.head(
-        200,
-        &[("Trailer", "X-Checksum"), ("Transfer-Encoding", "chunked")],
-    );
-    answer.extend(chunk(b"with a trailer\n"));
-    answer.extend(b"0\r\nX-Checksum: 42\r\n\r\n");
-    wire.write_all(&answer).await?;
-    wire.flush().await?;
-    Ok(After::KeepAlive)
 }
 
 fn close_delimited_head(fields: &str) -> Vec<u8> {

@@ -69,14 +69,6 @@ async fn reset_behind_a_body_that_the_target_does_not_read_is_detected() {
 }
 
 #[tokio::test]
-async fn reset_behind_pipelined_bytes_is_detected() {
-    let (_fixture, caller, mut stream) = asks(&two_requests()).await;
-    tunnel_proto::tcp::abort_on_close(&caller).unwrap();
-    drop(caller);
-    is_cut(&mut stream).await;
-}
-
-#[tokio::test]
 async fn caller_that_closes_after_its_answer_leaves_in_order() {
     let (fixture, mut caller, mut stream) = asks(&format!("{}\r\n", get("/"))).await;
     stream.write_all(HI.as_bytes()).await.unwrap();
