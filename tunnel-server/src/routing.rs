@@ -10,7 +10,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use self::directory::Announcement;
 use self::peers::Peers;
-use self::registry::{CallerKey, OpenError, Opened, Registry};
+use self::registry::{CallerKey, IdleStream, OpenError, Opened, Registry};
 use self::via::Via;
 
 pub mod decision;
@@ -106,8 +106,28 @@ impl Routing {
         match via {
             Via::Local(_) => self.registry.can_reuse(node, via),
             Via::Replica(replica) => {
-                self.peers.has_spare(replica) && self.active(node).as_ref() == Some(via)
+                self.peers.has_spare(replica)
+                    && self.active(node).as_ref() == Some(via)
+                    && self
+                        .registry
+                        .can_keep_idle(node, via, self.peers.expected())
             }
+        }
+    }
+
+    /// Adds an idle stream, see [`Registry::keep_idle`].
+    #[must_use]
+    pub fn keep_idle(&self, node: &NodeName, via: &Via, caller: &CallerKey) -> IdleStream {
+        self.registry.keep_idle(node, via, caller)
+    }
+
+    /// Evicts an idle stream, so that the server which refused a stream over `via` has a permit for
+    /// another one. Returns whether there was one. The registry does this for its own sessions.
+    #[must_use]
+    pub fn evict_idle(&self, node: &NodeName, via: &Via) -> bool {
+        match via {
+            Via::Local(_) => false,
+            Via::Replica(_) => self.registry.evict_idle(node, via),
         }
     }
 

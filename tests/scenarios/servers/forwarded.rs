@@ -10,7 +10,10 @@ use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use tunnel_tests::checks::{ensure_contains, ensure_refused, ensure_reset, ensure_status};
-use tunnel_tests::client::{BodyEnd, ByteStream, EgressDialer, RawRequest, UpgradeClient, request};
+use tunnel_tests::client::{
+    BodyEnd, ByteStream, EgressDialer, Exchange, KeepAliveClient, RawRequest, UpgradeClient,
+    request,
+};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
 use tunnel_tests::process::{Process, ScratchDir};
@@ -44,6 +47,42 @@ async fn every_listener(transport: &str) -> Result<()> {
             .map(|entry| entry["listener"].to_string())
             .collect();
         ensure!(listeners.len() >= 3, "{listeners:?}");
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_stream_yields_over_a_hop_and_callers_of_the_holder_keep_a_quarter() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.file("server.yaml", "limits:\n  streamsPerAgent: 8\n")?;
+    let file = file.to_string_lossy();
+    let servers = Servers::start(2, &["--config", &file]).await?;
+    let _agent = servers.agent_at(0).await?;
+    let (host, endpoint) = (servers.host(), servers.http(1));
+    let mut open = Vec::new();
+    for _ in 0..5 {
+        follow_one_more(&servers, &mut open).await?;
+    }
+    let mut kept_alive = KeepAliveClient::connect(endpoint).await?;
+    let page = RawRequest::new("GET", "/metrics", &host);
+    ensure_status(&kept_alive.request(&page).await?, 200)?;
+    // For a second, the idle stream has the last permit for streams over other servers.
+    follow_one_more(&servers, &mut open).await?;
+    let refused = request(endpoint, &RawRequest::get(&host, "/metrics")).await?;
+    ensure_refused(&refused, 503, "too_many_streams")?;
+    let retry_after = refused.header("retry-after");
+    ensure!(retry_after.is_some(), "{}", refused.text());
+    servers.get_ok(0).await
+}
+
+async fn follow_one_more(servers: &Servers, open: &mut Vec<Exchange>) -> Result<()> {
+    let page = RawRequest::get(&servers.host(), "/follow");
+    open.push(Exchange::start(servers.http(1), &page).await?);
+    let followers = open.len();
+    eventually("the follower", CONNECT, async || {
+        ensure!(servers.kubelet.followers() == followers);
         Ok(())
     })
     .await;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 use tracing::debug;
 use tunnel_proto::process::settings::format_size;
 use tunnel_proto::transport::{SessionError, Stream};
@@ -20,10 +20,13 @@ use crate::routing::directory::Announcement;
 use crate::routing::via::Via;
 
 mod agent_session;
+mod idle;
 mod limiter;
 mod probe;
 
 pub use crate::routing::registry::agent_session::{AgentSession, SuspectReason};
+pub use idle::IdleStream;
+use idle::IdleStreams;
 pub use limiter::{CallerKey, QuotaExhausted, StreamQuota};
 use limiter::{StreamLimiter, StreamPermit};
 pub use probe::answers_probe;
@@ -48,6 +51,11 @@ const TAKEOVER_DELAY: Duration = Duration::from_secs(1);
 /// Silence of an older session after which a newer one takes streams at once. An agent replaces a
 /// session in use after 5 s of silence.
 const SILENCE: Duration = Duration::from_secs(4);
+
+/// Time that a new stream waits for a permit that is about to be released: an idle stream was evicted
+/// for it, here or at the server that forwards it. A reset and the new stream arrive together, and
+/// different tasks handle them.
+const PERMIT_WAIT: Duration = Duration::from_millis(50);
 
 /// Reason why a session was not registered.
 #[derive(Debug)]
@@ -117,6 +125,7 @@ pub struct Registry {
     next_id: AtomicU64,
     changes: watch::Sender<u64>,
     limits: RegistryLimits,
+    idle: Arc<IdleStreams>,
 }
 
 /// Limits of streams to agents.
@@ -201,6 +210,7 @@ impl Registry {
             next_id: AtomicU64::new(1),
             changes: watch::Sender::new(0),
             limits,
+            idle: Arc::default(),
         }
     }
 
@@ -361,7 +371,9 @@ impl Registry {
         limit: Duration,
         except: Option<&Via>,
     ) -> Result<Opened, OpenError> {
-        let (routable, permit) = self.admit(node, caller, except)?;
+        let (routable, limiter) = self.admit(node, except)?;
+        let permit = self.permit(node, caller, &limiter).await;
+        let permit = permit.map_err(OpenError::TooManyStreams)?;
         let mut failure = OpenError::NoAgent;
         for agent in routable.into_iter().flatten() {
             match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
@@ -405,14 +417,61 @@ impl Registry {
         })
     }
 
-    /// Returns the sessions to try for a new stream of `caller`, of which the first exists, and the
-    /// stream's permit.
-    fn admit(
+    /// Adds an idle stream of `caller` over `via`, which is evicted when a new stream needs its
+    /// permit.
+    #[must_use]
+    pub fn keep_idle(&self, node: &NodeName, via: &Via, caller: &CallerKey) -> IdleStream {
+        self.idle.add(node, via, caller)
+    }
+
+    /// Evicts the oldest idle stream over `via`. Returns whether there was one.
+    pub fn evict_idle(&self, node: &NodeName, via: &Via) -> bool {
+        self.idle.evict(node, |other, _| other == via)
+    }
+
+    /// Returns whether one more idle stream over another server may stay. Idle streams over any of
+    /// `servers` together take at most a quarter of an agent's streams, if there are as many.
+    #[must_use]
+    pub fn can_keep_idle(&self, node: &NodeName, via: &Via, servers: usize) -> bool {
+        let share = self.limits.streams_per_agent / 4 / servers.max(1);
+        self.idle.count(node, via) < share.max(1)
+    }
+
+    /// Acquires the permit of a new stream of `caller`. Idle streams of callers of this server yield
+    /// to the new one.
+    async fn permit(
         &self,
         node: &NodeName,
         caller: &CallerKey,
+        limiter: &Arc<StreamLimiter>,
+    ) -> Result<StreamPermit, QuotaExhausted> {
+        let mut deadline = None;
+        loop {
+            let released = limiter.released();
+            let exhausted = match limiter.acquire(caller) {
+                Ok(permit) => return Ok(permit),
+                Err(exhausted) => exhausted,
+            };
+            let has_evicted = self.idle.evict(node, |via, other| {
+                matches!(via, Via::Local(_)) && exhausted.quota.includes(other, caller)
+            });
+            if !has_evicted && !caller.is_replica() {
+                return Err(exhausted);
+            }
+            let deadline = *deadline.get_or_insert_with(|| Instant::now() + PERMIT_WAIT);
+            if timeout_at(deadline, released).await.is_err() {
+                return Err(exhausted);
+            }
+        }
+    }
+
+    /// Returns the sessions to try for a new stream, of which the first exists, and the limiter of
+    /// the agent's streams.
+    fn admit(
+        &self,
+        node: &NodeName,
         except: Option<&Via>,
-    ) -> Result<(Candidates, StreamPermit), OpenError> {
+    ) -> Result<(Candidates, Arc<StreamLimiter>), OpenError> {
         let (sessions, limiter) = match self.nodes.lock().get(node) {
             Some(node) => (node.sessions.clone(), node.limiter.clone()),
             None => return Err(OpenError::NoAgent),
@@ -441,8 +500,7 @@ impl Registry {
         if !sessions.iter().all(|agent| agent.session.has_room()) {
             return Err(OpenError::BufferPoolFull(self.limits.buffer_pool));
         }
-        let permit = limiter.acquire(caller).map_err(OpenError::TooManyStreams)?;
-        Ok((routable, permit))
+        Ok((routable, limiter))
     }
 
     fn remove(&self, node: &NodeName, id: SessionId) {

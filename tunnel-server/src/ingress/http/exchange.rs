@@ -79,6 +79,7 @@ impl Exchange<'_> {
             destination: destination.clone(),
             tls_profile: tls_profile.id,
             authorization: request.headers().get(AUTHORIZATION).cloned(),
+            caller: self.key.clone(),
         });
         let upstream_request = UpstreamRequest {
             ingress: &caller.ingress,

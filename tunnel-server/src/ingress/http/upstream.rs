@@ -233,6 +233,8 @@ pub(in crate::ingress) struct StreamOpener<'a> {
     /// The refusal of a draining agent, or of a server that cannot reach the agent, and what carried
     /// the refused stream.
     refused: Option<(ProxyError, Via)>,
+    /// An idle stream was evicted for this one.
+    has_evicted: bool,
 }
 
 impl<'a> StreamOpener<'a> {
@@ -254,6 +256,7 @@ impl<'a> StreamOpener<'a> {
                 trace_parent,
             },
             refused: None,
+            has_evicted: false,
         }
     }
 
@@ -285,16 +288,21 @@ impl<'a> StreamOpener<'a> {
     ///
     /// # Errors
     /// Returns the failure unless it is the first refusal of a draining agent, or of a server that
-    /// cannot reach the agent.
+    /// cannot reach the agent, or an idle stream over a server without a permit was evicted.
     pub(in crate::ingress) fn retry_on_other_session(
         &mut self,
         failure: ProxyError,
         via: Via,
         announcement: Option<Announcement>,
     ) -> Result<(), ProxyError> {
+        let node = &self.destination.node;
         if failure.refusal == Some(RefusalCode::NotHere) {
-            let node = &self.destination.node;
             self.routing.not_here(node, &via, announcement);
+        }
+        let is_full = failure.refusal == Some(RefusalCode::TooManyStreams);
+        if is_full && !self.has_evicted && self.routing.evict_idle(node, &via) {
+            self.has_evicted = true;
+            return Ok(());
         }
         if !failure.refusal.is_some_and(is_retryable) || self.refused.is_some() {
             return Err(failure);

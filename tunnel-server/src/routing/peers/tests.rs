@@ -8,7 +8,7 @@ use tunnel_proto::wire::peer::{HeldNode, Holds, PeerMessage};
 
 use super::link::LinkCheck;
 use super::*;
-use crate::routing::registry::SuspectReason;
+use crate::routing::registry::{CallerKey, SuspectReason};
 use crate::testing::eventually;
 
 mod fixture;
@@ -306,6 +306,33 @@ async fn idle_streams_are_kept_while_a_connection_has_streams_to_spare() {
         assert_eq!(a.routing.can_reuse(&node("x"), via), is_spare);
         assert_eq!(a.routing.active(&node("x")).as_ref(), Some(via));
     }
+}
+
+#[tokio::test]
+async fn stream_of_another_server_gets_the_permit_of_an_evicted_one() {
+    let installation = Installation::new();
+    let a = installation.server_with("a", 60).await;
+    let b = installation.server_with("b", 60).await;
+    connect(&[&a, &b]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    // Three quarters of the agent's streams.
+    let mut open = Vec::new();
+    for _ in 0..48 {
+        let opened = a.open("x", None).await.unwrap();
+        open.push((opened, agent.accepts().await));
+    }
+    let mut refused = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut refused).await, RefusalCode::TooManyStreams);
+    let (via, caller) = (&refused.via, CallerKey::Local(None));
+    assert!(!a.routing.evict_idle(&node("x"), via), "none is idle");
+    let entry = a.routing.keep_idle(&node("x"), via, &caller);
+    assert!(a.routing.evict_idle(&node("x"), via));
+    assert!(entry.evicted().is_cancelled());
+    open.pop();
+    let mut next = a.open("x", None).await.unwrap();
+    let _target = agent.accepts().await;
+    within(next.stream.accepted()).await.unwrap();
 }
 
 #[tokio::test]

@@ -7,6 +7,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 use tunnel_proto::wire::name::ReplicaId;
 
 /// The identity by which the streams of a caller are counted.
@@ -32,6 +34,14 @@ impl CallerKey {
             Self::User(_) | Self::Source(_) => false,
         }
     }
+
+    /// Returns whether another server forwards the streams.
+    pub(super) fn is_replica(&self) -> bool {
+        match self {
+            Self::Replica(_) => true,
+            Self::Certificate(_) | Self::Local(_) | Self::User(_) | Self::Source(_) => false,
+        }
+    }
 }
 
 /// The share of `limits.streamsPerAgent` that is exhausted.
@@ -45,6 +55,20 @@ pub enum StreamQuota {
     UnverifiedCaller,
     /// The share of this caller, which has a certificate.
     VerifiedCaller,
+    /// The share of all other servers.
+    Forwarded,
+}
+
+impl StreamQuota {
+    /// Returns whether a stream of `other` counts in this quota of `caller`.
+    pub(super) fn includes(self, other: &CallerKey, caller: &CallerKey) -> bool {
+        match self {
+            Self::Agent => true,
+            Self::Unverified => !other.is_verified(),
+            Self::UnverifiedCaller | Self::VerifiedCaller => other == caller,
+            Self::Forwarded => other.is_replica(),
+        }
+    }
 }
 
 /// A share has no permit left.
@@ -79,6 +103,10 @@ impl std::fmt::Display for QuotaExhausted {
                 "this caller has {streams} streams open to the agent, the most that one caller may have (three quarters of \
                  limits.streamsPerAgent); try again later"
             ),
+            StreamQuota::Forwarded => write!(
+                formatter,
+                "other servers have {streams} streams open to the agent, the most they may have together (three quarters of                  limits.streamsPerAgent); try again later"
+            ),
         }
     }
 }
@@ -88,6 +116,8 @@ impl std::fmt::Display for QuotaExhausted {
 pub(super) struct StreamLimiter {
     limit: usize,
     open: Mutex<OpenStreams>,
+    /// Notified when a permit is released.
+    released: Notify,
 }
 
 /// The permit of one stream. Released when dropped.
@@ -101,6 +131,7 @@ pub(super) struct StreamPermit {
 struct OpenStreams {
     all: usize,
     unverified: usize,
+    forwarded: usize,
     callers: HashMap<CallerKey, usize>,
 }
 
@@ -109,6 +140,7 @@ impl StreamLimiter {
         Arc::new(Self {
             limit,
             open: Mutex::default(),
+            released: Notify::new(),
         })
     }
 
@@ -124,6 +156,11 @@ impl StreamLimiter {
         })
     }
 
+    /// Returns a future that completes when a permit is released after this call.
+    pub(super) fn released(&self) -> Notified<'_> {
+        self.released.notified()
+    }
+
     /// Returns whether unused streams can stay open. All streams together are then at most a
     /// quarter of the limit, so unused streams take at most half of the share of any caller.
     pub(super) fn has_spare(&self) -> bool {
@@ -135,8 +172,8 @@ impl OpenStreams {
     fn acquire(&mut self, caller: &CallerKey, limit: usize) -> Result<(), QuotaExhausted> {
         let known = self.callers.get_mut(caller);
         let of_caller = known.as_ref().map_or(0, |count| **count);
-        // The remaining quarter is reserved for callers with a certificate other than the busiest
-        // one.
+        // The remaining quarter is reserved for callers of this server, and of those for callers
+        // with a certificate other than the busiest one.
         let three_quarters = limit - limit / 4;
         let exhausted = |quota, streams| Err(QuotaExhausted { quota, streams });
         let is_verified = caller.is_verified();
@@ -147,6 +184,9 @@ impl OpenStreams {
             if of_caller >= three_quarters {
                 return exhausted(StreamQuota::VerifiedCaller, of_caller);
             }
+            if caller.is_replica() && self.forwarded >= three_quarters {
+                return exhausted(StreamQuota::Forwarded, self.forwarded);
+            }
         } else if of_caller >= limit.div_ceil(2) {
             return exhausted(StreamQuota::UnverifiedCaller, of_caller);
         } else if self.unverified >= three_quarters {
@@ -154,6 +194,7 @@ impl OpenStreams {
         }
         self.all += 1;
         self.unverified += usize::from(!is_verified);
+        self.forwarded += usize::from(caller.is_replica());
         match known {
             Some(count) => *count += 1,
             None => {
@@ -166,6 +207,7 @@ impl OpenStreams {
     fn remove(&mut self, caller: &CallerKey) {
         self.all -= 1;
         self.unverified -= usize::from(!caller.is_verified());
+        self.forwarded -= usize::from(caller.is_replica());
         if let Some(count) = self.callers.get_mut(caller) {
             *count -= 1;
             if *count == 0 {
@@ -178,6 +220,7 @@ impl OpenStreams {
 impl Drop for StreamPermit {
     fn drop(&mut self) {
         self.limiter.open.lock().remove(&self.caller);
+        self.limiter.released.notify_waiters();
     }
 }
 
@@ -258,15 +301,32 @@ mod tests {
     }
 
     #[test]
+    fn other_servers_together_leave_a_quarter_to_callers_of_this_one() {
+        let limiter = StreamLimiter::new(256);
+        let replica = |name: &str| CallerKey::Replica(name.parse().unwrap());
+        let _first: Vec<_> = (0..100)
+            .map(|_| limiter.acquire(&replica("server-1")).unwrap())
+            .collect();
+        let (second, exhausted) = fill(&limiter, &replica("server-2"));
+        assert_eq!(second.len(), 92);
+        assert_eq!(exhausted.quota, StreamQuota::Forwarded);
+        assert_eq!(exhausted.streams, 192);
+        let (own, exhausted) = fill(&limiter, &source(1));
+        assert_eq!((own.len(), exhausted.quota), (64, StreamQuota::Agent));
+    }
+
+    #[test]
     fn permits_come_back_and_leave_nothing_behind() {
         let limiter = StreamLimiter::new(8);
-        let callers = [source(1), source(2), certificate("a")];
+        let other = CallerKey::Replica("server-1".parse().unwrap());
+        let callers = [other, source(1), source(2), certificate("a")];
         for _ in 0..3 {
             let permits = callers.each_ref().map(|caller| fill(&limiter, caller));
             assert!(!limiter.has_spare());
             drop(permits);
             let open = limiter.open.lock();
             assert_eq!((open.all, open.unverified, open.callers.len()), (0, 0, 0));
+            assert_eq!(open.forwarded, 0);
             drop(open);
             assert!(limiter.has_spare());
         }

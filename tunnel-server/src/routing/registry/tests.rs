@@ -266,6 +266,43 @@ async fn places_are_shared_by_all_sessions_of_an_agent_and_come_back() {
     assert_eq!(open(&registry).await.unwrap().via, new.via());
 }
 
+#[tokio::test(start_paused = true)]
+async fn idle_stream_yields_to_a_new_one_that_finds_no_permit() {
+    let registry = registry();
+    let member = join(&registry);
+    let first = open(&registry).await.unwrap();
+    let _second = open(&registry).await.unwrap();
+    let entry = registry.keep_idle(&node(), &member.via(), &OPERATOR);
+    let owner = async move {
+        entry.evicted().cancelled().await;
+        drop(first);
+    };
+    let (third, ()) = tokio::join!(open(&registry), owner);
+    let _third = third.unwrap();
+    let fourth = open(&registry).await;
+    assert!(matches!(fourth, Err(OpenError::TooManyStreams(_))));
+}
+
+#[tokio::test]
+async fn idle_streams_over_other_servers_have_a_share_of_a_quarter() {
+    let registry = Registry::new(RegistryLimits {
+        streams_per_agent: 32,
+        buffer_pool: POOL,
+    });
+    let via = Via::Replica("server-1".parse().unwrap());
+    let mut entries = Vec::new();
+    for (servers, share) in [(9, 1), (3, 2), (1, 8)] {
+        while entries.len() < share {
+            assert!(registry.can_keep_idle(&node(), &via, servers), "{servers}");
+            entries.push(registry.keep_idle(&node(), &via, &OPERATOR));
+        }
+        assert!(
+            !registry.can_keep_idle(&node(), &via, servers),
+            "{servers}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn agent_whose_stalled_readers_hold_too_much_gets_no_new_streams_on_any_session() {
     let registry = registry();

@@ -13,6 +13,7 @@ use super::connection::Upstream;
 use crate::ingress::target_tls::TlsProfileId;
 use crate::routing::Routing;
 use crate::routing::destination::Destination;
+use crate::routing::registry::{CallerKey, IdleStream};
 
 /// Time for which an idle connection is kept after a response. The time is enough for callers that
 /// send requests continuously. Common servers keep idle connections longer (gunicorn 2 s, Node.js
@@ -40,6 +41,8 @@ pub(crate) struct PoolKey {
     /// The caller's credential, if it sent one. A target can associate a connection with that
     /// credential.
     pub(crate) authorization: Option<HeaderValue>,
+    /// Key that counts the stream.
+    pub(crate) caller: CallerKey,
 }
 
 #[derive(Debug)]
@@ -47,6 +50,7 @@ struct IdleConnection {
     upstream: Upstream,
     pool_key: PoolKey,
     until: Instant,
+    entry: IdleStream,
 }
 
 impl UpstreamPool {
@@ -62,18 +66,17 @@ impl UpstreamPool {
     /// Keeps a connection after a complete response if the agent has streams to spare.
     pub(crate) fn put(&self, upstream: Upstream, pool_key: PoolKey, routing: &Routing) {
         let node = &pool_key.destination.node;
-        let may_stay = upstream
-            .carrier
-            .via
-            .as_ref()
-            .is_some_and(|via| routing.can_reuse(node, via));
-        if upstream.sender.is_closed() || !may_stay {
+        let via = upstream.carrier.via.as_ref();
+        let via = via.filter(|via| !upstream.sender.is_closed() && routing.can_reuse(node, via));
+        let entry = via.map(|via| routing.keep_idle(node, via, &pool_key.caller));
+        let Some(entry) = entry else {
             return upstream.close(&self.drivers);
-        }
+        };
         let idle = IdleConnection {
             upstream,
             pool_key,
             until: Instant::now() + IDLE_TIMEOUT,
+            entry,
         };
         let before = self.slot.lock().replace(idle);
         self.filled.notify_one();
@@ -89,8 +92,10 @@ impl UpstreamPool {
             upstream,
             pool_key: current_key,
             until,
+            entry,
         } = self.slot.lock().take()?;
         let fits = current_key == *pool_key
+            && !entry.evicted().is_cancelled()
             && until > Instant::now()
             && upstream.sender.is_ready()
             && upstream.carrier.via.is_some()
@@ -110,14 +115,31 @@ impl UpstreamPool {
         }
     }
 
-    /// Closes each idle connection when its time has expired. Never completes. Cancel-safe.
+    /// Drops the idle connection. Its stream is reset, which returns the permit at once, also at
+    /// another server. A connection without a request loses nothing.
+    fn evict(&self) {
+        let idle = self.slot.lock().take();
+        drop(idle);
+    }
+
+    /// Closes each idle connection when its time has expired, or when a new stream needs its permit.
+    /// Never completes. Cancel-safe.
     pub(crate) async fn expire(&self) -> Infallible {
         loop {
-            let until = self.slot.lock().as_ref().map(|idle| idle.until);
-            match until {
+            let idle = self.slot.lock().as_ref().map(|idle| {
+                let evicted = idle.entry.evicted();
+                (idle.until, evicted.clone())
+            });
+            match idle {
                 None => self.filled.notified().await,
-                Some(until) if until <= Instant::now() => self.close(),
-                Some(until) => sleep_until(until).await,
+                Some((_, evicted)) if evicted.is_cancelled() => self.evict(),
+                Some((until, _)) if until <= Instant::now() => self.close(),
+                Some((until, evicted)) => tokio::select! {
+                    () = evicted.cancelled() => {}
+                    () = sleep_until(until) => {}
+                    // The connection was used and is idle again.
+                    () = self.filled.notified() => {}
+                },
             }
         }
     }
