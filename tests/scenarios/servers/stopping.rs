@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tokio::time::{Instant, timeout};
 use tunnel_tests::checks::{ensure_reset, ensure_status};
-use tunnel_tests::client::{KeepAliveClient, RawRequest};
+use tunnel_tests::client::{Exchange, KeepAliveClient, RawRequest};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::Signal;
 
@@ -76,6 +76,46 @@ async fn forwarded_stream_that_outlives_the_drain_is_reset_and_logged() -> Resul
     .await;
     wait_for(&servers.servers[1], AGENTS, 1).await;
     servers.get_ok(1).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_an_agent_that_cannot_move_end_alike_at_the_deadline() -> Result<()> {
+    // An agent can dial the server that it was started with, and no other one.
+    let timeout_of_drain = Duration::from_secs(2);
+    let arguments = ["--drain-timeout", "2s", "--advertise", "127.0.0.1:9"];
+    let mut servers = Servers::start(2, &arguments).await?;
+    let _agent = servers.agent_at(0).await?;
+    let mut followed = Vec::new();
+    for server in 0..2 {
+        let page = RawRequest::get(&servers.host(), "/follow");
+        followed.push(Exchange::start(servers.http(server), &page).await?);
+        eventually("the follower", CONNECT, async || {
+            ensure!(servers.kubelet.followers() == server + 1);
+            Ok(())
+        })
+        .await;
+    }
+    let stopping = Instant::now();
+    servers.servers[0].process().signal(Signal::Term)?;
+    for exchange in followed {
+        let reply = timeout(scaled(CONNECT), exchange.into_reply()).await;
+        ensure_reset(&reply.context("the stream goes on")?.ended)?;
+        ensure!(stopping.elapsed() >= timeout_of_drain, "too early");
+    }
+    servers.servers[0].process().end(CONNECT).await?;
+    let log = servers.servers[0].log();
+    ensure!(log.contains("drain timeout is over"), "{log}");
+    for server in &servers.servers {
+        eventually("the access log", CONNECT, async || {
+            let lines = server.log().lines();
+            let entry = lines.iter().find(|line| line.contains("/follow"));
+            let entry = entry.context("no entry")?;
+            ensure!(entry.contains("\"code\":\"cut\""), "{entry}");
+            Ok(())
+        })
+        .await;
+    }
+    Ok(())
 }
 
 /// The drain delay of the first test.

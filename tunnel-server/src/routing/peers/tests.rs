@@ -534,6 +534,26 @@ async fn server_that_leaves_is_marked_and_still_carries_streams() {
 }
 
 #[tokio::test]
+async fn server_that_leaves_gets_no_stream_of_a_node_that_is_held_elsewhere() {
+    let installation = Installation::new();
+    let [a, b, c] = installation.connected(["a", "b", "c"]).await;
+    let names: Vec<_> = (0..8).map(|number| format!("x{number}")).collect();
+    let mut agents = Vec::new();
+    for name in &names {
+        agents.extend([b.agent(name, 1), c.agent(name, 1)]);
+        a.sees(name, &b).await;
+        a.sees(name, &c).await;
+    }
+    b.peers.leave();
+    eventually("b leaves", || a.members() == ["a", "-b", "c"]).await;
+    for name in &names {
+        assert_eq!(a.peers.preferred(&node(name)), Some(id("c")), "{name}");
+        let opened = a.open(name, None).await.unwrap();
+        assert_eq!(opened.via, Via::Replica(id("c")), "{name}");
+    }
+}
+
+#[tokio::test]
 async fn reply_that_was_sent_arrives_although_the_server_stops() {
     let installation = Installation::new();
     let [a, b] = installation.connected(["a", "b"]).await;
