@@ -427,7 +427,8 @@ async fn last_live_session_does_not_retire_while_the_other_one_is_suspect() {
     }
     one.connection.agent.script().is_silent = false;
     assert_eq!(other.recv_control().await, Some(ControlMessage::Withdraw));
-    env.until_connected(1).await;
+    env.until(|_| metrics.sessions(SessionState::Connected) == 1)
+        .await;
     assert!(env.is_ready());
     running.finish().await;
     expect_bye(&mut other).await;
