@@ -4,12 +4,13 @@ ARGS ?=
 ROUNDS ?= 5
 GEAR ?= full
 SEEDS ?= 1,2,3
+OVERLAY ?= plain
 
 # The packages that `make test` builds. Another selection would have other features, and cargo would compile crates again.
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests
+.PHONY: help demo check test test-all faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests install-yaml
 
 help: ## lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -73,8 +74,12 @@ images: ## builds both container images with docker, buildah or podman; PREFIX=r
 images-test: static ## builds the images, runs them hardened with podman, and tests health, an enrollment and a request
 	@tests/images.sh "$$(deploy/static.sh 2>/dev/null)" || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
 
-manifests: tools ## renders deploy/manifests/install.yaml
-	@deploy/manifests.sh
+manifests: tools ## renders an overlay with the images of your registry; PREFIX=registry.example.com/culvert/ TAG=0.1.0 SERVER=HOST:PORT OVERLAY=plain
+	@mkdir -p $${CARGO_TARGET_DIR:-target}/manifests
+	@deploy/manifests.sh $(OVERLAY) $${CARGO_TARGET_DIR:-target}/manifests/$(OVERLAY).yaml
+
+install-yaml: tools ## renders deploy/manifests/install.yaml, whose images have a name that cannot be pulled
+	@deploy/manifests.sh --checked-in
 
 tools: ## installs the programs that tests run against: Prometheus, node_exporter, kubectl, curl, dig, ip, nft
 	@tests/tools.sh

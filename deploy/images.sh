@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Builds the two images with docker, buildah or podman, whichever is available.
 #
-#   deploy/images.sh                          builds static binaries for this machine first
-#   BINARIES=DIR deploy/images.sh             uses the static DIR/tunnel-server and DIR/tunnel-agent
-#   ENGINE=podman                             uses this engine only
-#   TARGETARCH=arm64 BINARIES=DIR             builds for another architecture; needs its binaries
-#   PREFIX=registry.example.com/culvert/ TAG=0.1.0
+#   PREFIX=registry.example.com/culvert/ deploy/images.sh
 #
-# The images are ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG. The default prefix is
-# culvert/, and the default tag is the version.
+#   PREFIX=localhost/culvert/       names images that no registry holds
+#   TAG=0.1.0                       the version by default
+#   BINARIES=DIR                    uses the static DIR/tunnel-server and DIR/tunnel-agent; otherwise
+#                                   builds static binaries for this machine first
+#   ENGINE=podman                   uses this engine only
+#   TARGETARCH=arm64 BINARIES=DIR   builds for another architecture; needs its binaries
+#
+# The images are ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG. The script pushes
+# nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -16,6 +19,13 @@ target=${CARGO_TARGET_DIR:-target}
 
 say() { printf 'images: %s\n' "$*"; }
 fail() { say "$*" >&2; exit 1; }
+
+. deploy/image-names.sh
+version=$(sed -n '/^\[workspace.package\]/,/^\[/ s/^version = "\(.*\)"/\1/p' Cargo.toml)
+prefix=${PREFIX-}
+tag=${TAG:-$version}
+check_prefix "$prefix" || fail "images have no name"
+check_tag "$tag" || fail "images have no name"
 
 works() {
   case $1 in
@@ -60,10 +70,7 @@ done
 # The folder becomes the data directory, which only its owner may access.
 chmod 0700 "$context/data"
 
-version=$(sed -n '/^\[workspace.package\]/,/^\[/ s/^version = "\(.*\)"/\1/p' Cargo.toml)
 revision=$(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)
-prefix=${PREFIX-culvert/}
-tag=${TAG:-$version}
 common=(--build-arg "TARGETARCH=$arch" --build-arg "VERSION=$version" --build-arg "REVISION=$revision" -f deploy/docker/Dockerfile)
 for part in server agent; do
   name=${prefix}tunnel-$part:$tag

@@ -17,7 +17,7 @@ use tunnel_tests::manifests::{
     repository,
 };
 use tunnel_tests::process::{Program, ScratchDir};
-use tunnel_tests::tools::{Skip, Tool, or_skip};
+use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
 use crate::cluster::kubectls;
 
@@ -67,7 +67,54 @@ fn every_kubectl_renders_each_overlay_and_install_yaml_is_the_plain_one() -> Res
             ensure!(rendered.len() > 10, "{name}: {} objects", rendered.len());
             ensure!(
                 name != INSTALLED || sorted(rendered) == sorted(installed()?),
-                "deploy/manifests/install.yaml is stale; run: make manifests"
+                "deploy/manifests/install.yaml is stale; run: make install-yaml"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// A name without a registry would be a name of a public one, which somebody else may own.
+#[test]
+fn images_have_the_registry_that_the_user_names() -> Result<()> {
+    for (_, workload, _) in workloads(&installed()?)? {
+        let image = &workload["spec"]["template"]["spec"]["containers"][0]["image"];
+        let cannot_be_pulled = image
+            .as_str()
+            .is_some_and(|name| name.starts_with(UNPULLABLE));
+        ensure!(cannot_be_pulled, "{image}");
+    }
+    if or_skip(require(&[Tool::Bash])).is_none() {
+        return Ok(());
+    }
+    for (prefix, tag, reason) in [
+        ("", "0.1.0", "PREFIX is not set"),
+        ("culvert/", "0.1.0", "names no registry"),
+        ("culvert", "0.1.0", "is not HOST"),
+        ("registry.example.com", "0.1.0", "is not HOST"),
+        ("registry.example.com/culvert", "0.1.0", "is not HOST"),
+        ("registry.example.com/Culvert/", "0.1.0", "is not HOST"),
+        ("registry.example.com/culvert/ ", "0.1.0", "is not HOST"),
+        ("registry.example.com/culvert/", "", "TAG is not set"),
+        ("registry.example.com/culvert/", "-1", "is not a tag"),
+    ] {
+        for script in ["deploy/manifests.sh", "deploy/images.sh"] {
+            // The version is the default tag of images.
+            if script == "deploy/images.sh" && tag.is_empty() {
+                continue;
+            }
+            let output = Tool::Bash
+                .command()?
+                .arg(repository().join(script))
+                .env("PREFIX", prefix)
+                .env("TAG", tag)
+                .output()?;
+            let error = String::from_utf8_lossy(&output.stderr).into_owned();
+            let is_refused = !output.status.success() && output.stdout.is_empty();
+            ensure!(is_refused, "{script} {prefix:?} {tag:?}: {error}");
+            ensure!(
+                error.contains(reason),
+                "{script} {prefix:?} {tag:?}: {error}"
             );
         }
     }
@@ -616,6 +663,8 @@ fn promtool_takes_the_scrape_example() -> Result<()> {
     Ok(())
 }
 
+/// Prefix of images that no registry has (RFC 2606).
+const UNPULLABLE: &str = "culvert.invalid/";
 /// Label with which kubeadm marks the control plane.
 const ROLE: &str = "node-role.kubernetes.io/control-plane";
 /// A token in the form of a join token.
