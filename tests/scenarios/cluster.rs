@@ -52,7 +52,7 @@ use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::Exporter;
 
-pub(crate) use kubectl::kubectls;
+pub(crate) use kubectl::kustomizers;
 
 /// Runs a scenario in a new cluster, unless the binaries of a real one are missing.
 async fn in_cluster(

@@ -72,18 +72,21 @@ pub fn documents(text: &str) -> Result<Vec<Value>> {
 }
 
 /// Returns the output of `kubectl kustomize` for a directory.
+///
+/// # Errors
+/// Returns an error if kubectl fails, or warns of a deprecated field.
 pub fn render(kubectl: &Path, folder: &Path) -> Result<Vec<Value>> {
     let output = Command::new(kubectl)
         .arg("kustomize")
         .arg(folder)
         .output()
         .with_context(|| kubectl.display().to_string())?;
+    let errors = String::from_utf8_lossy(&output.stderr);
     ensure!(
-        output.status.success(),
-        "{} kustomize {}: {}",
+        output.status.success() && !errors.contains("deprecated"),
+        "{} kustomize {}: {errors}",
         kubectl.display(),
         folder.display(),
-        String::from_utf8_lossy(&output.stderr)
     );
     documents(std::str::from_utf8(&output.stdout)?)
 }

@@ -1,7 +1,7 @@
 //! Compatibility of the API server with real kubectl programs: every installed kubectl, including
 //! Debian's.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
@@ -57,6 +57,27 @@ pub(crate) fn kubectls() -> Result<Vec<PathBuf>, Skip> {
         return Err(Skip::because("needs kubectl"));
     }
     Ok(all)
+}
+
+/// Returns the kubectl programs that can render the overlays, whose field `patches` begins with 1.21.
+pub(crate) fn kustomizers() -> Result<Vec<PathBuf>, Skip> {
+    let mut files = kubectls()?;
+    files.retain(|file| minor_version(file) >= Some(21));
+    if files.is_empty() {
+        return Err(Skip::because("needs kubectl 1.21"));
+    }
+    Ok(files)
+}
+
+fn minor_version(kubectl: &Path) -> Option<u32> {
+    let version = std::process::Command::new(kubectl)
+        .args(["version", "--client", "-o", "json"])
+        .output()
+        .ok()?;
+    let version: Value = serde_json::from_slice(&version.stdout).ok()?;
+    let minor = version["clientVersion"]["minor"].as_str()?;
+    // Builds of vendors have a "+".
+    minor.trim_end_matches('+').parse().ok()
 }
 
 on_both!(by super::with_each:

@@ -18,7 +18,7 @@ use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
 use tunnel_tests::process::{Finished, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
-use crate::cluster::kubectls;
+use crate::cluster::kustomizers;
 
 /// A cluster of processes: an API server, kubectl, and network namespaces.
 struct ShipFixture {
@@ -31,8 +31,8 @@ struct ShipFixture {
 impl ShipFixture {
     async fn start() -> Result<Option<Self>> {
         let tools = require(&[Tool::Curl, Tool::Nft, Tool::Unshare]);
-        let kubectls = tools.and_then(|()| kubectls());
-        let sites = kubectls.and_then(|files| Ok((files, Topology::new()?)));
+        let programs = tools.and_then(|()| kustomizers());
+        let sites = programs.and_then(|files| Ok((files, Topology::new()?)));
         let Some((files, sites)) = or_skip(sites) else {
             return Ok(None);
         };

@@ -14,7 +14,7 @@ use tunnel_tests::netns::Namespace;
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip, require};
 
-use crate::cluster::kubectls;
+use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
@@ -243,7 +243,7 @@ struct ShipFixture {
 
 impl ShipFixture {
     async fn start() -> Result<Option<Self>> {
-        let files = kubectls().and_then(|files| require(&[Tool::Bash]).map(|()| files));
+        let files = kustomizers().and_then(|files| require(&[Tool::Bash]).map(|()| files));
         let Some(files) = or_skip(files) else {
             return Ok(None);
         };

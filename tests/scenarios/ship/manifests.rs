@@ -19,7 +19,7 @@ use tunnel_tests::manifests::{
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
-use crate::cluster::kubectls;
+use crate::cluster::kustomizers;
 
 /// Names of overlays, with their objects.
 type Rendered = Vec<(&'static str, Vec<Value>)>;
@@ -27,7 +27,7 @@ type Rendered = Vec<(&'static str, Vec<Value>)>;
 /// Renders every overlay with the first kubectl on this machine. Returns nothing, with a note, if
 /// there is no kubectl.
 fn overlays() -> Result<Rendered> {
-    let Some(files) = or_skip(kubectls()) else {
+    let Some(files) = or_skip(kustomizers()) else {
         return Ok(Vec::new());
     };
     let file = files.first().context("one at least")?;
@@ -54,7 +54,7 @@ fn workloads(objects: &[Value]) -> Result<[(&'static str, Value, Container); 2]>
 
 #[test]
 fn every_kubectl_renders_each_overlay_and_install_yaml_is_the_plain_one() -> Result<()> {
-    let Some(files) = or_skip(kubectls()) else {
+    let Some(files) = or_skip(kustomizers()) else {
         return Ok(());
     };
     let sorted = |mut objects: Vec<Value>| {
