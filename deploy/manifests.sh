@@ -5,7 +5,7 @@
 #
 #   PREFIX, TAG   the images are ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG
 #   SERVER        the address that agents dial, HOST:PORT; commas separate several. Without it the
-#                 manifest keeps the placeholder of deploy/manifests/base/config.yaml
+#                 manifest keeps a placeholder, with which server and agents do not start
 #   OVERLAY       a folder of deploy/manifests/overlays; plain by default
 #   FILE          standard output by default
 #
@@ -20,7 +20,7 @@ fail() { echo "manifests: $*" >&2; exit 1; }
 overlay=${1:-plain}
 file=${2:-}
 placeholder=culvert.invalid/
-address=tunnel.example.com:31008
+address='the address in ConfigMap tunnel-agent is not set'
 if [ "$overlay" = --checked-in ]; then
   overlay=plain
   file=deploy/manifests/install.yaml

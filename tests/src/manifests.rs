@@ -16,18 +16,23 @@ mod pod;
 pub use pod::pod_program;
 
 /// The overlays, each a directory of `deploy/manifests/overlays`.
-pub const OVERLAYS: [&str; 8] = [
+pub const OVERLAYS: [&str; 10] = [
     "plain",
     "openyurt",
     "kubelet-cert",
     "egress-selector",
     "egress-selector-tcp",
     "hostport",
+    "loadbalancer",
+    "namespace",
     "require-certificate",
     "scale",
 ];
 /// The overlay that is rendered as `install.yaml`.
 pub const INSTALLED: &str = "plain";
+
+/// The value of `server` in ConfigMap `tunnel-agent` until somebody writes an address.
+pub const ADDRESS_PLACEHOLDER: &str = "the address in ConfigMap tunnel-agent is not set";
 
 /// Returns the root of the repository.
 pub fn repository() -> PathBuf {
@@ -89,6 +94,21 @@ pub fn render(kubectl: &Path, folder: &Path) -> Result<Vec<Value>> {
         folder.display(),
     );
     documents(std::str::from_utf8(&output.stdout)?)
+}
+
+/// Replaces the placeholder for the address that agents dial.
+///
+/// # Errors
+/// Returns an error if there is no placeholder.
+pub fn set_address(objects: &mut [Value], address: &str) -> Result<()> {
+    let is_map = |object: &&mut Value| {
+        object["kind"] == "ConfigMap" && object["metadata"]["name"] == "tunnel-agent"
+    };
+    let map = objects.iter_mut().find(is_map);
+    let server = &mut map.context("no ConfigMap tunnel-agent")?["data"]["server"];
+    ensure!(*server == ADDRESS_PLACEHOLDER, "{server}");
+    *server = address.into();
+    Ok(())
 }
 
 /// Returns the object of a kind and name.

@@ -13,7 +13,10 @@ use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::client::{EgressDialer, ask_through};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::fakes::{ApiServer, api_server, edge_sites};
-use tunnel_tests::manifests::{Container, Facts, find, folder, items, overlay, pod_program};
+use tunnel_tests::manifests::{
+    ADDRESS_PLACEHOLDER, Container, Facts, find, folder, items, overlay, pod_program, render,
+    set_address,
+};
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
 use tunnel_tests::process::{Finished, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
@@ -217,7 +220,7 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let manifest = folder().join("install.yaml");
     let text = std::fs::read_to_string(manifest)?;
     let here = format!("server: {CLOUD_ADDRESS}:31008");
-    let text = text.replace("server: tunnel.example.com:31008", &here);
+    let text = text.replace(&format!("server: {ADDRESS_PLACEHOLDER}"), &here);
     ensure!(text.contains(&here), "the address of the server");
     let manifest = fixture.scratch.file("install.yaml", text)?;
     let apply = ["apply", "-f", &manifest.to_string_lossy()];
@@ -368,8 +371,11 @@ async fn egress_selector_overlay_runs_and_a_service_is_reached_by_its_address() 
     let Some(fixture) = ShipFixture::start().await? else {
         return Ok(());
     };
-    let overlay = overlay("egress-selector");
-    let apply = ["apply", "-k", &overlay.to_string_lossy()];
+    let mut objects = render(&fixture.kubectl, &overlay("egress-selector"))?;
+    set_address(&mut objects, &format!("{CLOUD_ADDRESS}:31008"))?;
+    let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
+    let manifest = fixture.scratch.file("overlay.json", list.to_string())?;
+    let apply = ["apply", "-f", &manifest.to_string_lossy()];
     fixture.kubectl(&apply).await?;
     fixture.create_root_ca().await?;
     let webhook = json!({

@@ -13,8 +13,8 @@ use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
 use tunnel_tests::manifests::{
-    Container, Facts, INSTALLED, OVERLAYS, documents, find, installed, items, overlay, render,
-    repository,
+    ADDRESS_PLACEHOLDER, Container, Facts, INSTALLED, OVERLAYS, documents, find, installed, items,
+    overlay, render, repository, set_address,
 };
 use tunnel_tests::process::{Program, ScratchDir};
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
@@ -24,14 +24,18 @@ use crate::cluster::kustomizers;
 /// Names of overlays, with their objects.
 type Rendered = Vec<(&'static str, Vec<Value>)>;
 
-/// Renders every overlay with the first kubectl on this machine. Returns nothing, with a note, if
-/// there is no kubectl.
+/// Renders every overlay with the first kubectl on this machine, and sets the address that agents
+/// dial. Returns nothing, with a note, if there is no kubectl.
 fn overlays() -> Result<Rendered> {
     let Some(files) = or_skip(kustomizers()) else {
         return Ok(Vec::new());
     };
     let file = files.first().context("one at least")?;
-    let each = OVERLAYS.map(|name| Ok((name, render(file, &overlay(name))?)));
+    let each = OVERLAYS.map(|name| {
+        let mut objects = render(file, &overlay(name))?;
+        set_address(&mut objects, "tunnel.example.com:31008")?;
+        Ok((name, objects))
+    });
     each.into_iter().collect()
 }
 
@@ -117,6 +121,81 @@ fn images_have_the_registry_that_the_user_names() -> Result<()> {
                 "{script} {prefix:?} {tag:?}: {error}"
             );
         }
+    }
+    Ok(())
+}
+
+/// Nobody but the operator knows the address that edge nodes reach. Without it `token create` would
+/// print an address that no edge node can dial.
+#[tokio::test]
+async fn server_and_agent_refuse_to_start_without_the_address_that_agents_dial() -> Result<()> {
+    for (name, _, container) in workloads(&installed()?)? {
+        let mut check = Program::ours(name)?.arg("check-config");
+        for (variable, value) in &container.env {
+            check = check.env(variable, value);
+        }
+        let output = check.run().await?;
+        let is_refused = output.code() == Some(64) && output.err.contains(ADDRESS_PLACEHOLDER);
+        ensure!(is_refused, "{name}: {output}");
+    }
+    Ok(())
+}
+
+/// The load balancer leads to nodes with a server only, so that the server sees agents' addresses.
+#[test]
+fn agents_reach_a_server_at_any_node_or_at_the_load_balancer() -> Result<()> {
+    for (overlay, objects) in overlays()? {
+        let spec = &find(&objects, "Service", "x-tunnel-server-svc")?["spec"];
+        let found = (&spec["type"], &spec["externalTrafficPolicy"]);
+        let is_balanced = overlay == "loadbalancer";
+        let wanted = if is_balanced {
+            ("LoadBalancer", "Local")
+        } else {
+            ("NodePort", "Cluster")
+        };
+        ensure!(
+            found.0 == wanted.0 && found.1 == wanted.1,
+            "{overlay}: {spec}"
+        );
+        for port in items(&spec["ports"]) {
+            let node_port = port.get("nodePort").is_some();
+            ensure!(node_port != is_balanced, "{overlay}: {port}");
+        }
+    }
+    Ok(())
+}
+
+/// The agents' network is that of their hosts, which the other levels forbid.
+#[test]
+fn a_namespace_of_its_own_says_which_pods_it_allows() -> Result<()> {
+    for (overlay, objects) in overlays()? {
+        let namespaces: BTreeSet<_> = objects
+            .iter()
+            .filter_map(|object| object["metadata"]["namespace"].as_str())
+            .collect();
+        let Ok(namespace) = find(&objects, "Namespace", "culvert") else {
+            ensure!(namespaces == BTreeSet::from(["kube-system"]), "{overlay}");
+            continue;
+        };
+        ensure!(overlay == "namespace", "{overlay}");
+        let labels = &namespace["metadata"]["labels"];
+        for mode in ["enforce", "audit", "warn"] {
+            let label = format!("pod-security.kubernetes.io/{mode}");
+            ensure!(labels[&label] == "privileged", "{labels}");
+        }
+        // The binding of the role that every cluster has.
+        let outside = objects
+            .iter()
+            .filter(|object| object["metadata"]["namespace"] == "kube-system");
+        let outside: Vec<_> = outside.map(|object| &object["roleRef"]["name"]).collect();
+        ensure!(
+            outside == ["extension-apiserver-authentication-reader"],
+            "{outside:?}"
+        );
+        let [(_, _, server), _] = workloads(&objects)?;
+        let account = "system:serviceaccount:culvert:tunnel-agent";
+        let account = format!("--agent-service-account={account}");
+        ensure!(server.args.contains(&account), "{:?}", server.args);
     }
     Ok(())
 }
@@ -214,6 +293,10 @@ fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Res
             "{overlay}: too many {more:#?}, missing {less:#?}"
         );
         let (namespace, name) = SERVICE_ACCOUNT;
+        let namespace = match overlay {
+            "namespace" => "culvert",
+            _ => namespace,
+        };
         let subject = json!([{ "kind": "ServiceAccount", "name": name, "namespace": namespace }]);
         for binding in of_kind("RoleBinding") {
             ensure!(binding["subjects"] == subject, "{overlay}: {binding}");
