@@ -10,7 +10,7 @@ OVERLAY ?= plain
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests install-yaml
+.PHONY: help demo check test test-all faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests install-yaml chart
 
 help: ## lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -80,6 +80,9 @@ manifests: tools ## renders an overlay with the images of your registry; PREFIX=
 
 install-yaml: tools ## renders deploy/manifests/install.yaml, whose images have a name that cannot be pulled
 	@deploy/manifests.sh --checked-in
+
+chart: tools ## makes the templates of deploy/chart from deploy/manifests
+	@deploy/chart.sh
 
 tools: ## installs the programs that tests run against: Prometheus, node_exporter, kubectl, curl, dig, ip, nft
 	@tests/tools.sh

@@ -1,6 +1,6 @@
 # Sourced by images.sh and manifests.sh: checks PREFIX and TAG, which make the names of the two
 # images, ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG. There is no default registry,
-# because somebody else may own any name that is chosen here.
+# because any name that is chosen here may belong to others.
 
 # check_prefix PREFIX: prints why no image may have this prefix, and returns 1. A container runtime
 # expands a name without a registry to a name of docker.io.

@@ -54,7 +54,7 @@ if [ "$file" = deploy/manifests/install.yaml ]; then
   } >"$new.edited"
 else
   sed "s|image: $placeholder\(tunnel-[a-z]*\):.*|image: $PREFIX\1:$TAG|" "$new" >"$new.edited"
-  if grep -q "$placeholder" "$new.edited"; then fail "$overlay has an image that is not renamed"; fi
+  if grep '^ *image: ' "$new.edited" | grep -qvF "image: $PREFIX"; then fail "$overlay has an image that is not renamed"; fi
   if [ -n "${SERVER-}" ]; then
     [[ $SERVER =~ ^[][A-Za-z0-9.:,-]+:[0-9]+$ ]] || fail "SERVER=$SERVER is not HOST:PORT"
     sed -i "s|^  server: $address\$|  server: $SERVER|" "$new.edited"

@@ -78,7 +78,8 @@ fn every_kubectl_renders_each_overlay_and_install_yaml_is_the_plain_one() -> Res
     Ok(())
 }
 
-/// A name without a registry would be a name of a public one, which somebody else may own.
+/// A container runtime takes a name without a registry for one of a public registry, where anyone
+/// may own it.
 #[test]
 fn images_have_the_registry_that_the_user_names() -> Result<()> {
     for (_, workload, _) in workloads(&installed()?)? {
@@ -125,7 +126,7 @@ fn images_have_the_registry_that_the_user_names() -> Result<()> {
     Ok(())
 }
 
-/// Nobody but the operator knows the address that edge nodes reach. Without it `token create` would
+/// Only the operator knows the address that edge nodes reach. Without it `token create` would
 /// print an address that no edge node can dial.
 #[tokio::test]
 async fn server_and_agent_refuse_to_start_without_the_address_that_agents_dial() -> Result<()> {
