@@ -1,6 +1,7 @@
-//! Manifests, images, units, examples and guides agree with the code and with each other.
+//! Manifests, chart, images, units, examples and guides agree with the code and with each other.
 
 mod applied;
+mod chart;
 mod examples;
 mod guides;
 mod images;

@@ -31,6 +31,7 @@ pub enum Tool {
     /// The program `prlimit` of util-linux.
     Prlimit,
     Kubectl,
+    Helm,
     /// The program `ssh` of OpenSSH.
     Ssh,
     /// The program `ssh-keygen` of OpenSSH.
@@ -61,6 +62,7 @@ impl Tool {
             Self::Nsenter => "nsenter",
             Self::Prlimit => "prlimit",
             Self::Kubectl => "kubectl",
+            Self::Helm => "helm",
             Self::Ssh => "ssh",
             Self::SshKeygen => "ssh-keygen",
             Self::Sshd => "sshd",

@@ -18,7 +18,7 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 29] = [
+const GUIDES: [&str; 30] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",
@@ -33,6 +33,7 @@ const GUIDES: [&str; 29] = [
     "docs/how-to/dns.md",
     "docs/how-to/egress-selector.md",
     "docs/how-to/harden.md",
+    "docs/how-to/helm.md",
     "docs/how-to/kube-apiserver.md",
     "docs/how-to/kubelet-certificate.md",
     "docs/how-to/migrate.md",
