@@ -5,15 +5,16 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tunnel_tests::cluster::{edge, shipped};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::manifests::{folder, installed};
+use tunnel_tests::manifests::{OVERLAYS, find, folder, installed, overlay, render};
 use tunnel_tests::tools::or_skip;
 
-use super::kubectl::{Kubectl, kubectls};
+use super::kubectl::{Kubectl, kubectls, kustomizers};
 use super::{ClusterEnv, FIRST, GUIDE_IP, GUIDE_RECORDS, READYZ, WITH_WORKER_2, fetch_text};
 
 on_both!(
     kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote,
     manifests_that_ship_objects_empty_keep_those_that_the_server_made_before,
+    kubectl_applies_each_overlay_in_a_dry_run,
 );
 
 async fn kubectl_applies_install_yaml_and_applying_it_again_keeps_what_the_server_wrote(
@@ -112,6 +113,36 @@ async fn manifests_that_ship_objects_empty_keep_those_that_the_server_made_befor
     cluster_env.wait_for_records(FIRST, WITH_WORKER_2).await;
     let conditions = fetch_text(&server, READYZ).await?;
     ensure!(!conditions.contains("does not exist"), "{conditions}");
+    Ok(())
+}
+
+/// The API server checks each overlay. The fake one serves no autoscalers.
+async fn kubectl_applies_each_overlay_in_a_dry_run(cluster_env: ClusterEnv) -> Result<()> {
+    let Some(files) = or_skip(kustomizers()) else {
+        return Ok(());
+    };
+    let file = files.first().context("one at least")?;
+    let kubectl = Kubectl::new(file.clone(), cluster_env.cluster.admin_kubeconfig()?)?;
+    let list = |items: &[Value]| {
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": items });
+        list.to_string()
+    };
+    for name in OVERLAYS {
+        let mut objects = render(file, &overlay(name))?;
+        if cluster_env.fake_api().is_ok() {
+            objects.retain(|object| object["kind"] != "HorizontalPodAutoscaler");
+        }
+        // A dry run creates no namespace for the other objects.
+        if let Ok(namespace) = find(&objects, "Namespace", "culvert") {
+            kubectl
+                .apply("", &list(std::slice::from_ref(namespace)))
+                .await?;
+        }
+        let printed = kubectl.apply("--dry-run=server", &list(&objects)).await;
+        let printed = printed.context(name)?;
+        let count = printed.lines().count();
+        ensure!(count == objects.len(), "{name}: {printed}");
+    }
     Ok(())
 }
 

@@ -202,8 +202,8 @@ fn values_reach_the_fields_that_they_name() -> Result<()> {
     let agent = &find(&objects, "DaemonSet", "tunnel-agent")?["spec"]["template"]["spec"];
     ensure!(agent["nodeSelector"]["example.com/edge"] == "true");
     ensure!(agent["imagePullSecrets"] == pod["imagePullSecrets"]);
-    let word = "--replicas=1";
-    ensure!(items(&agent["containers"][0]["args"]).any(|found| found == word));
+    let args = &agent["containers"][0]["args"];
+    ensure!(items(args).any(|word| word == "--replicas=1"), "{args}");
     let address = &find(&objects, "ConfigMap", "tunnel-agent")?["data"]["server"];
     ensure!(address == "a.example.com:10262,[2001:db8::1]:443");
     let ports = &find(&objects, "ConfigMap", "yurt-tunnel-server-cfg")?["data"];
