@@ -25,6 +25,7 @@ macro_rules! on_both {
 mod absent;
 mod agents;
 mod authority;
+mod calls;
 mod hosts_file;
 mod install;
 mod kubectl;
@@ -35,6 +36,7 @@ mod ports;
 mod quiet;
 mod ranges;
 mod records;
+mod replicas;
 mod restarts;
 mod rights;
 mod rollout;

@@ -22,6 +22,7 @@ pub struct ServerSetup {
     namespace: Option<Namespace>,
     data_dir: String,
     arguments: Vec<String>,
+    environment: Vec<(String, String)>,
     through: Vec<String>,
     own_group: bool,
 }
@@ -39,11 +40,13 @@ impl ServerSetup {
         Self::plain(data_dir, None).on_free_ports().args(&cluster)
     }
 
-    fn plain(data_dir: &Path, namespace: Option<&Namespace>) -> Self {
+    /// Creates a server with default settings, inside `namespace` if given.
+    pub fn plain(data_dir: &Path, namespace: Option<&Namespace>) -> Self {
         let data_dir = data_dir.to_string_lossy().into_owned();
         Self {
             namespace: namespace.cloned(),
             arguments: Vec::new(),
+            environment: Vec::new(),
             through: Vec::new(),
             data_dir: data_dir.clone(),
             own_group: false,
@@ -72,6 +75,12 @@ impl ServerSetup {
         self
     }
 
+    /// Sets an environment variable of `run`.
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
     /// Runs the server by another program, see [`Program::through`]. That program must become the
     /// server, as `exec` of a shell does.
     pub fn through(mut self, args_text: &[&str]) -> Self {
@@ -90,6 +99,8 @@ impl ServerSetup {
     /// Returns an error with the server's log if the server ends or a listener does not open.
     pub async fn start(&self) -> Result<Server> {
         let run = Program::ours("tunnel-server")?.args(["run", "--log-format", "json"]);
+        let environment = self.environment.iter();
+        let run = environment.fold(run, |run, (name, value)| run.env(name, value));
         let run = run.args(&self.arguments).through(&self.through);
         let program = run.inside(self.namespace.as_ref());
         let program = if self.own_group {
