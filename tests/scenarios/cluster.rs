@@ -40,6 +40,7 @@ mod replicas;
 mod restarts;
 mod rights;
 mod rollout;
+mod scaling;
 mod signing;
 
 use std::panic::Location;

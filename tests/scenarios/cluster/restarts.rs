@@ -84,7 +84,7 @@ async fn rolling_restart_behind_a_virtual_address_fails_no_request() -> Result<(
 async fn restart_behind_a_virtual_address() -> Result<()> {
     let plan = Plan {
         virtual_ports: Some(PORTS),
-        launch: Box::new(|cluster_env, _, name| {
+        launch: Box::new(|cluster_env: &ClusterEnv, _: usize, name: &str| {
             let advertised = service_address(PORTS.agents).to_string();
             let peers = format!("{CLOUD_ADDRESS}:0");
             let setup = on_free_ports(cluster_env, name)?.args(&["--peer-listen", &peers]);
@@ -133,7 +133,7 @@ async fn on_loopback(servers: usize, agents: usize) -> Result<Plan> {
         servers,
         agents,
         virtual_ports: None,
-        launch: Box::new(|cluster_env, _, name| {
+        launch: Box::new(|cluster_env: &ClusterEnv, _: usize, name: &str| {
             let setup = on_free_ports(cluster_env, name)?;
             Ok(setup.args(&["--peer-listen", "127.0.0.1:0"]))
         }),

@@ -47,9 +47,10 @@ pub async fn publish_routes(routes: &[Route]) -> Result<()> {
     nft.run_with(rules(routes).as_bytes()).await?.ok().map(drop)
 }
 
-/// Runs a test inside a namespace that has [`CLOUD_ADDRESS`] and where [`publish_routes`] works. To
-/// get there, this program runs `test` once more, by its full name. The test is skipped where
-/// namespaces or nft are not allowed. The namespace ends with the test.
+/// Runs a test inside a namespace that has the network of [`CLOUD_ADDRESS`] on its loopback
+/// interface, and where [`publish_routes`] works. To get there, this program runs `test` once more,
+/// by its full name. The test is skipped where namespaces or nft are not allowed. The namespace
+/// ends with the test.
 pub async fn in_service_namespace(
     test: &str,
     limit: Duration,
@@ -83,7 +84,7 @@ fn namespace() -> Result<Namespace, Skip> {
         backends: vec![SocketAddr::new(CLOUD_ADDRESS.into(), 1)],
     };
     namespace.script(&format!(
-        "$IP address add {CLOUD_ADDRESS}/32 dev lo
+        "$IP address add {CLOUD_ADDRESS}/24 dev lo
 $IP route replace default dev lo src {CLOUD_ADDRESS}
 $NFT -f - <<'RULES'
 {}RULES",
