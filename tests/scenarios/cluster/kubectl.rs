@@ -26,12 +26,16 @@ impl Kubectl {
         })
     }
 
-    async fn run(&self, line: &str, input: &str) -> Result<Finished> {
-        let program = Program::at(&self.file)
+    /// Returns the program with this command line.
+    pub(super) fn program(&self, line: &str) -> Program {
+        Program::at(&self.file)
             .env("KUBECONFIG", &self.kubeconfig)
             .env("HOME", self.home.path())
-            .args(line.split_whitespace());
-        program.run_with(input.as_bytes()).await
+            .args(line.split_whitespace())
+    }
+
+    async fn run(&self, line: &str, input: &str) -> Result<Finished> {
+        self.program(line).run_with(input.as_bytes()).await
     }
 
     pub(super) async fn ok(&self, line: &str) -> Result<String> {

@@ -2,7 +2,9 @@
 //! other, and restart one after the other while callers send requests.
 //!
 //! A list of servers or a virtual address stands for the Services that callers and agents dial.
-//! kube-proxy lags by [`Timing::proxy_lag`].
+//! kube-proxy lags by [`Timing::proxy_lag`](super::replicas::Timing::proxy_lag).
+
+mod real;
 
 use std::time::Duration;
 
