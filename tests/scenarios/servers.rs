@@ -8,24 +8,20 @@ mod lost;
 mod standalone;
 mod stopping;
 
-use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use tokio::time::Instant;
 use tunnel_tests::client::{Endpoint, Exchange, RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{
-    AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup, Signal, own_loopback,
-};
+use tunnel_tests::process::{AgentSetup, Listener, Peering, Process, ScratchDir, Server, Signal};
 use tunnel_tests::targets::FakeKubelet;
 
 /// Servers that are connected to each other, with a kubelet that agents can reach.
 struct Servers {
     servers: Vec<Server>,
-    /// The addresses of their listeners for each other.
-    peers: Vec<SocketAddr>,
+    peering: Peering,
     kubelet: FakeKubelet,
     scratch: ScratchDir,
 }
@@ -35,40 +31,22 @@ impl Servers {
     async fn start(count: usize, arguments: &[&str]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let kubelet = FakeKubelet::plain(NODE).await?;
-        let peers = free_addresses(count)?;
+        let peering = Peering::new(count, scratch.path());
         let mut servers = Vec::new();
-        for (number, listen) in peers.iter().enumerate() {
-            let data = data_dir(&scratch, number);
-            if number > 0 {
-                copy_ca(&data_dir(&scratch, 0), &data)?;
-            }
-            let (name, listen) = (name(number), listen.to_string());
-            let mut setup = ServerSetup::on_loopback(&data)
+        for number in 0..count {
+            let setup = (peering.setup(number)?)
                 .args(&["--http-proxy-ports", "1024-65535"])
                 .args(&["--proxy-port-listen", "off"])
-                .args(&["--replica-name", &name, "--peer-listen", &listen])
                 .args(arguments);
-            for (number, address) in peers.iter().enumerate() {
-                setup = setup.args(&["--peer", &format!("{}={address}", self::name(number))]);
-            }
             servers.push(setup.start().await?);
         }
-        let servers = Self {
+        Peering::wait_until_connected(&servers).await;
+        Ok(Self {
             servers,
-            peers,
+            peering,
             kubelet,
             scratch,
-        };
-        let connected = u64::try_from(count - 1)?;
-        for server in &servers.servers {
-            wait_for(
-                server,
-                "tunnel_server_peers{state=\"connected\"}",
-                connected,
-            )
-            .await;
-        }
-        Ok(servers)
+        })
     }
 
     fn http(&self, server: usize) -> SocketAddr {
@@ -146,35 +124,6 @@ async fn wait_for_route(endpoint: Endpoint) {
     .await;
 }
 
-fn name(number: usize) -> String {
-    format!("s{number}")
-}
-
-fn data_dir(scratch: &ScratchDir, number: usize) -> PathBuf {
-    scratch.path().join(name(number))
-}
-
-/// Copies the CA of a data directory to one that no server has used.
-fn copy_ca(from: &Path, to: &Path) -> Result<()> {
-    std::fs::create_dir(to)?;
-    std::fs::set_permissions(to, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
-    for file in ["ca.crt", "ca.key"] {
-        std::fs::copy(from.join(file), to.join(file))?;
-    }
-    Ok(())
-}
-
-/// Returns free ports of an address that only this process uses, since servers must know each
-/// other's ports before they start.
-fn free_addresses(count: usize) -> Result<Vec<SocketAddr>> {
-    let ip = IpAddr::from(own_loopback());
-    let bound: Vec<_> = (0..count)
-        .map(|_| TcpListener::bind((ip, 0)))
-        .collect::<std::io::Result<_>>()?;
-    let addresses = bound.iter().map(TcpListener::local_addr);
-    Ok(addresses.collect::<std::io::Result<_>>()?)
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn request_reaches_an_agent_of_another_server() -> Result<()> {
     let servers = Servers::start(2, &[]).await?;
@@ -204,7 +153,7 @@ async fn agent_holds_a_session_with_each_of_two_servers_and_survives_one() -> Re
     let _agent = servers.agent_at_both().await?;
     for (number, server) in servers.servers.iter().enumerate() {
         let listed = server.nodes().await?;
-        ensure!(listed[0]["replica"] == name(number), "{listed:?}");
+        ensure!(listed[0]["replica"] == Peering::name(number), "{listed:?}");
     }
     servers.servers[0].process().signal(Signal::Kill)?;
     let until = Instant::now() + Duration::from_secs(3);

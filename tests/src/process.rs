@@ -3,11 +3,13 @@
 mod culvert;
 mod fleet;
 mod log;
+mod peering;
 mod running;
 mod scratch;
 
 pub use culvert::{AgentSetup, Listener, Server, ServerSetup};
 pub use fleet::Fleet;
 pub use log::Log;
+pub use peering::Peering;
 pub use running::{Finished, Process, Program, Signal};
-pub use scratch::{ScratchDir, own_loopback};
+pub use scratch::{ScratchDir, next_loopback, own_loopback};

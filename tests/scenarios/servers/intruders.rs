@@ -42,7 +42,8 @@ async fn servers_and_agents_are_admitted_on_their_own_listeners_only() -> Result
     let at_peers = async |key: &Arc<CertifiedKey>| {
         let trust = PeerTrust::new(tls::roots(ca.roots())?)?;
         let own = Arc::new(SingleCertAndKey::from(key.clone()));
-        greeted(servers.peers[0], tls::peer_client(own, trust)?).await
+        let listen = servers.peering.address(0, Listener::Peers);
+        greeted(listen, tls::peer_client(own, trust)?).await
     };
     at_peers(&server).await.context("a server")?;
     for (what, key) in [("another CA's", &foreign), ("an agent's", &agent)] {

@@ -11,9 +11,8 @@ use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{Listener, next_loopback};
 use tunnel_tests::targets::Exporter;
-
-use super::free_addresses;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn token_of_one_server_enrolls_at_the_other_and_each_serves_the_others_nodes() -> Result<()> {
@@ -61,8 +60,7 @@ pub(super) struct Pair {
 impl Pair {
     pub(super) async fn start() -> Result<Self> {
         let ca = CaMaterial::generate(std::time::SystemTime::now())?;
-        let addresses = free_addresses(2)?;
-        let (at_a, at_b) = (addresses[0], addresses[1]);
+        let [at_a, at_b] = [next_loopback(), next_loopback()].map(|ip| Listener::Peers.on(ip));
         let pair = Self {
             a: server(&ca, "a", at_a, format!("b={at_b}")).await?,
             b: server(&ca, "b", at_b, format!("a={at_a}")).await?,

@@ -1,7 +1,7 @@
 //! The two binaries under test, as an operator would run them.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -57,6 +57,15 @@ impl ServerSetup {
     /// Creates a server on free loopback ports.
     pub fn on_loopback(data_dir: &Path) -> Self {
         Self::new(data_dir, None).on_free_ports()
+    }
+
+    /// Creates a server on fixed ports of a loopback address that no other server has.
+    pub fn on_address(data_dir: &Path, address: Ipv4Addr) -> Self {
+        let listeners = Listener::LISTENERS.iter();
+        listeners.fold(Self::new(data_dir, None), |setup, listener| {
+            let listen = listener.on(address).to_string();
+            setup.args(&[listener.flag(), &listen])
+        })
     }
 
     fn on_free_ports(self) -> Self {
@@ -341,6 +350,20 @@ impl Listener {
         }
     }
 
+    /// Returns the address of this listener of a server that has a loopback address of its own. The
+    /// ports are neither those of an installed server nor those that Linux assigns.
+    pub fn on(self, address: Ipv4Addr) -> SocketAddr {
+        let port = match self {
+            Self::Agents => 21262,
+            Self::Https => 21263,
+            Self::Http => 21264,
+            Self::Meta => 21265,
+            Self::Dns => 21253,
+            Self::Peers => 21269,
+        };
+        SocketAddr::from((address, port))
+    }
+
     /// Returns the address in `line` if the line reports that this listener is open.
     pub fn opened(self, line: &str) -> Option<SocketAddr> {
         let line: Value = serde_json::from_str(line).ok()?;
@@ -359,4 +382,4 @@ const START: Duration = Duration::from_secs(15);
 pub(super) const STOP: Duration = Duration::from_secs(5);
 
 /// Longer than the longest pause of an agent between two tries at the beginning of an outage.
-const CONNECT: Duration = Duration::from_secs(15);
+pub(super) const CONNECT: Duration = Duration::from_secs(15);

@@ -1,4 +1,4 @@
-//! Resources of a single test: a directory for its files, and an address.
+//! Resources of a single test: a directory for its files, and addresses.
 
 use std::fs::Permissions;
 use std::io;
@@ -13,6 +13,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub fn own_loopback() -> Ipv4Addr {
     let [_, high, middle, low] = std::process::id().to_be_bytes();
     Ipv4Addr::new(127, 64 | (high & 63), middle, low)
+}
+
+/// Returns another loopback address at each call, in 127.128.0.0/9. A server listens there on fixed
+/// ports below those that the system assigns, so it can return to them after a restart.
+pub fn next_loopback() -> Ipv4Addr {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    // Processes that run at the same time seldom have IDs with the same low 15 bits.
+    let process = (std::process::id() & 0x7fff) << 8;
+    let number = NEXT.fetch_add(1, Ordering::Relaxed) & 0x7f;
+    Ipv4Addr::from(0x7f80_0000 | process | number)
 }
 
 /// A new directory that is removed with all its content on drop.
