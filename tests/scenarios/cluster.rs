@@ -25,7 +25,6 @@ macro_rules! on_both {
 mod absent;
 mod agents;
 mod authority;
-mod calls;
 mod hosts_file;
 mod install;
 mod kubectl;

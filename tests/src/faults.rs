@@ -10,6 +10,7 @@
 //! processes ([`Stack`]). Every byte of every stream and answer is generated from the seed and
 //! hashed at both ends.
 
+mod callers;
 mod clocks;
 mod flow;
 mod node_client;
@@ -20,6 +21,7 @@ mod site;
 mod stack;
 mod watch;
 
+pub use callers::{Call, CallerOptions, Callers, Calls};
 pub use clocks::Clocks;
 pub use flow::{Flow, FlowEnd, Load};
 pub use node_client::{NODE, NodeClient, RequestOutcome, Requester, TimedOutcome};

@@ -12,6 +12,7 @@ use tokio::time::{sleep, timeout};
 use tunnel_server::config::ObjectNames;
 use tunnel_tests::cluster::edge;
 use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::faults::{CallerOptions, Callers};
 use tunnel_tests::gear::Gear;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::netns::{IpProtocol, Route, publish_routes, service_address};
@@ -76,6 +77,8 @@ pub(super) struct Installation {
     pub(super) nodes: Vec<String>,
     /// The servers to which callers are sent.
     pub(super) backends: watch::Sender<Vec<Backend>>,
+    /// The addresses of `backends`.
+    endpoints: watch::Sender<Vec<SocketAddr>>,
     pub(super) kubelet: FakeKubelet,
     virtual_ports: Option<VirtualPorts>,
     launch: Launch,
@@ -126,6 +129,7 @@ impl Installation {
             started: 0,
             nodes: Vec::new(),
             backends: watch::Sender::new(Vec::new()),
+            endpoints: watch::Sender::new(Vec::new()),
             kubelet,
             virtual_ports: plan.virtual_ports,
             launch: plan.launch,
@@ -239,7 +243,7 @@ impl Installation {
                 name: replica.name.clone(),
                 http: replica.server.address(Listener::Http),
             });
-            self.backends.send_replace(backends.collect());
+            self.send_callers_to(backends.collect());
             return Ok(());
         };
         let route = |protocol, port, listener| Route {
@@ -255,11 +259,33 @@ impl Installation {
             route(IpProtocol::Udp, ports.agents, Listener::Agents),
         ])
         .await?;
-        self.backends.send_replace(vec![Backend {
+        self.send_callers_to(vec![Backend {
             name: "service".to_owned(),
             http: service_address(ports.http),
         }]);
         Ok(())
+    }
+
+    fn send_callers_to(&self, backends: Vec<Backend>) {
+        let endpoints = backends.iter().map(|backend| backend.http);
+        self.endpoints.send_replace(endpoints.collect());
+        self.backends.send_replace(backends);
+    }
+
+    /// Starts callers of all nodes, which send about 100 requests a second to the current servers.
+    pub(super) fn start_callers(&self) -> Callers {
+        let port = self.kubelet.addr().port();
+        let hosts = self.nodes.iter().map(|node| format!("{node}:{port}"));
+        let hosts: Vec<_> = hosts.collect();
+        // Each node has callers on new and on reused connections.
+        let callers = (2 * hosts.len()).max(8);
+        let options = CallerOptions {
+            callers,
+            pause: Duration::from_millis(10 * callers as u64),
+            limit: scaled(CALL_TIMEOUT),
+            seed: 0,
+        };
+        Callers::start(&self.endpoints, &hosts, options)
     }
 
     pub(super) async fn delete_slice(&self, name: &str) -> Result<()> {
@@ -339,6 +365,8 @@ fn slice_name(server: &str) -> String {
 }
 
 const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices";
+/// Time after which a call counts as failed.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Sessions of agents with a server itself.
 pub(super) const AGENTS: &str = "tunnel_server_agents";
 /// Time in which agents find a second server, and give up the one that has gone.

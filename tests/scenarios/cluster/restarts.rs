@@ -17,7 +17,6 @@ use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
 use tunnel_tests::process::Listener;
 
 use super::authority::Exec;
-use super::calls::Calling;
 use super::replicas::{Installation, Moment, Plan, VirtualPorts, on_free_ports};
 use super::{ClusterEnv, FIRST};
 
@@ -48,7 +47,7 @@ async fn servers_find_each_other_by_their_endpoints_and_forward() -> Result<()> 
 async fn rolling_restart_of_three_servers_fails_no_request() -> Result<()> {
     let mut site = Installation::start(on_loopback(3, agents()).await?).await?;
     site.settle().await;
-    let calling = Calling::start(&site);
+    let callers = site.start_callers();
     let mut execs = Vec::new();
     for _ in 0..Gear::current().pick(2, 20) {
         let endpoint = site.replicas[0].server.address(Listener::Http);
@@ -72,7 +71,7 @@ async fn rolling_restart_of_three_servers_fails_no_request() -> Result<()> {
     })
     .await?;
     site.wait_for_sessions(2 * agents() as u64).await;
-    calling.end().await?.check()
+    callers.end().await?.ensure_served(100)
 }
 
 /// The same restart behind one virtual address, which nft spreads over the servers for callers and
@@ -96,7 +95,7 @@ async fn restart_behind_a_virtual_address() -> Result<()> {
     };
     let mut site = Installation::start(plan).await?;
     site.settle().await;
-    let calling = Calling::start(&site);
+    let callers = site.start_callers();
     let mut execs = Vec::new();
     for _ in 0..Gear::current().pick(4, 20) {
         let endpoint = service_address(PORTS.http);
@@ -125,7 +124,7 @@ async fn restart_behind_a_virtual_address() -> Result<()> {
     .await?;
     ensure!(execs.is_empty(), "{} execs on new servers", execs.len());
     site.wait_for_sessions(2 * agents() as u64).await;
-    calling.end().await?.check()
+    callers.end().await?.ensure_served(100)
 }
 
 /// Returns a plan of servers on free loopback ports in a cluster of their own.

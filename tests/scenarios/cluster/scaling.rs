@@ -19,7 +19,6 @@ use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
 use tunnel_tests::process::{ServerSetup, Signal};
 use tunnel_tests::tools::or_skip;
 
-use super::calls::Calling;
 use super::kubectl::{Kubectl, kubectls};
 use super::replicas::{AGENTS, Installation, Launch, Plan, Timing, VirtualPorts};
 use super::{ClusterEnv, FIRST};
@@ -52,7 +51,7 @@ async fn scale_up_and_down() -> Result<()> {
     };
     let mut site = Installation::start(plan).await?;
     site.settle().await;
-    let calling = Calling::start(&site);
+    let callers = site.start_callers();
     let mut following = Following::start(&site).await?;
     for replicas in [4, 2] {
         set_replicas(&site.cluster_env, replicas).await?;
@@ -69,7 +68,7 @@ async fn scale_up_and_down() -> Result<()> {
         .await;
     }
     following.end().await?;
-    calling.end().await?.check()
+    callers.end().await?.ensure_served(100)
 }
 
 /// Applies the manifest in the place of the objects that the harness creates.

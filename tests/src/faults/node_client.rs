@@ -11,12 +11,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
+use tokio::time::error::Elapsed;
 use tokio::time::{Instant, interval, sleep_until, timeout};
 
 use super::pipe::{Loads, Pipe};
 use super::runs::Run;
 use super::watch::{Measured, ensure_soon};
-use crate::client::{BodyEnd, Endpoint, RawRequest, request};
+use crate::client::{BodyEnd, HttpReply, KeepAliveClient, RawRequest, request};
 use crate::eventually::scaled;
 use crate::targets::Exporter;
 
@@ -57,13 +58,8 @@ impl NodeClient {
         targets: Targets,
         seed: u64,
     ) -> Self {
-        let requester = Requester {
-            endpoint: Endpoint::plain(endpoint),
-            host: format!("{NODE}:{}", targets.exporter.addr().port()),
-            seed,
-            number: Arc::default(),
-            tally: Arc::default(),
-        };
+        let host = format!("{NODE}:{}", targets.exporter.addr().port());
+        let requester = Requester::new(endpoint, host, seed);
         Self {
             requester,
             service,
@@ -112,8 +108,10 @@ impl NodeClient {
 /// Requests pseudo-random bytes from the node and compares their hash.
 #[derive(Debug, Clone)]
 pub struct Requester {
-    endpoint: Endpoint,
+    address: SocketAddr,
     host: String,
+    /// Size of an answer.
+    size: usize,
     seed: u64,
     number: Arc<AtomicU64>,
     tally: Arc<Tally>,
@@ -135,6 +133,8 @@ pub enum RequestOutcome {
     Cut(String),
     /// No answer arrived in time.
     Silence,
+    /// The connection ended in the middle of the answer, without a reset.
+    Truncated(String),
     /// A clean answer with missing or wrong bytes.
     Unequal(String),
 }
@@ -146,37 +146,99 @@ pub struct TimedOutcome {
 }
 
 impl Requester {
+    /// Creates a requester of `host` (`NODE:PORT`) at an HTTP listener.
+    pub fn new(address: SocketAddr, host: String, seed: u64) -> Self {
+        Self {
+            address,
+            host,
+            size: ANSWER_BYTES,
+            seed,
+            number: Arc::default(),
+            tally: Arc::default(),
+        }
+    }
+
+    /// Changes the size of the answers, which is that of a scrape.
+    pub fn with_size(self, size: usize) -> Self {
+        Self { size, ..self }
+    }
+
+    /// Returns the address of the HTTP listener.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
     /// Sends one request on a connection of its own, and waits at most for `limit`.
     pub async fn ask(&self, limit: Duration) -> TimedOutcome {
         let began = Instant::now();
+        let get = self.next_request().header("Connection", "close");
+        let asked = timeout(limit, request(self.address, &get)).await;
+        self.timed(began, asked)
+    }
+
+    /// Like [`Requester::ask`], on `connection` or on a new one, which is returned there unless the
+    /// answer asked to close it.
+    pub async fn ask_on(
+        &self,
+        connection: &mut Option<KeepAliveClient>,
+        limit: Duration,
+    ) -> TimedOutcome {
+        let began = Instant::now();
+        let get = self.next_request();
+        let asked = async {
+            let mut client = match connection.take() {
+                Some(client) => client,
+                None => KeepAliveClient::connect(self.address).await?,
+            };
+            let reply = client.request(&get).await?;
+            let is_closing = (reply.header("connection"))
+                .is_some_and(|value| value.eq_ignore_ascii_case("close"));
+            if !is_closing && reply.ended.is_clean() {
+                *connection = Some(client);
+            }
+            anyhow::Ok(reply)
+        };
+        let asked = timeout(limit, asked).await;
+        self.timed(began, asked)
+    }
+
+    fn next_request(&self) -> RawRequest {
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let seed = self.seed.wrapping_add(number);
-        let path = format!("/size/{ANSWER_BYTES}?seed={seed}");
-        let get = RawRequest::get(&self.host, &path);
-        let outcome = match timeout(limit, request(self.endpoint.clone(), &get)).await {
+        let path = format!("/size/{}?seed={seed}", self.size);
+        RawRequest::new("GET", &path, &self.host)
+    }
+
+    fn timed(&self, began: Instant, asked: Result<Result<HttpReply>, Elapsed>) -> TimedOutcome {
+        let outcome = match asked {
             Err(_elapsed) => RequestOutcome::Silence,
             Ok(Err(error)) => RequestOutcome::Cut(format!("{error:#}")),
-            Ok(Ok(reply)) => match (reply.status, reply.header("x-tunnel-error"), &reply.ended) {
-                (200, None, BodyEnd::Reset(kind)) => RequestOutcome::Cut(kind.to_string()),
-                (200, None, ended) => {
-                    let hash = reply.sha256();
-                    if ended.is_clean() && reply.header("x-sha256") == Some(&hash) {
-                        let bytes = reply.body.len() as u64;
-                        self.tally.hashed.fetch_add(bytes, Ordering::Relaxed);
-                        RequestOutcome::Served
-                    } else {
-                        self.tally.unequal.fetch_add(1, Ordering::Relaxed);
-                        RequestOutcome::Unequal(format!("{} bytes, {ended:?}", reply.body.len()))
-                    }
-                }
-                (status, code, _) => {
-                    RequestOutcome::Refused(status, code.unwrap_or("?").to_owned())
-                }
-            },
+            Ok(Ok(reply)) => self.outcome(&reply),
         };
         TimedOutcome {
             outcome,
             took: began.elapsed(),
+        }
+    }
+
+    fn outcome(&self, reply: &HttpReply) -> RequestOutcome {
+        match (reply.status, reply.header("x-tunnel-error"), &reply.ended) {
+            (200, None, BodyEnd::Reset(kind)) => RequestOutcome::Cut(kind.to_string()),
+            (200, None, ended) => {
+                let (hash, bytes) = (reply.sha256(), reply.body.len());
+                if ended.is_clean() && reply.header("x-sha256") == Some(&hash) {
+                    self.tally.hashed.fetch_add(bytes as u64, Ordering::Relaxed);
+                    return RequestOutcome::Served;
+                }
+                self.tally.unequal.fetch_add(1, Ordering::Relaxed);
+                let what = format!("{bytes} bytes, {ended:?}");
+                if *ended == BodyEnd::Truncated {
+                    RequestOutcome::Truncated(what)
+                } else {
+                    RequestOutcome::Unequal(what)
+                }
+            }
+            (status, code, _) => RequestOutcome::Refused(status, code.unwrap_or("?").to_owned()),
         }
     }
 
@@ -306,6 +368,7 @@ impl fmt::Display for RequestOutcome {
             Self::Refused(status, code) => write!(f, "{status} {code}"),
             Self::Cut(error) => write!(f, "cut: {error}"),
             Self::Silence => f.write_str("no answer"),
+            Self::Truncated(what) => write!(f, "truncated: {what}"),
             Self::Unequal(what) => write!(f, "false bytes: {what}"),
         }
     }

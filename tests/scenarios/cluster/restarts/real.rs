@@ -18,7 +18,6 @@ use tunnel_tests::process::{Process, ScratchDir};
 use tunnel_tests::targets::{FakeKubelet, TargetTls};
 use tunnel_tests::tools::or_skip;
 
-use super::super::calls::Calling;
 use super::super::kubectl::{Kubectl, kubectls};
 use super::super::replicas::{Backend, Installation, Moment, Plan, Timing, on_free_ports};
 use super::super::{ClusterEnv, FIRST};
@@ -66,7 +65,7 @@ async fn rolling_restart() -> Result<()> {
     site.settle().await;
     create_pods(&site).await?;
     let mut running = start_commands(&kubectl).await?;
-    let calling = Calling::start(&site);
+    let callers = site.start_callers();
     site.restart_all(async |_, moment| match moment {
         Moment::Stopping => {
             let timing = Timing::current();
@@ -85,7 +84,7 @@ async fn rolling_restart() -> Result<()> {
     })
     .await?;
     ensure!(running.is_empty(), "{} on new servers", running.len());
-    calling.end().await?.check()
+    callers.end().await?.ensure_served(100)
 }
 
 /// Returns the flag of kube-apiserver that names its egress file.
