@@ -6,8 +6,8 @@
 //! gear has the defaults ([`Clocks`]).
 //!
 //! Nearly all cases have server, agent, targets and callers in this process ([`Site`]), with a
-//! [`Link`](crate::link::Link) between server and agent. F32 and F35 use the two binaries as
-//! processes ([`Stack`]). Every byte of every stream and answer is generated from the seed and
+//! [`Link`](crate::link::Link) between server and agent. The others use the two binaries as
+//! processes, with one server or three ([`Stack`], [`Replicas`]). Every byte of every stream and answer is generated from the seed and
 //! hashed at both ends.
 
 mod callers;
@@ -16,6 +16,7 @@ mod flow;
 mod node_client;
 mod pipe;
 pub mod plain;
+mod replicas;
 mod runs;
 mod site;
 mod stack;
@@ -26,6 +27,7 @@ pub use clocks::Clocks;
 pub use flow::{Flow, FlowEnd, Load};
 pub use node_client::{NODE, NodeClient, RequestOutcome, Requester, TimedOutcome};
 pub use pipe::{Loads, Pipe};
+pub use replicas::{AgentPaths, Layout, Replicas};
 pub use runs::{Run, Runs, TransportMode};
 pub use site::Site;
 pub use stack::{ProcessUsage, Stack};

@@ -32,18 +32,20 @@ async fn flapping(run: Run) -> Result<()> {
     let half = clocks.time(HALF);
     // Not divided by ten: a tenth of the times would show little of any growth.
     let length = clocks.pick(LENGTH, LENGTH_SHORT);
-    let pipe = stack.node_client.talk().await?;
+    let pipe = stack.node_clients[0].talk().await?;
     let rewrites = Rewrites::watch(stack.known_nodes());
     let logged = lines(&mut stack);
     let mut samples = Vec::new();
     let mut ups = Ups::default();
     let times = u32::try_from(length.as_millis() / (half * 2).as_millis())?;
     let began = Instant::now();
-    stack.link.flap(TrafficClass::ALL, half, half, times);
+    let link = stack.replicas.link(0)?;
+    link.flap(TrafficClass::ALL, half, half, times);
     for round in 0..times {
         let up = began + half * 2 * round;
         sleep_until(up).await;
-        ups.spend(&stack.node_client.requester, up, up + half).await;
+        let requester = &stack.node_clients[0].requester;
+        ups.spend(requester, up, up + half).await;
         samples.push((began.elapsed(), Sample::take(&mut stack).await?));
     }
     sleep_until(began + half * 2 * times).await;
@@ -68,8 +70,8 @@ async fn flapping(run: Run) -> Result<()> {
         "stream during all of it: bytes equal, or the reset reported",
         &ends,
     )?;
-    stack.node_client.requester.ready().await?;
-    stack.node_client.ensure_equal(run)
+    stack.ready().await?;
+    stack.node_clients[0].ensure_equal(run)
 }
 
 /// The times in which the link was up.
@@ -150,7 +152,7 @@ struct Sample {
 impl Sample {
     async fn take(stack: &mut Stack) -> Result<Self> {
         let agent = stack.agent.id().context("the agent has ended")?;
-        let server = stack.server.process().id();
+        let server = stack.replicas.servers[0].process().id();
         Ok(Self {
             sessions: stack.server_metric("tunnel_server_agents").await?,
             streams: stack.server_metric("tunnel_server_streams_open").await?,
@@ -252,7 +254,7 @@ fn lines(stack: &mut Stack) -> [u64; 2] {
         let others = lines.filter(|line| !line.contains(r#""message":"access""#));
         others.count() as u64
     };
-    let server = stack.server.process().log().lines();
+    let server = stack.replicas.servers[0].log().lines();
     [count(server), count(stack.agent.log().lines())]
 }
 

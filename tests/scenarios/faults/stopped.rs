@@ -34,7 +34,7 @@ enum Who {
 async fn stopped(run: Run, who: Who) -> Result<()> {
     let clocks = run.clocks;
     let mut stack = Stack::up(run).await?;
-    let pipe = stack.node_client.talk().await?;
+    let pipe = stack.node_clients[0].talk().await?;
     let began = Instant::now();
     signal(&mut stack, who, Signal::Stop)?;
     let continues = began + clocks.time(STOPPED);
@@ -49,14 +49,15 @@ async fn stopped(run: Run, who: Who) -> Result<()> {
     let bound = clocks.bound(Duration::from_secs(5));
     run.within("the other end suspects it", bound, suspected)?;
     if who == Who::Agent {
-        let (requester, every) = (&stack.node_client.requester, clocks.time(ASK_EVERY));
+        let every = clocks.time(ASK_EVERY);
+        let requester = &stack.node_clients[0].requester;
         requester.ensure_refused(run, continues, every).await?;
     }
     sleep_until(continues).await;
     signal(&mut stack, who, Signal::Cont)?;
     let continued = Instant::now();
     pipe.mark();
-    let requester = &stack.node_client.requester;
+    let requester = &stack.node_clients[0].requester;
     let serving = requester.serving_on(continued, scaled(GIVE_UP));
     let (served, resumed) = tokio::join!(serving, pipe.resumed(scaled(GIVE_UP)));
     let bound = clocks.connect_bound(Duration::from_secs(3));
@@ -67,14 +68,15 @@ async fn stopped(run: Run, who: Who) -> Result<()> {
     // Additional or different bytes would mean that data was delivered twice.
     let ends = pipe.finish(scaled(FINISH)).await;
     run.equal("stream's bytes equal, none twice", &ends)?;
-    stack.node_client.requester.served().await?;
-    stack.node_client.ensure_equal(run)
+    let node_client = &stack.node_clients[0];
+    node_client.requester.served().await?;
+    node_client.ensure_equal(run)
 }
 
 fn signal(stack: &mut Stack, who: Who, signal: Signal) -> Result<()> {
     match who {
         Who::Agent => stack.agent.signal(signal),
-        Who::Server => stack.server.process().signal(signal),
+        Who::Server => stack.replicas.servers[0].process().signal(signal),
     }
 }
 

@@ -55,6 +55,11 @@ impl Runs {
         Self::new(clocks, clocks, TIMED_AT_ONCE)
     }
 
+    /// Creates an empty set of runs with several processes each.
+    pub fn processes(clocks: Clocks) -> Result<Self> {
+        Self::new(clocks, clocks, PROCESSES_AT_ONCE)
+    }
+
     /// Creates an empty set of runs that measure throughput and must not compete for the machine.
     /// They depend on QUIC's own recovery, whose timers cannot be shortened, so both binaries have
     /// their default timers.
@@ -213,6 +218,8 @@ const SEEDS_VARIABLE: &str = "CULVERT_TEST_SEEDS";
 
 /// The largest rows have twelve runs with three seeds.
 const TIMED_AT_ONCE: usize = 16;
+/// Each run has four processes or more.
+const PROCESSES_AT_ONCE: usize = 4;
 const THROUGHPUT_AT_ONCE: usize = 2;
 /// With short timers the transfers are smaller.
 const THROUGHPUT_AT_ONCE_SHORT: usize = 8;

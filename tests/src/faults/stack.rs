@@ -1,31 +1,29 @@
-//! The two binaries as processes, with a link between them.
+//! The two binaries as processes: one server or several, an agent, and a link between them.
 
 use std::fs;
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use serde_json::Value;
 use tokio::time::sleep;
 
-use super::clocks::Clocks;
 use super::node_client::{NODE, NodeClient, Targets};
+use super::replicas::{AgentPaths, Layout, Replicas};
 use super::runs::Run;
 use super::watch::node_status;
-use crate::link::Link;
 use crate::metrics::metric;
-use crate::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use crate::process::{Listener, Process};
 
-/// A tunnel of two processes.
+/// A tunnel of processes.
 #[derive(Debug)]
 pub struct Stack {
-    pub node_client: NodeClient,
+    /// The callers of each server.
+    pub node_clients: Vec<NodeClient>,
     pub agent: Process,
     agent_meta: SocketAddr,
-    pub server: Server,
-    pub link: Link,
-    scratch: ScratchDir,
+    pub replicas: Replicas,
 }
 
 /// The resource usage of a process.
@@ -38,67 +36,78 @@ pub struct ProcessUsage {
 }
 
 impl Stack {
-    /// Starts both processes and waits until requests are served.
+    /// Starts one server and the agent, and waits until requests are served.
     pub async fn up(run: Run) -> Result<Self> {
-        let (seed, clocks) = (run.seed, run.limits);
-        let scratch = ScratchDir::new()?;
-        let targets = Targets::start().await?;
-        let exporter = targets.exporter.addr().port().to_string();
-        let yaml = server_yaml(clocks, targets.raw.local_addr()?.port());
-        let server_file = scratch.file("server.yaml", yaml)?;
-        let agent_file = scratch.file("agent.yaml", limits(clocks.agent_limits()))?;
-        let setup = ServerSetup::on_loopback(&scratch.path().join("server"))
-            .args(&["--http-proxy-ports", &exporter])
-            .args(&["--proxy-port-listen", "off"])
-            .args(&["--config", &server_file.to_string_lossy()]);
-        let mut server = setup.start().await?;
-        let opened = server
-            .process()
-            .wait_for_line("service", START, opened_service);
-        let service = opened.await?;
-        let token = server.token(NODE, None).await?;
-        let link = Link::start(server.address(Listener::Agents), seed)?;
-        let setup = AgentSetup::on_loopback(NODE, link.addr(), &scratch.path().join("agent"));
+        Self::up_with(run, Layout::SINGLE).await
+    }
+
+    /// Starts the servers of a layout and the agent, and waits until requests at each server are
+    /// served.
+    pub async fn up_with(run: Run, layout: Layout) -> Result<Self> {
+        let mut targets = Vec::new();
+        for _ in 0..layout.servers {
+            targets.push(Targets::start().await?);
+        }
+        let ports = targets.iter().map(|targets| {
+            let address = targets.raw.local_addr();
+            address.map(|address| address.port())
+        });
+        let ports: Vec<_> = ports.collect::<io::Result<_>>()?;
+        let replicas = Replicas::start(run, layout, NODE, &ports).await?;
+        let sessions = layout.sessions.to_string();
+        let setup = replicas.agent_setup(NODE, 0).await?;
         let mut agent = setup
-            .args(&[
-                "--token",
-                &token,
-                "--transport",
-                run.transport_mode.setting(),
-            ])
-            .args(&["--config", &agent_file.to_string_lossy()])
+            .args(&["--transport", run.transport_mode.setting()])
+            .args(&["--replicas", &sessions])
             .start()?;
         let agent_meta = agent.wait_for_line("meta", START, |line| Listener::Meta.opened(line));
         let agent_meta = agent_meta.await?;
-        let node_client = NodeClient::new(server.address(Listener::Http), service, targets, seed);
-        node_client.requester.ready().await?;
-        Ok(Self {
-            node_client,
+        let servers = replicas.servers.iter().zip(&replicas.services);
+        let node_clients = servers.zip(targets).map(|((server, service), targets)| {
+            NodeClient::new(server.address(Listener::Http), *service, targets, run.seed)
+        });
+        let stack = Self {
+            node_clients: node_clients.collect(),
             agent,
             agent_meta,
-            server,
-            link,
-            scratch,
-        })
+            replicas,
+        };
+        // Behind one address an agent may find few servers.
+        if layout.paths == AgentPaths::Own {
+            let sessions = layout.sessions as u64;
+            stack.replicas.wait_for_sessions(sessions).await?;
+        }
+        stack.ready().await?;
+        Ok(stack)
     }
 
-    /// Returns the node's state in `/nodes`; `absent` without a session.
+    /// Waits until requests at each server are served.
+    pub async fn ready(&self) -> Result<()> {
+        for node_client in &self.node_clients {
+            node_client.requester.ready().await?;
+        }
+        Ok(())
+    }
+
+    /// Returns the node's state in `/nodes` of the first server; `absent` without a session.
     pub async fn state(&self) -> Result<String> {
-        let node = node_status(self.server.address(Listener::Meta), NODE).await?;
+        let meta = self.replicas.servers[0].address(Listener::Meta);
+        let node = node_status(meta, NODE).await?;
         Ok(node["state"].as_str().unwrap_or("absent").to_owned())
     }
 
+    /// Returns a metric of the first server.
     pub async fn server_metric(&self, name: &str) -> Result<u64> {
-        metric(self.server.address(Listener::Meta), name).await
+        self.replicas.servers[0].metric(name).await
     }
 
     pub async fn agent_metric(&self, name: &str) -> Result<u64> {
         metric(self.agent_meta, name).await
     }
 
-    /// Returns the file of the known nodes.
+    /// Returns the file of the known nodes of the first server.
     pub fn known_nodes(&self) -> PathBuf {
-        self.scratch.path().join("server/nodes.json")
+        self.replicas.folder("s0/nodes.json")
     }
 }
 
@@ -136,26 +145,6 @@ impl ProcessUsage {
             memory_kib: field("VmRSS:")?,
         })
     }
-}
-
-fn server_yaml(clocks: Clocks, target: u16) -> String {
-    let limits = limits(clocks.server_limits());
-    format!(
-        "{limits}services:\n  - {{name: raw, listen: \"127.0.0.1:0\", node: {NODE}, target: \"{target}\"}}\n"
-    )
-}
-
-/// Formats the limits as the section of a file.
-fn limits(yaml: &str) -> String {
-    let indented: String = yaml.lines().map(|line| format!("  {line}\n")).collect();
-    format!("limits:\n{indented}")
-}
-
-fn opened_service(line: &str) -> Option<SocketAddr> {
-    let line: Value = serde_json::from_str(line).ok()?;
-    let fields = line.get("fields").unwrap_or(&line);
-    let is_it = fields["message"] == "listening" && fields["listener"] == "service";
-    fields["address"].as_str().filter(|_| is_it)?.parse().ok()
 }
 
 /// Time limit for a start. A server generates its keys at its first start.
