@@ -2,10 +2,12 @@
 //!
 //! Each test is one row, on each transport of the row, with short timers and one seed. In the full
 //! gear (`make faults`, `make test-all`) the same tests have three seeds and the default timers of
-//! both binaries, for which the bounds are defined.
+//! both binaries, for which the bounds are defined. Rows that name several servers run three of them.
 
+mod drained;
 mod fallback;
 mod flapping;
+mod killed;
 mod loss;
 mod partition;
 mod path;

@@ -1,12 +1,15 @@
-//! F05, F06, F08, F09: nothing passes, for a second, for half a minute, in one direction only, or
-//! until the end.
+//! F05 to F09: nothing passes, for a second, for half a minute, for ten minutes, in one direction only,
+//! or until the end.
 
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use futures_util::future::{join_all, try_join_all};
 use tokio::time::{Instant, sleep, sleep_until};
 use tunnel_tests::eventually::scaled;
-use tunnel_tests::faults::{Clocks, Run, Runs, Site, TransportMode, until};
+use tunnel_tests::faults::{
+    Clocks, Layout, ProcessUsage, Run, Runs, Site, Stack, TransportMode, until,
+};
 use tunnel_tests::link::{Impairment, TrafficClass};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -25,6 +28,20 @@ async fn f06_partition_of_half_a_minute_is_reported_to_new_requests_and_outlived
     for transport_mode in [TransportMode::Quic, TransportMode::H2] {
         runs.start(transport_mode, "stream open", |run| long(run, true));
         runs.start(transport_mode, "idle", |run| long(run, false));
+    }
+    runs.finish().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f07_partition_of_ten_minutes_costs_nothing_and_ends_with_the_heal() -> Result<()> {
+    let mut runs = Runs::timed(Clocks::of_gear())?;
+    for transport_mode in [TransportMode::Quic, TransportMode::H2] {
+        runs.start(transport_mode, "one server", |run| {
+            endless(run, Layout::SINGLE)
+        });
+        runs.start(transport_mode, "three servers", |run| {
+            endless(run, Layout::three(2))
+        });
     }
     runs.finish().await
 }
@@ -111,6 +128,133 @@ async fn long(run: Run, busy: bool) -> Result<()> {
     site.node_client.ensure_equal(run)
 }
 
+/// Loses everything between the agent and all servers for 10 min, during a stream at each server.
+/// Before that, one of several servers is lost, and the others go on.
+async fn endless(run: Run, layout: Layout) -> Result<()> {
+    let clocks = run.clocks;
+    let mut stack = Stack::up_with(run, layout).await?;
+    let mut pipes = Vec::new();
+    for node_client in &stack.node_clients {
+        pipes.push(node_client.talk().await?);
+    }
+    if layout.sessions > 1 {
+        one_link_lost(run, &stack).await?;
+    }
+    let began = Instant::now();
+    let heals = began + clocks.pick(ENDLESS, ENDLESS_SHORT);
+    let replicas = &stack.replicas;
+    replicas.set(TrafficClass::ALL, &Impairment::black_hole());
+    let lost = until(began, heals - began, async || {
+        let holders = stack.replicas.holders().await;
+        holders.is_ok_and(|holders| holders.is_empty())
+    });
+    let bound = clocks.bound(DEAD + SUSPECT_BUSY);
+    run.within("servers close the dead sessions", bound, lost.await)?;
+    for pipe in pipes {
+        let ends = pipe.finish(scaled(FINISH)).await;
+        run.equal_or_reset("stream's bytes equal, or the cut reported", &ends)?;
+    }
+    let before = Processes::of(&mut stack).await?;
+    let every = clocks.time(ASK_SELDOM);
+    let refusing = stack.node_clients.iter().map(|client| {
+        let requester = &client.requester;
+        requester.ensure_refused(run, heals, every)
+    });
+    try_join_all(refusing).await?;
+    sleep_until(heals).await;
+    Processes::of(&mut stack).await?.ensure_flat(run, &before)?;
+    for link in &stack.replicas.links {
+        link.heal();
+    }
+    let healed = Instant::now();
+    let serving = stack.node_clients.iter().map(|client| {
+        let requester = &client.requester;
+        requester.serving_on(healed, scaled(GIVE_UP))
+    });
+    for served in join_all(serving).await {
+        let bound = clocks.connect_bound(Duration::from_secs(30));
+        run.within("new requests served for good after the heal", bound, served)?;
+    }
+    for node_client in &stack.node_clients {
+        node_client.ensure_equal(run)?;
+    }
+    Ok(())
+}
+
+/// Loses everything between the agent and one of its servers, and heals that link.
+async fn one_link_lost(run: Run, stack: &Stack) -> Result<()> {
+    let holders = stack.replicas.holders().await?;
+    let lost = *holders.first().context("no session")?;
+    let link = stack.replicas.link(lost)?;
+    link.set(TrafficClass::ALL, Impairment::black_hole());
+    let began = Instant::now();
+    let serving = stack.node_clients.iter().map(|client| {
+        let requester = &client.requester;
+        requester.serving_on(began, scaled(GIVE_UP))
+    });
+    for served in join_all(serving).await {
+        // Streams are open, so the session is suspect soon.
+        let bound = run.clocks.connect_bound(SUSPECT_BUSY);
+        run.within("served over the other server", bound, served)?;
+    }
+    link.heal();
+    Ok(())
+}
+
+/// The usage of all processes, and the number of lines in their logs.
+struct Processes {
+    taken: Instant,
+    usages: Vec<(ProcessUsage, u64)>,
+}
+
+impl Processes {
+    async fn of(stack: &mut Stack) -> Result<Self> {
+        let mut ids = vec![(stack.agent.id(), stack.agent.log().clone())];
+        for server in &mut stack.replicas.servers {
+            let log = server.log().clone();
+            ids.push((server.process().id(), log));
+        }
+        let mut usages = Vec::new();
+        for (id, log) in ids {
+            let usage = ProcessUsage::sample_min(id.context("a process has ended")?).await?;
+            let lines = log.lines();
+            let lines = lines.iter();
+            let lines = lines.filter(|line| !line.contains(r#""message":"access""#));
+            usages.push((usage, lines.count() as u64));
+        }
+        Ok(Self {
+            taken: Instant::now(),
+            usages,
+        })
+    }
+
+    /// Checks that nothing has grown, and that no process has logged more than once in 30 s for each
+    /// of the others.
+    fn ensure_flat(&self, run: Run, before: &Self) -> Result<()> {
+        let passed = (self.taken - before.taken).as_secs();
+        let most_lines = (passed / 30 + 1) * self.usages.len() as u64;
+        for ((now, lines), (then, lines_then)) in self.usages.iter().zip(&before.usages) {
+            let logged = lines - lines_then;
+            let figure = format!(
+                "{} then {} descriptors, {} then {} threads, {} then {} KiB, {logged} lines",
+                then.descriptors,
+                now.descriptors,
+                then.threads,
+                now.threads,
+                then.memory_kib,
+                now.memory_kib
+            );
+            run.report(&figure);
+            let is_flat = now.descriptors <= then.descriptors + DIALING
+                && now.threads <= then.threads
+                && now.memory_kib <= then.memory_kib + then.memory_kib / 10 + MEMORY_NOISE_KIB
+                && logged <= most_lines;
+            ensure!(is_flat, "{figure}, at most {most_lines} lines");
+        }
+        Ok(())
+    }
+}
+
 /// Loses everything of a traffic class from some moment on, and checks that both ends mark each
 /// other suspect, then dead.
 async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<()> {
@@ -151,6 +295,14 @@ async fn silence(run: Run, class: TrafficClass, busy: bool) -> Result<()> {
 
 const BRIEF: Duration = Duration::from_secs(1);
 const LONG: Duration = Duration::from_secs(30);
+const ENDLESS: Duration = Duration::from_secs(600);
+/// Longer than a session lives without any arrival.
+const ENDLESS_SHORT: Duration = Duration::from_secs(20);
+const ASK_SELDOM: Duration = Duration::from_secs(10);
+/// Descriptors of dials in progress.
+const DIALING: u64 = 8;
+/// The memory that an allocator retains varies.
+const MEMORY_NOISE_KIB: u64 = 4096;
 const SUSPECT_BUSY: Duration = Duration::from_secs(5);
 const SUSPECT_IDLE: Duration = Duration::from_secs(15);
 const DEAD: Duration = Duration::from_secs(60);

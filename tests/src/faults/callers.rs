@@ -61,7 +61,7 @@ impl Callers {
                 endpoints: endpoints.subscribe(),
                 host: host.clone(),
                 // Each host has callers of both kinds.
-                is_new: (number + number / hosts.len()).is_multiple_of(2),
+                is_new: (number / hosts.len() + number % hosts.len()).is_multiple_of(2),
                 next: number,
                 options: CallerOptions {
                     seed: options.seed.wrapping_add((number as u64) << 32),
