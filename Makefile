@@ -5,12 +5,14 @@ ROUNDS ?= 5
 GEAR ?= full
 SEEDS ?= 1,2,3
 OVERLAY ?= plain
+MINUTES ?= 30
+SEED ?= 1
 
 # The packages that `make test` builds. Another selection would have other features, and cargo would compile crates again.
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all faults bench bench-compare bench-guards lint audit docs tools static images images-test manifests install-yaml chart
+.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test manifests install-yaml chart
 
 help: ## lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -36,7 +38,12 @@ faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F1
 	cargo build --release --bins
 	@echo "load: $$(cat /proc/loadavg)"
 	CULVERT_TEST_GEAR=$(GEAR) CULVERT_TEST_SEEDS=$(SEEDS) cargo nextest run --release --profile faults \
-	  --test scenarios --run-ignored all -E "test(/^faults::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/)" $(ARGS)
+	  --test scenarios --run-ignored all -E "test(/^faults::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/) - test(/^faults::soak::/)" $(ARGS)
+
+soak: ## runs mixed faults on three servers for 30 minutes; MINUTES=30 SEED=1
+	cargo build --release --bins
+	CULVERT_SOAK_MINUTES=$(MINUTES) CULVERT_TEST_SEEDS=$(SEED) cargo test --release -p tunnel-tests --test scenarios \
+	  -- --ignored --nocapture faults::soak::
 
 bench: ## runs the benchmark, about 15 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/reference/benchmarks.md
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-bench --bin tunnel-server --bin tunnel-agent --bin bench

@@ -12,4 +12,5 @@ mod loss;
 mod partition;
 mod path;
 mod size;
+mod soak;
 mod stopped;
