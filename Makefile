@@ -38,7 +38,7 @@ faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F1
 	cargo build --release --bins
 	@echo "load: $$(cat /proc/loadavg)"
 	CULVERT_TEST_GEAR=$(GEAR) CULVERT_TEST_SEEDS=$(SEEDS) cargo nextest run --release --profile faults \
-	  --test scenarios --run-ignored all -E "test(/^faults::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/) - test(/^faults::soak::/)" $(ARGS)
+	  --test scenarios --run-ignored all -E "test(/^(faults|cluster::restarts)::.*($$(echo '$(ONLY)' | tr 'A-Z,' 'a-z|'))/) - test(/^faults::soak::/)" $(ARGS)
 
 soak: ## runs mixed faults on three servers for 30 minutes; MINUTES=30 SEED=1
 	cargo build --release --bins

@@ -4,6 +4,7 @@
 //! gear (`make faults`, `make test-all`) the same tests have three seeds and the default timers of
 //! both binaries, for which the bounds are defined. Rows that name several servers run three of them.
 
+mod balanced;
 mod drained;
 mod fallback;
 mod flapping;

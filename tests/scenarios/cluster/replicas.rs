@@ -184,6 +184,11 @@ impl Installation {
 
     /// Starts an agent of a new node, and returns it before it is connected.
     pub(super) async fn agent(&mut self, node: &str, arguments: &[&str]) -> Result<Process> {
+        self.agent_setup(node).await?.args(arguments).start()
+    }
+
+    /// Returns the setup of an agent of a new node.
+    pub(super) async fn agent_setup(&mut self, node: &str) -> Result<AgentSetup> {
         let object = edge(node).addressed("Hostname", node);
         self.cluster_env.objects().add(&object).await?;
         self.nodes.push(node.to_owned());
@@ -195,8 +200,8 @@ impl Installation {
         let token = server.token(node, None).await?;
         let folder = self.cluster_env.scratch.path();
         let folder = folder.join(format!("agent-{node}"));
-        let setup = AgentSetup::on_loopback(node, address, &folder).args(&["--token", &token]);
-        setup.args(arguments).start()
+        let setup = AgentSetup::on_loopback(node, address, &folder);
+        Ok(setup.args(&["--token", &token]))
     }
 
     /// Replaces the servers one after the other, as a Deployment with `maxSurge: 1` and

@@ -9,12 +9,13 @@ mod real;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
+use tunnel_tests::apiserver::Presence;
 use tunnel_tests::checks::ensure_reset;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
-use tunnel_tests::process::Listener;
+use tunnel_tests::process::{Listener, Signal};
 
 use super::authority::Exec;
 use super::replicas::{Installation, Moment, Plan, VirtualPorts, on_free_ports};
@@ -125,6 +126,43 @@ async fn restart_behind_a_virtual_address() -> Result<()> {
     ensure!(execs.is_empty(), "{} execs on new servers", execs.len());
     site.wait_for_sessions(2 * agents() as u64).await;
     callers.end().await?.ensure_served(100)
+}
+
+/// Each agent has one session, so most servers reach its node by forwarding.
+#[tokio::test(flavor = "multi_thread")]
+async fn f21_agents_that_reconnect_while_the_api_server_is_away_are_reached() -> Result<()> {
+    let away = Duration::from_secs(Gear::current().pick(10, 600));
+    let mut site = Installation::start(on_loopback(3, 0).await?).await?;
+    let mut agents = Vec::new();
+    for number in 1..=4 {
+        let setup = site.agent_setup(&format!("worker-{number}")).await?;
+        let setup = setup.args(&["--replicas", "1"]);
+        let agent = setup.start()?;
+        agents.push((setup, agent));
+    }
+    for node in &site.nodes {
+        site.wait_until_served(node).await;
+    }
+    let fake_api = site.cluster_env.fake_api()?;
+    fake_api.be(Presence::Refusing).await?;
+    let back = Instant::now() + away;
+    while Instant::now() < back {
+        for (setup, agent) in &mut agents {
+            agent.signal(Signal::Term)?;
+            agent.end(FIRST).await?;
+            *agent = setup.start()?;
+        }
+        for node in &site.nodes {
+            site.wait_until_served(node).await;
+        }
+    }
+    let forwarded = "tunnel_server_forwarded_streams_total{direction=\"out\",result=\"ok\"}";
+    ensure!(site.sum_of(forwarded).await? > 0, "nothing was forwarded");
+    fake_api.be(Presence::Here).await?;
+    for node in &site.nodes {
+        site.wait_until_served(node).await;
+    }
+    Ok(())
 }
 
 /// Returns a plan of servers on free loopback ports in a cluster of their own.

@@ -111,6 +111,8 @@ impl Fault {
 #[derive(Debug)]
 struct Episode {
     fault: Fault,
+    /// HTTP listener of the server of a fault.
+    listener: SocketAddr,
     began: Instant,
     /// End of the time in which failures are excused.
     until: Instant,
@@ -118,6 +120,18 @@ struct Episode {
     node: Option<String>,
     /// Time from the end of the fault until each server served each node, unless one did not.
     recovered: Option<Duration>,
+}
+
+impl Episode {
+    /// Returns whether this fault excuses the failure of an event.
+    fn excuses(&self, event: &Event) -> bool {
+        let is_concerned = (self.node.as_ref())
+            .is_none_or(|node| event.host.split(':').next() == Some(node.as_str()));
+        event.began <= self.until
+            && event.ended >= self.began
+            && is_concerned
+            && self.fault.excuses(event.kind)
+    }
 }
 
 impl Site {
@@ -219,6 +233,7 @@ impl Site {
         sleep_until(until).await;
         Ok(Episode {
             fault,
+            listener: self.replicas.servers[server].address(Listener::Http),
             began,
             until,
             node,
@@ -303,6 +318,7 @@ enum EventKind {
 struct Event {
     kind: EventKind,
     host: String,
+    endpoint: SocketAddr,
     began: Instant,
     ended: Instant,
     outcome: RequestOutcome,
@@ -351,6 +367,7 @@ impl Traffic {
                     false => EventKind::ReusedConnection,
                 },
                 host: call.host,
+                endpoint: call.endpoint,
                 began: call.sent,
                 ended: call.sent + call.answer.took,
                 outcome: call.answer.outcome,
@@ -395,6 +412,7 @@ async fn repeat(
             events.push(Event {
                 kind,
                 host: host.clone(),
+                endpoint,
                 began,
                 ended: Instant::now(),
                 outcome,
@@ -480,14 +498,15 @@ fn report(
             continue;
         }
         *codes.entry(code(&event.outcome)).or_insert(0_u64) += 1;
-        let excuse = excuse(event, episodes);
+        let excusing = || episodes.iter().filter(|episode| episode.excuses(event));
+        // The system closes the callers' connections of a killed process without a reset.
+        let is_killed = excusing().any(|episode| {
+            episode.fault == Fault::ServerKilled && episode.listener == event.endpoint
+        });
         match &event.outcome {
             RequestOutcome::Unequal(_) => counts.wrong += 1,
-            // The system closes the connections of a killed server without a reset.
-            RequestOutcome::Truncated(_) if excuse != Some(Fault::ServerKilled) => {
-                counts.silent += 1;
-            }
-            _ if excuse.is_some() => counts.excused += 1,
+            RequestOutcome::Truncated(_) if !is_killed => counts.silent += 1,
+            _ if excusing().next().is_some() => counts.excused += 1,
             outcome => {
                 counts.unexcused += 1;
                 run.report(format_args!("not excused: {:?} {outcome}", event.kind));
@@ -529,20 +548,6 @@ fn report(
     ensure!(unreachable == 0, "nodes were not served after a fault");
     ensure!(grown == 0, "{grown} processes have grown");
     Ok(())
-}
-
-/// Returns the fault that excuses the failure of an event.
-fn excuse(event: &Event, episodes: &[Episode]) -> Option<Fault> {
-    let mut episodes = episodes.iter();
-    let excusing = episodes.find(|episode| {
-        let is_concerned = (episode.node.as_ref())
-            .is_none_or(|node| event.host.split(':').next() == Some(node.as_str()));
-        event.began <= episode.until
-            && event.ended >= episode.began
-            && is_concerned
-            && episode.fault.excuses(event.kind)
-    });
-    excusing.map(|episode| episode.fault)
 }
 
 /// Returns a failure without its details.
