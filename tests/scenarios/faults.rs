@@ -8,6 +8,7 @@ mod balanced;
 mod drained;
 mod fallback;
 mod flapping;
+mod herd;
 mod killed;
 mod loss;
 mod partition;

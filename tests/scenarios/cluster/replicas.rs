@@ -192,7 +192,7 @@ impl Installation {
         let object = edge(node).addressed("Hostname", node);
         self.cluster_env.objects().add(&object).await?;
         self.nodes.push(node.to_owned());
-        let server = &self.replicas[self.agents.len() % self.replicas.len()].server;
+        let server = &self.replicas[self.nodes.len() % self.replicas.len()].server;
         let address = match self.virtual_ports {
             Some(ports) => service_address(ports.agents),
             None => server.address(Listener::Agents),
