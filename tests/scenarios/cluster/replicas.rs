@@ -57,8 +57,7 @@ pub(super) struct Plan {
     pub(super) launch: Launch,
 }
 
-pub(super) type Launch =
-    Box<dyn Fn(&ClusterEnv, usize, &str) -> Result<ServerSetup> + Send + Sync>;
+pub(super) type Launch = Box<dyn Fn(&ClusterEnv, usize, &str) -> Result<ServerSetup> + Send + Sync>;
 
 /// The ports of the virtual address. Agents use theirs over UDP and TCP.
 #[derive(Debug, Clone, Copy)]

@@ -89,7 +89,11 @@ async fn replicas(cluster_env: &ClusterEnv) -> Result<u64> {
 
 async fn set_replicas(cluster_env: &ClusterEnv, replicas: u64) -> Result<()> {
     let patch = json!({ "spec": { "replicas": replicas } });
-    cluster_env.admin().merge(DEPLOYMENT, &patch).await.map(drop)
+    cluster_env
+        .admin()
+        .merge(DEPLOYMENT, &patch)
+        .await
+        .map(drop)
 }
 
 /// Starts and stops servers until there are as many as the Deployment asks for. Those that go are
@@ -119,7 +123,10 @@ async fn reconcile(site: &mut Installation, following: &mut Following) -> Result
         .iter()
         .any(|replica| replica.server.log().contains("drain timeout is over"));
     ensure!(is_over == (resets > 0), "{resets} streams were reset");
-    ensure!(is_over != leaving.is_empty(), "no stream over these servers");
+    ensure!(
+        is_over != leaving.is_empty(),
+        "no stream over these servers"
+    );
     Ok(())
 }
 
@@ -166,7 +173,10 @@ fn pod(
     if Gear::current() == Gear::Quick {
         let timing = Timing::current();
         arguments.retain(|argument| !argument.starts_with("--drain-timeout="));
-        arguments.push(format!("--drain-timeout={}s", timing.drain_timeout.as_secs()));
+        arguments.push(format!(
+            "--drain-timeout={}s",
+            timing.drain_timeout.as_secs()
+        ));
         arguments.push(format!("--drain-delay={}s", timing.drain_delay.as_secs()));
     }
     for (flag, port) in [

@@ -73,7 +73,10 @@ async fn stopping(run: Run) -> Result<()> {
     };
     for answer in requester.ask_during(EVERY, scaled(LIMIT), lead).await? {
         let outcome = answer.outcome;
-        ensure!(outcome == RequestOutcome::Served, "in the meantime: {outcome}");
+        ensure!(
+            outcome == RequestOutcome::Served,
+            "in the meantime: {outcome}"
+        );
     }
     let process = stack.replicas.servers[victim].process();
     process.end(STOP).await?;

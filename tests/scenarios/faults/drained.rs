@@ -37,7 +37,9 @@ async fn f04_restart_of_all_servers_in_turn_fails_no_request() -> Result<()> {
 async fn terminated(run: Run) -> Result<()> {
     let mut stack = Stack::up_with(run, Layout::three(2)).await?;
     let (victim, pipes) = open(&stack, run.clocks.pick(200, 40)).await?;
-    stack.replicas.servers[victim].process().signal(Signal::Term)?;
+    stack.replicas.servers[victim]
+        .process()
+        .signal(Signal::Term)?;
     let hold = run.clocks.pick(HOLD, HOLD_SHORT);
     let others = (0..stack.node_clients.len()).filter(|number| *number != victim);
     let asking = others.map(|number| {
@@ -57,10 +59,13 @@ async fn terminated(run: Run) -> Result<()> {
             ensure!(took <= scaled(ELSEWHERE), "answered after {took:?}");
         }
     }
-    run.report(format_args!("{requests} requests at the other servers, all served"));
+    run.report(format_args!(
+        "{requests} requests at the other servers, all served"
+    ));
     let finishing = pipes.into_iter().map(|pipe| pipe.finish(scaled(FINISH)));
     let ends = join_all(finishing).await;
-    run.equal("streams during the stop", &ends.concat())?;
+    let ends: Vec<_> = ends.into_iter().flatten().collect();
+    run.equal("streams during the stop", &ends)?;
     let finished = Instant::now();
     let status = stack.replicas.servers[victim].process().end(END).await?;
     ensure!(status.success(), "{status}");
@@ -104,7 +109,11 @@ async fn open(stack: &Stack, streams: usize) -> Result<(usize, Vec<Pipe>)> {
         .collect();
     let mut pipes = Vec::new();
     for (number, other) in (0..streams).zip(others.iter().cycle()) {
-        let server = if number.is_multiple_of(2) { victim } else { *other };
+        let server = if number.is_multiple_of(2) {
+            victim
+        } else {
+            *other
+        };
         let paced = Loads::both(Load::Paced);
         pipes.push(stack.node_clients[server].pipe(paced).await?);
     }

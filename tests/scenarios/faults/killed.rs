@@ -41,7 +41,9 @@ async fn killed(run: Run, sessions: usize) -> Result<()> {
         run.within(what, recovery, served)?;
     }
     for client in clients {
-        let answers = client.requester.ask_during(EVERY, scaled(LIMIT), sleep(STEADY));
+        let answers = client
+            .requester
+            .ask_during(EVERY, scaled(LIMIT), sleep(STEADY));
         for answer in answers.await? {
             let outcome = answer.outcome;
             ensure!(outcome == RequestOutcome::Served, "later: {outcome}");
@@ -56,7 +58,11 @@ async fn killed(run: Run, sessions: usize) -> Result<()> {
     let restarted = Instant::now();
     let served = serving(&stack.node_clients[victim], restarted).await;
     let bound = run.clocks.connect_bound(Duration::from_secs(10));
-    run.within("served by the killed server after its restart", bound, served)
+    run.within(
+        "served by the killed server after its restart",
+        bound,
+        served,
+    )
 }
 
 async fn serving(client: &NodeClient, since: Instant) -> Result<Duration, Duration> {

@@ -144,8 +144,12 @@ impl Site {
             let node = node(number);
             let transport = TRANSPORTS[number % TRANSPORTS.len()];
             let first = number % replicas.servers.len();
-            let setup = (replicas.agent_setup(&node, first).await?)
-                .args(&["--transport", transport, "--replicas", "2"]);
+            let setup = (replicas.agent_setup(&node, first).await?).args(&[
+                "--transport",
+                transport,
+                "--replicas",
+                "2",
+            ]);
             let process = setup.start()?;
             agents.push(SoakAgent {
                 node,
@@ -402,9 +406,7 @@ async fn repeat(
             let outcome = match kind {
                 EventKind::Upload => upload(endpoint, &host, number as u64).await,
                 EventKind::Follow => follow(endpoint, &host, &stop).await,
-                EventKind::NewConnection
-                | EventKind::ReusedConnection
-                | EventKind::Download => {
+                EventKind::NewConnection | EventKind::ReusedConnection | EventKind::Download => {
                     let requester = Requester::new(endpoint, host.clone(), number as u64);
                     requester.with_size(BULK).ask(BULK_LIMIT).await.outcome
                 }
@@ -515,8 +517,16 @@ fn report(
     }
     run.report("kind, all, failed in a window, failed outside, wrong bytes, silent cuts");
     for (kind, counts) in &kinds {
-        let Counts { all, excused, unexcused, wrong, silent } = counts;
-        run.report(format_args!("{kind:?}, {all}, {excused}, {unexcused}, {wrong}, {silent}"));
+        let Counts {
+            all,
+            excused,
+            unexcused,
+            wrong,
+            silent,
+        } = counts;
+        run.report(format_args!(
+            "{kind:?}, {all}, {excused}, {unexcused}, {wrong}, {silent}"
+        ));
     }
     for (code, count) in &codes {
         run.report(format_args!("failed with {code}: {count}"));
@@ -525,11 +535,17 @@ fn report(
         let of_fault = || episodes.iter().filter(|episode| episode.fault == fault);
         let slowest = of_fault().filter_map(|episode| episode.recovered).max();
         let count = of_fault().count();
-        run.report(format_args!("{fault:?}: {count} times, slowest recovery {slowest:.1?}"));
+        run.report(format_args!(
+            "{fault:?}: {count} times, slowest recovery {slowest:.1?}"
+        ));
     }
-    let unreachable = episodes.iter().filter(|episode| episode.recovered.is_none());
+    let unreachable = episodes
+        .iter()
+        .filter(|episode| episode.recovered.is_none());
     let unreachable = unreachable.count();
-    run.report(format_args!("faults after which a node was not served: {unreachable}"));
+    run.report(format_args!(
+        "faults after which a node was not served: {unreachable}"
+    ));
     let mut grown = 0;
     for (number, (before, after)) in before.iter().zip(after).enumerate() {
         run.report(format_args!(
@@ -544,7 +560,10 @@ fn report(
     ensure!(sum(|counts| counts.all) > 0, "no requests");
     ensure!(sum(|counts| counts.wrong) == 0, "wrong bytes");
     ensure!(sum(|counts| counts.silent) == 0, "silent cuts");
-    ensure!(sum(|counts| counts.unexcused) == 0, "failures without a fault");
+    ensure!(
+        sum(|counts| counts.unexcused) == 0,
+        "failures without a fault"
+    );
     ensure!(unreachable == 0, "nodes were not served after a fault");
     ensure!(grown == 0, "{grown} processes have grown");
     Ok(())

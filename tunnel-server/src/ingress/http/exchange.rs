@@ -39,6 +39,10 @@ pub(in crate::ingress) struct Forwarded {
     pub(in crate::ingress) forwarded_body: ForwardedBody,
 }
 
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a body is the usual case, and its guard would be one more allocation"
+)]
 pub(in crate::ingress) enum ForwardedBody {
     Body(Incoming, UpstreamBodyGuard),
     Upgraded {

@@ -296,10 +296,7 @@ async fn idle_streams_over_other_servers_have_a_share_of_a_quarter() {
             assert!(registry.can_keep_idle(&node(), &via, servers), "{servers}");
             entries.push(registry.keep_idle(&node(), &via, &OPERATOR));
         }
-        assert!(
-            !registry.can_keep_idle(&node(), &via, servers),
-            "{servers}"
-        );
+        assert!(!registry.can_keep_idle(&node(), &via, servers), "{servers}");
     }
 }
 
