@@ -14,7 +14,7 @@ use tunnel_tests::ca::TestCa;
 use tunnel_tests::client::{BodyEnd, Exchange, RawRequest};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
-use tunnel_tests::manifests::{Container, Facts, documents, find, folder};
+use tunnel_tests::manifests::{ADDRESS_PLACEHOLDER, Container, Facts, documents, find, folder};
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
 use tunnel_tests::process::{ServerSetup, Signal};
 use tunnel_tests::tools::or_skip;
@@ -38,7 +38,7 @@ async fn scale_up_and_down() -> Result<()> {
     let kubectl = Kubectl::new(file, cluster_env.cluster.admin_kubeconfig()?)?;
     let manifest = std::fs::read_to_string(folder().join("install.yaml"))?;
     let server = service_address(PORTS.agents).to_string();
-    let manifest = manifest.replace("tunnel.example.com:31008", &server);
+    let manifest = manifest.replace(ADDRESS_PLACEHOLDER, &server);
     ensure!(manifest.contains(&server), "the address of the servers");
     apply(&cluster_env, &kubectl, &manifest).await?;
     let agents = Gear::current().pick(3, 20);
