@@ -23,14 +23,14 @@ use super::super::replicas::{Backend, Installation, Moment, Plan, Timing, on_fre
 use super::super::{ClusterEnv, FIRST};
 use super::{DRAIN_IS_OVER, LIMIT, agents};
 
-/// kubectl follows logs and runs commands, and starts more of them during the restart. The callers
-/// ask each node several times a second, so a node that is away for a second fails a request.
+/// kubectl follows logs, and reads more of them during the restart. The callers ask each node
+/// several times a second, so a node that is away for a second fails a request.
 #[tokio::test(flavor = "multi_thread")]
-async fn real_logs_and_execs_outlast_the_drain_of_each_server() -> Result<()> {
+async fn real_followed_logs_outlast_the_drain_of_each_server() -> Result<()> {
     if or_skip(Real::binaries()).is_none() {
         return Ok(());
     }
-    let test = "cluster::restarts::real::real_logs_and_execs_outlast_the_drain_of_each_server";
+    let test = "cluster::restarts::real::real_followed_logs_outlast_the_drain_of_each_server";
     in_service_namespace(test, LIMIT, rolling_restart).await
 }
 
@@ -64,7 +64,7 @@ async fn rolling_restart() -> Result<()> {
     let _balancer = balancer(&socket, folder, site.backends.subscribe())?;
     site.settle().await;
     create_pods(&site).await?;
-    let mut running = start_commands(&kubectl).await?;
+    let mut running = follow_logs(&kubectl).await?;
     let callers = site.start_callers();
     site.restart_all(async |_, moment| match moment {
         Moment::Stopping => {
@@ -127,19 +127,14 @@ fn pod_name(number: usize) -> String {
     format!("web-{number}")
 }
 
-/// Starts commands of kubectl that follow a log or run a command, on all Pods in turn. Each prints
-/// lines until it ends.
-async fn start_commands(kubectl: &Kubectl) -> Result<Vec<Process>> {
-    let (logs, execs) = Gear::current().pick((6, 2), (20, 5));
+/// Starts commands of kubectl that follow logs, of all Pods in turn. Each prints lines until it
+/// ends.
+async fn follow_logs(kubectl: &Kubectl) -> Result<Vec<Process>> {
+    let logs = Gear::current().pick(6, 20);
     let mut running = Vec::new();
     for pod in (1..=agents()).cycle().map(pod_name).take(logs) {
         let program = kubectl.program(&format!("logs -f {pod}"));
         running.push(program.start()?);
-    }
-    for pod in (1..=agents()).cycle().map(pod_name).take(execs) {
-        let program = kubectl.program(&format!("exec -i {pod} -- cat"));
-        let input = "while sleep 0.5; do echo still here || exit; done | \"$@\"";
-        running.push(program.through(["sh", "-c", input, "sh"]).start()?);
     }
     for process in &running {
         eventually("the first line of kubectl", FIRST, async || {
