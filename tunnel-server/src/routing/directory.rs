@@ -22,7 +22,7 @@ pub const HOLDERS_TRIED_MAX: usize = 2;
 /// The state of the connection to a server, in the order in which streams prefer it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LinkState {
-    /// The server answers.
+    /// The server answers in time.
     Live,
     /// The server has not answered for a few seconds. Its host may be lost.
     Suspect,

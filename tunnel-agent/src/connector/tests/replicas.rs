@@ -206,7 +206,7 @@ async fn load_balancer_that_always_chooses_one_replica_is_left_alone_until_the_m
     let both = members(BEHIND_ONE);
     let first = env.net.arrival().await;
     let mut first = admit_as(first, "server-1", both.clone()).await;
-    for _ in 0..6 {
+    for _ in 0..10 {
         let connection = env.net.arrival().await;
         expect_bye(&mut admit_as(connection, "server-1", both.clone()).await).await;
     }
@@ -227,7 +227,7 @@ async fn loss_of_a_session_starts_another_search() {
     let both = members(BEHIND_ONE);
     let first = env.net.arrival().await;
     let first = admit_as(first, "server-1", both.clone()).await;
-    for _ in 0..6 {
+    for _ in 0..10 {
         let connection = env.net.arrival().await;
         expect_bye(&mut admit_as(connection, "server-1", both.clone()).await).await;
     }
@@ -258,11 +258,11 @@ async fn new_certificate_is_dialed_a_few_times_behind_a_load_balancer() {
     let rotating_credentials = &env.context.rotating_credentials;
     rotating_credentials.adopt(renewed, None, true).await;
     // The first session is replaced at once.
-    for _ in 0..1 + 6 {
+    for _ in 0..1 + 10 {
         let connection = env.net.arrival().await;
         peers.push(admit_as(connection, "server-1", both.clone()).await);
     }
-    env.until(|env| env.count(TransportKind::Quic, ConnectResult::Duplicate) == 6)
+    env.until(|env| env.count(TransportKind::Quic, ConnectResult::Duplicate) == 10)
         .await;
     env.until_connected(2).await;
     env.expect_quiet().await;
