@@ -38,6 +38,7 @@ mod forward;
 mod link;
 mod members;
 mod metrics;
+mod monitor;
 mod questions;
 mod serve;
 mod start;

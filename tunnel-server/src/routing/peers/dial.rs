@@ -27,9 +27,9 @@ use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
 use super::backoff::{BACKOFF_MAX, Backoff};
 use super::endpoint::PeerEndpoint;
 use super::link::{
-    Control, Link, LinkCheck, LinkError, LinkMonitor, PendingAsk, WarnInterval, check_interval,
-    exchange_hello, outbox, run_out,
+    Control, Link, LinkError, PendingAsk, WarnInterval, exchange_hello, outbox, run_out,
 };
+use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 use super::questions::Questions;
 use super::{PeerAddress, RevokedNodes};
 

@@ -29,9 +29,8 @@ use super::announce::{HeldNodes, announce};
 use super::dial::dead;
 use super::endpoint::PeerEndpoint;
 use super::forward::{refuse_above_limit, serve_stream};
-use super::link::{
-    Control, LinkCheck, LinkError, LinkMonitor, check_interval, exchange_hello, outbox, run_out,
-};
+use super::link::{Control, LinkError, exchange_hello, outbox, run_out};
+use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 use crate::routing::registry::answers_probe;
 
 /// The listener for other servers, port 10269.

@@ -6,7 +6,7 @@ use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, mem
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::peer::{HeldNode, Holds, PeerMessage};
 
-use super::link::LinkCheck;
+use super::monitor::LinkCheck;
 use super::*;
 use crate::routing::registry::{CallerKey, SuspectReason};
 use crate::testing::eventually;
