@@ -6,18 +6,16 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
-use rcgen::string::Ia5String;
 use rcgen::{
     CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose, PublicKeyData,
     SanType,
 };
-use rustls::sign::{CertifiedKey, SigningKey};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
 use tracing::info;
 use tunnel_proto::identity::{BACKDATED, Role};
 use tunnel_proto::process::files;
-use tunnel_proto::tls;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use zeroize::Zeroizing;
 
@@ -30,6 +28,7 @@ pub mod distrusted;
 pub mod enrollment;
 mod error;
 mod key_binding;
+mod leaf;
 mod material;
 pub mod renewal;
 pub mod revocation;
@@ -41,6 +40,7 @@ pub use crate::ca::csr::AgentCsr;
 pub use crate::ca::serving_names::ServingNames;
 pub use cert_resolver::{IsKnown, OnIssue, RoleCertResolver};
 pub use error::{CaError, IssueError};
+use leaf::{LeafKey, LeafParams, uri};
 pub use material::{CaMaterial, SourceNames};
 use material::{common_name, serial};
 
@@ -308,34 +308,6 @@ impl fmt::Debug for LocalCa {
             .field("material", &self.material.load())
             .finish_non_exhaustive()
     }
-}
-
-/// The fields that differ between certificates signed by the CA.
-struct LeafParams {
-    common_name: String,
-    names: Vec<SanType>,
-    usages: Vec<ExtendedKeyUsagePurpose>,
-}
-
-/// A key in the forms needed to sign certificates and to answer handshakes.
-struct LeafKey {
-    pair: KeyPair,
-    signing: Arc<dyn SigningKey>,
-}
-
-impl LeafKey {
-    fn generate() -> Result<Self, CaError> {
-        let pair = KeyPair::generate().map_err(CaError::Generate)?;
-        let private = PrivateKeyDer::Pkcs8(pair.serialize_der().into());
-        let signing = tls::signing_key(private).map_err(CaError::Tls)?;
-        Ok(Self { pair, signing })
-    }
-}
-
-fn uri(role: &Role) -> Result<SanType, IssueError> {
-    Ia5String::try_from(role.uri())
-        .map(SanType::URI)
-        .map_err(IssueError::Sign)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection};
 use rustls_pki_types::ServerName;
 use tunnel_proto::identity::{PeerIdentity, spki_sha256};
+use tunnel_proto::tls;
 use tunnel_proto::tls::Trust;
 
 use super::*;

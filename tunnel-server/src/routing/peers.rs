@@ -28,6 +28,7 @@ use crate::routing::directory::{Announcement, Directory};
 use crate::routing::registry::{OpenError, Opened};
 use crate::routing::via::Via;
 
+mod accept;
 mod address;
 mod announce;
 mod backoff;

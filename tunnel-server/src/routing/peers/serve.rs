@@ -11,25 +11,23 @@ use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, timeout};
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, ConnPermit};
-use tunnel_proto::tcp;
-use tunnel_proto::transport::{IncomingStream, Session, h2};
+use tunnel_proto::transport::{IncomingStream, Session};
 use tunnel_proto::wire::REPLICAS_MAX;
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
 
 use super::ForwardDirection;
+use super::accept::{Accepted, accept};
 use super::announce::{HeldNodes, announce};
 use super::dial::dead;
 use super::endpoint::PeerEndpoint;
 use super::forward::{refuse_above_limit, serve_stream};
-use super::link::{Control, LinkError, exchange_hello, outbox, run_out};
+use super::link::{Control, LinkError, outbox, run_out};
 use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 use crate::routing::registry::answers_probe;
 
@@ -43,13 +41,6 @@ pub(super) struct PeerListener {
     half_open: Arc<ConnLimiter>,
     /// Permits of connections that are ready.
     ready: Semaphore,
-}
-
-/// A connection that is ready.
-struct Accepted {
-    session: Arc<dyn Session>,
-    replica: ReplicaId,
-    control: Control,
 }
 
 impl PeerListener {
@@ -83,7 +74,7 @@ impl PeerListener {
     /// Serves one connection until it ends. `permit` is released when the other server is
     /// authenticated.
     async fn serve(&self, socket: TcpStream, permit: ConnPermit) {
-        let accepting = Box::pin(self.accept(socket));
+        let accepting = Box::pin(accept(&self.endpoint, socket));
         let accepting = timeout(self.endpoint.handshake_limit, accepting);
         let accepted = tokio::select! {
             biased;
@@ -110,54 +101,6 @@ impl PeerListener {
             return accepted.session.close(code, detail).await;
         };
         Box::pin(self.keep(accepted)).await;
-    }
-
-    async fn accept(&self, socket: TcpStream) -> Result<Accepted, LinkError> {
-        if !tcp::LISTENER_PASSES_ON_OPTIONS
-            && let Err(error) = tcp::configure_session(&socket)
-        {
-            debug!(%error, "cannot set a socket option");
-        }
-        let tls = TlsAcceptor::from(self.endpoint.tls.server.clone());
-        let stream = tls.accept(h2::ReadAhead::new(socket)).await;
-        let stream = stream.map_err(LinkError::Tls)?;
-        let session = h2::accept_peer(stream, &self.endpoint.settings).await?;
-        match self.greet(&session).await {
-            Ok((replica, control)) => Ok(Accepted {
-                session,
-                replica,
-                control,
-            }),
-            Err(error) => {
-                session.close(error.code(), &error.to_string()).await;
-                Err(error)
-            }
-        }
-    }
-
-    /// Accepts the control stream and exchanges the first messages. Returns the name of the server.
-    async fn greet(&self, session: &Arc<dyn Session>) -> Result<(ReplicaId, Control), LinkError> {
-        let peers = &self.endpoint.peers;
-        let Some(replica) = session.peer().replica().cloned() else {
-            // The verifier accepts only servers. This check is a second line of defense.
-            return Err(LinkError::protocol("not a server"));
-        };
-        if replica == *peers.own() {
-            let detail =
-                format!("another server has the name of this one, {replica}; set --replica-name");
-            return Err(LinkError::protocol(&detail));
-        }
-        let incoming = session.accept().await?;
-        let deadline = Instant::now() + self.endpoint.handshake_limit;
-        let (header, mut stream) = incoming.header(deadline).await?;
-        let StreamKind::Control { .. } = header.kind else {
-            return Err(LinkError::protocol(
-                "the first stream is not the control stream",
-            ));
-        };
-        stream.accept("").await?;
-        let control = exchange_hello(stream, peers.hello(), &replica).await?;
-        Ok((replica, control))
     }
 
     /// Runs a connection to its end. It replaces an older connection of the same server, which ends
