@@ -181,9 +181,9 @@ impl Measures {
     }
 }
 
-/// Returns the estimated bytes for each entry of a directory: a table of names and pointers at a
-/// power of two of slots, the holders of each node, and the text of each name. The names of a
-/// simulation are shared by its servers; those of a server are its own.
+/// Returns the estimated bytes for each entry of a directory: a table of names and holders at a
+/// power of two of slots, the text of each name, and an allocation for the holders of a node that
+/// has two. The names of a simulation are shared by its servers; those of a server are its own.
 pub(super) fn entry_bytes(directory: &Directory) -> f64 {
     let (mut entries, mut names) = (0, 0);
     for (node, _replica) in directory.iter() {
@@ -195,14 +195,16 @@ pub(super) fn entry_bytes(directory: &Directory) -> f64 {
     }
     let nodes = directory.nodes();
     let slots = (nodes * 8 / 7).next_power_of_two();
-    let slot = size_of::<NodeName>() + size_of::<Box<[u8]>>() + 1;
-    let holders = entries * HOLDER_BYTES + nodes * ALLOCATION_BYTES;
+    let slot = size_of::<NodeName>() + HOLDERS_BYTES + 1;
+    let holders = (entries - nodes) * (2 * HOLDER_BYTES + ALLOCATION_BYTES);
     let texts = names * nodes / entries + nodes * (COUNTS_BYTES + ALLOCATION_BYTES);
     (slots * slot + holders + texts) as f64 / entries as f64
 }
 
-/// Size of a holder in the directory: an instance, a time and an index.
-const HOLDER_BYTES: usize = 32;
+/// Size of a holder in the directory: an instance, a time, a list and an index.
+const HOLDER_BYTES: usize = 30;
+/// Size of the holders of a node in the table: one holder, or the pointer to several.
+const HOLDERS_BYTES: usize = 32;
 /// The two reference counts of a shared text.
 const COUNTS_BYTES: usize = 16;
 /// What an allocator adds to a small allocation, on average.

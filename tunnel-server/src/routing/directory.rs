@@ -13,8 +13,10 @@ use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::HeldNode;
 
 mod claim;
+mod holders;
 
 pub use claim::Claim;
+use holders::Holders;
 
 /// Maximum number of servers that are asked for one stream.
 pub const HOLDERS_TRIED_MAX: usize = 2;
@@ -33,7 +35,7 @@ pub enum LinkState {
 pub struct Directory {
     /// The holders of each node, never empty. Entries refer to a server by its index, because there
     /// are hundreds of thousands of them.
-    nodes: HashMap<NodeName, Box<[Holder]>>,
+    nodes: HashMap<NodeName, Holders>,
     replicas: Vec<Option<Replica>>,
     nodes_max_per_replica: usize,
 }
@@ -50,8 +52,10 @@ struct Replica {
     is_listing: bool,
 }
 
-/// An entry: a server holds the node with this agent process.
+/// An entry: a server holds the node with this agent process. Without padding, so that the table has
+/// room for one in each slot, see [`Holders`].
 #[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
 struct Holder {
     instance: InstanceId,
     /// Admission of the oldest session, in milliseconds since the Unix epoch.
@@ -313,7 +317,7 @@ impl Directory {
             Entry::Vacant(_) if replica.nodes >= max => return false,
             Entry::Vacant(entry) => {
                 replica.nodes += 1;
-                entry.insert(Box::new([holder]));
+                entry.insert(Holders::One(holder));
             }
         }
         true
@@ -399,7 +403,7 @@ impl Directory {
     }
 }
 
-fn without(holders: &[Holder], index: u16) -> Box<[Holder]> {
+fn without(holders: &[Holder], index: u16) -> Holders {
     let others = holders.iter().filter(|holder| holder.replica != index);
     others.copied().collect()
 }
