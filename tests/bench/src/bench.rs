@@ -133,10 +133,11 @@ impl BenchRun {
 
 pub(crate) const GIB: f64 = 1_073_741_824.0;
 
-/// Returns the CPU time of server and agent in microseconds, divided by `count`.
+/// Returns the CPU time of servers and agent in microseconds, divided by `count`.
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
 pub(crate) fn micros_each(usage: &CpuUsage, system: &System, count: usize) -> f64 {
-    (usage.cpu(system.server) + usage.cpu(system.agent)) * 1e6 / count.max(1) as f64
+    let servers = usage.cpu(system.server) + usage.cpu(system.hop);
+    (servers + usage.cpu(system.agent)) * 1e6 / count.max(1) as f64
 }
 
 /// Returns a duration in microseconds.

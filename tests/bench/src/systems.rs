@@ -13,7 +13,9 @@ use serde_json::Value;
 use tunnel_proto::tls;
 use tunnel_tests::ca::{Leaf, TestCa};
 use tunnel_tests::link::Link;
-use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Peering, Process, ScratchDir, Server, ServerSetup,
+};
 
 use crate::client::{Endpoint, TARGET_NAME};
 use crate::components::{self, transport_relay};
@@ -100,6 +102,8 @@ pub(crate) struct System {
     pub(crate) secure: Option<Endpoint>,
     pub(crate) server: Option<u32>,
     pub(crate) agent: Option<u32>,
+    /// The server that accepts the callers, if the agent is at another one.
+    pub(crate) hop: Option<u32>,
 }
 
 /// A server and one agent of Culvert, each in its own process.
@@ -107,6 +111,7 @@ pub(crate) struct System {
 pub(crate) struct Culvert {
     pub(crate) server: Option<Server>,
     pub(crate) agent: Option<Process>,
+    hop: Option<Hop>,
     pub(crate) service: SocketAddr,
     pub(crate) secure: SocketAddr,
     pub(crate) http: SocketAddr,
@@ -120,6 +125,14 @@ pub(crate) struct Culvert {
     _scratch: ScratchDir,
 }
 
+/// A second server, to which no agent is connected.
+#[derive(Debug)]
+struct Hop {
+    server: Server,
+    /// Address of the TCP service that leads to the plain edge service.
+    service: SocketAddr,
+}
+
 /// Settings in which stacks differ.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Shape<'a> {
@@ -128,42 +141,22 @@ pub(crate) struct Shape<'a> {
     pub(crate) limits: &'a [&'a str],
     /// Seed of a link between the agent and the server; `None` for a direct connection.
     pub(crate) link: Option<u64>,
+    /// Whether there is a second server, to which the agent is not connected.
+    pub(crate) has_hop: bool,
 }
 
 impl Culvert {
     pub(crate) async fn start(edge: &Edge, shape: Shape<'_>) -> Result<Self> {
         let scratch = ScratchDir::new()?;
-        let data = scratch.path().join("server");
+        let peering = Peering::new(1 + usize::from(shape.has_hop), scratch.path());
         let (file, agent_file) = (
             scratch.path().join("server.yaml"),
             scratch.path().join("agent.yaml"),
         );
-        let any: SocketAddr = "127.0.0.1:0".parse()?;
-        std::fs::write(&file, server_yaml(edge, shape, [any, any]))?;
         std::fs::write(&agent_file, limits(shape))?;
-        let setup = ServerSetup::on_loopback(&data).args(&[
-            "--config",
-            &file.to_string_lossy(),
-            "--http-proxy-ports",
-            &edge.plain_address.port().to_string(),
-            "--https-proxy-ports",
-            &edge.secure_address.port().to_string(),
-            "--https-name",
-            TARGET_NAME,
-            "--connect-listen",
-            "127.0.0.1:0",
-            "--proxy-port-listen",
-            "off",
-        ]);
-        let mut server = setup.start().await?;
-        let process = server.process();
-        let mut address = async |field: &str, name: &str| {
-            let find = |line: &str| opened(line, field, name);
-            process.wait_for_line(name, START, find).await
-        };
-        let service = address("service", "edge").await?;
-        let secure = address("service", "secure").await?;
-        let connect = address("listener", "connect").await?;
+        let setup = peering.setup(0)?;
+        let (server, [service, secure, connect]) = start_server(setup, edge, shape, &file).await?;
+        let data = PathBuf::from(server.data_dir());
         // The file names the ports, so that a restarted server listens on them.
         std::fs::write(&file, server_yaml(edge, shape, [service, secure]))?;
         let token = server.token(NODE, None).await?;
@@ -181,9 +174,17 @@ impl Culvert {
                 shape.transport,
                 "--config",
                 &agent_file.to_string_lossy(),
+                "--replicas",
+                "1",
             ]);
         let agent = agent_setup.start()?;
         server.wait_until_connected(&[NODE]).await;
+        let hop = if shape.has_hop {
+            let file = scratch.path().join("hop.yaml");
+            Some(Hop::start(peering.setup(1)?, edge, shape, &file).await?)
+        } else {
+            None
+        };
         Ok(Self {
             service,
             secure,
@@ -193,6 +194,7 @@ impl Culvert {
             connect,
             server: Some(server),
             agent: Some(agent),
+            hop,
             agent_setup,
             data,
             link,
@@ -208,14 +210,73 @@ impl Culvert {
         self.agent.as_ref()?.id()
     }
 
+    pub(crate) fn hop_process(&mut self) -> Option<u32> {
+        self.hop.as_mut()?.server.process().id()
+    }
+
     /// Returns the endpoint of the TCP service that leads to the plain edge service.
     pub(crate) fn endpoint(&self) -> Endpoint {
         plain(self.service)
     }
 
+    /// Returns the endpoint of the same service at the second server.
+    pub(crate) fn hop_endpoint(&self) -> Option<Endpoint> {
+        self.hop.as_ref().map(|hop| plain(hop.service))
+    }
+
     pub(crate) fn server(&self) -> Result<&Server> {
         self.server.as_ref().context("the server is gone")
     }
+}
+
+impl Hop {
+    /// Starts the second server and waits until it forwards connections to the first one.
+    async fn start(setup: ServerSetup, edge: &Edge, shape: Shape<'_>, file: &Path) -> Result<Self> {
+        let (server, [service, ..]) = start_server(setup, edge, shape, file).await?;
+        crate::load::probe(&plain(service), START)
+            .await
+            .with_context(|| format!("the second server; {}", server.log()))?;
+        Ok(Self { server, service })
+    }
+}
+
+/// Starts a server with TCP services that lead to the edge services, and writes its configuration
+/// to `file`. Returns the server, and the addresses of the plain service, of the service with TLS
+/// and of the CONNECT listener.
+async fn start_server(
+    setup: ServerSetup,
+    edge: &Edge,
+    shape: Shape<'_>,
+    file: &Path,
+) -> Result<(Server, [SocketAddr; 3])> {
+    let any: SocketAddr = "127.0.0.1:0".parse()?;
+    std::fs::write(file, server_yaml(edge, shape, [any, any]))?;
+    let setup = setup.args(&[
+        "--config",
+        &file.to_string_lossy(),
+        "--http-proxy-ports",
+        &edge.plain_address.port().to_string(),
+        "--https-proxy-ports",
+        &edge.secure_address.port().to_string(),
+        "--https-name",
+        TARGET_NAME,
+        "--connect-listen",
+        "127.0.0.1:0",
+        "--proxy-port-listen",
+        "off",
+    ]);
+    let mut server = setup.start().await?;
+    let process = server.process();
+    let mut address = async |field: &str, name: &str| {
+        let find = |line: &str| opened(line, field, name);
+        process.wait_for_line(name, START, find).await
+    };
+    let addresses = [
+        address("service", "edge").await?,
+        address("service", "secure").await?,
+        address("listener", "connect").await?,
+    ];
+    Ok((server, addresses))
 }
 
 pub(crate) fn plain(address: SocketAddr) -> Endpoint {
@@ -299,16 +360,17 @@ impl Systems {
         ];
         let (mut quic, mut h2, mut nginx) = (None, None, None);
         if culvert {
-            let shape = |transport| Shape {
+            let shape = |transport, has_hop| Shape {
                 transport,
+                has_hop,
                 ..Shape::default()
             };
-            quic = Some(Culvert::start(&edge, shape("quic")).await?);
-            let stack = Culvert::start(&edge, shape("h2")).await?;
+            quic = Some(Culvert::start(&edge, shape("quic", true)).await?);
+            let stack = Culvert::start(&edge, shape("h2", true)).await?;
             h2 = Some(stack);
             // A stack of its own, since idle connections of nginx use the agent's streams.
             if Nginx::is_installed()? {
-                let stack = Culvert::start(&edge, shape("h2")).await?;
+                let stack = Culvert::start(&edge, shape("h2", false)).await?;
                 nginx = Some(Nginx::start(stack).await?);
             }
         }
@@ -337,6 +399,7 @@ impl Systems {
         for stack in stacks.into_iter().flatten() {
             all.extend(stack.server_process());
             all.extend(stack.agent_process());
+            all.extend(stack.hop_process());
         }
         all.extend(self.nginx.as_ref().and_then(|nginx| nginx.process.id()));
         if let Some(peer) = &self.peer {
@@ -359,6 +422,7 @@ impl Systems {
                 secure: Some(secure(edge.secure_address)),
                 server: None,
                 agent: None,
+                hop: None,
             },
             System {
                 name: DIRECT_TLS,
@@ -366,6 +430,7 @@ impl Systems {
                 secure: None,
                 server: None,
                 agent: None,
+                hop: None,
             },
         ];
         systems.extend(self.relays.iter().map(|relay| System {
@@ -374,17 +439,21 @@ impl Systems {
             secure: None,
             server: relay.server.id(),
             agent: relay.agent.id(),
+            hop: None,
         }));
-        let names = [(QUIC, QUIC_HTTP), (H2, H2_HTTP)];
-        for (stack, (bytes, http)) in [&mut self.quic, &mut self.h2].into_iter().zip(names) {
+        let names = [(QUIC, QUIC_HTTP, QUIC_HOP), (H2, H2_HTTP, H2_HOP)];
+        let stacks = [&mut self.quic, &mut self.h2];
+        for (stack, (bytes, http, one_hop)) in stacks.into_iter().zip(names) {
             let Some(stack) = stack else { continue };
             let (server, agent) = (stack.server_process(), stack.agent_process());
+            let hop = stack.hop_process();
             systems.push(System {
                 name: bytes,
                 plain: stack.endpoint(),
                 secure: Some(secure(stack.secure)),
                 server,
                 agent,
+                hop: None,
             });
             systems.push(System {
                 name: http,
@@ -395,7 +464,16 @@ impl Systems {
                 secure: None,
                 server,
                 agent,
+                hop: None,
             });
+            systems.extend(stack.hop_endpoint().map(|plain| System {
+                name: one_hop,
+                plain,
+                secure: None,
+                server,
+                agent,
+                hop,
+            }));
         }
         let host = |target: SocketAddr| -> Arc<str> { format!("{NODE}:{}", target.port()).into() };
         if let Some(stack) = &mut self.h2 {
@@ -424,6 +502,7 @@ impl Systems {
                 secure: None,
                 server,
                 agent,
+                hop: None,
             }));
         }
         // CPU time of three processes does not fit server and agent.
@@ -433,6 +512,7 @@ impl Systems {
             secure: None,
             server: None,
             agent: None,
+            hop: None,
         }));
         if let Some(peer) = &self.peer {
             systems.push(System {
@@ -441,6 +521,7 @@ impl Systems {
                 secure: None,
                 server: peer.server.id(),
                 agent: peer.agent.id(),
+                hop: None,
             });
         }
         systems
@@ -548,13 +629,18 @@ pub(crate) const QUIC_HTTP: &str = "culvert-quic-http";
 pub(crate) const H2_HTTP: &str = "culvert-h2-http";
 pub(crate) const H2_HTTPS: &str = "culvert-h2-https";
 pub(crate) const H2_CONNECT: &str = "culvert-h2-connect";
+/// Callers at one server, and the agent at another one.
+pub(crate) const QUIC_HOP: &str = "culvert-quic-hop";
+pub(crate) const H2_HOP: &str = "culvert-h2-hop";
+/// Several servers without callers, or with many agents.
+pub(crate) const SERVERS: &str = "culvert-servers";
 pub(crate) const RELAY_QUIC: &str = "relay-quic";
 pub(crate) const RELAY_H2: &str = "relay-h2";
 pub(crate) const NGINX: &str = "nginx";
 pub(crate) const RATHOLE: &str = "rathole";
 
 /// Names of all systems, in the order of reports.
-pub(crate) const NAMES: [&str; 13] = [
-    DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, H2_HTTPS,
-    H2_CONNECT, NGINX, RATHOLE,
+pub(crate) const NAMES: [&str; 16] = [
+    DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HOP, QUIC_HOP, H2_HTTP,
+    QUIC_HTTP, H2_HTTPS, H2_CONNECT, SERVERS, NGINX, RATHOLE,
 ];

@@ -12,22 +12,31 @@ use crate::metric::{
     Metric, UP, UP_CPU,
 };
 use crate::systems::{
-    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC, System,
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HOP, H2_HTTP, QUIC, QUIC_HOP, QUIC_HTTP, RATHOLE, RELAY_H2,
+    RELAY_QUIC, System,
 };
 use crate::target::Bound::{AtLeast, AtMost};
-use crate::target::Of::{Itself, Ratio};
+use crate::target::Of::{Above, Itself, Ratio};
 use crate::target::Target;
 
 pub(super) const OVER_TCP: &[Target] = &[
     Target::new(H2, &DOWN_CPU, Ratio(FLOOR), AtMost(1.9)),
     Target::new(H2, &UP, Ratio(DIRECT), AtLeast(0.23)),
     Target::new(H2_HTTP, &DOWN, Ratio(H2), AtLeast(0.85)),
+    Target::new(H2_HOP, &DOWN, Ratio(H2), AtLeast(0.6)),
+    Target::new(H2_HOP, &DOWN_CPU, Above(H2), AtMost(1.7)),
+    Target::new(H2_HOP, &UP, Ratio(H2), AtLeast(0.6)),
+    Target::new(H2_HOP, &UP_CPU, Above(H2), AtMost(1.7)),
 ];
 
 pub(super) const OVER_QUIC: &[Target] = &[
     Target::new(QUIC, &DOWN_CPU, Ratio(FLOOR), AtMost(2.9)),
     Target::new(QUIC, &UP, Ratio(DIRECT), AtLeast(0.15)),
     Target::new(QUIC_HTTP, &DOWN, Ratio(QUIC), AtLeast(0.85)),
+    Target::new(QUIC_HOP, &DOWN, Ratio(QUIC), AtLeast(0.6)),
+    Target::new(QUIC_HOP, &DOWN_CPU, Above(QUIC), AtMost(1.7)),
+    Target::new(QUIC_HOP, &UP, Ratio(QUIC), AtLeast(0.6)),
+    Target::new(QUIC_HOP, &UP_CPU, Above(QUIC), AtMost(1.7)),
 ];
 
 pub(super) const MANY_STREAMS: &[Target] = &[
@@ -54,12 +63,15 @@ pub(super) async fn relays(bench: &mut BenchRun) -> Result<()> {
 }
 
 pub(super) async fn over_tcp(bench: &mut BenchRun) -> Result<()> {
-    let names = [DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, H2, H2_HTTP, RATHOLE];
+    let names = [
+        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, H2, H2_HOP, H2_HTTP, RATHOLE,
+    ];
     one_stream(bench, &names).await
 }
 
 pub(super) async fn over_quic(bench: &mut BenchRun) -> Result<()> {
-    one_stream(bench, &[DIRECT, FLOOR, RELAY_QUIC, QUIC, QUIC_HTTP]).await
+    let names = [DIRECT, FLOOR, RELAY_QUIC, QUIC, QUIC_HOP, QUIC_HTTP];
+    one_stream(bench, &names).await
 }
 
 async fn one_stream(bench: &mut BenchRun, names: &[&str]) -> Result<()> {
@@ -134,8 +146,8 @@ fn rate(
     );
 }
 
-/// Records CPU seconds per GiB: the first metric is the sum of server and agent, the second the
-/// server alone, the third the agent alone.
+/// Records CPU seconds per GiB: the first metric is the sum of servers and agent, the second the
+/// servers alone, the third the agent alone.
 #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
 fn cpu<const N: usize>(
     bench: &mut BenchRun,
@@ -147,7 +159,8 @@ fn cpu<const N: usize>(
     if system.server.is_none() {
         return;
     }
-    let (server, agent) = (usage.cpu(system.server), usage.cpu(system.agent));
+    let server = usage.cpu(system.server) + usage.cpu(system.hop);
+    let agent = usage.cpu(system.agent);
     let each = |seconds: f64| seconds * GIB / bytes as f64;
     for (metric, seconds) in metrics.into_iter().zip([server + agent, server, agent]) {
         bench.record(system.name, metric, each(seconds), usage.foreign);

@@ -7,7 +7,8 @@ use crate::bench::{BenchRun, micros, micros_each};
 use crate::load;
 use crate::metric::{FAILED, KEPT_CPU, KEPT_P50, KEPT_P99, NEW_P50, NEW_P99};
 use crate::systems::{
-    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HTTP, QUIC, QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC,
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_HOP, H2_HTTP, QUIC, QUIC_HOP, QUIC_HTTP, RATHOLE, RELAY_H2,
+    RELAY_QUIC,
 };
 use crate::target::Bound::AtMost;
 use crate::target::Of::{Above, Ratio};
@@ -20,13 +21,16 @@ pub(super) const TARGETS: &[Target] = &[
     Target::new(QUIC, &KEPT_P50, Above(DIRECT), AtMost(230.0)),
     Target::new(QUIC, &KEPT_CPU, Ratio(RELAY_QUIC), AtMost(1.3)),
     Target::new(QUIC, &NEW_P50, Above(DIRECT), AtMost(425.0)),
+    Target::new(H2_HOP, &KEPT_P50, Above(H2), AtMost(150.0)),
+    Target::new(QUIC_HOP, &KEPT_P50, Above(QUIC), AtMost(150.0)),
 ];
 
 const RATE: u32 = 200;
 
 pub(super) async fn open(bench: &mut BenchRun) -> Result<()> {
     for system in bench.rotated_systems(&[
-        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, RATHOLE,
+        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HOP, QUIC_HOP, H2_HTTP,
+        QUIC_HTTP, RATHOLE,
     ]) {
         for keep in [true, false] {
             let length = bench.length(1.5);

@@ -97,7 +97,7 @@ async fn streams(bench: &mut BenchRun, name: &'static str, transport: &str) -> R
     let shape = Shape {
         transport,
         limits: &LIMITS,
-        link: None,
+        ..Shape::default()
     };
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
     let server = stack.server_process().context("no server")?;

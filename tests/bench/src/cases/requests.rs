@@ -12,8 +12,8 @@ use crate::metric::{
     REQUESTS, TLS_CONNECTION_CPU, TLS_CONNECTIONS,
 };
 use crate::systems::{
-    DIRECT, DIRECT_TLS, FLOOR, H2, H2_CONNECT, H2_HTTP, H2_HTTPS, NGINX, QUIC, QUIC_HTTP, RATHOLE,
-    RELAY_H2, RELAY_QUIC, System,
+    DIRECT, DIRECT_TLS, FLOOR, H2, H2_CONNECT, H2_HOP, H2_HTTP, H2_HTTPS, NGINX, QUIC, QUIC_HOP,
+    QUIC_HTTP, RATHOLE, RELAY_H2, RELAY_QUIC, System,
 };
 use crate::target::Bound::{AtLeast, AtMost};
 use crate::target::Of::Ratio;
@@ -25,6 +25,8 @@ pub(super) const KEEP_ALIVE: &[Target] = &[
     Target::new(H2_HTTP, &REQUESTS, Ratio(H2), AtLeast(0.7)),
     Target::new(H2_HTTP, &REQUESTS, Ratio(NGINX), AtLeast(1.0)),
     Target::new(QUIC_HTTP, &REQUESTS, Ratio(QUIC), AtLeast(0.7)),
+    Target::new(H2_HOP, &REQUESTS, Ratio(H2), AtLeast(0.65)),
+    Target::new(QUIC_HOP, &REQUESTS, Ratio(QUIC), AtLeast(0.65)),
 ];
 
 pub(super) const FRESH: &[Target] = &[
@@ -33,6 +35,8 @@ pub(super) const FRESH: &[Target] = &[
     Target::new(QUIC, &CONNECTIONS, Ratio(DIRECT), AtLeast(0.33)),
     Target::new(QUIC, &TLS_CONNECTIONS, Ratio(DIRECT), AtLeast(0.65)),
     Target::new(H2_HTTPS, &CONNECTIONS, Ratio(DIRECT_TLS), AtLeast(0.5)),
+    Target::new(H2_HOP, &CONNECTIONS, Ratio(H2), AtLeast(0.65)),
+    Target::new(QUIC_HOP, &CONNECTIONS, Ratio(QUIC), AtLeast(0.65)),
 ];
 
 pub(super) const SCRAPES: &[Target] = &[
@@ -53,8 +57,8 @@ const PAGE_GZIPPED: u64 = 143_000;
 
 pub(super) async fn keep_alive(bench: &mut BenchRun) -> Result<()> {
     for system in bench.rotated_systems(&[
-        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HTTP, QUIC_HTTP, H2_HTTPS,
-        H2_CONNECT, NGINX, RATHOLE,
+        DIRECT, DIRECT_TLS, FLOOR, RELAY_H2, RELAY_QUIC, H2, QUIC, H2_HOP, QUIC_HOP, H2_HTTP,
+        QUIC_HTTP, H2_HTTPS, H2_CONNECT, NGINX, RATHOLE,
     ]) {
         let length = bench.length(1.5);
         let asking = async { Ok(load::closed(&system.plain, CALLERS, SMALL, length).await) };
@@ -78,7 +82,7 @@ pub(super) async fn keep_alive(bench: &mut BenchRun) -> Result<()> {
 
 pub(super) async fn fresh(bench: &mut BenchRun) -> Result<()> {
     for system in bench.rotated_systems(&[
-        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HTTPS, H2_CONNECT, RATHOLE,
+        DIRECT, DIRECT_TLS, FLOOR, H2, QUIC, H2_HOP, QUIC_HOP, H2_HTTPS, H2_CONNECT, RATHOLE,
     ]) {
         let length = bench.length(1.2);
         let endpoints = [

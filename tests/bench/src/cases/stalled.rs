@@ -11,7 +11,7 @@ use crate::machine::{CpuMonitor, resident_kib};
 use crate::metric::{
     FAILED, Metric, STALLED_1, STALLED_8, STALLED_64, STALLED_512, STALLED_MEMORY,
 };
-use crate::systems::{Culvert, H2, QUIC, Shape};
+use crate::systems::{Culvert, H2, H2_HOP, QUIC, QUIC_HOP, Shape};
 use crate::target::Bound::AtMost;
 use crate::target::Of::Itself;
 use crate::target::Target;
@@ -31,6 +31,19 @@ pub(super) const TARGETS: &[Target] = &[
     Target::new(QUIC, &STALLED_64, Itself, AtMost(1.3)),
     Target::new(QUIC, &STALLED_512, Itself, AtMost(1.3)),
     Target::new(QUIC, &STALLED_MEMORY, Itself, AtMost(680.0)),
+    Target::new(H2_HOP, &FAILED, Itself, AtMost(0.0)),
+    Target::new(H2_HOP, &STALLED_1, Itself, AtMost(1.3)),
+    Target::new(H2_HOP, &STALLED_8, Itself, AtMost(1.3)),
+    Target::new(H2_HOP, &STALLED_64, Itself, AtMost(1.3)),
+    Target::new(H2_HOP, &STALLED_512, Itself, AtMost(1.3)),
+    // One more server, with a buffer pool of its own.
+    Target::new(H2_HOP, &STALLED_MEMORY, Itself, AtMost(1220.0)),
+    Target::new(QUIC_HOP, &FAILED, Itself, AtMost(0.0)),
+    Target::new(QUIC_HOP, &STALLED_1, Itself, AtMost(1.3)),
+    Target::new(QUIC_HOP, &STALLED_8, Itself, AtMost(1.3)),
+    Target::new(QUIC_HOP, &STALLED_64, Itself, AtMost(1.3)),
+    Target::new(QUIC_HOP, &STALLED_512, Itself, AtMost(1.3)),
+    Target::new(QUIC_HOP, &STALLED_MEMORY, Itself, AtMost(1220.0)),
 ];
 
 const RATE: u32 = 200;
@@ -44,11 +57,18 @@ const STILL: Duration = Duration::from_millis(400);
 const FILL: Duration = Duration::from_secs(30);
 
 pub(super) async fn run(bench: &mut BenchRun) -> Result<()> {
-    for (name, transport) in [(H2, "h2"), (QUIC, "quic")] {
+    let systems = [
+        (H2, "h2", false),
+        (QUIC, "quic", false),
+        (H2_HOP, "h2", true),
+        (QUIC_HOP, "quic", true),
+    ];
+    for (name, transport, has_hop) in systems {
         let few: [(usize, &'static Metric); 3] =
             [(1, &STALLED_1), (8, &STALLED_8), (64, &STALLED_64)];
         let shape = Shape {
             transport,
+            has_hop,
             ..Shape::default()
         };
         beside(bench, name, shape, &few).await?;
@@ -72,11 +92,12 @@ async fn beside(
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
     let server = stack.server_process().context("no server")?;
     let agent = stack.agent_process().context("no agent")?;
-    let endpoint = stack.endpoint();
+    let hop = stack.hop_process();
+    let endpoint = stack.hop_endpoint().unwrap_or_else(|| stack.endpoint());
     let length = bench.length(2.0);
     for &(count, metric) in readers {
         let mut processes = bench.systems.processes();
-        processes.extend([server, agent]);
+        processes.extend([server, agent].into_iter().chain(hop));
         let watch = CpuMonitor::begin(&processes);
         let without = load::open(&endpoint, RATE, length, true).await?;
         let stalled = match load::stall(&endpoint, count).await {
@@ -88,7 +109,8 @@ async fn beside(
         };
         full(&stack).await?;
         let with = load::open(&endpoint, RATE, length, true).await?;
-        let memory = (resident_kib(server) + resident_kib(agent)) / 1024.0;
+        let memory = [server, agent].into_iter().chain(hop).map(resident_kib);
+        let memory = memory.sum::<f64>() / 1024.0;
         drop(stalled);
         let foreign = watch.end().foreign;
         let p99 = |asked: &load::LoadResult| percentile(&asked.times, 0.99).as_secs_f64();

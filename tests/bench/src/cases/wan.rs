@@ -67,6 +67,7 @@ pub(super) async fn run(bench: &mut BenchRun, loss: f64) -> Result<()> {
             transport,
             limits: &[],
             link: Some(seed),
+            has_hop: false,
         };
         let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
         // The agent connects again over the long path, because BBR keeps the shortest round trip of
