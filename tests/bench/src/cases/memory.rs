@@ -179,7 +179,8 @@ async fn agents(
 pub(super) async fn simulate(stack: &Culvert, transport: &str, count: usize) -> Result<Process> {
     let server = stack.server()?.address(Listener::Agents).to_string();
     let data = stack.data.to_string_lossy().into_owned();
-    let to_args = ["agents", transport, &server, &data, &count.to_string()].map(str::to_owned);
+    let count = count.to_string();
+    let to_args = ["agents", transport, &data, &count, "--server", &server].map(str::to_owned);
     let (mut simulator, _) = components::start(&to_args).await?;
     let all = |line: &str| line.starts_with(ALL_READY).then_some(());
     simulator

@@ -1,38 +1,44 @@
 //! Many agents in one process. Their sessions are like those of real agents, with credentials from
-//! the server's own CA.
+//! the servers' own CA.
 
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rcgen::{CertificateParams, KeyPair};
+use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
+use tunnel_agent::assignment::wanted_replicas;
 use tunnel_agent::backoff::{Backoff, ReconnectEvent};
+use tunnel_proto::process::host::raise_descriptor_limit;
+use tunnel_proto::relay::{Socket, relay};
 use tunnel_proto::session::control;
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::transport::{
-    BufferPool, CongestionControl, Dialer, HandshakeError, Session, SessionSettings,
+    BufferPool, CongestionControl, Dialer, HandshakeError, IncomingStream, Session, SessionSettings,
 };
-use tunnel_proto::wire::control::{ControlMessage, Hello};
+use tunnel_proto::wire::control::{ControlMessage, Hello, Member};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP, VERSION_MAX, VERSION_MIN};
 use tunnel_server::ca::LocalCa;
 use tunnel_server::store::data_dir::DataDir;
+use tunnel_tests::process::Peering;
 
 use super::listening;
 use super::transport_relay::Kind;
 
 /// Number of first dials that run at once, because the agents of a site do not all start at one
-/// moment. After a loss of the server, all agents dial again when their backoff ends, without this
-/// limit.
+/// moment. After a loss of a server, all its agents dial again when their backoff ends, without
+/// this limit.
 const FIRST_DIALS: usize = 128;
 /// Time limit for a dial and for an admission, equal to the handshake timeout of real agents.
 const BATCH: Duration = Duration::from_secs(5);
@@ -43,43 +49,60 @@ const MANY: u32 = 20;
 #[derive(Debug, clap::Args)]
 pub(crate) struct Agents {
     kind: Kind,
-    /// Address of the server's listener for agents.
-    server: SocketAddr,
-    /// Data directory of the server, for its CA.
+    /// Data directory of a server, for its CA.
     data: PathBuf,
     count: usize,
+    /// Addresses of the servers' listeners for agents.
+    #[arg(long, required = true)]
+    server: Vec<SocketAddr>,
+    /// Number of sessions of each agent, with a server each.
+    #[arg(long, default_value_t = 1)]
+    sessions: usize,
+    /// Number in the name of the first agent.
+    #[arg(long, default_value_t = 0)]
+    first: usize,
+    /// Address to which every stream leads; without it, streams are reset.
+    #[arg(long)]
+    target: Option<SocketAddr>,
 }
 
 impl Agents {
     pub(crate) async fn run(self) -> Result<()> {
         // The parent process waits for this line. This process does not listen.
-        listening(self.server)?;
+        listening(*self.server.first().context("no server")?)?;
+        ensure!(self.sessions <= self.server.len(), "too few servers");
+        raise_descriptor_limit()?;
         let ca = LocalCa::load_or_create(&DataDir::open_existing(&self.data)?)?;
         let roots = tls::roots(ca.roots().iter().cloned())?;
         // All agents have one key, because key generation is not measured.
         let key = KeyPair::generate()?;
         let csr = CertificateParams::default().serialize_request(&key)?;
-        let (events, mut event) = mpsc::channel(self.count.max(1));
+        let sessions = self.count * self.sessions;
+        let (events, mut event) = mpsc::channel(sessions.max(1));
         let first_dials = Arc::new(Semaphore::new(FIRST_DIALS));
         let mut agents = JoinSet::new();
-        for number in 0..self.count {
-            let node: NodeName = format!("sim-{number}").parse()?;
+        for number in self.first..self.first + self.count {
+            let node: NodeName = node_name(number).parse()?;
             let issued = ca.issue_agent(csr.der(), &node)?;
             let der = key.serialize_der().try_into().map_err(anyhow::Error::msg)?;
             let own = tls::certified_key(issued.chain, der)?;
             let dialer = dialer(self.kind, own, Trust::Roots(roots.clone()))?;
-            let agent = Agent {
+            let agent = Arc::new(Agent {
+                servers: self.ranked_servers(&node)?,
                 node,
                 instance: InstanceId::new(rand::random()),
-                server: self.server,
+                current: (0..self.sessions).map(AtomicUsize::new).collect(),
+                target: self.target,
                 dialer,
                 first_dials: first_dials.clone(),
                 events: events.clone(),
-            };
-            agents.spawn(agent.live());
+            });
+            for session in 0..self.sessions {
+                agents.spawn(agent.clone().live(session));
+            }
         }
         drop(events);
-        let mut tally = Tally::of(self.count);
+        let mut tally = Tally::of(sessions);
         while let Some(event) = event.recv().await {
             if let Some(times) = tally.handle(event) {
                 let mut out = std::io::stdout().lock();
@@ -89,9 +112,31 @@ impl Agents {
         }
         bail!("all agents have ended")
     }
+
+    /// Returns the servers in the order in which the agent of a node prefers them.
+    fn ranked_servers(&self, node: &NodeName) -> Result<Vec<SocketAddr>> {
+        let mut members = Vec::new();
+        for number in 0..self.server.len() {
+            members.push(Member {
+                id: Peering::name(number).parse()?,
+                addresses: Vec::new(),
+                is_leaving: false,
+            });
+        }
+        let wanted = wanted_replicas(node, &members, members.len());
+        let numbers = wanted
+            .iter()
+            .filter_map(|replica| members.iter().position(|member| member.id == *replica));
+        Ok(numbers.map(|number| self.server[number]).collect())
+    }
 }
 
-/// An event of an agent.
+/// Returns the name of the node of an agent.
+fn node_name(number: usize) -> String {
+    format!("sim-{number}")
+}
+
+/// An event of one of an agent's sessions.
 #[derive(Debug, Clone, Copy)]
 enum AgentEvent {
     /// The session with this number, counted from 0, is ready.
@@ -100,7 +145,8 @@ enum AgentEvent {
     Lost,
 }
 
-/// Number of agents that are ready, and of sessions that they have had.
+/// Number of agents that are ready, and of sessions that they have had. An agent with several
+/// servers counts once for each.
 #[derive(Debug)]
 struct Tally {
     count: usize,
@@ -175,19 +221,25 @@ fn dialer(
 struct Agent {
     node: NodeName,
     instance: InstanceId,
-    server: SocketAddr,
+    /// The preferred server first.
+    servers: Vec<SocketAddr>,
+    /// The server of each session, as an index in `servers`.
+    current: Vec<AtomicUsize>,
+    target: Option<SocketAddr>,
     dialer: Arc<dyn Dialer>,
     first_dials: Arc<Semaphore>,
     events: mpsc::Sender<AgentEvent>,
 }
 
 impl Agent {
-    async fn live(self) {
+    /// Keeps one of the agent's sessions open.
+    async fn live(self: Arc<Self>, session: usize) {
         let (mut failures, mut sessions) = (0_u32, 0);
         let mut backoff = Backoff::new();
         let mut permit = self.first_dials.acquire().await.ok();
         loop {
-            let event = match self.hold(&mut permit, sessions).await {
+            let server = self.current[session].load(Ordering::Relaxed);
+            let event = match self.hold(&mut permit, self.servers[server], sessions).await {
                 Ok(lost) => {
                     sessions += 1;
                     failures = 0;
@@ -195,6 +247,7 @@ impl Agent {
                 }
                 Err(error) => {
                     failures += 1;
+                    self.move_on(session);
                     if failures == MANY {
                         let _nobody_reads = writeln!(std::io::stderr(), "{}: {error:#}", self.node);
                     }
@@ -206,22 +259,44 @@ impl Agent {
         }
     }
 
+    /// Moves a session to the next server with which the agent has no other session, if there is
+    /// one.
+    fn move_on(&self, session: usize) {
+        let current = || self.current.iter().map(|own| own.load(Ordering::Relaxed));
+        let Some(failed) = current().nth(session) else {
+            return;
+        };
+        let count = self.servers.len();
+        let mut others = (failed + 1..failed + count).map(|server| server % count);
+        if let Some(next) = others.find(|next| !current().any(|own| own == *next)) {
+            self.current[session].store(next, Ordering::Relaxed);
+        }
+    }
+
     /// Runs one session from the dial to its end. `number` is the number of the session, counted
     /// from 0.
     async fn hold(
         &self,
         permit: &mut Option<SemaphorePermit<'_>>,
+        server: SocketAddr,
         number: usize,
     ) -> Result<ReconnectEvent> {
         let remote = ServerAddr {
-            name: self.server.to_string(),
-            address: Some(self.server),
+            name: server.to_string(),
+            address: Some(server),
         };
         let session = timeout(BATCH, self.dialer.dial(&remote)).await??;
         let control = timeout(BATCH, self.admit(&*session)).await??;
         *permit = None;
         self.events.send(AgentEvent::Ready(number)).await?;
         let since = Instant::now();
+        let mut serving = JoinSet::new();
+        while let Ok(incoming) = session.accept().await {
+            while serving.try_join_next().is_some() {}
+            if let Some(target) = self.target {
+                serving.spawn(serve(incoming, target));
+            }
+        }
         let reason = session.closed().await;
         drop(control);
         self.events.send(AgentEvent::Lost).await?;
@@ -256,6 +331,16 @@ impl Agent {
             other => bail!("not a Welcome: {other:?}"),
         }
     }
+}
+
+/// Relays a stream to the target.
+async fn serve(incoming: IncomingStream, target: SocketAddr) -> Result<()> {
+    let (_header, mut stream) = incoming.header(Instant::now() + BATCH).await?;
+    let mut socket = TcpStream::connect(target).await?;
+    socket.set_nodelay(true)?;
+    stream.accept("").await?;
+    relay(&mut stream, &mut Socket(&mut socket)).await;
+    Ok(())
 }
 
 #[cfg(test)]
