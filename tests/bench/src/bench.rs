@@ -15,6 +15,8 @@ pub(crate) struct Options {
     pub(crate) full: bool,
     /// Factor for the duration of each measurement. Set by `--hurry`, 1.0 by default.
     pub(crate) hurry: f64,
+    /// Number of agents of case 14. Set by `--agents`, 10,000 by default.
+    pub(crate) agents: usize,
 }
 
 /// Factors for the duration of each measurement. With them, five rounds of all cases take about 15

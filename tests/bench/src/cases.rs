@@ -11,6 +11,7 @@ mod latency;
 mod memory;
 mod requests;
 mod restart;
+mod servers;
 mod stalled;
 mod wan;
 
@@ -25,6 +26,9 @@ pub(crate) struct Case {
     pub(crate) rounds_most: u32,
     /// Whether the case needs more systems than the direct connection and the relays.
     pub(crate) of_culvert: bool,
+    /// Whether the case takes so long that it runs only with `--full`, with `--agents`, or when
+    /// `--case` names it.
+    pub(crate) is_long: bool,
 }
 
 const fn case(number: u8, title: &'static str, targets: &'static [Target]) -> Case {
@@ -34,6 +38,7 @@ const fn case(number: u8, title: &'static str, targets: &'static [Target]) -> Ca
         targets,
         rounds_most: u32::MAX,
         of_culvert: true,
+        is_long: false,
     }
 }
 
@@ -66,6 +71,15 @@ pub(crate) const CASES: &[Case] = &[
     },
     case(11, "50 ms and 200 Mbit/s, no loss", wan::CLEAN),
     case(12, "50 ms and 200 Mbit/s, 1 % loss each way", wan::LOSSY),
+    Case {
+        rounds_most: 1,
+        ..case(13, "memory of several servers", servers::MEMORY)
+    },
+    Case {
+        rounds_most: 1,
+        is_long: true,
+        ..case(14, "many agents at three servers", servers::HERD)
+    },
 ];
 
 impl Case {
@@ -88,6 +102,8 @@ impl Case {
             10 => restart::run(bench).await,
             11 => wan::run(bench, 0.0).await,
             12 => wan::run(bench, 0.01).await,
+            13 => servers::memory(bench).await,
+            14 => servers::herd(bench).await,
             other => anyhow::bail!("no case {other}"),
         }
     }

@@ -27,9 +27,12 @@ pub(crate) struct Run {
     /// Number of rounds of each case.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Measures about twice as long, and adds 512 stalled readers and 10,000 agents.
+    /// Measures about twice as long, and adds 512 stalled readers, 10,000 agents and case 14.
     #[arg(long)]
     full: bool,
+    /// Number of agents of case 14; 10,000 by default.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(10..))]
+    agents: Option<u32>,
     /// Keeps rounds in which other processes used more than 30 % of the machine.
     #[arg(long)]
     noisy: bool,
@@ -52,6 +55,9 @@ pub(crate) struct Run {
     #[arg(long, hide = true)]
     commit: Option<String>,
 }
+
+/// Number of agents of case 14.
+const AGENTS: u32 = 10_000;
 
 /// Largest share of the machine that other processes may use in a round. Rounds above it are
 /// dropped.
@@ -107,7 +113,9 @@ impl Run {
 
     fn cases(&self) -> Result<Vec<&'static Case>> {
         if self.case.is_empty() {
-            return Ok(CASES.iter().filter(|case| case.of_culvert).collect());
+            let has_long = self.full || self.agents.is_some();
+            let is_run = |case: &&Case| case.of_culvert && (has_long || !case.is_long);
+            return Ok(CASES.iter().filter(is_run).collect());
         }
         let find = |number: &u8| {
             let mut cases = CASES.iter();
@@ -131,6 +139,7 @@ impl Run {
             options: Options {
                 full: self.full,
                 hurry: self.hurry,
+                agents: usize::try_from(self.agents.unwrap_or(AGENTS))?,
             },
             samples: Vec::new(),
             case: 0,

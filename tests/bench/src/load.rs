@@ -172,36 +172,51 @@ pub(crate) async fn open(
     length: Duration,
     keep: bool,
 ) -> Result<LoadResult> {
+    open_each(std::slice::from_ref(endpoint), rate, length, keep).await
+}
+
+/// Like [`open`], with requests to one endpoint after the other.
+///
+/// # Errors
+/// The thread of the clock cannot be started.
+pub(crate) async fn open_each(
+    endpoints: &[Endpoint],
+    rate: u32,
+    length: Duration,
+    keep: bool,
+) -> Result<LoadResult> {
     let began = Instant::now();
     let mut due = clock(rate, length)?;
     let mut asking = JoinSet::new();
-    let mut idle = Vec::new();
+    let mut idle: Vec<_> = endpoints.iter().map(|_| Vec::new()).collect();
+    let mut next = (0..endpoints.len()).cycle();
     let mut asked = LoadResult::default();
     loop {
         tokio::select! {
             biased;
             Some(done) = asking.join_next() => match done {
-                Ok(Ok((took, caller))) => {
+                Ok(Ok((took, at, caller))) => {
                     asked.take(Ok(took));
                     if keep {
-                        idle.push(caller);
+                        idle[at].push(caller);
                     }
                 }
                 Ok(Err(_)) | Err(_) => asked.failed += 1,
             },
             moment = due.recv() => {
                 let Some(moment): Option<Instant> = moment else { break };
-                let (endpoint, idle_caller) = (endpoint.clone(), idle.pop());
+                let at = next.next().context("no endpoint")?;
+                let (endpoint, idle_caller) = (endpoints[at].clone(), idle[at].pop());
                 asking.spawn(async move {
                     let caller = one(&endpoint, idle_caller, SMALL).await?;
-                    anyhow::Ok((moment.elapsed(), caller))
+                    anyhow::Ok((moment.elapsed(), at, caller))
                 });
             }
         }
     }
     while let Some(done) = asking.join_next().await {
         match done {
-            Ok(Ok((took, _))) => asked.take(Ok(took)),
+            Ok(Ok((took, ..))) => asked.take(Ok(took)),
             Ok(Err(_)) | Err(_) => asked.failed += 1,
         }
     }

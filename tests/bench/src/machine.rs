@@ -30,6 +30,11 @@ fn thread_files(process: u32, name: &'static str) -> impl Iterator<Item = String
     threads.filter_map(move |thread| fs::read_to_string(thread.path().join(name)).ok())
 }
 
+/// Returns the number of open files and sockets of a process, zero if the process does not exist.
+pub(crate) fn descriptors(process: u32) -> usize {
+    fs::read_dir(format!("/proc/{process}/fd")).map_or(0, Iterator::count)
+}
+
 /// Returns the resident memory of a process in KiB, zero if the process does not exist.
 pub(crate) fn resident_kib(process: u32) -> f64 {
     status_kib(process, "VmRSS:")
@@ -182,6 +187,7 @@ mod tests {
         assert!(usage.cpu(Some(std::process::id())) > 0.0);
         assert!(resident_kib(std::process::id()) > 0.0);
         assert!(context_switches(std::process::id()) > 0.0);
+        assert!(descriptors(std::process::id()) > 0);
         assert_eq!(cpu_seconds(u32::MAX), 0.0);
     }
 }

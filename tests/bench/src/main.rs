@@ -47,6 +47,8 @@ enum Verb {
     TransportRelay(components::transport_relay::TransportRelay),
     #[command(hide = true)]
     Agents(components::agents::Agents),
+    #[command(hide = true)]
+    FillDirectory(components::directory::FillDirectory),
 }
 
 #[tokio::main]
@@ -60,5 +62,6 @@ async fn main() -> Result<ExitCode> {
         Verb::Relay(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::TransportRelay(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::Agents(part) => part.run().await.map(|()| ExitCode::SUCCESS),
+        Verb::FillDirectory(part) => part.run().map(|()| ExitCode::SUCCESS),
     }
 }

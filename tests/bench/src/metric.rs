@@ -154,6 +154,12 @@ metrics! {
     WAN_NEW = time("new connection, of a round trip", "");
     WAN_BESIDE_P50 = time("small beside bulk, p50", "ms");
     WAN_BESIDE_P99 = time("small beside bulk, p99", "ms");
+    PEER_MEMORY = memory("server, each further server, anonymous", "KiB");
+    ENTRY_MEMORY = memory("directory, a node of another server", "bytes");
+    HERD_READY = time("all agents reached from all servers", "s");
+    HERD_MEMORY = memory("three servers, each agent, anonymous", "KiB");
+    HERD_DESCRIPTORS = memory("open files, server with most", "");
+    HERD_SLOWEST = time("slowest request while a server is killed", "ms");
     SESSIONS_LOST = count("sessions lost");
     FAILED = count("failed");
 }

@@ -132,7 +132,7 @@ impl Agents {
 }
 
 /// Returns the name of the node of an agent.
-fn node_name(number: usize) -> String {
+pub(crate) fn node_name(number: usize) -> String {
     format!("sim-{number}")
 }
 
