@@ -12,7 +12,7 @@ SEED ?= 1
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test manifests install-yaml chart
+.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages manifests install-yaml chart
 
 help: ## lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -80,6 +80,9 @@ images: ## builds both container images with docker, buildah or podman; PREFIX=r
 
 images-test: static ## builds the images, runs them hardened with podman, and tests health, an enrollment and a request
 	@tests/images.sh "$$(deploy/static.sh 2>/dev/null)" || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
+
+packages: ## builds the Debian packages of both programs and SHA256SUMS; BINARIES=DIR ARCH=arm64 OUT=target/packages
+	@deploy/packages.sh
 
 manifests: tools ## renders an overlay with the images of your registry; PREFIX=registry.example.com/culvert/ TAG=0.1.0 SERVER=HOST:PORT OVERLAY=plain
 	@mkdir -p $${CARGO_TARGET_DIR:-target}/manifests
