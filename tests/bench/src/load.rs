@@ -188,7 +188,7 @@ pub(crate) async fn open_each(
     let began = Instant::now();
     let mut due = clock(rate, length)?;
     let mut asking = JoinSet::new();
-    let mut idle: Vec<_> = endpoints.iter().map(|_| Vec::new()).collect();
+    let mut idle: Vec<Vec<Caller>> = endpoints.iter().map(|_| Vec::new()).collect();
     let mut next = (0..endpoints.len()).cycle();
     let mut asked = LoadResult::default();
     loop {
