@@ -187,8 +187,8 @@ pub(crate) async fn open_each(
 ) -> Result<LoadResult> {
     let began = Instant::now();
     let mut due = clock(rate, length)?;
-    let mut asking = JoinSet::new();
-    let mut idle: Vec<Vec<Caller>> = endpoints.iter().map(|_| Vec::new()).collect();
+    let mut asking: JoinSet<Result<(Duration, usize, Caller)>> = JoinSet::new();
+    let mut idle: Vec<_> = endpoints.iter().map(|_| Vec::new()).collect();
     let mut next = (0..endpoints.len()).cycle();
     let mut asked = LoadResult::default();
     loop {

@@ -16,7 +16,7 @@ mod claim;
 mod holders;
 
 pub use claim::Claim;
-use holders::Holders;
+use holders::{Holder, Holders};
 
 /// Maximum number of servers that are asked for one stream.
 pub const HOLDERS_TRIED_MAX: usize = 2;
@@ -50,20 +50,6 @@ struct Replica {
     list: u32,
     /// Whether the current list is incomplete. Until then, entries of earlier lists stay.
     is_listing: bool,
-}
-
-/// An entry: a server holds the node with this agent process. Without padding, so that the table has
-/// room for one in each slot, see [`Holders`].
-#[derive(Debug, Clone, Copy)]
-#[repr(C, packed)]
-struct Holder {
-    instance: InstanceId,
-    /// Admission of the oldest session, in milliseconds since the Unix epoch.
-    since: u64,
-    /// The list that has the entry, see [`Replica::list`].
-    list: u32,
-    /// Index of the server in [`Directory::replicas`].
-    replica: u16,
 }
 
 /// What a server announced about a node: the agent process and its admission. The announcement after

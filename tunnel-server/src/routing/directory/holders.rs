@@ -2,7 +2,21 @@
 
 use std::ops::{Deref, DerefMut};
 
-use super::Holder;
+use tunnel_proto::wire::name::InstanceId;
+
+/// An entry: a server holds the node with this agent process. Without padding, so that the table has
+/// room for one in each slot, see [`Holders`].
+#[derive(Debug, Clone, Copy)]
+#[repr(C, packed)]
+pub(super) struct Holder {
+    pub(super) instance: InstanceId,
+    /// Admission of the oldest session, in milliseconds since the Unix epoch.
+    pub(super) since: u64,
+    /// The list that has the entry, see `Replica::list`.
+    pub(super) list: u32,
+    /// Index of the server in `Directory::replicas`.
+    pub(super) replica: u16,
+}
 
 /// The holders of one node. A single holder, as most nodes of a small installation have, needs no
 /// allocation.
@@ -45,7 +59,7 @@ impl FromIterator<Holder> for Holders {
 
 #[cfg(test)]
 mod tests {
-    use tunnel_proto::wire::name::{InstanceId, NodeName};
+    use tunnel_proto::wire::name::NodeName;
 
     use super::*;
 
