@@ -29,11 +29,12 @@ export SOURCE_DATE_EPOCH
 commit_time() { date --utc --date="@$SOURCE_DATE_EPOCH" "$@"; }
 if [ -z "${DEB_VERSION:-}" ]; then
   DEB_VERSION=$version-1
+  commit=$(git rev-parse --short=8 HEAD 2>/dev/null) || fail "not a git clone: set DEB_VERSION"
   if [ "$(git describe --tags --exact-match --match "v$version" 2>/dev/null)" != "v$version" ]; then
-    DEB_VERSION=$version~$(commit_time +%Y%m%d%H%M%S).$(git rev-parse --short=8 HEAD)-1
+    DEB_VERSION=$version~$(commit_time +%Y%m%d%H%M%S).$commit-1
   fi
 fi
-MAINTAINER=${MAINTAINER:-$(git log -1 --format='%an <%ae>')}
+MAINTAINER=${MAINTAINER:-$(git log -1 --format='%an <%ae>' 2>/dev/null)} || fail "not a git clone: set MAINTAINER"
 binaries=${BINARIES:-}
 if [ -z "$binaries" ]; then
   say "building static binaries (the first time takes some minutes)"
@@ -64,10 +65,12 @@ libraries() {
 # fill NAME FILE: prints a file of deploy/deb with its placeholders replaced, and the message of
 # the package in place of its line.
 fill() {
+  local maintainer
+  maintainer=$(sed 's/[&|\\]/\\&/g' <<<"$MAINTAINER")
   sed -e "/^@MESSAGE@\$/ { r deploy/deb/$program.message
     d }" "deploy/deb/$1" |
     sed -e "s|@PACKAGE@|$package|g; s|@PROGRAM@|$program|g; s|@VERSION@|$DEB_VERSION|g; s|@ARCH@|$arch|g" \
-      -e "s|@MAINTAINER@|$MAINTAINER|g; s|@SIZE@|${size:-}|g; s|@LIBRARIES@|${libraries:-}|g; s|@YEAR@|$(commit_time +%Y)|g"
+      -e "s|@MAINTAINER@|$maintainer|g; s|@SIZE@|${size:-}|g; s|@LIBRARIES@|${libraries:-}|g; s|@YEAR@|$(commit_time +%Y)|g"
 }
 
 # put MODE FILE: writes standard input to a file of the package.
