@@ -18,7 +18,7 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 30] = [
+const GUIDES: [&str; 31] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",
@@ -39,6 +39,7 @@ const GUIDES: [&str; 30] = [
     "docs/how-to/migrate.md",
     "docs/how-to/openyurt.md",
     "docs/how-to/own-certificates.md",
+    "docs/how-to/packages.md",
     "docs/how-to/prometheus-proxy.md",
     "docs/how-to/prometheus.md",
     "docs/how-to/replace-ca.md",
