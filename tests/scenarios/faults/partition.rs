@@ -302,7 +302,7 @@ const ASK_SELDOM: Duration = Duration::from_secs(10);
 /// Descriptors of dials in progress.
 const DIALING: u64 = 8;
 /// The memory that an allocator retains varies.
-const MEMORY_NOISE_KIB: u64 = 4096;
+const MEMORY_NOISE_KIB: u64 = 16 * 1024;
 const SUSPECT_BUSY: Duration = Duration::from_secs(5);
 const SUSPECT_IDLE: Duration = Duration::from_secs(15);
 const DEAD: Duration = Duration::from_secs(60);
