@@ -105,7 +105,8 @@ impl std::fmt::Display for QuotaExhausted {
             ),
             StreamQuota::Forwarded => write!(
                 formatter,
-                "other servers have {streams} streams open to the agent, the most they may have together (three quarters of                  limits.streamsPerAgent); try again later"
+                "other servers have {streams} streams open to the agent, the most they may have together (three quarters of \
+                 limits.streamsPerAgent); try again later"
             ),
         }
     }
@@ -180,12 +181,13 @@ impl OpenStreams {
         if self.all >= limit {
             return exhausted(StreamQuota::Agent, self.all);
         }
-        if is_verified {
+        if caller.is_replica() {
+            if self.forwarded >= three_quarters {
+                return exhausted(StreamQuota::Forwarded, self.forwarded);
+            }
+        } else if is_verified {
             if of_caller >= three_quarters {
                 return exhausted(StreamQuota::VerifiedCaller, of_caller);
-            }
-            if caller.is_replica() && self.forwarded >= three_quarters {
-                return exhausted(StreamQuota::Forwarded, self.forwarded);
             }
         } else if of_caller >= limit.div_ceil(2) {
             return exhausted(StreamQuota::UnverifiedCaller, of_caller);
@@ -313,6 +315,13 @@ mod tests {
         assert_eq!(exhausted.streams, 192);
         let (own, exhausted) = fill(&limiter, &source(1));
         assert_eq!((own.len(), exhausted.quota), (64, StreamQuota::Agent));
+
+        // The text reaches a caller of the other server, which is not "this caller".
+        let (_only, exhausted) = fill(&StreamLimiter::new(256), &replica("server-1"));
+        assert_eq!(exhausted.quota, StreamQuota::Forwarded);
+        let text = exhausted.to_string();
+        assert!(text.starts_with("other servers have 192 streams"), "{text}");
+        assert!(!text.contains("  "), "{text}");
     }
 
     #[test]
