@@ -445,6 +445,8 @@ impl Registry {
         caller: &CallerKey,
         limiter: &Arc<StreamLimiter>,
     ) -> Result<StreamPermit, QuotaExhausted> {
+        // Another server may have evicted one of its idle streams for this stream.
+        let mut can_wait = caller.is_replica();
         let mut deadline = None;
         loop {
             let released = limiter.released();
@@ -452,10 +454,11 @@ impl Registry {
                 Ok(permit) => return Ok(permit),
                 Err(exhausted) => exhausted,
             };
-            let has_evicted = self.idle.evict(node, |via, other| {
+            // The permit that wakes this loop may be of another share than the evicted one's.
+            can_wait |= self.idle.evict(node, |via, other| {
                 matches!(via, Via::Local(_)) && exhausted.quota.includes(other, caller)
             });
-            if !has_evicted && !caller.is_replica() {
+            if !can_wait {
                 return Err(exhausted);
             }
             let deadline = *deadline.get_or_insert_with(|| Instant::now() + PERMIT_WAIT);

@@ -283,6 +283,36 @@ async fn idle_stream_yields_to_a_new_one_that_finds_no_permit() {
     assert!(matches!(fourth, Err(OpenError::TooManyStreams(_))));
 }
 
+#[tokio::test(start_paused = true)]
+async fn stream_waits_for_the_permit_of_an_evicted_one_while_other_shares_are_released() {
+    let registry = Arc::new(Registry::new(RegistryLimits {
+        streams_per_agent: 4,
+        buffer_pool: POOL,
+    }));
+    let member = join(&registry);
+    let caller = CallerKey::Source([192, 0, 2, 1].into());
+    let open_as = async |caller: &CallerKey| {
+        registry
+            .open(&node(), &header(), caller, LIMIT, None)
+            .await
+            .unwrap()
+    };
+    let other = open_as(&OPERATOR).await;
+    // Half of the agent's streams.
+    let (first, _second) = (open_as(&caller).await, open_as(&caller).await);
+    let entry = registry.keep_idle(&node(), &member.via(), &caller);
+    let owner = async move {
+        entry.evicted().cancelled().await;
+        drop(other);
+        // The new stream sees that release first.
+        for _ in 0..8 {
+            tokio::task::yield_now().await;
+        }
+        drop(first);
+    };
+    let (_third, ()) = tokio::join!(open_as(&caller), owner);
+}
+
 #[tokio::test]
 async fn idle_streams_over_other_servers_have_a_share_of_a_quarter() {
     let registry = Registry::new(RegistryLimits {
