@@ -86,7 +86,7 @@ impl UpstreamPool {
     }
 
     /// Returns the idle connection if it is open, matches `pool_key` and uses what a new stream
-    /// would use. Otherwise the connection is closed.
+    /// would use. Otherwise the connection is closed, or reset if it was evicted.
     pub(crate) fn take(&self, pool_key: &PoolKey, routing: &Routing) -> Option<Upstream> {
         let IdleConnection {
             upstream,
@@ -94,8 +94,12 @@ impl UpstreamPool {
             until,
             entry,
         } = self.slot.lock().take()?;
+        if entry.evicted().is_cancelled() {
+            // The next request was faster than `expire`. A graceful close would keep the permit for
+            // longer than the new stream waits for it.
+            return None;
+        }
         let fits = current_key == *pool_key
-            && !entry.evicted().is_cancelled()
             && until > Instant::now()
             && upstream.sender.is_ready()
             && upstream.carrier.via.is_some()
