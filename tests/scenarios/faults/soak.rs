@@ -594,7 +594,7 @@ const LENGTH: Duration = Duration::from_secs(10);
 /// Longest time between two faults, in which nothing may fail.
 const GAP: Duration = Duration::from_secs(15);
 /// Time after a fault in which failures are excused, and all nodes must be served again. Servers
-/// notice after 15 s that another one is silent.
+/// close a connection to a silent server after at most 12.5 s.
 const RECOVERY: Duration = Duration::from_secs(20);
 /// Time after the load for buffers and connections to go.
 const SETTLE: Duration = Duration::from_secs(10);

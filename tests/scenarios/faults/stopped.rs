@@ -153,8 +153,7 @@ fn signal(stack: &mut Stack, who: Who, signal: Signal) -> Result<()> {
 /// Servers check each other with timers that no setting changes, so this is not shorter with short
 /// timers.
 const FROZEN: Duration = Duration::from_secs(30);
-/// A server notices within 15 s that another one is silent, and checks once a second. By then the
-/// agent has moved.
+/// A server closes a connection to a silent one after at most 12.5 s. By then the agent has moved.
 const OTHERS_NOTICE: Duration = Duration::from_secs(20);
 const ASK_WHILE_FROZEN: Duration = Duration::from_millis(500);
 /// Longer than `limits.openTimeout`.

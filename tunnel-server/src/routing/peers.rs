@@ -367,7 +367,7 @@ impl Peers {
     }
 
     /// Returns a server that holds a node with another agent process than `instance`, whose session
-    /// answers there. Waits for at most 1 s.
+    /// answers there. Waits for at most 1.5 s. A server without an answer by then does not count.
     ///
     /// Cancel-safe.
     pub async fn is_held_by_other(

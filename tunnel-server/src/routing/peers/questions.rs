@@ -17,7 +17,7 @@ pub(super) struct Questions {
 impl Questions {
     /// Stores a question and returns its message.
     pub(super) fn add(&mut self, ask: PendingAsk) -> PeerMessage {
-        // Admissions wait for an answer for a second at most.
+        // Admissions wait for an answer for 1.5 s at most.
         self.pending.retain(|_, answer| !answer.is_closed());
         self.last_id += 1;
         self.pending.insert(self.last_id, ask.answer);
