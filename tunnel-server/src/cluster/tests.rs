@@ -14,7 +14,7 @@ use super::objects::Object;
 use super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::*;
 use crate::config::{Config, Environment, ObjectNames, RawConfig};
-use crate::routing::peers::Peers;
+use crate::routing::peers::{PeerAddress, Peers};
 use crate::routing::pod_lookup::{Pod, PodLookupError, PodResolver};
 use crate::routing::registry::{Registry, RegistryLimits};
 use crate::store::data_dir::testing::Scratch;
@@ -261,6 +261,10 @@ async fn agent_of_another_server_makes_its_node_an_edge_node_while_that_server_h
         .play_until("its own address", || resolves_to(own))
         .await;
     let other: ReplicaId = "server-2".parse().unwrap();
+    peers.expect(&PeerAddress {
+        id: other.clone(),
+        address: "192.0.2.2:10269".to_owned(),
+    });
     let announce = |added| {
         let holds = Holds {
             is_full: true,

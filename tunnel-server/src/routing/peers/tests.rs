@@ -41,6 +41,7 @@ fn new_list_of_several_messages_replaces_the_previous_one_with_its_last_message(
         directory_nodes: 8,
     };
     let peers = Peers::new(id("a"), limits, PeerMetrics::default());
+    peers.expect(&fixture::address("b"));
     for name in ["x", "y"] {
         peers.apply(&id("b"), fixture::claim(name));
     }
@@ -55,6 +56,9 @@ fn new_list_of_several_messages_replaces_the_previous_one_with_its_last_message(
     let mut held_nodes = peers.held_nodes();
     held_nodes.sort_unstable();
     assert_eq!(held_nodes, [(node("y"), id("b")), (node("z"), id("b"))]);
+    peers.remove(&id("b"));
+    peers.apply(&id("b"), fixture::claim("x"));
+    assert!(!peers.holds(&node("x")), "late message of a removed server");
 }
 
 #[tokio::test]
@@ -200,11 +204,7 @@ async fn stream_prefers_a_holder_that_answers_to_one_whose_connection_is_suspect
     for name in ["b", "c"] {
         let (near, _far) = memory::pair();
         let (link, _asks) = Link::new(id(name), near, limits.streams);
-        let peer = PeerAddress {
-            id: id(name),
-            address: "192.0.2.1:10269".into(),
-        };
-        peers.expect(&peer);
+        peers.expect(&fixture::address(name));
         peers.link_up(&link, &fixture::first_message(name));
         peers.apply(&id(name), fixture::claim("x"));
     }

@@ -174,6 +174,14 @@ pub(super) fn first_message(name: &str) -> PeerHello {
     }
 }
 
+/// Returns an address of the server `name`, which is never dialed.
+pub(super) fn address(name: &str) -> PeerAddress {
+    PeerAddress {
+        id: id(name),
+        address: "192.0.2.1:10269".to_owned(),
+    }
+}
+
 /// Returns the announcement of one more node.
 pub(super) fn claim(name: &str) -> Holds {
     let held_node = HeldNode {
