@@ -67,9 +67,15 @@ impl Routing {
         let StreamKind::Target(target) = &header.kind else {
             return Err(failure);
         };
-        let forwarded = self
-            .peers
-            .open(node, target, &header.trace_parent, limit, except);
+        let header = StreamHeader {
+            kind: StreamKind::Forward {
+                node: node.clone(),
+                target: target.clone(),
+                is_verified: caller.is_verified(),
+            },
+            trace_parent: header.trace_parent.clone(),
+        };
+        let forwarded = self.peers.open(node, &header, limit, except);
         match Box::pin(forwarded).await {
             Err(OpenError::NoAgent) => Err(failure),
             outcome => outcome,

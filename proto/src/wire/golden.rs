@@ -39,6 +39,12 @@ fn stream_headers_are_as_captured() {
     let forward = StreamKind::Forward {
         node: "w".parse().unwrap(),
         target: Target::Node(port(10250)),
+        is_verified: false,
+    };
+    let verified = StreamKind::Forward {
+        node: "w".parse().unwrap(),
+        target: Target::Node(port(10250)),
+        is_verified: true,
     };
     for (length, traced_length, capture, kind) in [
         ("06", "3f", "0a0408011001", control),
@@ -46,6 +52,7 @@ fn stream_headers_are_as_captured() {
         ("07", "40", "12050802188c47", loopback),
         ("11", "4a", "120f0803120864622e6c6f63616c18b82a", host),
         ("0c", "45", "2a0a0a017712050801188a50", forward),
+        ("0e", "47", "2a0c0a017712050801188a501801", verified),
         ("02", "3b", "3200", StreamKind::Enroll),
     ] {
         let mut traced = StreamHeader::new(kind.clone());

@@ -44,6 +44,8 @@ pub enum StreamKind {
         node: NodeName,
         /// The port, as the node's agent sees it.
         target: Target,
+        /// Whether the caller has presented a certificate. `false` from older servers.
+        is_verified: bool,
     },
     /// Between servers: an enrollment with a join token of the accepting server.
     Enroll,
@@ -105,12 +107,15 @@ impl StreamHeader {
                 version_max: *version_max,
             }),
             StreamKind::Target(target) => pb::stream_header::Kind::Target(encode_target(target)),
-            StreamKind::Forward { node, target } => {
-                pb::stream_header::Kind::Forward(pb::ForwardStream {
-                    node: node.to_string(),
-                    target: Some(encode_target(target)),
-                })
-            }
+            StreamKind::Forward {
+                node,
+                target,
+                is_verified,
+            } => pb::stream_header::Kind::Forward(pb::ForwardStream {
+                node: node.to_string(),
+                target: Some(encode_target(target)),
+                is_verified: *is_verified,
+            }),
             StreamKind::Enroll => pb::stream_header::Kind::Enroll(pb::EnrollStream {}),
         };
         let message = pb::StreamHeader {
@@ -146,6 +151,7 @@ impl StreamHeader {
                     .parse()
                     .map_err(|_syntax| FrameError::Invalid("node name"))?,
                 target: decode_target(forward.target.ok_or(FrameError::Invalid("target"))?)?,
+                is_verified: forward.is_verified,
             },
             pb::stream_header::Kind::Enroll(pb::EnrollStream {}) => StreamKind::Enroll,
         };

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::debug;
 use tunnel_proto::wire::control::Member;
-use tunnel_proto::wire::header::{StreamHeader, StreamKind, Target};
+use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::RevokedNode;
 
@@ -205,7 +205,8 @@ impl Peers {
         &self.own
     }
 
-    /// Opens a stream to a node over another server that holds it, within `limit`. Tries at most two
+    /// Opens a stream over another server that holds the node, within `limit`. `header` is that of a
+    /// forwarded stream to the node. Tries at most two
     /// servers, and returns without waiting for a reply. `except`, which has already refused the
     /// stream, is left out. `limit` also bounds the wait for the reply.
     ///
@@ -217,19 +218,11 @@ impl Peers {
     pub async fn open(
         &self,
         node: &NodeName,
-        target: &Target,
-        trace_parent: &str,
+        header: &StreamHeader,
         limit: Duration,
         except: Option<&Via>,
     ) -> Result<Opened, OpenError> {
         let candidates = self.candidates(node, except)?;
-        let header = StreamHeader {
-            kind: StreamKind::Forward {
-                node: node.clone(),
-                target: target.clone(),
-            },
-            trace_parent: trace_parent.to_owned(),
-        };
         // A connection that hangs leaves time for the next one.
         let share = limit / u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
         let mut failure = OpenError::NoAgent;
@@ -238,7 +231,7 @@ impl Peers {
                 failure = self.too_many_streams();
                 continue;
             };
-            let result = match timeout(share, link.session.open(&header, limit)).await {
+            let result = match timeout(share, link.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
                     self.count(ForwardDirection::Out, ForwardResult::Ok);
                     stream.attach(permit);

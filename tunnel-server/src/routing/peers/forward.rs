@@ -36,7 +36,12 @@ pub(super) async fn serve_stream(
         Box::pin(serve_enrollment(endpoint, stream, replica, enrollments)).await;
         return None;
     }
-    let StreamKind::Forward { node, target } = header.kind else {
+    let StreamKind::Forward {
+        node,
+        target,
+        is_verified,
+    } = header.kind
+    else {
         let detail = "this server accepts only forwarded streams and enrollments of other servers";
         stream.refuse(RefusalCode::BadHeader, detail).await;
         return Some(ForwardResult::Failed);
@@ -45,7 +50,10 @@ pub(super) async fn serve_stream(
         kind: StreamKind::Target(target),
         trace_parent: header.trace_parent,
     };
-    let caller = CallerKey::Replica(replica);
+    let caller = CallerKey::Replica {
+        replica,
+        is_verified,
+    };
     let registry = &endpoint.registry;
     let opened = registry.open(&node, &header, &caller, endpoint.open_limit, None);
     let mut opened = match opened.await {

@@ -16,8 +16,11 @@ use tunnel_proto::wire::name::ReplicaId;
 pub enum CallerKey {
     /// A verified certificate, by its common name.
     Certificate(Arc<str>),
-    /// Another server, which forwards the streams of its callers.
-    Replica(ReplicaId),
+    /// Another server, which forwards the streams of its callers with or without a certificate.
+    Replica {
+        replica: ReplicaId,
+        is_verified: bool,
+    },
     /// A user of this host that connects over a Unix socket. The kernel and the file mode take the
     /// role of a certificate.
     Local(Option<u32>),
@@ -28,9 +31,11 @@ pub enum CallerKey {
 }
 
 impl CallerKey {
-    fn is_verified(&self) -> bool {
+    /// Returns whether the caller has a certificate, or what takes its role.
+    pub(in crate::routing) fn is_verified(&self) -> bool {
         match self {
-            Self::Certificate(_) | Self::Replica(_) | Self::Local(_) => true,
+            Self::Certificate(_) | Self::Local(_) => true,
+            Self::Replica { is_verified, .. } => *is_verified,
             Self::User(_) | Self::Source(_) => false,
         }
     }
@@ -38,7 +43,7 @@ impl CallerKey {
     /// Returns whether another server forwards the streams.
     pub(super) fn is_replica(&self) -> bool {
         match self {
-            Self::Replica(_) => true,
+            Self::Replica { .. } => true,
             Self::Certificate(_) | Self::Local(_) | Self::User(_) | Self::Source(_) => false,
         }
     }
@@ -191,7 +196,8 @@ impl OpenStreams {
             }
         } else if of_caller >= limit.div_ceil(2) {
             return exhausted(StreamQuota::UnverifiedCaller, of_caller);
-        } else if self.unverified >= three_quarters {
+        }
+        if !is_verified && self.unverified >= three_quarters {
             return exhausted(StreamQuota::Unverified, self.unverified);
         }
         self.all += 1;
@@ -232,6 +238,13 @@ mod tests {
 
     fn source(last: u8) -> CallerKey {
         CallerKey::Source([192, 0, 2, last].into())
+    }
+
+    fn replica(name: &str, is_verified: bool) -> CallerKey {
+        CallerKey::Replica {
+            replica: name.parse().unwrap(),
+            is_verified,
+        }
     }
 
     fn certificate(name: &str) -> CallerKey {
@@ -305,7 +318,7 @@ mod tests {
     #[test]
     fn other_servers_together_leave_a_quarter_to_callers_of_this_one() {
         let limiter = StreamLimiter::new(256);
-        let replica = |name: &str| CallerKey::Replica(name.parse().unwrap());
+        let replica = |name: &str| replica(name, true);
         let _first: Vec<_> = (0..100)
             .map(|_| limiter.acquire(&replica("server-1")).unwrap())
             .collect();
@@ -327,7 +340,7 @@ mod tests {
     #[test]
     fn permits_come_back_and_leave_nothing_behind() {
         let limiter = StreamLimiter::new(8);
-        let other = CallerKey::Replica("server-1".parse().unwrap());
+        let other = replica("server-1", true);
         let callers = [other, source(1), source(2), certificate("a")];
         for _ in 0..3 {
             let permits = callers.each_ref().map(|caller| fill(&limiter, caller));
@@ -339,5 +352,24 @@ mod tests {
             drop(open);
             assert!(limiter.has_spare());
         }
+    }
+
+    /// A caller without a certificate uses two servers.
+    #[test]
+    fn callers_without_a_certificate_leave_a_quarter_over_all_servers() {
+        let limiter = StreamLimiter::new(8);
+        let mut permits: Vec<_> = (0..4)
+            .map(|_| limiter.acquire(&source(1)).unwrap())
+            .collect();
+        let other = replica("server-1", false);
+        permits.extend((0..2).map(|_| limiter.acquire(&other).unwrap()));
+        let refused = limiter.acquire(&other).unwrap_err();
+        let expected = QuotaExhausted {
+            quota: StreamQuota::Unverified,
+            streams: 6,
+        };
+        assert_eq!(refused, expected);
+        assert!(limiter.acquire(&replica("server-1", true)).is_ok());
+        assert!(limiter.acquire(&certificate("kube-apiserver")).is_ok());
     }
 }
