@@ -54,7 +54,8 @@ async fn every_listener(transport: &str) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn idle_stream_yields_over_a_hop_and_callers_of_the_holder_keep_a_quarter() -> Result<()> {
+async fn idle_stream_yields_over_a_hop_and_callers_without_a_certificate_leave_a_quarter()
+-> Result<()> {
     let scratch = ScratchDir::new()?;
     let file = scratch.file("server.yaml", "limits:\n  streamsPerAgent: 8\n")?;
     let file = file.to_string_lossy();
@@ -74,7 +75,16 @@ async fn idle_stream_yields_over_a_hop_and_callers_of_the_holder_keep_a_quarter(
     ensure_refused(&refused, 503, "too_many_streams")?;
     let retry_after = refused.header("retry-after");
     ensure!(retry_after.is_some(), "{}", refused.text());
-    servers.get_ok(0).await
+    // Callers without a certificate have one share at both servers.
+    let page = RawRequest::get(&host, "/metrics");
+    let refused = request(servers.http(0), &page).await?;
+    ensure_refused(&refused, 503, "too_many_streams")?;
+    let text = refused.text();
+    ensure!(
+        text.contains("callers without a client certificate"),
+        "{text}"
+    );
+    Ok(())
 }
 
 async fn follow_one_more(servers: &Servers, open: &mut Vec<Exchange>) -> Result<()> {

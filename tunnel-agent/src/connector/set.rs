@@ -142,7 +142,9 @@ impl ConnectorSet {
             .collect();
         let assigned = assign_replicas(&wanted, &current);
         // The reported members outlive the sessions: they may be the only servers that are left.
-        let ranked = wanted_replicas(&self.context.node, &members, members.len());
+        // The address of a single server is the configured one.
+        let others = if members.len() > 1 { members.len() } else { 0 };
+        let ranked = wanted_replicas(&self.context.node, &members, others);
         for ((slot, connector), replica) in self.connectors.iter().zip(assigned) {
             let is_free = |id: &ReplicaId| {
                 let mut others = sessions.iter().filter(|(other, _)| *other != slot);
