@@ -48,6 +48,8 @@ pub(crate) struct ConnectorSet {
     servers: Arc<[ServerAddress]>,
     /// Reported addresses that are not dialed, each with the reason.
     refused: Vec<String>,
+    /// Whether several servers were reported at any time.
+    has_several: bool,
     /// Connectors that have not retired.
     connectors: BTreeMap<Slot, ActiveConnector>,
     next_slot: u64,
@@ -85,6 +87,7 @@ impl ConnectorSet {
             context,
             shared: Arc::new(shared),
             refused: Vec::new(),
+            has_several: false,
             connectors: BTreeMap::new(),
             next_slot: 0,
             tasks: JoinSet::new(),
@@ -142,8 +145,9 @@ impl ConnectorSet {
             .collect();
         let assigned = assign_replicas(&wanted, &current);
         // The reported members outlive the sessions: they may be the only servers that are left.
-        // The address of a single server is the configured one.
-        let others = if members.len() > 1 { members.len() } else { 0 };
+        // A server that was always alone is dialed at its configured address.
+        self.has_several |= members.len() > 1;
+        let others = if self.has_several { members.len() } else { 0 };
         let ranked = wanted_replicas(&self.context.node, &members, others);
         for ((slot, connector), replica) in self.connectors.iter().zip(assigned) {
             let is_free = |id: &ReplicaId| {
