@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
-use tokio::time::{MissedTickBehavior, interval, sleep};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PEER_MESSAGE_MAX, PeerMessage};
 
@@ -16,8 +16,8 @@ use crate::routing::registry::Registry;
 /// The nodes that this server holds, ordered by name.
 pub(super) type HeldNodes = Arc<[HeldNode]>;
 
-/// Publishes the nodes of the registry whenever they change. Changes of 100 ms are published
-/// together.
+/// Publishes the nodes of the registry whenever they change: the first change at once, those of the
+/// next 100 ms together.
 pub(super) async fn follow_registry(registry: Arc<Registry>, held_node: watch::Sender<HeldNodes>) {
     let mut changed = registry.changed();
     // A session that is suspect or withdrawn stays registered, and causes no notification.
@@ -32,8 +32,9 @@ pub(super) async fn follow_registry(registry: Arc<Registry>, held_node: watch::S
             }
             is_changed
         });
+        let next = Instant::now() + BATCH;
         tokio::select! {
-            _ = changed.changed() => sleep(BATCH).await,
+            _ = changed.changed() => sleep_until(next).await,
             _ = ticks.tick() => {}
         }
     }
@@ -152,7 +153,8 @@ impl Messages {
     }
 }
 
-/// Time in which changes are collected, so that a burst of sessions is a few messages.
+/// Least time between two announcements, so that a burst of sessions is a few messages. A change
+/// after a longer time is announced at once.
 const BATCH: Duration = Duration::from_millis(100);
 /// Time until a session that is suspect or withdrawn is no longer announced.
 const POLL: Duration = Duration::from_secs(1);
