@@ -7,11 +7,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::{CLOUD_ADDRESS, Namespace};
+use crate::gear::Gear;
 use crate::process::Program;
 use crate::tools::{Skip, Tool, or_skip, require};
 
-/// A port of the virtual address. A new connection, or a new source port of UDP, goes to a random
-/// backend. The connection keeps its backend, also when the backend is removed here.
+/// A port of the virtual address. A new connection, or a new source port of UDP, goes to the next
+/// backend or a random one. The connection keeps its backend, also when the backend is removed here.
 #[derive(Debug, Clone)]
 pub struct Route {
     pub protocol: IpProtocol,
@@ -95,18 +96,22 @@ $NFT -f - <<'RULES'
 
 /// Returns a script that replaces all rules at once. The chain stays, because nft translates the
 /// packets of established connections only while there is one.
+///
+/// New connections go to a random server in the full gear, and to the servers in turn in the quick
+/// one: by chance, an agent's search for another server can take minutes.
 fn rules(routes: &[Route]) -> String {
     let mut rules = "add table ip service
 add chain ip service output { type nat hook output priority -100; }
 flush chain ip service output
 "
     .to_owned();
+    let numbers = Gear::current().pick("inc", "random");
     for route in routes.iter().filter(|route| !route.backends.is_empty()) {
         let backends: Vec<_> = (route.backends.iter().enumerate())
             .map(|(number, backend)| format!("{number} : {} . {}", backend.ip(), backend.port()))
             .collect();
         rules.push_str(&format!(
-            "add rule ip service output ip daddr {SERVICE_ADDRESS} {} dport {} dnat to numgen random mod {} map {{ {} }}\n",
+            "add rule ip service output ip daddr {SERVICE_ADDRESS} {} dport {} dnat to numgen {numbers} mod {} map {{ {} }}\n",
             route.protocol.name(),
             route.port,
             backends.len(),
