@@ -1,11 +1,15 @@
 //! A real Prometheus in the cloud scrapes real node_exporters at edges that have the same address.
 
+use std::fs::File;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use tunnel_agent::config::Config as AgentConfig;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
@@ -110,6 +114,46 @@ async fn dns_14_the_rules_of_the_guide_scrape_by_hostname_and_ours_spares_other_
         Ok(())
     })
     .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn promtool_accepts_the_metrics_of_both_processes() -> Result<()> {
+    if or_skip(require(&[Tool::Promtool])).is_none() {
+        return Ok(());
+    }
+    let scratch = ScratchDir::new()?;
+    let env = TestEnv::start().await?;
+    let any_port = |config: &mut AgentConfig| config.meta_listen = "127.0.0.1:0".parse().ok();
+    let agent = env.agent_with("worker-1", any_port).await?;
+    let metas = [
+        ("server", env.bound().meta),
+        ("agent", agent.meta().context("no meta port")?),
+    ];
+    for (process, meta) in metas {
+        let get = RawRequest::get("meta", "/metrics");
+        let reply = request(meta, &get).await?;
+        let content_type = reply.header("content-type").unwrap_or_default();
+        let is_text = content_type.starts_with("text/plain; version=0.0.4");
+        ensure!(is_text, "{process}: {content_type}");
+        let page = scratch.file(&format!("{process}.prom"), &reply.body)?;
+        let checked = Tool::Promtool
+            .command()?
+            .args(["check", "metrics"])
+            .stdin(File::open(page)?)
+            .output()?;
+        let findings = String::from_utf8_lossy(&checked.stderr);
+        ensure!(checked.status.success(), "{process}: {findings}");
+
+        let accept = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5,*/*;q=0.1";
+        let reply = request(meta, &get.header("Accept", accept)).await?;
+        let content_type = reply.header("content-type").unwrap_or_default();
+        let is_open_metrics = content_type.starts_with("application/openmetrics-text");
+        ensure!(
+            is_open_metrics && reply.text().ends_with("# EOF\n"),
+            "{process}: {content_type}"
+        );
+    }
     Ok(())
 }
 

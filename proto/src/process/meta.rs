@@ -22,6 +22,7 @@ use tracing::debug;
 
 use super::accept::RetryingListener;
 use super::conn_limiter::{ConnLimiter, ConnLimits};
+use super::metrics::exposition::Exposition;
 use super::shutdown::Shutdown;
 
 /// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one
@@ -120,7 +121,7 @@ impl Meta {
         match request.uri().path() {
             "/livez" => text(StatusCode::OK, "ok\n"),
             "/readyz" => self.ready(request.uri().query() == Some("verbose")),
-            "/metrics" => self.metrics(),
+            "/metrics" => self.metrics(request),
             path => match self.endpoints.iter().find(|(known, _)| *known == path) {
                 Some((_, endpoint)) => endpoint(peer),
                 None => text(
@@ -157,19 +158,16 @@ impl Meta {
         text(status, body)
     }
 
-    fn metrics(&self) -> FullResponse {
-        let mut body = String::new();
-        if prometheus_client::encoding::text::encode(&mut body, &self.metrics).is_err() {
-            return text(
+    fn metrics(&self, request: &Request<Incoming>) -> FullResponse {
+        let accept = request.headers().get_all(http::header::ACCEPT).iter();
+        let format = Exposition::negotiate(accept.filter_map(|value| value.to_str().ok()));
+        match format.encode(&self.metrics) {
+            Ok(page) => response(StatusCode::OK, format.content_type(), page),
+            Err(fmt::Error) => text(
                 StatusCode::INTERNAL_SERVER_ERROR,
                 "metrics cannot be encoded\n",
-            );
+            ),
         }
-        response(
-            StatusCode::OK,
-            "application/openmetrics-text; version=1.0.0; charset=utf-8",
-            body,
-        )
     }
 }
 

@@ -7,6 +7,8 @@ use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 
+pub(super) mod exposition;
+
 /// Declares a struct of metrics once. An entry has its field, its type, its name, its help text,
 /// and its first value if that is not the default of the type.
 ///
