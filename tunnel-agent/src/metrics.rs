@@ -7,7 +7,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
-use tunnel_proto::process::metrics::{StaticLabel, with_series};
+use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{ByteCount, TransportKind};
@@ -72,11 +72,13 @@ pub(crate) struct Metrics(Families);
 impl Metrics {
     /// Creates the metrics and the registry that exposes them.
     pub(crate) fn register() -> (Self, Registry) {
-        let mut registry = Registry::with_prefix("tunnel_agent");
-        let metrics = Self(Families::register(&mut registry));
+        let mut root = Registry::default();
+        register_process_metrics(&mut root);
+        let registry = root.sub_registry_with_prefix("tunnel_agent");
+        let metrics = Self(Families::register(registry));
         registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
-        (metrics, registry)
+        (metrics, root)
     }
 
     pub(crate) fn limit(&self, limit: Limit) {

@@ -14,7 +14,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tunnel_proto::process::file_watch::ReloadOutcome;
 pub use tunnel_proto::process::metrics::GaugeGuard;
-use tunnel_proto::process::metrics::{StaticLabel, with_series};
+use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{BufferPool, TransportKind};
@@ -122,10 +122,11 @@ struct RequestSeries {
 }
 
 impl Metrics {
-    /// Registers all metrics under `tunnel_server_`. The buffer pool's gauges are read at each
-    /// scrape.
+    /// Registers all metrics under `tunnel_server_`, and those of the process. The buffer pool's
+    /// gauges are read at each scrape.
     #[must_use]
     pub fn new(root: &mut Registry, pool: Arc<BufferPool>) -> Self {
+        register_process_metrics(root);
         let registry = root.sub_registry_with_prefix("tunnel_server");
         registry.register_collector(Box::new(PoolGauges(pool)));
         registry.register_collector(Box::new(PanicCollector));

@@ -6,8 +6,21 @@ use std::hash::Hash;
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
 
+mod build_info;
 pub(super) mod exposition;
+mod process;
+
+use build_info::BuildInfo;
+use process::ProcessCollector;
+
+/// Registers the metrics that do not depend on the binary: `tunnel_build_info` and `process_*`.
+/// `root` has no prefix.
+pub fn register_process_metrics(root: &mut Registry) {
+    root.register_collector(Box::new(BuildInfo));
+    root.register_collector(Box::new(ProcessCollector));
+}
 
 /// Declares a struct of metrics once. An entry has its field, its type, its name, its help text,
 /// and its first value if that is not the default of the type.
