@@ -11,7 +11,7 @@ use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{ByteCount, TransportKind};
-use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 
 use crate::config::Limit;
 
@@ -21,32 +21,45 @@ tunnel_proto::metrics! {
     struct Families {
         sessions: Family<StateLabels, Gauge> = "sessions",
             "Servers that the agent holds or wants a session with, by state of the session",
-            with_series(SessionState::ALL.map(|state| StateLabels { state }));
+            with_series(SessionState::ALL.iter().map(|&state| StateLabels { state }));
         session_connected: Family<TransportLabels, Gauge> = "session_connected",
-            "Sessions to servers that are ready, by transport";
+            "Sessions to servers that are ready, by transport",
+            with_series(TRANSPORTS.map(|transport| TransportLabels {
+                transport: StaticLabel(transport.label()),
+            }));
         sessions_suspect: Gauge = "sessions_suspect",
             "Ready sessions whose server is silent, or reports that this agent is silent";
         promotions: Counter = "promotions", "Number of upgrades from h2 to QUIC";
         fallbacks: Counter = "fallbacks", "Number of fallbacks from QUIC to h2";
         connect_attempts: Family<ConnectLabels, Counter> = "connect_attempts",
-            "Session dials, by transport and result";
+            "Session dials, by transport and result", with_series(connect_labels());
 
         streams_open: Gauge = "streams_open", "Streams that are being served";
-        streams: Family<StreamLabels, Counter> = "streams", "Streams that ended, by result";
+        streams: Family<StreamLabels, Counter> = "streams", "Streams that ended, by result",
+            with_series(StreamEnd::ALL.map(|end| StreamLabels {
+                result: StaticLabel(end.label()),
+            }));
         stream_bytes: Family<DirectionLabels, Counter> = "stream_bytes",
-            "Bytes relayed to and from targets";
+            "Bytes relayed to and from targets",
+            with_series(Direction::ALL.iter().map(|&direction| DirectionLabels { direction }));
         dials: Family<DialLabels, Counter> = "dials",
-            "Attempts to connect to an address of a target, by result";
+            "Attempts to connect to an address of a target, by result",
+            with_series(DialResult::ALL.iter().map(|&result| DialLabels { result }));
 
-        not_after: Gauge = "certificate_not_after_seconds",
-            "When the agent's certificate ends, in seconds since 1970";
+        not_after: Gauge = "certificate_not_after_timestamp_seconds",
+            "Unix time at which the agent's certificate expires";
+        deprecated_not_after: Gauge = "certificate_not_after_seconds",
+            "Deprecated: use tunnel_agent_certificate_not_after_timestamp_seconds";
         unsaved: Gauge = "certificate_unsaved",
             "1 while the certificate in use could not be written to the data directory";
         files_unusable: Gauge = "certificate_files_unusable",
             "1 while --cert-file, --key-file or --ca-file cannot be used and the last good ones \
              stay in use";
         renewals: Family<RenewalLabels, Counter> = "renewals",
-            "Certificate renewals requested on sessions, by result";
+            "Certificate renewals requested on sessions, by result",
+            with_series(renewal_results().map(|result| RenewalLabels {
+                result: StaticLabel(result),
+            }));
 
         limits_reached: Family<LimitLabels, Counter> = "limits_reached",
             "Number of times a configured limit was reached, by limit",
@@ -197,7 +210,23 @@ impl Metrics {
             .map_or(0, |since| since.as_secs());
         let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
         self.0.not_after.set(seconds);
+        self.0.deprecated_not_after.set(seconds);
     }
+}
+
+/// Returns the labels of every result over both transports.
+fn connect_labels() -> impl Iterator<Item = ConnectLabels> {
+    TRANSPORTS.into_iter().flat_map(|transport| {
+        let transport = StaticLabel(transport.label());
+        let results = ConnectResult::ALL.iter();
+        results.map(move |&result| ConnectLabels { transport, result })
+    })
+}
+
+/// Returns the results of renewals: those that the agent decides, and the codes of refusals.
+fn renewal_results() -> impl Iterator<Item = &'static str> {
+    let decided = ["issued", "unusable", "returned", "unasked"];
+    decided.into_iter().chain(EnrollCode::labels())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -217,6 +246,22 @@ pub(crate) enum StreamEnd {
 }
 
 impl StreamEnd {
+    /// Every end of a stream at an agent. The other codes of refusals are those of servers.
+    const ALL: [Self; 12] = [
+        Self::Ok,
+        Self::ReaderClosed,
+        Self::CutByPeer,
+        Self::CutByTarget,
+        Self::NoHeader,
+        Self::Refused(RefusalCode::BadHeader),
+        Self::Refused(RefusalCode::Policy),
+        Self::Refused(RefusalCode::TargetRefused),
+        Self::Refused(RefusalCode::TargetTimeout),
+        Self::Refused(RefusalCode::TooManyStreams),
+        Self::Refused(RefusalCode::Draining),
+        Self::Refused(RefusalCode::Internal),
+    ];
+
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -238,10 +283,6 @@ tunnel_proto::label_values! {
         /// The server is silent, or reports that this agent is silent.
         Suspect = "suspect",
     }
-}
-
-impl SessionState {
-    const ALL: [Self; 3] = [Self::Connected, Self::Connecting, Self::Suspect];
 }
 
 tunnel_proto::label_values! {
@@ -280,6 +321,9 @@ tunnel_proto::label_values! {
     }
 }
 
+/// Transports over which the agent dials sessions.
+const TRANSPORTS: [TransportKind; 2] = [TransportKind::Quic, TransportKind::H2];
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -314,11 +358,31 @@ mod tests {
             "tunnel_agent_fallbacks_total 1",
             "tunnel_agent_promotions_total 1",
             "tunnel_agent_sessions_suspect 1",
+            "tunnel_agent_certificate_not_after_timestamp_seconds 9",
             "tunnel_agent_certificate_not_after_seconds 9",
             "tunnel_agent_log_lines_dropped_total{kind=\"access\"} 0",
         ] {
             assert!(text.contains(&format!("{line}\n")), "{line} not in\n{text}");
         }
         drop((session, state, suspect));
+    }
+
+    #[test]
+    fn results_are_shown_before_they_occur() {
+        let (_metrics, registry) = Metrics::register();
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        for series in [
+            "tunnel_agent_connect_attempts_total{transport=\"h2\",result=\"not_admitted\"}",
+            "tunnel_agent_dials_total{result=\"timeout\"}",
+            "tunnel_agent_renewals_total{result=\"returned\"}",
+            "tunnel_agent_renewals_total{result=\"bad_proof\"}",
+            "tunnel_agent_session_connected{transport=\"h2\"}",
+            "tunnel_agent_stream_bytes_total{direction=\"from_target\"}",
+            "tunnel_agent_streams_total{result=\"ok\"}",
+            "tunnel_agent_streams_total{result=\"refused_by_policy\"}",
+        ] {
+            assert!(text.contains(&format!("{series} 0\n")), "{series}:\n{text}");
+        }
     }
 }

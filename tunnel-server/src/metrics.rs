@@ -18,7 +18,7 @@ use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
 use tunnel_proto::transport::{BufferPool, TransportKind};
-use tunnel_proto::wire::code::CloseCode;
+use tunnel_proto::wire::code::{CloseCode, EnrollCode};
 
 use crate::config::Limit;
 use crate::ingress::outcome::Outcome;
@@ -35,6 +35,32 @@ const OPEN_SECONDS: [f64; 10] = [
 /// Results of a password check.
 const PASSWORD_RESULTS: [&str; 4] = ["right", "wrong", "missing", "waiting"];
 
+/// Results of reloading certificate files.
+const RELOAD_RESULTS: [&str; 3] = ["changed", "failed", "recovered"];
+
+/// Results of the handshake and admission of an agent: those of a connection that has not presented
+/// a credential, and the close codes of refused sessions.
+const HANDSHAKE_RESULTS: [&str; 15] = [
+    "ok",
+    TIMEOUT,
+    "evicted",
+    "handshake_failed",
+    "no_identity",
+    "unknown_protocol",
+    "overloaded",
+    "draining",
+    "protocol",
+    "version",
+    "name_not_in_credential",
+    "name_in_use",
+    "handshake_timeout",
+    "credential_revoked",
+    "too_many_sessions",
+];
+
+/// Results of an enrollment next to the codes of its refusal.
+const ENROLLMENT_RESULTS: [&str; 5] = ["issued", "cut", TIMEOUT, "evicted", "handshake_failed"];
+
 tunnel_proto::metrics! {
     /// The metrics of agents, sessions and nodes, of callers with their requests and streams, of the
     /// certificates that the server uses, and of the configured limits.
@@ -46,13 +72,17 @@ tunnel_proto::metrics! {
         sessions_suspect: Gauge = "sessions_suspect",
             "Agent sessions that are suspect; suspect sessions get no new streams";
         session_ends: Family<CodeLabel, Counter> = "session_ends",
-            "Closed agent sessions by close code";
+            "Closed agent sessions by close code",
+            with_series(CloseCode::labels().map(|code| CodeLabel { code: StaticLabel(code) }));
         handshakes: Family<ResultLabel, Counter> = "handshakes",
-            "Handshakes and admissions of agents by result";
+            "Handshakes and admissions of agents by result",
+            with_series(result_labels(HANDSHAKE_RESULTS));
         enrollments: Family<ResultLabel, Counter> = "enrollments",
-            "Enrollment requests by result";
+            "Enrollment requests by result",
+            with_series(result_labels(ENROLLMENT_RESULTS.into_iter().chain(EnrollCode::labels())));
         renewals: Family<ResultLabel, Counter> = "renewals",
-            "Certificate renewal requests on live sessions, by result";
+            "Certificate renewal requests on live sessions, by result",
+            with_series(result_labels(["issued"].into_iter().chain(EnrollCode::labels())));
         known_nodes: Gauge = "known_nodes", "Nodes that may be addressed";
         address_conflicts: Gauge = "address_conflicts", "Addresses shared by several nodes";
 
@@ -60,9 +90,13 @@ tunnel_proto::metrics! {
         direct_open: Gauge = "connect_direct_open",
             "Open connections that the server dialed directly for callers of the CONNECT listeners";
         streams: Family<OutcomeLabel, Counter> = "streams",
-            "Finished requests and streams of callers by result";
+            "Finished requests and streams of callers by result",
+            with_series(Outcome::ALL.map(|result| OutcomeLabel { result }));
         stream_bytes: Family<DirectionLabel, Counter> = "stream_bytes",
-            "Payload bytes of ended streams; in is from agents, out is to agents";
+            "Payload bytes of ended streams; in is from agents, out is to agents",
+            with_series(["in", "out"].map(|direction| DirectionLabel {
+                direction: StaticLabel(direction),
+            }));
         open_seconds: Histogram = "open_duration_seconds",
             "Time to open a stream at the server's end", Histogram::new(OPEN_SECONDS);
         callers_evicted: Counter = "callers_evicted",
@@ -74,19 +108,22 @@ tunnel_proto::metrics! {
         passwords: Family<ResultLabel, Counter> = "connect_passwords",
             "Requests at the CONNECT listener by result of the password check; waiting: refused \
              before the check",
-            with_series(PASSWORD_RESULTS.map(|result| ResultLabel {
-                result: StaticLabel(result),
-            }));
+            with_series(result_labels(PASSWORD_RESULTS));
 
-        certificate_not_after: Gauge<f64, AtomicU64> = "certificate_not_after_seconds",
+        certificate_not_after: Gauge<f64, AtomicU64> = "certificate_not_after_timestamp_seconds",
             "Unix time at which the server's own certificate expires";
+        deprecated_certificate_not_after: Gauge<f64, AtomicU64> = "certificate_not_after_seconds",
+            "Deprecated: use tunnel_server_certificate_not_after_timestamp_seconds";
         credential_reloads: Family<ReloadLabel, Counter> = "credential_reloads",
             "Number of reloads of certificate files, by result";
         credential_files_unusable: Family<FilesLabel, Gauge> = "credential_files_unusable",
             "1 while certificate files are unusable and the previous ones stay in use";
         credential_not_after: Family<FilesLabel, Gauge<f64, AtomicU64>>
-            = "credential_not_after_seconds",
+            = "credential_not_after_timestamp_seconds",
             "Unix time at which a configured certificate expires";
+        deprecated_credential_not_after: Family<FilesLabel, Gauge<f64, AtomicU64>>
+            = "credential_not_after_seconds",
+            "Deprecated: use tunnel_server_credential_not_after_timestamp_seconds";
 
         limits_reached: Family<LimitLabel, Counter> = "limits_reached",
             "Number of times a configured limit was reached, by limit",
@@ -237,21 +274,33 @@ impl Metrics {
         count(&self.families.passwords, result);
     }
 
+    /// Creates the series of certificate files that are reloaded when they change.
+    pub fn watched(&self, files: &'static str) {
+        let files = StaticLabel(files);
+        for result in RELOAD_RESULTS.map(StaticLabel) {
+            let reloads = &self.families.credential_reloads;
+            drop(reloads.get_or_create(&ReloadLabel { files, result }));
+        }
+        let unusable = &self.families.credential_files_unusable;
+        drop(unusable.get_or_create(&FilesLabel { files }));
+    }
+
     /// Records the result of reloading certificate files.
     pub fn reloaded(&self, files: &'static str, reload: ReloadOutcome) {
+        let [changed, failed, recovered] = RELOAD_RESULTS;
         let result = StaticLabel(match reload {
-            ReloadOutcome::Changed => "changed",
-            ReloadOutcome::Failed => "failed",
-            ReloadOutcome::Recovered => "recovered",
+            ReloadOutcome::Changed => changed,
+            ReloadOutcome::Failed => failed,
+            ReloadOutcome::Recovered => recovered,
         });
-        let failed = reload == ReloadOutcome::Failed;
+        let is_unusable = reload == ReloadOutcome::Failed;
         let files = StaticLabel(files);
         let reloads = &self.families.credential_reloads;
         let unusable = &self.families.credential_files_unusable;
         reloads.get_or_create(&ReloadLabel { files, result }).inc();
         unusable
             .get_or_create(&FilesLabel { files })
-            .set(failed.into());
+            .set(is_unusable.into());
     }
 
     /// Counts an enrollment by result: `ok` or the name of the failure.
@@ -269,19 +318,34 @@ impl Metrics {
 
     /// Records the expiry of the server's own certificate.
     pub fn certificate(&self, not_after: SystemTime) {
-        self.families
-            .certificate_not_after
-            .set(unix_seconds(not_after));
+        let not_after = unix_seconds(not_after);
+        self.families.certificate_not_after.set(not_after);
+        let deprecated = &self.families.deprecated_certificate_not_after;
+        deprecated.set(not_after);
     }
 
     /// Records the expiry of another certificate that the server was given.
     pub fn credential(&self, files: &'static str, not_after: SystemTime) {
-        let files = StaticLabel(files);
-        let credentials = &self.families.credential_not_after;
-        credentials
-            .get_or_create(&FilesLabel { files })
-            .set(unix_seconds(not_after));
+        let labels = FilesLabel {
+            files: StaticLabel(files),
+        };
+        for credentials in [
+            &self.families.credential_not_after,
+            &self.families.deprecated_credential_not_after,
+        ] {
+            credentials
+                .get_or_create(&labels)
+                .set(unix_seconds(not_after));
+        }
     }
+}
+
+fn result_labels(
+    results: impl IntoIterator<Item = &'static str>,
+) -> impl Iterator<Item = ResultLabel> {
+    results.into_iter().map(|result| ResultLabel {
+        result: StaticLabel(result),
+    })
 }
 
 fn count(results: &Family<ResultLabel, Counter>, result: &'static str) {
@@ -319,13 +383,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transports_suspects_ends_and_the_pool_are_shown() {
+    fn values_are_shown_and_results_before_they_occur() {
         let mut root = Registry::default();
         let metrics = Metrics::new(&mut root, BufferPool::new(1 << 20));
         let _agent = metrics.agent(TransportKind::H2.label());
         let suspect = metrics.suspect();
         drop(metrics.suspect());
         metrics.session_ended(CloseCode::Dead);
+        metrics.watched("agent_ca");
+        let not_after = UNIX_EPOCH + Duration::from_secs(9);
+        metrics.certificate(not_after);
+        metrics.credential("https", not_after);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &root).unwrap();
         for line in [
@@ -335,6 +403,17 @@ mod tests {
             "tunnel_server_session_ends_total{code=\"dead\"} 1",
             "tunnel_server_buffer_bytes 0",
             "tunnel_server_buffer_limit_bytes 1048576",
+            "tunnel_server_enrollments_total{result=\"bad_token\"} 0",
+            "tunnel_server_handshakes_total{result=\"version\"} 0",
+            "tunnel_server_renewals_total{result=\"rate_limited\"} 0",
+            "tunnel_server_session_ends_total{code=\"normal\"} 0",
+            "tunnel_server_stream_bytes_total{direction=\"in\"} 0",
+            "tunnel_server_streams_total{result=\"no_agent\"} 0",
+            "tunnel_server_credential_reloads_total{files=\"agent_ca\",result=\"failed\"} 0",
+            "tunnel_server_certificate_not_after_timestamp_seconds 9.0",
+            "tunnel_server_certificate_not_after_seconds 9.0",
+            "tunnel_server_credential_not_after_timestamp_seconds{files=\"https\"} 9.0",
+            "tunnel_server_credential_not_after_seconds{files=\"https\"} 9.0",
         ] {
             assert!(text.lines().any(|shown| shown == line), "{line}:\n{text}");
         }

@@ -82,6 +82,11 @@ macro_rules! label_values {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         $visibility enum $name { $($(#[$variant_attribute])* $variant,)+ }
 
+        impl $name {
+            /// Every value, in the order of the declaration.
+            $visibility const ALL: &'static [Self] = &[$(Self::$variant,)+];
+        }
+
         impl prometheus_client::encoding::EncodeLabelValue for $name {
             fn encode(
                 &self,

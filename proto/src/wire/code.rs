@@ -40,6 +40,11 @@ macro_rules! codes {
                     Self::Unknown(_) => "unknown",
                 }
             }
+
+            /// Returns the names of all codes, and the name of those of later versions.
+            pub fn labels() -> impl Iterator<Item = &'static str> {
+                [$($label,)+ "unknown"].into_iter()
+            }
         }
 
         impl std::fmt::Display for $name {

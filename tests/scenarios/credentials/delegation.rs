@@ -274,7 +274,7 @@ async fn idle_connections_belong_to_the_certificate_they_were_opened_with() -> R
     let head = RawRequest::new("GET", "/client-certificate", &site.host);
     let first = sha256_hex(&site.own.own.cert[0]);
     assert_eq!(caller.request(&head).await?.text().trim(), first);
-    let name = "tunnel_server_credential_not_after_seconds{files=\"target_certificate\"}";
+    let name = "tunnel_server_credential_not_after_timestamp_seconds{files=\"target_certificate\"}";
     let ends = metric(&site.env, name).await?;
     assert!(ends > 1.7e9, "{ends}");
     let next = site.authorities.write(&site.authorities)?;

@@ -329,7 +329,7 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
     let own = own.run().await?.ok()?;
     for count in [
         "tunnel_server_enrollments_total{result=\"issued\"} 1",
-        "tunnel_server_credential_not_after_seconds{files=\"target_certificate\"}",
+        "tunnel_server_credential_not_after_timestamp_seconds{files=\"target_certificate\"}",
     ] {
         ensure!(own.contains(count), "no {count}: {own}");
     }

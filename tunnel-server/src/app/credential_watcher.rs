@@ -76,6 +76,7 @@ impl CredentialWatcher {
             digest,
         };
         let metrics = self.metrics.clone();
+        metrics.watched(what);
         self.shutdown.spawn_service(async move {
             let on_reload = move |reload| metrics.reloaded(what, reload);
             watcher.run(load, apply, on_reload).await;

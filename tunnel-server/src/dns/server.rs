@@ -18,6 +18,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::debug;
+use tunnel_proto::process::metrics::with_series;
 
 use super::answer::{self, AnswerContext, ClientQuery, Decision, QueryOutcome, Transport};
 use super::limiter::{Limiter, SourcePermit};
@@ -149,7 +150,8 @@ tunnel_proto::metrics! {
     struct Families {
         queries: Family<QueryLabels, Counter> = "queries",
             "DNS queries by outcome: limited by limits.dnsPerSource, busy by limits.dnsForwards, \
-             upstream_failed by limits.dnsForwardBudget";
+             upstream_failed by limits.dnsForwardBudget",
+            with_series(query_labels());
         forward_seconds: Histogram = "forward_duration_seconds",
             "Time until another resolver answered", Histogram::new(FORWARD_SECONDS);
         connections_waited: Counter = "connections_waited",
@@ -190,6 +192,15 @@ impl DnsMetrics {
     pub fn forwarded(&self, elapsed: Duration) {
         self.0.forward_seconds.observe(elapsed.as_secs_f64());
     }
+}
+
+/// Returns the labels of every outcome over both transports.
+fn query_labels() -> impl Iterator<Item = QueryLabels> {
+    let transports = Transport::ALL.iter();
+    transports.flat_map(|&transport| {
+        let outcomes = QueryOutcome::ALL.iter();
+        outcomes.map(move |&outcome| QueryLabels { transport, outcome })
+    })
 }
 
 #[derive(Debug)]

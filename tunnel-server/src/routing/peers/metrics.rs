@@ -18,10 +18,6 @@ tunnel_proto::label_values! {
     }
 }
 
-impl PeerState {
-    const ALL: [Self; 3] = [Self::Connected, Self::Connecting, Self::Leaving];
-}
-
 tunnel_proto::label_values! {
     /// The direction of a forwarded stream.
     pub(super) enum ForwardDirection {
@@ -58,10 +54,11 @@ tunnel_proto::metrics! {
     struct Families {
         peers: Family<StateLabel, Gauge> = "peers",
             "Other servers of the installation by state of the connection to them",
-            with_series(PeerState::ALL.map(|state| StateLabel { state }));
+            with_series(PeerState::ALL.iter().map(|&state| StateLabel { state }));
         forwarded: Family<ForwardLabels, Counter> = "forwarded_streams",
             "Streams between servers by direction and result; out: ok when opened, in: ok when \
-             relayed to the end";
+             relayed to the end",
+            with_series(forward_labels());
         directory_nodes: Gauge = "directory_nodes",
             "Nodes whose agents are connected to other servers";
     }
@@ -86,7 +83,7 @@ impl PeerMetrics {
 
     /// Records the number of servers in each state.
     pub(super) fn set_peers(&self, states: &[PeerState]) {
-        for state in PeerState::ALL {
+        for &state in PeerState::ALL {
             let count = states.iter().filter(|other| **other == state).count();
             let gauge = self.0.peers.get_or_create(&StateLabel { state });
             gauge.set(number(count));
@@ -96,6 +93,15 @@ impl PeerMetrics {
     pub(super) fn set_directory_nodes(&self, nodes: usize) {
         self.0.directory_nodes.set(number(nodes));
     }
+}
+
+/// Returns the labels of every result in both directions.
+fn forward_labels() -> impl Iterator<Item = ForwardLabels> {
+    let directions = ForwardDirection::ALL.iter();
+    directions.flat_map(|&direction| {
+        let results = ForwardResult::ALL.iter();
+        results.map(move |&result| ForwardLabels { direction, result })
+    })
 }
 
 fn number(count: usize) -> i64 {
