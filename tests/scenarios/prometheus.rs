@@ -12,7 +12,7 @@ use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
-use tunnel_tests::process::{Fleet, Process, Program, ScratchDir};
+use tunnel_tests::process::{Fleet, Listener, Process, Program, ScratchDir};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 use crate::namespaces::get;
@@ -157,6 +157,65 @@ async fn promtool_accepts_the_metrics_of_both_processes() -> Result<()> {
     Ok(())
 }
 
+/// Both nodes have the same address, and no rule changes the targets.
+#[tokio::test(flavor = "multi_thread")]
+async fn prometheus_finds_both_edges_by_the_discovery_of_the_server() -> Result<()> {
+    let Some((sites, scratch, _exporters)) = exporters()? else {
+        return Ok(());
+    };
+    let fleet = Fleet::start(&sites, &ports_of_targets("9100")).await?;
+    let meta = fleet.server().address(Listener::Meta).to_string();
+    let scrapes = DISCOVERED.replace("META", &meta);
+    let prometheus = prometheus(sites.cloud(), &scratch, &scrapes)?;
+    eventually("both edges to be up", SCRAPE_TIMEOUT, async || {
+        let targets = active_targets(sites.cloud()).await?;
+        let is_up = |node: &str| {
+            targets.iter().any(|target| {
+                let discovered = &target["discoveredLabels"];
+                target["health"] == "up"
+                    && target["labels"]["instance"] == format!("{node}:9100")
+                    && discovered["__meta_kubernetes_node_name"] == node
+                    && discovered["__meta_tunnel_edge"] == "true"
+            })
+        };
+        let are_up = NODES.into_iter().all(is_up) && targets.len() == NODES.len();
+        ensure!(are_up, "{targets:#?}; {prometheus}; {fleet:?}");
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn discovery_refuses_other_ports_and_unknown_parameters() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let meta = env.bound().meta;
+    let get = async |query: &str| {
+        let path = format!("/sd/prometheus{query}");
+        request(meta, &RawRequest::get("meta", &path)).await
+    };
+    let reply = get("?port=9100").await?;
+    ensure!(reply.status == 200 && reply.text() == "[]\n", "{reply:?}");
+    let content_type = reply.header("content-type");
+    ensure!(content_type == Some("application/json"), "{reply:?}");
+    for (query, status, reason) in [
+        ("", 400, "port is missing"),
+        ("?port=80", 403, "port 80 is not allowed"),
+        ("?port=9100&job=a", 400, "unknown parameter"),
+        ("?port=9100&scheme=ftp", 400, "use http or https"),
+    ] {
+        let reply = get(query).await?;
+        let is_right = reply.status == status && reply.text().contains(reason);
+        ensure!(is_right, "{query}: {reply:?}");
+    }
+    let _agent = env.agent("worker-1").await?;
+    let first = get("?port=9100&connected=true").await?.text();
+    ensure!(first.contains("\"worker-1:9100\""), "{first}");
+    let again = get("?port=9100&connected=true").await?.text();
+    ensure!(first == again, "{first} then {again}");
+    Ok(())
+}
+
 /// Starts a node_exporter at each edge, or skips the test.
 fn exporters() -> Result<Option<(Topology, ScratchDir, Vec<Process>)>> {
     let tools = require(&[Tool::Prometheus, Tool::NodeExporter, Tool::Curl]);
@@ -273,6 +332,14 @@ scrape_configs:
         regex: (.+);.*:(.*)
         replacement: $1:$2
         target_label: __address__
+"#;
+
+/// Targets of the server's own discovery. `META` is the address of its meta port.
+const DISCOVERED: &str = r#"
+global: { scrape_interval: 1s, scrape_timeout: 1s }
+scrape_configs:
+  - job_name: discovered
+    http_sd_configs: [{ url: "http://META/sd/prometheus?port=9100", refresh_interval: 1s }]
 "#;
 
 /// Targets by address with the labels of discovery, as the guide's ServiceMonitors find them, and

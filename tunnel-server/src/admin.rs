@@ -30,6 +30,7 @@ use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::DataDir;
 
 mod client;
+pub mod discovery;
 mod message;
 pub mod status;
 pub mod verbs;

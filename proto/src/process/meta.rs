@@ -39,8 +39,17 @@ const RESPONSE_MAX_BYTES: usize = 1024 * 1024;
 /// A response of the meta port.
 pub type FullResponse = Response<Full<Bytes>>;
 
-/// The handler of an additional endpoint. The argument is the caller's address.
-pub type EndpointHandler = Box<dyn Fn(SocketAddr) -> FullResponse + Send + Sync>;
+/// A request for an additional endpoint.
+#[derive(Debug, Clone, Copy)]
+pub struct EndpointRequest<'a> {
+    /// Address of the caller.
+    pub peer: SocketAddr,
+    /// Query of the request target; empty if there is none.
+    pub query: &'a str,
+}
+
+/// The handler of an additional endpoint.
+pub type EndpointHandler = Box<dyn Fn(EndpointRequest<'_>) -> FullResponse + Send + Sync>;
 
 /// The content of the meta port.
 pub struct Meta {
@@ -123,7 +132,10 @@ impl Meta {
             "/readyz" => self.ready(request.uri().query() == Some("verbose")),
             "/metrics" => self.metrics(request),
             path => match self.endpoints.iter().find(|(known, _)| *known == path) {
-                Some((_, endpoint)) => endpoint(peer),
+                Some((_, endpoint)) => endpoint(EndpointRequest {
+                    peer,
+                    query: request.uri().query().unwrap_or_default(),
+                }),
                 None => text(
                     StatusCode::NOT_FOUND,
                     "not found; use /livez, /readyz or /metrics\n",

@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use tunnel_server::admin::revoke_node;
 use tunnel_server::ca::{CaMaterial, transfer};
 use tunnel_server::config::RawConfig;
@@ -11,6 +12,7 @@ use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::metrics::meta_page;
 use tunnel_tests::process::{Listener, next_loopback};
 use tunnel_tests::targets::Exporter;
 
@@ -25,6 +27,12 @@ async fn token_of_one_server_enrolls_at_the_other_and_each_serves_the_others_nod
         for node in ["worker-1", "worker-2"] {
             served(env, node, &exporter).await;
         }
+        // Each server lists the nodes of both, worker-1 at b and worker-2 at a.
+        let path = "/sd/prometheus?port=9100&connected=true";
+        let page = meta_page(env.bound().meta, path).await?;
+        let groups: Value = serde_json::from_str(&page)?;
+        let holders = [0, 1].map(|at| &groups[at]["labels"]["__meta_tunnel_server"]);
+        ensure!(holders == ["b", "a"], "{page}");
     }
     pair.a.stop_server().await?;
     served(&pair.b, "worker-1", &exporter).await;

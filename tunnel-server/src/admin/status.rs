@@ -1,6 +1,6 @@
 //! The status of nodes, for `/nodes`, the command `nodes` and the metrics.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -20,6 +20,10 @@ pub struct NodeStatus {
     pub node: String,
     /// Whether an agent is connected for the node, to this server or to another one.
     pub connected: bool,
+    /// Whether the node is reached through the tunnel. In a cluster these are the Nodes with the
+    /// label of `--edge-label`, and the nodes that have or had an agent.
+    #[serde(default, rename = "edge")]
+    pub is_edge: bool,
     /// Name of the server that carries requests to the node, if there are several servers. If it is
     /// another one, the fields up to the bytes are empty: only that server knows them.
     #[serde(default)]
@@ -91,6 +95,11 @@ pub fn list(
         }
     }
     owners.retain(|_, names| names.len() > 1);
+    let cloud: BTreeSet<&NodeName> = cluster
+        .iter()
+        .filter(|node| !node.is_edge && !known.contains_key(&node.name))
+        .map(|node| &node.name)
+        .collect();
     addresses
         .into_iter()
         .map(|(name, addresses)| {
@@ -117,6 +126,7 @@ pub fn list(
                     status.replica = own_name.clone().filter(|_| status.connected);
                 }
             }
+            status.is_edge = status.connected || !cloud.contains(name);
             status
         })
         .collect()
@@ -198,14 +208,21 @@ mod tests {
             hostname: None,
             addresses: addresses.to_vec(),
             kubelet_port: None,
+            is_edge: true,
         };
         let cluster = [
             of_cluster("worker-1", &[address(1), address(2)]),
             of_cluster("worker-2", &[address(2)]),
+            RouteNode {
+                is_edge: false,
+                ..of_cluster("worker-3", &[])
+            },
         ];
         let shown = list(nodes, &cluster, registry, &bench.sessions.peers);
         let names: Vec<_> = shown.iter().map(|node| node.node.as_str()).collect();
-        assert_eq!(names, ["worker-1", "worker-2"]);
+        assert_eq!(names, ["worker-1", "worker-2", "worker-3"]);
+        let edges: Vec<_> = shown.iter().map(|node| node.is_edge).collect();
+        assert_eq!(edges, [true, true, false]);
         assert_eq!(shown[0].addresses, [address(1), address(2)]);
         let both = vec!["worker-1".to_owned(), "worker-2".to_owned()];
         assert_eq!(

@@ -325,6 +325,7 @@ fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
         .iter()
         .map(|(name, node)| NodeStatus {
             node: name.to_string(),
+            is_edge: true,
             certificate_not_after: node.certificate_not_after.map(rfc3339),
             address_conflicts: node.addresses.iter().filter_map(shared).collect(),
             addresses: node.addresses.clone(),

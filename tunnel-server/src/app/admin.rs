@@ -1,17 +1,21 @@
 //! The interfaces for operators: the admin socket and the meta port.
 
 use std::io;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
+use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
-use tunnel_proto::process::meta::{self, Meta};
+use tunnel_proto::process::meta::{self, EndpointHandler, EndpointRequest, FullResponse, Meta};
+use tunnel_proto::wire::name::ReplicaId;
 
 use super::authority::Authority;
 use super::context::ServerContext;
-use crate::admin::{self, AdminState, status};
+use crate::admin::discovery::{self, DiscoveryQuery};
+use crate::admin::status::{self, NodeStatus};
+use crate::admin::{self, AdminState};
 use crate::ingress::connect::AdminTunnels;
+use crate::policy::PortPolicy;
 use crate::routing::routes::RouteSource;
 
 /// Starts the admin socket, then the meta port.
@@ -23,7 +27,8 @@ pub(super) fn start(
     metrics_registry: MetricsRegistry,
     context: &ServerContext,
 ) -> io::Result<()> {
-    let list = list_nodes(context);
+    let nodes = node_list(context);
+    let list = as_json(nodes.clone());
     let state = AdminState {
         ca: authority.ca.clone(),
         tokens: authority.tokens.clone(),
@@ -36,30 +41,67 @@ pub(super) fn start(
     };
     admin::start(state, &context.data, &context.shutdown)?;
     Meta::new(context.readiness.clone(), metrics_registry)
-        .with("/nodes", Box::new(move |peer| nodes_endpoint(peer, list())))
+        .with(
+            "/nodes",
+            Box::new(move |request: EndpointRequest<'_>| nodes_endpoint(request, &list)),
+        )
+        .with("/sd/prometheus", discovery_endpoint(nodes, context))
         .start(meta_listener, &context.shutdown);
     Ok(())
 }
 
-/// Returns the function that lists the nodes with their status.
-fn list_nodes(context: &ServerContext) -> Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync> {
+/// Lists the nodes with their status.
+type NodeList = Arc<dyn Fn() -> Vec<NodeStatus> + Send + Sync>;
+
+/// Lists the nodes with their status, as JSON.
+type JsonList = Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>;
+
+fn node_list(context: &ServerContext) -> NodeList {
     let (nodes, routes) = (context.nodes.clone(), context.routes.clone());
     let (registry, peers) = (context.registry.clone(), context.peers.clone());
+    Arc::new(move || status::list(&nodes, &routes.of(RouteSource::Cluster), &registry, &peers))
+}
+
+fn as_json(nodes: NodeList) -> JsonList {
     Arc::new(move || {
-        let list = status::list(&nodes, &routes.of(RouteSource::Cluster), &registry, &peers);
         // A structure of texts and numbers always has a JSON form.
-        list.iter()
+        let nodes = nodes().into_iter();
+        nodes
             .filter_map(|node| serde_json::to_value(node).ok())
-            .collect::<Vec<_>>()
+            .collect()
     })
 }
 
-fn nodes_endpoint(peer: SocketAddr, nodes: Vec<serde_json::Value>) -> meta::FullResponse {
-    if !peer.ip().to_canonical().is_loopback() {
-        return meta::text(
-            http::StatusCode::FORBIDDEN,
-            "only for callers on this host\n",
-        );
+fn nodes_endpoint(request: EndpointRequest<'_>, list: &JsonList) -> FullResponse {
+    if !request.peer.ip().to_canonical().is_loopback() {
+        return meta::text(StatusCode::FORBIDDEN, "only for callers on this host\n");
     }
-    meta::json(http::StatusCode::OK, &nodes.into())
+    meta::json(StatusCode::OK, &list().into())
+}
+
+/// Returns the handler of `/sd/prometheus`. Every caller of the meta port may use it, since
+/// Prometheus is on another host.
+fn discovery_endpoint(nodes: NodeList, context: &ServerContext) -> EndpointHandler {
+    let (policy, peers) = (context.policy.clone(), context.peers.clone());
+    Box::new(move |request: EndpointRequest<'_>| {
+        discover(request, &policy.load(), &nodes, peers.own())
+    })
+}
+
+fn discover(
+    request: EndpointRequest<'_>,
+    policy: &PortPolicy,
+    nodes: &NodeList,
+    own: &ReplicaId,
+) -> FullResponse {
+    let query = match DiscoveryQuery::parse(request.query) {
+        Ok(query) => query,
+        Err(error) => return meta::text(StatusCode::BAD_REQUEST, format!("{error}\n")),
+    };
+    if let Err(refusal) = query.authorize(policy) {
+        return meta::text(StatusCode::FORBIDDEN, format!("{refusal}\n"));
+    }
+    let nodes = nodes();
+    let groups = discovery::target_groups(&query, &nodes, own);
+    meta::json(StatusCode::OK, &serde_json::json!(groups))
 }

@@ -173,6 +173,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
             hostname: None,
             addresses: node.addresses.clone(),
             kubelet_port: None,
+            is_edge: true,
         });
         let table = routes.set(RouteSource::Known, known.collect());
         metrics.routes(table.len(), table.conflicts().len());
@@ -220,6 +221,7 @@ fn held_nodes(held_node: impl Iterator<Item = NodeName>, nodes_max: usize) -> Ve
         hostname: None,
         addresses: Vec::new(),
         kubelet_port: None,
+        is_edge: true,
     });
     nodes.collect()
 }

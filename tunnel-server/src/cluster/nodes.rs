@@ -142,6 +142,7 @@ impl NodeSet {
                 hostname: node.hostname.clone(),
                 addresses: [&*node.facts.internal, &*node.facts.external].concat(),
                 kubelet_port: node.facts.kubelet_port.and_then(Port::new),
+                is_edge: node.facts.is_edge,
             })
             .collect()
     }

@@ -51,6 +51,9 @@ pub struct RouteNode {
     pub addresses: Vec<IpAddr>,
     /// Port of the kubelet, from the Node object.
     pub kubelet_port: Option<Port>,
+    /// Whether the node is reached through the tunnel. In a cluster the label of the Node says so,
+    /// and other nodes are edge nodes.
+    pub is_edge: bool,
 }
 
 impl RouteTable {
@@ -60,6 +63,7 @@ impl RouteTable {
             hostname: None,
             addresses: addresses.to_vec(),
             kubelet_port: None,
+            is_edge: true,
         });
         Self::merge(&nodes.collect::<Vec<_>>())
     }
@@ -276,6 +280,7 @@ mod tests {
             hostname: hostname.map(name),
             addresses: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
             kubelet_port: None,
+            is_edge: true,
         }
     }
 

@@ -112,6 +112,7 @@ impl Fixture {
             hostname: None,
             addresses: Vec::new(),
             kubelet_port: None,
+            is_edge: true,
         };
         routes.set(RouteSource::Known, vec![known]);
         let policy = SharedPortPolicy::default();

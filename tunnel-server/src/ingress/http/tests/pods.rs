@@ -25,6 +25,7 @@ fn fixture() -> (Fixture, Agent, Receiver<PodLookupRequest>) {
         hostname: None,
         addresses: vec!["10.0.0.1".parse().unwrap()],
         kubelet_port: Port::new(10350),
+        is_edge: true,
     };
     let routes = &fixture.ingress.routes;
     routes.set(RouteSource::Cluster, vec![of_cluster]);

@@ -27,6 +27,7 @@ fn routes() -> RouteTable {
             hostname: hostname.map(node),
             addresses: addresses.collect(),
             kubelet_port: port.and_then(Port::new),
+            is_edge: true,
         }
     };
     let shared = "192.168.33.221";

@@ -1,0 +1,261 @@
+//! The document of `/sd/prometheus`: the nodes as targets for Prometheus' HTTP service discovery. All
+//! functions are pure.
+
+use serde::Serialize;
+use tunnel_proto::wire::name::{Port, PortError, ReplicaId};
+
+use crate::admin::status::NodeStatus;
+use crate::policy::{PortPolicy, PortPolicyError};
+
+/// A request for the document.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiscoveryQuery {
+    /// Port of the targets.
+    port: Port,
+    /// Scheme with which Prometheus scrapes the targets; its configuration decides if absent.
+    scheme: Option<&'static str>,
+    /// Whether nodes without a connected agent are left out.
+    is_connected_only: bool,
+}
+
+/// Reason why a request is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DiscoveryError {
+    #[error("parameter port is missing; use ?port=9100")]
+    MissingPort,
+    #[error("parameter port is not valid: {0}")]
+    InvalidPort(PortError),
+    #[error("parameter scheme is not valid; use http or https")]
+    InvalidScheme,
+    #[error("parameter connected is not valid; use true or false")]
+    InvalidConnected,
+    #[error("parameter {0} occurs twice")]
+    Repeated(&'static str),
+    /// The name comes from the caller and is not repeated.
+    #[error("unknown parameter; use port, scheme and connected")]
+    Unknown,
+}
+
+impl DiscoveryQuery {
+    /// Parses the query of a request target. No valid value contains a character that has to be
+    /// percent-encoded, so nothing is decoded.
+    ///
+    /// # Errors
+    /// Returns a [`DiscoveryError`] for the first parameter that is not valid.
+    pub fn parse(query: &str) -> Result<Self, DiscoveryError> {
+        let (mut port, mut scheme, mut connected) = (None, None, None);
+        for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
+            let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+            match name {
+                "port" => {
+                    let number = value.parse::<Port>();
+                    let number = number.map_err(DiscoveryError::InvalidPort)?;
+                    set_once(&mut port, number, "port")?;
+                }
+                "scheme" => {
+                    let known = ["http", "https"].into_iter().find(|known| *known == value);
+                    let known = known.ok_or(DiscoveryError::InvalidScheme)?;
+                    set_once(&mut scheme, known, "scheme")?;
+                }
+                "connected" => {
+                    let is_connected = value.parse::<bool>();
+                    let is_connected =
+                        is_connected.map_err(|_not_bool| DiscoveryError::InvalidConnected)?;
+                    set_once(&mut connected, is_connected, "connected")?;
+                }
+                _ => return Err(DiscoveryError::Unknown),
+            }
+        }
+        Ok(Self {
+            port: port.ok_or(DiscoveryError::MissingPort)?,
+            scheme,
+            is_connected_only: connected.unwrap_or(false),
+        })
+    }
+
+    /// Checks that callers may reach the port.
+    ///
+    /// # Errors
+    /// Returns the [`PortPolicyError`] of the listeners.
+    pub fn authorize(&self, policy: &PortPolicy) -> Result<(), PortPolicyError> {
+        policy.target(self.port).map(drop)
+    }
+}
+
+fn set_once<T>(slot: &mut Option<T>, value: T, name: &'static str) -> Result<(), DiscoveryError> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(DiscoveryError::Repeated(name)),
+    }
+}
+
+/// The targets of one node. Prometheus' HTTP service discovery calls this a target group.
+#[derive(Debug, Serialize)]
+pub struct TargetGroup<'a> {
+    targets: [String; 1],
+    labels: TargetLabels<'a>,
+}
+
+/// Labels of a target. Those of the Kubernetes discovery have its names, so that relabel rules for it
+/// apply. An empty label is an absent one to Prometheus.
+#[derive(Debug, Serialize)]
+struct TargetLabels<'a> {
+    #[serde(rename = "__meta_kubernetes_node_name")]
+    node: &'a str,
+    #[serde(rename = "__meta_kubernetes_pod_node_name")]
+    pod_node: &'a str,
+    #[serde(rename = "__meta_tunnel_edge")]
+    edge: &'static str,
+    #[serde(rename = "__meta_tunnel_server")]
+    server: &'a str,
+    #[serde(rename = "__meta_tunnel_transport")]
+    transport: &'a str,
+    #[serde(rename = "__scheme__", skip_serializing_if = "Option::is_none")]
+    scheme: Option<&'static str>,
+}
+
+/// Returns one group for each node, in the order of `nodes`. The target is the node's name and the
+/// port, so nodes with the same address stay apart. `own` is the name of this server.
+#[must_use]
+pub fn target_groups<'a>(
+    query: &DiscoveryQuery,
+    nodes: &'a [NodeStatus],
+    own: &'a ReplicaId,
+) -> Vec<TargetGroup<'a>> {
+    let nodes = nodes
+        .iter()
+        .filter(|node| node.connected || !query.is_connected_only);
+    nodes
+        .map(|node| TargetGroup {
+            targets: [format!("{}:{}", node.node, query.port)],
+            labels: TargetLabels {
+                node: &node.node,
+                pod_node: &node.node,
+                edge: if node.is_edge { "true" } else { "false" },
+                server: match &node.replica {
+                    Some(replica) => replica,
+                    None if node.connected => own.as_str(),
+                    None => "",
+                },
+                transport: node.transport.as_deref().unwrap_or_default(),
+                scheme: query.scheme,
+            },
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn node(name: &str, transport: Option<&str>, replica: Option<&str>) -> NodeStatus {
+        NodeStatus {
+            node: name.into(),
+            connected: transport.or(replica).is_some(),
+            transport: transport.map(Into::into),
+            replica: replica.map(Into::into),
+            is_edge: true,
+            ..NodeStatus::default()
+        }
+    }
+
+    fn groups(query: &str, nodes: &[NodeStatus]) -> serde_json::Value {
+        let query = DiscoveryQuery::parse(query).unwrap();
+        let own = "server-1".parse().unwrap();
+        json!(target_groups(&query, nodes, &own))
+    }
+
+    #[test]
+    fn each_node_is_a_group_with_its_labels() {
+        let cloud = NodeStatus {
+            is_edge: false,
+            ..node("cloud-1", None, None)
+        };
+        let nodes = [
+            cloud,
+            node("edge-1", Some("quic"), None),
+            node("edge-2", None, Some("server-2")),
+        ];
+        let group = |name: &str, edge: &str, server: &str, transport: &str| {
+            json!({
+                "targets": [format!("{name}:9100")],
+                "labels": {
+                    "__meta_kubernetes_node_name": name,
+                    "__meta_kubernetes_pod_node_name": name,
+                    "__meta_tunnel_edge": edge,
+                    "__meta_tunnel_server": server,
+                    "__meta_tunnel_transport": transport,
+                },
+            })
+        };
+        let expected = json!([
+            group("cloud-1", "false", "", ""),
+            group("edge-1", "true", "server-1", "quic"),
+            group("edge-2", "true", "server-2", ""),
+        ]);
+        assert_eq!(groups("port=9100", &nodes), expected);
+        assert_eq!(groups("port=9100&connected=false", &nodes), expected);
+        let connected = groups("connected=true&port=9100&scheme=https", &nodes);
+        let names = |at: usize| &connected[at]["labels"]["__meta_kubernetes_node_name"];
+        assert_eq!((names(0), names(1)), (&json!("edge-1"), &json!("edge-2")));
+        assert_eq!(connected.as_array().map(Vec::len), Some(2));
+        assert_eq!(connected[0]["labels"]["__scheme__"], "https");
+    }
+
+    #[test]
+    fn document_without_nodes_is_an_empty_list() {
+        assert_eq!(groups("port=9100", &[]), json!([]));
+        let away = [node("edge-1", None, None)];
+        assert_eq!(groups("port=9100&connected=true", &away), json!([]));
+    }
+
+    #[test]
+    fn document_of_5000_nodes_has_the_same_bytes_each_time() {
+        let nodes: Vec<_> = (0..5000)
+            .map(|number| node(&format!("edge-{number:05}"), Some("h2"), None))
+            .collect();
+        let first = groups("port=9100", &nodes);
+        assert_eq!(first.as_array().map(Vec::len), Some(5000));
+        let again = groups("port=9100", &nodes).to_string();
+        assert_eq!(first.to_string(), again);
+    }
+
+    #[test]
+    fn queries_that_are_not_valid_are_refused_with_the_reason() {
+        for (query, expected) in [
+            ("", DiscoveryError::MissingPort),
+            ("scheme=http", DiscoveryError::MissingPort),
+            ("port", DiscoveryError::InvalidPort(PortError)),
+            ("port=0", DiscoveryError::InvalidPort(PortError)),
+            ("port=65536", DiscoveryError::InvalidPort(PortError)),
+            ("port=%39100", DiscoveryError::InvalidPort(PortError)),
+            ("port=9100&port=9100", DiscoveryError::Repeated("port")),
+            ("port=9100&scheme=ftp", DiscoveryError::InvalidScheme),
+            ("port=9100&connected=yes", DiscoveryError::InvalidConnected),
+            ("port=9100&job=a", DiscoveryError::Unknown),
+            ("port=9100&\u{202e}", DiscoveryError::Unknown),
+        ] {
+            assert_eq!(DiscoveryQuery::parse(query), Err(expected), "{query}");
+        }
+        assert!(DiscoveryQuery::parse("&port=9100&").is_ok());
+    }
+
+    #[test]
+    fn ports_that_callers_may_not_reach_are_refused() {
+        let policy = PortPolicy {
+            http: "9100".parse().unwrap(),
+            own: vec![Port::new(10264).unwrap()],
+            ..PortPolicy::default()
+        };
+        let authorize = |query: &str| DiscoveryQuery::parse(query).unwrap().authorize(&policy);
+        assert_eq!(authorize("port=9100"), Ok(()));
+        assert_eq!(authorize("port=10250"), Ok(()), "the kubelet");
+        let port = |number| Port::new(number).unwrap();
+        let refused = authorize("port=9256");
+        assert_eq!(refused, Err(PortPolicyError::NotListed(port(9256))));
+        let refused = authorize("port=10264");
+        assert_eq!(refused, Err(PortPolicyError::OwnPort(port(10264))));
+    }
+}
