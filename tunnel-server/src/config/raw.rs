@@ -29,7 +29,8 @@ tunnel_proto::layered! {
         /// 127.0.0.1:10264]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_HTTP_LISTEN")]
         pub http_listen: Option<String>,
-        /// /livez, /readyz, /metrics, and /nodes for loopback callers [default: 127.0.0.1:10265]
+        /// /livez, /readyz, /metrics, /sd/prometheus, and /nodes for loopback callers [default:
+        /// 127.0.0.1:10265]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
         pub meta_listen: Option<String>,
         /// Allow listeners, proxy ports and services on non-loopback addresses without client
