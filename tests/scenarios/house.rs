@@ -189,6 +189,7 @@ fn texts_are_free_of_the_private_words() {
         "README.md",
         "ARCHITECTURE.md",
         "CONTRIBUTING.md",
+        "SECURITY.md",
         "tests/security.md",
     ];
     files.extend(pages.map(|page| root().join(page)));
