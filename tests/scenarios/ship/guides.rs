@@ -18,7 +18,7 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 31] = [
+const GUIDES: [&str; 33] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/how-it-works.md",
@@ -36,6 +36,8 @@ const GUIDES: [&str; 31] = [
     "docs/how-to/helm.md",
     "docs/how-to/kube-apiserver.md",
     "docs/how-to/kubelet-certificate.md",
+    "docs/how-to/managed-clusters.md",
+    "docs/how-to/metrics-server.md",
     "docs/how-to/migrate.md",
     "docs/how-to/openyurt.md",
     "docs/how-to/own-certificates.md",
