@@ -18,9 +18,11 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 33] = [
+const GUIDES: [&str; 35] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
+    "docs/explanation/comparison.md",
+    "docs/explanation/faq.md",
     "docs/explanation/how-it-works.md",
     "docs/explanation/performance.md",
     "docs/explanation/promises.md",
