@@ -367,7 +367,10 @@ impl Connector {
             self.refresh_search = ReplicaSearch::default();
         }
         match attempt.purpose {
-            DialPurpose::Connect => self.search = ReplicaSearch::default(),
+            DialPurpose::Connect => {
+                self.search = ReplicaSearch::default();
+                self.record_position(attempt.endpoints);
+            }
             DialPurpose::Move if has_name => self.search = ReplicaSearch::default(),
             // A server of an older version answers at the address of the assigned replica.
             DialPurpose::Move => {

@@ -10,12 +10,20 @@ use tunnel_proto::tcp::ServerAddr;
 
 use crate::config::ServerAddress;
 
-/// A position in the list of servers and their addresses. The position stays after a success and
-/// advances after a failure.
+/// A position in a list of servers, which may change, and in the addresses of a server. The position
+/// stays after a success and advances after a failure.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EndpointCursor {
-    server: usize,
-    address: usize,
+    /// The server to try while it is in the list. Without one, the first that has not failed.
+    current: Option<ServerAddress>,
+    /// Number of addresses of the current server that failed.
+    failed_addresses: usize,
+    /// Servers of which all addresses failed since the start of the list. A server that leaves the
+    /// list and returns is not tried again before the end, so that it cannot keep the others from
+    /// being tried.
+    failed_servers: Vec<ServerAddress>,
+    /// Whether the list was restarted before its end.
+    is_restarted: bool,
 }
 
 impl EndpointCursor {
@@ -44,7 +52,7 @@ impl EndpointCursor {
                     }
                 }
             };
-            match addresses.get(self.address) {
+            match addresses.get(self.failed_addresses) {
                 Some(address) => {
                     return Ok(ServerAddr {
                         name: server.to_string(),
@@ -57,24 +65,49 @@ impl EndpointCursor {
         }
     }
 
-    /// Returns the server at the current position.
+    /// Returns the server at the current position. After the last server the list starts again.
     ///
     /// # Errors
     /// Returns an error if there is no server.
-    fn server<'a>(&self, servers: &'a [ServerAddress]) -> Result<&'a ServerAddress, ResolveError> {
-        servers
-            .get(self.server % servers.len().max(1))
-            .ok_or(ResolveError::NoServer)
+    fn server<'a>(
+        &mut self,
+        servers: &'a [ServerAddress],
+    ) -> Result<&'a ServerAddress, ResolveError> {
+        let current = self.current.as_ref();
+        if let Some(server) = servers.iter().find(|server| current == Some(*server)) {
+            return Ok(server);
+        }
+        if self.failed_addresses > 0 {
+            self.next_server();
+        }
+        let untried = servers
+            .iter()
+            .find(|server| !self.failed_servers.contains(server));
+        let server = match untried {
+            Some(server) => server,
+            None => {
+                self.failed_servers.clear();
+                self.is_restarted = false;
+                servers.first().ok_or(ResolveError::NoServer)?
+            }
+        };
+        self.current = Some(server.clone());
+        self.failed_addresses = 0;
+        Ok(server)
     }
 
     /// Advances after a failure of the last address.
     pub(crate) fn failed(&mut self) {
-        self.address += 1;
+        self.failed_addresses += 1;
     }
 
     fn next_server(&mut self) {
-        self.server += 1;
-        self.address = 0;
+        self.failed_servers.extend(self.current.take());
+        self.failed_addresses = 0;
+    }
+
+    fn has_failures(&self) -> bool {
+        self.failed_addresses > 0 || !self.failed_servers.is_empty()
     }
 }
 
@@ -83,14 +116,21 @@ impl EndpointCursor {
 pub(super) struct Endpoints {
     servers: Arc<[ServerAddress]>,
     cursor: EndpointCursor,
+    /// Number of restarts that discarded failures.
+    restarts: u64,
 }
 
 impl Endpoints {
     /// Creates a list at its first server.
     pub(super) fn new(servers: Arc<[ServerAddress]>) -> Self {
+        let cursor = EndpointCursor {
+            current: servers.first().cloned(),
+            ..EndpointCursor::default()
+        };
         Self {
             servers,
-            cursor: EndpointCursor::default(),
+            cursor,
+            restarts: 0,
         }
     }
 
@@ -104,22 +144,45 @@ impl Endpoints {
         *self.servers == *servers
     }
 
-    /// Replaces the servers. The position stays at its server if that is one of the new ones.
+    /// Replaces the servers. The position stays at its server if that is one of the new ones, and
+    /// otherwise goes to the first server that has not failed.
     pub(super) fn replace(&mut self, servers: Arc<[ServerAddress]>) {
-        let current = self.cursor.server(&self.servers).ok();
-        let server = current.and_then(|current| servers.iter().position(|one| one == current));
-        self.cursor = server.map_or_else(EndpointCursor::default, |server| EndpointCursor {
-            server,
-            address: self.cursor.address,
-        });
+        let failed = &mut self.cursor.failed_servers;
+        if failed.len() > servers.len().saturating_add(REMOVED_MAX) {
+            failed.retain(|server| servers.contains(server));
+        }
         self.servers = servers;
     }
 
-    /// Adopts a later position, unless the servers were replaced in the meantime.
-    pub(super) fn advance_to(&mut self, later: Self) {
-        if self.is_of(&later.servers) {
-            *self = later;
+    /// Goes to the first server, so that it is dialed next. Failures are discarded at most once
+    /// until the end of the list: a cause that repeats cannot keep the last servers from being
+    /// tried.
+    pub(super) fn restart_once(&mut self) {
+        let has_failures = self.cursor.has_failures();
+        if has_failures && self.cursor.is_restarted {
+            return;
         }
+        self.cursor = EndpointCursor {
+            is_restarted: has_failures || self.cursor.is_restarted,
+            ..EndpointCursor::default()
+        };
+        self.restarts += u64::from(has_failures);
+    }
+
+    /// Adopts the position after a failed dial, unless the list was restarted in the meantime. The
+    /// servers may have been replaced.
+    pub(super) fn advance_to(&mut self, later: Self) {
+        if self.restarts == later.restarts {
+            self.cursor = later.cursor;
+        }
+    }
+
+    /// Stays at the position of a dial that gave a ready session.
+    pub(super) fn record_ready(&mut self, mut dialed: Self) {
+        if dialed.cursor.server(&dialed.servers).is_ok() {
+            self.advance_to(dialed);
+        }
+        self.cursor.is_restarted = false;
     }
 
     /// Returns the server and the address to try, see [`EndpointCursor::next`].
@@ -133,7 +196,9 @@ impl Endpoints {
 
     /// Advances after a failure of the last address.
     pub(super) fn failed(&mut self) {
-        self.cursor.failed();
+        if self.cursor.server(&self.servers).is_ok() {
+            self.cursor.failed();
+        }
     }
 }
 
@@ -181,9 +246,84 @@ async fn resolve(
     }
 }
 
+/// Failed servers that are remembered after they left the list: those that the other connectors of
+/// a set may hold and lose, with some addresses each.
+const REMOVED_MAX: usize = 128;
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const WITHIN: Duration = Duration::from_secs(5);
+
+    fn servers(ports: &[u16]) -> Arc<[ServerAddress]> {
+        let server = |port: &u16| format!("127.0.0.1:{port}").parse().unwrap();
+        ports.iter().map(server).collect()
+    }
+
+    /// Dials the next address, changes the list in the meantime, and records that the dial failed.
+    async fn dial(endpoints: &mut Endpoints, change: impl FnOnce(&mut Endpoints)) -> u16 {
+        let mut dialed = endpoints.clone();
+        let remote = dialed.next(WITHIN, |_| false).await.unwrap();
+        change(endpoints);
+        dialed.failed();
+        endpoints.advance_to(dialed);
+        remote.address.unwrap().port()
+    }
+
+    /// Another connector has a session with the third server and loses it, again and again.
+    #[tokio::test]
+    async fn server_that_comes_and_goes_keeps_no_other_from_being_tried() {
+        let (all, others) = (servers(&[1, 2, 3, 4, 5]), servers(&[1, 2, 4, 5]));
+        let mut endpoints = Endpoints::new(all.clone());
+        let mut ports = Vec::new();
+        for _ in 0..6 {
+            let port = dial(&mut endpoints, |endpoints| {
+                endpoints.replace(others.clone());
+            });
+            ports.push(port.await);
+            endpoints.replace(all.clone());
+        }
+        assert_eq!(ports, [1, 2, 3, 4, 5, 1]);
+        // The server is absent whenever another one has failed.
+        ports.clear();
+        for list in [&all, &others, &all, &others, &all, &others] {
+            endpoints.replace(list.clone());
+            ports.push(dial(&mut endpoints, |_| {}).await);
+        }
+        assert_eq!(ports, [2, 4, 3, 5, 1, 2]);
+    }
+
+    #[tokio::test]
+    async fn list_that_is_restarted_again_and_again_is_dialed_to_its_end() {
+        let mut endpoints = Endpoints::new(servers(&[1, 2, 3]));
+        let mut ports = Vec::new();
+        for _ in 0..8 {
+            ports.push(dial(&mut endpoints, Endpoints::restart_once).await);
+            endpoints.restart_once();
+        }
+        assert_eq!(ports, [1, 1, 2, 3, 1, 1, 2, 3]);
+    }
+
+    #[tokio::test]
+    async fn new_first_server_of_a_restarted_list_is_dialed_next() {
+        let mut endpoints = Endpoints::new(servers(&[1]));
+        endpoints.replace(servers(&[2, 1]));
+        endpoints.restart_once();
+        assert_eq!(dial(&mut endpoints, |_| {}).await, 2);
+        assert_eq!(dial(&mut endpoints, |_| {}).await, 1);
+    }
+
+    #[test]
+    fn failed_servers_that_left_the_list_are_bounded() {
+        let mut endpoints = Endpoints::new(servers(&[1]));
+        for port in 1..1000 {
+            endpoints.replace(servers(&[port]));
+            endpoints.failed();
+            endpoints.cursor.next_server();
+            assert!(endpoints.cursor.failed_servers.len() <= REMOVED_MAX + 2);
+        }
+    }
 
     #[tokio::test]
     async fn name_for_a_proxy_counts_as_one_address() {

@@ -23,9 +23,16 @@ impl Connector {
     pub(super) fn reassign(&mut self, assignment: Assignment, now: Instant) {
         let is_round_new = assignment.round != self.assignment.round;
         let is_loss_new = assignment.losses != self.assignment.losses;
+        let is_replica_new = assignment.replica != self.assignment.replica;
         if !self.endpoints.is_of(&assignment.servers) {
             let servers = assignment.servers.clone();
-            if assignment.is_addressed || self.needs_session() {
+            if self.needs_session() {
+                // Claims of another connector change the servers as well, perhaps again and again.
+                self.endpoints.replace(servers);
+                if is_round_new || is_replica_new {
+                    self.endpoints.restart_once();
+                }
+            } else if assignment.is_addressed {
                 self.endpoints = Endpoints::new(servers);
             } else {
                 // The next dial for this session begins at its server.
@@ -95,6 +102,22 @@ impl Connector {
         if let Some(current) = &self.current {
             let replicas = &self.link.shared.replicas;
             replicas.report(current.replica.as_ref(), current.draining, members);
+        }
+    }
+
+    /// Selects the server at which the next dial begins after one that gave the current session: the
+    /// assigned replica's own address if the session is with that replica, and otherwise the
+    /// address that was dialed.
+    pub(super) fn record_position(&mut self, dialed: Endpoints) {
+        let assigned = self.assignment.replica.as_ref();
+        let is_assigned = self
+            .current
+            .as_ref()
+            .is_some_and(|current| current.replica.as_ref() == assigned);
+        if is_assigned && self.assignment.is_addressed {
+            self.endpoints = self.endpoints.restarted();
+        } else {
+            self.endpoints.record_ready(dialed);
         }
     }
 
@@ -173,9 +196,14 @@ impl Connector {
             ready_for: now.duration_since(current.since),
             code: CloseCode::Draining,
         };
+        let is_assigned = current.replica == self.assignment.replica;
         self.abandon();
-        // With several servers, do not start with this one.
-        self.endpoints.failed();
+        if is_assigned || !self.assignment.is_addressed {
+            // With several servers, do not start with this one.
+            self.endpoints.failed();
+        } else {
+            self.endpoints = self.endpoints.restarted();
+        }
         self.search = ReplicaSearch::default();
         let retry_in = self.backoff.next(event, now, rand::random());
         if !self.draining {
