@@ -62,6 +62,8 @@ struct Connector {
     backoff: Backoff,
     transport_policy: TransportPolicy,
     endpoints: Endpoints,
+    /// The assigned replica's own addresses, which a move dials.
+    move_endpoints: Endpoints,
     report: ConnectionLog,
     /// Tasks of all sessions, with their handles.
     tasks: JoinSet<SessionExit>,
@@ -128,6 +130,7 @@ impl Connector {
             backoff: Backoff::new(),
             transport_policy: TransportPolicy::new(transport, &context.limits),
             endpoints: Endpoints::new(assignment.servers.clone()),
+            move_endpoints: Endpoints::new(assignment.own_servers().into()),
             assignment,
             search: ReplicaSearch::default(),
             refresh_search: ReplicaSearch::default(),

@@ -36,8 +36,7 @@ impl Connector {
             DialPurpose::Connect | DialPurpose::Upgrade | DialPurpose::Refresh => {
                 self.endpoints.clone()
             }
-            // The first address is the assigned replica's own.
-            DialPurpose::Move => self.endpoints.restarted(),
+            DialPurpose::Move => self.move_endpoints.clone(),
         };
         let attempt = Attempt::new(purpose, happy_eyeballs, endpoints);
         self.attempt = Some(attempt);
@@ -149,7 +148,15 @@ impl Connector {
             }
             DialPurpose::Move => {
                 self.report.probe_failed(failures);
-                let wait = self.search.next(self.assignment.members, rand::random());
+                if let Some(endpoints) = attempt.next_endpoints.take() {
+                    self.move_endpoints.advance_to(endpoints);
+                }
+                // The next address of the same replica may work. A refusal holds for all of them.
+                let wait = if code.is_none() && !self.move_endpoints.is_at_end() {
+                    Some(Duration::ZERO)
+                } else {
+                    self.search.next(self.assignment.members, rand::random())
+                };
                 self.move_at = wait.map(|wait| now + wait);
             }
             DialPurpose::Connect => {

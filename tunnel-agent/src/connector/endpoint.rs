@@ -10,14 +10,16 @@ use tunnel_proto::tcp::ServerAddr;
 
 use crate::config::ServerAddress;
 
-/// A position in a list of servers, which may change, and in the addresses of a server. The position
-/// stays after a success and advances after a failure.
+/// A position in a list of servers, which may change, and in the addresses of a server. The
+/// position stays after a success and advances after a failure.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EndpointCursor {
     /// The server to try while it is in the list. Without one, the first that has not failed.
     current: Option<ServerAddress>,
     /// Number of addresses of the current server that failed.
     failed_addresses: usize,
+    /// Whether the last dial was to the last address of the current server.
+    is_last_address: bool,
     /// Servers of which all addresses failed since the start of the list. A server that leaves the
     /// list and returns is not tried again before the end, so that it cannot keep the others from
     /// being tried.
@@ -54,12 +56,13 @@ impl EndpointCursor {
             };
             match addresses.get(self.failed_addresses) {
                 Some(address) => {
+                    self.is_last_address = self.failed_addresses + 1 == addresses.len();
                     return Ok(ServerAddr {
                         name: server.to_string(),
                         address: *address,
                     });
                 }
-                // All addresses of this server were tried. The next server has at least one.
+                // The name has fewer addresses than before, and all were tried.
                 None => self.next_server(),
             }
         }
@@ -93,17 +96,22 @@ impl EndpointCursor {
         };
         self.current = Some(server.clone());
         self.failed_addresses = 0;
+        self.is_last_address = false;
         Ok(server)
     }
 
     /// Advances after a failure of the last address.
     pub(crate) fn failed(&mut self) {
         self.failed_addresses += 1;
+        if self.is_last_address {
+            self.next_server();
+        }
     }
 
     fn next_server(&mut self) {
         self.failed_servers.extend(self.current.take());
         self.failed_addresses = 0;
+        self.is_last_address = false;
     }
 
     fn has_failures(&self) -> bool {
@@ -183,6 +191,12 @@ impl Endpoints {
             self.advance_to(dialed);
         }
         self.cursor.is_restarted = false;
+    }
+
+    /// Returns whether all servers have failed since the start of the list.
+    pub(super) fn is_at_end(&self) -> bool {
+        let failed = &self.cursor.failed_servers;
+        self.servers.iter().all(|server| failed.contains(server))
     }
 
     /// Returns the server and the address to try, see [`EndpointCursor::next`].

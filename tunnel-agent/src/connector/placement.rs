@@ -32,12 +32,15 @@ impl Connector {
                 if is_round_new || is_replica_new {
                     self.endpoints.restart_once();
                 }
-            } else if assignment.is_addressed {
+            } else if assignment.is_addressed() {
                 self.endpoints = Endpoints::new(servers);
             } else {
                 // The next dial for this session begins at its server.
                 self.endpoints.replace(servers);
             }
+        }
+        if !self.move_endpoints.is_of(assignment.own_servers()) {
+            self.move_endpoints = Endpoints::new(assignment.own_servers().into());
         }
         self.assignment = assignment;
         // A session that is lost again and again does not shorten the search of another connector.
@@ -114,7 +117,7 @@ impl Connector {
             .current
             .as_ref()
             .is_some_and(|current| current.replica.as_ref() == assigned);
-        if is_assigned && self.assignment.is_addressed {
+        if is_assigned && self.assignment.is_addressed() {
             self.endpoints = self.endpoints.restarted();
         } else {
             self.endpoints.record_ready(dialed);
@@ -130,15 +133,11 @@ impl Connector {
     /// Schedules the dial of the assigned replica if the current session is with another one. The
     /// set assigns only replicas that no other connector holds.
     pub(super) fn plan_move(&mut self, now: Instant) {
-        let Assignment {
-            replica,
-            is_addressed,
-            ..
-        } = &self.assignment;
+        let replica = &self.assignment.replica;
         let is_elsewhere = self.current.as_ref().is_some_and(|current| {
             !current.needs_replacement() && replica.is_some() && current.replica != *replica
         });
-        if !is_elsewhere || !is_addressed {
+        if !is_elsewhere || !self.assignment.is_addressed() {
             self.move_at = None;
         } else if self.move_at.is_none() && !self.search.is_over() && !self.is_moving() {
             self.move_at = Some(now + MOVE_SPREAD.mul_f64(rand::random()));
@@ -157,7 +156,7 @@ impl Connector {
     pub(super) fn handle_duplicate(&mut self, now: Instant) {
         let members = self.assignment.members;
         let wait = self.search.next(members, rand::random());
-        let is_addressed = self.assignment.is_addressed;
+        let is_addressed = self.assignment.is_addressed();
         let wait = wait.or_else(|| is_addressed.then_some(ADDRESSED_INTERVAL));
         self.retry_at = wait.map(|wait| now + wait);
         "each server that answers has a session of this agent".clone_into(&mut self.missing_reason);
@@ -198,7 +197,7 @@ impl Connector {
         };
         let is_assigned = current.replica == self.assignment.replica;
         self.abandon();
-        if is_assigned || !self.assignment.is_addressed {
+        if is_assigned || !self.assignment.is_addressed() {
             // With several servers, do not start with this one.
             self.endpoints.failed();
         } else {

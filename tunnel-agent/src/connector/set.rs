@@ -242,7 +242,7 @@ impl ConnectorSet {
             .flat_map(|replica| own_addresses(members, replica))
             .filter_map(parse)
             .collect();
-        let is_addressed = !servers.is_empty();
+        let own_servers = servers.len();
         let others = other_addresses(members, free).into_iter();
         for server in self.servers.iter().cloned().chain(others.filter_map(parse)) {
             if !servers.contains(&server) {
@@ -252,7 +252,7 @@ impl ConnectorSet {
         Assignment {
             replica,
             servers: servers.into(),
-            is_addressed,
+            own_servers,
             members: members.len(),
             round,
             losses: self.shared.replicas.losses(),

@@ -34,14 +34,26 @@ pub(super) struct Assignment {
     /// The servers to dial, in this order: the replica's own addresses, the configured ones, and
     /// those of replicas that no other connector holds.
     pub(super) servers: Arc<[ServerAddress]>,
-    /// Whether the first server is an address of `replica` alone.
-    pub(super) is_addressed: bool,
+    /// Number of the first servers that are addresses of `replica` alone.
+    pub(super) own_servers: usize,
     /// Number of known replicas, which bounds the search for a free one.
     pub(super) members: usize,
     /// Changes with the reported members.
     pub(super) round: u64,
     /// Number of sessions that any connector has lost.
     pub(super) losses: u64,
+}
+
+impl Assignment {
+    /// Returns the addresses that lead to `replica` alone.
+    pub(super) fn own_servers(&self) -> &[ServerAddress] {
+        self.servers.get(..self.own_servers).unwrap_or_default()
+    }
+
+    /// Returns whether `replica` has an address of its own.
+    pub(super) fn is_addressed(&self) -> bool {
+        self.own_servers > 0
+    }
 }
 
 /// The link between a connector and its set.

@@ -319,6 +319,46 @@ async fn server_that_another_one_reported_is_dialed_when_the_configured_one_has_
     assert_eq!(id, other.0, "the server that answered last is dialed first");
 }
 
+/// The agent wants one session. A server behind the first addresses of the preferred server is
+/// another one.
+#[tokio::test(start_paused = true)]
+async fn move_tries_each_address_of_the_preferred_server() {
+    let node = "worker-1".parse().unwrap();
+    let mut both = members(TWO);
+    let preferred = wanted_replicas(&node, &both, 1);
+    let preferred = preferred[0].as_str();
+    let current = *TWO.iter().find(|(id, _)| *id != preferred).unwrap();
+    let own = ["192.0.2.8:1", "192.0.2.8:2", "192.0.2.8:3"];
+    for member in both
+        .iter_mut()
+        .filter(|member| member.id.as_str() == preferred)
+    {
+        member.addresses = own.map(str::to_owned).into();
+    }
+    let mut env = TestEnv::with_replicas(1, AUTO, &[current.1], None);
+    let first = env.net.arrival().await;
+    let mut first = admit_as(first, current.0, both.clone()).await;
+    // The wait after a whole list is that of a search.
+    for (address, bounds) in [
+        (own[0], 0.0..60.1),
+        (own[1], 0.0..0.1),
+        (own[2], 0.0..0.1),
+        (own[0], 1.0..1.2),
+        (own[1], 0.0..0.1),
+    ] {
+        let connection = env.net.arrival().await;
+        assert_eq!(connection.name, address);
+        env.expect_lap(bounds);
+        expect_bye(&mut admit_as(connection, current.0, both.clone()).await).await;
+    }
+    let connection = env.net.arrival().await;
+    assert_eq!(connection.name, own[2]);
+    let _moved = admit_as(connection, preferred, both).await;
+    expect_retirement(&mut first).await;
+    env.until_connected(1).await;
+    env.expect_quiet().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn one_session_of_two_is_ready_and_a_condition_says_why_the_other_is_missing() {
     let (mut env, [one, other]) = TestEnv::with_two().await;
