@@ -21,15 +21,15 @@ use crate::metrics::SessionState;
 impl Connector {
     /// Adopts an assignment. A dial in progress continues, and its next round uses the new servers.
     pub(super) fn reassign(&mut self, assignment: Assignment, now: Instant) {
-        let is_round_new = assignment.round != self.assignment.round;
-        let is_loss_new = assignment.losses != self.assignment.losses;
-        let is_replica_new = assignment.replica != self.assignment.replica;
+        let has_new_members = assignment.members_generation != self.assignment.members_generation;
+        let has_new_losses = assignment.losses != self.assignment.losses;
+        let has_new_replica = assignment.replica != self.assignment.replica;
         if !self.endpoints.is_of(&assignment.servers) {
             let servers = assignment.servers.clone();
             if self.needs_session() {
                 // Claims of another connector change the servers as well, perhaps again and again.
                 self.endpoints.replace(servers);
-                if is_round_new || is_replica_new {
+                if has_new_members || has_new_replica {
                     self.endpoints.restart_once();
                 }
             } else if assignment.is_addressed() {
@@ -44,14 +44,14 @@ impl Connector {
         }
         self.assignment = assignment;
         // A session that is lost again and again does not shorten the search of another connector.
-        if is_round_new || (is_loss_new && self.search.is_over()) {
+        if has_new_members || (has_new_losses && self.search.is_over()) {
             let was_over = std::mem::take(&mut self.search).is_over();
             let is_idle = self.attempt.is_none() && self.retry_at.is_none();
             if was_over && is_idle && self.needs_session() {
                 self.retry_at = Some(now + RESUME_SPREAD.mul_f64(rand::random()));
             }
         }
-        if (is_round_new || is_loss_new) && self.refresh_search.is_over() {
+        if (has_new_members || has_new_losses) && self.refresh_search.is_over() {
             self.refresh_search = ReplicaSearch::default();
             self.refresh_at = Some(now + RESUME_SPREAD.mul_f64(rand::random()));
         }
@@ -108,9 +108,9 @@ impl Connector {
         }
     }
 
-    /// Selects the server at which the next dial begins after one that gave the current session: the
-    /// assigned replica's own address if the session is with that replica, and otherwise the
-    /// address that was dialed.
+    /// Selects the server at which the next dial begins after one that gave the current session.
+    /// That is the assigned replica's own address if the session is with that replica, and
+    /// otherwise the address that was dialed.
     pub(super) fn record_position(&mut self, dialed: Endpoints) {
         let assigned = self.assignment.replica.as_ref();
         let is_assigned = self

@@ -43,7 +43,7 @@ struct ReportedMembers {
     /// The server that sent the list.
     by: Option<ReplicaId>,
     members: Arc<[Member]>,
-    round: u64,
+    generation: u64,
 }
 
 impl ReplicaTable {
@@ -162,14 +162,14 @@ impl ReplicaTable {
             return;
         }
         reported.members = members.into();
-        reported.round += 1;
+        reported.generation += 1;
         drop(reported);
         self.changed.notify_one();
     }
 
     /// Returns a number that changes with the reported members.
-    pub(super) fn round(&self) -> u64 {
-        self.reported.lock().round
+    pub(super) fn members_generation(&self) -> u64 {
+        self.reported.lock().generation
     }
 
     /// Returns the reported members, and the replicas that connectors hold. A server that has just

@@ -124,7 +124,7 @@ impl ConnectorSet {
 
     /// Starts and retires connectors, and assigns replicas to them.
     fn reconcile(&mut self) {
-        let round = self.shared.replicas.round();
+        let generation = self.shared.replicas.members_generation();
         let members = self.members();
         let wanted = wanted_replicas(&self.context.node, &members, self.replicas);
         let sessions = self.shared.replicas.by_slot();
@@ -155,7 +155,7 @@ impl ConnectorSet {
                 !others.any(|(_, held)| held.as_ref() == Some(id))
             };
             let free: Vec<_> = ranked.iter().filter(|id| is_free(id)).cloned().collect();
-            let next = self.assignment(&members, replica, &free, round);
+            let next = self.assignment(&members, replica, &free, generation);
             connector.assignment.send_if_modified(|assignment| {
                 let is_new = *assignment != next;
                 *assignment = next;
@@ -234,7 +234,7 @@ impl ConnectorSet {
         members: &[Member],
         replica: Option<ReplicaId>,
         free: &[ReplicaId],
-        round: u64,
+        members_generation: u64,
     ) -> Assignment {
         let parse = |address: &str| address.parse::<ServerAddress>().ok();
         let mut servers: Vec<_> = replica
@@ -254,7 +254,7 @@ impl ConnectorSet {
             servers: servers.into(),
             own_servers,
             members: members.len(),
-            round,
+            members_generation,
             losses: self.shared.replicas.losses(),
         }
     }

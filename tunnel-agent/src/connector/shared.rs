@@ -39,7 +39,7 @@ pub(super) struct Assignment {
     /// Number of known replicas, which bounds the search for a free one.
     pub(super) members: usize,
     /// Changes with the reported members.
-    pub(super) round: u64,
+    pub(super) members_generation: u64,
     /// Number of sessions that any connector has lost.
     pub(super) losses: u64,
 }

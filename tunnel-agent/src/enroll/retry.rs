@@ -21,8 +21,8 @@ pub(crate) async fn enroll(enrollment: &Enrollment) -> Result<Enrolled, EnrollEr
     RetryLoop::new(enrollment).run().await
 }
 
-/// Renews an expired certificate, or enrolls with a token. The two alternate, each with a round
-/// over all servers, since a temporary-looking failure may be permanent, for example if the server
+/// Renews an expired certificate, or enrolls with a token. The two alternate, each with an attempt
+/// at each server, since a temporary-looking failure may be permanent, for example if the server
 /// has another CA. Cancel-safe as [`enroll`].
 ///
 /// # Errors
@@ -33,7 +33,7 @@ pub(crate) async fn renew_or_enroll(
 ) -> Result<Enrolled, EnrollError> {
     let (mut renewal, mut by_token) = (RetryLoop::new(renewal), RetryLoop::new(by_token));
     loop {
-        match renewal.round().await {
+        match renewal.try_each_server().await {
             Ok(enrolled) => return Ok(enrolled),
             Err(error) => {
                 let agent = &renewal.enrollment.node;
@@ -43,7 +43,7 @@ pub(crate) async fn renew_or_enroll(
                 }
             }
         }
-        match by_token.round().await {
+        match by_token.try_each_server().await {
             Ok(enrolled) => return Ok(enrolled),
             Err(error) => {
                 let agent = &renewal.enrollment.node;
@@ -89,7 +89,7 @@ impl<'a> RetryLoop<'a> {
     /// Retries until an attempt succeeds or the operator must act.
     async fn run(&mut self) -> Result<Enrolled, EnrollError> {
         loop {
-            match self.round().await {
+            match self.try_each_server().await {
                 Err(error) if error.is_retryable() => {}
                 ended => return ended,
             }
@@ -98,7 +98,7 @@ impl<'a> RetryLoop<'a> {
 
     /// Makes one attempt per server, with a pause after each failure. Returns the last failure, or
     /// the first one that is not retryable.
-    async fn round(&mut self) -> Result<Enrolled, EnrollError> {
+    async fn try_each_server(&mut self) -> Result<Enrolled, EnrollError> {
         if self.rotation.attempts == 0 {
             self.log_start();
         }
