@@ -351,7 +351,7 @@ impl Connector {
             .transport
             .send_if_modified(|newest| newest.replace(transport) != Some(transport));
         if !has_name {
-            shared.unnamed.send_replace(Some(self.link.slot));
+            shared.unnamed.send_replace(Some(self.link.connector_id));
         }
         if let Some(old) = self.current.replace(current) {
             self.retire(old.id);

@@ -63,7 +63,7 @@ impl Connector {
             },
             claimant: Claimant {
                 shared: self.link.shared.clone(),
-                slot: self.link.slot,
+                connector_id: self.link.connector_id,
                 only: self.assignment.replica.clone().filter(|_| is_move),
             },
         };

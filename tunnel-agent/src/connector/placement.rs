@@ -10,7 +10,7 @@ use tunnel_proto::wire::control::Member;
 use super::Connector;
 use super::backoff::{ADDRESSED_INTERVAL, MOVE_SPREAD, RESUME_SPREAD, ReconnectEvent, drain_wait};
 use super::endpoint::Endpoints;
-use super::replicas::Slot;
+use super::replicas::ConnectorId;
 use super::search::ReplicaSearch;
 use super::session_task::DialPurpose;
 use super::shared::Assignment;
@@ -70,12 +70,12 @@ impl Connector {
     /// Handles a new session of another connector with a server of an older version. That server
     /// may be the current session's, and then gives it no new streams. The current session retires,
     /// and its streams go on. A search could only replace the other session in turn.
-    pub(super) fn handle_unnamed(&mut self, newest: Option<Slot>) {
+    pub(super) fn handle_unnamed(&mut self, newest: Option<ConnectorId>) {
         let is_replaced = self
             .current
             .as_ref()
             .is_some_and(|current| current.replica.is_none() && !current.draining);
-        if !is_replaced || newest == Some(self.link.slot) {
+        if !is_replaced || newest == Some(self.link.connector_id) {
             return;
         }
         self.abandon();
@@ -229,7 +229,7 @@ impl Connector {
     /// Updates the metric of the sessions by state, and the status in `/readyz?verbose`.
     pub(super) fn record_state(&mut self) {
         let statuses = &self.link.shared.statuses;
-        statuses.set(self.link.slot, self.status());
+        statuses.set(self.link.connector_id, self.status());
         let state = match &self.current {
             Some(current) if current.suspect => Some(SessionState::Suspect),
             Some(_) => Some(SessionState::Connected),

@@ -13,7 +13,7 @@ use tunnel_proto::wire::name::ReplicaId;
 
 /// The number of a connector in its set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct Slot(pub(super) u64);
+pub(super) struct ConnectorId(pub(super) u64);
 
 /// What the connectors of a set know of the replicas.
 ///
@@ -30,7 +30,7 @@ pub(super) struct ReplicaTable {
 
 #[derive(Debug)]
 struct Claim {
-    slot: Slot,
+    connector_id: ConnectorId,
     /// `None` for a server that has no name, since it is of an older version.
     replica: Option<ReplicaId>,
     is_leaving: bool,
@@ -50,17 +50,24 @@ impl ReplicaTable {
     /// Claims `replica` for the session task `id`. Returns `false` if another connector holds it.
     /// A server without a name gives the new streams to its newest session at once, so that session
     /// is never declined, see [`Shared::unnamed`](super::shared::Shared::unnamed).
-    pub(super) fn claim(&self, id: Id, slot: Slot, replica: Option<&ReplicaId>) -> bool {
+    pub(super) fn claim(
+        &self,
+        id: Id,
+        connector_id: ConnectorId,
+        replica: Option<&ReplicaId>,
+    ) -> bool {
         let mut claims = self.claims.lock();
         let is_taken = claims.values().any(|claim| {
-            claim.slot != slot && !claim.is_leaving && claim.replica.as_ref() == replica
+            claim.connector_id != connector_id
+                && !claim.is_leaving
+                && claim.replica.as_ref() == replica
         });
         if is_taken && replica.is_some() {
             return false;
         }
         let replica = replica.cloned();
         let claim = Claim {
-            slot,
+            connector_id,
             replica,
             is_leaving: false,
             is_suspect: false,
@@ -114,29 +121,35 @@ impl ReplicaTable {
     }
 
     /// Returns the connectors with a session whose server stays, and its replica if it has a name.
-    pub(super) fn by_slot(&self) -> HashMap<Slot, Option<ReplicaId>> {
+    pub(super) fn by_connector(&self) -> HashMap<ConnectorId, Option<ReplicaId>> {
         let claims = self.claims.lock();
         claims
             .values()
             .filter(|claim| !claim.is_leaving)
-            .map(|claim| (claim.slot, claim.replica.clone()))
+            .map(|claim| (claim.connector_id, claim.replica.clone()))
             .collect()
     }
 
     /// Returns whether a connector has any session, also with a server that is stopping.
-    pub(super) fn has_session(&self, slot: Slot) -> bool {
-        self.claims.lock().values().any(|claim| claim.slot == slot)
+    pub(super) fn has_session(&self, connector_id: ConnectorId) -> bool {
+        let claims = self.claims.lock();
+        claims
+            .values()
+            .any(|claim| claim.connector_id == connector_id)
     }
 
-    /// Returns whether another connector than `slot` has a live session with one of the `wanted`
-    /// replicas, or with a server without a name.
-    pub(super) fn has_other_live(&self, slot: Slot, wanted: &[ReplicaId]) -> bool {
+    /// Returns whether another connector has a live session with one of the `wanted` replicas, or
+    /// with a server without a name.
+    pub(super) fn has_other_live(&self, connector_id: ConnectorId, wanted: &[ReplicaId]) -> bool {
         let is_wanted = |claim: &Claim| {
             let replica = claim.replica.as_ref();
             replica.is_none_or(|replica| wanted.contains(replica))
         };
         self.claims.lock().values().any(|claim| {
-            claim.slot != slot && !claim.is_suspect && !claim.is_leaving && is_wanted(claim)
+            claim.connector_id != connector_id
+                && !claim.is_suspect
+                && !claim.is_leaving
+                && is_wanted(claim)
         })
     }
 

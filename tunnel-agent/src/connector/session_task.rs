@@ -13,7 +13,7 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::endpoint::{Endpoints, ResolveError};
 use super::happy_eyeballs::{DialAction, DialFailure, HappyEyeballs};
-use super::replicas::Slot;
+use super::replicas::ConnectorId;
 use super::shared::Shared;
 use super::transport_policy::SessionTransport;
 use crate::config::ServerAddress;
@@ -57,7 +57,7 @@ pub(super) struct SessionTask {
 /// The connector for which a session task claims the replica that it reaches.
 pub(super) struct Claimant {
     pub(super) shared: Arc<Shared>,
-    pub(super) slot: Slot,
+    pub(super) connector_id: ConnectorId,
     /// The only acceptable replica with a name, if this is a move to it.
     pub(super) only: Option<ReplicaId>,
 }
@@ -68,7 +68,7 @@ impl Claimant {
     fn claim(&self, replica: Option<&ReplicaId>) -> bool {
         let only = self.only.as_ref();
         let is_acceptable = only.is_none() || replica.is_none() || only == replica;
-        is_acceptable && self.shared.replicas.claim(task::id(), self.slot, replica)
+        is_acceptable && self.shared.replicas.claim(task::id(), self.connector_id, replica)
     }
 }
 

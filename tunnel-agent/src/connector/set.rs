@@ -23,7 +23,7 @@ use super::assignment::{
 use super::backoff::START_SPREAD;
 use super::live::LiveSessions;
 use super::member_addresses::dialable_members;
-use super::replicas::{ReplicaTable, Slot};
+use super::replicas::{ConnectorId, ReplicaTable};
 use super::report::ConnectionLog;
 use super::session_task::Dialers;
 use super::shared::{Assignment, SetLink, Shared};
@@ -51,8 +51,8 @@ pub(crate) struct ConnectorSet {
     /// Whether several servers were reported at any time.
     has_several: bool,
     /// Connectors that have not retired.
-    connectors: BTreeMap<Slot, ActiveConnector>,
-    next_slot: u64,
+    connectors: BTreeMap<ConnectorId, ActiveConnector>,
+    next_id: u64,
     tasks: JoinSet<()>,
 }
 
@@ -89,7 +89,7 @@ impl ConnectorSet {
             refused: Vec::new(),
             has_several: false,
             connectors: BTreeMap::new(),
-            next_slot: 0,
+            next_id: 0,
             tasks: JoinSet::new(),
         }
     }
@@ -127,11 +127,11 @@ impl ConnectorSet {
         let generation = self.shared.replicas.members_generation();
         let members = self.members();
         let wanted = wanted_replicas(&self.context.node, &members, self.replicas);
-        let sessions = self.shared.replicas.by_slot();
+        let sessions = self.shared.replicas.by_connector();
         let busy = self
             .connectors
             .keys()
-            .filter(|slot| sessions.contains_key(*slot))
+            .filter(|id| sessions.contains_key(*id))
             .count();
         let count = wanted.len().max(busy).clamp(1, self.replicas.max(1));
         while self.connectors.len() > count && self.retire_connector(&wanted) {}
@@ -141,7 +141,7 @@ impl ConnectorSet {
         let current: Vec<Option<ReplicaId>> = self
             .connectors
             .keys()
-            .map(|slot| sessions.get(slot).cloned().flatten())
+            .map(|id| sessions.get(id).cloned().flatten())
             .collect();
         let assigned = assign_replicas(&wanted, &current);
         // The reported members outlive the sessions: they may be the only servers that are left.
@@ -149,9 +149,9 @@ impl ConnectorSet {
         self.has_several |= members.len() > 1;
         let others = if self.has_several { members.len() } else { 0 };
         let ranked = wanted_replicas(&self.context.node, &members, others);
-        for ((slot, connector), replica) in self.connectors.iter().zip(assigned) {
+        for ((connector_id, connector), replica) in self.connectors.iter().zip(assigned) {
             let is_free = |id: &ReplicaId| {
-                let mut others = sessions.iter().filter(|(other, _)| *other != slot);
+                let mut others = sessions.iter().filter(|(other, _)| *other != connector_id);
                 !others.any(|(_, held)| held.as_ref() == Some(id))
             };
             let free: Vec<_> = ranked.iter().filter(|id| is_free(id)).cloned().collect();
@@ -187,16 +187,16 @@ impl ConnectorSet {
     /// connector.
     fn retire_connector(&mut self, wanted: &[ReplicaId]) -> bool {
         let replicas = &self.shared.replicas;
-        let sessions = replicas.by_slot();
-        let idle = |slot: &&Slot| !sessions.contains_key(*slot);
-        let without_session = |slot: &&Slot| idle(slot) && !replicas.has_session(**slot);
-        let spare = |slot: &&Slot| idle(slot) && replicas.has_other_live(**slot, wanted);
+        let sessions = replicas.by_connector();
+        let idle = |id: &&ConnectorId| !sessions.contains_key(*id);
+        let without_session = |id: &&ConnectorId| idle(id) && !replicas.has_session(**id);
+        let spare = |id: &&ConnectorId| idle(id) && replicas.has_other_live(**id, wanted);
         let newest_first = || self.connectors.keys().rev();
-        let slot = newest_first()
+        let id = newest_first()
             .find(without_session)
             .or_else(|| newest_first().find(spare))
             .copied();
-        let Some(connector) = slot.and_then(|slot| self.connectors.remove(&slot)) else {
+        let Some(connector) = id.and_then(|id| self.connectors.remove(&id)) else {
             return false;
         };
         debug!(agent = %self.context.node, "fewer replicas than sessions; retiring one");
@@ -205,12 +205,12 @@ impl ConnectorSet {
     }
 
     fn start_connector(&mut self, start_in: Duration) {
-        let slot = Slot(self.next_slot);
-        self.next_slot += 1;
+        let connector_id = ConnectorId(self.next_id);
+        self.next_id += 1;
         let (assignment, assignments) = watch::channel(self.assignment(&[], None, &[], 0));
         let retire = CancellationToken::new();
         let link = SetLink {
-            slot,
+            connector_id,
             shared: self.shared.clone(),
             assignments,
             retire: retire.clone(),
@@ -225,7 +225,7 @@ impl ConnectorSet {
         );
         self.tasks.spawn(connector.run());
         let connector = ActiveConnector { assignment, retire };
-        self.connectors.insert(slot, connector);
+        self.connectors.insert(connector_id, connector);
     }
 
     /// Returns an assignment of `replica`. The replicas `free` are dialed if it cannot be reached.

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::live::LiveSessions;
-use super::replicas::{ReplicaTable, Slot};
+use super::replicas::{ConnectorId, ReplicaTable};
 use super::status::SessionStatuses;
 use super::transport_policy::SessionTransport;
 use crate::config::ServerAddress;
@@ -23,7 +23,7 @@ pub(super) struct Shared {
     pub(super) transport: watch::Sender<Option<SessionTransport>>,
     /// The connector with the newest session whose server has no name, since it is of an older
     /// version. The agent holds one such session: two may be with the same server.
-    pub(super) unnamed: watch::Sender<Option<Slot>>,
+    pub(super) unnamed: watch::Sender<Option<ConnectorId>>,
 }
 
 /// What one connector dials.
@@ -59,7 +59,7 @@ impl Assignment {
 /// The link between a connector and its set.
 #[derive(Debug)]
 pub(super) struct SetLink {
-    pub(super) slot: Slot,
+    pub(super) connector_id: ConnectorId,
     pub(super) shared: Arc<Shared>,
     pub(super) assignments: watch::Receiver<Assignment>,
     /// Canceled when fewer connectors are wanted.

@@ -8,7 +8,7 @@ use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::live::SESSION;
-use super::replicas::Slot;
+use super::replicas::ConnectorId;
 
 /// The session of one connector, as operators see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub(super) enum SessionStatus {
 #[derive(Debug)]
 pub(super) struct SessionStatuses {
     readiness: Readiness,
-    connectors: Mutex<BTreeMap<Slot, SessionStatus>>,
+    connectors: Mutex<BTreeMap<ConnectorId, SessionStatus>>,
 }
 
 impl SessionStatuses {
@@ -38,14 +38,14 @@ impl SessionStatuses {
     }
 
     /// Sets the status of a connector, or removes a connector that dials no more.
-    pub(super) fn set(&self, slot: Slot, status: Option<SessionStatus>) {
+    pub(super) fn set(&self, connector_id: ConnectorId, status: Option<SessionStatus>) {
         let mut connectors = self.connectors.lock();
-        if connectors.get(&slot) == status.as_ref() {
+        if connectors.get(&connector_id) == status.as_ref() {
             return;
         }
         match status {
-            Some(status) => connectors.insert(slot, status),
-            None => connectors.remove(&slot),
+            Some(status) => connectors.insert(connector_id, status),
+            None => connectors.remove(&connector_id),
         };
         let condition = condition(&connectors).into_iter().collect();
         self.readiness.set_conditions(SESSION, condition);
@@ -53,7 +53,7 @@ impl SessionStatuses {
 }
 
 /// Returns the condition, or `None` if all sessions are live.
-fn condition(connectors: &BTreeMap<Slot, SessionStatus>) -> Option<String> {
+fn condition(connectors: &BTreeMap<ConnectorId, SessionStatus>) -> Option<String> {
     let (mut live, mut missing) = (Vec::new(), Vec::new());
     for status in connectors.values() {
         match status {
@@ -105,7 +105,7 @@ mod tests {
             ),
         ];
         for (statuses, expected) in cases {
-            let connectors: BTreeMap<_, _> = (0..).map(Slot).zip(statuses).collect();
+            let connectors: BTreeMap<_, _> = (0..).map(ConnectorId).zip(statuses).collect();
             assert_eq!(condition(&connectors).as_deref(), expected);
         }
     }
@@ -114,10 +114,10 @@ mod tests {
     fn condition_ends_with_the_connector() {
         let readiness = Readiness::default();
         let statuses = SessionStatuses::new(readiness.clone());
-        statuses.set(Slot(0), Some(missing(Some("a"), "refused")));
+        statuses.set(ConnectorId(0), Some(missing(Some("a"), "refused")));
         let text = "0 of 1 sessions; none with a: refused".to_owned();
         assert_eq!(readiness.conditions(), [(SESSION, text)]);
-        statuses.set(Slot(0), None);
+        statuses.set(ConnectorId(0), None);
         assert!(readiness.conditions().is_empty());
     }
 }
