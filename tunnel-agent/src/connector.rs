@@ -176,7 +176,7 @@ impl Connector {
                 () = retire.cancelled(), if !self.draining => self.retire_current(),
                 // Before joined tasks: the events of a task precede its end.
                 Some((id, session_event)) = self.session_event.recv() => self.handle_session_event(id, session_event),
-                Some(joined) = self.tasks.join_next_with_id() => self.ended(joined),
+                Some(joined) = self.tasks.join_next_with_id() => self.handle_exit(joined),
                 Ok(()) = updates.changed(), if !self.draining => self.refresh(Instant::now()),
                 Ok(()) = assignments.changed(), if !self.draining => {
                     let assignment = assignments.borrow_and_update().clone();
@@ -303,14 +303,14 @@ impl Connector {
                 let shutdown = &self.context.shutdown;
                 shutdown
                     .spawn_service(async move { rotating_credentials.confirm(credentials).await });
-                self.ready(id, transport, now);
+                self.handle_ready(id, transport, now);
             }
             SessionEvent::Draining { move_within } if is_current => {
                 self.handle_server_drain(move_within, now);
             }
             SessionEvent::Members(members) if is_current => self.report_members(members),
-            SessionEvent::Suspect if is_current => self.suspect(now),
-            SessionEvent::Live if is_current => self.live(),
+            SessionEvent::Suspect if is_current => self.handle_suspect(now),
+            SessionEvent::Live if is_current => self.handle_recovery(),
             // An event of a retired session.
             SessionEvent::Live if transport == SessionTransport::Quic => {
                 self.transport_policy.probe_quic_now(now)
@@ -322,7 +322,7 @@ impl Connector {
         }
     }
 
-    fn ready(&mut self, id: Id, transport: SessionTransport, now: Instant) {
+    fn handle_ready(&mut self, id: Id, transport: SessionTransport, now: Instant) {
         let metrics = &self.context.metrics;
         metrics.connect_attempt(transport.transport(), ConnectResult::Ready);
         let attempt = self
@@ -386,7 +386,7 @@ impl Connector {
     }
 
     /// Marks the silent current session as suspect and dials a replacement in parallel.
-    fn suspect(&mut self, now: Instant) {
+    fn handle_suspect(&mut self, now: Instant) {
         let Some(current) = &mut self.current else {
             return;
         };
@@ -409,7 +409,7 @@ impl Connector {
     }
 
     /// Handles the recovery of the current session before a replacement was ready.
-    fn live(&mut self) {
+    fn handle_recovery(&mut self) {
         let live = &self.link.shared.live;
         self.live.get_or_insert_with(|| live.add());
         self.transport_policy.record_recovery();
@@ -422,10 +422,10 @@ impl Connector {
         }
         self.abandon();
         self.retry_at = None;
-        self.report.over();
+        self.report.reset_throttle();
     }
 
-    fn ended(&mut self, joined: Result<(Id, SessionExit), JoinError>) {
+    fn handle_exit(&mut self, joined: Result<(Id, SessionExit), JoinError>) {
         let now = Instant::now();
         let (id, ended) = match joined {
             Ok((id, ended)) => (id, Ok(ended)),
@@ -441,10 +441,10 @@ impl Connector {
         };
         self.link.shared.replicas.release(id);
         let ended = ended.unwrap_or_else(|panicked| {
-            self.report.broken(transport, &panicked);
+            self.report.panicked(transport, &panicked);
             SessionExit {
                 endpoints: self.endpoints.clone(),
-                outcome: Err(ConnectError::Broken),
+                outcome: Err(ConnectError::Panicked),
             }
         });
         if let Err(error) = &ended.outcome
@@ -454,20 +454,20 @@ impl Connector {
         }
         let current = self.current.take_if(|current| current.id == id);
         if let Some(current) = current {
-            return self.lost(&current, ended.outcome, now);
+            return self.handle_loss(&current, ended.outcome, now);
         }
         match (&mut self.attempt, ended.outcome) {
             (Some(attempt), Err(error)) if attempt.task_ids.contains(&id) => {
                 attempt.task_ids.retain(|session_task| *session_task != id);
-                self.failed(transport, ended.endpoints, error, now);
+                self.handle_failure(transport, ended.endpoints, error, now);
             }
-            (_, Err(error)) => self.count(transport, &error),
+            (_, Err(error)) => self.record_failure(transport, &error),
             (_, Ok(summary)) => self.report.ended(transport, &summary),
         }
     }
 
     /// Handles the end of the current session.
-    fn lost(
+    fn handle_loss(
         &mut self,
         current: &CurrentSession,
         outcome: Result<SessionSummary, ConnectError>,

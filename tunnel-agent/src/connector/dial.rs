@@ -93,14 +93,14 @@ impl Connector {
     }
 
     /// Handles the failure of one transport of an attempt.
-    pub(super) fn failed(
+    pub(super) fn handle_failure(
         &mut self,
         transport: SessionTransport,
         endpoints: Endpoints,
         error: ConnectError,
         now: Instant,
     ) {
-        self.count(transport, &error);
+        self.record_failure(transport, &error);
         match error.code() {
             Some(CloseCode::CredentialExpired) => self.context.rotating_credentials.reject(),
             Some(CloseCode::CredentialRevoked) => self.context.rotating_credentials.revoke(),
@@ -121,7 +121,7 @@ impl Connector {
     }
 
     /// Counts the failure of one transport.
-    pub(super) fn count(&self, transport: SessionTransport, error: &ConnectError) {
+    pub(super) fn record_failure(&self, transport: SessionTransport, error: &ConnectError) {
         let metrics = &self.context.metrics;
         if error.failure() == DialFailure::Timeout {
             metrics.limit(Limit::HandshakeTimeout);

@@ -151,7 +151,7 @@ impl ConnectionLog {
 
     /// Logs that a session takes new streams, and the change of transport.
     pub(super) fn ready(&self, change: TransportChange) {
-        self.over();
+        self.reset_throttle();
         let agent = &self.agent;
         match change {
             TransportChange::None => {}
@@ -163,11 +163,11 @@ impl ConnectionLog {
     }
 
     /// Resets the throttle, since a session takes new streams.
-    pub(super) fn over(&self) {
+    pub(super) fn reset_throttle(&self) {
         *self.throttle.lock() = LogThrottle::default();
     }
 
-    pub(super) fn broken(&self, transport: SessionTransport, panic: &dyn Error) {
+    pub(super) fn panicked(&self, transport: SessionTransport, panic: &dyn Error) {
         error!(agent = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }
 }

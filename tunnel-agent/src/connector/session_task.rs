@@ -103,7 +103,7 @@ pub(super) enum ConnectError {
     Abandoned,
     /// The task panicked; the panic is in the log.
     #[error("session task panicked")]
-    Broken,
+    Panicked,
 }
 
 impl ConnectError {
@@ -112,14 +112,14 @@ impl ConnectError {
         match self {
             Self::Admit { source, .. } => source.code(),
             Self::Dial { source, .. } => source.code(),
-            Self::Resolve(_) | Self::Duplicate { .. } | Self::Abandoned | Self::Broken => None,
+            Self::Resolve(_) | Self::Duplicate { .. } | Self::Abandoned | Self::Panicked => None,
         }
     }
 
     /// Classifies the error for happy eyeballs.
     pub(super) fn failure(&self) -> DialFailure {
         match self {
-            Self::Resolve(_) | Self::Abandoned | Self::Broken => DialFailure::Unreachable,
+            Self::Resolve(_) | Self::Abandoned | Self::Panicked => DialFailure::Unreachable,
             // The other transport leads to the same servers.
             Self::Duplicate { .. } => DialFailure::RefusedByServer,
             Self::Dial { source, .. } => match source {
@@ -163,7 +163,7 @@ impl ConnectError {
                 source: AdmitError::NotAdmitted { .. },
                 ..
             } => ConnectResult::NotAdmitted,
-            Self::Resolve(_) | Self::Dial { .. } | Self::Admit { .. } | Self::Broken => {
+            Self::Resolve(_) | Self::Dial { .. } | Self::Admit { .. } | Self::Panicked => {
                 match self.failure() {
                     DialFailure::Timeout => ConnectResult::NoAnswer,
                     DialFailure::Unreachable
