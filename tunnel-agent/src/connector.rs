@@ -422,7 +422,6 @@ impl Connector {
         }
         self.abandon();
         self.retry_at = None;
-        self.report.reset_throttle();
     }
 
     fn handle_exit(&mut self, joined: Result<(Id, SessionExit), JoinError>) {

@@ -151,7 +151,6 @@ impl ConnectionLog {
 
     /// Logs that a session takes new streams, and the change of transport.
     pub(super) fn ready(&self, change: TransportChange) {
-        self.reset_throttle();
         let agent = &self.agent;
         match change {
             TransportChange::None => {}
@@ -160,11 +159,6 @@ impl ConnectionLog {
             }
             TransportChange::Upgrade => info!(%agent, "session upgraded to QUIC"),
         }
-    }
-
-    /// Resets the throttle, since a session takes new streams.
-    pub(super) fn reset_throttle(&self) {
-        *self.throttle.lock() = LogThrottle::default();
     }
 
     pub(super) fn panicked(&self, transport: SessionTransport, panic: &dyn Error) {
@@ -181,10 +175,13 @@ pub(super) fn failure_text(failures: &[(SessionTransport, ConnectError)]) -> Str
         .join("; ")
 }
 
-/// Selects the failures of one outage to log: the first with each code, and one every 30 s.
+/// Selects the failures to log: the first with each code, and one every 30 s. Codes are logged again
+/// after 30 s without a failure. A ready session is no reason to, since sessions may be lost again
+/// and again, and other connectors may fail all the time.
 #[derive(Debug, Default)]
 struct LogThrottle {
     logged_codes: Vec<Option<CloseCode>>,
+    last_failure: Option<Instant>,
     last: Option<Instant>,
     suppressed: u32,
 }
@@ -193,6 +190,10 @@ impl LogThrottle {
     /// Returns how many failures were suppressed since the last line, or `None` to suppress this
     /// one.
     fn failed(&mut self, code: Option<CloseCode>, now: Instant) -> Option<u32> {
+        let last_failure = self.last_failure.replace(now);
+        if last_failure.is_some_and(|last| now.duration_since(last) >= REPEAT_INTERVAL) {
+            self.logged_codes.clear();
+        }
         let is_new =
             !self.logged_codes.contains(&code) && self.logged_codes.len() < LOGGED_CODES_MAX;
         let is_time = self
@@ -234,6 +235,20 @@ mod tests {
         assert_eq!(at(59, None), Some(2));
         let lines = (60..660).filter(|second| at(*second, None).is_some());
         assert_eq!(lines.count(), 20);
+    }
+
+    #[test]
+    fn code_is_logged_again_after_30_s_without_a_failure() {
+        let mut throttle = LogThrottle::default();
+        let start = Instant::now();
+        let mut at = |seconds, code| throttle.failed(code, start + Duration::from_secs(seconds));
+        let in_use = Some(CloseCode::NameInUse);
+        assert_eq!(at(0, None), Some(0));
+        assert_eq!(at(1, in_use), Some(0));
+        assert_eq!(at(30, in_use), None);
+        assert_eq!(at(61, None), Some(1));
+        assert_eq!(at(62, in_use), Some(0));
+        assert_eq!(at(63, in_use), None);
     }
 
     #[test]
