@@ -244,12 +244,7 @@ async fn resolve(
     let server = server.clone();
     match timeout(within, lookup).await {
         Ok(Ok(found)) => {
-            let mut addresses: Vec<SocketAddr> = Vec::new();
-            for address in found {
-                if !addresses.contains(&address) {
-                    addresses.push(address);
-                }
-            }
+            let addresses = first_addresses(found);
             if addresses.is_empty() {
                 return Err(ResolveError::Empty { server });
             }
@@ -260,6 +255,23 @@ async fn resolve(
     }
 }
 
+/// Returns the addresses that are dialed, each once.
+fn first_addresses(found: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
+    let mut addresses = Vec::new();
+    for address in found {
+        if addresses.len() == ADDRESSES_MAX {
+            break;
+        }
+        if !addresses.contains(&address) {
+            addresses.push(address);
+        }
+    }
+    addresses
+}
+
+/// Addresses of one name that are dialed, so that a name with many does not keep the agent from the
+/// next server. A balancer of a public cloud has up to eight in an answer.
+const ADDRESSES_MAX: usize = 16;
 /// Failed servers that are remembered after they left the list: those that the other connectors of
 /// a set may hold and lose, with some addresses each.
 const REMOVED_MAX: usize = 128;
@@ -337,6 +349,15 @@ mod tests {
             endpoints.cursor.next_server();
             assert!(endpoints.cursor.failed_servers.len() <= REMOVED_MAX + 2);
         }
+    }
+
+    #[test]
+    fn addresses_of_a_name_are_distinct_and_bounded() {
+        let address = |port: u16| SocketAddr::from(([192, 0, 2, 1], port));
+        let found = first_addresses([1, 2, 1].map(address).into_iter());
+        assert_eq!(found, [1, 2].map(address));
+        let many = first_addresses((1..1000).map(address));
+        assert_eq!(many.len(), ADDRESSES_MAX);
     }
 
     #[tokio::test]
