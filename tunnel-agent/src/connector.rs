@@ -376,10 +376,7 @@ impl Connector {
             }
             DialPurpose::Move if has_name => self.search = ReplicaSearch::default(),
             // A server of an older version answers at the address of the assigned replica.
-            DialPurpose::Move => {
-                let wait = self.search.next(self.assignment.members, rand::random());
-                self.move_at = wait.map(|wait| now + wait);
-            }
+            DialPurpose::Move => self.retry_move(now),
             DialPurpose::Upgrade | DialPurpose::Refresh => {}
         }
         self.plan_move(now);

@@ -152,12 +152,11 @@ impl Connector {
                     self.move_endpoints.advance_to(endpoints);
                 }
                 // The next address of the same replica may work. A refusal holds for all of them.
-                let wait = if code.is_none() && !self.move_endpoints.is_at_end() {
-                    Some(Duration::ZERO)
+                if code.is_none() && !self.move_endpoints.is_at_end() {
+                    self.move_at = Some(now);
                 } else {
-                    self.search.next(self.assignment.members, rand::random())
-                };
-                self.move_at = wait.map(|wait| now + wait);
+                    self.retry_move(now);
+                }
             }
             DialPurpose::Connect => {
                 if let Some(endpoints) = attempt.next_endpoints.take() {

@@ -144,6 +144,12 @@ impl Connector {
         }
     }
 
+    /// Schedules another dial of the assigned replica, unless the search is over.
+    pub(super) fn retry_move(&mut self, now: Instant) {
+        let wait = self.search.next(self.assignment.members, rand::random());
+        self.move_at = wait.map(|wait| now + wait);
+    }
+
     fn is_moving(&self) -> bool {
         self.attempt
             .as_ref()
