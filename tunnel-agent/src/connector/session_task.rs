@@ -68,7 +68,11 @@ impl Claimant {
     fn claim(&self, replica: Option<&ReplicaId>) -> bool {
         let only = self.only.as_ref();
         let is_acceptable = only.is_none() || replica.is_none() || only == replica;
-        is_acceptable && self.shared.replicas.claim(task::id(), self.connector_id, replica)
+        is_acceptable
+            && self
+                .shared
+                .replicas
+                .claim(task::id(), self.connector_id, replica)
     }
 }
 

@@ -11,8 +11,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use futures_util::StreamExt as _;
-use futures_util::stream::FuturesUnordered;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -21,7 +19,7 @@ use tokio_util::task::TaskTracker;
 use tracing::debug;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::StreamHeader;
-use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
+use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::peer::RevokedNode;
 
 use crate::routing::directory::{Announcement, Directory};
@@ -40,6 +38,7 @@ mod link;
 mod members;
 mod metrics;
 mod monitor;
+mod owner;
 mod questions;
 mod serve;
 mod start;
@@ -357,40 +356,6 @@ impl Peers {
     #[must_use]
     pub fn left_out(&self) -> LeftOut {
         *self.left_out.lock()
-    }
-
-    /// Returns a server that holds a node with another agent process than `instance`, whose session
-    /// answers there. Waits for at most 1.5 s. A server without an answer by then does not count.
-    ///
-    /// Cancel-safe.
-    pub async fn is_held_by_other(
-        &self,
-        node: &NodeName,
-        instance: InstanceId,
-    ) -> Option<ReplicaId> {
-        let holders: Vec<_> = {
-            let state = self.state.lock();
-            let others = state.directory.others(node, instance).into_iter();
-            others
-                .filter_map(|(replica, entry)| Some((state.link(&replica)?.clone(), entry)))
-                .collect()
-        };
-        let mut answers: FuturesUnordered<_> = holders
-            .into_iter()
-            .map(|(link, entry)| async move {
-                let is_alive = link.ask(node, instance).await?;
-                if !is_alive {
-                    self.record_yield(&link.replica, entry);
-                }
-                is_alive.then(|| link.replica.clone())
-            })
-            .collect();
-        while let Some(holder) = answers.next().await {
-            if holder.is_some() {
-                return holder;
-            }
-        }
-        None
     }
 
     /// Announces to all servers and agents that this server stops.

@@ -216,6 +216,9 @@ impl Sessions {
             self.shutdown
                 .spawn_service(async move { old.close_superseded().await });
         }
+        let agent = registration.session();
+        self.peers
+            .check_owner(&self.registry, agent, &self.shutdown);
         Ok((registration, yielded))
     }
 

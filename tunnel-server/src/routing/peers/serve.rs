@@ -11,7 +11,6 @@ use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, timeout};
-use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
 use tunnel_proto::process::accept::RetryingListener;
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, ConnPermit};
@@ -35,12 +34,47 @@ use crate::routing::registry::answers_probe;
 pub(super) struct PeerListener {
     endpoint: Arc<PeerEndpoint>,
     announced: watch::Receiver<HeldNodes>,
-    /// The connection of each server. The token is cancelled when a newer connection replaces it.
-    connections: Mutex<BTreeMap<ReplicaId, CancellationToken>>,
+    /// The connections of each server that are ready.
+    connections: Mutex<BTreeMap<ReplicaId, ReadyConnections>>,
     /// Permits of connections that are not authenticated yet.
     half_open: Arc<ConnLimiter>,
-    /// Permits of connections that are ready.
-    ready: Semaphore,
+}
+
+/// Connections of one server. A newer connection replaces an older one.
+struct ReadyConnections {
+    /// Number of the newest connection.
+    latest: watch::Sender<u64>,
+    count: usize,
+}
+
+/// The place of one connection in [`ReadyConnections`].
+struct ReadyPermit<'a> {
+    listener: &'a PeerListener,
+    replica: ReplicaId,
+    number: u64,
+    latest: watch::Receiver<u64>,
+}
+
+impl ReadyPermit<'_> {
+    /// Waits for this many newer connections of the server.
+    async fn newer(&self, count: u64) {
+        let mut latest = self.latest.clone();
+        let _open = latest
+            .wait_for(|latest| *latest >= self.number + count)
+            .await;
+    }
+}
+
+impl Drop for ReadyPermit<'_> {
+    fn drop(&mut self) {
+        let mut connections = self.listener.connections.lock();
+        if let Some(of_server) = connections.get_mut(&self.replica) {
+            of_server.count -= 1;
+            if of_server.count == 0 {
+                connections.remove(&self.replica);
+            }
+        }
+    }
 }
 
 impl PeerListener {
@@ -53,7 +87,6 @@ impl PeerListener {
             announced,
             connections: Mutex::default(),
             half_open: ConnLimiter::new(HALF_OPEN),
-            ready: Semaphore::new(READY_MAX),
         })
     }
 
@@ -92,20 +125,47 @@ impl PeerListener {
             Ok(Err(error)) => return debug!(%error, "connection of another server not accepted"),
             Err(_elapsed) => return debug!("handshake of another server did not finish in time"),
         };
-        let Ok(_permit) = self.ready.try_acquire() else {
-            warn!(peer = %accepted.replica, "too many connections of other servers");
+        let Some(permit) = self.ready_permit(&accepted.replica) else {
+            if self.endpoint.peers.violations.is_due() {
+                warn!(peer = %accepted.replica, "too many connections of another server");
+            }
             let (code, detail) = (
                 CloseCode::TooManySessions,
-                "too many connections of servers",
+                "too many connections of this server",
             );
             return accepted.session.close(code, detail).await;
         };
-        Box::pin(self.keep(accepted)).await;
+        Box::pin(self.run_accepted(accepted, permit)).await;
     }
 
-    /// Runs a connection to its end. It replaces an older connection of the same server, which ends
-    /// after its streams.
-    async fn keep(&self, accepted: Accepted) {
+    /// Returns the permit of a new connection, unless its server has too many.
+    fn ready_permit(&self, replica: &ReplicaId) -> Option<ReadyPermit<'_>> {
+        let mut connections = self.connections.lock();
+        if connections.len() >= REPLICAS_MAX && !connections.contains_key(replica) {
+            return None;
+        }
+        let of_server = connections.entry(replica.clone());
+        let of_server = of_server.or_insert_with(|| ReadyConnections {
+            latest: watch::Sender::new(0),
+            count: 0,
+        });
+        if of_server.count == READY_MAX {
+            return None;
+        }
+        of_server.count += 1;
+        of_server.latest.send_modify(|latest| *latest += 1);
+        let number = *of_server.latest.borrow();
+        Some(ReadyPermit {
+            listener: self,
+            replica: replica.clone(),
+            number,
+            latest: of_server.latest.subscribe(),
+        })
+    }
+
+    /// Runs a connection to its end. The next connection of the same server replaces it: it ends
+    /// after its streams, or when there is another one.
+    async fn run_accepted(&self, accepted: Accepted, permit: ReadyPermit<'_>) {
         let Accepted {
             session,
             replica,
@@ -117,18 +177,13 @@ impl PeerListener {
         );
         let peers = &self.endpoint.peers;
         let _open = peers.connections.token();
-        let replaced = CancellationToken::new();
-        {
-            // Under the lock, so that the older one does not remove the entry of this one.
-            let mut connections = self.connections.lock();
-            if let Some(older) = connections.insert(replica.clone(), replaced.clone()) {
-                older.cancel();
-            }
-        }
         let running = self.run_connection(&session, &replica, control);
         let retired = async {
-            replaced.cancelled().await;
-            run_out(session.as_ref()).await;
+            permit.newer(1).await;
+            tokio::select! {
+                () = run_out(session.as_ref()) => {}
+                () = permit.newer(2) => {}
+            }
         };
         let ended = tokio::select! {
             ended = running => ended,
@@ -138,12 +193,6 @@ impl PeerListener {
             }
             () = peers.closing.cancelled() => Err(LinkError::stopping()),
         };
-        {
-            let mut connections = self.connections.lock();
-            if !replaced.is_cancelled() {
-                connections.remove(&replica);
-            }
-        }
         match ended {
             Ok(()) => debug!(peer = %replica, "another server closed its connection"),
             Err(error) => {
@@ -289,9 +338,9 @@ const HALF_OPEN: ConnLimits = ConnLimits {
     per_source: REPLICAS_MAX,
     total: 2 * REPLICAS_MAX,
 };
-/// Connections of other servers at once that are ready: each server may have one that is replaced
-/// by another one.
-const READY_MAX: usize = 2 * REPLICAS_MAX;
+/// Connections of one server at once that are ready: one, one that it replaces, and two that are
+/// being closed.
+const READY_MAX: usize = 4;
 /// Enrollments of one server at once. Each of them may sign a certificate.
 const ENROLLMENTS_MAX: usize = 64;
 /// Questions of one server that are answered at once.

@@ -4,6 +4,8 @@ use tokio::time::sleep;
 use tunnel_proto::process::shutdown::DrainOutcome;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
+use tunnel_proto::wire::header::{StreamKind, Target};
+use tunnel_proto::wire::name::Port;
 use tunnel_proto::wire::peer::{HeldNode, Holds, PeerMessage};
 
 use super::monitor::LinkCheck;
@@ -14,7 +16,8 @@ use crate::testing::eventually;
 mod fixture;
 
 use fixture::{
-    Installation, LIMIT, Server, connect, control, hello, id, instance, node, refusal, within,
+    Agent, Installation, LIMIT, Server, connect, control, hello, id, instance, node, refusal,
+    within,
 };
 
 #[tokio::test]
@@ -397,6 +400,36 @@ async fn newer_connection_of_a_server_replaces_the_older_one() {
 }
 
 #[tokio::test]
+async fn only_one_connection_that_was_replaced_keeps_its_streams() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let agent = a.agent("x", 1);
+    let port = Port::new(9100).unwrap();
+    let forwarded = StreamHeader::new(StreamKind::Forward {
+        node: node("x"),
+        target: Target::Node(port),
+        is_verified: true,
+    });
+    let mut opened = Vec::new();
+    for _ in 0..4 {
+        let session = installation.dial_as("c", &a).await;
+        let (reader, mut writer) = control(&session).await;
+        writer.send(&hello("c")).await.unwrap();
+        let stream = within(session.open(&forwarded, LIMIT)).await.unwrap();
+        opened.push((session, reader, writer, stream, agent.accepts().await));
+    }
+    for (session, ..) in &opened[..2] {
+        let reason = within(session.closed()).await;
+        assert_eq!(reason.code, CloseCode::Superseded);
+    }
+    for (.., stream, target) in &mut opened[2..] {
+        target.write_all(b"more").await.unwrap();
+        let mut more = [0; 4];
+        within(stream.read_exact(&mut more)).await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn server_that_is_removed_and_added_again_keeps_its_connection_and_streams() {
     let installation = Installation::new();
     let [a, b] = installation.connected(["a", "b"]).await;
@@ -482,6 +515,33 @@ async fn of_crossed_admissions_the_first_one_stays() {
     assert_eq!(reason.code, CloseCode::NameInUse);
     assert!(second.session().is_withdrawn());
     assert!(!newer.session().is_withdrawn());
+}
+
+#[tokio::test]
+async fn admission_that_missed_an_announcement_is_checked_again() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let pause = || sleep(Duration::from_millis(5));
+    let first = b.agent("x", 1);
+    a.sees("x", &b).await;
+    pause().await;
+    let check = |server: &Server, agent: &Agent| {
+        let (registry, shutdown) = (&server.registry, &server.shutdown);
+        server
+            .peers
+            .check_owner(registry, agent.session(), shutdown);
+    };
+    let second = a.agent("x", 2);
+    check(&a, &second);
+    let reason = within(second.far.closed()).await;
+    assert_eq!(reason.code, CloseCode::NameInUse);
+    assert!(!first.session().is_withdrawn());
+    first.near.script().is_silent = true;
+    let third = a.agent("x", 3);
+    check(&a, &third);
+    let is_withdrawn = || first.session().is_withdrawn();
+    eventually("silent session yields", is_withdrawn).await;
+    assert!(!third.session().is_withdrawn());
 }
 
 #[tokio::test]
