@@ -14,7 +14,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
 use tunnel_proto::session::control::ControlReader;
@@ -226,7 +226,10 @@ impl<'a> ActiveSession<'a> {
         // Each accepted stream begins another round. These futures stay registered from round to
         // round: the lists of waiters and the timers have locks that all tasks share.
         let mut drained = pin!(context.shutdown.drain().cancelled());
-        let mut retired = pin!(handle.retire.cancelled());
+        let mut retired = pin!(async {
+            handle.retire.cancelled().await;
+            sleep(WITHDRAW_DELAY).await;
+        });
         let mut stopped = pin!(context.graceful_shutdown.cancelled());
         let mut renewal_due = pin!(context.rotating_credentials.due());
         let mut next_check = pin!(sleep_until(self.monitor.next_check()));
@@ -479,6 +482,9 @@ const KNOWN: &str = "another session of this agent is with this server";
 const STREAMS_MAX: u32 = 65536;
 /// Time limit for each step of the close.
 const BYE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time from the replacement of a session to its Withdraw. The server of the new session announces
+/// it to the others within 100 ms. Until then they forward to the server of the old one.
+const WITHDRAW_DELAY: Duration = Duration::from_millis(500);
 /// Time in addition to one round trip in which streams may arrive that the server opened before it
 /// read the last message.
 const LATE_STREAMS: Duration = Duration::from_millis(50);
