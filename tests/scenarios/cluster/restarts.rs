@@ -190,7 +190,7 @@ async fn all_go_on(execs: &mut [Exec]) -> Result<()> {
 }
 
 fn agents() -> usize {
-    Gear::current().pick(3, 20)
+    Gear::current().pick(2, 20)
 }
 
 const PORTS: VirtualPorts = VirtualPorts {

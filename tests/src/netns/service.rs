@@ -84,9 +84,12 @@ fn namespace() -> Result<Namespace, Skip> {
         port: 1,
         backends: vec![SocketAddr::new(CLOUD_ADDRESS.into(), 1)],
     };
+    // A caller reuses the port of a connection that was reset at once. Its packets must not follow
+    // that connection to a backend that has ended.
     namespace.script(&format!(
         "$IP address add {CLOUD_ADDRESS}/24 dev lo
 $IP route replace default dev lo src {CLOUD_ADDRESS}
+echo 0 > /proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close
 $NFT -f - <<'RULES'
 {}RULES",
         rules(&[probe])
