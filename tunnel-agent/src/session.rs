@@ -226,14 +226,12 @@ impl<'a> ActiveSession<'a> {
         // Each accepted stream begins another round. These futures stay registered from round to
         // round: the lists of waiters and the timers have locks that all tasks share.
         let mut drained = pin!(context.shutdown.drain().cancelled());
-        let mut retired = pin!(async {
-            handle.retire.cancelled().await;
-            sleep(WITHDRAW_DELAY).await;
-        });
+        let mut retired = pin!(handle.retire.cancelled());
+        let mut withdraw_due = pin!(sleep(WITHDRAW_DELAY));
         let mut stopped = pin!(context.graceful_shutdown.cancelled());
         let mut renewal_due = pin!(context.rotating_credentials.due());
         let mut next_check = pin!(sleep_until(self.monitor.next_check()));
-        let (mut withdrawn, mut listening) = (false, true);
+        let (mut withdrawn, mut replaced, mut listening) = (false, false, true);
         loop {
             let check_at = self.monitor.next_check();
             if next_check.deadline() != check_at {
@@ -246,7 +244,15 @@ impl<'a> ActiveSession<'a> {
                     withdrawn = true;
                     self.control_sender.withdraw();
                 }
-                () = &mut retired, if !self.monitor.is_retired() => self.retire(),
+                () = &mut retired, if !replaced => {
+                    replaced = true;
+                    if self.is_draining {
+                        withdraw_due.as_mut().reset(Instant::now() + WITHDRAW_DELAY);
+                    } else {
+                        self.retire();
+                    }
+                }
+                () = &mut withdraw_due, if replaced && !self.monitor.is_retired() => self.retire(),
                 () = &mut stopped => return self.graceful_shutdown(STOPPING).await,
                 request = &mut renewal_due, if self.may_renew(withdrawn) => {
                     renewal_due.set(context.rotating_credentials.due());
@@ -482,8 +488,8 @@ const KNOWN: &str = "another session of this agent is with this server";
 const STREAMS_MAX: u32 = 65536;
 /// Time limit for each step of the close.
 const BYE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time from the replacement of a session to its Withdraw. The server of the new session announces
-/// it to the others within 100 ms. Until then they forward to the server of the old one.
+/// Time from the replacement of a session whose server is stopping to its Withdraw. The server of the
+/// new session announces it to the others within 100 ms. Until then they forward to the old one.
 const WITHDRAW_DELAY: Duration = Duration::from_millis(500);
 /// Time in addition to one round trip in which streams may arrive that the server opened before it
 /// read the last message.

@@ -320,7 +320,7 @@ async fn silence_is_suspect_five_seconds_after_the_first_request_of_a_quiet_sess
     let (mut env, _reader, _writer) = TestEnv::ready().await;
     env.agent_session.script().is_silent = true;
     // A time between two checks of an idle session.
-    tokio::time::sleep(Duration::from_millis(7300)).await;
+    sleep(Duration::from_millis(7300)).await;
     let target = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = Port::new(target.local_addr().unwrap().port()).unwrap();
     let began = Instant::now();

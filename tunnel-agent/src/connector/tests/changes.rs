@@ -120,11 +120,11 @@ async fn recovery_of_a_retired_quic_session_brings_quic_back() {
     env.net.quic.set(Path::Open);
     old.connection.agent.script().is_silent = false;
     old.expect_suspect(true).await;
+    assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
     old.expect_suspect(false).await;
     env.lap();
     let _quic = env.net.peer().await;
     env.expect_lap(..0.1);
-    assert_eq!(old.recv_control().await, Some(ControlMessage::Withdraw));
     expect_retirement(&mut h2).await;
 }
 
