@@ -30,6 +30,7 @@ mod accept;
 mod address;
 mod announce;
 mod backoff;
+mod connections;
 mod dial;
 mod endpoint;
 mod enroll;

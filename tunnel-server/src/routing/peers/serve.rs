@@ -2,12 +2,10 @@
 //! server holds, answers questions, and serves forwarded streams from the registry alone and
 //! forwarded enrollments from this server's own join tokens.
 
-use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, timeout};
@@ -23,6 +21,7 @@ use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
 use super::ForwardDirection;
 use super::accept::{Accepted, accept};
 use super::announce::{HeldNodes, announce};
+use super::connections::{ReadyConnections, ReadyPermit};
 use super::dial::dead;
 use super::endpoint::PeerEndpoint;
 use super::forward::{refuse_above_limit, serve_stream};
@@ -34,47 +33,9 @@ use crate::routing::registry::answers_probe;
 pub(super) struct PeerListener {
     endpoint: Arc<PeerEndpoint>,
     announced: watch::Receiver<HeldNodes>,
-    /// The connections of each server that are ready.
-    connections: Mutex<BTreeMap<ReplicaId, ReadyConnections>>,
+    connections: ReadyConnections,
     /// Permits of connections that are not authenticated yet.
     half_open: Arc<ConnLimiter>,
-}
-
-/// Connections of one server. A newer connection replaces an older one.
-struct ReadyConnections {
-    /// Number of the newest connection.
-    latest: watch::Sender<u64>,
-    count: usize,
-}
-
-/// The place of one connection in [`ReadyConnections`].
-struct ReadyPermit<'a> {
-    listener: &'a PeerListener,
-    replica: ReplicaId,
-    number: u64,
-    latest: watch::Receiver<u64>,
-}
-
-impl ReadyPermit<'_> {
-    /// Waits for this many newer connections of the server.
-    async fn newer(&self, count: u64) {
-        let mut latest = self.latest.clone();
-        let _open = latest
-            .wait_for(|latest| *latest >= self.number + count)
-            .await;
-    }
-}
-
-impl Drop for ReadyPermit<'_> {
-    fn drop(&mut self) {
-        let mut connections = self.listener.connections.lock();
-        if let Some(of_server) = connections.get_mut(&self.replica) {
-            of_server.count -= 1;
-            if of_server.count == 0 {
-                connections.remove(&self.replica);
-            }
-        }
-    }
 }
 
 impl PeerListener {
@@ -85,7 +46,7 @@ impl PeerListener {
         Arc::new(Self {
             endpoint,
             announced,
-            connections: Mutex::default(),
+            connections: ReadyConnections::default(),
             half_open: ConnLimiter::new(HALF_OPEN),
         })
     }
@@ -125,7 +86,7 @@ impl PeerListener {
             Ok(Err(error)) => return debug!(%error, "connection of another server not accepted"),
             Err(_elapsed) => return debug!("handshake of another server did not finish in time"),
         };
-        let Some(permit) = self.ready_permit(&accepted.replica) else {
+        let Some(permit) = self.connections.acquire(&accepted.replica) else {
             if self.endpoint.peers.violations.is_due() {
                 warn!(peer = %accepted.replica, "too many connections of another server");
             }
@@ -136,31 +97,6 @@ impl PeerListener {
             return accepted.session.close(code, detail).await;
         };
         Box::pin(self.run_accepted(accepted, permit)).await;
-    }
-
-    /// Returns the permit of a new connection, unless its server has too many.
-    fn ready_permit(&self, replica: &ReplicaId) -> Option<ReadyPermit<'_>> {
-        let mut connections = self.connections.lock();
-        if connections.len() >= REPLICAS_MAX && !connections.contains_key(replica) {
-            return None;
-        }
-        let of_server = connections.entry(replica.clone());
-        let of_server = of_server.or_insert_with(|| ReadyConnections {
-            latest: watch::Sender::new(0),
-            count: 0,
-        });
-        if of_server.count == READY_MAX {
-            return None;
-        }
-        of_server.count += 1;
-        of_server.latest.send_modify(|latest| *latest += 1);
-        let number = *of_server.latest.borrow();
-        Some(ReadyPermit {
-            listener: self,
-            replica: replica.clone(),
-            number,
-            latest: of_server.latest.subscribe(),
-        })
     }
 
     /// Runs a connection to its end. The next connection of the same server replaces it: it ends
@@ -338,9 +274,6 @@ const HALF_OPEN: ConnLimits = ConnLimits {
     per_source: REPLICAS_MAX,
     total: 2 * REPLICAS_MAX,
 };
-/// Connections of one server at once that are ready: one, one that it replaces, and two that are
-/// being closed.
-const READY_MAX: usize = 4;
 /// Enrollments of one server at once. Each of them may sign a certificate.
 const ENROLLMENTS_MAX: usize = 64;
 /// Questions of one server that are answered at once.
