@@ -32,7 +32,7 @@ fn ends(path: &Path) -> Result<SystemTime> {
 }
 
 /// Returns the value of a server metric, or 0 without such a series. `name` includes the labels in
-/// the form of the exposition format.
+/// the form of the exposition format. Without labels, this is the sum over all of them.
 pub(crate) async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
     metric_at(env.bound().meta, name).await
 }
@@ -41,8 +41,10 @@ pub(crate) async fn metric(env: &TestEnv, name: &str) -> Result<f64> {
 async fn metric_at(meta: SocketAddr, name: &str) -> Result<f64> {
     let shown = request(meta, &RawRequest::get("meta", "/metrics")).await?;
     let text = shown.text();
-    let line = text.lines().find_map(|line| line.strip_prefix(name));
-    Ok(line.map_or(Ok(0.0), |value| value.trim().parse())?)
+    let series = text.lines().filter_map(|line| line.strip_prefix(name));
+    let series = series.filter(|rest| rest.starts_with([' ', '{']));
+    let values = series.filter_map(|rest| rest.rsplit(' ').next());
+    Ok(values.map(str::parse::<f64>).sum::<Result<f64, _>>()?)
 }
 
 /// Waits until a server metric is 0.
