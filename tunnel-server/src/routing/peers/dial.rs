@@ -371,8 +371,12 @@ impl PeerTask {
             // The newer connection may be to another process, whose list counts.
             PeerMessage::Holds(_) | PeerMessage::Leaving if !peers.is_current(link) => {}
             PeerMessage::Holds(holds) => {
-                self.endpoint.resolve_crossed(&self.id, &holds.added);
+                // A session is registered before it is compared with the directory. An entry is in
+                // the directory before it is compared with the registry, so that one of the two
+                // comparisons finds both.
+                let added = holds.added.clone();
                 peers.apply(&self.id, holds);
+                self.endpoint.resolve_crossed(&self.id, &added);
             }
             PeerMessage::Leaving => {
                 info!(peer = %self.id, "another server stops soon");
