@@ -247,6 +247,22 @@ async fn drain_during_admission_closes_the_session() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn session_of_a_stopping_server_withdraws_when_others_know_the_new_one() {
+    for (is_stopping, wait) in [(true, WITHDRAW_DELAY), (false, Duration::ZERO)] {
+        let (mut env, mut reader, mut writer) = TestEnv::ready().await;
+        if is_stopping {
+            writer.send(&drain()).await.unwrap();
+            let session_event = env.session_event().await;
+            assert!(matches!(session_event, SessionEvent::Draining { .. }));
+        }
+        let replaced = Instant::now();
+        env.retire.cancel();
+        expect_control(&mut reader, ControlMessage::Withdraw).await;
+        assert_eq!(replaced.elapsed().as_millis(), wait.as_millis());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn bye_of_the_server_ends_the_session() {
     let (mut env, _reader, mut writer) = TestEnv::ready().await;
     let bye = ControlMessage::Bye("done".into());
