@@ -1,12 +1,11 @@
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
-use tokio::time::sleep;
 use tunnel_proto::process::shutdown::DrainOutcome;
 use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, memory};
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
-use tunnel_proto::wire::peer::{HeldNode, Holds, PeerMessage};
+use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::monitor::LinkCheck;
 use super::*;
@@ -14,11 +13,9 @@ use crate::routing::registry::{CallerKey, SuspectReason};
 use crate::testing::eventually;
 
 mod fixture;
+mod owner;
 
-use fixture::{
-    Agent, Installation, LIMIT, Server, connect, control, hello, id, instance, node, refusal,
-    within,
-};
+use fixture::{Installation, LIMIT, Server, connect, control, hello, id, node, refusal, within};
 
 #[tokio::test]
 async fn nodes_and_server_are_known_for_a_while_after_the_connection_is_lost() {
@@ -475,108 +472,6 @@ async fn server_at_another_address_is_dialed_and_streams_of_the_older_connection
         let mut more = [0; 4];
         within(opened.stream.read_exact(&mut more)).await.unwrap();
     }
-}
-
-#[tokio::test]
-async fn question_is_answered_by_a_probe_and_a_silent_session_yields() {
-    let installation = Installation::new();
-    let [a, b] = installation.connected(["a", "b"]).await;
-    let agent = b.agent("x", 1);
-    a.sees("x", &b).await;
-    let x = node("x");
-    let newcomer = async || a.peers.is_held_by_other(&x, instance(2)).await;
-    assert_eq!(within(newcomer()).await, Some(id("b")));
-    let same = a.peers.is_held_by_other(&x, instance(1));
-    assert_eq!(within(same).await, None);
-    agent.near.script().is_silent = true;
-    assert_eq!(within(newcomer()).await, None);
-    let is_withdrawn = || agent.session().is_withdrawn();
-    eventually("silent session yields", is_withdrawn).await;
-}
-
-#[tokio::test]
-async fn of_crossed_admissions_the_first_one_stays() {
-    let installation = Installation::new();
-    let a = installation.server("a").await;
-    let b = installation.server("b").await;
-    let pause = || sleep(Duration::from_millis(5));
-    let first = a.agent("x", 1);
-    pause().await;
-    let second = b.agent("x", 2);
-    pause().await;
-    // A session that replaces another one is no later admission.
-    let newer = a.agent("x", 1);
-    first.session().withdraw();
-    a.dial(&[&b]);
-    a.sees("x", &b).await;
-    assert!(!newer.session().is_withdrawn());
-    b.dial(&[&a]);
-    let reason = within(second.far.closed()).await;
-    assert_eq!(reason.code, CloseCode::NameInUse);
-    assert!(second.session().is_withdrawn());
-    assert!(!newer.session().is_withdrawn());
-}
-
-#[tokio::test]
-async fn admission_that_missed_an_announcement_is_checked_again() {
-    let installation = Installation::new();
-    let [a, b] = installation.connected(["a", "b"]).await;
-    let pause = || sleep(Duration::from_millis(5));
-    let first = b.agent("x", 1);
-    a.sees("x", &b).await;
-    pause().await;
-    let check = |server: &Server, agent: &Agent| {
-        let (registry, shutdown) = (&server.registry, &server.shutdown);
-        server
-            .peers
-            .check_owner(registry, agent.session(), shutdown);
-    };
-    let second = a.agent("x", 2);
-    check(&a, &second);
-    let reason = within(second.far.closed()).await;
-    assert_eq!(reason.code, CloseCode::NameInUse);
-    assert!(!first.session().is_withdrawn());
-    first.near.script().is_silent = true;
-    let third = a.agent("x", 3);
-    check(&a, &third);
-    let is_withdrawn = || first.session().is_withdrawn();
-    eventually("silent session yields", is_withdrawn).await;
-    assert!(!third.session().is_withdrawn());
-}
-
-#[tokio::test]
-async fn announcement_from_before_a_yield_does_not_close_the_newcomer() {
-    let installation = Installation::new();
-    let [a, b] = installation.connected(["a", "b"]).await;
-    let silent = a.agent("x", 1);
-    b.sees("x", &a).await;
-    let others = b
-        .peers
-        .state
-        .lock()
-        .directory
-        .others(&node("x"), instance(2));
-    let [(_, earlier)] = &others[..] else {
-        panic!("{others:?}");
-    };
-    silent.near.script().is_silent = true;
-    let (x, newcomer) = (node("x"), instance(2));
-    assert_eq!(within(b.peers.is_held_by_other(&x, newcomer)).await, None);
-    assert!(silent.session().is_withdrawn());
-    let newcomer = b.agent("x", 2);
-    let endpoint = b.endpoint(&installation);
-    endpoint.resolve_crossed(&id("a"), std::slice::from_ref(earlier));
-    assert!(!newcomer.session().is_withdrawn());
-    // An admission after the yield counts, and from its own time.
-    let _again = a.agent("x", 1);
-    let later = a.registry.held_nodes().remove(0);
-    assert!(later.since > earlier.since + Duration::from_millis(500));
-    let crossed = HeldNode {
-        since: earlier.since + Duration::from_millis(1),
-        ..later
-    };
-    endpoint.resolve_crossed(&id("a"), &[crossed]);
-    assert!(newcomer.session().is_withdrawn());
 }
 
 #[tokio::test]
