@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use tunnel_tests::manifests::{documents, items, repository};
 use tunnel_tests::process::{Program, ScratchDir};
-use tunnel_tests::tools::{Tool, or_skip};
+use tunnel_tests::tools::{Skip, Tool, or_skip};
 
 /// Returns the files of a folder of the repository whose names begin with `begin`.
 fn files(folder: &str, begin: &str) -> Result<Vec<std::path::PathBuf>> {
@@ -101,6 +101,40 @@ async fn systemd_analyze_verifies_the_units() -> Result<()> {
     let text = output.to_string();
     let out = output.ok()?;
     ensure!(out.is_empty() && !text.contains(".service:"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn examples_apart_from_the_manifests_are_objects_of_their_kinds() -> Result<()> {
+    let file = repository().join("deploy/examples/servicemonitor.yaml");
+    let objects = documents(&std::fs::read_to_string(file)?)?;
+    let kinds: Vec<_> = objects.iter().map(|object| &object["kind"]).collect();
+    ensure!(
+        kinds == ["Service", "ServiceMonitor", "ServiceMonitor"],
+        "{kinds:?}"
+    );
+    Ok(())
+}
+
+/// Checks the scrape configuration with Prometheus' own tool.
+#[test]
+fn promtool_takes_the_scrape_example() -> Result<()> {
+    let promtool = Tool::Promtool.find();
+    let promtool = promtool.ok_or_else(|| Skip::because("needs promtool"));
+    let Some(promtool) = or_skip(promtool) else {
+        return Ok(());
+    };
+    for file in [
+        "deploy/examples/prometheus.yml",
+        "deploy/compose/prometheus.yml",
+    ] {
+        let output = std::process::Command::new(&promtool)
+            .args(["check", "config"])
+            .arg(repository().join(file))
+            .output()?;
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "{file}: {errors}");
+    }
     Ok(())
 }
 

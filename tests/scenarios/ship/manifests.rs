@@ -1,5 +1,5 @@
-//! Compares the manifests with the code: flags, variables, rights, names and ports. Every kubectl
-//! on this machine renders each overlay.
+//! Compares the manifests with the code: flags, variables, names and ports. Every kubectl on this
+//! machine renders each overlay.
 
 use std::collections::BTreeSet;
 
@@ -7,19 +7,20 @@ use anyhow::{Context, Result, ensure};
 use clap::Command;
 use serde_json::{Value, json};
 use tunnel_server::cluster::objects::{
-    PEER_PORT, PEER_PORT_NAME, QUIC_KEY_LEASES_MAX, Right, Scope, quic_key_lease_name,
+    PEER_PORT, PEER_PORT_NAME, QUIC_KEY_LEASES_MAX, quic_key_lease_name,
 };
 use tunnel_server::config::{EDGE_LABEL, ObjectNames};
 use tunnel_tests::ca::{Leaf, TestCa};
-use tunnel_tests::cluster::{SERVICE_ACCOUNT, server_roles_of};
 use tunnel_tests::manifests::{
-    ADDRESS_PLACEHOLDER, Container, Facts, INSTALLED, OVERLAYS, documents, find, installed, items,
-    overlay, render, repository, set_address,
+    ADDRESS_PLACEHOLDER, Container, Facts, INSTALLED, OVERLAYS, find, installed, items, overlay,
+    render, repository, set_address,
 };
 use tunnel_tests::process::{Program, ScratchDir};
-use tunnel_tests::tools::{Skip, Tool, or_skip, require};
+use tunnel_tests::tools::{Tool, or_skip, require};
 
 use crate::cluster::kustomizers;
+
+mod rights;
 
 /// Names of overlays, with their objects.
 type Rendered = Vec<(&'static str, Vec<Value>)>;
@@ -271,107 +272,6 @@ fn known(command: &Command) -> Result<(BTreeSet<String>, BTreeSet<String>)> {
     let variables = variables.map(|name| name.to_string_lossy().into_owned());
     let downward = ["NODE_NAME", "NODE_IP", "HOST_IP"].map(str::to_owned);
     Ok((flags, variables.chain(downward).collect()))
-}
-
-#[test]
-fn rights_of_the_manifests_are_those_of_the_code_and_the_agent_has_none() -> Result<()> {
-    for (overlay, objects) in overlays()? {
-        let [(_, _, server), _] = workloads(&objects)?;
-        let roles = server_roles_of(|right| is_needed(right, &server.args));
-        let wanted: BTreeSet<_> = roles.iter().flat_map(rights).collect();
-        let of_kind = |end: &str| {
-            let is_of_kind = |object: &&Value| {
-                let kind = object["kind"].as_str();
-                kind.is_some_and(|kind| kind.ends_with(end))
-            };
-            objects.iter().filter(is_of_kind).collect::<Vec<_>>()
-        };
-        let found: BTreeSet<_> = of_kind("Role").into_iter().flat_map(rights).collect();
-        let more: Vec<_> = found.difference(&wanted).collect();
-        let less: Vec<_> = wanted.difference(&found).collect();
-        ensure!(
-            more.is_empty() && less.is_empty(),
-            "{overlay}: too many {more:#?}, missing {less:#?}"
-        );
-        let (namespace, name) = SERVICE_ACCOUNT;
-        let namespace = match overlay {
-            "namespace" => "culvert",
-            _ => namespace,
-        };
-        let subject = json!([{ "kind": "ServiceAccount", "name": name, "namespace": namespace }]);
-        for binding in of_kind("RoleBinding") {
-            ensure!(binding["subjects"] == subject, "{overlay}: {binding}");
-        }
-    }
-    Ok(())
-}
-
-/// The server has no right to create the objects that it fills, so the manifests contain each of
-/// them, without content. If a manifest contained a key, applying the manifest again would empty
-/// that key or the others.
-#[test]
-fn objects_that_the_server_fills_are_shipped_without_content() -> Result<()> {
-    for (overlay, objects) in overlays()? {
-        let [(_, _, server), _] = workloads(&objects)?;
-        let mut checked = 0;
-        for role in server_roles_of(|right| is_needed(right, &server.args)) {
-            for rule in items(&role["rules"]) {
-                let creates = items(&rule["verbs"]).any(|verb| verb == "create");
-                let kind = match rule["resources"][0].as_str() {
-                    Some("configmaps") => "ConfigMap",
-                    Some("secrets") => "Secret",
-                    Some("leases") => "Lease",
-                    _ => continue,
-                };
-                ensure!(!creates, "{overlay}: {rule}");
-                if !items(&rule["verbs"]).any(|verb| verb == "update") {
-                    continue;
-                }
-                for name in items(&rule["resourceNames"]) {
-                    let name = name.as_str().context("a name")?;
-                    let object = find(&objects, kind, name).context(overlay)?;
-                    for content in ["data", "binaryData", "stringData", "spec"] {
-                        ensure!(object.get(content).is_none(), "{overlay}: {object}");
-                    }
-                    checked += 1;
-                }
-            }
-        }
-        ensure!(checked >= 5, "{overlay}: {checked}");
-    }
-    Ok(())
-}
-
-/// Returns whether a server with these arguments needs the right. Some rights belong to a flag.
-fn is_needed(right: &Right, args: &[String]) -> bool {
-    let has = |flag: &str| args.iter().any(|word| word.split('=').next() == Some(flag));
-    match (right.resource, right.scope) {
-        ("servicecidrs", _) => has("--connect-uds") || has("--connect-listen"),
-        ("certificatesigningrequests", _) => has("--target-cert-signer"),
-        ("endpointslices", _) | (_, Scope::Numbered(_)) => !has("--single-replica"),
-        _ => true,
-    }
-}
-
-/// Returns each right of a role separately: kind of role, group, resource, name, verb.
-fn rights(role: &Value) -> Vec<[String; 5]> {
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let mut rights = Vec::new();
-    for rule in items(&role["rules"]) {
-        let any = json!(["any"]);
-        let names = rule.get("resourceNames").unwrap_or(&any);
-        for (group, resource) in items(&rule["apiGroups"])
-            .flat_map(|group| items(&rule["resources"]).map(move |resource| (group, resource)))
-        {
-            for (name, verb) in
-                items(names).flat_map(|name| items(&rule["verbs"]).map(move |verb| (name, verb)))
-            {
-                let kind = text(&role["kind"]);
-                rights.push([kind, text(group), text(resource), text(name), text(verb)]);
-            }
-        }
-    }
-    rights
 }
 
 #[test]
@@ -709,40 +609,6 @@ fn egress_selector_overlays_and_their_page_agree() -> Result<()> {
             (None, None) => ensure!(!overlay.starts_with("egress-selector"), "{overlay}"),
             (Some(_), Some(_)) => anyhow::bail!("{overlay}: two listeners"),
         }
-    }
-    Ok(())
-}
-
-#[test]
-fn examples_apart_from_the_manifests_are_objects_of_their_kinds() -> Result<()> {
-    let file = repository().join("deploy/examples/servicemonitor.yaml");
-    let objects = documents(&std::fs::read_to_string(file)?)?;
-    let kinds: Vec<_> = objects.iter().map(|object| &object["kind"]).collect();
-    ensure!(
-        kinds == ["Service", "ServiceMonitor", "ServiceMonitor"],
-        "{kinds:?}"
-    );
-    Ok(())
-}
-
-/// Checks the scrape configuration with Prometheus' own tool.
-#[test]
-fn promtool_takes_the_scrape_example() -> Result<()> {
-    let promtool = Tool::Promtool.find();
-    let promtool = promtool.ok_or_else(|| Skip::because("needs promtool"));
-    let Some(promtool) = or_skip(promtool) else {
-        return Ok(());
-    };
-    for file in [
-        "deploy/examples/prometheus.yml",
-        "deploy/compose/prometheus.yml",
-    ] {
-        let output = std::process::Command::new(&promtool)
-            .args(["check", "config"])
-            .arg(repository().join(file))
-            .output()?;
-        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-        ensure!(output.status.success(), "{file}: {errors}");
     }
     Ok(())
 }
