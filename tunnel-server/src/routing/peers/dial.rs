@@ -379,8 +379,9 @@ impl PeerTask {
                 self.endpoint.resolve_crossed(&self.id, &added);
             }
             PeerMessage::Leaving => {
-                info!(peer = %self.id, "another server stops soon");
-                peers.peer_leaves(&self.id);
+                if peers.peer_leaves(&self.id) {
+                    info!(peer = %self.id, "another server stops soon");
+                }
             }
             PeerMessage::Alive(alive) => questions.answer(&alive),
             PeerMessage::Hello(_) => return Err(LinkError::protocol("a second PeerHello")),

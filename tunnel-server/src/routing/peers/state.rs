@@ -88,10 +88,19 @@ impl Peers {
         self.directory_changed(&state);
     }
 
-    /// Records that another server stops soon.
-    pub(super) fn peer_leaves(&self, replica: &ReplicaId) {
-        self.state.lock().directory.set_leaving(replica);
-        self.with_peer(replica, |peer| peer.is_leaving = true);
+    /// Records that another server stops soon. Returns `false` if the server has already announced
+    /// that over this connection.
+    pub(super) fn peer_leaves(&self, replica: &ReplicaId) -> bool {
+        let mut state = self.state.lock();
+        state.directory.set_leaving(replica);
+        let Some(peer) = state.peers.get_mut(replica) else {
+            return false;
+        };
+        let is_known = std::mem::replace(&mut peer.is_leaving, true);
+        if !is_known {
+            self.publish(&state);
+        }
+        !is_known
     }
 
     /// Changes the state of a server that is dialed.

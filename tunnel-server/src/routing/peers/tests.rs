@@ -61,6 +61,19 @@ fn new_list_of_several_messages_replaces_the_previous_one_with_its_last_message(
     assert!(!peers.holds(&node("x")), "late message of a removed server");
 }
 
+#[test]
+fn server_that_leaves_is_reported_once() {
+    let limits = PeerLimits {
+        streams: 1,
+        directory_nodes: 8,
+    };
+    let peers = Peers::new(id("a"), limits, PeerMetrics::default());
+    peers.expect(&fixture::address("b"));
+    assert!(peers.peer_leaves(&id("b")));
+    assert!(!peers.peer_leaves(&id("b")), "repeated");
+    assert!(!peers.peer_leaves(&id("c")), "not dialed");
+}
+
 #[tokio::test]
 async fn node_is_forgotten_when_its_agent_has_gone() {
     let installation = Installation::new();
