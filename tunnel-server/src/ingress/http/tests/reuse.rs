@@ -178,3 +178,21 @@ async fn no_idle_connection_is_pooled_when_the_agent_has_few_streams_left() {
     let (mut stream, ()) = tokio::join!(serves_once(&agent), asks);
     ends_within(&mut stream, Duration::from_millis(100)).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn idle_connection_to_another_target_is_reset_when_its_caller_needs_the_stream() {
+    let (fixture, agent) = Fixture::with_agent();
+    let request = format!("{}\r\n", get("/"));
+    let mut caller = fixture.connect();
+    let asks = expect_hi(&mut caller, &request);
+    let (mut idle, ()) = tokio::join!(serves_once(&agent), asks);
+    // With the idle stream, all that a caller without a certificate may have.
+    let mut waiting = Vec::new();
+    for _ in 1..STREAMS / 2 {
+        waiting.push((fixture.send(&request).await, agent.accepts().await));
+    }
+    let elsewhere = request.replace(":9100", ":9101");
+    let asks = expect_hi(&mut caller, &elsewhere);
+    let (_stream, ()) = tokio::join!(serves_once(&agent), asks);
+    within(idle.read(&mut [0])).await.unwrap_err();
+}

@@ -86,25 +86,30 @@ impl UpstreamPool {
     }
 
     /// Returns the idle connection if it is open, matches `pool_key` and uses what a new stream
-    /// would use. Otherwise the connection is closed, or reset if it was evicted.
+    /// would use. Any other open connection stays in the slot: the new stream evicts it if it needs
+    /// its permit, which a graceful close would hold until the target has closed too.
     pub(crate) fn take(&self, pool_key: &PoolKey, routing: &Routing) -> Option<Upstream> {
+        let mut slot = self.slot.lock();
         let IdleConnection {
             upstream,
             pool_key: current_key,
             until,
             entry,
-        } = self.slot.lock().take()?;
+        } = slot.as_ref()?;
         if entry.evicted().is_cancelled() {
-            // The next request was faster than `expire`. A graceful close would keep the permit for
-            // longer than the new stream waits for it.
+            // The next request was faster than `expire`. The stream is reset.
+            *slot = None;
             return None;
         }
-        let fits = current_key == *pool_key
-            && until > Instant::now()
-            && upstream.sender.is_ready()
+        let is_open = *until > Instant::now() && upstream.sender.is_ready();
+        let fits = current_key == pool_key
             && upstream.carrier.via.is_some()
             && routing.active(&pool_key.destination.node) == upstream.carrier.via;
-        if fits {
+        if is_open && !fits {
+            return None;
+        }
+        let upstream = slot.take()?.upstream;
+        if is_open {
             return Some(upstream);
         }
         upstream.close(&self.drivers);
