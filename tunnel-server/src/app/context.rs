@@ -201,8 +201,8 @@ fn follow_peers(
     shutdown.spawn_service(async move {
         let mut current = Vec::new();
         while changed.changed().await.is_ok() {
-            let held_node = peers.held_nodes().into_iter();
-            let nodes = held_nodes(held_node.map(|(node, _replica)| node), nodes_max);
+            let entries = peers.held_nodes().into_iter();
+            let nodes = held_nodes(entries.map(|(node, _replica)| node), nodes_max);
             if nodes != current {
                 let table = routes.set(RouteSource::Peers, nodes.clone());
                 metrics.routes(table.len(), table.conflicts().len());
@@ -214,8 +214,8 @@ fn follow_peers(
 }
 
 /// Returns each node once, ordered by name, at most `nodes_max`.
-fn held_nodes(held_node: impl Iterator<Item = NodeName>, nodes_max: usize) -> Vec<RouteNode> {
-    let names: BTreeSet<NodeName> = held_node.collect();
+fn held_nodes(names: impl Iterator<Item = NodeName>, nodes_max: usize) -> Vec<RouteNode> {
+    let names: BTreeSet<NodeName> = names.collect();
     let nodes = names.into_iter().take(nodes_max).map(|name| RouteNode {
         name,
         hostname: None,
@@ -235,8 +235,8 @@ mod tests {
 
     #[test]
     fn nodes_of_other_servers_are_known_once_and_up_to_the_limit() {
-        let held_node = ["b", "a", "c", "a"].map(|name| name.parse().unwrap());
-        let nodes = held_nodes(held_node.into_iter(), 2);
+        let names = ["b", "a", "c", "a"].map(|name| name.parse().unwrap());
+        let nodes = held_nodes(names.into_iter(), 2);
         let names: Vec<_> = nodes.iter().map(|node| node.name.as_str()).collect();
         assert_eq!(names, ["a", "b"]);
         let routes = Routes::default();

@@ -324,8 +324,8 @@ impl Peers {
     #[must_use]
     pub fn held_nodes(&self) -> Vec<(NodeName, ReplicaId)> {
         let state = self.state.lock();
-        let held_node = state.directory.iter();
-        held_node
+        let entries = state.directory.iter();
+        entries
             .map(|(node, replica)| (node.clone(), replica.clone()))
             .collect()
     }

@@ -197,9 +197,9 @@ fn by_preference(sessions: &[Arc<AgentSession>]) -> impl Iterator<Item = &Arc<Ag
     let (older, newcomers) = (sessions.iter(), sessions.iter().rev());
     let older = older.filter(move |agent| !is_newcomer(agent));
     let newcomers = newcomers.filter(move |agent| is_newcomer(agent));
-    let heard = older.clone().filter(move |agent| !is_silent(agent));
+    let responsive = older.clone().filter(move |agent| !is_silent(agent));
     let silent = older.filter(move |agent| is_silent(agent));
-    heard.chain(newcomers).chain(silent)
+    responsive.chain(newcomers).chain(silent)
 }
 
 impl Registry {

@@ -106,15 +106,15 @@ pub(super) async fn forwarded_to_h2(windows: Windows) -> Pair {
 /// Returns a pair whose opener is another server, which has a connection to the server of `agent`.
 async fn forwarded(windows: Windows, agent: Pair) -> Pair {
     let (opener, accepted) = Box::pin(peers(windows)).await;
-    let (held_node, peer) = (agent.opener.clone(), agent.peer.clone());
+    let (to_agent, peer) = (agent.opener.clone(), agent.peer.clone());
     let forwarder = async move {
         let mut streams = JoinSet::new();
         while let Ok(incoming) = accepted.accept().await {
-            let held_node = held_node.clone();
+            let to_agent = to_agent.clone();
             streams.spawn(async move {
                 let deadline = Instant::now() + TEST_TIMEOUT;
                 let (header, mut incoming) = incoming.header(deadline).await?;
-                let opened = held_node.open(&header, TEST_TIMEOUT).await;
+                let opened = to_agent.open(&header, TEST_TIMEOUT).await;
                 let mut opened = opened.map_err(std::io::Error::other)?;
                 forward(&mut incoming, &mut opened).await;
                 std::io::Result::Ok(())

@@ -35,7 +35,7 @@ pub(super) async fn accept(
     let stream = tls.accept(h2::ReadAhead::new(socket)).await;
     let stream = stream.map_err(LinkError::Tls)?;
     let session = h2::accept_peer(stream, &endpoint.settings).await?;
-    match greet(endpoint, &session).await {
+    match handshake(endpoint, &session).await {
         Ok((replica, control)) => Ok(Accepted {
             session,
             replica,
@@ -49,7 +49,7 @@ pub(super) async fn accept(
 }
 
 /// Accepts the control stream and exchanges the first messages. Returns the name of the server.
-async fn greet(
+async fn handshake(
     endpoint: &PeerEndpoint,
     session: &Arc<dyn Session>,
 ) -> Result<(ReplicaId, Control), LinkError> {

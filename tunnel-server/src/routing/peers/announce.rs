@@ -18,14 +18,17 @@ pub(super) type HeldNodes = Arc<[HeldNode]>;
 
 /// Publishes the nodes of the registry whenever they change: the first change at once, those of the
 /// next 100 ms together.
-pub(super) async fn follow_registry(registry: Arc<Registry>, held_node: watch::Sender<HeldNodes>) {
+pub(super) async fn follow_registry(
+    registry: Arc<Registry>,
+    held_nodes: watch::Sender<HeldNodes>,
+) {
     let mut changed = registry.changed();
     // A session that is suspect or withdrawn stays registered, and causes no notification.
     let mut ticks = interval(POLL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let nodes = registry.held_nodes();
-        held_node.send_if_modified(|published| {
+        held_nodes.send_if_modified(|published| {
             let is_changed = **published != *nodes;
             if is_changed {
                 *published = nodes.into();
@@ -43,14 +46,14 @@ pub(super) async fn follow_registry(registry: Arc<Registry>, held_node: watch::S
 /// Sends the full list and then each change to the queue of a connection, and that this server
 /// leaves.
 pub(super) async fn announce(
-    mut held_node: watch::Receiver<HeldNodes>,
+    mut held_nodes: watch::Receiver<HeldNodes>,
     mut is_leaving: watch::Receiver<bool>,
     outbox: mpsc::Sender<PeerMessage>,
 ) -> Infallible {
     let mut sent: Option<HeldNodes> = None;
     let mut has_left = false;
     loop {
-        let current = held_node.borrow_and_update().clone();
+        let current = held_nodes.borrow_and_update().clone();
         for holds in changes(sent.as_deref(), &current) {
             if outbox.send(PeerMessage::Holds(holds)).await.is_err() {
                 return pending().await;
@@ -65,7 +68,7 @@ pub(super) async fn announce(
             }
         }
         let is_gone = tokio::select! {
-            changed = held_node.changed() => changed.is_err(),
+            changed = held_nodes.changed() => changed.is_err(),
             changed = is_leaving.changed() => changed.is_err(),
         };
         if is_gone {

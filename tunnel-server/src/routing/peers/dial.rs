@@ -229,7 +229,7 @@ impl PeerTask {
         let stream = tls.connect(name, h2::ReadAhead::new(socket)).await;
         let stream = stream.map_err(LinkError::Tls)?;
         let session = h2::connect_peer(stream, &endpoint.settings).await?;
-        match self.greet(&session).await {
+        match self.handshake(&session).await {
             Ok(control) => Ok(Established { session, control }),
             Err(error) => {
                 session.close(error.code(), &error.to_string()).await;
@@ -239,7 +239,7 @@ impl PeerTask {
     }
 
     /// Checks the name of the other server, and exchanges the first messages.
-    async fn greet(&self, session: &Arc<dyn Session>) -> Result<Control, LinkError> {
+    async fn handshake(&self, session: &Arc<dyn Session>) -> Result<Control, LinkError> {
         let endpoint = &self.endpoint;
         let replica = session.peer().replica();
         if replica != Some(&self.id) {

@@ -264,10 +264,10 @@ const QUEUE_MESSAGES: usize = 256;
 /// Time for the answer to a question. The other server probes its session for about as long.
 const ASK_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Time after which the streams of a connection that was replaced are cut. Followed logs and
-/// terminals must not keep it for good.
+/// terminals must not keep it forever.
 const RUN_OUT_MAX: Duration = Duration::from_secs(300);
-/// Time between two looks at the streams of a connection that was replaced. A stream that was about
-/// to be opened when the connection was replaced is open by then.
+/// Interval at which the streams of a connection that was replaced are counted. A stream that was
+/// about to be opened when the connection was replaced is open at the next count.
 const RUN_OUT_POLL: Duration = Duration::from_secs(1);
 /// Time between two log lines about the same server.
 const WARN_INTERVAL: Duration = Duration::from_secs(30);

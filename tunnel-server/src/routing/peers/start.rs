@@ -24,8 +24,8 @@ impl PeerEndpoint {
         let listener = RetryingListener::new(listener, "peers");
         let shutdown = self.shutdown.clone();
         let endpoint = Arc::new(self);
-        let (held_node, announced) = watch::channel(HeldNodes::default());
-        shutdown.spawn_service(follow_registry(endpoint.registry.clone(), held_node));
+        let (held_nodes, announced) = watch::channel(HeldNodes::default());
+        shutdown.spawn_service(follow_registry(endpoint.registry.clone(), held_nodes));
         let accepting = PeerListener::new(endpoint.clone(), announced);
         shutdown.spawn_listener(accepting.run(listener));
         shutdown.spawn_service(dial_all(endpoint, membership));

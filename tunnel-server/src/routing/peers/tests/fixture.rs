@@ -202,8 +202,7 @@ pub(super) async fn connect(servers: &[&Server]) {
     for server in servers {
         server.dial(servers);
     }
-    let has =
-        |held_node: usize| move |server: &&Server| server.peers.held_nodes().len() == held_node;
+    let has = |nodes: usize| move |server: &&Server| server.peers.held_nodes().len() == nodes;
     let is_connected = || servers.iter().all(has(servers.len() - 1));
     eventually("servers are connected", is_connected).await;
     drop(agents);
