@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
-use self::directory::Announcement;
+use self::forwarded::ForwardedStream;
 use self::peers::Peers;
 use self::registry::{CallerKey, IdleStream, OpenError, Opened, Registry};
 use self::via::Via;
@@ -17,6 +17,7 @@ pub mod decision;
 pub mod destination;
 pub mod dial_policy;
 pub mod directory;
+pub mod forwarded;
 pub mod known_nodes;
 pub mod peers;
 pub mod pod_lookup;
@@ -137,10 +138,11 @@ impl Routing {
         }
     }
 
-    /// Records that the server which carried a stream has no session with the node.
-    /// `announcement` is that of the stream, see [`Opened::announcement`].
-    pub fn not_here(&self, node: &NodeName, via: &Via, announcement: Option<Announcement>) {
-        if let (Via::Replica(replica), Some(announcement)) = (via, announcement) {
+    /// Records that the server which carried a stream has no session with the node. `forwarded` is
+    /// [`Opened::forwarded`] of the stream.
+    pub fn not_here(&self, node: &NodeName, via: &Via, forwarded: Option<ForwardedStream>) {
+        if let (Via::Replica(replica), Some(forwarded)) = (via, forwarded) {
+            let announcement = forwarded.refused_not_here();
             self.peers.not_here(node, replica, announcement);
         }
     }

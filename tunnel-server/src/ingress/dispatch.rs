@@ -224,7 +224,7 @@ pub(super) async fn open_tunnel(
             return Ok(Tunnel::Agent(opened.stream));
         };
         let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
-        opener.retry_on_other_session(failure, opened.via, opened.announcement)?;
+        opener.retry_on_other_session(failure, opened.via, opened.forwarded)?;
     }
 }
 

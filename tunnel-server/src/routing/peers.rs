@@ -23,6 +23,7 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 use tunnel_proto::wire::peer::RevokedNode;
 
 use crate::routing::directory::{Announcement, Directory};
+use crate::routing::forwarded::ForwardedStream;
 use crate::routing::registry::{OpenError, Opened};
 use crate::routing::via::Via;
 
@@ -233,12 +234,15 @@ impl Peers {
             };
             let result = match timeout(share, link.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
-                    self.count(ForwardDirection::Out, ForwardResult::Ok);
                     stream.attach(permit);
+                    let counter = |result| self.metrics.counter(ForwardDirection::Out, result);
+                    let (ok, not_here) = (ForwardResult::Ok, ForwardResult::NotHere);
+                    let forwarded =
+                        ForwardedStream::new(announcement, counter(ok), counter(not_here));
                     return Ok(Opened {
                         stream,
                         via: Via::Replica(link.replica.clone()),
-                        announcement: Some(announcement),
+                        forwarded: Some(forwarded),
                     });
                 }
                 Ok(Err(error)) => OpenError::Lost(error),
@@ -339,7 +343,6 @@ impl Peers {
     /// Records that a server answered that it has no session of a node. A server that has announced
     /// the node again since `announcement` is still asked.
     pub fn not_here(&self, node: &NodeName, replica: &ReplicaId, announcement: Announcement) {
-        self.count(ForwardDirection::Out, ForwardResult::NotHere);
         debug!(agent = %node, peer = %replica, "server does not hold the node");
         let mut state = self.state.lock();
         state.directory.forget(node, replica, announcement);

@@ -16,7 +16,7 @@ use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::peer::HeldNode;
 
-use crate::routing::directory::Announcement;
+use crate::routing::forwarded::ForwardedStream;
 use crate::routing::via::Via;
 
 mod agent_session;
@@ -110,9 +110,8 @@ pub struct Opened {
     pub stream: Stream,
     /// What carries the stream.
     pub via: Via,
-    /// What the server that carries the stream had announced about the node. `None` for a session
-    /// of this server.
-    pub announcement: Option<Announcement>,
+    /// Counts a stream that another server forwards. `None` for a session of this server.
+    pub forwarded: Option<ForwardedStream>,
 }
 
 /// The sessions of all connected agents. The sessions of a node are ordered from newest to oldest.
@@ -382,7 +381,7 @@ impl Registry {
                     return Ok(Opened {
                         stream,
                         via: Via::Local(agent.id),
-                        announcement: None,
+                        forwarded: None,
                     });
                 }
                 Ok(Err(SessionError::NotOpening)) => failure = OpenError::Draining,

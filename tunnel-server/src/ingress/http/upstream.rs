@@ -92,14 +92,14 @@ impl UpstreamRequest<'_> {
             StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
         loop {
             let mut opened = opener.open(access_log).await?;
-            let (via, announcement) = (opened.via.clone(), opened.announcement);
+            let (via, forwarded) = (opened.via.clone(), opened.forwarded.take());
             // Another server may have lost the node, and a body can be sent only once.
             if retry_head.is_none()
                 && via.replica().is_some()
                 && let Err(error) = opened.stream.accepted().await
             {
                 let failure = ProxyError::from_stream(&error, self.destination, Outcome::AgentLost);
-                opener.retry_on_other_session(failure, via, announcement)?;
+                opener.retry_on_other_session(failure, via, forwarded)?;
                 continue;
             }
             let failure = match self.attempt(opened, request).await {
@@ -109,7 +109,7 @@ impl UpstreamRequest<'_> {
             let Some(head) = &retry_head else {
                 return Err(failure);
             };
-            opener.retry_on_other_session(failure, via, announcement)?;
+            opener.retry_on_other_session(failure, via, forwarded)?;
             request = Request::from_parts(head.clone(), Either::Right(Empty::new()));
         }
     }

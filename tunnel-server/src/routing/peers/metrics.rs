@@ -31,7 +31,8 @@ tunnel_proto::label_values! {
 tunnel_proto::label_values! {
     /// The result of forwarding a stream.
     pub(super) enum ForwardResult {
-        /// The stream was opened (out), or ended after it was relayed (in).
+        /// The stream was opened, and not refused with `not_here` (out), or ended after it was
+        /// relayed (in).
         Ok = "ok",
         /// The stream was cut while it was relayed.
         Cut = "cut",
@@ -77,8 +78,12 @@ impl PeerMetrics {
     }
 
     pub(super) fn forwarded(&self, direction: ForwardDirection, result: ForwardResult) {
+        self.counter(direction, result).inc();
+    }
+
+    pub(super) fn counter(&self, direction: ForwardDirection, result: ForwardResult) -> Counter {
         let labels = ForwardLabels { direction, result };
-        self.0.forwarded.get_or_create(&labels).inc();
+        Counter::clone(&self.0.forwarded.get_or_create(&labels))
     }
 
     /// Records the number of servers in each state.

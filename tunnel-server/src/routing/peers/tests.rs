@@ -147,11 +147,28 @@ async fn holder_without_the_node_is_forgotten_and_the_next_one_is_asked() {
     let mut first = a.open("x", None).await.unwrap();
     assert_eq!(first.via, Via::Replica(id("b")));
     assert_eq!(refusal(&mut first).await, RefusalCode::NotHere);
-    (a.routing).not_here(&node("x"), &first.via, first.announcement);
+    (a.routing).not_here(&node("x"), &first.via, first.forwarded.take());
     assert_eq!(a.peers.held_nodes(), [(node("x"), id("c"))]);
     let mut second = a.open("x", Some(&first.via)).await.unwrap();
     let _target = agent.accepts().await;
     within(second.stream.accepted()).await.unwrap();
+}
+
+#[tokio::test]
+async fn refused_forwarded_stream_is_counted_once() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    a.receive_claim("x", &b);
+    let mut opened = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
+    (a.routing).not_here(&node("x"), &opened.via, opened.forwarded.take());
+    drop(opened);
+    let count = |result| {
+        let counter = a.peers.metrics.counter(ForwardDirection::Out, result);
+        counter.get()
+    };
+    let counts = [ForwardResult::Ok, ForwardResult::NotHere].map(count);
+    assert_eq!(counts, [0, 1]);
 }
 
 #[tokio::test]
@@ -161,10 +178,10 @@ async fn late_not_here_keeps_what_was_announced_after_the_stream_was_opened() {
     a.receive_claim("x", &b);
     let mut opened = a.open("x", None).await.unwrap();
     assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
+    let before = announced(&a, "x", "b");
     let agent = b.agent("x", 1);
-    let before = opened.announcement;
     eventually("x is announced again", || announced(&a, "x", "b") != before).await;
-    a.routing.not_here(&node("x"), &opened.via, before);
+    (a.routing).not_here(&node("x"), &opened.via, opened.forwarded.take());
     let mut second = a.open("x", None).await.unwrap();
     let _target = agent.accepts().await;
     within(second.stream.accepted()).await.unwrap();
@@ -198,7 +215,7 @@ async fn stream_to_a_node_that_two_servers_claim_ends_after_both_were_asked() {
     for _ in 0..2 {
         let mut opened = c.open("x", asked.last()).await.unwrap();
         assert_eq!(refusal(&mut opened).await, RefusalCode::NotHere);
-        (c.routing).not_here(&node("x"), &opened.via, opened.announcement);
+        (c.routing).not_here(&node("x"), &opened.via, opened.forwarded.take());
         asked.push(opened.via);
     }
     assert_ne!(asked[0], asked[1]);

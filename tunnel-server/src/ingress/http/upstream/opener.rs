@@ -11,7 +11,7 @@ use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
 use crate::routing::Routing;
 use crate::routing::destination::Destination;
-use crate::routing::directory::Announcement;
+use crate::routing::forwarded::ForwardedStream;
 use crate::routing::registry::{CallerKey, Opened};
 use crate::routing::via::Via;
 
@@ -86,11 +86,11 @@ impl<'a> StreamOpener<'a> {
         &mut self,
         failure: ProxyError,
         via: Via,
-        announcement: Option<Announcement>,
+        forwarded: Option<ForwardedStream>,
     ) -> Result<(), ProxyError> {
         let node = &self.destination.node;
         if failure.refusal == Some(RefusalCode::NotHere) {
-            self.routing.not_here(node, &via, announcement);
+            self.routing.not_here(node, &via, forwarded);
         }
         let is_full = failure.refusal == Some(RefusalCode::TooManyStreams);
         if is_full && !self.has_evicted && self.routing.evict_idle(node, &via) {
