@@ -37,7 +37,7 @@ pub struct Sessions {
     pub metrics: Metrics,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
-    /// Addresses of servers that agents can dial.
+    /// Addresses of this server that agents can dial, bounded.
     pub advertised: Vec<String>,
     pub limits: SessionLimits,
     /// Rate limit for the sessions that a node opens.

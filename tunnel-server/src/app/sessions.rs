@@ -14,6 +14,7 @@ use super::context::ServerContext;
 use crate::ca::attestation::Attestor;
 use crate::ca::enrollment::Enrollment;
 use crate::config::Capacity;
+use crate::routing::peers::listed_addresses;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
 
@@ -51,7 +52,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         nodes: context.nodes.clone(),
         metrics: context.metrics.clone(),
         shutdown: context.shutdown.clone(),
-        advertised: inputs.advertised,
+        advertised: listed_addresses(&inputs.advertised),
         limits: SessionLimits {
             handshake: limits.handshake_timeout,
             streams: limits.streams_per_agent,

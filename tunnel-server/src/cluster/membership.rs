@@ -240,25 +240,26 @@ impl Membership {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct PersistedPeer {
     name: String,
-    address: SocketAddr,
+    /// `IP:PORT`.
+    address: String,
 }
 
 impl PersistedPeer {
     fn restore(self) -> Result<PeerAddress, String> {
         let id = (self.name.parse::<ReplicaId>()).map_err(|error| error.to_string())?;
+        let address = self.address.parse::<SocketAddr>();
+        let address = address.map_err(|error| error.to_string())?;
         Ok(PeerAddress {
             id,
-            address: self.address.to_string(),
+            address: address.to_string(),
         })
     }
 }
 
 fn to_persisted(peers: &[PeerAddress]) -> Vec<PersistedPeer> {
-    let persisted = peers.iter().filter_map(|peer| {
-        Some(PersistedPeer {
-            name: peer.id.to_string(),
-            address: peer.address.parse().ok()?,
-        })
+    let persisted = peers.iter().map(|peer| PersistedPeer {
+        name: peer.id.to_string(),
+        address: peer.address.clone(),
     });
     persisted.collect()
 }

@@ -107,8 +107,10 @@ pub struct PeerStatus {
 #[derive(Debug)]
 struct State {
     directory: Directory,
-    /// Addresses of this server that agents dial.
+    /// Addresses of this server that agents dial, bounded.
     addresses: Vec<String>,
+    /// Number of addresses of this server that `addresses` leaves out.
+    addresses_left_out: usize,
     peers: BTreeMap<ReplicaId, Peer>,
     yields: Yields,
 }
@@ -124,7 +126,7 @@ impl State {
 struct Peer {
     address: String,
     link: Option<Arc<Link>>,
-    /// Addresses that agents dial, as of the last connection.
+    /// Addresses that agents dial, as of the last connection, bounded.
     addresses: Vec<String>,
     is_leaving: bool,
     /// Whether agents can dial the server: it is connected, or was until a moment ago.
@@ -165,6 +167,7 @@ impl Peers {
             state: Mutex::new(State {
                 directory: Directory::new(limits.directory_nodes),
                 addresses: Vec::new(),
+                addresses_left_out: 0,
                 peers: BTreeMap::new(),
                 yields: Yields::default(),
             }),
@@ -196,7 +199,8 @@ impl Peers {
     /// Sets the addresses of this server that agents dial.
     pub fn advertise(&self, addresses: Vec<String>) {
         let mut state = self.state.lock();
-        state.addresses = addresses;
+        state.addresses = listed_addresses(&addresses);
+        state.addresses_left_out = addresses.len() - state.addresses.len();
         self.publish(&state);
     }
 

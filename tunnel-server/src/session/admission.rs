@@ -20,7 +20,6 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use super::{AdmissionRate, Sessions};
 use crate::ca::distrusted::DISTRUSTED;
 use crate::config::Limit;
-use crate::routing::peers::listed_addresses;
 use crate::routing::registry::{AgentSession, RegisterError, Registration, answers_probe};
 
 /// Time that a refused agent has to acknowledge the reason.
@@ -288,7 +287,7 @@ impl Sessions {
                 .map(|_| CAPABILITY_RENEW.to_owned())
                 .collect(),
             streams_per_agent: self.limits.streams,
-            replicas: listed_addresses(&self.advertised),
+            replicas: self.advertised.clone(),
             target_dial_timeout: self.limits.target_dial,
             replica_id: Some(self.peers.own().clone()),
             members: members.borrow_and_update().to_vec(),

@@ -22,7 +22,7 @@ impl Peers {
             replica: self.own.clone(),
             epoch: self.epoch,
             versions: (VERSION_MIN, VERSION_MAX),
-            addresses: listed_addresses(&self.state.lock().addresses),
+            addresses: self.state.lock().addresses.clone(),
         }
     }
 
@@ -55,7 +55,7 @@ impl Peers {
     pub(super) fn link_up(&self, link: &Arc<Link>, hello: &PeerHello) {
         self.with_peer(&link.replica, |peer| {
             peer.link = Some(link.clone());
-            peer.addresses.clone_from(&hello.addresses);
+            peer.addresses = listed_addresses(&hello.addresses);
             peer.is_leaving = false;
             peer.is_member = true;
             peer.since = SystemTime::now();
@@ -182,7 +182,8 @@ impl Peers {
             addresses: peer.addresses.clone(),
             is_leaving: peer.is_leaving,
         });
-        let (members, left_out) = bound_members(std::iter::once(own).chain(others));
+        let (members, mut left_out) = bound_members(std::iter::once(own).chain(others).collect());
+        left_out.addresses += state.addresses_left_out;
         *self.left_out.lock() = left_out;
         self.members.send_if_modified(|published| {
             let is_changed = **published != *members;
