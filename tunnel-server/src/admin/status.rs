@@ -10,9 +10,13 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
-use crate::routing::registry::{AgentSession, Registry};
+use crate::routing::registry::{AgentSession, LastClose, Registry};
 use crate::routing::routes::RouteNode;
 use crate::store::data_dir::rfc3339;
+
+mod version_skew;
+
+pub use version_skew::VersionSkew;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -41,6 +45,18 @@ pub struct NodeStatus {
     pub version: Option<String>,
     /// Time at which the session was admitted, RFC 3339.
     pub connected_since: Option<String>,
+    /// Time of the agent's last sign of life at this server, RFC 3339. Empty if another server
+    /// carries requests to the node. After a restart of the server it is up to ten minutes too
+    /// early.
+    #[serde(default)]
+    pub last_seen: Option<String>,
+    /// How the last session with this server ended, or why the last one was refused. Empty if that
+    /// was before the start of the server.
+    #[serde(default)]
+    pub last_close: Option<CloseStatus>,
+    /// How the version of the agent differs from the version of this server.
+    #[serde(default)]
+    pub version_skew: Option<VersionSkew>,
     /// Smoothed round-trip time, in milliseconds.
     pub rtt_millis: Option<u64>,
     /// Number of open streams over all sessions of the node with this server, without control
@@ -62,6 +78,31 @@ pub struct NodeStatus {
     /// it.
     #[serde(default)]
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
+}
+
+/// The end of a session.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CloseStatus {
+    /// Time of the end, RFC 3339.
+    pub at: String,
+    /// The end that closed the session: `this end`, `the peer` or `the network`.
+    pub by: String,
+    /// Close code.
+    pub code: String,
+    /// Reason for people, at most 200 characters. The agent may have chosen it.
+    pub reason: String,
+}
+
+impl From<LastClose> for CloseStatus {
+    fn from(close: LastClose) -> Self {
+        Self {
+            at: rfc3339(close.at),
+            by: close.by.to_string(),
+            code: close.code.to_string(),
+            reason: close.reason,
+        }
+    }
 }
 
 /// Returns the status of every known node, including the cluster's nodes and those that other
@@ -104,8 +145,13 @@ pub fn list(
         .into_iter()
         .map(|(name, addresses)| {
             let certificate = known.get(name).and_then(|node| node.certificate_not_after);
+            let last_close = registry.last_close(name);
+            let persisted = known.get(name).and_then(|node| node.last_seen);
+            let last_seen = last_close.as_ref().map(|close| close.last_seen);
             let mut status = NodeStatus {
                 node: name.to_string(),
+                last_seen: last_seen.max(persisted).map(rfc3339),
+                last_close: last_close.map(CloseStatus::from),
                 certificate_not_after: certificate.map(rfc3339),
                 address_conflicts: addresses
                     .iter()
@@ -119,6 +165,7 @@ pub fn list(
             match holders.get(name) {
                 Some(holder) if !can_route => {
                     status.connected = true;
+                    status.last_seen = None;
                     status.replica = Some(holder.to_string());
                 }
                 Some(_) | None => {
@@ -140,13 +187,16 @@ impl NodeStatus {
         let Some(agent) = active.or_else(|| sessions.first()) else {
             return;
         };
-        let stats = agent.session.stats();
+        let (stats, now) = (agent.session.stats(), SystemTime::now());
         self.connected = true;
+        let last_seen = sessions.iter().map(|session| session.last_seen(now)).max();
+        self.last_seen = last_seen.map(rfc3339);
         self.transport = Some(agent.session.transport().to_string());
         let state = agent.suspect_reason().map_or("live", |_| "suspect");
         self.state = Some(state.to_owned());
         self.address = Some(stats.remote.to_string());
         self.version = Some(agent.software.clone());
+        self.version_skew = VersionSkew::of_agent(&agent.software);
         self.connected_since = Some(rfc3339(agent.since));
         self.rtt_millis = u64::try_from(stats.rtt.as_millis()).ok();
         let streams = sessions
@@ -165,13 +215,14 @@ impl NodeStatus {
 
 #[cfg(test)]
 mod tests {
+    use tunnel_proto::wire::code::CloseCode;
     use tunnel_proto::wire::name::InstanceId;
     use tunnel_proto::wire::peer::{HeldNode, Holds};
 
     use super::*;
     use crate::routing::peers::PeerAddress;
     use crate::routing::registry::SuspectReason;
-    use crate::testing::{Bench, node};
+    use crate::testing::{Bench, eventually, node};
 
     #[tokio::test(start_paused = true)]
     async fn active_session_is_shown_with_its_state_and_the_streams_of_all() {
@@ -262,6 +313,26 @@ mod tests {
         sessions[0].set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
         assert_eq!(shown().replica.as_deref(), Some("server-2"));
         assert!(shown().connected && shown().transport.is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn node_that_is_away_is_shown_with_the_end_of_its_last_session() {
+        let bench = Bench::new();
+        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
+        let shown = || list(nodes, &[], registry, &bench.sessions.peers).remove(0);
+        let agent = bench.agent(1).await;
+        eventually("known", || nodes.knows(&node())).await;
+        assert!(shown().last_seen.is_some() && shown().last_close.is_none());
+        agent.far.close(CloseCode::Draining, "stopping").await;
+        eventually("closed", || registry.last_close(&node()).is_some()).await;
+        let away = shown();
+        assert!(!away.connected && away.last_seen.is_some());
+        let close = away.last_close.unwrap();
+        let ended = (close.by.as_str(), close.code.as_str(), close.reason.as_str());
+        assert_eq!(ended, ("the peer", "draining", "stopping"));
+        let (_admitted, _answer) = bench.connect_agent(2, 4096).await;
+        let close = shown().last_close.unwrap();
+        assert_eq!(close.code, "draining", "an admission changes nothing");
     }
 
     #[test]

@@ -41,7 +41,8 @@ pub struct KnownNode {
     /// Time at which the node became known.
     #[serde(with = "time_text")]
     pub first_seen: SystemTime,
-    /// Time of the last connection, with a resolution of about ten minutes.
+    /// Time of the last connection or of its last sign of life, with a resolution of about ten
+    /// minutes.
     #[serde(default, with = "time_text_option")]
     pub last_seen: Option<SystemTime>,
     /// End of the certificate that the node used for its last connection.
@@ -148,6 +149,24 @@ impl KnownNodes {
             } else {
                 NodeChange::Times
             }
+        });
+    }
+
+    /// Records the last sign of life of a known node, with the resolution of the persisted time.
+    pub fn record_last_seen(&self, node: &NodeName, last_seen: SystemTime) {
+        let last_seen = whole_seconds(last_seen);
+        self.change(|state| {
+            let Some(known) = state.nodes.get_mut(node) else {
+                return NodeChange::None;
+            };
+            let is_recent = known
+                .last_seen
+                .is_some_and(|last| last_seen < last + LAST_SEEN_RESOLUTION);
+            if is_recent {
+                return NodeChange::None;
+            }
+            known.last_seen = Some(last_seen);
+            NodeChange::Times
         });
     }
 

@@ -20,11 +20,14 @@ use crate::routing::forwarded::ForwardedStream;
 use crate::routing::via::Via;
 
 mod agent_session;
+mod closes;
 mod idle;
 mod limiter;
 mod probe;
 
 pub use crate::routing::registry::agent_session::{AgentSession, SuspectReason};
+pub use closes::LastClose;
+use closes::{CLOSES_MAX, Closes};
 pub use idle::IdleStream;
 use idle::IdleStreams;
 pub use limiter::{CallerKey, QuotaExhausted, StreamQuota};
@@ -125,6 +128,7 @@ pub struct Registry {
     changes: watch::Sender<u64>,
     limits: RegistryLimits,
     idle: Arc<IdleStreams>,
+    closes: Mutex<Closes>,
 }
 
 /// Limits of streams to agents.
@@ -210,6 +214,7 @@ impl Registry {
             changes: watch::Sender::new(0),
             limits,
             idle: Arc::default(),
+            closes: Mutex::new(Closes::new(CLOSES_MAX)),
         }
     }
 
@@ -300,6 +305,18 @@ impl Registry {
             .collect();
         held_nodes.sort_unstable_by(|one, other| one.node.cmp(&other.node));
         held_nodes
+    }
+
+    /// Records how a session of a node ended. The registry remembers the last one of each node, for
+    /// at most 20,000 nodes.
+    pub fn record_close(&self, node: &NodeName, close: LastClose) {
+        self.closes.lock().record(node, close);
+    }
+
+    /// Returns how the session of a node that closed last has ended, if this process saw it.
+    #[must_use]
+    pub fn last_close(&self, node: &NodeName) -> Option<LastClose> {
+        self.closes.lock().of_node(node).cloned()
     }
 
     /// Returns whether a session of a node is connected.

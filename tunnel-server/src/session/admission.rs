@@ -1,7 +1,7 @@
 //! Admission of a session: from the control stream that the server opens to Welcome.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
@@ -10,7 +10,7 @@ use tunnel_proto::identity::TrustDomain;
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
-use tunnel_proto::transport::{Session, SessionError};
+use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -20,7 +20,9 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use super::{AdmissionRate, Sessions};
 use crate::ca::distrusted::DISTRUSTED;
 use crate::config::Limit;
-use crate::routing::registry::{AgentSession, RegisterError, Registration, answers_probe};
+use crate::routing::registry::{
+    AgentSession, LastClose, RegisterError, Registration, answers_probe,
+};
 
 /// Time that a refused agent has to acknowledge the reason.
 const REJECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -317,6 +319,14 @@ impl Sessions {
             warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
         }
         session.close(code, &reason).await;
+        // The refusal of a second agent says nothing about the session of the first one.
+        if !self.registry.has(node) {
+            let by = ClosedBy::Local;
+            let refusal = CloseReason { by, code, reason };
+            let now = SystemTime::now();
+            let close = LastClose::new(&refusal, now, now);
+            self.registry.record_close(node, close);
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
@@ -23,7 +23,7 @@ use super::renewal::RenewalTask;
 use super::{Sessions, can_agents_move};
 use crate::config::Limit;
 use crate::metrics::{GaugeGuard, Metrics};
-use crate::routing::registry::{AgentSession, SuspectReason};
+use crate::routing::registry::{AgentSession, LastClose, SuspectReason};
 
 /// Reason text of a close with [`CloseCode::CredentialExpired`].
 const EXPIRED: &str = "certificate expired and was not renewed";
@@ -148,11 +148,15 @@ impl Sessions {
     /// time of silence on a dead session, which is closed first.
     async fn end(&self, agent: &AgentSession, ended: Result<CloseReason, Duration>) {
         let streams = agent.session.stats().streams;
+        let last_seen = agent.last_seen(SystemTime::now());
         let reason = match ended {
             Ok(result) => agent.end(result),
             Err(silence) => self.close_dead(agent, silence).await,
         };
         self.metrics.session_ended(reason.code);
+        let close = LastClose::new(&reason, last_seen, SystemTime::now());
+        self.registry.record_close(&agent.node, close);
+        self.nodes.record_last_seen(&agent.node, last_seen);
         log_end(agent, &reason, streams);
     }
 

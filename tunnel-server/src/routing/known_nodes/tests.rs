@@ -52,6 +52,22 @@ fn shared_addresses_are_conflicts_in_any_notation() {
 }
 
 #[test]
+fn last_sign_of_life_is_persisted_and_makes_no_node_known() {
+    let scratch = Scratch::new();
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    nodes.record_connection_at(&name("worker-1"), at(90_000), at(1_000));
+    let last_seen = || nodes.snapshot()[&name("worker-1")].last_seen;
+    nodes.record_last_seen(&name("worker-1"), at(1_100));
+    assert_eq!(last_seen(), Some(at(1_000)), "within the resolution");
+    nodes.record_last_seen(&name("worker-1"), at(50_000));
+    assert_eq!(last_seen(), Some(at(50_000)));
+    nodes.record_last_seen(&name("worker-1"), at(2_000));
+    assert_eq!(last_seen(), Some(at(50_000)), "time goes forward");
+    nodes.record_last_seen(&name("worker-2"), at(50_000));
+    assert!(!nodes.knows(&name("worker-2")));
+}
+
+#[test]
 fn reconnects_change_neither_routes_nor_the_file() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();

@@ -124,6 +124,13 @@ impl AgentSession {
         now.saturating_duration_since(self.registered)
     }
 
+    /// Returns the time of the agent's last sign of life.
+    #[must_use]
+    pub fn last_seen(&self, now: SystemTime) -> SystemTime {
+        let silence = self.session.stats().received_at.elapsed();
+        now.checked_sub(silence).unwrap_or(now)
+    }
+
     /// Returns whether the server is closing the session.
     #[must_use]
     pub fn is_closing(&self) -> bool {
