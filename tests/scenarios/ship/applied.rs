@@ -298,7 +298,7 @@ async fn applied_objects_run_and_a_node_is_reached_by_its_name() -> Result<()> {
         ensure!(extra, "{service}");
         let nodes = fixture.verb(&["nodes", "-o", "json"]).await?.ok()?;
         let nodes: Value = serde_json::from_str(&nodes)?;
-        let connected = items(&nodes).any(|node| node["connected"] == true);
+        let connected = items(&nodes["nodes"]).any(|node| node["connected"] == true);
         ensure!(connected, "{nodes}; {agent}; {server}");
         Ok(())
     })

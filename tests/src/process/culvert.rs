@@ -225,10 +225,14 @@ impl Server {
         get_ok(self.address(Listener::Http), host, path).await
     }
 
-    /// Returns the output of `nodes -o json`.
+    /// Returns the nodes that `nodes -o json` lists.
     pub async fn nodes(&self) -> Result<Vec<Value>> {
         let printed = self.verb(&["nodes", "-o", "json"])?.run().await?.ok()?;
-        serde_json::from_str(&printed).with_context(|| format!("nodes printed {printed}"))
+        let document: Value = serde_json::from_str(&printed).context("no JSON")?;
+        let nodes = document["nodes"].as_array();
+        nodes
+            .cloned()
+            .with_context(|| format!("nodes printed {printed}"))
     }
 
     /// Waits until exactly the named `nodes` are connected.

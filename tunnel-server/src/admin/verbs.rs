@@ -8,9 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use tunnel_proto::wire::name::NodeName;
 
-use crate::admin::status::NodeStatus;
-use crate::admin::{self, AdminClient, AdminError, CreateToken, CreatedToken};
-use crate::ca::revocation::Revocations;
+use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
 use crate::ca::tokens::{CreateTokenError, TokenStore};
 use crate::ca::{CaError, LocalCa};
 use crate::routing::known_nodes::KnownNodes;
@@ -20,10 +18,12 @@ mod args;
 mod ca;
 pub mod connect;
 mod healthcheck;
+mod nodes;
 mod table;
 
 pub use args::{
-    CaArgs, CaVerb, DataDirArg, HealthcheckArgs, NodesArgs, NodesVerb, OutputFormat, TokenVerb,
+    CaArgs, CaVerb, DataDirArg, HealthcheckArgs, NodesArgs, NodesOutput, NodesVerb, OutputFormat,
+    TokenVerb,
 };
 use connect::ConnectArgs;
 
@@ -166,55 +166,6 @@ impl TokenVerb {
     }
 }
 
-impl NodesArgs {
-    /// Runs the command and prints the result.
-    ///
-    /// # Errors
-    /// Returns a [`VerbError`].
-    pub async fn run(self) -> Result<(), VerbError> {
-        self.execute().await?.print()
-    }
-
-    async fn execute(self) -> Result<VerbOutput, VerbError> {
-        let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
-        let server = AdminClient::connect(&dir).await?;
-        if let Some(NodesVerb::Revoke { name }) = self.verb {
-            return revoke_node(&dir, server, &name).await;
-        }
-        if let Some(NodesVerb::Forget { name }) = self.verb {
-            let found = if let Some(server) = server {
-                server.forget_node(&name).await?
-            } else {
-                let nodes = KnownNodes::open(&dir)?;
-                let found = nodes.forget(&name);
-                nodes.save()?;
-                found
-            };
-            return if found {
-                Ok(VerbOutput::out(format!("node {name} forgotten\n")))
-            } else {
-                Err(VerbError::UnknownNode(name))
-            };
-        }
-        let is_running = server.is_some();
-        let nodes = match server {
-            Some(server) => server.nodes().await?,
-            None => stored_nodes(&KnownNodes::open(&dir)?),
-        };
-        Ok(VerbOutput {
-            out: match self.output {
-                OutputFormat::Table => table::nodes(&nodes, SystemTime::now()),
-                OutputFormat::Json => json(&nodes)?,
-            },
-            err: if is_running {
-                String::new()
-            } else {
-                format!("no tunnel-server runs with {}\n", dir.path().display())
-            },
-        })
-    }
-}
-
 impl ConnectArgs {
     /// Connects and copies bytes until the node closes its side.
     ///
@@ -245,35 +196,6 @@ fn require_standalone(dir: &DataDir) -> Result<&DataDir, VerbError> {
         return Err(VerbError::ClusterManaged(dir.path().to_owned()));
     }
     Ok(dir)
-}
-
-async fn revoke_node(
-    dir: &DataDir,
-    server: Option<AdminClient>,
-    node: &NodeName,
-) -> Result<VerbOutput, VerbError> {
-    let (tokens, when) = if let Some(server) = server {
-        (
-            server.revoke_node(node).await?.tokens,
-            "its sessions end now",
-        )
-    } else {
-        let dir = require_standalone(dir)?;
-        // Only the running server needs to know whether the CA is local.
-        let revocations = Revocations::open(dir, true)?;
-        let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
-        (tokens, "no tunnel-server runs with this data directory")
-    };
-    let is_known = KnownNodes::open(dir)?.knows(node);
-    let hint = if is_known {
-        ""
-    } else {
-        "note: no node of this name is known; check the spelling\n"
-    };
-    Ok(VerbOutput {
-        out: format!("node {node} revoked, {tokens} token(s) taken back; {when}\n"),
-        err: hint.to_owned(),
-    })
 }
 
 async fn create_token(
@@ -311,27 +233,6 @@ async fn create_token(
             hint.unwrap_or_default()
         ),
     })
-}
-
-/// Returns the known nodes as a running server without connected agents would list them.
-fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
-    let conflicts = nodes.conflicts();
-    let shared = |address: &IpAddr| {
-        let names = conflicts.get(address)?.iter().map(NodeName::to_string);
-        Some((*address, names.collect()))
-    };
-    nodes
-        .snapshot()
-        .iter()
-        .map(|(name, node)| NodeStatus {
-            node: name.to_string(),
-            is_edge: true,
-            certificate_not_after: node.certificate_not_after.map(rfc3339),
-            address_conflicts: node.addresses.iter().filter_map(shared).collect(),
-            addresses: node.addresses.clone(),
-            ..NodeStatus::default()
-        })
-        .collect()
 }
 
 fn json(value: &impl serde::Serialize) -> Result<String, VerbError> {

@@ -30,6 +30,19 @@ pub enum OutputFormat {
     Json,
 }
 
+/// The output format of the list of nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum NodesOutput {
+    /// Table for reading in a terminal.
+    Table,
+    /// Table with all columns.
+    Wide,
+    /// JSON for scripts and programs.
+    Json,
+    /// One name in each line.
+    Name,
+}
+
 /// Join tokens, by which agents get their first certificate.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum TokenVerb {
@@ -74,9 +87,15 @@ pub struct NodesArgs {
     /// Action on one node, instead of the list.
     #[command(subcommand)]
     pub verb: Option<NodesVerb>,
+    /// Nodes to list; exit code 1 if one of them is not known [default: all]
+    #[arg(value_name = "NAME")]
+    pub names: Vec<NodeName>,
     /// Output format of the list
     #[arg(short, long, value_enum, default_value = "table")]
-    pub output: OutputFormat,
+    pub output: NodesOutput,
+    /// List only nodes without a connected agent
+    #[arg(long)]
+    pub away: bool,
     /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,

@@ -12,56 +12,33 @@ use crate::admin::status::NodeStatus;
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::store::data_dir::rfc3339;
 
+/// The columns of the table of nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NodeColumns {
+    Usual,
+    All,
+}
+
 /// Formats the nodes, with a line for each address that several of them have. Nodes of several
 /// servers are shown with the name of the server that carries requests to them.
-pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
-    if nodes.is_empty() {
-        return "no node is known; 'tunnel-server token create --node NAME' makes one\n".into();
-    }
+pub(super) fn nodes(nodes: &[NodeStatus], columns: NodeColumns, now: SystemTime) -> String {
     let has_replicas = nodes.iter().any(|node| node.replica.is_some());
-    let mut header = vec![
-        "NODE",
-        "CONNECTED",
-        "TRANSPORT",
-        "ADDRESS",
-        "VERSION",
-        "SINCE",
-        "RTT",
-        "STREAMS",
-        "CERTIFICATE",
-        "ADDRESSES",
-    ];
-    if has_replicas {
-        header.insert(REPLICA_COLUMN, "REPLICA");
-    }
+    let columns: Vec<&Column> = COLUMNS
+        .iter()
+        .filter(|column| match column.shown {
+            Shown::Always => true,
+            Shown::WithReplicas => has_replicas,
+            Shown::Wide => columns == NodeColumns::All,
+        })
+        .collect();
+    let header: Vec<&str> = columns.iter().map(|column| column.header).collect();
     let mut table = new_table(&header);
     let mut conflicts: BTreeMap<IpAddr, &[String]> = BTreeMap::new();
     for node in nodes {
         for (address, names) in &node.address_conflicts {
             conflicts.insert(*address, names);
         }
-        let mut row = vec![
-            clean(&node.node),
-            connected(node),
-            optional(node.transport.as_deref()),
-            optional(node.address.as_deref()),
-            optional(node.version.as_deref()),
-            since(node.connected_since.as_deref(), now),
-            node.rtt_millis
-                .map_or_else(absent, |millis| format!("{millis} ms")),
-            // Only the server with the session knows the transport and the streams.
-            if node.transport.is_some() {
-                node.streams.to_string()
-            } else {
-                absent()
-            },
-            certificate(node.certificate_not_after.as_deref(), now),
-            addresses(&node.addresses),
-        ];
-        if has_replicas {
-            row.insert(REPLICA_COLUMN, optional(node.replica.as_deref()));
-        }
-        table.add_row(row);
+        table.add_row(columns.iter().map(|column| (column.cell)(node, now)));
     }
     let mut text = finish(&table);
     for (address, names) in conflicts {
@@ -74,6 +51,95 @@ pub(super) fn nodes(nodes: &[NodeStatus], now: SystemTime) -> String {
     }
     text
 }
+
+/// A column of the table of nodes.
+struct Column {
+    header: &'static str,
+    shown: Shown,
+    /// Returns the cell of a node at a time.
+    cell: fn(&NodeStatus, SystemTime) -> String,
+}
+
+/// The tables that have a column.
+enum Shown {
+    Always,
+    /// Tables in which a node has the name of a server.
+    WithReplicas,
+    Wide,
+}
+
+impl Column {
+    const fn new(
+        header: &'static str,
+        shown: Shown,
+        cell: fn(&NodeStatus, SystemTime) -> String,
+    ) -> Self {
+        Self {
+            header,
+            shown,
+            cell,
+        }
+    }
+}
+
+const COLUMNS: &[Column] = &[
+    Column::new("NODE", Shown::Always, |node, _| clean(&node.node)),
+    Column::new("CONNECTED", Shown::Always, |node, _| connected(node)),
+    Column::new("REPLICA", Shown::WithReplicas, |node, _| {
+        optional(node.replica.as_deref())
+    }),
+    Column::new("TRANSPORT", Shown::Always, |node, _| {
+        optional(node.transport.as_deref())
+    }),
+    Column::new("ADDRESS", Shown::Always, |node, _| {
+        optional(node.address.as_deref())
+    }),
+    Column::new("VERSION", Shown::Always, |node, _| version(node)),
+    Column::new("SINCE", Shown::Always, |node, now| {
+        since(node.connected_since.as_deref(), now)
+    }),
+    Column::new("LAST SEEN", Shown::Always, |node, now| {
+        since(node.last_seen.as_deref(), now)
+    }),
+    Column::new("LAST CLOSE", Shown::Always, |node, _| {
+        let close = node.last_close.as_ref();
+        optional(close.map(|close| close.code.as_str()))
+    }),
+    Column::new("RTT", Shown::Always, |node, _| {
+        let millis = node.rtt_millis;
+        millis.map_or_else(absent, |millis| format!("{millis} ms"))
+    }),
+    Column::new("STREAMS", Shown::Always, |node, _| {
+        of_session(node, node.streams)
+    }),
+    Column::new("CERTIFICATE", Shown::Always, |node, now| {
+        certificate(node.certificate_not_after.as_deref(), now)
+    }),
+    Column::new("ADDRESSES", Shown::Always, |node, _| {
+        addresses(&node.addresses)
+    }),
+    Column::new("CLAIMED ADDRESS", Shown::Wide, |node, _| {
+        optional(node.claimed_address.as_deref())
+    }),
+    Column::new("BYTES IN", Shown::Wide, |node, _| {
+        of_session(node, node.bytes_in)
+    }),
+    Column::new("BYTES OUT", Shown::Wide, |node, _| {
+        of_session(node, node.bytes_out)
+    }),
+    Column::new("CLOSED", Shown::Wide, |node, now| {
+        let close = node.last_close.as_ref();
+        since(close.map(|close| close.at.as_str()), now)
+    }),
+    Column::new("CLOSED BY", Shown::Wide, |node, _| {
+        let close = node.last_close.as_ref();
+        optional(close.map(|close| close.by.as_str()))
+    }),
+    Column::new("REASON", Shown::Wide, |node, _| {
+        let close = node.last_close.as_ref();
+        optional(close.map(|close| close.reason.as_str()))
+    }),
+];
 
 pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     if tokens.is_empty() {
@@ -158,6 +224,24 @@ fn connected(node: &NodeStatus) -> String {
     }
 }
 
+/// Returns the version with a mark where it differs too much from the server's to be ignored.
+fn version(node: &NodeStatus) -> String {
+    let version = optional(node.version.as_deref());
+    match node.version_skew {
+        Some(skew) => format!("{version} ({})", skew.label()),
+        None => version,
+    }
+}
+
+/// Formats a number that only the server with the session knows, like the transport.
+fn of_session(node: &NodeStatus, number: u64) -> String {
+    if node.transport.is_some() {
+        number.to_string()
+    } else {
+        absent()
+    }
+}
+
 fn since(text: Option<&str>, now: SystemTime) -> String {
     let age = text
         .and_then(|text| humantime::parse_rfc3339(text).ok())
@@ -190,8 +274,6 @@ fn short(duration: Duration) -> String {
     }
 }
 
-/// Position of the column with the name of a server, after `CONNECTED`.
-const REPLICA_COLUMN: usize = 2;
 /// Number of characters of a key's hash that are shown.
 const KEY_SHOWN: usize = 16;
 /// Maximum length of a peer's text that is shown.
@@ -200,6 +282,7 @@ const TEXT_MAX: usize = 253;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::admin::status::{CloseStatus, VersionSkew};
 
     #[test]
     fn nodes_are_shown_with_shared_addresses_below() {
@@ -214,7 +297,9 @@ mod tests {
             state: Some("live".into()),
             address: Some("203.0.113.7:40000".into()),
             version: Some("culvert\u{1b}[31m/1".into()),
+            version_skew: Some(VersionSkew::Older),
             connected_since: Some(rfc3339(now - Duration::from_secs(7500))),
+            last_seen: Some(rfc3339(now - Duration::from_secs(2))),
             rtt_millis: Some(12),
             streams: 3,
             certificate_not_after: Some(rfc3339(now + Duration::from_secs(30 * 86_400))),
@@ -224,6 +309,8 @@ mod tests {
         };
         let absent = NodeStatus {
             node: "worker-2".into(),
+            last_seen: Some(rfc3339(now - Duration::from_secs(90))),
+            last_close: Some(close(now - Duration::from_secs(30))),
             certificate_not_after: Some(rfc3339(now)),
             addresses: vec![shared],
             address_conflicts: conflicts,
@@ -236,12 +323,12 @@ mod tests {
             state: Some("suspect".into()),
             ..NodeStatus::default()
         };
-        let text = nodes(&[connected, absent, suspect], now);
+        let text = nodes(&[connected, absent, suspect], NodeColumns::Usual, now);
         let expected = "\
-NODE      CONNECTED  TRANSPORT  ADDRESS            VERSION          SINCE  RTT    STREAMS  CERTIFICATE  ADDRESSES
-worker-1  yes        quic       203.0.113.7:40000  culvert?[31m/1   2h 5m  12 ms  3        30d 0h left  192.168.33.221
-worker-2  no         -          -                  -                -      -      -        expired      192.168.33.221
-worker-3  suspect    h2         -                  -                -      -      0        -            -
+NODE      CONNECTED  TRANSPORT  ADDRESS            VERSION                 SINCE  LAST SEEN  LAST CLOSE  RTT    STREAMS  CERTIFICATE  ADDRESSES
+worker-1  yes        quic       203.0.113.7:40000  culvert?[31m/1 (older)  2h 5m  2s         -           12 ms  3        30d 0h left  192.168.33.221
+worker-2  no         -          -                  -                       -      1m 30s     dead        -      -        expired      192.168.33.221
+worker-3  suspect    h2         -                  -                       -      -          -           -      0        -            -
 192.168.33.221 is the address of worker-1, worker-2: reach them by name
 ";
         assert_eq!(squeeze(&text), squeeze(expected), "{text}");
@@ -272,14 +359,29 @@ worker-3  suspect    h2         -                  -                -      -    
             node: "worker-3".into(),
             ..NodeStatus::default()
         };
-        let text = nodes(&[own, of_other, absent], SystemTime::UNIX_EPOCH);
+        let now = SystemTime::UNIX_EPOCH;
+        let text = nodes(&[own, of_other, absent], NodeColumns::Usual, now);
         let expected = "\
-NODE      CONNECTED  REPLICA   TRANSPORT  ADDRESS  VERSION  SINCE  RTT  STREAMS  CERTIFICATE  ADDRESSES
-worker-1  yes        server-1  quic       -        -        -      -    2        -            -
-worker-2  yes        server-2  -          -        -        -      -    -        -            -
-worker-3  no         -         -          -        -        -      -    -        -            -
+NODE      CONNECTED  REPLICA   TRANSPORT  ADDRESS  VERSION  SINCE  LAST SEEN  LAST CLOSE  RTT  STREAMS  CERTIFICATE  ADDRESSES
+worker-1  yes        server-1  quic       -        -        -      -          -           -    2        -            -
+worker-2  yes        server-2  -          -        -        -      -          -           -    -        -            -
+worker-3  no         -         -          -        -        -      -          -           -    -        -            -
 ";
         assert_eq!(squeeze(&text), squeeze(expected), "{text}");
+    }
+
+    #[test]
+    fn wide_table_has_the_reason_of_the_last_close_without_control_characters() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_750_000_000);
+        let absent = NodeStatus {
+            node: "worker-2".into(),
+            last_close: Some(close(now - Duration::from_secs(30))),
+            ..NodeStatus::default()
+        };
+        let text = nodes(&[absent], NodeColumns::All, now);
+        let row = squeeze(&text).pop().unwrap();
+        assert!(row.ends_with("30s this end no sign?of life"), "{text}");
+        assert!(text.lines().next().unwrap().ends_with("REASON"), "{text}");
     }
 
     #[test]
@@ -309,6 +411,15 @@ worker-3  no         -         -          -        -        -      -    -       
             (90_000, "1d 1h"),
         ] {
             assert_eq!(short(Duration::from_secs(seconds)), text);
+        }
+    }
+
+    fn close(at: SystemTime) -> CloseStatus {
+        CloseStatus {
+            at: rfc3339(at),
+            by: "this end".into(),
+            code: "dead".into(),
+            reason: "no sign\u{1b}of life".into(),
         }
     }
 

@@ -4,6 +4,7 @@ use clap::Parser;
 use tunnel_proto::process::shutdown::Shutdown;
 
 use super::ca::Answer;
+use super::nodes::stored_nodes;
 use super::*;
 use crate::admin::{self, AdminState};
 use crate::ca::tokens::{TokenInfo, TokenState};
@@ -85,8 +86,12 @@ async fn tour(scratch: &Scratch, server: &str) {
     out(scratch, "nodes forget worker-2").await;
     let again = error(scratch, "nodes forget worker-2").await;
     assert!(matches!(again, VerbError::UnknownNode(_)));
-    let nodes = out(scratch, "nodes -o json").await;
-    let nodes: serde_json::Value = serde_json::from_str(&nodes).unwrap();
+    let unknown = error(scratch, "nodes worker-1 worker-9").await;
+    assert!(matches!(unknown, VerbError::UnknownNode(_)));
+    assert_eq!(out(scratch, "nodes -o name --away worker-1").await, "worker-1\n");
+    let document = out(scratch, "nodes -o json").await;
+    let document: serde_json::Value = serde_json::from_str(&document).unwrap();
+    let nodes = &document["nodes"];
     assert_eq!(nodes.as_array().unwrap().len(), 1);
     assert_eq!(nodes[0]["node"], "worker-1");
     assert_eq!(nodes[0]["connected"], false);
@@ -208,7 +213,7 @@ fn bad_arguments_are_explained() {
         ("token create --node a --ttl soon", "--ttl"),
         ("token create --node a --ip 300.0.0.1", "--ip"),
         ("token create", "--node"),
-        ("nodes -o yaml", "possible values: table, json"),
+        ("nodes -o yaml", "possible values: table, wide, json, name"),
     ] {
         let words_in = ["tunnel-server"].into_iter().chain(line.split(' '));
         let error = Cli::try_parse_from(words_in).unwrap_err().to_string();

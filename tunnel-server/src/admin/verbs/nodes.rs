@@ -1,0 +1,298 @@
+//! The command `nodes`: lists the known nodes, and revokes or forgets one.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::net::IpAddr;
+use std::time::SystemTime;
+
+use serde::Serialize;
+use tunnel_proto::wire::name::NodeName;
+
+use super::table::{self, NodeColumns};
+use super::{NodesArgs, NodesOutput, NodesVerb, VerbError, VerbOutput, json, require_standalone};
+use crate::admin::status::NodeStatus;
+use crate::admin::{self, AdminClient};
+use crate::ca::revocation::Revocations;
+use crate::ca::tokens::TokenStore;
+use crate::routing::known_nodes::KnownNodes;
+use crate::store::data_dir::{DataDir, rfc3339};
+
+impl NodesArgs {
+    /// Runs the command and prints the result.
+    ///
+    /// # Errors
+    /// Returns a [`VerbError`].
+    pub async fn run(self) -> Result<(), VerbError> {
+        self.execute().await?.print()
+    }
+
+    pub(super) async fn execute(self) -> Result<VerbOutput, VerbError> {
+        let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
+        let server = AdminClient::connect(&dir).await?;
+        match &self.verb {
+            None => self.list(&dir, server).await,
+            Some(NodesVerb::Revoke { name }) => revoke(&dir, server, name).await,
+            Some(NodesVerb::Forget { name }) => forget(&dir, server, name).await,
+        }
+    }
+
+    async fn list(
+        &self,
+        dir: &DataDir,
+        server: Option<AdminClient>,
+    ) -> Result<VerbOutput, VerbError> {
+        let is_running = server.is_some();
+        let nodes = match server {
+            Some(server) => server.nodes().await?,
+            None => stored_nodes(&KnownNodes::open(dir)?),
+        };
+        let nodes = self.select(nodes)?;
+        Ok(VerbOutput {
+            out: self.format(&nodes, SystemTime::now())?,
+            err: if is_running {
+                String::new()
+            } else {
+                format!("no tunnel-server runs with {}\n", dir.path().display())
+            },
+        })
+    }
+
+    /// Returns the nodes that the arguments select, in the order of the list.
+    fn select(&self, mut nodes: Vec<NodeStatus>) -> Result<Vec<NodeStatus>, VerbError> {
+        if !self.names.is_empty() {
+            let wanted: BTreeSet<&str> = self.names.iter().map(NodeName::as_str).collect();
+            nodes.retain(|node| wanted.contains(node.node.as_str()));
+            let found: BTreeSet<&str> = nodes.iter().map(|node| node.node.as_str()).collect();
+            let unknown = self.names.iter().find(|name| !found.contains(name.as_str()));
+            if let Some(name) = unknown {
+                return Err(VerbError::UnknownNode(name.clone()));
+            }
+        }
+        if self.away {
+            nodes.retain(|node| !node.connected);
+        }
+        Ok(nodes)
+    }
+
+    fn format(&self, nodes: &[NodeStatus], now: SystemTime) -> Result<String, VerbError> {
+        let totals = Totals::of(nodes);
+        Ok(match self.output {
+            NodesOutput::Table | NodesOutput::Wide if nodes.is_empty() => {
+                let text = if self.away { NONE_AWAY } else { NONE_KNOWN };
+                text.to_owned()
+            }
+            NodesOutput::Table => {
+                format!("{}{totals}\n", table::nodes(nodes, NodeColumns::Usual, now))
+            }
+            NodesOutput::Wide => {
+                format!("{}{totals}\n", table::nodes(nodes, NodeColumns::All, now))
+            }
+            NodesOutput::Json => json(&NodeListDocument {
+                schema_version: SCHEMA_VERSION,
+                totals,
+                nodes,
+            })?,
+            NodesOutput::Name => nodes
+                .iter()
+                .flat_map(|node| [node.node.as_str(), "\n"])
+                .collect(),
+        })
+    }
+}
+
+/// The output of `nodes -o json`.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct NodeListDocument<'a> {
+    /// Raised when a field is removed or changes its meaning.
+    schema_version: u32,
+    totals: Totals,
+    nodes: &'a [NodeStatus],
+}
+
+/// Numbers of listed nodes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Totals {
+    nodes: usize,
+    /// Nodes with an agent, suspect ones included.
+    connected: usize,
+    suspect: usize,
+    away: usize,
+}
+
+impl Totals {
+    fn of(nodes: &[NodeStatus]) -> Self {
+        let count = |is_counted: fn(&NodeStatus) -> bool| {
+            nodes.iter().filter(|node| is_counted(node)).count()
+        };
+        Self {
+            nodes: nodes.len(),
+            connected: count(|node| node.connected),
+            suspect: count(|node| node.state.as_deref() == Some("suspect")),
+            away: count(|node| !node.connected),
+        }
+    }
+}
+
+impl fmt::Display for Totals {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            formatter,
+            "total: {}; connected: {} (suspect: {}); away: {}",
+            self.nodes, self.connected, self.suspect, self.away
+        )
+    }
+}
+
+async fn revoke(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    node: &NodeName,
+) -> Result<VerbOutput, VerbError> {
+    let (tokens, when) = if let Some(server) = server {
+        (
+            server.revoke_node(node).await?.tokens,
+            "its sessions end now",
+        )
+    } else {
+        let dir = require_standalone(dir)?;
+        // Only the running server needs to know whether the CA is local.
+        let revocations = Revocations::open(dir, true)?;
+        let tokens = admin::revoke_node(&revocations, &TokenStore::open(dir)?, node)?;
+        (tokens, "no tunnel-server runs with this data directory")
+    };
+    let is_known = KnownNodes::open(dir)?.knows(node);
+    let hint = if is_known {
+        ""
+    } else {
+        "note: no node of this name is known; check the spelling\n"
+    };
+    Ok(VerbOutput {
+        out: format!("node {node} revoked, {tokens} token(s) taken back; {when}\n"),
+        err: hint.to_owned(),
+    })
+}
+
+async fn forget(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    node: &NodeName,
+) -> Result<VerbOutput, VerbError> {
+    let found = if let Some(server) = server {
+        server.forget_node(node).await?
+    } else {
+        let nodes = KnownNodes::open(dir)?;
+        let found = nodes.forget(node);
+        nodes.save()?;
+        found
+    };
+    if found {
+        Ok(VerbOutput::out(format!("node {node} forgotten\n")))
+    } else {
+        Err(VerbError::UnknownNode(node.clone()))
+    }
+}
+
+/// Returns the known nodes as a running server without connected agents would list them.
+pub(super) fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
+    let conflicts = nodes.conflicts();
+    let shared = |address: &IpAddr| {
+        let names = conflicts.get(address)?.iter().map(NodeName::to_string);
+        Some((*address, names.collect()))
+    };
+    nodes
+        .snapshot()
+        .iter()
+        .map(|(name, node)| NodeStatus {
+            node: name.to_string(),
+            is_edge: true,
+            last_seen: node.last_seen.map(rfc3339),
+            certificate_not_after: node.certificate_not_after.map(rfc3339),
+            address_conflicts: node.addresses.iter().filter_map(shared).collect(),
+            addresses: node.addresses.clone(),
+            ..NodeStatus::default()
+        })
+        .collect()
+}
+
+const NONE_KNOWN: &str = "no node is known; 'tunnel-server token create --node NAME' makes one\n";
+const NONE_AWAY: &str = "no node is away\n";
+/// Version of the document that `nodes -o json` prints.
+const SCHEMA_VERSION: u32 = 1;
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser, Debug)]
+    struct Cli {
+        #[command(flatten)]
+        nodes: NodesArgs,
+    }
+
+    fn listed(arguments: &str) -> Result<String, VerbError> {
+        let words = ["nodes"].into_iter().chain(arguments.split_whitespace());
+        let args = Cli::try_parse_from(words).unwrap().nodes;
+        let status = |name: &str, connected, state: Option<&str>| NodeStatus {
+            node: name.to_owned(),
+            connected,
+            state: state.map(str::to_owned),
+            ..NodeStatus::default()
+        };
+        let nodes = args.select(vec![
+            status("worker-1", true, Some("live")),
+            status("worker-2", true, Some("suspect")),
+            status("worker-3", false, None),
+        ])?;
+        args.format(&nodes, SystemTime::UNIX_EPOCH)
+    }
+
+    #[test]
+    fn names_and_state_select_nodes() {
+        for (arguments, expected) in [
+            ("-o name", "worker-1\nworker-2\nworker-3\n"),
+            ("-o name --away", "worker-3\n"),
+            ("-o name worker-2 worker-1", "worker-1\nworker-2\n"),
+            ("-o name Worker-2", "worker-2\n"),
+            ("-o name --away worker-1", ""),
+            ("--away worker-1", "no node is away\n"),
+        ] {
+            assert_eq!(listed(arguments).unwrap(), expected, "{arguments}");
+        }
+    }
+
+    #[test]
+    fn unknown_name_fails_and_prints_no_other_node() {
+        for output in ["table", "wide", "json", "name"] {
+            let error = listed(&format!("-o {output} worker-1 worker-9")).unwrap_err();
+            assert!(matches!(&error, VerbError::UnknownNode(name) if name.as_str() == "worker-9"));
+            assert_eq!(error.exit_code(), 1);
+        }
+    }
+
+    #[test]
+    fn tables_end_in_the_totals_of_what_they_list() {
+        for (arguments, totals) in [
+            ("", "total: 3; connected: 2 (suspect: 1); away: 1"),
+            ("-o wide", "total: 3; connected: 2 (suspect: 1); away: 1"),
+            ("--away", "total: 1; connected: 0 (suspect: 0); away: 1"),
+        ] {
+            let text = listed(arguments).unwrap();
+            assert_eq!(text.lines().last(), Some(totals), "{text}");
+        }
+    }
+
+    #[test]
+    fn document_has_a_version_and_totals() {
+        let document: serde_json::Value =
+            serde_json::from_str(&listed("-o json --away").unwrap()).unwrap();
+        assert_eq!(document["schemaVersion"], 1);
+        assert_eq!(document["totals"]["nodes"], 1);
+        assert_eq!(document["totals"]["away"], 1);
+        assert_eq!(document["nodes"][0]["node"], "worker-3");
+        assert_eq!(document["nodes"][0]["lastClose"], serde_json::Value::Null);
+    }
+}
