@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
+use tunnel_server::admin::status;
 use tunnel_server::routing::peers::Peers;
 use tunnel_tests::checks::{ensure_refused, ensure_status};
 use tunnel_tests::client::{ByteStream, Exchange, HttpReply, RawRequest, request};
@@ -167,7 +168,8 @@ async fn address_that_an_agent_claims_never_counts() -> Result<()> {
     let reply = get(&env, "127.0.0.1:9100", "/").await?;
     check(&reply, 400, "unknown_node", &["127.0.0.1"]);
     let peers = Peers::alone("server-1".parse()?, Vec::new());
-    let status = tunnel_server::admin::status::list(env.nodes(), &[], env.registry(), &peers);
+    let (nodes, registry) = (env.nodes(), env.registry());
+    let status = status::list(nodes, &[], registry, &peers, env.revocations());
     assert_eq!(status[0].claimed_address.as_deref(), Some("127.0.0.1"));
     Ok(())
 }

@@ -36,7 +36,9 @@ pub mod status;
 pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
-pub use message::{AgentCommand, CreateToken, CreatedToken, ErrorBody, RevokedNode, agent_command};
+pub use message::{
+    AgentCommand, CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, agent_command,
+};
 
 #[derive(Clone)]
 pub struct AdminState {
@@ -158,8 +160,18 @@ async fn answer(
             info!(agent = %node, tokens, "node revoked");
             value(StatusCode::OK, &RevokedNode { tokens })
         }
+        ("POST", ["nodes", name, "unrevoke"]) => {
+            let node = node_name(name)?;
+            blocking(state, move |state| unrevoke_node(&state, &node)).await??;
+            Ok(text(StatusCode::NO_CONTENT, ""))
+        }
+        ("GET", ["revocations"]) => {
+            let in_force = blocking(state, |state| state.revocations.in_force()).await?;
+            let in_force = in_force.into_iter().map(RevocationInfo::from);
+            value(StatusCode::OK, &in_force.collect::<Vec<_>>())
+        }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
-        (_, ["tokens" | "nodes" | "ca", ..]) => Err(RequestError {
+        (_, ["tokens" | "nodes" | "revocations" | "ca", ..]) => Err(RequestError {
             status: StatusCode::METHOD_NOT_ALLOWED,
             problem: format!("{} {path} is not offered", method(request.method())),
         }),
@@ -240,6 +252,18 @@ pub fn revoke_node(
     let tokens = tokens.revoke_node_tokens(node, SystemTime::now());
     let certificates = revocations.revoke(node, SystemTime::now());
     certificates.and(tokens)
+}
+
+/// Lifts the revocation of a node's certificates. Blocks the thread.
+fn unrevoke_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> {
+    match state.revocations.lift(node, SystemTime::now()) {
+        Ok(true) => {
+            info!(agent = %node, "revocation of a node lifted");
+            Ok(())
+        }
+        Ok(false) => Err(RequestError::not_found(format!("{node} is not revoked"))),
+        Err(error) => Err(RequestError::internal(&error)),
+    }
 }
 
 /// Removes a node that is not connected from the known nodes. Blocks the thread.

@@ -282,7 +282,22 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
     );
     let listed = server.nodes().await?;
     let node = listed.iter().find(|node| node["node"] == "worker-1");
-    ensure!(node.context("worker-1 is not listed")?["connected"] == false);
+    let node = node.context("worker-1 is not listed")?;
+    ensure!(node["connected"] == false && node["revokedAt"].is_string(), "{node}");
+    // The certificate is accepted again after the revocation is lifted.
+    let unrevoke = ["nodes", "unrevoke", "worker-1"];
+    server.verb(&unrevoke)?.run().await?.ok()?;
+    let again = server.verb(&unrevoke)?.run().await?;
+    again.ensure_failed(1, &["worker-1 is not revoked"])?;
+    agent.kill().await?;
+    let agents = server.address(Listener::Agents);
+    let _agent = AgentSetup::on_loopback("worker-1", agents, &data.path().join("agent")).start()?;
+    server.wait_until_connected(&["worker-1"]).await;
+    let revocations = server.verb(&["nodes", "revocations"])?.run().await?.ok()?;
+    ensure!(
+        revocations.contains("worker-2") && !revocations.contains("worker-1"),
+        "{revocations}"
+    );
     Ok(())
 }
 

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CreateToken, CreatedToken, ErrorBody, RevokedNode};
+use super::{CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode};
 use crate::admin::status::NodeStatus;
 use crate::ca::tokens::TokenInfo;
 use crate::store::data_dir::DataDir;
@@ -110,6 +110,17 @@ impl AdminClient {
         parse(&self.call(Method::POST, &path, Vec::new()).await?)
     }
 
+    /// Lifts the revocation of a node's certificates. Returns `false` if none is in force.
+    pub async fn unrevoke_node(&self, node: &NodeName) -> Result<bool, AdminError> {
+        let path = format!("/nodes/{node}/unrevoke");
+        self.change(Method::POST, &path).await
+    }
+
+    /// Returns the revocations in force, ordered by node.
+    pub async fn revocations(&self) -> Result<Vec<RevocationInfo>, AdminError> {
+        parse(&self.call(Method::GET, "/revocations", Vec::new()).await?)
+    }
+
     /// Returns the CA's certificate as PEM.
     pub async fn ca(&self) -> Result<String, AdminError> {
         let body = self.call(Method::GET, "/ca", Vec::new()).await?;
@@ -118,7 +129,12 @@ impl AdminClient {
     }
 
     async fn delete(&self, path: &str) -> Result<bool, AdminError> {
-        match self.call(Method::DELETE, path, Vec::new()).await {
+        self.change(Method::DELETE, path).await
+    }
+
+    /// Sends a request without a body. Returns `false` if its object does not exist.
+    async fn change(&self, method: Method, path: &str) -> Result<bool, AdminError> {
+        match self.call(method, path, Vec::new()).await {
             Ok(_empty) => Ok(true),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),

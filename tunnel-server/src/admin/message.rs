@@ -10,6 +10,7 @@ use tunnel_proto::wire::PORT_AGENTS;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
 
+use crate::ca::revocation::RevocationInForce;
 use crate::store::data_dir::{name_text, time_text};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +31,29 @@ pub struct CreateToken {
 pub struct RevokedNode {
     /// Number of revoked tokens that had not expired.
     pub tokens: usize,
+}
+
+/// A revocation in force, for lists.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RevocationInfo {
+    #[serde(with = "name_text")]
+    pub node: NodeName,
+    /// Time until which the node's certificates are revoked.
+    #[serde(with = "time_text")]
+    pub revoked_at: SystemTime,
+    /// Whether the server saw or issued a certificate of the node that is not revoked.
+    pub has_later_certificate: bool,
+}
+
+impl From<RevocationInForce> for RevocationInfo {
+    fn from(revocation: RevocationInForce) -> Self {
+        Self {
+            node: revocation.node,
+            revoked_at: revocation.at,
+            has_later_certificate: revocation.has_later_certificate,
+        }
+    }
 }
 
 /// A new join token with the command that uses it.

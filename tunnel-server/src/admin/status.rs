@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
+use crate::ca::revocation::Revocations;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry};
@@ -54,6 +55,10 @@ pub struct NodeStatus {
     /// was before the start of the server.
     #[serde(default)]
     pub last_close: Option<CloseStatus>,
+    /// Time until which the certificates of the node are revoked, RFC 3339. Empty if this server
+    /// saw or issued a later certificate.
+    #[serde(default)]
+    pub revoked_at: Option<String>,
     /// How the version of the agent differs from the version of this server.
     #[serde(default)]
     pub version_skew: Option<VersionSkew>,
@@ -113,8 +118,10 @@ pub fn list(
     cluster: &[RouteNode],
     registry: &Registry,
     peers: &Peers,
+    revocations: &Revocations,
 ) -> Vec<NodeStatus> {
     let known = nodes.snapshot();
+    let revoked = revoked_nodes(revocations);
     let holders: BTreeMap<NodeName, ReplicaId> = peers.held_nodes().into_iter().collect();
     let own_name = (peers.expected() > 0).then(|| peers.own().to_string());
     let mut addresses: BTreeMap<&NodeName, Vec<IpAddr>> =
@@ -152,6 +159,7 @@ pub fn list(
                 node: name.to_string(),
                 last_seen: last_seen.max(persisted).map(rfc3339),
                 last_close: last_close.map(CloseStatus::from),
+                revoked_at: revoked.get(name).copied().map(rfc3339),
                 certificate_not_after: certificate.map(rfc3339),
                 address_conflicts: addresses
                     .iter()
@@ -179,7 +187,22 @@ pub fn list(
         .collect()
 }
 
+/// Returns the nodes that have no certificate but revoked ones, as far as this process knows.
+fn revoked_nodes(revocations: &Revocations) -> BTreeMap<NodeName, SystemTime> {
+    let in_force = revocations.in_force().into_iter();
+    in_force
+        .filter(|revocation| !revocation.has_later_certificate)
+        .map(|revocation| (revocation.node, revocation.at))
+        .collect()
+}
+
 impl NodeStatus {
+    /// Returns whether the node is away and has no certificate but revoked ones.
+    #[must_use]
+    pub fn is_revoked(&self) -> bool {
+        !self.connected && self.revoked_at.is_some()
+    }
+
     /// Sets the fields that describe the sessions of the node. `certificate` is the expiry of the
     /// last known certificate.
     fn set_sessions(&mut self, sessions: &[Arc<AgentSession>], certificate: Option<SystemTime>) {
@@ -215,6 +238,8 @@ impl NodeStatus {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use tunnel_proto::wire::code::CloseCode;
     use tunnel_proto::wire::name::InstanceId;
     use tunnel_proto::wire::peer::{HeldNode, Holds};
@@ -227,8 +252,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn active_session_is_shown_with_its_state_and_the_streams_of_all() {
         let bench = Bench::new();
-        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
-        let shown = || list(nodes, &[], registry, &bench.sessions.peers).remove(0);
+        let registry = &bench.sessions.registry;
+        let shown = || list_of(&bench, &[]).remove(0);
         let _old = bench.agent(1).await;
         let _on_the_old = bench.open().await.unwrap();
         let alone = shown();
@@ -251,9 +276,8 @@ mod tests {
     #[tokio::test]
     async fn nodes_of_the_cluster_are_listed_with_their_addresses_and_conflicts() {
         let bench = Bench::new();
-        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
         let address = |last: u8| IpAddr::from([10, 0, 0, last]);
-        nodes.record(&node(), &[address(1)]);
+        bench.sessions.nodes.record(&node(), &[address(1)]);
         let of_cluster = |name: &str, addresses: &[IpAddr]| RouteNode {
             name: name.parse().unwrap(),
             hostname: None,
@@ -269,7 +293,7 @@ mod tests {
                 ..of_cluster("worker-3", &[])
             },
         ];
-        let shown = list(nodes, &cluster, registry, &bench.sessions.peers);
+        let shown = list_of(&bench, &cluster);
         let names: Vec<_> = shown.iter().map(|node| node.node.as_str()).collect();
         assert_eq!(names, ["worker-1", "worker-2", "worker-3"]);
         let edges: Vec<_> = shown.iter().map(|node| node.is_edge).collect();
@@ -286,9 +310,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn node_of_another_server_is_shown_with_that_server_unless_this_one_routes_to_it() {
         let bench = Bench::new();
-        let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
-        let peers = &bench.sessions.peers;
-        let shown = || list(nodes, &[], registry, peers).remove(0);
+        let (peers, registry) = (&bench.sessions.peers, &bench.sessions.registry);
+        let shown = || list_of(&bench, &[]).remove(0);
         let _agent = bench.agent(1).await;
         assert_eq!(shown().replica, None, "there is one server");
         let other = PeerAddress {
@@ -319,7 +342,7 @@ mod tests {
     async fn node_that_is_away_is_shown_with_the_end_of_its_last_session() {
         let bench = Bench::new();
         let (nodes, registry) = (&bench.sessions.nodes, &bench.sessions.registry);
-        let shown = || list(nodes, &[], registry, &bench.sessions.peers).remove(0);
+        let shown = || list_of(&bench, &[]).remove(0);
         let agent = bench.agent(1).await;
         eventually("known", || nodes.knows(&node())).await;
         assert!(shown().last_seen.is_some() && shown().last_close.is_none());
@@ -335,10 +358,37 @@ mod tests {
         assert_eq!(close.code, "draining", "an admission changes nothing");
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn revoked_node_is_told_from_one_that_is_away_until_it_has_a_later_certificate() {
+        let bench = Bench::new();
+        let revocations = &bench.sessions.revocations;
+        bench.sessions.nodes.record(&node(), &[]);
+        let shown = || list_of(&bench, &[]).remove(0);
+        assert_eq!(shown().revoked_at, None);
+        let now = SystemTime::now();
+        revocations.revoke(&node(), now).unwrap();
+        assert_eq!(shown().revoked_at, Some(rfc3339(now)));
+        let revoked = revocations.of_node(&node());
+        let later = now + Duration::from_secs(60);
+        assert!(revocations.confirm(&node(), revoked, later));
+        assert_eq!(shown().revoked_at, None);
+    }
+
     #[test]
     fn list_of_a_server_without_states_is_understood() {
         let text = r#"{"node":"a","connected":true,"streams":1,"bytesIn":0,"bytesOut":0}"#;
         let status: NodeStatus = serde_json::from_str(text).unwrap();
         assert_eq!(status.state, None);
+    }
+
+    fn list_of(bench: &Bench, cluster: &[RouteNode]) -> Vec<NodeStatus> {
+        let sessions = &bench.sessions;
+        list(
+            &sessions.nodes,
+            cluster,
+            &sessions.registry,
+            &sessions.peers,
+            &sessions.revocations,
+        )
     }
 }

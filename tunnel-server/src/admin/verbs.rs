@@ -44,6 +44,8 @@ pub enum VerbError {
     UnknownToken(String),
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownNode(NodeName),
+    #[error("{0} is not revoked; 'tunnel-server nodes revocations' lists the revoked nodes")]
+    NotRevoked(NodeName),
     /// The server does not run or is not ready.
     #[error("not ready: {0}")]
     NotReady(String),
@@ -105,6 +107,7 @@ impl VerbError {
             | Self::Server(_)
             | Self::UnknownToken(_)
             | Self::UnknownNode(_)
+            | Self::NotRevoked(_)
             | Self::NotReady(_)
             | Self::ClusterManaged(_)
             | Self::CaNotStored(_)

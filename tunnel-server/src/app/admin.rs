@@ -27,7 +27,7 @@ pub(super) fn start(
     metrics_registry: MetricsRegistry,
     context: &ServerContext,
 ) -> io::Result<()> {
-    let nodes = node_list(context);
+    let nodes = node_list(authority, context);
     let list = as_json(nodes.clone());
     let state = AdminState {
         ca: authority.ca.clone(),
@@ -56,10 +56,14 @@ type NodeList = Arc<dyn Fn() -> Vec<NodeStatus> + Send + Sync>;
 /// Lists the nodes with their status, as JSON.
 type JsonList = Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>;
 
-fn node_list(context: &ServerContext) -> NodeList {
+fn node_list(authority: &Authority, context: &ServerContext) -> NodeList {
     let (nodes, routes) = (context.nodes.clone(), context.routes.clone());
     let (registry, peers) = (context.registry.clone(), context.peers.clone());
-    Arc::new(move || status::list(&nodes, &routes.of(RouteSource::Cluster), &registry, &peers))
+    let revocations = authority.revocations.clone();
+    Arc::new(move || {
+        let cluster = routes.of(RouteSource::Cluster);
+        status::list(&nodes, &cluster, &registry, &peers, &revocations)
+    })
 }
 
 fn as_json(nodes: NodeList) -> JsonList {

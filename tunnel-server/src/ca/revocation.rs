@@ -19,12 +19,15 @@ use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::peer::RevokedNode;
 
 use crate::routing::registry::Registry;
-use crate::store::data_dir::{DataDir, SharedFile, rfc3339, time_text, whole_seconds};
+use crate::store::data_dir::{
+    DataDir, SharedFile, rfc3339, time_text, time_text_option, whole_seconds,
+};
 use crate::store::document::{DocumentVersion, SharedDocument};
 
 /// The revocations of a data directory or of a cluster. A revocation covers every certificate of
 /// its node that was issued up to that time. A later certificate, obtained with a new token, is
-/// accepted.
+/// accepted. A revocation that is lifted stays recorded with the time at which it was lifted: other
+/// processes merge what they know, and would otherwise bring it back.
 #[derive(Debug)]
 pub struct Revocations {
     doc: SharedDocument,
@@ -38,7 +41,7 @@ pub struct Revocations {
 
 #[derive(Debug, Default)]
 struct State {
-    nodes: BTreeMap<NodeName, SystemTime>,
+    nodes: BTreeMap<NodeName, Revocation>,
     /// Number of changes of `nodes`.
     changes: u64,
     /// Issue time of the newest certificate of each node that this process saw or issued.
@@ -48,6 +51,30 @@ struct State {
     /// Whether this process moved a revocation to a later time than the persisted one and has not
     /// written it yet.
     has_unwritten: bool,
+}
+
+/// The last revocation of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Revocation {
+    at: SystemTime,
+    /// Time until which revocations of the node are lifted.
+    lifted_at: Option<SystemTime>,
+}
+
+impl Revocation {
+    fn is_in_force(self) -> bool {
+        self.lifted_at.is_none_or(|lifted_at| lifted_at < self.at)
+    }
+}
+
+/// A revocation that is in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RevocationInForce {
+    pub node: NodeName,
+    pub at: SystemTime,
+    /// Whether this process saw or issued a certificate of the node that the revocation does not
+    /// cover.
+    pub has_later_certificate: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -60,6 +87,12 @@ struct RevocationsDocument {
 struct RevocationEntry {
     #[serde(with = "time_text")]
     revoked_at: SystemTime,
+    #[serde(
+        default,
+        with = "time_text_option",
+        skip_serializing_if = "Option::is_none"
+    )]
+    lifted_at: Option<SystemTime>,
 }
 
 impl Revocations {
@@ -110,6 +143,40 @@ impl Revocations {
         self.write()
     }
 
+    /// Lifts the revocation of a node: its certificates are accepted again. Returns whether a
+    /// revocation was in force. Blocks the thread until the change is on disk or in the cluster.
+    ///
+    /// # Errors
+    /// Returns an error if the change cannot be persisted. The revocation then stays in force.
+    pub fn lift(&self, node: &NodeName, now: SystemTime) -> io::Result<bool> {
+        let _writing = self.writing.lock();
+        let Some(previous) = self.state.lock().lift_in_force(node, now, &self.doc) else {
+            return Ok(false);
+        };
+        if let Err(error) = self.write() {
+            self.state.lock().set_lifted_at(node, previous.lifted_at);
+            return Err(error);
+        }
+        self.version.send_modify(|version| *version += 1);
+        Ok(true)
+    }
+
+    /// Returns the revocations that are in force, ordered by node.
+    #[must_use]
+    pub fn in_force(&self) -> Vec<RevocationInForce> {
+        let mut state = self.state.lock();
+        state.reload(&self.doc);
+        let in_force = (state.nodes.iter()).filter(|(_, revocation)| revocation.is_in_force());
+        in_force
+            .map(|(node, revocation)| RevocationInForce {
+                node: node.clone(),
+                at: revocation.at,
+                has_later_certificate: (state.issued.get(node))
+                    .is_some_and(|issued| *issued > revocation.at),
+            })
+            .collect()
+    }
+
     /// Merges revocations of another server: of several revocations of a node, the latest counts.
     /// Times are taken as they are, so that servers that exchange revocations agree. New nodes
     /// beyond [`NODES_MAX`] are ignored. Returns whether anything changed. All changes are one
@@ -135,8 +202,8 @@ impl Revocations {
         self.version.subscribe()
     }
 
-    /// Returns all revocations and the number of changes so far, or `None` if that number is still
-    /// `changes`. The first call passes 0.
+    /// Returns the revocations in force and the number of changes so far, or `None` if that number is
+    /// still `changes`. The first call passes 0.
     #[must_use]
     pub fn changed_since(&self, changes: u64) -> Option<(u64, Vec<RevokedNode>)> {
         let mut state = self.state.lock();
@@ -144,10 +211,10 @@ impl Revocations {
         if state.changes == changes {
             return None;
         }
-        let nodes = state.nodes.iter();
-        let nodes = nodes.map(|(node, at)| RevokedNode {
+        let in_force = (state.nodes.iter()).filter(|(_, revocation)| revocation.is_in_force());
+        let nodes = in_force.map(|(node, revocation)| RevokedNode {
             node: node.clone(),
-            at: *at,
+            at: revocation.at,
         });
         Some((state.changes, nodes.collect()))
     }
@@ -280,7 +347,10 @@ impl State {
     /// Records a revocation that is later than the node's last one, so that a reader of the last
     /// one notices the change.
     fn revoke(&mut self, node: &NodeName, now: SystemTime, doc: &SharedDocument) {
-        let last = self.of_node(node, doc);
+        self.reload(doc);
+        let last = self.nodes.get(node);
+        // A lifted revocation covers later times than its own.
+        let last = last.map(|last| last.lifted_at.map_or(last.at, |at| at.max(last.at)));
         let newest = self.issued.get(node).copied();
         let at = issue_time(last, whole_seconds(now));
         let at = newest.map_or(at, |newest| newest.max(at));
@@ -288,13 +358,44 @@ impl State {
     }
 
     fn insert(&mut self, node: NodeName, at: SystemTime) {
-        self.nodes.insert(node, at);
+        let first = Revocation {
+            at,
+            lifted_at: None,
+        };
+        self.nodes.entry(node).or_insert(first).at = at;
         self.changes += 1;
+    }
+
+    /// Lifts the revocation of a node. Returns the previous one, or `None` if none was in force.
+    fn lift_in_force(
+        &mut self,
+        node: &NodeName,
+        now: SystemTime,
+        doc: &SharedDocument,
+    ) -> Option<Revocation> {
+        self.reload(doc);
+        let previous = self.nodes.get(node).copied()?;
+        if !previous.is_in_force() {
+            return None;
+        }
+        self.set_lifted_at(node, Some(whole_seconds(now).max(previous.at)));
+        Some(previous)
+    }
+
+    fn set_lifted_at(&mut self, node: &NodeName, lifted_at: Option<SystemTime>) {
+        if let Some(revocation) = self.nodes.get_mut(node)
+            && revocation.lifted_at != lifted_at
+        {
+            revocation.lifted_at = lifted_at;
+            self.changes += 1;
+        }
     }
 
     fn of_node(&mut self, node: &NodeName, doc: &SharedDocument) -> Option<SystemTime> {
         self.reload(doc);
-        self.nodes.get(node).copied()
+        let revocation = self.nodes.get(node).copied();
+        let in_force = revocation.filter(|revocation| revocation.is_in_force());
+        in_force.map(|revocation| revocation.at)
     }
 
     /// Loads revocations that other processes wrote, and logs an error.
@@ -316,7 +417,7 @@ impl State {
             // The document has whole seconds.
             let at = whole_seconds(at);
             match self.nodes.get(&node) {
-                Some(known) if *known >= at => {}
+                Some(known) if known.at >= at => {}
                 None if self.nodes.len() >= NODES_MAX => ignored += 1,
                 Some(_) | None => self.insert(node, at),
             }
@@ -372,18 +473,26 @@ impl State {
                 }
             };
             let known = self.nodes.get(&node).copied();
+            let lifted_at = known.and_then(|known| known.lifted_at);
+            let lifted_at = lifted_at.max(entry.lifted_at);
+            let known = known.map(|known| known.at);
             if known.is_some_and(|known| known >= entry.revoked_at) {
+                self.set_lifted_at(&node, lifted_at);
                 continue;
             }
             // The revoking server may not have known certificates that this process issued or saw
             // before it received the revocation. A time that is hardly later than the known one is
             // the same revocation, raised by another server; certificates issued since then stay
             // valid.
-            let is_new = known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
+            // A lifted revocation covers no certificate, and later ones least of all.
+            let is_lifted = lifted_at.is_some_and(|at| at >= entry.revoked_at);
+            let is_new = !is_lifted
+                && known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
             let newest = self.issued.get(&node).copied().filter(|_| is_new);
             let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
             self.has_unwritten |= at > entry.revoked_at;
-            self.insert(node, at);
+            self.insert(node.clone(), at);
+            self.set_lifted_at(&node, lifted_at);
         }
         match damaged {
             Some(text) => Err(io::Error::new(io::ErrorKind::InvalidData, text)),
@@ -393,9 +502,12 @@ impl State {
 }
 
 impl RevocationsDocument {
-    fn of(nodes: &BTreeMap<NodeName, SystemTime>) -> Self {
-        let entry = |(node, at): (&NodeName, &SystemTime)| {
-            let entry = RevocationEntry { revoked_at: *at };
+    fn of(nodes: &BTreeMap<NodeName, Revocation>) -> Self {
+        let entry = |(node, revocation): (&NodeName, &Revocation)| {
+            let entry = RevocationEntry {
+                revoked_at: revocation.at,
+                lifted_at: revocation.lifted_at,
+            };
             (node.to_string(), entry)
         };
         Self {
@@ -534,6 +646,74 @@ mod tests {
         }];
         assert!(!here.merge(older).unwrap());
         assert_eq!(here.of_node(&node), Some(now));
+    }
+
+    #[test]
+    fn lifted_revocation_stays_lifted_after_a_restart_and_at_other_processes() {
+        let scratch = Scratch::new();
+        let running = Revocations::open(&scratch.0, true).unwrap();
+        let (node, now) = (node(), whole_seconds(SystemTime::now()));
+        let old = peer("worker-1", now - Duration::from_secs(60));
+        assert!(!running.is_revoked(&old));
+        assert!(!running.lift(&node, now).unwrap(), "not revoked");
+        running.revoke(&node, now).unwrap();
+        let other = Revocations::open(&scratch.0, true).unwrap();
+        assert!(other.is_revoked(&old));
+        assert!(other.lift(&node, now).unwrap());
+        assert!(!other.lift(&node, now).unwrap(), "lifted once");
+        assert!(!running.is_revoked(&old) && running.in_force().is_empty());
+        let restarted = Revocations::open(&scratch.0, true).unwrap();
+        assert!(!restarted.is_revoked(&old) && restarted.of_node(&node).is_none());
+        // Another server that has the revocation does not bring it back.
+        let announced = RevokedNode {
+            node: node.clone(),
+            at: now,
+        };
+        assert!(!restarted.merge(vec![announced]).unwrap());
+        assert!(!restarted.is_revoked(&old));
+        // The node can be revoked again within the same second.
+        running.revoke(&node, now).unwrap();
+        for revocations in [running, other, restarted] {
+            assert!(revocations.is_revoked(&old));
+            assert_eq!(revocations.in_force().len(), 1);
+        }
+    }
+
+    #[test]
+    fn lifted_revocation_covers_no_certificate_that_was_issued_later() {
+        let (one, other) = (Scratch::new(), Scratch::new());
+        let now = whole_seconds(SystemTime::now());
+        let revocations = Revocations::open(&one.0, true).unwrap();
+        revocations.revoke(&node(), now).unwrap();
+        assert!(revocations.lift(&node(), now).unwrap());
+        let late = peer("worker-1", now + Duration::from_secs(60));
+        let reader = Revocations::open(&other.0, true).unwrap();
+        assert!(!reader.is_revoked(&late));
+        std::fs::copy(one.0.revoked(), other.0.revoked()).unwrap();
+        assert!(!reader.is_revoked(&late));
+    }
+
+    #[test]
+    fn lift_that_cannot_be_persisted_leaves_the_revocation_in_force() {
+        let scratch = Scratch::new();
+        let revocations = Revocations::open(&scratch.0, true).unwrap();
+        let now = SystemTime::now();
+        revocations.revoke(&node(), now).unwrap();
+        std::fs::write(scratch.0.revoked(), "no JSON").unwrap();
+        assert!(revocations.lift(&node(), now).is_err());
+        assert!(revocations.of_node(&node()).is_some());
+    }
+
+    #[test]
+    fn revocation_with_a_later_certificate_is_marked() {
+        let scratch = Scratch::new();
+        let revocations = Revocations::open(&scratch.0, true).unwrap();
+        let now = whole_seconds(SystemTime::now());
+        revocations.revoke(&node(), now).unwrap();
+        let is_marked = || revocations.in_force()[0].has_later_certificate;
+        assert!(!is_marked());
+        let later = peer("worker-1", now + Duration::from_secs(60));
+        assert!(!revocations.is_revoked(&later) && is_marked());
     }
 
     #[test]

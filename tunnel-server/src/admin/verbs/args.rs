@@ -112,6 +112,19 @@ pub enum NodesVerb {
         /// Name of the node
         name: NodeName,
     },
+    /// Accept the certificates of a revoked node again; its join tokens stay revoked
+    ///
+    /// Servers outside of a cluster do not share this: repeat the command at each of them.
+    Unrevoke {
+        /// Name of the node
+        name: NodeName,
+    },
+    /// List the revoked nodes, and since when
+    Revocations {
+        /// Output format of the list
+        #[arg(short, long, value_enum, default_value = "table")]
+        output: OutputFormat,
+    },
     /// Forget a node that will not come back; its certificates stay valid unless they are revoked
     Forget {
         /// Name of the node

@@ -1,6 +1,7 @@
-//! The command `nodes`: lists the known nodes, and revokes or forgets one.
+//! The command `nodes`: lists the known nodes and the revocations, and revokes, unrevokes or forgets
+//! a node.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
 use std::time::SystemTime;
@@ -9,9 +10,12 @@ use serde::Serialize;
 use tunnel_proto::wire::name::NodeName;
 
 use super::table::{self, NodeColumns};
-use super::{NodesArgs, NodesOutput, NodesVerb, VerbError, VerbOutput, json, require_standalone};
+use super::{
+    NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, json,
+    require_standalone,
+};
 use crate::admin::status::NodeStatus;
-use crate::admin::{self, AdminClient};
+use crate::admin::{self, AdminClient, RevocationInfo};
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
 use crate::routing::known_nodes::KnownNodes;
@@ -32,6 +36,8 @@ impl NodesArgs {
         match &self.verb {
             None => self.list(&dir, server).await,
             Some(NodesVerb::Revoke { name }) => revoke(&dir, server, name).await,
+            Some(NodesVerb::Unrevoke { name }) => unrevoke(&dir, server, name).await,
+            Some(NodesVerb::Revocations { output }) => revocations(&dir, server, *output).await,
             Some(NodesVerb::Forget { name }) => forget(&dir, server, name).await,
         }
     }
@@ -44,7 +50,7 @@ impl NodesArgs {
         let is_running = server.is_some();
         let nodes = match server {
             Some(server) => server.nodes().await?,
-            None => stored_nodes(&KnownNodes::open(dir)?),
+            None => stored_nodes(&KnownNodes::open(dir)?, &stored_revocations(dir)?),
         };
         let nodes = self.select(nodes)?;
         Ok(VerbOutput {
@@ -100,6 +106,15 @@ impl NodesArgs {
     }
 }
 
+/// The output of `nodes revocations -o json`.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct RevocationListDocument<'a> {
+    /// Raised when a field is removed or changes its meaning.
+    schema_version: u32,
+    revocations: &'a [RevocationInfo],
+}
+
 /// The output of `nodes -o json`.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -119,6 +134,8 @@ struct Totals {
     connected: usize,
     suspect: usize,
     away: usize,
+    /// Nodes that are away and revoked.
+    revoked: usize,
 }
 
 impl Totals {
@@ -131,6 +148,7 @@ impl Totals {
             connected: count(|node| node.connected),
             suspect: count(|node| node.state.as_deref() == Some("suspect")),
             away: count(|node| !node.connected),
+            revoked: count(NodeStatus::is_revoked),
         }
     }
 }
@@ -139,8 +157,8 @@ impl fmt::Display for Totals {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             formatter,
-            "total: {}; connected: {} (suspect: {}); away: {}",
-            self.nodes, self.connected, self.suspect, self.away
+            "total: {}; connected: {} (suspect: {}); away: {} (revoked: {})",
+            self.nodes, self.connected, self.suspect, self.away, self.revoked
         )
     }
 }
@@ -174,6 +192,47 @@ async fn revoke(
     })
 }
 
+async fn unrevoke(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    node: &NodeName,
+) -> Result<VerbOutput, VerbError> {
+    let is_lifted = match server {
+        Some(server) => server.unrevoke_node(node).await?,
+        None => {
+            let revocations = Revocations::open(require_standalone(dir)?, true)?;
+            revocations.lift(node, SystemTime::now())?
+        }
+    };
+    if is_lifted {
+        let text = format!(
+            "node {node} is no longer revoked; start its agent again, or create a new token for it\n"
+        );
+        Ok(VerbOutput::out(text))
+    } else {
+        Err(VerbError::NotRevoked(node.clone()))
+    }
+}
+
+/// Lists the revocations in force.
+async fn revocations(
+    dir: &DataDir,
+    server: Option<AdminClient>,
+    output: OutputFormat,
+) -> Result<VerbOutput, VerbError> {
+    let revocations = match server {
+        Some(server) => server.revocations().await?,
+        None => stored_revocations(require_standalone(dir)?)?,
+    };
+    Ok(VerbOutput::out(match output {
+        OutputFormat::Table => table::revocations(&revocations),
+        OutputFormat::Json => json(&RevocationListDocument {
+            schema_version: SCHEMA_VERSION,
+            revocations: &revocations,
+        })?,
+    }))
+}
+
 async fn forget(
     dir: &DataDir,
     server: Option<AdminClient>,
@@ -194,8 +253,21 @@ async fn forget(
     }
 }
 
+/// Returns the revocations in the files of a directory.
+fn stored_revocations(dir: &DataDir) -> Result<Vec<RevocationInfo>, VerbError> {
+    let in_force = Revocations::open(dir, true)?.in_force().into_iter();
+    Ok(in_force.map(RevocationInfo::from).collect())
+}
+
 /// Returns the known nodes as a running server without connected agents would list them.
-pub(super) fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
+pub(super) fn stored_nodes(
+    nodes: &KnownNodes,
+    revocations: &[RevocationInfo],
+) -> Vec<NodeStatus> {
+    let revoked: BTreeMap<&NodeName, SystemTime> = revocations
+        .iter()
+        .map(|revocation| (&revocation.node, revocation.revoked_at))
+        .collect();
     let conflicts = nodes.conflicts();
     let shared = |address: &IpAddr| {
         let names = conflicts.get(address)?.iter().map(NodeName::to_string);
@@ -208,6 +280,7 @@ pub(super) fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
             node: name.to_string(),
             is_edge: true,
             last_seen: node.last_seen.map(rfc3339),
+            revoked_at: revoked.get(name).copied().map(rfc3339),
             certificate_not_after: node.certificate_not_after.map(rfc3339),
             address_conflicts: node.addresses.iter().filter_map(shared).collect(),
             addresses: node.addresses.clone(),
@@ -218,7 +291,7 @@ pub(super) fn stored_nodes(nodes: &KnownNodes) -> Vec<NodeStatus> {
 
 const NONE_KNOWN: &str = "no node is known; 'tunnel-server token create --node NAME' makes one\n";
 const NONE_AWAY: &str = "no node is away\n";
-/// Version of the document that `nodes -o json` prints.
+/// Version of the documents that `nodes -o json` and `nodes revocations -o json` print.
 const SCHEMA_VERSION: u32 = 1;
 
 #[cfg(test)]
@@ -240,6 +313,8 @@ mod tests {
             node: name.to_owned(),
             connected,
             state: state.map(str::to_owned),
+            // The session of the first node has a later certificate.
+            revoked_at: (name != "worker-2").then(|| rfc3339(SystemTime::UNIX_EPOCH)),
             ..NodeStatus::default()
         };
         let nodes = args.select(vec![
@@ -276,9 +351,9 @@ mod tests {
     #[test]
     fn tables_end_in_the_totals_of_what_they_list() {
         for (arguments, totals) in [
-            ("", "total: 3; connected: 2 (suspect: 1); away: 1"),
-            ("-o wide", "total: 3; connected: 2 (suspect: 1); away: 1"),
-            ("--away", "total: 1; connected: 0 (suspect: 0); away: 1"),
+            ("", "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)"),
+            ("-o wide", "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)"),
+            ("--away", "total: 1; connected: 0 (suspect: 0); away: 1 (revoked: 1)"),
         ] {
             let text = listed(arguments).unwrap();
             assert_eq!(text.lines().last(), Some(totals), "{text}");
@@ -292,6 +367,7 @@ mod tests {
         assert_eq!(document["schemaVersion"], 1);
         assert_eq!(document["totals"]["nodes"], 1);
         assert_eq!(document["totals"]["away"], 1);
+        assert_eq!(document["totals"]["revoked"], 1);
         assert_eq!(document["nodes"][0]["node"], "worker-3");
         assert_eq!(document["nodes"][0]["lastClose"], serde_json::Value::Null);
     }

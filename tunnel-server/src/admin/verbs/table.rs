@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 
+use crate::admin::RevocationInfo;
 use crate::admin::status::NodeStatus;
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::store::data_dir::rfc3339;
@@ -141,6 +142,22 @@ const COLUMNS: &[Column] = &[
     }),
 ];
 
+pub(super) fn revocations(revocations: &[RevocationInfo]) -> String {
+    if revocations.is_empty() {
+        return "no node is revoked\n".into();
+    }
+    let mut table = new_table(&["NODE", "REVOKED", "LATER CERTIFICATE"]);
+    for revocation in revocations {
+        let has_later = revocation.has_later_certificate;
+        table.add_row([
+            revocation.node.to_string(),
+            rfc3339(revocation.revoked_at),
+            if has_later { "yes" } else { "no" }.to_owned(),
+        ]);
+    }
+    finish(&table)
+}
+
 pub(super) fn tokens(tokens: &[TokenInfo]) -> String {
     if tokens.is_empty() {
         return "there are no join tokens\n".into();
@@ -214,10 +231,11 @@ fn clean(text: &str) -> String {
         .collect()
 }
 
-/// Returns whether the node is connected. Any other state than `live` is shown by its name,
+/// Returns whether the node is connected, or revoked. Any other state than `live` is shown by its name,
 /// including states that a newer server may add.
 fn connected(node: &NodeStatus) -> String {
     match node.state.as_deref() {
+        _ if node.is_revoked() => "revoked".to_owned(),
         _ if !node.connected => "no".to_owned(),
         None | Some("live") => "yes".to_owned(),
         Some(state) => clean(state),
@@ -376,10 +394,12 @@ worker-3  no         -         -          -        -        -      -          - 
         let absent = NodeStatus {
             node: "worker-2".into(),
             last_close: Some(close(now - Duration::from_secs(30))),
+            revoked_at: Some(rfc3339(now)),
             ..NodeStatus::default()
         };
         let text = nodes(&[absent], NodeColumns::All, now);
         let row = squeeze(&text).pop().unwrap();
+        assert!(row.starts_with("worker-2 revoked"), "{text}");
         assert!(row.ends_with("30s this end no sign?of life"), "{text}");
         assert!(text.lines().next().unwrap().ends_with("REASON"), "{text}");
     }

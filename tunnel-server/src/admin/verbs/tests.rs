@@ -49,7 +49,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let mut state = admin::tests::state(dir);
     let listed = state.nodes.clone();
     state.status = Arc::new(move || {
-        let nodes = stored_nodes(&listed);
+        let nodes = stored_nodes(&listed, &[]);
         nodes.iter().map(|node| serde_json::json!(node)).collect()
     });
     state.advertised = vec!["running.example:10262".into()];
@@ -98,6 +98,19 @@ async fn tour(scratch: &Scratch, server: &str) {
     assert_eq!(nodes[0]["connectedSince"], serde_json::Value::Null);
     assert_eq!(nodes[0]["addresses"][0], "192.168.33.221");
 
+    assert_contains(&out(scratch, "nodes revocations").await, "no node is revoked");
+    out(scratch, "nodes revoke worker-1").await;
+    let revocations = out(scratch, "nodes revocations -o json").await;
+    let revocations: serde_json::Value = serde_json::from_str(&revocations).unwrap();
+    assert_eq!(revocations["schemaVersion"], 1);
+    assert_eq!(revocations["revocations"][0]["node"], "worker-1");
+    assert_contains(&out(scratch, "nodes revocations").await, "worker-1");
+    out(scratch, "nodes unrevoke worker-1").await;
+    let again = error(scratch, "nodes unrevoke worker-1").await;
+    assert!(matches!(again, VerbError::NotRevoked(_)));
+    assert_eq!(again.exit_code(), 1);
+    assert_contains(&out(scratch, "nodes revocations").await, "no node is revoked");
+
     let stored = std::fs::read_to_string(scratch.0.ca_certificate());
     assert_eq!(out(scratch, "ca").await, stored.unwrap());
 }
@@ -130,6 +143,8 @@ async fn directory_of_a_cluster_has_its_ca_and_nothing_that_could_be_changed() {
         "token list",
         "token revoke abcdef012345",
         "nodes revoke worker-1",
+        "nodes unrevoke worker-1",
+        "nodes revocations",
     ] {
         let refused = error(&scratch, line).await;
         let is_managed = matches!(refused, VerbError::ClusterManaged(_));
