@@ -32,6 +32,7 @@ use crate::store::data_dir::DataDir;
 mod client;
 pub mod discovery;
 mod message;
+pub(crate) mod node_metrics;
 pub mod status;
 pub mod verbs;
 

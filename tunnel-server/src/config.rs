@@ -26,6 +26,7 @@ mod kubernetes;
 mod limits;
 mod listeners;
 mod peers;
+mod per_node_metrics;
 mod raw;
 mod targets;
 
@@ -38,6 +39,7 @@ pub use kubernetes::{
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
 pub use peers::{PORT_PEERS, PeerSettings};
+pub use per_node_metrics::PerNodeMetrics;
 pub use raw::{RawConfig, RawRecord, RawTcpService};
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -63,6 +65,8 @@ pub struct Config {
     pub quic_congestion: CongestionControl,
     /// Address of the meta port, 10265.
     pub meta_listen: SocketAddr,
+    /// Whether metrics have a series for each node.
+    pub metrics_per_node: PerNodeMetrics,
     /// Addresses that agents dial; empty means this host's addresses.
     pub advertise: Vec<String>,
     /// Allowed ports of the nodes.
@@ -167,6 +171,11 @@ impl Config {
                 raw.meta_listen.as_deref(),
                 (Ipv4Addr::LOCALHOST, PORT_SERVER_META).into(),
                 parse_address,
+            ),
+            metrics_per_node: errors.parse(
+                "--metrics-per-node",
+                raw.metrics_per_node.as_deref(),
+                PerNodeMetrics::default(),
             ),
             advertise: listeners::advertised(raw, &mut errors),
             ports,

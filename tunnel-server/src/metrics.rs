@@ -1,4 +1,5 @@
-//! Metrics of the server. Labels are enums and never contain text of callers or peers.
+//! Metrics of the server. Labels are enums and never contain text of callers or peers. The metrics of
+//! each node are in `admin/node_metrics.rs`.
 
 use std::fmt;
 use std::sync::atomic::AtomicU64;
@@ -30,6 +31,12 @@ pub(crate) const TIMEOUT: &str = "timeout";
 /// open timeout.
 const OPEN_SECONDS: [f64; 10] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0,
+];
+
+/// Upper bounds of the buckets for round-trip times, in seconds: from one local network to a
+/// satellite link under load.
+const RTT_SECONDS: [f64; 10] = [
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 ];
 
 /// Results of a password check.
@@ -71,6 +78,9 @@ tunnel_proto::metrics! {
             }));
         sessions_suspect: Gauge = "sessions_suspect",
             "Agent sessions that are suspect; suspect sessions get no new streams";
+        agent_rtt_seconds: Histogram = "agent_rtt_seconds",
+            "Round-trip times of agent sessions that are not suspect, observed every 10 s",
+            Histogram::new(RTT_SECONDS);
         session_ends: Family<CodeLabel, Counter> = "session_ends",
             "Closed agent sessions by close code",
             with_series(CloseCode::labels().map(|code| CodeLabel { code: StaticLabel(code) }));
@@ -186,6 +196,11 @@ impl Metrics {
     #[must_use]
     pub fn suspect(&self) -> GaugeGuard {
         GaugeGuard::new(&self.families.sessions_suspect)
+    }
+
+    /// Records the current round-trip time of a session.
+    pub fn agent_rtt(&self, rtt: Duration) {
+        self.families.agent_rtt_seconds.observe(rtt.as_secs_f64());
     }
 
     pub fn session_ended(&self, code: CloseCode) {

@@ -92,6 +92,8 @@ pub struct Script {
     pub next_window: Option<usize>,
     /// Transport that the session reports. Default [`TransportKind::Memory`].
     pub transport: Option<TransportKind>,
+    /// Round-trip time that the session reports. Default zero, as before the first measurement.
+    pub rtt: Duration,
 }
 
 /// One end of an in-process session.
@@ -198,7 +200,7 @@ impl Session for MemorySession {
             received: answered,
             received_at,
             acknowledged: answered,
-            rtt: Duration::ZERO,
+            rtt: self.script().rtt,
             remote: SocketAddr::from(([127, 0, 0, 1], 0)),
             streams,
             bytes_in,

@@ -1,4 +1,4 @@
-//! The status of nodes, for `/nodes`, the command `nodes` and the metrics.
+//! The status of nodes, for `/nodes` and the command `nodes`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -93,7 +93,7 @@ pub struct CloseStatus {
     pub at: String,
     /// The end that closed the session: `this end`, `the peer` or `the network`.
     pub by: String,
-    /// Close code.
+    /// Name of the close code.
     pub code: String,
     /// Reason for people, at most 200 characters. The agent may have chosen it.
     pub reason: String,
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn revoked_node_is_told_from_one_that_is_away_until_it_has_a_later_certificate() {
+    async fn node_is_shown_as_revoked_until_it_has_a_later_certificate() {
         let bench = Bench::new();
         let revocations = &bench.sessions.revocations;
         bench.sessions.nodes.record(&node(), &[]);

@@ -12,6 +12,7 @@ use tunnel_proto::wire::name::ReplicaId;
 use super::authority::Authority;
 use super::context::ServerContext;
 use crate::admin::discovery::{self, DiscoveryQuery};
+use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{self, NodeStatus};
 use crate::admin::{self, AdminState};
 use crate::ingress::connect::AdminTunnels;
@@ -24,7 +25,7 @@ pub(super) fn start(
     advertised: Vec<String>,
     tunnels: AdminTunnels,
     meta_listener: TcpListener,
-    metrics_registry: MetricsRegistry,
+    mut metrics_registry: MetricsRegistry,
     context: &ServerContext,
 ) -> io::Result<()> {
     let nodes = node_list(authority, context);
@@ -40,6 +41,13 @@ pub(super) fn start(
         tunnels: Some(tunnels),
     };
     admin::start(state, &context.data, &context.shutdown)?;
+    let server_metrics = metrics_registry.sub_registry_with_prefix("tunnel_server");
+    server_metrics.register_collector(Box::new(node_metrics(context)));
+    observe_rtts(
+        context.registry.clone(),
+        context.metrics.clone(),
+        &context.shutdown,
+    );
     Meta::new(context.readiness.clone(), metrics_registry)
         .with(
             "/nodes",
@@ -48,6 +56,16 @@ pub(super) fn start(
         .with("/sd/prometheus", discovery_endpoint(nodes, context))
         .start(meta_listener, &context.shutdown);
     Ok(())
+}
+
+fn node_metrics(context: &ServerContext) -> NodeMetrics {
+    NodeMetrics {
+        nodes: context.nodes.clone(),
+        routes: context.routes.clone(),
+        registry: context.registry.clone(),
+        peers: context.peers.clone(),
+        mode: context.config.metrics_per_node,
+    }
 }
 
 /// Lists the nodes with their status.

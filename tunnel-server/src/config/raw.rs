@@ -33,6 +33,10 @@ tunnel_proto::layered! {
         /// 127.0.0.1:10265]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN")]
         pub meta_listen: Option<String>,
+        /// Metrics with a series for each node: on, off, or auto, which is on up to 2,000 nodes
+        /// [default: auto]
+        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_METRICS_PER_NODE")]
+        pub metrics_per_node: Option<String>,
         /// Allow listeners, proxy ports and services on non-loopback addresses without client
         /// authentication: any caller that can connect reaches the nodes' allowed ports. Not needed
         /// in a container of a cluster

@@ -1,0 +1,61 @@
+//! The switch of the metrics that have a series for each node.
+
+use std::str::FromStr;
+
+/// When metrics have a series for each node.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum PerNodeMetrics {
+    /// While there are at most 2,000 nodes.
+    #[default]
+    Auto,
+    On,
+    Off,
+}
+
+impl PerNodeMetrics {
+    /// Returns whether a page may have the series of this many nodes.
+    #[must_use]
+    pub fn allows(self, nodes: usize) -> bool {
+        match self {
+            Self::Auto => nodes <= AUTO_MAX,
+            Self::On => true,
+            Self::Off => false,
+        }
+    }
+}
+
+impl FromStr for PerNodeMetrics {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "on" => Ok(Self::On),
+            "off" => Ok(Self::Off),
+            other => Err(format!("{other:?} is none of auto, on and off")),
+        }
+    }
+}
+
+/// Number of nodes up to which [`PerNodeMetrics::Auto`] has series. With three series for each node
+/// a page is about 0.5 MB.
+const AUTO_MAX: usize = 2_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_the_modes_are_parsed_and_others_refused() {
+        for (text, mode) in [
+            ("auto", PerNodeMetrics::Auto),
+            ("on", PerNodeMetrics::On),
+            ("off", PerNodeMetrics::Off),
+        ] {
+            assert_eq!(text.parse(), Ok(mode));
+        }
+        for text in ["", "true", "On"] {
+            assert!(text.parse::<PerNodeMetrics>().is_err(), "{text}");
+        }
+    }
+}
