@@ -261,7 +261,7 @@ const HELP: [(&str, &str, &str); 19] = [
     (SERVER, "token create", "--node --ttl --ip"),
     (SERVER, "token list", "--data-dir"),
     (SERVER, "token revoke", "--data-dir"),
-    (SERVER, "nodes", "--output table wide json name --away revoke unrevoke revocations forget"),
+    (SERVER, "nodes", "--output table wide json name --away --watch revoke unrevoke revocations forget"),
     (SERVER, "nodes forget", "--data-dir"),
     (SERVER, "ca", "--data-dir"),
     (

@@ -96,6 +96,9 @@ pub struct NodesArgs {
     /// List only nodes without a connected agent
     #[arg(long)]
     pub away: bool,
+    /// Continue, and print the nodes that changed; streams, bytes and times alone are no change
+    #[arg(short, long)]
+    pub watch: bool,
     /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,

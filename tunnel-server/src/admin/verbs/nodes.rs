@@ -3,16 +3,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::io;
 use std::net::IpAddr;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
+use tokio::time::{MissedTickBehavior, interval};
 use tunnel_proto::wire::name::NodeName;
 
 use super::table::{self, NodeColumns};
 use super::{
     NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, json,
-    require_standalone,
+    require_standalone, write_all,
 };
 use crate::admin::status::NodeStatus;
 use crate::admin::{self, AdminClient, RevocationInfo};
@@ -27,7 +29,41 @@ impl NodesArgs {
     /// # Errors
     /// Returns a [`VerbError`].
     pub async fn run(self) -> Result<(), VerbError> {
+        if self.watch && self.verb.is_none() {
+            return self.print_changes().await;
+        }
         self.execute().await?.print()
+    }
+
+    /// Prints the list of the running server, and later the nodes that changed, until the output is
+    /// closed or no server runs.
+    async fn print_changes(self) -> Result<(), VerbError> {
+        let dir = DataDir::open_existing(&self.data_dir.data_dir)?;
+        let mut watch = NodesWatch::default();
+        let mut ticks = interval(WATCH_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut is_first = true;
+        loop {
+            ticks.tick().await;
+            let Some(server) = AdminClient::connect(&dir).await? else {
+                let path = dir.path().display();
+                let text = format!("no tunnel-server runs with {path}");
+                return Err(VerbError::NotReady(text));
+            };
+            let nodes = self.select(server.nodes().await?)?;
+            let totals = Totals::of(&nodes);
+            let changed = watch.observe(nodes);
+            if changed.is_empty() && !is_first {
+                continue;
+            }
+            is_first = false;
+            let text = self.format(&changed, totals, SystemTime::now())?;
+            match write_all(&mut io::stdout(), &text) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     pub(super) async fn execute(self) -> Result<VerbOutput, VerbError> {
@@ -54,7 +90,7 @@ impl NodesArgs {
         };
         let nodes = self.select(nodes)?;
         Ok(VerbOutput {
-            out: self.format(&nodes, SystemTime::now())?,
+            out: self.format(&nodes, Totals::of(&nodes), SystemTime::now())?,
             err: if is_running {
                 String::new()
             } else {
@@ -80,8 +116,13 @@ impl NodesArgs {
         Ok(nodes)
     }
 
-    fn format(&self, nodes: &[NodeStatus], now: SystemTime) -> Result<String, VerbError> {
-        let totals = Totals::of(nodes);
+    /// Formats nodes with the totals of all nodes that the arguments select.
+    fn format(
+        &self,
+        nodes: &[NodeStatus],
+        totals: Totals,
+        now: SystemTime,
+    ) -> Result<String, VerbError> {
         Ok(match self.output {
             NodesOutput::Table | NodesOutput::Wide if nodes.is_empty() => {
                 let text = if self.away { NONE_AWAY } else { NONE_KNOWN };
@@ -103,6 +144,37 @@ impl NodesArgs {
                 .flat_map(|node| [node.node.as_str(), "\n"])
                 .collect(),
         })
+    }
+}
+
+/// The nodes as they were last observed, without what changes all the time.
+#[derive(Debug, Default)]
+struct NodesWatch {
+    observed: BTreeMap<String, NodeStatus>,
+}
+
+impl NodesWatch {
+    /// Returns the nodes that are new or have changed since the last call.
+    fn observe(&mut self, nodes: Vec<NodeStatus>) -> Vec<NodeStatus> {
+        let mut observed = BTreeMap::new();
+        let mut changed = Vec::new();
+        for node in nodes {
+            let lasting = NodeStatus {
+                last_seen: None,
+                rtt_millis: None,
+                streams: 0,
+                bytes_in: 0,
+                bytes_out: 0,
+                ..node.clone()
+            };
+            let is_changed = self.observed.get(&node.node) != Some(&lasting);
+            observed.insert(node.node.clone(), lasting);
+            if is_changed {
+                changed.push(node);
+            }
+        }
+        self.observed = observed;
+        changed
     }
 }
 
@@ -291,6 +363,8 @@ pub(super) fn stored_nodes(
 
 const NONE_KNOWN: &str = "no node is known; 'tunnel-server token create --node NAME' makes one\n";
 const NONE_AWAY: &str = "no node is away\n";
+/// Interval at which `--watch` asks the server.
+const WATCH_INTERVAL: Duration = Duration::from_secs(2);
 /// Version of the documents that `nodes -o json` and `nodes revocations -o json` print.
 const SCHEMA_VERSION: u32 = 1;
 
@@ -322,7 +396,7 @@ mod tests {
             status("worker-2", true, Some("suspect")),
             status("worker-3", false, None),
         ])?;
-        args.format(&nodes, SystemTime::UNIX_EPOCH)
+        args.format(&nodes, Totals::of(&nodes), SystemTime::UNIX_EPOCH)
     }
 
     #[test]
@@ -358,6 +432,28 @@ mod tests {
             let text = listed(arguments).unwrap();
             assert_eq!(text.lines().last(), Some(totals), "{text}");
         }
+    }
+
+    #[test]
+    fn watch_shows_changes_of_state_and_no_traffic() {
+        let status = |name: &str, connected, streams| NodeStatus {
+            node: name.to_owned(),
+            connected,
+            streams,
+            ..NodeStatus::default()
+        };
+        let mut watch = NodesWatch::default();
+        let mut names = |nodes: Vec<NodeStatus>| -> Vec<String> {
+            let changed = watch.observe(nodes).into_iter();
+            changed.map(|node| node.node).collect()
+        };
+        let both = |streams| vec![status("a", true, streams), status("b", true, streams)];
+        assert_eq!(names(both(0)), ["a", "b"]);
+        assert!(names(both(7)).is_empty());
+        assert_eq!(names(vec![status("a", false, 0), status("b", true, 0)]), ["a"]);
+        // A node that was not selected for a while is new.
+        assert!(names(vec![status("b", true, 0)]).is_empty());
+        assert_eq!(names(vec![status("a", false, 0), status("b", true, 0)]), ["a"]);
     }
 
     #[test]
