@@ -198,6 +198,42 @@ async fn tokens_and_ca_are_the_same_with_and_without_a_running_server() -> Resul
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn node_that_is_away_is_listed_with_the_time_and_the_reason() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let server = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let server = server.start().await?;
+    let agent = server.agent_setup(NODE, &scratch.path().join("agent"));
+    let agent = agent.await?.start()?;
+    server.wait_until_connected(&[NODE]).await;
+    let series = format!("tunnel_server_node_connected{{node=\"{NODE}\"}}");
+    ensure!(server.metric(&series).await? == 1);
+    let away = server.verb(&["nodes", "--away", "-o", "name"])?;
+    ensure!(away.run().await?.ok()?.is_empty());
+    let mut watch = server.verb(&["nodes", "--watch"])?.start()?;
+    let shown = |state: &'static str| {
+        move |line: &str| {
+            let mut cells = line.split_whitespace();
+            (cells.next() == Some(NODE) && cells.next() == Some(state)).then_some(())
+        }
+    };
+    watch.wait_for_line("node", CONNECT, shown("yes")).await?;
+
+    agent.stop(CONNECT).await?;
+    watch.wait_for_line("change", CONNECT, shown("no")).await?;
+    let listed = server.nodes().await?;
+    let node = listed.first().context("no node")?;
+    ensure!(node["lastSeen"].is_string(), "{node}");
+    for field in ["at", "by", "code", "reason"] {
+        ensure!(node["lastClose"][field].is_string(), "{field}: {node}");
+    }
+    ensure!(server.metric(&series).await? == 0);
+    let wide = server.verb(&["nodes", NODE, "-o", "wide"])?.run().await?;
+    ensure_contains(&wide.ok()?, &["REASON", "total: 1; connected: 0"])?;
+    let unknown = server.verb(&["nodes", "worker-99"])?.run().await?;
+    unknown.ensure_failed(1, &["no node has the name worker-99"])
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn files_of_the_server_are_for_its_user_alone() -> Result<()> {
     use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::time::{MissedTickBehavior, interval};
 use tunnel_proto::process::shutdown::Shutdown;
@@ -102,10 +103,9 @@ impl Collector for NodeMetrics {
             &mut encoder,
             "node_connected",
             "1 if an agent is connected for the node, to this server or to another one",
-            samples.iter().map(|sample| {
-                let is_connected = u8::from(sample.is_connected);
-                (sample, Some(f64::from(is_connected)))
-            }),
+            samples
+                .iter()
+                .map(|sample| (sample, Some(u64::from(sample.is_connected)))),
         )?;
         encode_family(
             &mut encoder,
@@ -131,11 +131,11 @@ impl Collector for NodeMetrics {
 
 /// Encodes a gauge with the label `node`. Nodes without a value have no series, and a gauge without
 /// series is left out.
-fn encode_family<'a>(
+fn encode_family<'a, N: EncodeGaugeValue>(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
     help: &str,
-    values: impl Iterator<Item = (&'a NodeSample, Option<f64>)>,
+    values: impl Iterator<Item = (&'a NodeSample, Option<N>)>,
 ) -> fmt::Result {
     let mut values = values
         .filter_map(|(sample, value)| Some((sample, value?)))
@@ -143,8 +143,7 @@ fn encode_family<'a>(
     if values.peek().is_none() {
         return Ok(());
     }
-    let kind = ConstGauge::new(0.0_f64).metric_type();
-    let mut family = encoder.encode_descriptor(name, help, None, kind)?;
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
     for (sample, value) in values {
         let labels = [("node", sample.node.as_str())];
         ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
@@ -222,14 +221,14 @@ mod tests {
         let nodes = &bench.sessions.nodes;
         eventually("known", || nodes.knows(&node())).await;
         let shown = || page(&bench, PerNodeMetrics::Auto);
-        assert!(shown().contains("node_connected{node=\"worker-1\"} 1.0\n"));
+        assert!(shown().contains("node_connected{node=\"worker-1\"} 1\n"));
         assert!(!shown().contains("node_rtt_seconds"), "not measured");
         agent.near.script().rtt = RTT;
         assert!(shown().contains("node_rtt_seconds{node=\"worker-1\"} 0.25\n"));
         agent.far.close(CloseCode::Normal, "").await;
         let registry = &bench.sessions.registry;
         eventually("away", || registry.last_close(&node()).is_some()).await;
-        assert!(shown().contains("node_connected{node=\"worker-1\"} 0.0\n"));
+        assert!(shown().contains("node_connected{node=\"worker-1\"} 0\n"));
         assert_eq!(series(&shown(), "node_last_seen_timestamp_seconds"), 1);
         assert!(!shown().contains("node_rtt_seconds"));
         assert!(nodes.forget(&node()));
