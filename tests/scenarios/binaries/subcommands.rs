@@ -223,6 +223,7 @@ async fn node_that_is_away_is_listed_with_the_time_and_the_reason() -> Result<()
     let listed = server.nodes().await?;
     let node = listed.first().context("no node")?;
     ensure!(node["lastSeen"].is_string(), "{node}");
+    ensure!(node["enrollment"] == "joinToken", "{node}");
     for field in ["at", "by", "code", "reason"] {
         ensure!(node["lastClose"][field].is_string(), "{field}: {node}");
     }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::ca::revocation::Revocations;
-use crate::routing::known_nodes::KnownNodes;
+use crate::routing::known_nodes::{EnrollmentKind, KnownNodes};
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry};
 use crate::routing::routes::RouteNode;
@@ -59,6 +59,9 @@ pub struct NodeStatus {
     /// saw or issued a later certificate.
     #[serde(default)]
     pub revoked_at: Option<String>,
+    /// How the agent enrolled last, if this server knows.
+    #[serde(default)]
+    pub enrollment: Option<EnrollmentKind>,
     /// How the version of the agent differs from the version of this server.
     #[serde(default)]
     pub version_skew: Option<VersionSkew>,
@@ -160,6 +163,7 @@ pub fn list(
                 last_seen: last_seen.max(persisted).map(rfc3339),
                 last_close: last_close.map(CloseStatus::from),
                 revoked_at: revoked.get(name).copied().map(rfc3339),
+                enrollment: known.get(name).and_then(|node| node.enrollment),
                 certificate_not_after: certificate.map(rfc3339),
                 address_conflicts: addresses
                     .iter()

@@ -22,7 +22,7 @@ use crate::ca::AgentCsr;
 use crate::ca::attestation::{AttestedToken, Attestor, KeyBinding, ServiceAccountToken};
 use crate::ca::renewal::{EnrollRefusal, Renewals, refusal};
 use crate::ca::tokens::TokenStore;
-use crate::routing::known_nodes::KnownNodes;
+use crate::routing::known_nodes::{EnrollmentKind, KnownNodes};
 use crate::routing::peers::Peers;
 use crate::store::data_dir::rfc3339;
 
@@ -228,7 +228,8 @@ impl Enrollment {
             let node = &attested.node;
             self.bind(&attested, &certificate_request, now)?;
             let issued = renewals.issue(&certificate_request, node, revoked, now)?;
-            self.nodes.record(node, &[]);
+            self.nodes
+                .record_enrollment(node, EnrollmentKind::ServiceAccount);
             return Ok((EnrolledBy::Account(attested.account), issued.reply));
         }
         // Read the revocation before the token is redeemed: revoking a node revokes its tokens
@@ -241,7 +242,8 @@ impl Enrollment {
             now,
         )?;
         let issued = renewals.issue(&certificate_request, &grant.node, revoked, now)?;
-        self.nodes.record(&grant.node, &[]);
+        self.nodes
+            .record_enrollment(&grant.node, EnrollmentKind::JoinToken);
         Ok((EnrolledBy::Token(grant.id), issued.reply))
     }
 }

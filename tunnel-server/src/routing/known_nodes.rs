@@ -48,6 +48,34 @@ pub struct KnownNode {
     /// End of the certificate that the node used for its last connection.
     #[serde(default, with = "time_text_option")]
     pub certificate_not_after: Option<SystemTime>,
+    /// How the node's agent enrolled last. `None` for a certificate of an operator, and for nodes
+    /// that a version without this field recorded.
+    #[serde(default)]
+    pub enrollment: Option<EnrollmentKind>,
+}
+
+/// The credential by which an agent proved its node when it enrolled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum EnrollmentKind {
+    /// Join token of this server or of another one.
+    JoinToken,
+    /// ServiceAccount token of a Pod on the node.
+    ServiceAccount,
+    /// Client certificate of the node's kubelet, which the agent uses instead of its own.
+    Kubelet,
+}
+
+impl EnrollmentKind {
+    /// Returns the name for tables.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::JoinToken => "join token",
+            Self::ServiceAccount => "service account",
+            Self::Kubelet => "kubelet",
+        }
+    }
 }
 
 pub type NodeMap = BTreeMap<NodeName, KnownNode>;
@@ -125,6 +153,22 @@ impl KnownNodes {
         });
     }
 
+    /// Adds a node, and records how its agent enrolled.
+    pub fn record_enrollment(&self, node: &NodeName, enrollment: EnrollmentKind) {
+        self.change(|state| {
+            let is_new = !state.nodes.contains_key(node);
+            let known = entry(&mut state.nodes, node, SystemTime::now());
+            let previous = known.enrollment.replace(enrollment);
+            if is_new {
+                NodeChange::Routes
+            } else if previous == Some(enrollment) {
+                NodeChange::None
+            } else {
+                NodeChange::Details
+            }
+        });
+    }
+
     /// Records that a node connected with a certificate that ends at `not_after`.
     pub fn record_connection(&self, node: &NodeName, not_after: SystemTime) {
         self.record_connection_at(node, not_after, SystemTime::now());
@@ -147,7 +191,7 @@ impl KnownNodes {
             if is_new {
                 NodeChange::Routes
             } else {
-                NodeChange::Times
+                NodeChange::Details
             }
         });
     }
@@ -166,7 +210,7 @@ impl KnownNodes {
                 return NodeChange::None;
             }
             known.last_seen = Some(last_seen);
-            NodeChange::Times
+            NodeChange::Details
         });
     }
 
@@ -265,7 +309,7 @@ impl KnownNodes {
         };
         match changed {
             NodeChange::None => return,
-            NodeChange::Times => {}
+            NodeChange::Details => {}
             NodeChange::Routes => self.version.send_modify(|version| *version += 1),
         }
         self.dirty.notify_one();
@@ -288,8 +332,8 @@ struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NodeChange {
     None,
-    /// Only times have changed.
-    Times,
+    /// Only times or the kind of the enrollment have changed.
+    Details,
     /// Names or addresses have changed.
     Routes,
 }
@@ -347,6 +391,7 @@ fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mu
         first_seen: whole_seconds(now),
         last_seen: None,
         certificate_not_after: None,
+        enrollment: None,
     })
 }
 

@@ -20,6 +20,7 @@ use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 use super::{AdmissionRate, Sessions};
 use crate::ca::distrusted::DISTRUSTED;
 use crate::config::Limit;
+use crate::routing::known_nodes::EnrollmentKind;
 use crate::routing::registry::{
     AgentSession, LastClose, RegisterError, Registration, answers_probe,
 };
@@ -164,6 +165,9 @@ impl Sessions {
         let id = registration.session().id;
         let members = self.send_welcome(session, id, &hello, &mut writer).await?;
         self.nodes.record_connection(node, session.peer().not_after);
+        if session.peer().domain == TrustDomain::Cluster {
+            self.nodes.record_enrollment(node, EnrollmentKind::Kubelet);
+        }
         Ok(AdmittedSession {
             reader,
             writer,

@@ -353,6 +353,7 @@ pub(super) fn stored_nodes(
             is_edge: true,
             last_seen: node.last_seen.map(rfc3339),
             revoked_at: revoked.get(name).copied().map(rfc3339),
+            enrollment: node.enrollment,
             certificate_not_after: node.certificate_not_after.map(rfc3339),
             address_conflicts: node.addresses.iter().filter_map(shared).collect(),
             addresses: node.addresses.clone(),

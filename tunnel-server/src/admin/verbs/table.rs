@@ -11,6 +11,7 @@ use comfy_table::presets::NOTHING;
 use crate::admin::RevocationInfo;
 use crate::admin::status::NodeStatus;
 use crate::ca::tokens::{TokenInfo, TokenState};
+use crate::routing::known_nodes::EnrollmentKind;
 use crate::store::data_dir::rfc3339;
 
 /// The columns of the table of nodes.
@@ -121,6 +122,9 @@ const COLUMNS: &[Column] = &[
     }),
     Column::new("CLAIMED ADDRESS", Shown::Wide, |node, _| {
         optional(node.claimed_address.as_deref())
+    }),
+    Column::new("ENROLLMENT", Shown::Wide, |node, _| {
+        optional(node.enrollment.map(EnrollmentKind::label))
     }),
     Column::new("BYTES IN", Shown::Wide, |node, _| {
         of_session(node, node.bytes_in)

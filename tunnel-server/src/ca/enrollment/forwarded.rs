@@ -18,6 +18,7 @@ use zeroize::{Zeroize as _, Zeroizing};
 
 use super::{EnrolledBy, Enrollment, REFUSED, ReadError, read_request, send_reply};
 use crate::ca::renewal::EnrollRefusal;
+use crate::routing::known_nodes::EnrollmentKind;
 use crate::routing::peers::Peers;
 
 /// What the other servers replied to an enrollment.
@@ -114,7 +115,8 @@ impl Enrollment {
                 format!("the certificate that server {replica} issued is not accepted: {problem}");
             return Some(Err((EnrollCode::Unavailable, detail)));
         }
-        self.nodes.record(&request.node_name, &[]);
+        self.nodes
+            .record_enrollment(&request.node_name, EnrollmentKind::JoinToken);
         // The roots of the reply are this server's own, because the agent trusts them from now on.
         let roots = renewals.ca.roots();
         let reply = EnrollReply::Issued {

@@ -52,6 +52,20 @@ fn shared_addresses_are_conflicts_in_any_notation() {
 }
 
 #[test]
+fn last_enrollment_is_persisted_and_changes_routes_of_new_nodes_only() {
+    let scratch = Scratch::new();
+    let nodes = KnownNodes::open(&scratch.0).unwrap();
+    let changed = nodes.changed();
+    nodes.record_enrollment(&name("worker-1"), EnrollmentKind::JoinToken);
+    nodes.record_enrollment(&name("worker-1"), EnrollmentKind::Kubelet);
+    assert_eq!(*changed.borrow(), 1);
+    nodes.save().unwrap();
+    let again = KnownNodes::open(&scratch.0).unwrap();
+    let enrollment = again.snapshot()[&name("worker-1")].enrollment;
+    assert_eq!(enrollment, Some(EnrollmentKind::Kubelet));
+}
+
+#[test]
 fn last_sign_of_life_is_persisted_and_makes_no_node_known() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
