@@ -484,7 +484,7 @@ impl State {
             // before it received the revocation. A time that is hardly later than the known one is
             // the same revocation, raised by another server; certificates issued since then stay
             // valid.
-            // A lifted revocation covers no certificate, and later ones least of all.
+            // A lifted revocation is not raised: a later time would put it in force again.
             let is_lifted = lifted_at.is_some_and(|at| at >= entry.revoked_at);
             let is_new = !is_lifted
                 && known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
