@@ -30,9 +30,8 @@ mod reloadable;
 mod server_verifier;
 mod trust;
 
-pub use alerts::clock_hint;
 pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, is_tls_error, received_alert};
-pub use alerts::{alert_meaning, is_certificate_rejection};
+pub use alerts::{alert_meaning, describe, is_certificate_rejection, with_dates};
 use client_verifier::ClientVerifier;
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};

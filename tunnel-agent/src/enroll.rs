@@ -262,9 +262,9 @@ async fn request(
         })?;
     let tls = limited(within, handshake(config, tcp))
         .await
-        .map_err(|source| EnrollError::Tls {
+        .map_err(|error| EnrollError::Tls {
             endpoint: at(),
-            source,
+            problem: tls::describe(&error),
         })?;
     let proof = match &enrollment.proof {
         EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => None,

@@ -5,7 +5,6 @@ use std::io;
 use std::sync::Arc;
 
 use tunnel_proto::tcp::ServerAddr;
-use tunnel_proto::tls;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::name::NodeName;
 
@@ -26,14 +25,12 @@ pub(crate) enum EnrollError {
     },
     /// The server did not prove to be the one that the token pins.
     #[error(
-        "{endpoint}: TLS failed, and nothing secret was sent; is this the right server{}?{}",
-        endpoint.proxy_hint(),
-        tls::clock_hint(source)
+        "{endpoint}: TLS failed, and nothing secret was sent: {problem}; is this the right server{}?",
+        endpoint.proxy_hint()
     )]
     Tls {
         endpoint: EnrollEndpoint,
-        #[source]
-        source: io::Error,
+        problem: String,
     },
     /// The request or the answer did not get through.
     #[error("{endpoint}: no answer to the request")]

@@ -52,8 +52,7 @@ impl H2Dialer {
                     // stops.
                     return HandshakeError::Connect(error);
                 }
-                let text = format!("{error}{}", tls::clock_hint(&error));
-                handshake_failure(tls::received_alert(&error), text)
+                handshake_failure(tls::received_alert(&error), tls::describe(&error))
             })
     }
 }

@@ -25,7 +25,8 @@ pub(super) fn dial_error(error: quinn::ConnectionError) -> HandshakeError {
     } else if alert {
         let expired = code == Some(CRYPTO_ERROR + u64::from(tls::CERTIFICATE_EXPIRED));
         let hint = if expired { tls::CLOCK_HINT } else { "" };
-        HandshakeError::Transport(format!("{error}{hint}"))
+        let text = tls::with_dates(&error.to_string());
+        HandshakeError::Transport(format!("{text}{hint}"))
     } else if reported && code == Some(CONNECTION_REFUSED) {
         HandshakeError::Refused
     } else {
@@ -77,7 +78,7 @@ pub(super) fn close_reason(error: quinn::ConnectionError) -> CloseReason {
 pub(super) fn handshake_error(error: quinn::ConnectionError) -> HandshakeError {
     match error {
         quinn::ConnectionError::TimedOut => HandshakeError::Timeout,
-        other => HandshakeError::Transport(other.to_string()),
+        other => HandshakeError::Transport(tls::with_dates(&other.to_string())),
     }
 }
 

@@ -12,6 +12,7 @@ use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::StartHandshake;
 use tracing::debug;
 use tunnel_proto::tcp;
+use tunnel_proto::tls;
 use tunnel_proto::transport::{HandshakeError, SessionSettings, h2};
 use tunnel_proto::wire::enroll::{RENEW_EXPORT_BYTES, RENEW_LABEL};
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION_TCP};
@@ -107,7 +108,7 @@ impl TcpHandler {
         let stream = start
             .into_stream(self.session_tls.clone())
             .await
-            .map_err(|error| HandshakeError::Transport(error.to_string()))?;
+            .map_err(|error| HandshakeError::Transport(tls::with_dates(&error.to_string())))?;
         h2::accept(stream, &self.settings).await
     }
 
