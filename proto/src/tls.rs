@@ -31,7 +31,9 @@ mod server_verifier;
 mod trust;
 
 pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, is_tls_error, received_alert};
-pub use alerts::{alert_meaning, describe, is_certificate_rejection, with_dates};
+pub use alerts::{
+    alert_meaning, describe, is_certificate_rejection, is_unknown_issuer, with_dates,
+};
 use client_verifier::ClientVerifier;
 pub(crate) use client_verifier::issuer_path;
 pub use client_verifier::{AgentTrust, RevocationCheck, Revoked};

@@ -250,8 +250,9 @@ async fn request(
     let csr = CertificateParams::default()
         .serialize_request(key)
         .map_err(|error| prepare(error.to_string()))?;
-    let config =
-        tls::enroll_client(trust(enrollment)?).map_err(|error| prepare(error.to_string()))?;
+    let trust = trust(enrollment)?;
+    let has_pin = matches!(trust, Trust::Pin(_));
+    let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
     let within = enrollment.within;
     let at = || endpoint.clone();
     let tcp = limited(within, enrollment.proxy.connect(&endpoint.remote))
@@ -262,10 +263,7 @@ async fn request(
         })?;
     let tls = limited(within, handshake(config, tcp))
         .await
-        .map_err(|error| EnrollError::Tls {
-            endpoint: at(),
-            problem: tls::describe(&error),
-        })?;
+        .map_err(|error| tls_failure(enrollment, at(), &error, has_pin))?;
     let proof = match &enrollment.proof {
         EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => None,
         EnrollProof::ExpiredCertificate(ended) => Some(prove(ended, &tls).map_err(prepare)?),
@@ -290,6 +288,21 @@ async fn request(
         endpoint: at(),
         source,
     })
+}
+
+/// Returns the error of a handshake. `has_pin` says whether the hash of a token pins the CA.
+fn tls_failure(
+    enrollment: &Enrollment,
+    endpoint: EnrollEndpoint,
+    error: &io::Error,
+    has_pin: bool,
+) -> EnrollError {
+    if has_pin && tls::is_unknown_issuer(error) {
+        let node = enrollment.node.clone();
+        return EnrollError::OtherCa { endpoint, node };
+    }
+    let problem = tls::describe(error);
+    EnrollError::Tls { endpoint, problem }
 }
 
 /// Returns what the chain of the server must lead to.

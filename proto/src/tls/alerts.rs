@@ -55,6 +55,13 @@ pub(crate) fn is_tls_error(error: &io::Error) -> bool {
     tls_error(error).is_some()
 }
 
+/// Returns whether this end found that no trusted CA issued the peer's certificate.
+#[must_use]
+pub fn is_unknown_issuer(error: &io::Error) -> bool {
+    let unknown = Error::InvalidCertificate(CertificateError::UnknownIssuer);
+    tls_error(error) == Some(&unknown)
+}
+
 /// Returns a hint to append if a certificate is outside its validity by this host's clock. Returns
 /// an empty text otherwise.
 fn clock_hint(error: &io::Error) -> &'static str {
@@ -181,5 +188,7 @@ mod tests {
         }
         let other = io_error(CertificateError::UnknownIssuer);
         assert_eq!(describe(&other), other.to_string());
+        assert!(is_unknown_issuer(&other));
+        assert!(!is_unknown_issuer(&io::Error::other("UnknownIssuer")));
     }
 }

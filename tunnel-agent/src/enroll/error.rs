@@ -23,7 +23,17 @@ pub(crate) enum EnrollError {
         #[source]
         source: io::Error,
     },
-    /// The server did not prove to be the one that the token pins.
+    /// No certificate of the server's chain has the CA key that the token pins.
+    #[error(
+        "{endpoint}: the token pins another CA, and nothing secret was sent; create a new token on \
+         this server: tunnel-server token create --node {node}; is this the right server{}?",
+        endpoint.proxy_hint()
+    )]
+    OtherCa {
+        endpoint: EnrollEndpoint,
+        node: NodeName,
+    },
+    /// The server did not prove to be the one that the token or --ca-file names.
     #[error(
         "{endpoint}: TLS failed, and nothing secret was sent: {problem}; is this the right server{}?",
         endpoint.proxy_hint()
@@ -108,6 +118,7 @@ impl EnrollError {
         match self {
             Self::Resolve(_)
             | Self::Connect { .. }
+            | Self::OtherCa { .. }
             | Self::Tls { .. }
             | Self::Exchange { .. }
             | Self::Answer { .. }

@@ -61,8 +61,12 @@ async fn server_of_another_ca_gets_no_byte_of_the_token() {
     let (enrolled, served) = once(&enrollment, &server, |_| panic!("a request arrived")).await;
     served.unwrap_err();
     let error = enrolled.unwrap_err();
-    assert!(matches!(error, EnrollError::Tls { .. }), "{error:?}");
+    assert!(matches!(error, EnrollError::OtherCa { .. }), "{error:?}");
     assert!(error.is_retryable());
+    let text = causes(&error);
+    let advice = "the token pins another CA, and nothing secret was sent; create a new token on \
+                  this server: tunnel-server token create --node worker-1";
+    assert!(text.contains(advice), "{text}");
 }
 
 #[tokio::test]
