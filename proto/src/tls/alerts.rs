@@ -1,5 +1,5 @@
 //! TLS alerts about certificates (RFC 8446, section 6.2): the peer found a certificate to be
-//! revoked, or not valid at the peer's time.
+//! revoked, not valid at the peer's time, or from a CA that the peer does not trust.
 
 use std::io;
 use std::ops::Range;
@@ -12,6 +12,8 @@ use crate::wire::code::CloseCode;
 const CERTIFICATE_REVOKED: u8 = 44;
 /// certificate_expired: the certificate has expired, or is not valid yet.
 pub(crate) const CERTIFICATE_EXPIRED: u8 = 45;
+/// unknown_ca: no CA that the peer trusts issued the certificate.
+const UNKNOWN_CA: u8 = 48;
 /// A hint for errors where this end found the server's certificate to be outside its validity.
 pub(crate) const CLOCK_HINT: &str = "; is the clock of this host wrong? run: date -u";
 
@@ -28,6 +30,12 @@ pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
             CloseCode::CredentialExpired,
             "this node's certificate is expired or not yet valid by the server's clock",
         )),
+        UNKNOWN_CA => Some((
+            CloseCode::CredentialUntrusted,
+            "the server does not trust the CA of this node's certificate; add that CA to the \
+             server's --agent-ca (of a kubelet's certificate: --kubelet-client-ca), or give the agent \
+             a certificate of the server's CA; --ca-file only verifies the server",
+        )),
         _ => None,
     }
 }
@@ -37,7 +45,9 @@ pub fn alert_meaning(alert: u8) -> Option<(CloseCode, &'static str)> {
 pub fn is_certificate_rejection(code: CloseCode) -> bool {
     matches!(
         code,
-        CloseCode::CredentialRevoked | CloseCode::CredentialExpired
+        CloseCode::CredentialRevoked
+            | CloseCode::CredentialExpired
+            | CloseCode::CredentialUntrusted
     )
 }
 

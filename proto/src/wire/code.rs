@@ -131,6 +131,9 @@ codes! {
         CredentialExpired = 11 "credential_expired",
         /// The node has reached its limit of sessions, or opened sessions too fast.
         TooManySessions = 12 "too_many_sessions",
+        /// The server trusts no CA that issued the credential. Never sent: the client derives the
+        /// code from the alert that ends TLS.
+        CredentialUntrusted = 13 "credential_untrusted",
     }
 }
 
@@ -200,6 +203,7 @@ impl CloseCode {
             | Self::Overloaded
             | Self::CredentialExpired
             | Self::TooManySessions
+            | Self::CredentialUntrusted
             | Self::Unknown(_) => true,
         }
     }

@@ -386,9 +386,10 @@ fn numbers_are_as_released() {
         CloseCode::Overloaded,
         CloseCode::CredentialExpired,
         CloseCode::TooManySessions,
-        CloseCode::Unknown(13),
+        CloseCode::CredentialUntrusted,
+        CloseCode::Unknown(14),
     ];
-    let released: Vec<_> = (0..=13).map(CloseCode::from_number).collect();
+    let released: Vec<_> = (0..=14).map(CloseCode::from_number).collect();
     assert_eq!(released, closes);
     let enrollments = [
         EnrollCode::Unknown(0),

@@ -356,3 +356,36 @@ async fn f17_clock_messages_name_the_clock() -> Result<()> {
     }
     Ok(())
 }
+
+/// The server's alert about an unknown CA becomes a code of its own and a text with the flags.
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_certificate_of_another_ca_is_reported_with_its_flags() -> Result<()> {
+    let (ca, other) = (TestCa::new("ours")?, TestCa::new("theirs")?);
+    let scratch = ScratchDir::new()?;
+    let text = |path: &Path| path.to_string_lossy().into_owned();
+    let (server_cert, server_key) = ca.issue(&Leaf::server())?.write(scratch.path(), "server")?;
+    let own = other.issue(&Leaf::agent("worker-1"))?;
+    let (agent_cert, agent_key) = own.write(scratch.path(), "agent")?;
+    let ca_file = text(&scratch.file("ca.pem", ca.pem())?);
+    let server = ServerSetup::on_loopback(&scratch.path().join("data"))
+        .args(&["--agent-ca", &ca_file])
+        .args(&["--agent-cert-file", &text(&server_cert)])
+        .args(&["--agent-key-file", &text(&server_key)]);
+    let server = server.start().await?;
+    for transport in ["quic", "h2"] {
+        let data = scratch.path().join(transport);
+        let setup = AgentSetup::on_loopback("worker-1", server.address(Listener::Agents), &data);
+        let mut agent = setup
+            .args(&["--transport", transport, "--ca-file", &ca_file])
+            .args(&["--cert-file", &text(&agent_cert)])
+            .args(&["--key-file", &text(&agent_key)])
+            .start()?;
+        let reported = agent.wait_for_line("the reason", START, |line| {
+            let words = ["credential_untrusted", "--agent-ca", "--ca-file"];
+            words.iter().all(|word| line.contains(word)).then_some(())
+        });
+        reported.await.with_context(|| transport.to_owned())?;
+        agent.kill().await?;
+    }
+    Ok(())
+}

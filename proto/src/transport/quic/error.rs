@@ -101,7 +101,8 @@ const CERTIFICATE_REQUIRED: u64 = 116;
 
 #[cfg(test)]
 mod tests {
-    use quinn::ConnectionError;
+    use bytes::Bytes;
+    use quinn::{ConnectionClose, ConnectionError};
     use quinn_proto::{TransportError, TransportErrorCode};
 
     use super::*;
@@ -129,6 +130,12 @@ mod tests {
             let error = reported(other);
             assert!(matches!(error, HandshakeError::Connect(_)), "{other}");
         }
+        let by_server = dial_error(ConnectionError::ConnectionClosed(ConnectionClose {
+            error_code: TransportErrorCode::crypto(48),
+            frame_type: None,
+            reason: Bytes::new(),
+        }));
+        assert_eq!(by_server.code(), Some(CloseCode::CredentialUntrusted));
         let silent = dial_error(ConnectionError::TimedOut);
         assert!(matches!(silent, HandshakeError::Timeout));
         let mismatch = dial_error(ConnectionError::VersionMismatch);
