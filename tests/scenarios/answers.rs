@@ -12,7 +12,9 @@ use tunnel_tests::checks::{ensure_refused, ensure_status};
 use tunnel_tests::client::{ByteStream, Exchange, HttpReply, RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::targets::{EchoTarget, Exporter, FakeKubelet, SilentTarget};
+use tunnel_tests::targets::{
+    EchoTarget, Exporter, FakeKubelet, HostileAction, HostileTarget, SilentTarget,
+};
 
 use super::scripted::ScriptedAgent;
 
@@ -120,6 +122,20 @@ async fn target_answers() -> Result<()> {
     let asked = RawRequest::get(&at(no_tls.addr()), "/");
     let https = request(env.https("worker-1")?, &asked).await?;
     check(&https, 502, "target_tls", &["worker-1", "TLS"]);
+
+    // The targets speak the other scheme than the listener.
+    let plain = b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec();
+    let plain = HostileTarget::start(vec![HostileAction::Send(plain), HostileAction::Hold]).await?;
+    let asked = RawRequest::get(&at(plain.addr()), "/");
+    let https = request(env.https("worker-1")?, &asked).await?;
+    let lists = ["plain HTTP", "--http-proxy-ports"];
+    check(&https, 502, "target_tls", &lists);
+    let alert = HostileAction::Send(vec![21, 3, 1, 0, 2, 2, 50]);
+    let alert = [HostileAction::ReadHead, alert, HostileAction::Hold];
+    let tls = HostileTarget::start(alert.to_vec()).await?;
+    let http = get(&env, &at(tls.addr()), "/").await?;
+    let lists = ["speaks TLS", "--https-proxy-ports"];
+    check(&http, 502, "target_bad_response", &lists);
 
     let kubelet = FakeKubelet::plain("worker-1").await?;
     let upgrade = |path: &str| {

@@ -10,6 +10,7 @@ use hyper::body::{Body as _, Incoming};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
+use tunnel_proto::tls;
 use tunnel_proto::transport::Stream;
 
 use super::headers::StrippedBody;
@@ -211,10 +212,26 @@ fn tls_failure(error: &std::io::Error, target_label: &Destination) -> ProxyError
     let failure = ProxyError::from_stream(error, target_label, Outcome::TargetTls);
     match failure.outcome {
         // A target that resets or closes the connection during the handshake does not speak TLS.
-        Outcome::TargetBadResponse | Outcome::TargetTls => ProxyError::new(
-            Outcome::TargetTls,
-            format!("{target_label}: TLS with the target failed: {error}"),
-        ),
+        Outcome::TargetBadResponse | Outcome::TargetTls => {
+            let (text, hint) = (tls::with_dates(&error.to_string()), scheme_hint(error));
+            ProxyError::new(
+                Outcome::TargetTls,
+                format!("{target_label}: TLS with the target failed: {text}{hint}"),
+            )
+        }
         _ => failure,
+    }
+}
+
+/// Returns a hint to append if the target's first bytes were no TLS.
+fn scheme_hint(error: &std::io::Error) -> &'static str {
+    let tls_error = error
+        .get_ref()
+        .and_then(|error| error.downcast_ref::<rustls::Error>());
+    if matches!(tls_error, Some(rustls::Error::InvalidMessage(_))) {
+        "; does the target speak plain HTTP? Then move its port to --http-proxy-ports, and send \
+         requests for it to the HTTP listener"
+    } else {
+        ""
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -34,6 +34,13 @@ const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
 /// Interim responses (1xx) to one request that are skipped. More are an error.
 const INTERIM_MAX: usize = 64;
 
+/// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
+const TLS_ALERT: [u8; 2] = [21, 3];
+
+/// Appended to the error for a target that answers plain HTTP with a TLS alert.
+const HTTPS_HINT: &str = "; the target speaks TLS: move its port to --https-proxy-ports, and send \
+                          requests for it to the HTTPS listener";
+
 /// The caller's body, or an empty body for a request that is sent again.
 pub(super) type SentBody = Either<StrippedBody, Empty<Bytes>>;
 
@@ -56,8 +63,16 @@ pub(crate) struct Upstream {
     /// The task that drives the connection. Dropping the handle closes the target's side at once.
     driver: AbortOnDropHandle<()>,
     pub(super) carrier: Carrier,
-    /// Number of HTTP bytes that the target has sent. With TLS, the bytes inside TLS count.
-    bytes_read: Arc<AtomicU64>,
+    input: Arc<TargetInput>,
+}
+
+/// What is known about the bytes that a target has sent.
+#[derive(Debug, Default)]
+struct TargetInput {
+    /// Number of HTTP bytes. With TLS, the bytes inside TLS count.
+    bytes: AtomicU64,
+    /// Whether the first bytes were a TLS alert.
+    is_alert: AtomicBool,
 }
 
 /// A request that received no response on a connection.
@@ -78,10 +93,13 @@ impl Upstream {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let bytes_read = Arc::new(AtomicU64::default());
-        let counter = bytes_read.clone();
+        let input = Arc::<TargetInput>::default();
+        let reading = input.clone();
         let stream = InspectReader::new(stream, move |data: &[u8]| {
-            counter.fetch_add(data.len() as u64, Ordering::Relaxed);
+            let before = reading.bytes.fetch_add(data.len() as u64, Ordering::Relaxed);
+            if before == 0 && data.starts_with(&TLS_ALERT) {
+                reading.is_alert.store(true, Ordering::Relaxed);
+            }
         });
         let built = client().handshake(TokioIo::new(stream)).await;
         let (sender, connection) = built.map_err(|error| {
@@ -96,14 +114,14 @@ impl Upstream {
             sender,
             driver: AbortOnDropHandle::new(drivers.spawn(drive)),
             carrier,
-            bytes_read,
+            input,
         })
     }
 
     /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
     /// target has not responded at all to a request.
     pub(super) fn bytes_read(&self) -> u64 {
-        self.bytes_read.load(Ordering::Relaxed)
+        self.input.bytes.load(Ordering::Relaxed)
     }
 
     /// Sends a request and waits for the final response head.
@@ -131,7 +149,10 @@ impl Upstream {
         sent.map_err(|mut error| {
             let unsent = error.take_message();
             let bad = Outcome::TargetBadResponse;
-            let failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
+            let mut failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
+            if failure.outcome == bad && self.input.is_alert.load(Ordering::Relaxed) {
+                failure.text.push_str(HTTPS_HINT);
+            }
             Box::new(SendError { failure, unsent })
         })
     }
