@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use tunnel_server::admin::status;
 use tunnel_server::routing::peers::Peers;
 use tunnel_tests::checks::{ensure_refused, ensure_status};
-use tunnel_tests::client::{ByteStream, Exchange, HttpReply, RawRequest, request};
+use tunnel_tests::client::{ByteStream, Endpoint, Exchange, HttpReply, RawRequest, request};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::targets::{
@@ -81,6 +81,20 @@ async fn addressing_answers() -> Result<()> {
     let garbage = RawRequest::raw("GARBAGE\r\n\r\n");
     for (asked, status) in [(big, 431), (fits, 400), (garbage, 400)] {
         ensure_status(&request(env.http(), &asked).await?, status)?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn plain_http_on_the_https_port_is_answered_in_plain_http() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let https = Endpoint::plain(env.bound().https.expect("HTTPS listener"));
+    let large = "x".repeat(100 << 10);
+    let small = RawRequest::get("worker-1:9100", "/");
+    let posted = RawRequest::new("POST", "/", "worker-1:9100").header("X-Large", &large);
+    for asked in [small, posted] {
+        let reply = request(https.clone(), &asked).await?;
+        check(&reply, 400, "bad_request", &["this port speaks HTTPS", "https://"]);
     }
     Ok(())
 }

@@ -34,6 +34,7 @@ pub mod peer;
 pub mod target_tls;
 pub mod tcp_service;
 mod tunnel;
+mod wrong_scheme;
 
 use context::CallerConn;
 pub use context::{ConnectProxy, HttpListener, IngressContext, ListenerLimits};
@@ -182,13 +183,14 @@ impl IngressContext {
         // The host controls which users can open a Unix socket.
         let must_verify = is_reserved && peer != CallerAddr::Unix;
         let deadline = Instant::now() + self.limits.handshake;
-        let tls = tokio::select! {
+        let protocol = tokio::select! {
             biased;
             () = permit.evicted() => return self.metrics.evicted_caller(),
-            tls = timeout_at(deadline, select_tls(&http_listener, &socket)) => tls,
+            protocol = timeout_at(deadline, select_protocol(&http_listener, &socket)) => protocol,
         };
-        let Ok(tls) = tls else {
-            return debug!("caller sent no data before the handshake timeout");
+        let Ok(protocol) = protocol else {
+            self.metrics.limit(Limit::HandshakeTimeout);
+            return debug!("caller sent no data in time (limits.handshakeTimeout)");
         };
         let close_mode = Arc::new(CloseMode::default());
         let socket = CallerStream::new(socket, close_mode.clone());
@@ -203,12 +205,19 @@ impl IngressContext {
             server_name: None,
             certificate_error: None,
         };
-        let Some(tls) = tls else {
-            if must_verify {
+        let tls = match protocol {
+            CallerProtocol::Tls(tls) => tls,
+            CallerProtocol::Http | CallerProtocol::HttpToTlsPort if must_verify => {
                 return self.metrics.refused_caller();
             }
-            let _not_for_eviction = is_reserved.then(|| conn.permit.in_use());
-            return http::serve(self, http_listener, socket, conn).await;
+            CallerProtocol::Http => {
+                let _not_for_eviction = is_reserved.then(|| conn.permit.in_use());
+                return http::serve(self, http_listener, socket, conn).await;
+            }
+            CallerProtocol::HttpToTlsPort => {
+                let (name, metrics) = (http_listener.name, &self.metrics);
+                return wrong_scheme::refuse_http(socket, name, peer, metrics).await;
+            }
         };
         let handshake = TlsAcceptor::from(tls.config()).accept(socket);
         let handshake_result = tokio::select! {
@@ -254,19 +263,32 @@ impl IngressContext {
 /// First byte of a TLS handshake (RFC 8446, section 5.1). No request begins with this byte.
 const TLS_HANDSHAKE: u8 = 22;
 
-/// Returns the TLS configuration for a connection, or `None` for plain HTTP. Where TLS is optional,
-/// the first byte of the connection decides.
-async fn select_tls(
-    http_listener: &HttpListener,
-    socket: &CallerSocket,
-) -> Option<Arc<ListenerTls>> {
-    let tls = http_listener.tls.clone()?;
-    match (&http_listener.connect, socket) {
-        (Some(proxy), CallerSocket::Tcp(socket)) if proxy.is_tls_optional => {
-            let mut first = [0];
-            let peeked = socket.peek(&mut first).await;
-            (peeked.is_ok() && first == [TLS_HANDSHAKE]).then_some(tls)
-        }
-        _ => Some(tls),
+/// The protocol with which a caller's connection begins.
+enum CallerProtocol {
+    Tls(Arc<ListenerTls>),
+    Http,
+    /// Plain HTTP on a port that requires TLS.
+    HttpToTlsPort,
+}
+
+/// Returns the protocol of a connection. On ports with TLS, the first byte of the connection
+/// decides.
+async fn select_protocol(http_listener: &HttpListener, socket: &CallerSocket) -> CallerProtocol {
+    let Some(tls) = http_listener.tls.clone() else {
+        return CallerProtocol::Http;
+    };
+    let CallerSocket::Tcp(socket) = socket else {
+        return CallerProtocol::Tls(tls);
+    };
+    let mut first = [0];
+    let is_tls = socket.peek(&mut first).await.is_ok() && first == [TLS_HANDSHAKE];
+    let connect = http_listener.connect.as_ref();
+    if !is_tls && connect.is_some_and(|proxy| proxy.is_tls_optional) {
+        CallerProtocol::Http
+    } else if first.iter().all(u8::is_ascii_uppercase) {
+        // The first byte of a method. No TLS record begins with a letter.
+        CallerProtocol::HttpToTlsPort
+    } else {
+        CallerProtocol::Tls(tls)
     }
 }
