@@ -127,11 +127,7 @@ fn print_line(line: &str) -> anyhow::Result<()> {
 }
 
 fn print(text: &[u8]) -> anyhow::Result<()> {
-    match std::io::stdout().write_all(text) {
-        // The reader has closed the pipe, for example `head`.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        written => written.context("cannot write to standard output"),
-    }
+    telemetry::print(text).context("cannot write to standard output")
 }
 
 const NAME: &str = "tunnel-agent";

@@ -3,6 +3,7 @@
 use std::io::Write as _;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::Parser as _;
 use tracing::warn;
 use tunnel_proto::process::host::raise_descriptor_limit;
@@ -52,8 +53,7 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
             for warning in &config.warnings {
                 writeln!(std::io::stderr(), "warning: {warning}")?;
             }
-            writeln!(std::io::stdout(), "configuration is valid")?;
-            Ok(ExitCode::SUCCESS)
+            print(b"configuration is valid\n")
         }
         Verb::Token(verb) => block_on(verb.run()),
         Verb::Nodes(arguments) => block_on(arguments.run()),
@@ -61,23 +61,19 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Connect(arguments) => block_on(arguments.run()),
         Verb::Healthcheck(arguments) => block_on(arguments.run()),
         Verb::Completion { shell } => {
-            clap_complete::generate(
-                shell,
-                &mut command(),
-                "tunnel-server",
-                &mut std::io::stdout(),
-            );
-            Ok(ExitCode::SUCCESS)
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut command(), "tunnel-server", &mut script);
+            print(&script)
         }
         Verb::Version => {
-            writeln!(
-                std::io::stdout(),
-                "tunnel-server {}",
-                env!("CARGO_PKG_VERSION")
-            )?;
-            Ok(ExitCode::SUCCESS)
+            print(concat!("tunnel-server ", env!("CARGO_PKG_VERSION"), "\n").as_bytes())
         }
     }
+}
+
+fn print(text: &[u8]) -> anyhow::Result<ExitCode> {
+    telemetry::print(text).context("cannot write to standard output")?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Returns 64 if the user can fix the error, else 1.

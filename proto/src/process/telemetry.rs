@@ -135,6 +135,19 @@ pub fn print_error(line: &str) {
     }
 }
 
+/// Writes the output of a command to standard output. A reader that has closed the pipe, as `head`
+/// does, is no error.
+///
+/// # Errors
+/// When the output cannot be written for another reason.
+pub fn print(text: &[u8]) -> io::Result<()> {
+    let mut output = io::stdout();
+    match output.write_all(text).and_then(|()| output.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written,
+    }
+}
+
 /// Returns the filter for a level. A peer can cause some library warnings a thousand times a
 /// second.
 fn filter(level: LevelFilter) -> Targets {

@@ -144,6 +144,18 @@ async fn version_and_completion_are_printed() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn reader_that_closes_the_pipe_is_no_error() -> Result<()> {
+    for binary in [SERVER, AGENT] {
+        let script = Program::ours(binary)?.args(["completion", "bash"]);
+        let piped = ["bash", "-c", "set -o pipefail; \"$0\" \"$@\" | head -c 1"];
+        let finished = script.through(piped).run().await?;
+        ensure!(finished.code() == Some(0), "{finished}");
+        ensure!(finished.err.is_empty(), "{finished}");
+    }
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn healthcheck_asks_the_own_meta_port() -> Result<()> {
     let mut stack = Stack::start(&[], &[]).await?;
