@@ -11,7 +11,7 @@ use tunnel_proto::process::host::primary_address;
 use tunnel_proto::transport::quic::{QuicAcceptor, QuicKeys};
 use tunnel_proto::wire::name::Port;
 
-use super::bind::{bind_both, listen};
+use super::bind::{PROXY_PORT_LISTEN, bind_both, listen};
 use super::connect::ConnectSockets;
 use super::context::ServerContext;
 use crate::config::Config;
@@ -111,7 +111,7 @@ async fn bind_listeners(
         listeners.push((listener, http_listener("http", false, None)));
     }
     for (address, port, https) in config.extra_listeners() {
-        let listener = listen(address, "--proxy-port-listen").await?;
+        let listener = listen(address, PROXY_PORT_LISTEN).await?;
         bound.proxy.push(listener.local_addr()?);
         listeners.push((listener, http_listener("proxy", https, Some(port))));
     }
