@@ -11,6 +11,7 @@ use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
+use tunnel_proto::process::disk;
 use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
@@ -64,6 +65,7 @@ impl App {
         let (metrics, registry) = Metrics::register();
         let readiness = Readiness::default();
         let readiness_block = Some(readiness.block(SESSION));
+        disk::start(config.data_dir.clone(), readiness.clone(), &shutdown);
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
                 start_meta(address, registry, &readiness, &shutdown)

@@ -85,6 +85,15 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
             shows("tunnel_agent_certificate_unsaved 1").await
         })
         .await;
+        let word = if full { "the disk is full" } else { "read-only" };
+        eventually("the condition", Duration::from_secs(20), async || {
+            let ready = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
+            let text = ready.text();
+            let is_shown = text.contains("[!] disk: ") && text.contains(word);
+            ensure!(is_shown, "{text}");
+            anyhow::Ok(())
+        })
+        .await;
         wait_until_after(before + Duration::from_secs(1)).await;
         let reply = request(env.http(), &RawRequest::get(&host, "/metrics")).await?;
         ensure!(reply.status == 200, "{}", reply.text());

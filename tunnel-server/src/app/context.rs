@@ -10,6 +10,7 @@ use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::time::sleep;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
+use tunnel_proto::process::disk;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::{BufferPool, SessionSettings};
@@ -74,10 +75,12 @@ impl ProcessContext {
         let Some(lock) = data.lock()? else {
             bail!("another tunnel-server uses {path}; give this one its own --data-dir");
         };
+        let readiness = Readiness::default();
+        disk::start(config.data_dir.clone(), readiness.clone(), &shutdown);
         Ok(Self {
             data,
             lock,
-            readiness: Readiness::default(),
+            readiness,
             shutdown,
             config,
         })
