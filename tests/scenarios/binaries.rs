@@ -1,6 +1,7 @@
 //! Tests of the two binaries as processes: subcommands and exit codes, kills and restarts, and
 //! shutdown without loss.
 
+mod access_log;
 mod bulk;
 mod crowds;
 mod drain;

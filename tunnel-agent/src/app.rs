@@ -135,7 +135,7 @@ impl App {
         };
         shutdown.finish().await;
         if outcome.is_ok() {
-            info!(agent = %self.config.node_name, "stopped");
+            info!(node = %self.config.node_name, "stopped");
         }
         outcome
     }
@@ -150,7 +150,7 @@ impl App {
         let end = self.shutdown.drain_within(within).await;
         let streams = self.shutdown.work_left();
         if streams > 0 {
-            warn!(agent = %self.config.node_name, streams, ?end, "drain deadline reached; resetting open streams");
+            warn!(node = %self.config.node_name, streams, ?end, "drain deadline reached; resetting open streams");
         }
         graceful_shutdown.cancel();
         end

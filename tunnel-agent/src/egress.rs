@@ -113,11 +113,17 @@ impl Egress {
     ) {
         let began = Instant::now();
         let _open = self.metrics.stream();
-        let (target, trace_parent, outcome) = match incoming.header(began + self.head_timeout).await
+        let (target, port, trace_parent, outcome) = match incoming.header(began + self.head_timeout).await
         {
             Ok((header, stream)) => {
                 let outcome = self.answer(&header, stream, has_room, params).await;
-                (describe(&header.kind), header.trace_parent, outcome)
+                let port = match &header.kind {
+                    StreamKind::Target(target) => Some(target.port().get()),
+                    StreamKind::Control { .. }
+                    | StreamKind::Forward { .. }
+                    | StreamKind::Enroll => None,
+                };
+                (describe(&header.kind), port, header.trace_parent, outcome)
             }
             Err(error) => {
                 if error.kind() == ErrorKind::TimedOut {
@@ -127,7 +133,7 @@ impl Egress {
                     detail: error.to_string(),
                     ..StreamOutcome::without_bytes(StreamEnd::NoHeader)
                 };
-                ("unknown".to_owned(), String::new(), outcome)
+                ("unknown".to_owned(), None, String::new(), outcome)
             }
         };
         self.metrics.stream_ended(outcome.end);
@@ -136,8 +142,9 @@ impl Egress {
         }
         info!(
             target: ACCESS,
-            agent = %self.node,
-            session = %params.session,
+            node = %self.node,
+            session = params.session.0,
+            port,
             target,
             dialed = non_empty(&outcome.dialed),
             code = outcome.end.label(),
@@ -145,7 +152,7 @@ impl Egress {
             trace_parent = non_empty(&trace_parent),
             bytes_in = outcome.to_target,
             bytes_out = outcome.from_target,
-            elapsed = ?began.elapsed(),
+            elapsed = began.elapsed().as_secs_f64(),
             "access"
         );
     }

@@ -175,7 +175,7 @@ async fn attempt(
     }
     store.save(&chain, &roots)?;
     let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
-    info!(agent = %node, dir = %store.dir().display(), %not_after, "enrolled");
+    info!(%node, dir = %store.dir().display(), %not_after, "enrolled");
     Ok(Enrolled::stored(credentials))
 }
 
@@ -206,7 +206,7 @@ fn lock(enrollment: &Enrollment) -> Result<Option<File>, EnrollError> {
             EnrollProof::ExpiredCertificate(_) | EnrollProof::ServiceAccount(_, Some(_)),
             Err(error),
         ) => {
-            warn!(agent = %enrollment.node, error = causes(&error), "cannot lock the data directory; renewing without the lock");
+            warn!(node = %enrollment.node, error = causes(&error), "cannot lock the data directory; renewing without the lock");
             Ok(None)
         }
     }
@@ -233,7 +233,7 @@ fn from_other_process(enrollment: &Enrollment) -> Result<Option<Box<Credentials>
         (_, Ok(Stored::Expired(..) | Stored::Missing)) => Ok(None),
         (None, Err(error)) => Err(error.into()),
         (Some(_), Err(error)) => {
-            warn!(agent = %node, error = causes(&error), "cannot read the data directory; renewing without the stored certificate");
+            warn!(%node, error = causes(&error), "cannot read the data directory; renewing without the stored certificate");
             Ok(None)
         }
     }

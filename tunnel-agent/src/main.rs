@@ -65,7 +65,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
         .build()
         .context("cannot start the runtime")?;
     let ended = runtime.block_on(async {
-        info!(agent = %config.node_name, version = env!("CARGO_PKG_VERSION"), "starting");
+        info!(node = %config.node_name, version = env!("CARGO_PKG_VERSION"), "starting");
         let app = App::start(config).await?;
         let shutdown = app.shutdown().clone();
         shutdown::handle_signals(&shutdown, shutdown.drain())

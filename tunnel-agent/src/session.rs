@@ -105,14 +105,14 @@ impl AdmittedSession {
         session.set_max_concurrent_streams(max_concurrent_streams(welcome));
         let _connected = context.metrics.session(session.transport());
         info!(
-            agent = %context.node,
-            session = %welcome.session,
+            node = %context.node,
+            session = welcome.session.0,
             replica = replica.as_ref().map(tracing::field::display),
             peer = %session.stats().remote,
             transport = %session.transport(),
             version = welcome.version,
             node_ip = node_ip.map(|node| tracing::field::display(node.ip)),
-            elapsed = ?began.elapsed(),
+            elapsed = began.elapsed().as_secs_f64(),
             "session ready"
         );
         handle.send(SessionEvent::Ready).await;
@@ -143,7 +143,7 @@ impl AdmittedSession {
             mut writer,
             welcome,
         } = admitted;
-        debug!(session = %welcome.session, "another session is with this server; closing this one");
+        debug!(session = welcome.session.0, "another session is with this server; closing this one");
         let bye = async {
             writer.send(&ControlMessage::Bye(KNOWN.to_owned())).await?;
             writer.finish().await
@@ -270,7 +270,7 @@ impl<'a> ActiveSession<'a> {
                 },
                 message = reader.receive(), if listening => match message {
                     Ok(Some(ControlMessage::Bye(reason))) => {
-                        info!(agent = %context.node, session = %self.params.session, reason, "server sent Bye");
+                        info!(node = %context.node, session = self.params.session.0, reason, "server sent Bye");
                         return self.after_bye().await;
                     }
                     Ok(Some(ControlMessage::Renewed(reply))) => {
@@ -301,7 +301,7 @@ impl<'a> ActiveSession<'a> {
     fn serve(&mut self, incoming: IncomingStream) {
         let (egress, params) = (self.context.egress.clone(), self.params.clone());
         let has_room = self.session.has_room();
-        let span = debug_span!("stream", agent = %self.context.node, session = %params.session);
+        let span = debug_span!("stream", node = %self.context.node, session = params.session.0);
         self.context.shutdown.spawn_work(
             async move { egress.serve(incoming, has_room, &params).await }.instrument(span),
         );
@@ -316,7 +316,7 @@ impl<'a> ActiveSession<'a> {
         let Some(left) = self.pending_renewals.checked_sub(1) else {
             context.metrics.renewal("unasked");
             let why = "received a certificate that was not requested";
-            warn!(agent = %context.node, session = %self.params.session, "{why}; closing the session");
+            warn!(node = %context.node, session = self.params.session.0, "{why}; closing the session");
             return Err(why);
         };
         self.pending_renewals = left;
@@ -331,7 +331,7 @@ impl<'a> ActiveSession<'a> {
         let (agent, session) = (&self.context.node, self.params.session);
         match message {
             ControlMessage::Suspect(doubts) => {
-                debug!(%agent, %session, doubts, "server reported whether it doubts this session");
+                debug!(node = %agent, session = session.0, doubts, "server reported whether it doubts this session");
                 self.monitor.peer_suspects(doubts, Instant::now());
             }
             ControlMessage::Drain {
@@ -340,18 +340,18 @@ impl<'a> ActiveSession<'a> {
             } if !self.is_draining => {
                 self.is_draining = true;
                 info!(
-                    %agent, %session, ?deadline, ?move_within,
+                    node = %agent, session = session.0, ?deadline, ?move_within,
                     "server is stopping; dialing another session, open streams go on"
                 );
                 let draining = SessionEvent::Draining { move_within };
                 self.handle.send(draining).await;
             }
             ControlMessage::Members(members) => {
-                debug!(%agent, %session, members = members.len(), "server reported its replicas");
+                debug!(node = %agent, session = session.0, members = members.len(), "server reported its replicas");
                 self.handle.send(SessionEvent::Members(members)).await;
             }
             ControlMessage::Unknown => {
-                debug!(%agent, %session, "message of a later version ignored")
+                debug!(node = %agent, session = session.0, "message of a later version ignored")
             }
             ControlMessage::Hello(_)
             | ControlMessage::Welcome(_)
@@ -362,7 +362,7 @@ impl<'a> ActiveSession<'a> {
             | ControlMessage::Renewed(_)
             | ControlMessage::Bye(_) => {
                 if !std::mem::replace(&mut self.is_unexpected_logged, true) {
-                    warn!(%agent, %session, "unexpected message on the control stream ignored");
+                    warn!(node = %agent, session = session.0, "unexpected message on the control stream ignored");
                 }
             }
         }
@@ -402,11 +402,11 @@ impl<'a> ActiveSession<'a> {
             let (transport, silence) = (self.session.transport(), check.silence);
             match check.state {
                 LivenessState::Live => {
-                    info!(%agent, %session, %transport, "session is live again");
+                    info!(node = %agent, session = session.0, %transport, "session is live again");
                 }
                 LivenessState::Suspect | LivenessState::Dead => {
                     let own = check.is_suspect_locally;
-                    warn!(%agent, %session, %transport, ?silence, own, "session is suspect");
+                    warn!(node = %agent, session = session.0, %transport, silence = silence.as_secs_f64(), own, "session is suspect");
                 }
             }
         }
@@ -417,7 +417,7 @@ impl<'a> ActiveSession<'a> {
     /// stream.
     fn retire(&mut self) {
         let streams = self.session.stats().streams;
-        debug!(agent = %self.context.node, session = %self.params.session, streams, "retiring session");
+        debug!(node = %self.context.node, session = self.params.session.0, streams, "retiring session");
         self.control_sender.withdraw();
         self.monitor.retire(Instant::now());
     }
@@ -464,7 +464,7 @@ impl<'a> ActiveSession<'a> {
         if let Ok(reason) = timeout(CLOSE_REASON_TIMEOUT, self.session.closed()).await {
             return reason;
         }
-        warn!(agent = %self.context.node, session = %self.params.session, %error, "control stream failed");
+        warn!(node = %self.context.node, session = self.params.session.0, %error, "control stream failed");
         let reason = format!("control stream failed: {error}");
         self.end(CloseCode::Protocol, &reason).await
     }

@@ -158,7 +158,7 @@ async fn answer(
             let (node, tokens) = revoked
                 .await?
                 .map_err(|error| RequestError::internal(&error))?;
-            info!(agent = %node, tokens, "node revoked");
+            info!(%node, tokens, "node revoked");
             value(StatusCode::OK, &RevokedNode { tokens })
         }
         ("POST", ["nodes", name, "unrevoke"]) => {
@@ -215,7 +215,7 @@ fn create_token(
         .nodes
         .save()
         .map_err(|error| RequestError::internal(&error))?;
-    info!(agent = %token_request.node, token = token.id(), "join token created");
+    info!(node = %token_request.node, token = token.id(), "join token created");
     Ok(CreatedToken::new(
         &token,
         &token_request.node,
@@ -281,7 +281,7 @@ fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> 
     if !state.nodes.forget(node) {
         return Err(RequestError::not_found(format!("no node is called {node}")));
     }
-    info!(agent = %node, "node forgotten");
+    info!(%node, "node forgotten");
     state
         .nodes
         .save()

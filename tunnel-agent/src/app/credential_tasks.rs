@@ -117,7 +117,7 @@ impl CredentialTasks<'_> {
                     }
                     Err(refused) => {
                         let error = causes(&refused);
-                        error!(agent = %renewal.node, error, "cannot renew the certificate; fix the reported cause");
+                        error!(node = %renewal.node, error, "cannot renew the certificate; fix the reported cause");
                         sleep(REFUSED_PAUSE).await;
                     }
                 }
@@ -181,7 +181,7 @@ impl CredentialTasks<'_> {
                 let soon = EXPIRY_WARNING.min(life.unwrap_or_default() / 4);
                 if current.not_after < SystemTime::now() + soon {
                     let ends = humantime::format_rfc3339_seconds(current.not_after);
-                    warn!(agent = %node, %ends, "certificate of --cert-file ends soon or has ended; replace the file");
+                    warn!(%node, %ends, "certificate of --cert-file ends soon or has ended; replace the file");
                 }
                 sleep(WARN_INTERVAL).await;
             }

@@ -30,7 +30,7 @@ impl InitialCredentials {
         let node = &config.node_name;
         if let Some(credential_files) = &config.credential_files {
             if config.token.is_some() {
-                info!(agent = %node, "token ignored: --cert-file is given");
+                info!(%node, "token ignored: --cert-file is given");
             }
             let loaded = credential_files.load(node)?;
             return Ok(Self::CredentialFiles(Box::new(loaded.value), loaded.digest));
@@ -40,7 +40,7 @@ impl InitialCredentials {
         let ended = match stored {
             Stored::Valid(credentials) => {
                 if config.token.is_some() {
-                    info!(agent = %node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
+                    info!(%node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
                 }
                 return Ok(Self::Stored(credentials, store));
             }
@@ -52,7 +52,7 @@ impl InitialCredentials {
         let token = match (&config.token, ended) {
             (Some(source), ended) => {
                 if let Some(ended) = ended {
-                    warn!(agent = %node, %ended, "stored certificate has ended; enrolling again");
+                    warn!(%node, %ended, "stored certificate has ended; enrolling again");
                 }
                 read_token(source, config.ca.is_some())?
             }

@@ -69,7 +69,7 @@ impl Connector {
         };
         let credentials = self.context.rotating_credentials.generation();
         let span =
-            debug_span!("session", agent = %self.context.node, transport = %transport.transport());
+            debug_span!("session", node = %self.context.node, transport = %transport.transport());
         let id = self.tasks.spawn(session_task.run().instrument(span)).id();
         attempt.task_ids.push(id);
         let running = RunningSession {

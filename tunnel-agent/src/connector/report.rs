@@ -42,7 +42,7 @@ impl ConnectionLog {
     ) {
         if !summary.reason.code.is_retryable() {
             error!(
-                agent = %self.agent,
+                node = %self.agent,
                 transport = %transport.transport(),
                 replica = summary.replica.as_ref().map(tracing::field::display),
                 code = %summary.reason.code,
@@ -52,13 +52,13 @@ impl ConnectionLog {
             return;
         }
         warn!(
-            agent = %self.agent,
+            node = %self.agent,
             transport = %transport.transport(),
             replica = summary.replica.as_ref().map(tracing::field::display),
             code = %summary.reason.code,
             error = %summary.reason,
-            ready_for = ?summary.ready_for,
-            retry_in = retry_in.map(tracing::field::debug),
+            ready_for = summary.ready_for.as_secs_f64(),
+            retry_in = retry_in.as_ref().map(Duration::as_secs_f64),
             "session lost"
         );
     }
@@ -66,12 +66,12 @@ impl ConnectionLog {
     /// Logs the regular end of a session: the session had retired, or the agent stops.
     pub(super) fn ended(&self, transport: SessionTransport, summary: &SessionSummary) {
         info!(
-            agent = %self.agent,
+            node = %self.agent,
             transport = %transport.transport(),
             replica = summary.replica.as_ref().map(tracing::field::display),
             code = %summary.reason.code,
             error = %summary.reason,
-            ready_for = ?summary.ready_for,
+            ready_for = summary.ready_for.as_secs_f64(),
             "session ended"
         );
     }
@@ -87,17 +87,17 @@ impl ConnectionLog {
         let agent = &self.agent;
         let error = failure_text(failures);
         let Some(suppressed) = self.throttle.lock().failed(code, now) else {
-            debug!(%agent, error, ?retry_in, "cannot connect");
+            debug!(node = %agent, error, retry_in = retry_in.as_secs_f64(), "cannot connect");
             return;
         };
         match code {
             Some(code) if !code.is_retryable() => {
-                error!(%agent, %code, error, ?retry_in, suppressed, "server refuses this agent; fix the reported cause");
+                error!(node = %agent, %code, error, retry_in = retry_in.as_secs_f64(), suppressed, "server refuses this agent; fix the reported cause");
             }
             Some(code) => {
-                warn!(%agent, %code, error, ?retry_in, suppressed, "cannot keep a session");
+                warn!(node = %agent, %code, error, retry_in = retry_in.as_secs_f64(), suppressed, "cannot keep a session");
             }
-            None => warn!(%agent, error, ?retry_in, suppressed, "cannot connect"),
+            None => warn!(node = %agent, error, retry_in = retry_in.as_secs_f64(), suppressed, "cannot connect"),
         }
     }
 
@@ -105,14 +105,14 @@ impl ConnectionLog {
     pub(super) fn probe_failed(&self, failures: &[(SessionTransport, ConnectError)]) {
         for (transport, error) in failures {
             let (transport, error) = (transport.transport(), causes(error));
-            debug!(agent = %self.agent, %transport, error, "probe for another session failed");
+            debug!(node = %self.agent, %transport, error, "probe for another session failed");
         }
     }
 
     /// Logs that no dial reached a replica without a session of this agent.
     pub(super) fn search_over(&self, members: usize) {
         warn!(
-            agent = %self.agent,
+            node = %self.agent,
             replicas = members,
             "each server that answers already has a session of this agent; going on with fewer \
              sessions until the servers change"
@@ -126,14 +126,14 @@ impl ConnectionLog {
             && REFUSED.admit()
         {
             let (agent, count) = (&self.agent, refused.len());
-            warn!(%agent, error, count, "server reports addresses that are not dialed");
+            warn!(node = %agent, error, count, "server reports addresses that are not dialed");
         }
     }
 
     /// Logs that a session with a server of an older version retires.
     pub(super) fn replaced(&self) {
         info!(
-            agent = %self.agent,
+            node = %self.agent,
             "another session of this agent is with a server of an older version, which serves one; \
              retiring this session"
         );
@@ -142,7 +142,7 @@ impl ConnectionLog {
     /// Logs that no dial with newer credentials reached the replica of a session, nor a free one.
     pub(super) fn refresh_over(&self, members: usize) {
         warn!(
-            agent = %self.agent,
+            node = %self.agent,
             replicas = members,
             "each dial with the new certificate reached a server that has another session of this \
              agent; the session goes on with the certificate that it began with"
@@ -155,14 +155,14 @@ impl ConnectionLog {
         match change {
             TransportChange::None => {}
             TransportChange::Fallback => {
-                warn!(%agent, "no answer over QUIC; falling back to h2");
+                warn!(node = %agent, "no answer over QUIC; falling back to h2");
             }
-            TransportChange::Upgrade => info!(%agent, "session upgraded to QUIC"),
+            TransportChange::Upgrade => info!(node = %agent, "session upgraded to QUIC"),
         }
     }
 
     pub(super) fn panicked(&self, transport: SessionTransport, panic: &dyn Error) {
-        error!(agent = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
+        error!(node = %self.agent, transport = %transport.transport(), error = %panic, "session task panicked");
     }
 }
 

@@ -199,7 +199,7 @@ impl ConnectorSet {
         let Some(connector) = id.and_then(|id| self.connectors.remove(&id)) else {
             return false;
         };
-        debug!(agent = %self.context.node, "fewer replicas than sessions; retiring one");
+        debug!(node = %self.context.node, "fewer replicas than sessions; retiring one");
         connector.retire.cancel();
         true
     }

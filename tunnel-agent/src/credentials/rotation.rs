@@ -217,7 +217,7 @@ impl RotatingCredentials {
         match CertificateParams::default().serialize_request(&*signer) {
             Ok(request) => Some(request.der().to_vec()),
             Err(error) => {
-                error!(agent = %self.node, %error, "cannot make a certificate request");
+                error!(node = %self.node, %error, "cannot make a certificate request");
                 None
             }
         }
@@ -269,7 +269,7 @@ impl RotatingCredentials {
             .replace(credentials.own.clone(), credentials.trust());
         self.metrics.certificate(credentials.not_after);
         let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
-        info!(agent = %self.node, %not_after, "using a new certificate");
+        info!(node = %self.node, %not_after, "using a new certificate");
         self.log_clock_skew(&credentials);
         // Counted from the arrival of the certificate: with a wrong clock the agent must not ask
         // again at once.
@@ -342,7 +342,7 @@ impl RotatingCredentials {
         self.metrics.renewal("returned");
         let not_after = humantime::format_rfc3339_seconds(current.not_after);
         warn!(
-            agent = %self.node, %not_after, previous = trial.is_newer,
+            node = %self.node, %not_after, previous = trial.is_newer,
             "{REFUSED_MOST} consecutive handshakes failed on certificates; switched to the agent's other certificate and roots"
         );
         let next = first_renewal(&current, SystemTime::now(), rand::random());
@@ -373,10 +373,10 @@ impl RotatingCredentials {
             Ok(Ok(())) => {}
             Ok(Err(problem)) => {
                 let error = causes(&problem);
-                warn!(agent = %self.node, error, "cannot update the certificates in the data directory");
+                warn!(node = %self.node, error, "cannot update the certificates in the data directory");
             }
             Err(panic) => {
-                error!(agent = %self.node, error = %panic, "task that removes the previous certificate panicked")
+                error!(node = %self.node, error = %panic, "task that removes the previous certificate panicked")
             }
         }
     }
@@ -424,12 +424,12 @@ impl RotatingCredentials {
             Ok(Err(problem)) => {
                 self.metrics.unsaved(true);
                 error!(
-                    agent = %self.node, error = causes(&problem),
+                    node = %self.node, error = causes(&problem),
                     "cannot write the certificate to the data directory; it stays in use until this process ends"
                 );
             }
             Err(panic) => {
-                error!(agent = %self.node, error = %panic, "task that writes the certificate panicked")
+                error!(node = %self.node, error = %panic, "task that writes the certificate panicked")
             }
         }
     }
@@ -447,7 +447,7 @@ impl RotatingCredentials {
         if skew > BACKDATED && credentials.signer.is_some() {
             let skew = humantime::format_duration(Duration::from_secs(skew.as_secs()));
             warn!(
-                agent = %self.node, clock = %humantime::format_rfc3339_seconds(now),
+                node = %self.node, clock = %humantime::format_rfc3339_seconds(now),
                 "clock of this host is {skew} {word} the server's; synchronize both clocks"
             );
         }
@@ -465,9 +465,9 @@ impl RotatingCredentials {
         let life = not_after.duration_since(issued).unwrap_or_default();
         let ends = humantime::format_rfc3339_seconds(not_after);
         if left < life / 4 {
-            error!(agent = %self.node, %ends, error = problem, "certificate ends soon and cannot be renewed");
+            error!(node = %self.node, %ends, error = problem, "certificate ends soon and cannot be renewed");
         } else {
-            warn!(agent = %self.node, %ends, error = problem, "certificate was not renewed; trying again");
+            warn!(node = %self.node, %ends, error = problem, "certificate was not renewed; trying again");
         }
     }
 

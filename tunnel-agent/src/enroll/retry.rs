@@ -37,7 +37,7 @@ pub(crate) async fn renew_or_enroll(
             Ok(enrolled) => return Ok(enrolled),
             Err(error) => {
                 let agent = &renewal.enrollment.node;
-                warn!(%agent, error = causes(&error), "cannot renew the certificate; trying the token");
+                warn!(node = %agent, error = causes(&error), "cannot renew the certificate; trying the token");
                 if !error.is_retryable() {
                     return by_token.run().await;
                 }
@@ -47,7 +47,7 @@ pub(crate) async fn renew_or_enroll(
             Ok(enrolled) => return Ok(enrolled),
             Err(error) => {
                 let agent = &renewal.enrollment.node;
-                warn!(%agent, error = causes(&error), "cannot enroll with the token; trying the certificate's key");
+                warn!(node = %agent, error = causes(&error), "cannot enroll with the token; trying the certificate's key");
                 if !error.is_retryable() {
                     return renewal.run().await;
                 }
@@ -75,13 +75,13 @@ impl<'a> RetryLoop<'a> {
     fn log_start(&self) {
         let node = &self.enrollment.node;
         match &self.enrollment.proof {
-            EnrollProof::Token(token) => info!(agent = %node, token = token.id(), "enrolling"),
+            EnrollProof::Token(token) => info!(%node, token = token.id(), "enrolling"),
             EnrollProof::ServiceAccount(..) => {
-                info!(agent = %node, "enrolling with the ServiceAccount token")
+                info!(%node, "enrolling with the ServiceAccount token")
             }
             EnrollProof::ExpiredCertificate(ended) => {
                 let ended = humantime::format_rfc3339_seconds(ended.not_after);
-                info!(agent = %node, %ended, "certificate has expired; renewing with its key");
+                info!(%node, %ended, "certificate has expired; renewing with its key");
             }
         }
     }
@@ -119,7 +119,7 @@ impl<'a> RetryLoop<'a> {
                 retry_in += RATE_LIMIT_WAIT;
             }
             let agent = &self.enrollment.node;
-            warn!(%agent, error = causes(&error), ?retry_in, "cannot enroll");
+            warn!(node = %agent, error = causes(&error), retry_in = retry_in.as_secs_f64(), "cannot enroll");
             sleep(retry_in).await;
             left = left.saturating_sub(1);
             if left == 0 {

@@ -22,7 +22,7 @@ impl App {
         self.context.peers.leave();
         if !delay.is_zero() {
             info!(
-                ?delay,
+                delay = delay.as_secs_f64(),
                 "not ready; the listeners accept on until the drain begins"
             );
         }

@@ -30,7 +30,7 @@ pub fn enforce(trust: &Arc<AgentTrust>, registry: &Arc<Registry>, shutdown: &Shu
                 return;
             };
             for agent in distrusted {
-                info!(agent = %agent.node, session = %agent.id, "CA is no longer trusted, closing the session");
+                info!(node = %agent.node, session = agent.id.0, "CA is no longer trusted, closing the session");
                 agent.withdraw();
                 tasks.spawn_service(async move {
                     agent.close(CloseCode::CredentialRevoked, DISTRUSTED).await;

@@ -101,24 +101,24 @@ impl Enrollment {
         };
         match issued {
             Ok((EnrolledBy::Token(token), reply)) => {
-                info!(%agent, %peer, token, "agent enrolled");
+                info!(node = %agent, %peer, token, "agent enrolled");
                 Ok(reply)
             }
             Ok((EnrolledBy::Account(account), reply)) => {
-                info!(%agent, %peer, account, "agent enrolled with a ServiceAccount token");
+                info!(node = %agent, %peer, account, "agent enrolled with a ServiceAccount token");
                 Ok(reply)
             }
             Ok((EnrolledBy::Server(server), reply)) => {
-                info!(%agent, %peer, %server, "agent enrolled by another server");
+                info!(node = %agent, %peer, %server, "agent enrolled by another server");
                 Ok(reply)
             }
             Ok((EnrolledBy::Proof, reply)) => {
-                info!(%agent, %peer, "expired certificate renewed");
+                info!(node = %agent, %peer, "expired certificate renewed");
                 Ok(reply)
             }
             Err((code, detail)) => {
                 if REFUSED.admit() {
-                    warn!(%agent, %peer, %code, detail, "enrollment refused");
+                    warn!(node = %agent, %peer, %code, detail, "enrollment refused");
                 }
                 Err((code, detail))
             }

@@ -332,7 +332,7 @@ impl Revocations {
                     if !revocations.is_revoked(agent.session.peer()) || agent.is_closing() {
                         continue;
                     }
-                    info!(agent = %agent.node, session = %agent.id, "certificate is revoked, closing the session");
+                    info!(node = %agent.node, session = agent.id.0, "certificate is revoked, closing the session");
                     agent.withdraw();
                     tasks.spawn_service(async move {
                         agent.close(CloseCode::CredentialRevoked, REVOKED).await;

@@ -9,12 +9,14 @@ use tracing::info;
 use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
+use tunnel_proto::wire::name::{NodeName, Port};
 
 use super::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::ResponseGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::metrics::{GaugeGuard, Metrics};
+use crate::routing::destination::Destination;
 use crate::routing::registry::Opened;
 use crate::routing::via::Via;
 
@@ -34,6 +36,9 @@ pub struct AccessLog {
     /// Method and path, or the name of the TCP service.
     subject: String,
     destination: String,
+    /// The node and the port that the caller asks for, as soon as they are known.
+    node: Option<NodeName>,
+    port: Option<Port>,
     via: Option<Via>,
     status: Option<u16>,
     outcome: Outcome,
@@ -68,6 +73,8 @@ impl AccessLog {
             began: Instant::now(),
             subject,
             destination: String::new(),
+            node: None,
+            port: None,
             via: None,
             status: None,
             outcome: Outcome::CallerGone,
@@ -91,10 +98,28 @@ impl AccessLog {
         self.open = Some(self.metrics.dialed());
     }
 
-    pub fn destination(&mut self, destination: &impl fmt::Display) {
+    /// Records the node and the port that the caller asks for, also of a request that is refused.
+    pub fn requested(&mut self, node: &NodeName, port: Port) {
+        self.node = Some(node.clone());
+        self.port = Some(port);
+    }
+
+    /// Records the node and the target of a request.
+    pub fn destination(&mut self, destination: &Destination) {
+        self.requested(&destination.node, destination.target.port());
+        self.target(destination);
+    }
+
+    /// Records a target that the server dials itself.
+    pub fn direct(&mut self, target_label: &str, port: Port) {
+        self.port = Some(port);
+        self.target(&format_args!("direct {target_label}"));
+    }
+
+    fn target(&mut self, target: &impl fmt::Display) {
         // With space for most texts, since each part of a destination is written separately.
         let mut text = String::with_capacity(DESTINATION_CAPACITY);
-        let _never_fails = write!(text, "{destination}");
+        let _never_fails = write!(text, "{target}");
         self.destination = text;
     }
 
@@ -170,6 +195,8 @@ impl Drop for AccessLog {
             peer = %self.peer,
             caller = non_empty(&self.caller),
             request = self.subject,
+            node = self.node.as_ref().map(NodeName::as_str),
+            port = self.port.map(Port::get),
             target = non_empty(&self.destination),
             session = self.via.as_ref().and_then(Via::session_number),
             via = self.via.as_ref().and_then(Via::replica).map(tracing::field::display),
@@ -178,7 +205,7 @@ impl Drop for AccessLog {
             error = non_empty(&self.error),
             bytes_in = received,
             bytes_out = sent,
-            elapsed = ?self.began.elapsed(),
+            elapsed = self.began.elapsed().as_secs_f64(),
             "access"
         );
     }

@@ -109,7 +109,7 @@ pub(super) async fn forward(
             RequestKind::Read => Some(request.method()),
         },
     };
-    let route = route(&caller.ingress, access).await?;
+    let route = route(&caller.ingress, access, access_log).await?;
     match proxy_request.kind {
         RequestKind::Connect => {
             let params = TunnelParams {

@@ -75,15 +75,28 @@ pub(super) struct TunnelParams<'a> {
     pub(super) awaits_reply: bool,
 }
 
-/// Returns the route of a request, if the policy allows one.
+/// Returns the route of a request, if the policy allows one. Records the node and the port in the
+/// access log either way.
 ///
 /// # Errors
 /// Returns a [`ProxyError`] with the response for the caller.
 pub(super) async fn route(
     ingress: &IngressContext,
     request: IngressRequest<'_>,
+    access_log: &mut AccessLog,
 ) -> Result<Route, ProxyError> {
     let destination = resolve(ingress, &request.target).await?;
+    match &destination {
+        RequestedDestination::Node(requested) => {
+            access_log.requested(&requested.node, requested.port.in_request());
+        }
+        RequestedDestination::Configured(destination) => {
+            access_log.requested(&destination.node, destination.target.port());
+        }
+        RequestedDestination::Direct(direct) => {
+            access_log.direct(&direct.request.to_string(), direct.request.port);
+        }
+    }
     let access = Access {
         caller: request.caller,
         destination,
@@ -151,7 +164,7 @@ impl DirectRoute {
         access_log: &mut AccessLog,
     ) -> Result<TargetSocket, ProxyError> {
         let target_label = self.request.to_string();
-        access_log.destination(&format!("direct {target_label}"));
+        access_log.direct(&target_label, self.request.port);
         let routes = ingress.routes.load();
         let claims = AddressClaims {
             routes: &routes,

@@ -434,7 +434,7 @@ impl Caller {
             target: self.target(&request),
             verb: Some(request.method()),
         };
-        let route = route(&self.ingress, access).await?;
+        let route = route(&self.ingress, access, access_log).await?;
         let exchange = Exchange {
             caller: self,
             key: &self.identity.key(self.peer),

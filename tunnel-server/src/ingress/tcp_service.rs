@@ -63,7 +63,7 @@ async fn open(
         target: IngressTarget::TcpService(&service.destination),
         verb: None,
     };
-    let route = route(ingress, request).await?;
+    let route = route(ingress, request, access_log).await?;
     let params = TunnelParams {
         key: &identity.key(peer.into()),
         trace_parent: String::new(),

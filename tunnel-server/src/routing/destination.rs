@@ -50,6 +50,17 @@ pub enum RequestedPort {
     },
 }
 
+impl RequestedPort {
+    /// Returns the port that the request asks for, before the policy decides.
+    #[must_use]
+    pub fn in_request(self) -> Port {
+        match self {
+            Self::Named(port) | Self::Kubelet(port) => port,
+            Self::NamedOrKubelet { named, .. } => named,
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DialTarget {
     /// A name that must be resolved.

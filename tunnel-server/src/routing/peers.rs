@@ -252,7 +252,7 @@ impl Peers {
                 Ok(Err(error)) => OpenError::Lost(error),
                 Err(_elapsed) => OpenError::Timeout,
             };
-            debug!(agent = %node, peer = %link.replica, error = %result, "cannot forward a stream");
+            debug!(%node, peer = %link.replica, error = %result, "cannot forward a stream");
             self.count(ForwardDirection::Out, ForwardResult::Failed);
             failure = result;
         }
@@ -347,7 +347,7 @@ impl Peers {
     /// Records that a server answered that it has no session of a node. A server that has announced
     /// the node again since `announcement` is still asked.
     pub fn not_here(&self, node: &NodeName, replica: &ReplicaId, announcement: Announcement) {
-        debug!(agent = %node, peer = %replica, "server does not hold the node");
+        debug!(%node, peer = %replica, "server does not hold the node");
         let mut state = self.state.lock();
         state.directory.forget(node, replica, announcement);
         self.directory_changed(&state);

@@ -403,7 +403,7 @@ impl Registry {
                 }
                 Ok(Err(SessionError::NotOpening)) => failure = OpenError::Draining,
                 Ok(Err(error)) => {
-                    debug!(agent = %node, session = %agent.id, %error, "session cannot open a stream");
+                    debug!(%node, session = agent.id.0, %error, "session cannot open a stream");
                     failure = OpenError::Lost(error);
                 }
                 Err(_elapsed) => return Err(OpenError::Timeout),

@@ -55,7 +55,7 @@ impl Sessions {
             let code = CloseCode::TooManySessions;
             self.metrics.handshake(code.label());
             self.metrics.limit(Limit::AdmissionsPerNode);
-            debug!(agent = %node, peer = %session.stats().remote, "node opens sessions too fast, session refused");
+            debug!(%node, peer = %session.stats().remote, "node opens sessions too fast, session refused");
             return session.close(code, AdmissionRate::REFUSAL).await;
         }
         let began = Instant::now();
@@ -66,9 +66,9 @@ impl Sessions {
                 self.metrics.handshake("ok");
                 let remote = session.stats().remote;
                 info!(
-                    agent = %node, session = %admitted.registration.session().id, peer = %remote,
+                    %node, session = admitted.registration.session().id.0, peer = %remote,
                     transport = %session.transport(), software = admitted.registration.session().software,
-                    elapsed = ?began.elapsed(), "agent connected"
+                    elapsed = began.elapsed().as_secs_f64(), "agent connected"
                 );
                 drop((session, node));
                 Box::pin(self.run(admitted)).await;
@@ -217,7 +217,7 @@ impl Sessions {
             }
         };
         if let Some(old) = registration.superseded() {
-            info!(agent = %node, session = %old.id, "closing the oldest session of a node at its limit");
+            info!(%node, session = old.id.0, "closing the oldest session of a node at its limit");
             self.shutdown
                 .spawn_service(async move { old.close_superseded().await });
         }
@@ -266,7 +266,7 @@ impl Sessions {
             .into_iter()
             .filter(|old| yielded.contains(&old.id))
         {
-            warn!(agent = %node, session = %old.id, "silent session is superseded by a new agent process");
+            warn!(%node, session = old.id.0, "silent session is superseded by a new agent process");
             old.withdraw();
             self.shutdown
                 .spawn_service(async move { old.close_superseded().await });
@@ -320,7 +320,7 @@ impl Sessions {
         self.metrics.handshake(code.label());
         static REFUSED: LogRateLimit = LogRateLimit::new("agents not admitted");
         if REFUSED.admit() {
-            warn!(agent = %node, %peer, %code, error = reason, "agent not admitted");
+            warn!(%node, %peer, %code, error = reason, "agent not admitted");
         }
         session.close(code, &reason).await;
         // The refusal of a second agent says nothing about the session of the first one.

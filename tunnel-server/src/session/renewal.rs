@@ -72,7 +72,7 @@ impl Sessions {
     pub(super) fn renewed(&self, agent: &AgentSession, issued: RenewalResult) -> EnrollReply {
         let node = &agent.node;
         let issued = issued.unwrap_or_else(|panic| {
-            warn!(agent = %node, error = %panic, "renewal task failed");
+            warn!(%node, error = %panic, "renewal task failed");
             Err((EnrollCode::Unavailable, "internal server error".to_owned()))
         });
         match issued {
@@ -81,14 +81,14 @@ impl Sessions {
                 self.nodes.record_connection(node, renewed.not_after);
                 self.metrics.renewal("issued");
                 let not_after = crate::store::data_dir::rfc3339(renewed.not_after);
-                info!(agent = %node, session = %agent.id, not_after, "certificate renewed");
+                info!(%node, session = agent.id.0, not_after, "certificate renewed");
                 renewed.reply
             }
             Err((code, detail)) => {
                 self.metrics.renewal(code.label());
                 static REFUSED: LogRateLimit = LogRateLimit::new("renewals refused");
                 if REFUSED.admit() {
-                    warn!(agent = %node, session = %agent.id, %code, detail, "renewal refused");
+                    warn!(%node, session = agent.id.0, %code, detail, "renewal refused");
                 }
                 EnrollReply::Refused(code, detail)
             }

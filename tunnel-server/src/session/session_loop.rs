@@ -78,7 +78,7 @@ impl Sessions {
                 result = &mut sending, if can_send => {
                     can_send = false;
                     if let Err(error) = result {
-                        debug!(agent = %agent.node, session = %agent.id, %error, "cannot send on the control stream");
+                        debug!(node = %agent.node, session = agent.id.0, %error, "cannot send on the control stream");
                     }
                 }
             }
@@ -133,7 +133,7 @@ impl Sessions {
             return Some(expires_at);
         }
         if !agent.is_closing() {
-            warn!(agent = %agent.node, session = %agent.id, "certificate expired and was not renewed, closing the session");
+            warn!(node = %agent.node, session = agent.id.0, "certificate expired and was not renewed, closing the session");
             self.metrics.limit(Limit::CertificateLife);
             agent.withdraw();
             let ending = agent.clone();
@@ -193,12 +193,12 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut 
     match message {
         ControlMessage::Withdraw => {
             if !agent.is_withdrawn() {
-                info!(agent = %node, %session, "agent withdrew; open streams continue");
+                info!(%node, session = session.0, "agent withdrew; open streams continue");
             }
             agent.withdraw();
         }
         ControlMessage::Bye(reason) => {
-            debug!(agent = %node, %session, reason, "agent sent Bye");
+            debug!(%node, session = session.0, reason, "agent sent Bye");
             agent.withdraw();
         }
         ControlMessage::Suspect(silent) => monitor.peer_suspects(*silent),
@@ -210,7 +210,7 @@ fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut 
         | ControlMessage::Renewed(_)
         | ControlMessage::Members(_)
         | ControlMessage::Unknown => {
-            debug!(agent = %node, %session, "unexpected control message");
+            debug!(%node, session = session.0, "unexpected control message");
         }
     }
 }
@@ -220,7 +220,7 @@ async fn control_ended(agent: &AgentSession, error: Option<io::Error>) {
     let Some(error) = error else {
         return agent.withdraw();
     };
-    debug!(agent = %agent.node, session = %agent.id, %error, "control stream ended");
+    debug!(node = %agent.node, session = agent.id.0, %error, "control stream ended");
     let reason = format!("control stream ended: {error}");
     agent.close(CloseCode::Protocol, &reason).await;
 }
@@ -228,12 +228,12 @@ async fn control_ended(agent: &AgentSession, error: Option<io::Error>) {
 fn log_end(agent: &AgentSession, reason: &CloseReason, streams: usize) {
     let (node, session, stats) = (&agent.node, agent.id, agent.session.stats());
     info!(
-        agent = %node, %session, by = %reason.by, code = %reason.code, reason = reason.reason,
+        %node, session = session.0, by = %reason.by, code = %reason.code, reason = reason.reason,
         bytes_in = stats.bytes_in, bytes_out = stats.bytes_out, "agent disconnected"
     );
     let lost = reason.by == ClosedBy::Network || reason.code == CloseCode::Dead;
     if lost && streams > 0 {
-        warn!(agent = %node, %session, streams, "streams were reset with the session");
+        warn!(%node, session = session.0, streams, "streams were reset with the session");
     }
 }
 
@@ -294,7 +294,7 @@ impl AgentMonitor {
                     });
                 }
                 self.suspect = suspect_reason.map(|_| self.metrics.suspect());
-                debug!(agent = %agent.node, session = %agent.id, state = ?check.state, "session state changed");
+                debug!(node = %agent.node, session = agent.id.0, state = ?check.state, "session state changed");
             }
             // The server retires no sessions.
             Transition::Unchanged | Transition::Finished => {}
@@ -310,10 +310,10 @@ fn log_change(agent: &AgentSession, suspect_reason: Option<SuspectReason>, silen
     let (node, session, transport) = (&agent.node, agent.id, agent.session.transport());
     match suspect_reason {
         Some(suspect_reason) => warn!(
-            agent = %node, %session, %transport, ?silence, reason = %suspect_reason,
+            %node, session = session.0, %transport, silence = silence.as_secs_f64(), reason = %suspect_reason,
             "session is suspect; no new streams are opened on it"
         ),
-        None => info!(agent = %node, %session, %transport, "session is live again"),
+        None => info!(%node, session = session.0, %transport, "session is live again"),
     }
 }
 

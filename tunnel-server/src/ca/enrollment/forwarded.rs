@@ -69,12 +69,12 @@ impl Enrollment {
         // Only proofs need the exporter value, and a proof is no token.
         match self.issued(request, None, [0; RENEW_EXPORT_BYTES]).await {
             Ok((_, reply)) => {
-                info!(%agent, peer = %replica, token = token.id(), "agent enrolled through another server");
+                info!(node = %agent, peer = %replica, token = token.id(), "agent enrolled through another server");
                 Ok(reply)
             }
             Err((code, detail)) => {
                 if REFUSED.admit() {
-                    warn!(%agent, peer = %replica, %code, detail, "enrollment through another server refused");
+                    warn!(node = %agent, peer = %replica, %code, detail, "enrollment through another server refused");
                 }
                 Err((code, detail))
             }

@@ -120,7 +120,7 @@ impl AdminTunnels {
             },
             verb: None,
         };
-        let route = route(&self.ingress, access).await?;
+        let route = route(&self.ingress, access, access_log).await?;
         let params = TunnelParams {
             // A caller that has access to this socket can also stop the server, so it counts as a
             // caller with a certificate.

@@ -59,7 +59,7 @@ pub(super) async fn serve_stream(
     let mut opened = match opened.await {
         Ok(opened) => opened,
         Err(error) => {
-            debug!(agent = %node, %error, "cannot open a forwarded stream");
+            debug!(%node, %error, "cannot open a forwarded stream");
             let (code, result) = refusal(&error);
             stream.refuse(code, &error.to_string()).await;
             return Some(result);
@@ -69,7 +69,7 @@ pub(super) async fn serve_stream(
     Some(match outcome.end {
         RelayEnd::Clean | RelayEnd::ReaderClosed(_) => ForwardResult::Ok,
         RelayEnd::Cut(side, error) => {
-            debug!(agent = %node, ?side, %error, "forwarded stream was cut");
+            debug!(%node, ?side, %error, "forwarded stream was cut");
             let is_lost = find_cause::<StreamCut>(&error) == Some(&StreamCut::SessionLost);
             if is_lost && side == RelaySide::Right {
                 // The caller gets the same answer as from this server.

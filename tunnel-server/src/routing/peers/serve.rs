@@ -206,7 +206,7 @@ impl PeerListener {
     /// Answers a question in a task of its own, because a probe takes up to a second.
     fn answer(&self, ask: Ask, probes: &Arc<Semaphore>, outbox: &mpsc::Sender<PeerMessage>) {
         let Ok(permit) = probes.clone().try_acquire_owned() else {
-            return debug!(agent = %ask.node, "too many questions of another server");
+            return debug!(node = %ask.node, "too many questions of another server");
         };
         let (endpoint, outbox) = (self.endpoint.clone(), outbox.clone());
         self.endpoint.shutdown.spawn_service(async move {
@@ -259,7 +259,7 @@ async fn is_alive(endpoint: &PeerEndpoint, ask: &Ask) -> bool {
         return true;
     }
     for old in rivals {
-        warn!(agent = %old.node, session = %old.id, "silent session is superseded by an agent process at another server");
+        warn!(node = %old.node, session = old.id.0, "silent session is superseded by an agent process at another server");
         old.yield_node();
         endpoint
             .shutdown
