@@ -17,6 +17,7 @@
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
 //! | `metrics` | metrics of the agent |
 //! | `error` | text of errors for log lines |
+//! | `log_throttle` | which of repeated failures are logged |
 //!
 //! Calls go `main` → `app` → `connector` → `session` → `egress`. `egress` and `policy` depend on no
 //! transport but `Stream`.
@@ -31,6 +32,7 @@ mod credentials;
 mod egress;
 mod enroll;
 mod error;
+mod log_throttle;
 mod metrics;
 mod proxy;
 mod session;

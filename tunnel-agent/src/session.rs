@@ -340,7 +340,7 @@ impl<'a> ActiveSession<'a> {
             } if !self.is_draining => {
                 self.is_draining = true;
                 info!(
-                    node = %agent, session = session.0, ?deadline, ?move_within,
+                    node = %agent, session = session.0, deadline = deadline.as_secs_f64(), move_within = move_within.as_secs_f64(),
                     "server is stopping; dialing another session, open streams go on"
                 );
                 let draining = SessionEvent::Draining { move_within };

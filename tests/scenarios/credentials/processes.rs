@@ -389,3 +389,32 @@ async fn agent_certificate_of_another_ca_is_reported_with_its_flags() -> Result<
     }
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agent_with_the_token_of_another_server_repeats_its_line_rarely() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let path = |name: &str| scratch.path().join(name);
+    let server = ServerSetup::on_loopback(&path("server")).start().await?;
+    let other = ServerSetup::on_loopback(&path("other")).start().await?;
+    let token = other.token("worker-1", None).await?;
+    let agents = server.address(Listener::Agents);
+    let agent = AgentSetup::on_loopback("worker-1", agents, &path("agent"));
+    let agent = agent.args(&["--token", &token, "--log-level", "debug"]);
+    let agent = agent.start()?;
+    let failures = || {
+        let mut lines = agent.log().lines();
+        lines.retain(|line| line.contains("\"cannot enroll\""));
+        lines
+    };
+    eventually("the agent tries again", START, async || {
+        (failures().len() >= 4).then_some(())
+    })
+    .await;
+    let mut lines = failures();
+    lines.retain(|line| line.contains("WARN"));
+    let [line] = &lines[..] else {
+        anyhow::bail!("{lines:?}");
+    };
+    ensure!(line.contains("the token pins another CA"), "{line}");
+    Ok(())
+}

@@ -14,6 +14,7 @@ use tunnel_proto::wire::name::NodeName;
 use super::session_task::ConnectError;
 use super::transport_policy::{SessionTransport, TransportChange};
 use crate::error::causes;
+use crate::log_throttle::LogThrottle;
 use crate::session::SessionSummary;
 
 /// Writes the log lines. Remembers which failures of an outage were logged. The clones of the
@@ -21,7 +22,7 @@ use crate::session::SessionSummary;
 #[derive(Debug, Clone)]
 pub(super) struct ConnectionLog {
     agent: NodeName,
-    throttle: Arc<Mutex<LogThrottle>>,
+    throttle: Arc<Mutex<LogThrottle<Option<CloseCode>>>>,
 }
 
 impl ConnectionLog {
@@ -173,90 +174,4 @@ pub(super) fn failure_text(failures: &[(SessionTransport, ConnectError)]) -> Str
         .map(|(transport, error)| format!("{}: {}", transport.transport(), causes(error)))
         .collect::<Vec<_>>()
         .join("; ")
-}
-
-/// Selects the failures to log: the first with each code, and one every 30 s. Codes are logged again
-/// after 30 s without a failure. A ready session is no reason to, since sessions may be lost again
-/// and again, and other connectors may fail all the time.
-#[derive(Debug, Default)]
-struct LogThrottle {
-    logged_codes: Vec<Option<CloseCode>>,
-    last_failure: Option<Instant>,
-    last: Option<Instant>,
-    suppressed: u32,
-}
-
-impl LogThrottle {
-    /// Returns how many failures were suppressed since the last line, or `None` to suppress this
-    /// one.
-    fn failed(&mut self, code: Option<CloseCode>, now: Instant) -> Option<u32> {
-        let last_failure = self.last_failure.replace(now);
-        if last_failure.is_some_and(|last| now.duration_since(last) >= REPEAT_INTERVAL) {
-            self.logged_codes.clear();
-        }
-        let is_new =
-            !self.logged_codes.contains(&code) && self.logged_codes.len() < LOGGED_CODES_MAX;
-        let is_time = self
-            .last
-            .is_none_or(|last| now.duration_since(last) >= REPEAT_INTERVAL);
-        if !is_new && !is_time {
-            self.suppressed = self.suppressed.saturating_add(1);
-            return None;
-        }
-        if is_new {
-            self.logged_codes.push(code);
-        }
-        self.last = Some(now);
-        Some(std::mem::take(&mut self.suppressed))
-    }
-}
-
-/// Time between two lines with the same content.
-const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
-/// Maximum number of codes that get a line of their own in one outage, since a peer may invent
-/// codes.
-const LOGGED_CODES_MAX: usize = 16;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn repeated_failures_get_one_line_in_30_s_and_new_ones_their_own() {
-        let mut throttle = LogThrottle::default();
-        let start = Instant::now();
-        let mut at = |seconds, code| throttle.failed(code, start + Duration::from_secs(seconds));
-        assert_eq!(at(0, None), Some(0));
-        assert_eq!(at(1, None), None);
-        assert_eq!(at(29, None), None);
-        assert_eq!(at(29, Some(CloseCode::NameInUse)), Some(2));
-        assert_eq!(at(30, None), None);
-        assert_eq!(at(58, Some(CloseCode::NameInUse)), None);
-        assert_eq!(at(59, None), Some(2));
-        let lines = (60..660).filter(|second| at(*second, None).is_some());
-        assert_eq!(lines.count(), 20);
-    }
-
-    #[test]
-    fn code_is_logged_again_after_30_s_without_a_failure() {
-        let mut throttle = LogThrottle::default();
-        let start = Instant::now();
-        let mut at = |seconds, code| throttle.failed(code, start + Duration::from_secs(seconds));
-        let in_use = Some(CloseCode::NameInUse);
-        assert_eq!(at(0, None), Some(0));
-        assert_eq!(at(1, in_use), Some(0));
-        assert_eq!(at(30, in_use), None);
-        assert_eq!(at(61, None), Some(1));
-        assert_eq!(at(62, in_use), Some(0));
-        assert_eq!(at(63, in_use), None);
-    }
-
-    #[test]
-    fn invented_codes_do_not_make_more_lines_for_ever() {
-        let mut throttle = LogThrottle::default();
-        let now = Instant::now();
-        let codes = (1000..2000).map(|number| Some(CloseCode::from_number(number)));
-        let lines = codes.filter(|code| throttle.failed(*code, now).is_some());
-        assert_eq!(lines.count(), LOGGED_CODES_MAX);
-    }
 }

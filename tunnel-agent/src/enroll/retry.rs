@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use rand::random;
 use tokio::time::{Instant, sleep};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 use tunnel_proto::wire::code::EnrollCode;
 
 use super::{EndpointRotation, EnrollError, EnrollProof, Enrolled, Enrollment, attempt};
 use crate::connector::backoff::{Backoff, ReconnectEvent};
 use crate::error::causes;
+use crate::log_throttle::LogThrottle;
 
 /// Enrolls, with retries while they may help. Cancel-safe: the key is persisted and the request may
 /// be repeated.
@@ -32,12 +33,15 @@ pub(crate) async fn renew_or_enroll(
     by_token: &Enrollment,
 ) -> Result<Enrolled, EnrollError> {
     let (mut renewal, mut by_token) = (RetryLoop::new(renewal), RetryLoop::new(by_token));
+    let mut throttle = LogThrottle::default();
     loop {
         match renewal.try_each_server().await {
             Ok(enrolled) => return Ok(enrolled),
             Err(error) => {
                 let agent = &renewal.enrollment.node;
-                warn!(node = %agent, error = causes(&error), "cannot renew the certificate; trying the token");
+                if throttle.failed("renewal", Instant::now()).is_some() {
+                    warn!(node = %agent, error = causes(&error), "cannot renew the certificate; trying the token");
+                }
                 if !error.is_retryable() {
                     return by_token.run().await;
                 }
@@ -47,7 +51,9 @@ pub(crate) async fn renew_or_enroll(
             Ok(enrolled) => return Ok(enrolled),
             Err(error) => {
                 let agent = &renewal.enrollment.node;
-                warn!(node = %agent, error = causes(&error), "cannot enroll with the token; trying the certificate's key");
+                if throttle.failed("token", Instant::now()).is_some() {
+                    warn!(node = %agent, error = causes(&error), "cannot enroll with the token; trying the certificate's key");
+                }
                 if !error.is_retryable() {
                     return renewal.run().await;
                 }
@@ -61,6 +67,7 @@ struct RetryLoop<'a> {
     enrollment: &'a Enrollment,
     backoff: Backoff,
     rotation: EndpointRotation,
+    throttle: LogThrottle<String>,
 }
 
 impl<'a> RetryLoop<'a> {
@@ -69,6 +76,7 @@ impl<'a> RetryLoop<'a> {
             enrollment,
             backoff: Backoff::new(),
             rotation: EndpointRotation::default(),
+            throttle: LogThrottle::default(),
         }
     }
 
@@ -83,6 +91,17 @@ impl<'a> RetryLoop<'a> {
                 let ended = humantime::format_rfc3339_seconds(ended.not_after);
                 info!(%node, %ended, "certificate has expired; renewing with its key");
             }
+        }
+    }
+
+    /// Logs a failed attempt. Servers with the same failure have different texts, and each of them
+    /// gets a line.
+    fn log_failure(&mut self, failure: &EnrollError, retry_in: Duration) {
+        let (node, error) = (&self.enrollment.node, causes(failure));
+        let retry_in = retry_in.as_secs_f64();
+        match self.throttle.failed(error.clone(), Instant::now()) {
+            Some(suppressed) => warn!(%node, error, retry_in, suppressed, "cannot enroll"),
+            None => debug!(%node, error, retry_in, "cannot enroll"),
         }
     }
 
@@ -118,8 +137,7 @@ impl<'a> RetryLoop<'a> {
             {
                 retry_in += RATE_LIMIT_WAIT;
             }
-            let agent = &self.enrollment.node;
-            warn!(node = %agent, error = causes(&error), retry_in = retry_in.as_secs_f64(), "cannot enroll");
+            self.log_failure(&error, retry_in);
             sleep(retry_in).await;
             left = left.saturating_sub(1);
             if left == 0 {
