@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
+use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access};
 use tunnel_proto::relay::{RelayEnd, RelaySide, Socket, relay};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
@@ -137,6 +137,9 @@ impl Egress {
             }
         };
         self.metrics.stream_ended(outcome.end);
+        if !admits_access(outcome.end != StreamEnd::Ok) {
+            return;
+        }
         if outcome.end == StreamEnd::NoHeader && !NO_HEADER_LOG_LIMIT.admit() {
             return;
         }

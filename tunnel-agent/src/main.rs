@@ -43,8 +43,8 @@ fn main() -> ExitCode {
 
 fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let config = load(source)?;
-    let _logs =
-        telemetry::start(config.log_level, config.log_format).context("cannot start logging")?;
+    let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)
+        .context("cannot start logging")?;
     if let Err(error) = secrets::forbid_core_dumps() {
         warn!(%error, "cannot disable core dumps; core dumps may contain keys");
     }

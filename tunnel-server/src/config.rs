@@ -10,7 +10,7 @@ use std::time::Duration;
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::files;
 use tunnel_proto::process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
-use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::process::telemetry::{AccessLogSettings, LogFormat};
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::Port;
@@ -94,6 +94,8 @@ pub struct Config {
     /// Minimum level of log messages.
     pub log_level: LevelFilter,
     pub log_format: LogFormat,
+    /// Settings of the access log.
+    pub access_log: AccessLogSettings,
     /// Settings of the cluster to follow.
     pub kubernetes: Option<KubernetesSettings>,
     /// Limits and timers of connections, streams and sessions.
@@ -152,6 +154,7 @@ impl Config {
         let kubernetes = KubernetesSettings::check(raw, environment, &mut errors);
         let client_auth = ClientAuth::check(raw, &mut errors);
         let ports = listeners::ports(raw, &mut errors);
+        let log_level = errors.parse("--log-level", raw.log_level.as_deref(), LevelFilter::INFO);
         let mut config = Self {
             data_dir: raw.data_dir.as_deref().unwrap_or(DATA_DIR).into(),
             listeners: ListenerSettings::check(
@@ -204,11 +207,18 @@ impl Config {
                 DRAIN_TIMEOUT,
                 parse_duration,
             ),
-            log_level: errors.parse("--log-level", raw.log_level.as_deref(), LevelFilter::INFO),
+            log_level,
             log_format: errors.parse(
                 "--log-format",
                 raw.log_format.as_deref(),
                 LogFormat::detect(),
+            ),
+            access_log: AccessLogSettings::check(
+                &mut errors,
+                log_level,
+                raw.access_log.as_deref(),
+                raw.access_log_output.as_deref(),
+                raw.access_log_sample.as_deref(),
             ),
             kubernetes,
             limits: Limits::check(&raw.limits.clone().unwrap_or_default(), &mut errors),

@@ -106,7 +106,7 @@ fn load(source: ConfigArgs) -> anyhow::Result<Config> {
 
 fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
-    let _logs = telemetry::start(config.log_level, config.log_format)?;
+    let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
     if let Err(error) = forbid_core_dumps() {
         warn!(%error, "cannot disable core dumps; core dumps may contain keys");
     }

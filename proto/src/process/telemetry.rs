@@ -1,28 +1,33 @@
 //! Logging: text on a terminal, JSON elsewhere. Our crates log at the configured level, and
 //! libraries at a lower one.
 
-use std::io::{self, IsTerminal, Stderr, Write as _};
+use std::io::{self, IsTerminal, Write as _};
 use std::str::FromStr;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::format::JsonFields;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{Layer, fmt};
+use tracing_subscriber::{Layer, Registry, fmt};
 
+mod access;
 mod dropped;
 mod json;
 mod log_writer;
+mod output;
 mod rate_limit;
 mod sanitize;
 
+use access::SWITCH;
+pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_access};
 pub use dropped::DroppedLines;
 use dropped::{DROPPED, DroppedCounts};
 use json::JsonLines;
 pub use log_writer::ACCESS;
 use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
+use output::LogOutput;
 pub use rate_limit::LogRateLimit;
 use sanitize::{MakeLineWriter, Sanitizer};
 
@@ -62,62 +67,85 @@ impl FromStr for LogFormat {
 }
 
 /// A guard for the started logging. Keep it until the process ends. Dropping it waits at most 1 s
-/// until the last lines are written.
+/// for each output until the last lines are written.
 #[derive(Debug)]
 #[must_use = "dropping the guard writes the last lines"]
 pub struct LogGuard {
-    _flusher: Flusher<Stderr>,
+    _access: Option<Flusher<LogOutput>>,
+    _flusher: Flusher<LogOutput>,
 }
 
 /// Starts logging to standard error. Libraries log only errors, whatever `level` is. Later panics
-/// are logged as lines, too.
+/// are logged as lines, too. `access` decides about access log lines ([`ACCESS`]), which may have
+/// an output of their own.
 ///
-/// A dedicated thread writes the lines, so that no task waits for the output. If the output is too
-/// slow, lines are dropped and counted ([`DroppedLines`]), access log lines ([`ACCESS`]) first.
+/// A dedicated thread for each output writes the lines, so that no task waits for the output. If an
+/// output is too slow, lines are dropped and counted ([`DroppedLines`]), access log lines first.
 /// When the output accepts lines again, one line reports how many were dropped. Access log lines
-/// are written in batches about 20 ms later, and before any other line. A process that is killed
-/// loses the pending batch.
+/// are written in batches about 20 ms later, and before any other line of their output. A process
+/// that is killed loses the pending batch.
 ///
 /// # Errors
-/// When logging was started before, or the thread cannot be started.
-pub fn start(level: LevelFilter, format: LogFormat) -> io::Result<LogGuard> {
+/// When logging was started before, the output of the access log cannot be opened, or a thread
+/// cannot be started.
+pub fn start(
+    level: LevelFilter,
+    format: LogFormat,
+    access: &AccessLogSettings,
+) -> io::Result<LogGuard> {
     super::panics::install_hook();
-    let filter = filter(level);
-    let registry = tracing_subscriber::registry();
-    let log_writer = BatchWriter::new(io::stderr(), &DROPPED);
-    let make_writer = |sanitizer| MakeLineWriter {
-        sanitizer,
-        log_writer: log_writer.clone(),
-    };
-    let started = match format {
-        LogFormat::Text => {
-            let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-            let layer = fmt::layer()
-                .with_writer(make_writer(Sanitizer {
-                    json: false,
-                    colors: ansi,
-                }))
-                .with_ansi(ansi)
-                .log_internal_errors(false)
-                .with_target(false);
-            registry.with(layer.with_filter(filter)).try_init()
-        }
-        LogFormat::Json => {
-            let layer = fmt::layer()
-                .fmt_fields(JsonFields::new())
-                .event_format(JsonLines::new())
-                .log_internal_errors(false)
-                .with_writer(make_writer(Sanitizer {
-                    json: true,
-                    colors: false,
-                }));
-            registry.with(layer.with_filter(filter)).try_init()
-        }
-    };
-    started.map_err(io::Error::other)?;
+    let own_output = access.open()?;
+    SWITCH.set(access);
+    let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let log_writer = BatchWriter::new(LogOutput::Stderr(io::stderr()), &DROPPED);
+    let lines = line_layer(format, ansi, log_writer.clone());
+    let lines = lines.with_filter(filter(level, access.level_on_stderr()));
+    let mut layers = vec![lines.boxed()];
+    let access_writer = own_output.map(|output| BatchWriter::new(output, &DROPPED));
+    if let Some(access_writer) = &access_writer {
+        let only_access = Targets::new().with_target(ACCESS, LevelFilter::INFO);
+        let lines = line_layer(format, false, access_writer.clone());
+        layers.push(lines.with_filter(only_access).boxed());
+    }
+    tracing_subscriber::registry()
+        .with(layers)
+        .try_init()
+        .map_err(io::Error::other)?;
+    let start_access = |writer| Flusher::start(writer, SilentReporter);
     Ok(LogGuard {
+        _access: access_writer.map(start_access).transpose()?,
         _flusher: Flusher::start(log_writer, SelfReporter)?,
     })
+}
+
+/// Returns the layer that formats lines for an output. `ansi` says whether text has colors.
+fn line_layer(
+    format: LogFormat,
+    ansi: bool,
+    log_writer: Arc<BatchWriter<LogOutput>>,
+) -> Box<dyn Layer<Registry> + Send + Sync> {
+    let (json, colors) = match format {
+        LogFormat::Text => (false, ansi),
+        LogFormat::Json => (true, false),
+    };
+    let make_writer = MakeLineWriter {
+        sanitizer: Sanitizer { json, colors },
+        log_writer,
+    };
+    match format {
+        LogFormat::Text => fmt::layer::<Registry>()
+            .with_writer(make_writer)
+            .with_ansi(colors)
+            .log_internal_errors(false)
+            .with_target(false)
+            .boxed(),
+        LogFormat::Json => fmt::layer::<Registry>()
+            .fmt_fields(JsonFields::new())
+            .event_format(JsonLines::new())
+            .log_internal_errors(false)
+            .with_writer(make_writer)
+            .boxed(),
+    }
 }
 
 /// Writes a line to standard error when the process cannot continue. Waits at most 1 s, so that an
@@ -148,15 +176,14 @@ pub fn print(text: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Returns the filter for a level. A peer can cause some library warnings a thousand times a
-/// second.
-fn filter(level: LevelFilter) -> Targets {
+/// Returns the filter for a level, and for access log lines. A peer can cause some library warnings
+/// a thousand times a second.
+fn filter(level: LevelFilter, access: LevelFilter) -> Targets {
     let ours = [
         "tunnel_proto",
         "tunnel_server",
         "tunnel_agent",
         "tunnel_tests",
-        ACCESS,
     ];
     Targets::new()
         .with_default(level.min(LevelFilter::ERROR))
@@ -164,6 +191,7 @@ fn filter(level: LevelFilter) -> Targets {
         // their failures.
         .with_target("kube_client::client::builder", LevelFilter::OFF)
         .with_targets(ours.map(|target| (target, level)))
+        .with_target(ACCESS, access)
 }
 
 /// The reporter of events of the logging itself.
@@ -179,6 +207,17 @@ impl LogReporter for SelfReporter {
     }
 }
 
+/// The reporter for an output of the access log alone. The thread of the other output reports.
+struct SilentReporter;
+
+impl LogReporter for SilentReporter {
+    fn dropped(&mut self, _dropped: DroppedCounts) {}
+
+    fn report_due(&mut self, _is_last: bool) -> bool {
+        false
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use tracing::Level;
@@ -188,7 +227,7 @@ mod tests {
     #[test]
     fn libraries_log_errors_only_whatever_the_level() {
         for level in [LevelFilter::WARN, LevelFilter::INFO, LevelFilter::TRACE] {
-            let filter = filter(level);
+            let filter = filter(level, LevelFilter::INFO);
             for library in [
                 "h2::proto",
                 "hyper::proto",
@@ -207,12 +246,14 @@ mod tests {
                 "tunnel_server::session",
                 "tunnel_agent",
                 dropped::NOTICE,
-                ACCESS,
             ] {
                 assert!(filter.would_enable(ours, &Level::WARN), "{ours}");
             }
+            assert!(filter.would_enable(ACCESS, &Level::INFO));
         }
-        assert!(filter(LevelFilter::TRACE).would_enable("tunnel_server", &Level::TRACE));
-        assert!(!filter(LevelFilter::OFF).would_enable("h2", &Level::ERROR));
+        let (most, off) = (LevelFilter::TRACE, LevelFilter::OFF);
+        assert!(filter(most, off).would_enable("tunnel_server", &Level::TRACE));
+        assert!(!filter(most, off).would_enable(ACCESS, &Level::ERROR));
+        assert!(!filter(off, off).would_enable("h2", &Level::ERROR));
     }
 }

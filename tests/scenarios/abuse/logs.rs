@@ -7,7 +7,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use tunnel_proto::process::telemetry::{self, LogFormat};
+use tunnel_proto::process::telemetry::{self, AccessLogSettings, LogFormat};
 use tunnel_proto::tls;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
@@ -92,7 +92,7 @@ async fn attack() -> Result<()> {
 async fn t15_no_text_of_others_ends_or_colors_a_line_of_the_log() -> Result<()> {
     if let Ok(format) = std::env::var(VICTIM) {
         let format = format.parse().map_err(anyhow::Error::msg)?;
-        let _logs = telemetry::start("debug".parse()?, format)?;
+        let _logs = telemetry::start("debug".parse()?, format, &AccessLogSettings::default())?;
         return attack().await;
     }
     for format in [LogFormat::Text, LogFormat::Json] {
@@ -156,7 +156,7 @@ async fn flood() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
     if std::env::var_os(VICTIM).is_some() {
-        let _logs = telemetry::start("info".parse()?, LogFormat::Json)?;
+        let _logs = telemetry::start("info".parse()?, LogFormat::Json, &AccessLogSettings::default())?;
         return flood().await;
     }
     let test = "t23_floods_of_peers_and_callers_do_not_fill_the_log";

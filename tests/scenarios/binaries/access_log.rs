@@ -1,11 +1,11 @@
-//! The access logs of both binaries: the types of their fields.
+//! The access logs of both binaries: the types of their fields, their switch and their outputs.
 
 use anyhow::{Result, ensure};
 use serde_json::Value;
 use tunnel_tests::checks::ensure_status;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::Log;
+use tunnel_tests::process::{Log, ScratchDir};
 
 use super::{CONNECT, NODE, Stack};
 
@@ -24,6 +24,31 @@ async fn fields_are_typed_and_the_same_on_refusals() -> Result<()> {
         ensure!(line["node"] == NODE && line["port"] == port, "{line}");
         ensure!(line["session"].is_u64() == has_session, "{line}");
         ensure!(line["elapsed"].is_f64(), "{line}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lines_of_errors_alone_go_to_a_file() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.path().join("access.log");
+    let path = file.to_string_lossy().into_owned();
+    let errors = ["--access-log", "errors", "--access-log-output", &path];
+    let stack = Stack::start(&errors, &["--access-log", "off"]).await?;
+    let asked = RawRequest::get(&format!("{NODE}:22"), "/");
+    ensure_status(&request(stack.http(), &asked).await?, 403)?;
+    let text = eventually("the line of the refusal", CONNECT, async || {
+        let text = std::fs::read_to_string(&file).unwrap_or_default();
+        text.contains("refused_by_policy").then_some(text)
+    })
+    .await;
+    for line in text.lines() {
+        let line: Value = serde_json::from_str(line)?;
+        ensure!(line["message"] == "access" && line["code"] != "ok", "{line}");
+    }
+    for log in [stack.server.log(), stack.agent.log()] {
+        let lines = access_lines(log);
+        ensure!(lines.is_empty(), "{lines:?}");
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
-use tunnel_proto::process::telemetry::LogFormat;
+use tunnel_proto::process::telemetry::{AccessLogSettings, LogFormat};
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::NodeName;
 
@@ -54,6 +54,8 @@ pub struct Config {
     pub worker_threads: usize,
     pub log_level: LevelFilter,
     pub log_format: LogFormat,
+    /// Settings of the access log.
+    pub access_log: AccessLogSettings,
     pub limits: Limits,
 }
 
@@ -136,6 +138,13 @@ impl Config {
             settings.log_format.as_deref(),
             LogFormat::detect(),
         );
+        let access_log = AccessLogSettings::check(
+            &mut errors,
+            log_level,
+            settings.access_log.as_deref(),
+            settings.access_log_output.as_deref(),
+            settings.access_log_sample.as_deref(),
+        );
         let limits = Limits::check(&settings.limits.unwrap_or_default(), &mut errors);
         let Some(node_name) = node_name else {
             return errors.finish(()).and(Err(ConfigError(Vec::new())));
@@ -160,6 +169,7 @@ impl Config {
             worker_threads,
             log_level,
             log_format,
+            access_log,
             limits,
         })
     }

@@ -166,6 +166,22 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_LOG_FORMAT", value_name = "FORMAT", help_heading = "Process")]
         pub log_format: Option<String>,
 
+        /// Requests that have a line in the access log: off, errors (those whose code is not ok) or all.
+        /// Independent of --log-level when it is set [default: all; off if --log-level is error or
+        /// warn]
+        #[arg(long, value_name = "MODE", env = "TUNNEL_AGENT_ACCESS_LOG", help_heading = "Process")]
+        pub access_log: Option<String>,
+
+        /// Output of the access log: stderr, stdout or a file, to which lines are appended; rotate it
+        /// with copytruncate [default: stderr]
+        #[arg(long, value_name = "OUTPUT", env = "TUNNEL_AGENT_ACCESS_LOG_OUTPUT", help_heading = "Process")]
+        pub access_log_output: Option<String>,
+
+        /// Write one of COUNT access log lines of requests with code ok; other lines are always written
+        /// [default: 1]
+        #[arg(long, value_name = "COUNT", env = "TUNNEL_AGENT_ACCESS_LOG_SAMPLE", help_heading = "Process")]
+        pub access_log_sample: Option<String>,
+
         /// Limits and timers, set in the file only; see [`LIMITS`](super::LIMITS).
         #[arg(skip)]
         pub limits: Option<RawLimits>,

@@ -314,6 +314,19 @@ tunnel_proto::layered! {
         /// Log format: text or json [default: text on a terminal, else json]
         #[arg(long, value_name = "FORMAT", env = "TUNNEL_SERVER_LOG_FORMAT")]
         pub log_format: Option<String>,
+        /// Requests that have a line in the access log: off, errors (those whose code is not ok) or all.
+        /// Independent of --log-level when it is set [default: all; off if --log-level is error or
+        /// warn]
+        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_ACCESS_LOG")]
+        pub access_log: Option<String>,
+        /// Output of the access log: stderr, stdout or a file, to which lines are appended; rotate it
+        /// with copytruncate [default: stderr]
+        #[arg(long, value_name = "OUTPUT", env = "TUNNEL_SERVER_ACCESS_LOG_OUTPUT")]
+        pub access_log_output: Option<String>,
+        /// Write one of COUNT access log lines of requests with code ok; other lines are always written
+        /// [default: 1]
+        #[arg(long, value_name = "COUNT", env = "TUNNEL_SERVER_ACCESS_LOG_SAMPLE")]
+        pub access_log_sample: Option<String>,
         /// TCP services, YAML only.
         #[arg(skip)]
         pub services: Vec<RawTcpService>,

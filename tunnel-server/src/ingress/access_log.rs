@@ -6,7 +6,7 @@ use std::fmt::{self, Write as _};
 
 use tokio::time::Instant;
 use tracing::info;
-use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit};
+use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -186,6 +186,9 @@ impl Drop for AccessLog {
         let received = received.saturating_sub(self.before.0);
         let sent = sent.saturating_sub(self.before.1);
         self.metrics.ended(self.outcome, received, sent);
+        if !admits_access(self.outcome != Outcome::Ok) {
+            return;
+        }
         if self.lines.is_some_and(|lines| !lines.admit()) {
             return;
         }

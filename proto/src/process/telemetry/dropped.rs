@@ -79,7 +79,7 @@ impl DroppedCounts {
         warn!(
             lines = self.access.saturating_add(self.other),
             access_lines = self.access,
-            "log lines were lost: standard error was blocked; check the reader or the storage of the log"
+            "log lines were lost: their output was blocked; check the reader or the storage of the log"
         );
     }
 }

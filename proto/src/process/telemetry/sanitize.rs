@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::io::{self, Stderr, Write};
+use std::io::{self, Write};
 use std::sync::Arc;
 
 use tracing::Metadata;
@@ -11,6 +11,7 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use super::dropped::NOTICE;
 use super::log_writer::{ACCESS, BatchWriter, LineKind};
+use super::output::LogOutput;
 use crate::process::panics;
 
 /// The output format for which a line is sanitized.
@@ -23,11 +24,11 @@ pub(super) struct Sanitizer {
     pub(super) colors: bool,
 }
 
-/// A factory of writers of complete lines to standard error.
+/// A factory of writers of complete lines to an output.
 #[derive(Debug)]
 pub(super) struct MakeLineWriter {
     pub(super) sanitizer: Sanitizer,
-    pub(super) log_writer: Arc<BatchWriter<Stderr>>,
+    pub(super) log_writer: Arc<BatchWriter<LogOutput>>,
 }
 
 pub(super) struct LineWriter<'a> {
