@@ -10,6 +10,7 @@ use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{self, Cli, Command, ConfigArgs, HealthcheckArgs};
 use tunnel_agent::config::{self, Config, RawConfig};
+use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
 
 fn main() -> ExitCode {
@@ -45,6 +46,8 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     let config = load(source)?;
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)
         .context("cannot start logging")?;
+    let (version, commit) = (env!("CARGO_PKG_VERSION"), COMMIT);
+    info!(node = %config.node_name, version, commit, "starting");
     if let Err(error) = secrets::forbid_core_dumps() {
         warn!(%error, "cannot disable core dumps; core dumps may contain keys");
     }
@@ -65,7 +68,6 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
         .build()
         .context("cannot start the runtime")?;
     let ended = runtime.block_on(async {
-        info!(node = %config.node_name, version = env!("CARGO_PKG_VERSION"), "starting");
         let app = App::start(config).await?;
         let shutdown = app.shutdown().clone();
         shutdown::handle_signals(&shutdown, shutdown.drain())

@@ -5,8 +5,9 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Parser as _;
-use tracing::warn;
+use tracing::{info, warn};
 use tunnel_proto::process::host::raise_descriptor_limit;
+use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, handle_signals};
@@ -107,6 +108,7 @@ fn load(source: ConfigArgs) -> anyhow::Result<Config> {
 fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
+    info!(version = env!("CARGO_PKG_VERSION"), commit = COMMIT, "starting");
     if let Err(error) = forbid_core_dumps() {
         warn!(%error, "cannot disable core dumps; core dumps may contain keys");
     }

@@ -13,6 +13,7 @@ pub(super) mod exposition;
 mod process;
 
 use build_info::BuildInfo;
+pub use build_info::COMMIT;
 use process::ProcessCollector;
 
 /// Registers the metrics that do not depend on the binary: `tunnel_build_info` and `process_*`.

@@ -1,6 +1,7 @@
-//! The access logs of both binaries: the types of their fields, their switch and their outputs.
+//! The logs of both binaries: the start line, and the access log with the types of its fields, its
+//! switch and its outputs.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use tunnel_tests::checks::ensure_status;
 use tunnel_tests::client::{RawRequest, request};
@@ -49,6 +50,20 @@ async fn lines_of_errors_alone_go_to_a_file() -> Result<()> {
     for log in [stack.server.log(), stack.agent.log()] {
         let lines = access_lines(log);
         ensure!(lines.is_empty(), "{lines:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn first_line_has_version_and_commit() -> Result<()> {
+    let stack = Stack::start(&[], &[]).await?;
+    for log in [stack.server.log(), stack.agent.log()] {
+        let lines = log.lines();
+        let mut lines = lines.iter().filter_map(|line| serde_json::from_str(line).ok());
+        let is_start = |line: &Value| line["message"] == "starting";
+        let line: Value = lines.find(is_start).context("no start line")?;
+        ensure!(line["version"] == env!("CARGO_PKG_VERSION"), "{line}");
+        ensure!(line["commit"].is_string(), "{line}");
     }
     Ok(())
 }

@@ -22,8 +22,8 @@ impl Collector for BuildInfo {
     }
 }
 
-/// Commit of the sources, from the environment of the build.
-const COMMIT: &str = match option_env!("CULVERT_COMMIT") {
+/// Commit of the sources, from `CULVERT_COMMIT` in the environment of the build, or `unknown`.
+pub const COMMIT: &str = match option_env!("CULVERT_COMMIT") {
     Some(commit) => commit,
     None => "unknown",
 };
