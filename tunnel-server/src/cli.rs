@@ -105,6 +105,20 @@ mod tests {
     }
 
     #[test]
+    fn flags_of_run_are_grouped() {
+        let run = command();
+        let run = run.find_subcommand("run").unwrap();
+        for flag in run.get_arguments().filter(|flag| flag.get_id() != "config") {
+            assert!(flag.get_help_heading().is_some(), "{}", flag.get_id());
+        }
+        let help = run.clone().render_long_help().to_string();
+        for heading in ["Listeners:", "Kubernetes:", "DNS:", "Process:"] {
+            let lines = help.lines().filter(|line| *line == heading);
+            assert_eq!(lines.count(), 1, "{heading}");
+        }
+    }
+
+    #[test]
     fn verbs_keep_their_own_description() {
         let command = command();
         for (verb, begin) in [
