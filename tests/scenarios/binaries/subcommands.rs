@@ -59,7 +59,7 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
 async fn token_without_the_hash_of_the_ca_needs_a_ca_file() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let [server, agent] = ["server", "agent"].map(|name| scratch.path().join(name));
-    let created = offline(&server, &["token", "create", "--node", NODE]).await?;
+    let created = offline(&server, &["token", "create", "--offline", "--node", NODE]).await?;
     let created = created.ok()?;
     let (unpinned, _hash) = created.trim().rsplit_once('.').context("not a token")?;
     let run = ["run", "--server", "127.0.0.1:1", "--token", unpinned];
@@ -180,7 +180,10 @@ async fn tokens_and_ca_are_the_same_with_and_without_a_running_server() -> Resul
     let scratch = ScratchDir::new()?;
     let data = scratch.path().join("server");
     let create = ["token", "create", "--node", NODE, "--ip", "192.168.33.221"];
-    let without = offline(&data, &create).await?;
+    let refused = offline(&data, &create).await?;
+    refused.ensure_failed(1, &["no tunnel-server runs with", "--offline"])?;
+    ensure!(!data.exists(), "a refused verb made the data directory");
+    let without = offline(&data, &[&create[..], &["--offline"]].concat()).await?;
     ensure!(without.code() == Some(0), "{without}");
     let id = token_id(&without)?;
     let ca = offline(&data, &["ca"]).await?.ok()?;
@@ -307,12 +310,12 @@ const HELP: [(&str, &str, &str); 19] = [
     ),
     (SERVER, "check-config", "--config"),
     (SERVER, "token", "create list revoke"),
-    (SERVER, "token create", "--node --ttl --ip"),
+    (SERVER, "token create", "--node --ttl --ip --offline"),
     (SERVER, "token list", "--data-dir"),
     (SERVER, "token revoke", "--data-dir"),
     (SERVER, "nodes", "--output table wide json name --away --watch revoke unrevoke revocations forget"),
     (SERVER, "nodes forget", "--data-dir"),
-    (SERVER, "ca", "--data-dir"),
+    (SERVER, "ca", "--data-dir --offline"),
     (
         SERVER,
         "connect",

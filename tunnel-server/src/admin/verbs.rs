@@ -3,7 +3,7 @@
 
 use std::io::{self, Write};
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tunnel_proto::wire::name::NodeName;
@@ -49,6 +49,13 @@ pub enum VerbError {
     /// The server does not run or is not ready.
     #[error("not ready: {0}")]
     NotReady(String),
+    /// No server runs with the directory, which has no CA either.
+    #[error(
+        "no tunnel-server runs with {}, and no CA is there: start the server, or give its \
+         --data-dir; --offline creates a CA there",
+        .0.display()
+    )]
+    NoServer(PathBuf),
     /// The directory belongs to a server in a cluster, which stores this data in the cluster's
     /// Secrets.
     #[error(
@@ -109,6 +116,7 @@ impl VerbError {
             | Self::UnknownNode(_)
             | Self::NotRevoked(_)
             | Self::NotReady(_)
+            | Self::NoServer(_)
             | Self::ClusterManaged(_)
             | Self::CaNotStored(_)
             | Self::CaInCluster(_)
@@ -136,10 +144,16 @@ impl TokenVerb {
                 node,
                 ttl,
                 ips,
+                offline,
                 data_dir,
             } => {
-                let dir = DataDir::open(&data_dir.data_dir)?;
-                create_token(&dir, node, ttl, ips).await
+                let dir = open_dir(&data_dir.data_dir, offline)?;
+                let token_request = CreateToken {
+                    node,
+                    ttl_seconds: ttl.as_secs(),
+                    ips,
+                };
+                create_token(&dir, token_request, ttl, offline).await
             }
             Self::List { output, data_dir } => {
                 let dir = DataDir::open_existing(&data_dir.data_dir)?;
@@ -201,22 +215,37 @@ fn require_standalone(dir: &DataDir) -> Result<&DataDir, VerbError> {
     Ok(dir)
 }
 
+/// Opens the data directory. With `can_create` a directory that does not exist is created.
+fn open_dir(path: &Path, can_create: bool) -> Result<DataDir, VerbError> {
+    if can_create {
+        return Ok(DataDir::open(path)?);
+    }
+    DataDir::open_existing(path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => VerbError::NoServer(path.to_owned()),
+        _ => VerbError::File(error),
+    })
+}
+
+/// Loads the CA of a standalone server that does not run. Only with `can_create` a new one is
+/// created: in a wrong directory it would issue tokens that no server accepts.
+fn load_ca(dir: &DataDir, can_create: bool) -> Result<LocalCa, VerbError> {
+    if !can_create && !dir.ca_key().exists() && !dir.ca_certificate().exists() {
+        return Err(VerbError::NoServer(dir.path().to_owned()));
+    }
+    Ok(LocalCa::load_or_create(dir)?)
+}
+
 async fn create_token(
     dir: &DataDir,
-    node: NodeName,
+    token_request: CreateToken,
     ttl: Duration,
-    ips: Vec<IpAddr>,
+    offline: bool,
 ) -> Result<VerbOutput, VerbError> {
     let created = if let Some(server) = AdminClient::connect(dir).await? {
-        let ttl_seconds = ttl.as_secs();
-        let token_request = CreateToken {
-            node,
-            ttl_seconds,
-            ips,
-        };
         server.create_token(&token_request).await?
     } else {
-        let ca = LocalCa::load_or_create(require_standalone(dir)?)?;
+        let CreateToken { node, ips, .. } = token_request;
+        let ca = load_ca(require_standalone(dir)?, offline)?;
         let now = SystemTime::now();
         let tokens = TokenStore::open(dir)?;
         let token = tokens.create(&node, ttl, ips.clone(), ca.spki_sha256(), now)?;

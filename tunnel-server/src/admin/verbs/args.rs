@@ -58,6 +58,9 @@ pub enum TokenVerb {
         /// Address by which requests may name the node; repeatable
         #[arg(long = "ip", value_name = "IP")]
         ips: Vec<IpAddr>,
+        /// Without a running server, create the CA if the data directory has none
+        #[arg(long)]
+        offline: bool,
         /// Data directory of the server.
         #[command(flatten)]
         data_dir: DataDirArg,
@@ -141,6 +144,9 @@ pub struct CaArgs {
     /// Action on the CA, instead of the certificate.
     #[command(subcommand)]
     pub verb: Option<CaVerb>,
+    /// Without a running server, create the CA if the data directory has none
+    #[arg(long)]
+    pub offline: bool,
     /// Data directory of the server.
     #[command(flatten)]
     pub data_dir: DataDirArg,

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use tunnel_proto::process::files;
 
-use super::{CaArgs, CaVerb, VerbError, VerbOutput};
+use super::{CaArgs, CaVerb, VerbError, VerbOutput, load_ca, open_dir};
 use crate::admin::AdminClient;
 use crate::ca::transfer::{self, StoredCa};
-use crate::ca::{CaMaterial, LocalCa};
+use crate::ca::CaMaterial;
 use crate::store::data_dir::DataDir;
 
 /// The answer to a question in the terminal.
@@ -21,9 +21,9 @@ pub(super) enum Answer {
 }
 
 impl CaArgs {
-    /// Prints the CA's certificate, and creates the CA if there is none. Without a running server,
-    /// a cluster's directory provides the last observed certificate. The verbs export and import
-    /// the CA.
+    /// Prints the CA's certificate. Without a running server, a cluster's directory provides the
+    /// last observed certificate, and another directory its CA, which is created only with
+    /// --offline. The verbs export and import the CA.
     ///
     /// # Errors
     /// Returns a [`VerbError`].
@@ -36,9 +36,10 @@ impl CaArgs {
         self,
         ask: impl FnOnce(&str) -> io::Result<Answer>,
     ) -> Result<VerbOutput, VerbError> {
-        let dir = DataDir::open(&self.data_dir.data_dir)?;
+        let can_create = self.offline || self.verb.is_some();
+        let dir = open_dir(&self.data_dir.data_dir, can_create)?;
         match self.verb {
-            None => print(&dir).await,
+            None => print(&dir, self.offline).await,
             Some(CaVerb::Export { file }) => export(require_own_ca(&dir)?, file.as_deref()),
             Some(CaVerb::Import { file, force }) => {
                 let is_confirmed = |question: &str| match ask(question)? {
@@ -58,7 +59,7 @@ impl CaArgs {
     }
 }
 
-async fn print(dir: &DataDir) -> Result<VerbOutput, VerbError> {
+async fn print(dir: &DataDir, offline: bool) -> Result<VerbOutput, VerbError> {
     Ok(VerbOutput::out(match AdminClient::connect(dir).await? {
         Some(server) => server.ca().await?,
         None if dir.is_cluster_managed() => {
@@ -66,7 +67,7 @@ async fn print(dir: &DataDir) -> Result<VerbOutput, VerbError> {
             let pem = files::read(&path)?.ok_or(VerbError::CaNotStored(path))?;
             String::from_utf8_lossy(&pem).into_owned()
         }
-        None => LocalCa::load_or_create(dir)?.root_pem(),
+        None => load_ca(dir, offline)?.root_pem(),
     }))
 }
 

@@ -59,7 +59,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
 
 /// Runs the commands for the life of a token and its node.
 async fn tour(scratch: &Scratch, server: &str) {
-    let create = "token create --node Worker-1 --ip 192.168.33.221 --ttl 2h";
+    let create = "token create --offline --node Worker-1 --ip 192.168.33.221 --ttl 2h";
     let created = verb(scratch, create).await.unwrap();
     let token = created.out.trim_end();
     // The token is alone on standard output.
@@ -177,7 +177,7 @@ async fn ca_moves_to_another_directory_and_replaces_none_by_accident() {
     assert_contains(&out(&other, &import).await, "already");
 
     let third = Scratch::new();
-    let own = out(&third, "ca").await;
+    let own = out(&third, "ca --offline").await;
     let refused = error(&third, &import).await;
     assert_contains(&refused, "--force");
     assert_eq!(out(&third, "ca").await, own);
@@ -192,7 +192,7 @@ async fn ca_moves_to_another_directory_and_replaces_none_by_accident() {
     args.execute(|_question| Ok(Answer::Yes)).await.unwrap();
     assert_eq!(out(&third, "ca export").await, pem);
     let fourth = Scratch::new();
-    out(&fourth, "ca").await;
+    out(&fourth, "ca --offline").await;
     out(&fourth, &format!("{import} --force")).await;
     assert_eq!(out(&fourth, "ca export").await, pem);
 }
@@ -214,7 +214,7 @@ async fn verbs_work_through_a_running_server() {
 #[tokio::test]
 async fn token_without_an_advertised_address_comes_with_a_hint() {
     let scratch = Scratch::new();
-    let created = verb(&scratch, "token create --node worker-1").await;
+    let created = verb(&scratch, "token create --offline --node worker-1").await;
     assert_contains(&created.unwrap().err, "--advertise");
     let refused = error(&scratch, "token create --node a --ttl 0s").await;
     assert_eq!(refused.exit_code(), 64);
@@ -234,6 +234,31 @@ fn bad_arguments_are_explained() {
         let error = Cli::try_parse_from(words_in).unwrap_err().to_string();
         assert!(error.contains(words), "{line}: {error}");
     }
+}
+
+#[tokio::test]
+async fn directory_without_a_server_gets_no_ca_by_accident() {
+    let scratch = Scratch::new();
+    for line in ["token create --node worker-1", "ca"] {
+        let refused = error(&scratch, line).await;
+        assert!(matches!(refused, VerbError::NoServer(_)), "{refused}");
+        assert_contains(&refused, "no tunnel-server runs with");
+        assert_contains(&refused, "--offline");
+        assert!(!scratch.0.ca_key().exists(), "{line}");
+    }
+    let missing = scratch.0.path().join("missing");
+    let words = ["tunnel-server", "token", "create", "--node", "a", "--data-dir"].into_iter();
+    let args = Cli::try_parse_from(words.chain(missing.to_str()));
+    let Ok(Cli::Token(args)) = args else {
+        panic!("{args:?}");
+    };
+    let refused = args.execute().await.err().unwrap();
+    assert!(matches!(refused, VerbError::NoServer(_)), "{refused}");
+    assert!(!missing.exists());
+    let listed = verb(&scratch, "nodes").await.unwrap();
+    assert_contains(&listed.err, "no tunnel-server runs with");
+    out(&scratch, "ca --offline").await;
+    out(&scratch, "token create --node worker-1").await;
 }
 
 #[tokio::test]
