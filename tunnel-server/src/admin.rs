@@ -259,7 +259,7 @@ pub fn revoke_node(
 fn unrevoke_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> {
     match state.revocations.lift(node, SystemTime::now()) {
         Ok(true) => {
-            info!(agent = %node, "revocation of a node lifted");
+            info!(%node, "revocation of a node lifted");
             Ok(())
         }
         Ok(false) => Err(RequestError::not_found(format!("{node} is not revoked"))),

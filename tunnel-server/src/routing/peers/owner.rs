@@ -172,7 +172,7 @@ fn claimed_since(
 /// Closes a session in favor of the agent process at another server.
 fn yield_to(agent: Arc<AgentSession>, replica: &ReplicaId, shutdown: &Shutdown) {
     info!(
-        agent = %agent.node, session = %agent.id, peer = %replica,
+        node = %agent.node, session = agent.id.0, peer = %replica,
         "another server admitted an agent of this name first, closing the session"
     );
     agent.yield_node();
