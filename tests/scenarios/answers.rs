@@ -94,7 +94,12 @@ async fn plain_http_on_the_https_port_is_answered_in_plain_http() -> Result<()> 
     let posted = RawRequest::new("POST", "/", "worker-1:9100").header("X-Large", &large);
     for asked in [small, posted] {
         let reply = request(https.clone(), &asked).await?;
-        check(&reply, 400, "bad_request", &["this port speaks HTTPS", "https://"]);
+        check(
+            &reply,
+            400,
+            "bad_request",
+            &["this port speaks HTTPS", "https://"],
+        );
     }
     Ok(())
 }

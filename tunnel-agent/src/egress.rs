@@ -113,29 +113,29 @@ impl Egress {
     ) {
         let began = Instant::now();
         let _open = self.metrics.stream();
-        let (target, port, trace_parent, outcome) = match incoming.header(began + self.head_timeout).await
-        {
-            Ok((header, stream)) => {
-                let outcome = self.answer(&header, stream, has_room, params).await;
-                let port = match &header.kind {
-                    StreamKind::Target(target) => Some(target.port().get()),
-                    StreamKind::Control { .. }
-                    | StreamKind::Forward { .. }
-                    | StreamKind::Enroll => None,
-                };
-                (describe(&header.kind), port, header.trace_parent, outcome)
-            }
-            Err(error) => {
-                if error.kind() == ErrorKind::TimedOut {
-                    self.metrics.limit(Limit::RequestHeadTimeout);
+        let (target, port, trace_parent, outcome) =
+            match incoming.header(began + self.head_timeout).await {
+                Ok((header, stream)) => {
+                    let outcome = self.answer(&header, stream, has_room, params).await;
+                    let port = match &header.kind {
+                        StreamKind::Target(target) => Some(target.port().get()),
+                        StreamKind::Control { .. }
+                        | StreamKind::Forward { .. }
+                        | StreamKind::Enroll => None,
+                    };
+                    (describe(&header.kind), port, header.trace_parent, outcome)
                 }
-                let outcome = StreamOutcome {
-                    detail: error.to_string(),
-                    ..StreamOutcome::without_bytes(StreamEnd::NoHeader)
-                };
-                ("unknown".to_owned(), None, String::new(), outcome)
-            }
-        };
+                Err(error) => {
+                    if error.kind() == ErrorKind::TimedOut {
+                        self.metrics.limit(Limit::RequestHeadTimeout);
+                    }
+                    let outcome = StreamOutcome {
+                        detail: error.to_string(),
+                        ..StreamOutcome::without_bytes(StreamEnd::NoHeader)
+                    };
+                    ("unknown".to_owned(), None, String::new(), outcome)
+                }
+            };
         self.metrics.stream_ended(outcome.end);
         if !admits_access(outcome.end != StreamEnd::Ok) {
             return;

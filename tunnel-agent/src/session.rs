@@ -143,7 +143,10 @@ impl AdmittedSession {
             mut writer,
             welcome,
         } = admitted;
-        debug!(session = welcome.session.0, "another session is with this server; closing this one");
+        debug!(
+            session = welcome.session.0,
+            "another session is with this server; closing this one"
+        );
         let bye = async {
             writer.send(&ControlMessage::Bye(KNOWN.to_owned())).await?;
             writer.finish().await

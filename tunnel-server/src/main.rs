@@ -108,7 +108,11 @@ fn load(source: ConfigArgs) -> anyhow::Result<Config> {
 fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
-    info!(version = env!("CARGO_PKG_VERSION"), commit = COMMIT, "starting");
+    info!(
+        version = env!("CARGO_PKG_VERSION"),
+        commit = COMMIT,
+        "starting"
+    );
     if let Err(error) = forbid_core_dumps() {
         warn!(%error, "cannot disable core dumps; core dumps may contain keys");
     }

@@ -35,9 +35,7 @@ const OPEN_SECONDS: [f64; 10] = [
 
 /// Upper bounds of the buckets for round-trip times, in seconds: from one local network to a
 /// satellite link under load.
-const RTT_SECONDS: [f64; 10] = [
-    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
-];
+const RTT_SECONDS: [f64; 10] = [0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5];
 
 /// Results of a password check.
 const PASSWORD_RESULTS: [&str; 4] = ["right", "wrong", "missing", "waiting"];

@@ -242,11 +242,7 @@ mod tests {
             }
             let empty = "kube_client::client::builder";
             assert!(!filter.would_enable(empty, &Level::ERROR));
-            for ours in [
-                "tunnel_server::session",
-                "tunnel_agent",
-                dropped::NOTICE,
-            ] {
+            for ours in ["tunnel_server::session", "tunnel_agent", dropped::NOTICE] {
                 assert!(filter.would_enable(ours, &Level::WARN), "{ours}");
             }
             assert!(filter.would_enable(ACCESS, &Level::INFO));

@@ -156,7 +156,11 @@ async fn flood() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
     if std::env::var_os(VICTIM).is_some() {
-        let _logs = telemetry::start("info".parse()?, LogFormat::Json, &AccessLogSettings::default())?;
+        let _logs = telemetry::start(
+            "info".parse()?,
+            LogFormat::Json,
+            &AccessLogSettings::default(),
+        )?;
         return flood().await;
     }
     let test = "t23_floods_of_peers_and_callers_do_not_fill_the_log";

@@ -45,7 +45,10 @@ async fn lines_of_errors_alone_go_to_a_file() -> Result<()> {
     .await;
     for line in text.lines() {
         let line: Value = serde_json::from_str(line)?;
-        ensure!(line["message"] == "access" && line["code"] != "ok", "{line}");
+        ensure!(
+            line["message"] == "access" && line["code"] != "ok",
+            "{line}"
+        );
     }
     for log in [stack.server.log(), stack.agent.log()] {
         let lines = access_lines(log);
@@ -59,7 +62,9 @@ async fn first_line_has_version_and_commit() -> Result<()> {
     let stack = Stack::start(&[], &[]).await?;
     for log in [stack.server.log(), stack.agent.log()] {
         let lines = log.lines();
-        let mut lines = lines.iter().filter_map(|line| serde_json::from_str(line).ok());
+        let mut lines = lines
+            .iter()
+            .filter_map(|line| serde_json::from_str(line).ok());
         let is_start = |line: &Value| line["message"] == "starting";
         let line: Value = lines.find(is_start).context("no start line")?;
         ensure!(line["version"] == env!("CARGO_PKG_VERSION"), "{line}");
@@ -77,7 +82,9 @@ fn find(log: &Log, code: &str) -> Option<Value> {
 
 fn access_lines(log: &Log) -> Vec<Value> {
     let lines = log.lines();
-    let lines = lines.iter().filter_map(|line| serde_json::from_str(line).ok());
+    let lines = lines
+        .iter()
+        .filter_map(|line| serde_json::from_str(line).ok());
     lines
         .filter(|line: &Value| line["message"] == "access")
         .collect()

@@ -217,8 +217,8 @@ async fn node_that_is_away_is_listed_with_the_time_and_the_reason() -> Result<()
     let scratch = ScratchDir::new()?;
     let server = ServerSetup::on_loopback(&scratch.path().join("server"));
     let server = server.start().await?;
-    let agent = server.agent_setup(NODE, &scratch.path().join("agent"));
-    let agent = agent.await?.start()?;
+    let agent_dir = scratch.path().join("agent");
+    let agent = server.agent_setup(NODE, &agent_dir).await?.start()?;
     server.wait_until_connected(&[NODE]).await;
     let series = format!("tunnel_server_node_connected{{node=\"{NODE}\"}}");
     ensure!(server.metric(&series).await? == 1);
@@ -313,7 +313,11 @@ const HELP: [(&str, &str, &str); 19] = [
     (SERVER, "token create", "--node --ttl --ip --offline"),
     (SERVER, "token list", "--data-dir"),
     (SERVER, "token revoke", "--data-dir"),
-    (SERVER, "nodes", "--output table wide json name --away --watch revoke unrevoke revocations forget"),
+    (
+        SERVER,
+        "nodes",
+        "--output table wide json name --away --watch revoke unrevoke revocations forget",
+    ),
     (SERVER, "nodes forget", "--data-dir"),
     (SERVER, "ca", "--data-dir --offline"),
     (

@@ -85,7 +85,11 @@ async fn f24_full_and_read_only_disks_are_survived_and_reported() -> Result<()> 
             shows("tunnel_agent_certificate_unsaved 1").await
         })
         .await;
-        let word = if full { "the disk is full" } else { "read-only" };
+        let word = if full {
+            "the disk is full"
+        } else {
+            "read-only"
+        };
         eventually("the condition", Duration::from_secs(20), async || {
             let ready = request(meta, &RawRequest::get("meta", "/readyz?verbose")).await?;
             let text = ready.text();

@@ -283,7 +283,10 @@ async fn t03_revoke_command_ends_the_session_and_the_agent_logs_why() -> Result<
     let listed = server.nodes().await?;
     let node = listed.iter().find(|node| node["node"] == "worker-1");
     let node = node.context("worker-1 is not listed")?;
-    ensure!(node["connected"] == false && node["revokedAt"].is_string(), "{node}");
+    ensure!(
+        node["connected"] == false && node["revokedAt"].is_string(),
+        "{node}"
+    );
     // The certificate is accepted again after the revocation is lifted.
     let unrevoke = ["nodes", "unrevoke", "worker-1"];
     server.verb(&unrevoke)?.run().await?.ok()?;

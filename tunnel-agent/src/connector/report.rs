@@ -98,7 +98,9 @@ impl ConnectionLog {
             Some(code) => {
                 warn!(node = %agent, %code, error, retry_in = retry_in.as_secs_f64(), suppressed, "cannot keep a session");
             }
-            None => warn!(node = %agent, error, retry_in = retry_in.as_secs_f64(), suppressed, "cannot connect"),
+            None => {
+                warn!(node = %agent, error, retry_in = retry_in.as_secs_f64(), suppressed, "cannot connect")
+            }
         }
     }
 

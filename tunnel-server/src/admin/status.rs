@@ -355,7 +355,11 @@ mod tests {
         let away = shown();
         assert!(!away.connected && away.last_seen.is_some());
         let close = away.last_close.unwrap();
-        let ended = (close.by.as_str(), close.code.as_str(), close.reason.as_str());
+        let ended = (
+            close.by.as_str(),
+            close.code.as_str(),
+            close.reason.as_str(),
+        );
         assert_eq!(ended, ("the peer", "draining", "stopping"));
         let (_admitted, _answer) = bench.connect_agent(2, 4096).await;
         let close = shown().last_close.unwrap();

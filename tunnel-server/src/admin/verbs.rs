@@ -2,7 +2,6 @@
 //! there is one, or else the files of the data directory.
 
 use std::io::{self, Write};
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 

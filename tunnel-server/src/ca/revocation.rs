@@ -486,8 +486,8 @@ impl State {
             // valid.
             // A lifted revocation is not raised: a later time would put it in force again.
             let is_lifted = lifted_at.is_some_and(|at| at >= entry.revoked_at);
-            let is_new = !is_lifted
-                && known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
+            let is_new =
+                !is_lifted && known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
             let newest = self.issued.get(&node).copied().filter(|_| is_new);
             let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
             self.has_unwritten |= at > entry.revoked_at;

@@ -7,8 +7,8 @@ use tunnel_proto::process::files;
 
 use super::{CaArgs, CaVerb, VerbError, VerbOutput, load_ca, open_dir};
 use crate::admin::AdminClient;
-use crate::ca::transfer::{self, StoredCa};
 use crate::ca::CaMaterial;
+use crate::ca::transfer::{self, StoredCa};
 use crate::store::data_dir::DataDir;
 
 /// The answer to a question in the terminal.

@@ -105,7 +105,10 @@ impl NodesArgs {
             let wanted: BTreeSet<&str> = self.names.iter().map(NodeName::as_str).collect();
             nodes.retain(|node| wanted.contains(node.node.as_str()));
             let found: BTreeSet<&str> = nodes.iter().map(|node| node.node.as_str()).collect();
-            let unknown = self.names.iter().find(|name| !found.contains(name.as_str()));
+            let unknown = self
+                .names
+                .iter()
+                .find(|name| !found.contains(name.as_str()));
             if let Some(name) = unknown {
                 return Err(VerbError::UnknownNode(name.clone()));
             }
@@ -332,10 +335,7 @@ fn stored_revocations(dir: &DataDir) -> Result<Vec<RevocationInfo>, VerbError> {
 }
 
 /// Returns the known nodes as a running server without connected agents would list them.
-pub(super) fn stored_nodes(
-    nodes: &KnownNodes,
-    revocations: &[RevocationInfo],
-) -> Vec<NodeStatus> {
+pub(super) fn stored_nodes(nodes: &KnownNodes, revocations: &[RevocationInfo]) -> Vec<NodeStatus> {
     let revoked: BTreeMap<&NodeName, SystemTime> = revocations
         .iter()
         .map(|revocation| (&revocation.node, revocation.revoked_at))
@@ -426,9 +426,18 @@ mod tests {
     #[test]
     fn tables_end_in_the_totals_of_what_they_list() {
         for (arguments, totals) in [
-            ("", "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)"),
-            ("-o wide", "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)"),
-            ("--away", "total: 1; connected: 0 (suspect: 0); away: 1 (revoked: 1)"),
+            (
+                "",
+                "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)",
+            ),
+            (
+                "-o wide",
+                "total: 3; connected: 2 (suspect: 1); away: 1 (revoked: 1)",
+            ),
+            (
+                "--away",
+                "total: 1; connected: 0 (suspect: 0); away: 1 (revoked: 1)",
+            ),
         ] {
             let text = listed(arguments).unwrap();
             assert_eq!(text.lines().last(), Some(totals), "{text}");
@@ -451,10 +460,16 @@ mod tests {
         let both = |streams| vec![status("a", true, streams), status("b", true, streams)];
         assert_eq!(names(both(0)), ["a", "b"]);
         assert!(names(both(7)).is_empty());
-        assert_eq!(names(vec![status("a", false, 0), status("b", true, 0)]), ["a"]);
+        assert_eq!(
+            names(vec![status("a", false, 0), status("b", true, 0)]),
+            ["a"]
+        );
         // A node that was not selected for a while is new.
         assert!(names(vec![status("b", true, 0)]).is_empty());
-        assert_eq!(names(vec![status("a", false, 0), status("b", true, 0)]), ["a"]);
+        assert_eq!(
+            names(vec![status("a", false, 0), status("b", true, 0)]),
+            ["a"]
+        );
     }
 
     #[test]

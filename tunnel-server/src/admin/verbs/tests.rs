@@ -88,7 +88,10 @@ async fn tour(scratch: &Scratch, server: &str) {
     assert!(matches!(again, VerbError::UnknownNode(_)));
     let unknown = error(scratch, "nodes worker-1 worker-9").await;
     assert!(matches!(unknown, VerbError::UnknownNode(_)));
-    assert_eq!(out(scratch, "nodes -o name --away worker-1").await, "worker-1\n");
+    assert_eq!(
+        out(scratch, "nodes -o name --away worker-1").await,
+        "worker-1\n"
+    );
     let document = out(scratch, "nodes -o json").await;
     let document: serde_json::Value = serde_json::from_str(&document).unwrap();
     let nodes = &document["nodes"];
@@ -98,7 +101,10 @@ async fn tour(scratch: &Scratch, server: &str) {
     assert_eq!(nodes[0]["connectedSince"], serde_json::Value::Null);
     assert_eq!(nodes[0]["addresses"][0], "192.168.33.221");
 
-    assert_contains(&out(scratch, "nodes revocations").await, "no node is revoked");
+    assert_contains(
+        &out(scratch, "nodes revocations").await,
+        "no node is revoked",
+    );
     out(scratch, "nodes revoke worker-1").await;
     let revocations = out(scratch, "nodes revocations -o json").await;
     let revocations: serde_json::Value = serde_json::from_str(&revocations).unwrap();
@@ -109,7 +115,10 @@ async fn tour(scratch: &Scratch, server: &str) {
     let again = error(scratch, "nodes unrevoke worker-1").await;
     assert!(matches!(again, VerbError::NotRevoked(_)));
     assert_eq!(again.exit_code(), 1);
-    assert_contains(&out(scratch, "nodes revocations").await, "no node is revoked");
+    assert_contains(
+        &out(scratch, "nodes revocations").await,
+        "no node is revoked",
+    );
 
     let stored = std::fs::read_to_string(scratch.0.ca_certificate());
     assert_eq!(out(scratch, "ca").await, stored.unwrap());
@@ -247,7 +256,15 @@ async fn directory_without_a_server_gets_no_ca_by_accident() {
         assert!(!scratch.0.ca_key().exists(), "{line}");
     }
     let missing = scratch.0.path().join("missing");
-    let words = ["tunnel-server", "token", "create", "--node", "a", "--data-dir"].into_iter();
+    let words = [
+        "tunnel-server",
+        "token",
+        "create",
+        "--node",
+        "a",
+        "--data-dir",
+    ]
+    .into_iter();
     let args = Cli::try_parse_from(words.chain(missing.to_str()));
     let Ok(Cli::Token(args)) = args else {
         panic!("{args:?}");

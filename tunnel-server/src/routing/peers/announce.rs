@@ -18,10 +18,7 @@ pub(super) type HeldNodes = Arc<[HeldNode]>;
 
 /// Publishes the nodes of the registry whenever they change: the first change at once, those of the
 /// next 100 ms together.
-pub(super) async fn follow_registry(
-    registry: Arc<Registry>,
-    held_nodes: watch::Sender<HeldNodes>,
-) {
+pub(super) async fn follow_registry(registry: Arc<Registry>, held_nodes: watch::Sender<HeldNodes>) {
     let mut changed = registry.changed();
     // A session that is suspect or withdrawn stays registered, and causes no notification.
     let mut ticks = interval(POLL);

@@ -100,7 +100,11 @@ async fn silent_session_yields_to_a_newer_one_at_once() {
     let old = join(&registry);
     takeover().await;
     let newer = join(&registry);
-    assert_eq!(registry.active(&node()), Some(old.via()), "the session answers");
+    assert_eq!(
+        registry.active(&node()),
+        Some(old.via()),
+        "the session answers"
+    );
     drop(newer);
     old.near.script().is_silent = true;
     tokio::time::advance(SILENCE * 2).await;

@@ -96,7 +96,9 @@ impl Upstream {
         let input = Arc::<TargetInput>::default();
         let reading = input.clone();
         let stream = InspectReader::new(stream, move |data: &[u8]| {
-            let before = reading.bytes.fetch_add(data.len() as u64, Ordering::Relaxed);
+            let before = reading
+                .bytes
+                .fetch_add(data.len() as u64, Ordering::Relaxed);
             if before == 0 && data.starts_with(&TLS_ALERT) {
                 reading.is_alert.store(true, Ordering::Relaxed);
             }
