@@ -127,24 +127,7 @@ impl Config {
             cores,
             worker_threads,
         );
-        let log_level = errors.parse_with(
-            "--log-level",
-            settings.log_level.as_deref(),
-            LevelFilter::INFO,
-            level,
-        );
-        let log_format = errors.parse(
-            "--log-format",
-            settings.log_format.as_deref(),
-            LogFormat::detect(),
-        );
-        let access_log = AccessLogSettings::check(
-            &mut errors,
-            log_level,
-            settings.access_log.as_deref(),
-            settings.access_log_output.as_deref(),
-            settings.access_log_sample.as_deref(),
-        );
+        let (log_level, log_format, access_log) = logging(&settings, &mut errors);
         let limits = Limits::check(&settings.limits.unwrap_or_default(), &mut errors);
         let Some(node_name) = node_name else {
             return errors.finish(()).and(Err(ConfigError(Vec::new())));
@@ -173,6 +156,32 @@ impl Config {
             limits,
         })
     }
+}
+
+/// Returns the level and the format of the log, and the settings of the access log.
+fn logging(
+    settings: &RawConfig,
+    errors: &mut ConfigErrors,
+) -> (LevelFilter, LogFormat, AccessLogSettings) {
+    let log_level = errors.parse_with(
+        "--log-level",
+        settings.log_level.as_deref(),
+        LevelFilter::INFO,
+        level,
+    );
+    let log_format = errors.parse(
+        "--log-format",
+        settings.log_format.as_deref(),
+        LogFormat::detect(),
+    );
+    let access_log = AccessLogSettings::check(
+        errors,
+        log_level,
+        settings.access_log.as_deref(),
+        settings.access_log_output.as_deref(),
+        settings.access_log_sample.as_deref(),
+    );
+    (log_level, log_format, access_log)
 }
 
 /// Parses the address of the meta port, or returns `None` for `off`.

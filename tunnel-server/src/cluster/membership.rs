@@ -240,7 +240,7 @@ impl Membership {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct PersistedPeer {
     name: String,
-    /// `IP:PORT`.
+    /// Address as `IP:PORT`.
     address: String,
 }
 

@@ -17,11 +17,11 @@ use crate::process::settings::ConfigErrors;
 /// The requests and streams that have a line in the access log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AccessLogMode {
-    /// None.
+    /// No stream is recorded.
     Off,
-    /// Those whose code is not `ok`.
+    /// Streams whose code is not `ok` are recorded.
     Errors,
-    /// All.
+    /// Every stream is recorded.
     #[default]
     All,
 }
@@ -47,7 +47,7 @@ pub enum AccessLogOutput {
     /// Standard error, with the other lines.
     #[default]
     Stderr,
-    /// Standard output.
+    /// The process's standard output.
     Stdout,
     /// A file, to which lines are appended.
     File(PathBuf),
