@@ -66,7 +66,7 @@ fn finding(disk: &StatVfs) -> Option<String> {
 const CONDITION: &str = "disk";
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Free space below which a disk counts as full. The largest file of a server with thousands of
-/// nodes is about as large, and each file is written anew before it replaces the old one.
+/// nodes is about as large, and each file is written in full before it replaces the old one.
 const FREE_MIN_BYTES: u64 = 1 << 20;
 
 #[cfg(test)]

@@ -240,7 +240,7 @@ impl Membership {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct PersistedPeer {
     name: String,
-    /// Address as `IP:PORT`.
+    /// Address and port where it accepts servers.
     address: String,
 }
 

@@ -35,7 +35,7 @@ tunnel_proto::layered! {
         pub meta_listen: Option<String>,
         /// Metrics with a series for each node: on, off, or auto, which is on up to 2,000 nodes
         /// [default: auto]
-        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_METRICS_PER_NODE")]
+        #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_METRICS_PER_NODE", help_heading = "Process")]
         pub metrics_per_node: Option<String>,
         /// Allow listeners, proxy ports and services on non-loopback addresses without client
         /// authentication: any caller that can connect reaches the nodes' allowed ports. Not needed
