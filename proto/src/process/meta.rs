@@ -16,6 +16,10 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tracing::debug;
@@ -68,9 +72,11 @@ impl fmt::Debug for Meta {
 }
 
 impl Meta {
-    /// Creates a meta port for the readiness and metrics of a process.
+    /// Creates a meta port for the readiness and metrics of a process. The metrics get one of the
+    /// conditions.
     #[must_use]
-    pub fn new(readiness: Readiness, metrics: Registry) -> Self {
+    pub fn new(readiness: Readiness, mut metrics: Registry) -> Self {
+        metrics.register_collector(Box::new(readiness.clone()));
         Self {
             readiness,
             metrics,
@@ -330,6 +336,32 @@ impl Readiness {
     }
 }
 
+/// Encodes the number of lines of each condition. Conditions that are cleared have no series, and a
+/// gauge without series is left out.
+impl Collector for Readiness {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let counts: Vec<_> = {
+            let state = self.0.lock();
+            let conditions = state.conditions.iter();
+            conditions
+                .map(|(component, lines)| (*component, lines.len()))
+                .collect()
+        };
+        if counts.is_empty() {
+            return Ok(());
+        }
+        let help = "Lines of each condition in /readyz?verbose";
+        let mut family =
+            encoder.encode_descriptor("tunnel_conditions", help, None, MetricType::Gauge)?;
+        for (component, count) in counts {
+            let labels = [("condition", component)];
+            let gauge = ConstGauge::new(i64::try_from(count).unwrap_or(i64::MAX));
+            gauge.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
 /// A guard that blocks readiness, see [`Readiness::block`].
 #[derive(Debug)]
 pub struct ReadinessBlock {
@@ -365,9 +397,13 @@ mod tests {
         let (status, body) = get(address, "/readyz?verbose").await.unwrap();
         assert_eq!(status, StatusCode::OK);
         assert_eq!(body, "[+] session\n[!] ports: \"abc\" is no port\nok\n");
+        let (_, metrics) = get(address, "/metrics").await.unwrap();
+        assert!(metrics.contains("tunnel_conditions{condition=\"ports\"} 1\n"));
         readiness.set_conditions("ports", Vec::new());
         let (status, body) = get(address, "/readyz").await.unwrap();
         assert_eq!((status, body.as_str()), (StatusCode::OK, "ok\n"));
+        let (_, metrics) = get(address, "/metrics").await.unwrap();
+        assert!(!metrics.contains("tunnel_conditions"), "{metrics}");
         assert_eq!(get(address, "/x").await.unwrap().0, StatusCode::NOT_FOUND);
         shutdown.finish().await;
         assert!(get(address, "/readyz").await.is_err());
