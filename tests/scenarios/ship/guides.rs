@@ -18,7 +18,7 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 35] = [
+const GUIDES: [&str; 36] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/comparison.md",
@@ -41,6 +41,7 @@ const GUIDES: [&str; 35] = [
     "docs/how-to/managed-clusters.md",
     "docs/how-to/metrics-server.md",
     "docs/how-to/migrate.md",
+    "docs/how-to/monitoring.md",
     "docs/how-to/openyurt.md",
     "docs/how-to/own-certificates.md",
     "docs/how-to/packages.md",
@@ -178,6 +179,7 @@ async fn openyurt_and_prometheus_guides_run_against_an_api_server() -> Result<()
         return Ok(());
     }
     fixture.run("docs/how-to/prometheus.md").await?;
+    fixture.run("docs/how-to/monitoring.md").await?;
     let ports = Objects::path("configmaps", "yurt-tunnel-server-cfg");
     let ports = fixture.object(&ports).await?;
     ensure!(ports["data"]["http-proxy-ports"] == "9100, 9256", "{ports}");

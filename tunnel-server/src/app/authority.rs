@@ -76,7 +76,7 @@ impl Authority {
         let (config, data, shutdown) = (&process.config, &process.data, &process.shutdown);
         let cluster_handle = ClusterHandle::open(settings, &process.readiness, registry).await?;
         let waiting = process.readiness.block("ca");
-        // The server's metrics are not complete yet, so this meta server exposes only the conditions.
+        // The server's metrics are not complete yet. This meta server exposes only conditions.
         let meanwhile = Shutdown::new();
         let meta_server = Meta::new(process.readiness.clone(), MetricsRegistry::default());
         info!(address = %meta.local_addr()?, "waiting for the CA of the cluster; the meta port is open");
