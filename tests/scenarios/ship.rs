@@ -6,4 +6,5 @@ mod examples;
 mod guides;
 mod images;
 mod manifests;
+mod monitoring;
 mod troubleshooting;
