@@ -1,5 +1,6 @@
 //! Several standalone servers of one installation, as processes: they share a CA and are peers.
 
+mod alerts;
 mod alone;
 mod crossed;
 mod forwarded;
