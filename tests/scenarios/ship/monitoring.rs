@@ -1,5 +1,5 @@
-//! The alerts and the dashboard use metrics that exist, and the links of the alerts lead to sections
-//! of the guides.
+//! The alerts and the dashboard use metrics that exist, and the links of the alerts lead to
+//! sections of the guides.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
