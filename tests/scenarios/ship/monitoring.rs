@@ -179,7 +179,9 @@ fn selectors(query: &str) -> Vec<Selector<'_>> {
         let (name, after) = from_name.split_at(end.unwrap_or(from_name.len()));
         remainder = after;
         if name.starts_with("tunnel_") || name.starts_with("process_") {
-            let braces = after.strip_prefix('{').and_then(|text| text.split_once('}'));
+            let braces = after
+                .strip_prefix('{')
+                .and_then(|text| text.split_once('}'));
             let (matchers, after) = braces.unwrap_or(("", after));
             remainder = after;
             found.push(Selector { name, matchers });
