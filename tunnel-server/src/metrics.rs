@@ -406,7 +406,7 @@ mod tests {
         metrics.watched("agent_ca");
         let not_after = UNIX_EPOCH + Duration::from_secs(9);
         metrics.certificate(not_after);
-        metrics.credential("https", not_after);
+        metrics.credential("https_certificate", not_after);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &root).unwrap();
         for line in [
@@ -425,8 +425,8 @@ mod tests {
             "tunnel_server_credential_reloads_total{files=\"agent_ca\",result=\"failed\"} 0",
             "tunnel_server_certificate_not_after_timestamp_seconds 9.0",
             "tunnel_server_certificate_not_after_seconds 9.0",
-            "tunnel_server_credential_not_after_timestamp_seconds{files=\"https\"} 9.0",
-            "tunnel_server_credential_not_after_seconds{files=\"https\"} 9.0",
+            "tunnel_server_credential_not_after_timestamp_seconds{files=\"https_certificate\"} 9.0",
+            "tunnel_server_credential_not_after_seconds{files=\"https_certificate\"} 9.0",
         ] {
             assert!(text.lines().any(|shown| shown == line), "{line}:\n{text}");
         }

@@ -93,8 +93,12 @@ fn serving_certificates(
     context: &ServerContext,
 ) -> anyhow::Result<Arc<dyn ResolvesServerCert>> {
     Ok(match &context.config.https_certificate.files {
-        Some(pair) => watch_pair("https_certificate", pair, &context.watcher, |_| {})
-            .context("--https-cert-file, --https-key-file")?,
+        Some(pair) => {
+            let metrics = context.watcher.metrics.clone();
+            let record_expiry = move |not_after| metrics.credential(CERTIFICATE, not_after);
+            watch_pair(CERTIFICATE, pair, &context.watcher, record_expiry)
+                .context("--https-cert-file, --https-key-file")?
+        }
         None => {
             let routes = context.routes.clone();
             ca.serving_resolver(
@@ -123,3 +127,5 @@ pub(super) fn listener_tls(
     watcher.watch_roots(callers.what, callers.path, roots.digest, apply);
     Ok(tls)
 }
+
+const CERTIFICATE: &str = "https_certificate";
