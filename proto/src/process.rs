@@ -3,6 +3,7 @@
 
 pub mod accept;
 pub mod conn_limiter;
+pub mod diag;
 pub mod disk;
 pub mod file_watch;
 pub mod files;

@@ -38,7 +38,8 @@ pub mod verbs;
 
 pub use client::{AdminClient, AdminError};
 pub use message::{
-    AgentCommand, CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, agent_command,
+    AgentCommand, CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, RunningServer,
+    agent_command,
 };
 
 #[derive(Clone)]
@@ -59,6 +60,8 @@ pub struct AdminState {
     pub can_issue: bool,
     /// Tunnels to nodes, for `connect`.
     pub tunnels: Option<AdminTunnels>,
+    /// Lines of the effective settings, without secrets, for `diag`.
+    pub settings: Vec<String>,
 }
 
 impl fmt::Debug for AdminState {
@@ -172,7 +175,8 @@ async fn answer(
             value(StatusCode::OK, &in_force.collect::<Vec<_>>())
         }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
-        (_, ["tokens" | "nodes" | "revocations" | "ca", ..]) => Err(RequestError {
+        ("GET", ["diag"]) => value(StatusCode::OK, &RunningServer::of(&state.settings)),
+        (_, ["tokens" | "nodes" | "revocations" | "ca" | "diag", ..]) => Err(RequestError {
             status: StatusCode::METHOD_NOT_ALLOWED,
             problem: format!("{} {path} is not offered", method(request.method())),
         }),

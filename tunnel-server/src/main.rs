@@ -107,6 +107,7 @@ fn load(source: ConfigArgs) -> anyhow::Result<Config> {
 
 fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let config = load(source)?;
+    telemetry::enable_recent_lines();
     let _logs = telemetry::start(config.log_level, config.log_format, &config.access_log)?;
     info!(
         version = env!("CARGO_PKG_VERSION"),

@@ -18,6 +18,7 @@ mod json;
 mod log_writer;
 mod output;
 mod rate_limit;
+mod recent;
 mod sanitize;
 
 use access::SWITCH;
@@ -29,6 +30,7 @@ pub use log_writer::ACCESS;
 use log_writer::{BatchWriter, FLUSH_TIMEOUT, Flusher, LogReporter};
 use output::LogOutput;
 pub use rate_limit::LogRateLimit;
+pub use recent::{enable_recent_lines, recent_lines};
 use sanitize::{MakeLineWriter, Sanitizer};
 
 /// The format of log lines.

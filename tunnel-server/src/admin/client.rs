@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode};
+use super::{CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, RunningServer};
 use crate::admin::status::NodeStatus;
 use crate::ca::tokens::TokenInfo;
 use crate::store::data_dir::DataDir;
@@ -126,6 +126,11 @@ impl AdminClient {
         let body = self.call(Method::GET, "/ca", Vec::new()).await?;
         String::from_utf8(body.to_vec())
             .map_err(|error| AdminError::InvalidResponse(error.to_string()))
+    }
+
+    /// Returns the settings and the last log lines of the server.
+    pub async fn diag(&self) -> Result<RunningServer, AdminError> {
+        parse(&self.call(Method::GET, "/diag", Vec::new()).await?)
     }
 
     async fn delete(&self, path: &str) -> Result<bool, AdminError> {

@@ -6,6 +6,8 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use tunnel_proto::process::host::primary_address;
+use tunnel_proto::process::metrics::COMMIT;
+use tunnel_proto::process::telemetry::recent_lines;
 use tunnel_proto::wire::PORT_AGENTS;
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::name::NodeName;
@@ -52,6 +54,30 @@ impl From<RevocationInForce> for RevocationInfo {
             node: revocation.node,
             revoked_at: revocation.at,
             has_later_certificate: revocation.has_later_certificate,
+        }
+    }
+}
+
+/// What only the running server knows of itself, for `diag`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RunningServer {
+    pub version: String,
+    pub commit: String,
+    /// Lines of the effective settings, without secrets.
+    pub settings: Vec<String>,
+    /// Last lines of the log, without the access log.
+    pub log: Vec<String>,
+}
+
+impl RunningServer {
+    /// Returns the facts of this process.
+    pub(super) fn of(settings: &[String]) -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            commit: COMMIT.to_owned(),
+            settings: settings.to_vec(),
+            log: recent_lines(),
         }
     }
 }

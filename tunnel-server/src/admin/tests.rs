@@ -28,6 +28,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
         advertised: vec!["tunnel.example:10262".into()],
         can_issue: true,
         tunnels: None,
+        settings: vec!["Config {}".into()],
     }
 }
 
@@ -94,6 +95,9 @@ async fn nodes_and_ca_are_read_and_only_absent_nodes_forgotten() {
     let (fixture, client) = Fixture::started().await;
     assert_eq!(client.ca().await.unwrap(), fixture.state.ca.root_pem());
     assert_eq!(client.nodes().await.unwrap()[0].node, "worker-9");
+    let running = client.diag().await.unwrap();
+    assert_eq!(running.settings, fixture.state.settings);
+    assert_eq!(running.version, env!("CARGO_PKG_VERSION"));
     fixture.state.nodes.record(&node("worker-1"), &[]);
     for is_known in [true, false] {
         let forgotten = client.forget_node(&node("worker-1")).await;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
+use tunnel_proto::process::diag::settings_lines;
 use tunnel_proto::process::meta::{self, EndpointHandler, EndpointRequest, FullResponse, Meta};
 use tunnel_proto::wire::name::ReplicaId;
 
@@ -39,6 +40,7 @@ pub(super) fn start(
         advertised,
         can_issue: context.config.agent_files.is_none(),
         tunnels: Some(tunnels),
+        settings: settings_lines(&context.config),
     };
     admin::start(state, &context.data, &context.shutdown)?;
     let server_metrics = metrics_registry.sub_registry_with_prefix("tunnel_server");

@@ -12,6 +12,7 @@ use tracing_subscriber::fmt::MakeWriter;
 use super::dropped::NOTICE;
 use super::log_writer::{ACCESS, BatchWriter, LineKind};
 use super::output::LogOutput;
+use super::recent::RECENT;
 use crate::process::panics;
 
 /// The output format for which a line is sanitized.
@@ -65,6 +66,9 @@ impl Write for LineWriter<'_> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let escaped = std::str::from_utf8(line).map(|text| self.factory.sanitizer.escaped(text));
         let out = escaped.as_deref().map_or(line, str::as_bytes);
+        if self.kind != LineKind::Access {
+            RECENT.push(out);
+        }
         self.factory.log_writer.push(out, self.kind);
         Ok(line.len())
     }

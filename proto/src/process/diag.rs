@@ -1,0 +1,327 @@
+//! The document of the verb `diag`: facts about a process for a bug report, without secrets.
+//!
+//! Every fact has a time limit, and a fact that cannot be obtained is an object with the key
+//! `error`. Types with secrets print a placeholder in `Debug`; in addition, [`redact`] replaces
+//! what looks like a secret in every text of the document.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::fmt::Debug;
+use std::fs::{self, Metadata};
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Map, Value, json};
+use tokio::time::{Instant, timeout_at};
+
+use super::metrics::COMMIT;
+use super::{files, meta, telemetry};
+
+/// Version of the document. Raised when a fact is removed or changes its meaning.
+const SCHEMA_VERSION: u32 = 1;
+/// Time limit of one fact. A busy disk may need seconds.
+const FACT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit of all facts, below the 30 s of the verb.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(25);
+/// Maximum number of listed files. A data directory has about twenty.
+const FILES_MAX: usize = 1000;
+/// Text in place of a secret.
+const REDACTED: &str = "[redacted]";
+/// Shortest hexadecimal part of a join token that is a secret. Ids and commits are not behind a dot.
+const SECRET_HEX_MIN: usize = 32;
+
+/// A document that is being filled.
+#[derive(Debug)]
+pub struct DiagDocument {
+    facts: Map<String, Value>,
+    deadline: Instant,
+}
+
+impl DiagDocument {
+    /// Creates a document with the facts that are always there: the program and the system.
+    #[must_use]
+    pub fn new(program: &str, version: &str) -> Self {
+        let mut facts = Map::new();
+        let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+        facts.insert("schemaVersion".to_owned(), json!(SCHEMA_VERSION));
+        facts.insert("createdAt".to_owned(), json!(now));
+        facts.insert(
+            "program".to_owned(),
+            json!({ "name": program, "version": version, "commit": COMMIT }),
+        );
+        facts.insert(
+            "system".to_owned(),
+            json!({
+                "os": std::env::consts::OS,
+                "architecture": std::env::consts::ARCH,
+                "kernel": fs::read_to_string(KERNEL_FILE).unwrap_or_default().trim_end(),
+            }),
+        );
+        Self {
+            facts,
+            deadline: Instant::now() + TOTAL_TIMEOUT,
+        }
+    }
+
+    /// Adds a fact. If it fails or takes longer than 10 s, the document has the error. Cancel-safe:
+    /// a fact that is dropped is left out.
+    pub async fn add<E: Error + 'static>(
+        &mut self,
+        name: &str,
+        fact: impl Future<Output = Result<Value, E>>,
+    ) {
+        let limit = (Instant::now() + FACT_TIMEOUT).min(self.deadline);
+        let value = match timeout_at(limit, fact).await {
+            Ok(Ok(value)) => value,
+            Ok(Err(error)) => json!({ "error": error_chain(&error) }),
+            Err(_elapsed) => json!({ "error": "no answer in time" }),
+        };
+        self.facts.insert(name.to_owned(), value);
+    }
+
+    /// Adds the conditions and the metrics of the meta port at `address`.
+    pub async fn add_meta(&mut self, address: SocketAddr) {
+        for (name, path) in [("conditions", "/readyz?verbose"), ("metrics", "/metrics")] {
+            let page = async {
+                let (status, body) = meta::get(meta::dialable(address), path).await?;
+                let lines: Vec<&str> = body.lines().collect();
+                Ok::<_, io::Error>(json!({ "status": status.as_u16(), "lines": lines }))
+            };
+            self.add(name, page).await;
+        }
+    }
+
+    /// Adds the names, sizes, modes and owners of the files in a directory. No file is opened.
+    pub async fn add_files(&mut self, dir: PathBuf) {
+        let listing = async {
+            tokio::task::spawn_blocking(move || list_files(&dir))
+                .await
+                .map_err(io::Error::other)?
+        };
+        self.add("files", listing).await;
+    }
+
+    /// Writes the document to a new file with mode 0600, or to standard output if `path` is `-`.
+    ///
+    /// # Errors
+    /// The system's error with the path; `AlreadyExists` for an existing file.
+    pub fn write(self, path: &Path) -> io::Result<()> {
+        let text = self.into_text()?;
+        if path == Path::new("-") {
+            return telemetry::print(&text);
+        }
+        files::create(path, &text)
+    }
+
+    fn into_text(self) -> io::Result<Vec<u8>> {
+        let document = redacted(Value::Object(self.facts));
+        let mut text = serde_json::to_vec_pretty(&document).map_err(io::Error::other)?;
+        text.push(b'\n');
+        Ok(text)
+    }
+}
+
+/// Returns the default name of a document: the program and the time in UTC.
+#[must_use]
+pub fn default_path(program: &str, now: SystemTime) -> PathBuf {
+    let time = humantime::format_rfc3339_seconds(now).to_string();
+    format!("{program}-diag-{}.json", time.replace(':', "")).into()
+}
+
+/// Returns the settings of a process as lines. Secrets are placeholders, because the types of
+/// secrets have no other `Debug`.
+#[must_use]
+pub fn settings_lines(settings: &impl Debug) -> Vec<String> {
+    let text = format!("{settings:#?}");
+    text.lines().map(str::to_owned).collect()
+}
+
+/// Returns an error with its causes.
+fn error_chain(error: &(dyn Error + 'static)) -> String {
+    let mut texts = vec![error.to_string()];
+    let mut next = error.source();
+    while let Some(cause) = next {
+        texts.push(cause.to_string());
+        next = cause.source();
+    }
+    // Some errors print their cause themselves.
+    texts.dedup();
+    texts.join(": ")
+}
+
+fn list_files(dir: &Path) -> io::Result<Value> {
+    let mut entries = fs::read_dir(dir)?
+        .take(FILES_MAX)
+        .map(|entry| {
+            let entry = entry?;
+            // The metadata of a link is its own, and not that of its target.
+            Ok((entry.file_name(), entry.metadata()?))
+        })
+        .collect::<io::Result<Vec<(OsString, Metadata)>>>()?;
+    entries.sort_by(|(left, _), (right, _)| left.cmp(right));
+    let entries = entries
+        .iter()
+        .map(|(name, metadata)| file_facts(&name.to_string_lossy(), metadata));
+    Ok(json!({
+        "directory": file_facts(&dir.to_string_lossy(), &fs::metadata(dir)?),
+        "entries": entries.collect::<Vec<Value>>(),
+    }))
+}
+
+/// Returns what `ls -l` shows of a file. The first digits of the mode are the file type.
+fn file_facts(name: &str, metadata: &Metadata) -> Value {
+    json!({
+        "name": name,
+        "bytes": metadata.len(),
+        "mode": format!("{:06o}", metadata.mode()),
+        "user": metadata.uid(),
+        "group": metadata.gid(),
+        "modified": metadata.mtime(),
+    })
+}
+
+/// Replaces what looks like a secret in every text of a value.
+fn redacted(value: Value) -> Value {
+    match value {
+        Value::String(text) => Value::String(redact(&text)),
+        Value::Array(values) => values.into_iter().map(redacted).collect(),
+        Value::Object(fields) => {
+            let fields = fields.into_iter();
+            fields.map(|(name, value)| (name, redacted(value))).collect()
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => value,
+    }
+}
+
+/// Replaces what looks like a secret: private keys in PEM, join tokens, JSON web tokens, the user
+/// and password of a URL, and the word behind an authentication scheme.
+fn redact(text: &str) -> String {
+    if text.contains("PRIVATE KEY-----") {
+        return REDACTED.to_owned();
+    }
+    let mut redacted = String::with_capacity(text.len());
+    let mut is_after_scheme = false;
+    for piece in text.split_inclusive(is_delimiter) {
+        let word = piece.trim_end_matches(is_delimiter);
+        let end = piece.strip_prefix(word).unwrap_or_default();
+        if !word.is_empty() {
+            if is_after_scheme || is_token(word) {
+                redacted.push_str(REDACTED);
+            } else {
+                redacted.push_str(&without_user(word));
+            }
+            is_after_scheme = ["basic", "bearer"].contains(&word.to_ascii_lowercase().as_str());
+        }
+        redacted.push_str(end);
+    }
+    redacted
+}
+
+/// Returns a URL or an address without its user and password. A user alone may be a token.
+fn without_user(word: &str) -> String {
+    match word.rsplit_once('@') {
+        Some((user, rest)) if user.contains(':') => format!("{REDACTED}@{rest}"),
+        Some(_) | None => word.to_owned(),
+    }
+}
+
+/// Returns whether a word has the form of a join token, or of a JSON web token such as that of a
+/// ServiceAccount.
+fn is_token(word: &str) -> bool {
+    let mut parts = word.split('.').skip(1);
+    let (second, third) = (parts.next(), parts.next());
+    let is_join_token = second.is_some_and(|secret| {
+        let is_hex = secret.bytes().all(|byte| byte.is_ascii_hexdigit());
+        secret.len() >= SECRET_HEX_MIN && is_hex
+    });
+    is_join_token || (word.starts_with("eyJ") && third.is_some())
+}
+
+fn is_delimiter(letter: char) -> bool {
+    letter.is_whitespace() || "\"'`,;()<>=\\".contains(letter)
+}
+
+const KERNEL_FILE: &str = "/proc/sys/kernel/osrelease";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_looks_like_a_secret_is_replaced() {
+        let join_token = format!("abcdefgh.{}.{}", "0f".repeat(16), "ab".repeat(32));
+        let flag = format!("--token={join_token}");
+        for (text, expected) in [
+            ("http://user:canary@proxy:3128", "[redacted]@proxy:3128"),
+            ("url: \"http://canary@proxy/\"", "url: \"[redacted]@proxy/\""),
+            ("user:canary@proxy:3128", "[redacted]@proxy:3128"),
+            ("Authorization: Bearer canary", "Authorization: Bearer [redacted]"),
+            ("{\"authorization\":\"basic canary=\"}", "{\"authorization\":\"basic [redacted]=\"}"),
+            (join_token.as_str(), REDACTED),
+            (flag.as_str(), "--token=[redacted]"),
+            ("token eyJhbGciOiJub25lIn0.e30.c2ln;", "token [redacted];"),
+            ("-----BEGIN PRIVATE KEY-----\nQUJD\n", REDACTED),
+        ] {
+            assert_eq!(redact(text), expected);
+        }
+        for text in [
+            "tunnel_server_agents{transport=\"quic\"} 3",
+            "node worker-1.example.com at 192.168.33.221:10250",
+            "ssh root@worker-1",
+            "connect to [fd00::1]:10262",
+            "commit 0123456789abcdef0123456789abcdef01234567",
+        ] {
+            assert_eq!(redact(text), text);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn facts_that_fail_or_hang_have_an_error_and_the_others_are_there() {
+        let started = Instant::now();
+        let mut document = DiagDocument::new("program", "1.2.3");
+        let failed = async { Err(io::Error::other("https://a:canary@b")) };
+        document.add("failed", failed).await;
+        for name in ["first", "second", "third", "fourth"] {
+            let hangs = std::future::pending::<Result<Value, io::Error>>();
+            document.add(name, hangs).await;
+        }
+        let good = async { Ok::<_, io::Error>(json!(["a", 1])) };
+        document.add("good", good).await;
+        assert!(started.elapsed() <= TOTAL_TIMEOUT);
+        let document: Value = serde_json::from_slice(&document.into_text().unwrap()).unwrap();
+        assert_eq!(document["program"]["version"], "1.2.3");
+        assert_eq!(document["failed"]["error"], "[redacted]@b");
+        for name in ["first", "fourth"] {
+            assert_eq!(document[name]["error"], "no answer in time");
+        }
+        assert_eq!(document["good"], json!(["a", 1]));
+    }
+
+    #[tokio::test]
+    async fn files_are_listed_without_their_content_and_no_file_is_overwritten() {
+        let name = format!("culvert-diag-{}", std::process::id());
+        let dir = std::env::temp_dir().join(name);
+        let _absent = fs::remove_dir_all(&dir);
+        files::make_private_dir(&dir).unwrap();
+        files::create(&dir.join("ca.key"), b"canary").unwrap();
+        let mut document = DiagDocument::new("program", "1.2.3");
+        document.add_files(dir.clone()).await;
+        let entry = &document.facts["files"]["entries"][0];
+        assert_eq!(entry["name"], "ca.key");
+        assert_eq!((&entry["bytes"], &entry["mode"]), (&json!(6), &json!("100600")));
+        document.add_files(dir.join("absent")).await;
+        assert!(document.facts["files"]["error"].is_string());
+
+        let path = dir.join(default_path("program", SystemTime::UNIX_EPOCH));
+        assert!(path.ends_with("program-diag-1970-01-01T000000Z.json"));
+        document.write(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        assert!(!fs::read_to_string(&path).unwrap().contains("canary"));
+        let again = DiagDocument::new("program", "1.2.3").write(&path);
+        assert_eq!(again.unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        fs::remove_dir_all(dir).unwrap();
+    }
+}
