@@ -4,6 +4,7 @@
 pub(crate) mod attacks;
 mod credential_files;
 mod delegation;
+mod diag;
 mod disk;
 mod distrusted;
 mod enrollment;

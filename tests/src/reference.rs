@@ -59,6 +59,8 @@ pub fn render(page: &Page) -> String {
 }
 
 fn verbs(text: &mut String, command: &Command, path: &str) {
+    let run = command.find_subcommand("run").into_iter();
+    let settings: Vec<&str> = run.flat_map(flags_of).map(id_of).collect();
     for verb in command
         .get_subcommands()
         .filter(|verb| verb.get_name() != "help")
@@ -69,10 +71,12 @@ fn verbs(text: &mut String, command: &Command, path: &str) {
             .map(ToString::to_string)
             .unwrap_or_default();
         put(text, format_args!("\n## `{path}`\n\n{about}.\n"));
-        let flags = flags_of(verb);
-        if verb.get_name() == "check-config" {
+        let mut flags = flags_of(verb);
+        if ["check-config", "diag"].contains(&verb.get_name()) {
             text.push_str("\nIt takes the flags and variables of `run`.\n");
-        } else if !flags.is_empty() {
+            flags.retain(|flag| !settings.contains(&id_of(flag)));
+        }
+        if !flags.is_empty() {
             text.push_str("\n| flag | variable | |\n|---|---|---|\n");
             flags.iter().for_each(|flag| row(text, flag));
         }
@@ -84,6 +88,10 @@ fn flags_of(verb: &Command) -> Vec<&Arg> {
     verb.get_arguments()
         .filter(|flag| flag.get_id() != "help")
         .collect()
+}
+
+fn id_of(flag: &Arg) -> &str {
+    flag.get_id().as_str()
 }
 
 fn row(text: &mut String, flag: &Arg) {

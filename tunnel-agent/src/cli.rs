@@ -37,6 +37,13 @@ pub enum Command {
     ///
     /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-agent", "healthcheck"].
     Healthcheck(HealthcheckArgs),
+    /// Collect facts about this host's agent for a bug report, in a JSON file without secrets
+    ///
+    /// The file has the version, the settings, the conditions, the metrics, and the names, sizes and
+    /// modes of the files in the data directory. Names and addresses are not replaced: read the file
+    /// before you pass it on. A fact that cannot be obtained is an error in its place. The command
+    /// takes at most 30 s.
+    Diag(Box<DiagArgs>),
     /// Print a shell completion script
     Completion {
         /// The shell to print the script for.
@@ -55,6 +62,18 @@ pub struct ConfigArgs {
     /// Settings from flags and environment variables.
     #[command(flatten)]
     pub settings: RawConfig,
+}
+
+/// The output and the sources of `diag`.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct DiagArgs {
+    /// File to create, with mode 0600, or - for standard output; an existing file is not overwritten
+    /// [default: tunnel-agent-diag-TIME.json in the current directory]
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Settings of the agent, as `run` has them.
+    #[command(flatten)]
+    pub source: ConfigArgs,
 }
 
 /// The address of a running agent's meta port.

@@ -14,6 +14,7 @@ mod secret;
 mod server_address;
 mod token;
 
+pub(crate) use checked::DEFAULT_DATA_DIR;
 pub use checked::{Config, TransportChoice, meta_address};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::RawConfig;

@@ -6,6 +6,7 @@
 //! | [`cli`] | verbs, flags and their help |
 //! | [`config`] | layered settings, the typed configuration, the limits |
 //! | [`app`] | start-up and run loop; the entry point for tests and other programs |
+//! | [`diag`] | facts about an agent for a bug report |
 //! | `credentials` | key and certificate in the data directory |
 //! | `enroll` | the first certificate: token and certificate request |
 //! | `connector` | the sessions that take new streams, one per server: dial, happy eyeballs, replacement, upgrade to QUIC |
@@ -25,6 +26,7 @@
 pub mod app;
 pub mod cli;
 pub mod config;
+pub mod diag;
 pub mod policy;
 
 mod connector;

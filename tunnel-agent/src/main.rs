@@ -2,14 +2,17 @@
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::time::SystemTime;
 
 use anyhow::Context;
 use clap::Parser;
 use tokio::runtime::Builder;
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
-use tunnel_agent::cli::{self, Cli, Command, ConfigArgs, HealthcheckArgs};
+use tunnel_agent::cli::{self, Cli, Command, ConfigArgs, DiagArgs, HealthcheckArgs};
 use tunnel_agent::config::{self, Config, RawConfig};
+use tunnel_agent::diag;
+use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
 
@@ -26,6 +29,7 @@ fn main() -> ExitCode {
         Command::Run(source) => run(*source),
         Command::CheckConfig(source) => check_config(*source),
         Command::Healthcheck(health) => healthcheck(health),
+        Command::Diag(arguments) => run_diag(*arguments),
         Command::Completion { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut cli::command(), NAME, &mut script);
@@ -92,12 +96,32 @@ fn check_config(source: ConfigArgs) -> anyhow::Result<()> {
 }
 
 fn load(source: ConfigArgs) -> anyhow::Result<Config> {
-    let variable = |name: &str| std::env::var(name).ok();
     Ok(config::load(
         source.settings,
         source.config.as_deref(),
         variable,
     )?)
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
+    let source = arguments.source;
+    let settings = config::layers(source.settings, source.config.as_deref(), variable);
+    let runtime = Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let document = runtime.block_on(diag::collect(settings));
+    // A directory listing that hangs must not keep the process alive.
+    runtime.shutdown_background();
+    let path = arguments.output;
+    let path = path.unwrap_or_else(|| default_path(NAME, SystemTime::now()));
+    document
+        .write(&path)
+        .context("cannot write the facts; give another file with --output")
 }
 
 fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {

@@ -51,6 +51,13 @@ pub enum Verb {
     ///
     /// Intended for images without a shell: HEALTHCHECK CMD ["/tunnel-server", "healthcheck"].
     Healthcheck(HealthcheckArgs),
+    /// Collect facts about this host's server for a bug report, in a JSON file without secrets
+    ///
+    /// The file has the version, the settings, the conditions, the metrics, the last log lines, the
+    /// nodes, and the names, sizes and modes of the files in the data directory. Names and addresses
+    /// are not replaced: read the file before you pass it on. A fact that cannot be obtained is an
+    /// error in its place. The command takes at most 30 s.
+    Diag(Box<DiagArgs>),
     /// Print the completion script for a shell
     Completion {
         /// Shell to print the script for.
@@ -69,6 +76,18 @@ pub struct ConfigArgs {
     /// Settings given as flags or environment variables.
     #[command(flatten)]
     pub settings: RawConfig,
+}
+
+/// The output and the sources of `diag`.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct DiagArgs {
+    /// File to create, with mode 0600, or - for standard output; an existing file is not overwritten
+    /// [default: tunnel-server-diag-TIME.json in the current directory]
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Settings of the server, as `run` has them.
+    #[command(flatten)]
+    pub source: ConfigArgs,
 }
 
 /// Returns the command with all its flags, for completion and the generated reference.

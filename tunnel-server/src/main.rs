@@ -2,19 +2,21 @@
 
 use std::io::Write as _;
 use std::process::ExitCode;
+use std::time::SystemTime;
 
 use anyhow::Context as _;
 use clap::Parser as _;
 use tracing::{info, warn};
+use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::host::raise_descriptor_limit;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, handle_signals};
 use tunnel_proto::process::telemetry;
-use tunnel_server::admin::verbs::VerbError;
+use tunnel_server::admin::verbs::{VerbError, diag};
 use tunnel_server::app::App;
-use tunnel_server::cli::{Cli, ConfigArgs, Verb, command};
+use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, Verb, command};
 use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
 
 /// jemalloc returns memory to the system within seconds after a load peak; glibc's allocator does
@@ -61,6 +63,7 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Ca(arguments) => block_on(arguments.run()),
         Verb::Connect(arguments) => block_on(arguments.run()),
         Verb::Healthcheck(arguments) => block_on(arguments.run()),
+        Verb::Diag(arguments) => block_on(run_diag(*arguments)),
         Verb::Completion { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut command(), "tunnel-server", &mut script);
@@ -99,6 +102,14 @@ fn block_on(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result
     runtime.shutdown_background();
     done?;
     Ok(ExitCode::SUCCESS)
+}
+
+async fn run_diag(arguments: DiagArgs) -> Result<(), VerbError> {
+    let ConfigArgs { config, settings } = arguments.source;
+    let document = diag::collect(config::load(settings, config.as_deref())).await;
+    let path = arguments.output;
+    let path = path.unwrap_or_else(|| default_path("tunnel-server", SystemTime::now()));
+    Ok(document.write(&path)?)
 }
 
 fn load(source: ConfigArgs) -> anyhow::Result<Config> {

@@ -74,12 +74,28 @@ impl DiagDocument {
         fact: impl Future<Output = Result<Value, E>>,
     ) {
         let limit = (Instant::now() + FACT_TIMEOUT).min(self.deadline);
-        let value = match timeout_at(limit, fact).await {
-            Ok(Ok(value)) => value,
-            Ok(Err(error)) => json!({ "error": error_chain(&error) }),
-            Err(_elapsed) => json!({ "error": "no answer in time" }),
-        };
-        self.facts.insert(name.to_owned(), value);
+        match timeout_at(limit, fact).await {
+            Ok(Ok(value)) => self.insert(name, value),
+            Ok(Err(error)) => self.add_error(name, &error_chain(&error)),
+            Err(_elapsed) => self.add_error(name, "no answer in time"),
+        }
+    }
+
+    /// Adds the reason why a fact cannot be obtained.
+    pub fn add_error(&mut self, name: &str, error: &str) {
+        self.insert(name, json!({ "error": error }));
+    }
+
+    /// Adds the settings as this command reads them. Those of a running process may differ.
+    pub fn add_settings<E: Error + 'static>(&mut self, settings: Result<impl Debug, E>) {
+        match settings {
+            Ok(settings) => self.insert("settings", json!(settings_lines(&settings))),
+            Err(error) => self.add_error("settings", &error_chain(&error)),
+        }
+    }
+
+    fn insert(&mut self, name: &str, fact: Value) {
+        self.facts.insert(name.to_owned(), fact);
     }
 
     /// Adds the conditions and the metrics of the meta port at `address`.
@@ -104,7 +120,8 @@ impl DiagDocument {
         self.add("files", listing).await;
     }
 
-    /// Writes the document to a new file with mode 0600, or to standard output if `path` is `-`.
+    /// Writes the document to a new file with mode 0600 and prints the path, or prints the document
+    /// if the path is `-`.
     ///
     /// # Errors
     /// The system's error with the path; `AlreadyExists` for an existing file.
@@ -113,7 +130,8 @@ impl DiagDocument {
         if path == Path::new("-") {
             return telemetry::print(&text);
         }
-        files::create(path, &text)
+        files::create(path, &text)?;
+        telemetry::print(format!("{}\n", path.display()).as_bytes())
     }
 
     fn into_text(self) -> io::Result<Vec<u8>> {
@@ -282,7 +300,7 @@ mod tests {
     async fn facts_that_fail_or_hang_have_an_error_and_the_others_are_there() {
         let started = Instant::now();
         let mut document = DiagDocument::new("program", "1.2.3");
-        let failed = async { Err(io::Error::other("https://a:canary@b")) };
+        let failed = async { Err::<Value, _>(io::Error::other("https://a:canary@b")) };
         document.add("failed", failed).await;
         for name in ["first", "second", "third", "fourth"] {
             let hangs = std::future::pending::<Result<Value, io::Error>>();
@@ -290,7 +308,7 @@ mod tests {
         }
         let good = async { Ok::<_, io::Error>(json!(["a", 1])) };
         document.add("good", good).await;
-        assert!(started.elapsed() <= TOTAL_TIMEOUT);
+        assert!(started.elapsed() < TOTAL_TIMEOUT + Duration::from_secs(1));
         let document: Value = serde_json::from_slice(&document.into_text().unwrap()).unwrap();
         assert_eq!(document["program"]["version"], "1.2.3");
         assert_eq!(document["failed"]["error"], "[redacted]@b");

@@ -295,11 +295,11 @@ fn token_id(created: &Finished) -> Result<String> {
 }
 
 /// Binary, subcommand, and words that its help must contain.
-const HELP: [(&str, &str, &str); 19] = [
+const HELP: [(&str, &str, &str); 21] = [
     (
         SERVER,
         "",
-        "run check-config token nodes ca connect healthcheck completion version",
+        "run check-config token nodes ca connect healthcheck diag completion version",
     ),
     (
         SERVER,
@@ -326,6 +326,7 @@ const HELP: [(&str, &str, &str); 19] = [
         "--server --cert-file --key-file --ca-file --uds --data-dir",
     ),
     (SERVER, "healthcheck", "--meta-listen"),
+    (SERVER, "diag", "--output --config --data-dir"),
     (SERVER, "completion", "bash"),
     (
         AGENT,
@@ -333,7 +334,12 @@ const HELP: [(&str, &str, &str); 19] = [
         "--config --server --node-name --node-ip --token --token-file --ca-file --data-dir --transport --localhost-ports \
          --deny-ports --allow-targets --meta-listen --drain-timeout --log-level --log-format",
     ),
-    (AGENT, "", "run check-config healthcheck completion version"),
+    (
+        AGENT,
+        "",
+        "run check-config healthcheck diag completion version",
+    ),
+    (AGENT, "diag", "--output --config --data-dir"),
     (AGENT, "check-config", "--config"),
     (AGENT, "healthcheck", "--meta-listen"),
     (AGENT, "completion", "bash"),

@@ -15,7 +15,7 @@ const BEARER: &str = "bearer-of-a-caller-90c41d";
 const COOKIE: &str = "session-of-a-caller-77a2";
 
 /// Returns the base64 lines of a PEM key. None of them may appear in any output.
-fn lines_of_key(path: &Path) -> Result<Vec<String>> {
+pub(super) fn lines_of_key(path: &Path) -> Result<Vec<String>> {
     let pem = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let lines = pem.lines().filter(|line| !line.starts_with("-----"));
     Ok(lines.map(str::to_owned).collect())

@@ -275,7 +275,7 @@ impl FromStr for TransportChoice {
     }
 }
 
-const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
+pub(crate) const DEFAULT_DATA_DIR: &str = "/var/lib/tunnel-agent";
 const DEFAULT_LOCALHOST_PORTS: &str = "10250, 10255, 10266, 10267";
 const DEFAULT_DENY_PORTS: &str = "2379-2381, 10248, 10249, 10257, 10259";
 const DEFAULT_META_LISTEN: &str = "127.0.0.1:10266";

@@ -1,5 +1,5 @@
-//! The commands `token`, `nodes`, `ca`, `connect` and `healthcheck`. They use the running server if
-//! there is one, or else the files of the data directory.
+//! The commands `token`, `nodes`, `ca`, `connect`, `healthcheck` and `diag`. They use the running
+//! server if there is one, or else the files of the data directory.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ use crate::store::data_dir::{DataDir, rfc3339};
 mod args;
 mod ca;
 pub mod connect;
+pub mod diag;
 mod healthcheck;
 mod nodes;
 mod table;
@@ -55,6 +56,9 @@ pub enum VerbError {
         .0.display()
     )]
     NoServer(PathBuf),
+    /// Only a running server has the fact.
+    #[error("no tunnel-server runs with {}", .0.display())]
+    NotRunning(PathBuf),
     /// The directory belongs to a server in a cluster, which stores this data in the cluster's
     /// Secrets.
     #[error(
@@ -116,6 +120,7 @@ impl VerbError {
             | Self::NotRevoked(_)
             | Self::NotReady(_)
             | Self::NoServer(_)
+            | Self::NotRunning(_)
             | Self::ClusterManaged(_)
             | Self::CaNotStored(_)
             | Self::CaInCluster(_)

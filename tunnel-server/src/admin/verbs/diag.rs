@@ -1,0 +1,54 @@
+//! The command `diag`: collects facts about a server and its host for a bug report.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::Path;
+
+use serde::Serialize;
+use serde_json::Value;
+use tunnel_proto::process::diag::DiagDocument;
+use tunnel_proto::process::settings::ConfigError;
+use tunnel_proto::wire::PORT_SERVER_META;
+
+use super::VerbError;
+use crate::admin::AdminClient;
+use crate::config::{Config, DATA_DIR};
+use crate::store::data_dir::DataDir;
+
+/// Collects the facts of the server of a data directory. Without valid settings these are the facts
+/// of a server with the default data directory and meta address.
+pub async fn collect(settings: Result<Config, ConfigError>) -> DiagDocument {
+    let mut document = DiagDocument::new("tunnel-server", env!("CARGO_PKG_VERSION"));
+    let (data_dir, meta) = match &settings {
+        Ok(config) => (config.data_dir.clone(), config.meta_listen),
+        Err(_invalid) => (DATA_DIR.into(), DEFAULT_META),
+    };
+    document.add_settings(settings);
+    document.add_meta(meta).await;
+    document.add("running", running(&data_dir)).await;
+    document.add("nodes", nodes(&data_dir)).await;
+    document.add_files(data_dir).await;
+    document
+}
+
+/// Returns what only the running server knows: its own version and settings, and its last log lines.
+async fn running(data_dir: &Path) -> Result<Value, VerbError> {
+    as_json(&client(data_dir).await?.diag().await?)
+}
+
+async fn nodes(data_dir: &Path) -> Result<Value, VerbError> {
+    as_json(&client(data_dir).await?.nodes().await?)
+}
+
+async fn client(data_dir: &Path) -> Result<AdminClient, VerbError> {
+    let dir = DataDir::open_existing(data_dir)?;
+    let connected = AdminClient::connect(&dir).await?;
+    connected.ok_or_else(|| VerbError::NotRunning(data_dir.to_owned()))
+}
+
+fn as_json(fact: &impl Serialize) -> Result<Value, VerbError> {
+    Ok(serde_json::to_value(fact)?)
+}
+
+/// Default address of the meta port.
+const DEFAULT_META: SocketAddr =
+    SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_SERVER_META);
