@@ -9,6 +9,7 @@ mod bulk;
 mod growth;
 mod latency;
 mod memory;
+mod pages;
 mod requests;
 mod restart;
 mod servers;
@@ -80,6 +81,10 @@ pub(crate) const CASES: &[Case] = &[
         is_long: true,
         ..case(14, "many agents at three servers", servers::HERD)
     },
+    Case {
+        rounds_most: 5,
+        ..case(15, "pages of the meta port with many nodes", pages::TARGETS)
+    },
 ];
 
 impl Case {
@@ -104,6 +109,7 @@ impl Case {
             12 => wan::run(bench, 0.01).await,
             13 => servers::memory(bench).await,
             14 => servers::herd(bench).await,
+            15 => pages::run(bench).await,
             other => anyhow::bail!("no case {other}"),
         }
     }

@@ -160,6 +160,8 @@ metrics! {
     HERD_MEMORY = memory("three servers, each agent, anonymous", "KiB");
     HERD_DESCRIPTORS = memory("open files, server with most", "");
     HERD_SLOWEST = time("slowest request while a server is killed", "ms");
+    METRICS_OF_10000 = time("metrics of 10000 nodes", "ms");
+    DISCOVERY_OF_5000 = time("targets of 5000 nodes", "ms");
     SESSIONS_LOST = count("sessions lost");
     FAILED = count("failed");
 }
