@@ -69,7 +69,7 @@ lint: ## checks formatting, clippy, documentation and the dependencies of each c
 audit: ## checks licenses, banned crates, sources, advisories and unused dependencies; installs cargo-deny and cargo-machete
 	@tests/audit.sh
 
-docs: ## generates the configuration reference from the code
+docs: ## generates the reference of settings, metrics and log fields from the code
 	cargo run --bin reference
 
 static: ## builds the two binaries for images and packages, static and small (about 12 minutes of one core)

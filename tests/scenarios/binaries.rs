@@ -9,6 +9,7 @@ mod exhaustion;
 mod logs;
 mod many;
 mod memory;
+mod metrics;
 mod raw_quic;
 mod restart;
 mod subcommands;

@@ -1,14 +1,27 @@
-//! The configuration reference, generated from the command line definitions and the table of
-//! limits.
+//! The pages of the reference that are generated: settings from the command line definitions and
+//! the table of limits, metrics from the registries, log fields from their table.
 
 use std::fmt::Write as _;
 
 use clap::{Arg, ArgAction, Command};
 
+mod metrics;
+
 #[derive(Debug)]
 pub struct Page {
     /// Path of the page in the repository.
     pub path: &'static str,
+    content: PageContent,
+}
+
+#[derive(Debug)]
+enum PageContent {
+    Settings(SettingsPage),
+    Metrics,
+}
+
+#[derive(Debug)]
+struct SettingsPage {
     command: fn() -> Command,
     limits: &'static [(&'static str, &'static str, &'static str)],
     extra: &'static str,
@@ -17,19 +30,34 @@ pub struct Page {
 pub const PAGES: &[Page] = &[
     Page {
         path: "docs/reference/tunnel-server.md",
-        command: tunnel_server::cli::command,
-        limits: tunnel_server::config::LIMITS,
-        extra: SERVICES,
+        content: PageContent::Settings(SettingsPage {
+            command: tunnel_server::cli::command,
+            limits: tunnel_server::config::LIMITS,
+            extra: SERVICES,
+        }),
     },
     Page {
         path: "docs/reference/tunnel-agent.md",
-        command: tunnel_agent::cli::command,
-        limits: tunnel_agent::config::LIMITS,
-        extra: "",
+        content: PageContent::Settings(SettingsPage {
+            command: tunnel_agent::cli::command,
+            limits: tunnel_agent::config::LIMITS,
+            extra: "",
+        }),
+    },
+    Page {
+        path: "docs/reference/metrics.md",
+        content: PageContent::Metrics,
     },
 ];
 
 pub fn render(page: &Page) -> String {
+    match &page.content {
+        PageContent::Settings(settings) => settings_page(settings),
+        PageContent::Metrics => metrics::page(),
+    }
+}
+
+fn settings_page(page: &SettingsPage) -> String {
     let command = (page.command)();
     let mut text = format!(
         "# {}\n\nGenerated from the code by `make docs`; do not edit.\n\n",

@@ -43,4 +43,6 @@ mod testing;
 
 pub use connector::{assignment, backoff, search};
 #[cfg(feature = "test-util")]
+pub use metrics::example_metrics;
+#[cfg(feature = "test-util")]
 pub use proxy::proxy_answer;

@@ -78,6 +78,13 @@ tunnel_proto::label_sets! {
     LimitLabels { limit: Limit }
 }
 
+/// Returns a registry with the metrics of an agent, for the reference.
+#[cfg(feature = "test-util")]
+#[must_use]
+pub fn example_metrics() -> Registry {
+    Metrics::register().1
+}
+
 /// The agent's metrics. Clones share their values.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Metrics(Families);

@@ -41,6 +41,8 @@ pub use message::{
     AgentCommand, CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, RunningServer,
     agent_command,
 };
+#[cfg(feature = "test-util")]
+pub use node_metrics::ExampleNodeMetrics;
 
 #[derive(Clone)]
 pub struct AdminState {

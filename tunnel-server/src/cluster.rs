@@ -69,6 +69,8 @@ pub use client::ClusterHandle;
 use client::Connection;
 use events::EventRecorder;
 pub use membership::follow_peers;
+#[cfg(feature = "test-util")]
+pub use metrics::register_example_metrics;
 use nodes::{AliasRules, NodeStore};
 use publisher::Publisher;
 pub use service::ListenerPorts;

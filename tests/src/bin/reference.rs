@@ -1,5 +1,5 @@
-//! Writes the configuration reference (`docs/reference/*.md`) from the code, or with `--check`
-//! prints the differences.
+//! Writes the generated pages of the reference (`docs/reference/*.md`) from the code, or with
+//! `--check` exits with 1 if one is stale.
 
 use std::path::Path;
 use std::process::ExitCode;

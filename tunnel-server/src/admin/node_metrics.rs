@@ -97,36 +97,39 @@ impl NodeMetrics {
 }
 
 impl Collector for NodeMetrics {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let samples = self.samples(SystemTime::now());
-        encode_family(
-            &mut encoder,
-            "node_connected",
-            "1 if an agent is connected for the node, to this server or to another one",
-            samples
-                .iter()
-                .map(|sample| (sample, Some(u64::from(sample.is_connected)))),
-        )?;
-        encode_family(
-            &mut encoder,
-            "node_last_seen_timestamp_seconds",
-            "Unix time of the last sign of life of the node's agent at this server",
-            samples.iter().map(|sample| {
-                let since_epoch = sample.last_seen.map(|at| at.duration_since(UNIX_EPOCH));
-                let seconds = since_epoch.map(|since| since.unwrap_or_default().as_secs_f64());
-                (sample, seconds)
-            }),
-        )?;
-        encode_family(
-            &mut encoder,
-            "node_rtt_seconds",
-            "Smoothed round-trip time of the node's active session with this server",
-            samples.iter().map(|sample| {
-                let seconds = sample.rtt.map(|rtt| rtt.as_secs_f64());
-                (sample, seconds)
-            }),
-        )
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        encode_samples(encoder, &self.samples(SystemTime::now()))
     }
+}
+
+fn encode_samples(mut encoder: DescriptorEncoder<'_>, samples: &[NodeSample]) -> fmt::Result {
+    encode_family(
+        &mut encoder,
+        "node_connected",
+        "1 if an agent is connected for the node, to this server or to another one",
+        samples
+            .iter()
+            .map(|sample| (sample, Some(u64::from(sample.is_connected)))),
+    )?;
+    encode_family(
+        &mut encoder,
+        "node_last_seen_timestamp_seconds",
+        "Unix time of the last sign of life of the node's agent at this server",
+        samples.iter().map(|sample| {
+            let since_epoch = sample.last_seen.map(|at| at.duration_since(UNIX_EPOCH));
+            let seconds = since_epoch.map(|since| since.unwrap_or_default().as_secs_f64());
+            (sample, seconds)
+        }),
+    )?;
+    encode_family(
+        &mut encoder,
+        "node_rtt_seconds",
+        "Smoothed round-trip time of the node's active session with this server",
+        samples.iter().map(|sample| {
+            let seconds = sample.rtt.map(|rtt| rtt.as_secs_f64());
+            (sample, seconds)
+        }),
+    )
 }
 
 /// Encodes a gauge with the label `node`. Nodes without a value have no series, and a gauge without
@@ -149,6 +152,24 @@ fn encode_family<'a, N: EncodeGaugeValue>(
         ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
     }
     Ok(())
+}
+
+/// The metrics of one node, for the reference.
+#[cfg(feature = "test-util")]
+#[derive(Debug)]
+pub struct ExampleNodeMetrics(pub NodeName);
+
+#[cfg(feature = "test-util")]
+impl Collector for ExampleNodeMetrics {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let sample = NodeSample {
+            node: self.0.clone(),
+            is_connected: true,
+            last_seen: Some(UNIX_EPOCH),
+            rtt: Some(Duration::ZERO),
+        };
+        encode_samples(encoder, &[sample])
+    }
 }
 
 /// Observes the round-trip time of each session every 10 s.

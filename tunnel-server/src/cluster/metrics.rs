@@ -95,3 +95,13 @@ impl ClusterMetrics {
         self.records_too_large.set(is_too_large.into());
     }
 }
+
+/// Registers the metrics with a series of each, for the reference.
+#[cfg(feature = "test-util")]
+pub fn register_example_metrics(root: &mut Registry) {
+    let metrics = ClusterMetrics::new(root);
+    metrics.synced(Object::Nodes);
+    metrics.record_write(Object::Nodes, "ok");
+    metrics.watch_failed(Object::Nodes, ApiErrorKind::Conflict);
+    metrics.conditions("peers", 0);
+}
