@@ -7,6 +7,8 @@ use std::process::Command;
 use tunnel_tests::reference::{PAGES, render};
 use tunnel_tests::tools::{Tool, or_skip};
 
+mod log_fields;
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
@@ -94,7 +96,7 @@ fn shape_of_the_code_is_within_its_bounds() {
 }
 
 #[test]
-fn configuration_reference_is_that_of_the_code() {
+fn generated_pages_are_those_of_the_code() {
     for page in PAGES {
         let written = std::fs::read_to_string(root().join(page.path)).unwrap_or_default();
         assert!(

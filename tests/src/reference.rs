@@ -5,7 +5,10 @@ use std::fmt::Write as _;
 
 use clap::{Arg, ArgAction, Command};
 
+mod log_fields;
 mod metrics;
+
+pub use log_fields::LOG_FIELDS;
 
 #[derive(Debug)]
 pub struct Page {
@@ -18,6 +21,7 @@ pub struct Page {
 enum PageContent {
     Settings(SettingsPage),
     Metrics,
+    LogFields,
 }
 
 #[derive(Debug)]
@@ -48,12 +52,17 @@ pub const PAGES: &[Page] = &[
         path: "docs/reference/metrics.md",
         content: PageContent::Metrics,
     },
+    Page {
+        path: "docs/reference/log-fields.md",
+        content: PageContent::LogFields,
+    },
 ];
 
 pub fn render(page: &Page) -> String {
     match &page.content {
         PageContent::Settings(settings) => settings_page(settings),
         PageContent::Metrics => metrics::page(),
+        PageContent::LogFields => log_fields::page(),
     }
 }
 

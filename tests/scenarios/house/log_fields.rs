@@ -1,0 +1,112 @@
+//! The fields of log lines in the sources are those of the reference.
+
+use std::collections::BTreeSet;
+
+use tunnel_tests::reference::LOG_FIELDS;
+
+use super::files_below;
+
+const MACROS: &[&str] = &[
+    "trace!(",
+    "debug!(",
+    "info!(",
+    "warn!(",
+    "error!(",
+    "trace_span!(",
+    "debug_span!(",
+    "info_span!(",
+    "warn_span!(",
+    "error_span!(",
+];
+
+#[test]
+fn log_fields_of_the_sources_are_those_of_the_reference() {
+    let mut used = BTreeSet::new();
+    for file in files_below(&["proto/src", "tunnel-server/src", "tunnel-agent/src"]).unwrap() {
+        let path = file.to_string_lossy();
+        let (_, path) = path.rsplit_once("/src/").unwrap();
+        if path.ends_with(".rs") && !path.contains("test") {
+            let source = std::fs::read_to_string(&file).unwrap();
+            used.extend(fields(&source));
+        }
+    }
+    let listed: Vec<&str> = LOG_FIELDS.iter().map(|(name, _)| *name).collect();
+    let used: Vec<&str> = used.iter().map(String::as_str).collect();
+    assert_eq!(used, listed, "used, and listed in LOG_FIELDS (sorted)");
+}
+
+#[test]
+fn fields_are_found_in_macros_and_not_in_messages_or_tests() {
+    let source = "// info!(commented)
+        tracing::info!(target: ACCESS, %node, ?error, session = a.b(1, \"c, d\"), \"text, {x}\");
+        info_span!(\"conn\", peer = %address); compile_error!(not_a_field);
+        warn!(count, \"{}\", self.other);
+        #[cfg(test)]
+        mod tests { fn f() { debug!(in_a_test); } }";
+    let found: Vec<String> = fields(source).into_iter().collect();
+    assert_eq!(found, ["count", "error", "node", "peer", "session"]);
+}
+
+/// Returns the fields that the tracing macros of a source name, without those of its tests.
+fn fields(source: &str) -> BTreeSet<String> {
+    let product = source.split("mod tests {").next().unwrap_or_default();
+    let lines = product.lines().filter(|line| !line.trim().starts_with("//"));
+    let product: String = lines.flat_map(|line| [line, "\n"]).collect();
+    let mut found = BTreeSet::new();
+    for start in MACROS {
+        for (at, _) in product.match_indices(start) {
+            let is_whole = !product[..at].ends_with(is_word);
+            if is_whole {
+                let arguments = arguments(&product[at + start.len()..]).into_iter();
+                found.extend(arguments.filter_map(field_name).map(str::to_owned));
+            }
+        }
+    }
+    found
+}
+
+/// Returns the arguments of a macro. `text` begins behind the opening parenthesis.
+fn arguments(text: &str) -> Vec<&str> {
+    let (mut found, mut begin, mut depth) = (Vec::new(), 0, 0);
+    let mut letters = text.char_indices();
+    while let Some((at, letter)) = letters.next() {
+        match letter {
+            '"' => {
+                let mut is_escaped = false;
+                for (_, inner) in letters.by_ref() {
+                    if inner == '"' && !is_escaped {
+                        break;
+                    }
+                    is_escaped = inner == '\\' && !is_escaped;
+                }
+            }
+            '(' | '[' | '{' => depth += 1,
+            ')' | ']' | '}' if depth == 0 => {
+                found.push(text[begin..at].trim());
+                return found;
+            }
+            ')' | ']' | '}' => depth -= 1,
+            ',' if depth == 0 => {
+                found.push(text[begin..at].trim());
+                begin = at + 1;
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// Returns the name of the field in an argument, which is `name = value`, `name`, `%name` or
+/// `?name`. Messages, targets and parents are no fields.
+fn field_name(argument: &str) -> Option<&str> {
+    let name = match argument.split_once('=') {
+        Some((name, _)) => name.trim(),
+        None => argument.trim_start_matches(['%', '?']),
+    };
+    let is_name = name.chars().all(is_word) && !name.contains(char::is_uppercase);
+    (is_name && !name.is_empty()).then_some(name)
+}
+
+fn is_word(letter: char) -> bool {
+    letter.is_ascii_alphanumeric() || letter == '_'
+}
