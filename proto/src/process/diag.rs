@@ -208,7 +208,9 @@ fn redacted(value: Value) -> Value {
         Value::Array(values) => values.into_iter().map(redacted).collect(),
         Value::Object(fields) => {
             let fields = fields.into_iter();
-            fields.map(|(name, value)| (name, redacted(value))).collect()
+            fields
+                .map(|(name, value)| (name, redacted(value)))
+                .collect()
         }
         Value::Null | Value::Bool(_) | Value::Number(_) => value,
     }
@@ -274,10 +276,19 @@ mod tests {
         let flag = format!("--token={join_token}");
         for (text, expected) in [
             ("http://user:canary@proxy:3128", "[redacted]@proxy:3128"),
-            ("url: \"http://canary@proxy/\"", "url: \"[redacted]@proxy/\""),
+            (
+                "url: \"http://canary@proxy/\"",
+                "url: \"[redacted]@proxy/\"",
+            ),
             ("user:canary@proxy:3128", "[redacted]@proxy:3128"),
-            ("Authorization: Bearer canary", "Authorization: Bearer [redacted]"),
-            ("{\"authorization\":\"basic canary=\"}", "{\"authorization\":\"basic [redacted]=\"}"),
+            (
+                "Authorization: Bearer canary",
+                "Authorization: Bearer [redacted]",
+            ),
+            (
+                "{\"authorization\":\"basic canary=\"}",
+                "{\"authorization\":\"basic [redacted]=\"}",
+            ),
             (join_token.as_str(), REDACTED),
             (flag.as_str(), "--token=[redacted]"),
             ("token eyJhbGciOiJub25lIn0.e30.c2ln;", "token [redacted];"),
@@ -329,7 +340,10 @@ mod tests {
         document.add_files(dir.clone()).await;
         let entry = &document.facts["files"]["entries"][0];
         assert_eq!(entry["name"], "ca.key");
-        assert_eq!((&entry["bytes"], &entry["mode"]), (&json!(6), &json!("100600")));
+        assert_eq!(
+            (&entry["bytes"], &entry["mode"]),
+            (&json!(6), &json!("100600"))
+        );
         document.add_files(dir.join("absent")).await;
         assert!(document.facts["files"]["error"].is_string());
 

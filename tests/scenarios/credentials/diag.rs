@@ -60,7 +60,14 @@ async fn t21_no_secret_is_in_the_documents_of_diag() -> Result<()> {
     for key in [data.join("ca.key"), agent_data.join("agent.key")] {
         secrets.extend(lines_of_key(&key)?);
     }
-    let server_facts = ["settings", "conditions", "metrics", "running", "nodes", "files"];
+    let server_facts = [
+        "settings",
+        "conditions",
+        "metrics",
+        "running",
+        "nodes",
+        "files",
+    ];
     let document = checked(&of_server, &server_facts, &secrets)?;
     ensure!(document["nodes"][0]["node"] == NODE, "{document}");
     let log = document["running"]["log"].as_array().context("no log")?;
@@ -109,7 +116,10 @@ fn checked(path: &Path, facts: &[&str], secrets: &[String]) -> Result<Value> {
     let document: Value = serde_json::from_str(&text)?;
     for fact in facts {
         let value = &document[fact];
-        ensure!(!value.is_null() && value["error"].is_null(), "{fact}: {value}");
+        ensure!(
+            !value.is_null() && value["error"].is_null(),
+            "{fact}: {value}"
+        );
     }
     Ok(document)
 }

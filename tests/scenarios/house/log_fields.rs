@@ -50,7 +50,9 @@ fn fields_are_found_in_macros_and_not_in_messages_or_tests() {
 /// Returns the fields that the tracing macros of a source name, without those of its tests.
 fn fields(source: &str) -> BTreeSet<String> {
     let product = source.split("mod tests {").next().unwrap_or_default();
-    let lines = product.lines().filter(|line| !line.trim().starts_with("//"));
+    let lines = product
+        .lines()
+        .filter(|line| !line.trim().starts_with("//"));
     let product: String = lines.flat_map(|line| [line, "\n"]).collect();
     let mut found = BTreeSet::new();
     for start in MACROS {

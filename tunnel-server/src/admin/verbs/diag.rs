@@ -50,5 +50,4 @@ fn as_json(fact: &impl Serialize) -> Result<Value, VerbError> {
 }
 
 /// Default address of the meta port.
-const DEFAULT_META: SocketAddr =
-    SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_SERVER_META);
+const DEFAULT_META: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_SERVER_META);
