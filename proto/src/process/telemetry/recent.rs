@@ -30,8 +30,7 @@ pub fn enable_recent_lines() {
     RECENT.enable();
 }
 
-/// Returns the lines that are retained, oldest first. Lines that the output did not accept are among
-/// them.
+/// Returns the lines that are retained, oldest first, also those that the output did not accept.
 #[must_use]
 pub fn recent_lines() -> Vec<String> {
     RECENT.read()

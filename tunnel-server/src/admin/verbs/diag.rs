@@ -30,7 +30,7 @@ pub async fn collect(settings: Result<Config, ConfigError>) -> DiagDocument {
     document
 }
 
-/// Returns what only the running server knows: its own version and settings, and its last log lines.
+/// Returns what only the running server knows: its version, its settings and its last log lines.
 async fn running(data_dir: &Path) -> Result<Value, VerbError> {
     as_json(&client(data_dir).await?.diag().await?)
 }
