@@ -237,7 +237,7 @@ pub(super) async fn open_tunnel(
             return Ok(Tunnel::Agent(opened.stream));
         };
         let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
-        opener.retry_on_other_session(failure, opened.via, opened.forwarded)?;
+        opener.retry_on_other_session(failure, opened.via, opened.forwarded, false)?;
     }
 }
 
