@@ -14,6 +14,7 @@ pub mod metrics;
 pub mod networks;
 pub mod panics;
 pub mod secrets;
+pub mod serve_bounded;
 pub mod settings;
 pub mod shutdown;
 pub mod telemetry;

@@ -24,9 +24,9 @@ use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tracing::debug;
 
-use super::accept::RetryingListener;
-use super::conn_limiter::{ConnLimiter, ConnLimits};
+use super::conn_limiter::ConnLimits;
 use super::metrics::exposition::Exposition;
+use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
 
 /// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one
@@ -94,24 +94,9 @@ impl Meta {
     /// Serves on `listener` until `stop`.
     pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
         let meta = Arc::new(self);
-        let limiter = ConnLimiter::new(CONN_LIMITS);
-        let state = shutdown.clone();
-        shutdown.spawn_listener(async move {
-            let mut accepting = RetryingListener::new(listener, "meta");
-            loop {
-                let (socket, peer) = accepting.accept().await;
-                let Ok(permit) = limiter.acquire(peer.ip()) else {
-                    debug!(%peer, "meta connection refused: too many connections");
-                    continue;
-                };
-                let meta = meta.clone();
-                state.spawn_service(async move {
-                    tokio::select! {
-                        () = meta.serve(socket, peer) => {}
-                        () = permit.evicted() => debug!(%peer, "meta connection evicted by a newer one"),
-                    }
-                });
-            }
+        serve_bounded(listener, "meta", CONN_LIMITS, shutdown, move |socket, peer| {
+            let meta = meta.clone();
+            async move { meta.serve(socket, peer).await }
         });
     }
 
