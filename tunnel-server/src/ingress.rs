@@ -31,6 +31,7 @@ pub mod fuzz;
 pub mod http;
 pub mod outcome;
 pub mod peer;
+pub mod recent_requests;
 pub mod target_tls;
 pub mod tcp_service;
 mod tunnel;

@@ -3,6 +3,8 @@
 //! is logged.
 
 use std::fmt::{self, Write as _};
+use std::sync::Arc;
+use std::time::SystemTime;
 
 use tokio::time::Instant;
 use tracing::info;
@@ -15,12 +17,13 @@ use super::peer::{CallerAddr, CallerIdentity};
 use crate::ingress::caller_stream::ResponseGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
+use crate::ingress::recent_requests::{RecentRequest, RecentRequests};
 use crate::metrics::{GaugeGuard, Metrics};
 use crate::routing::destination::Destination;
 use crate::routing::registry::Opened;
 use crate::routing::via::Via;
 
-/// Longest text from a caller in an access log line, in bytes.
+/// Longest text of a caller in an access log line, and of any kind in a recent request, in bytes.
 const FIELD_MAX_BYTES: usize = 256;
 
 /// Capacity for the text of a destination, in bytes.
@@ -49,6 +52,7 @@ pub struct AccessLog {
     metrics: Metrics,
     open: Option<GaugeGuard>,
     lines: Option<&'static LogRateLimit>,
+    recent: Option<Arc<RecentRequests>>,
 }
 
 impl AccessLog {
@@ -61,11 +65,7 @@ impl AccessLog {
         metrics: &Metrics,
     ) -> Self {
         let mut subject = one_line(subject);
-        let mut end = subject.len().min(FIELD_MAX_BYTES);
-        while !subject.is_char_boundary(end) {
-            end -= 1;
-        }
-        subject.truncate(end);
+        subject.truncate(field_length(&subject));
         Self {
             listener,
             peer: peer.into(),
@@ -84,6 +84,7 @@ impl AccessLog {
             metrics: metrics.clone(),
             open: None,
             lines: None,
+            recent: None,
         }
     }
 
@@ -152,6 +153,11 @@ impl AccessLog {
         self.lines = Some(lines);
     }
 
+    /// Records the entry in `recent` as well when it ends, if it is one of a node.
+    pub fn record_in(&mut self, recent: Option<Arc<RecentRequests>>) {
+        self.recent = recent;
+    }
+
     /// Records a failure that occurred before the target responded.
     pub fn fail(&mut self, failure: &ProxyError) {
         self.outcome = failure.outcome;
@@ -159,6 +165,27 @@ impl AccessLog {
         if let Some(limit) = failure.limit {
             self.metrics.limit(limit);
         }
+    }
+
+    fn record_recent(&self, received: u64, sent: u64) {
+        let (Some(recent), Some(node)) = (&self.recent, &self.node) else {
+            return;
+        };
+        let request = RecentRequest {
+            at: SystemTime::now(),
+            listener: self.listener,
+            peer: self.peer,
+            caller: field(&self.caller),
+            request: field(&self.subject),
+            port: self.port,
+            status: self.status,
+            outcome: self.outcome,
+            error: field(&self.error),
+            bytes_in: received,
+            bytes_out: sent,
+            elapsed: self.began.elapsed(),
+        };
+        recent.record(node, request);
     }
 }
 
@@ -186,6 +213,7 @@ impl Drop for AccessLog {
         let received = received.saturating_sub(self.before.0);
         let sent = sent.saturating_sub(self.before.1);
         self.metrics.ended(self.outcome, received, sent);
+        self.record_recent(received, sent);
         if !admits_access(self.outcome != Outcome::Ok) {
             return;
         }
@@ -212,6 +240,19 @@ impl Drop for AccessLog {
             "access"
         );
     }
+}
+
+/// Returns the length of the longest beginning of `text` that is a field.
+fn field_length(text: &str) -> usize {
+    let mut end = text.len().min(FIELD_MAX_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    end
+}
+
+fn field(text: &str) -> Box<str> {
+    text.get(..field_length(text)).unwrap_or_default().into()
 }
 
 fn non_empty(text: &str) -> Option<&str> {

@@ -14,6 +14,7 @@ use super::client_auth::{DelegationPolicy, ListenerTls};
 use super::connect::basic_auth::BasicAuth;
 use super::connect::dial::DirectDialer;
 use super::peer::{CallerAddr, CallerIdentity};
+use super::recent_requests::RecentRequests;
 use super::target_tls::TargetTls;
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
@@ -43,6 +44,8 @@ pub struct IngressContext {
     /// connect over a Unix socket can use them.
     pub verified_callers: Arc<ConnLimiter>,
     pub metrics: Metrics,
+    /// Last requests of each node, if the status page is on.
+    pub recent: Option<Arc<RecentRequests>>,
     /// Shutdown signals and the tasks that they cover.
     pub shutdown: Shutdown,
     /// Tracks the tasks that drive connections to targets. Each task also ends when its handle is

@@ -86,6 +86,7 @@ pub(super) async fn route(
     access_log: &mut AccessLog,
 ) -> Result<Route, ProxyError> {
     let destination = resolve(ingress, &request.target).await?;
+    access_log.record_in(ingress.recent.clone());
     match &destination {
         RequestedDestination::Node(requested) => {
             access_log.requested(&requested.node, requested.port.in_request());

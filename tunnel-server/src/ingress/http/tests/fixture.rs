@@ -150,6 +150,7 @@ impl Fixture {
                 total: 1,
             }),
             metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
+            recent: None,
             shutdown: Shutdown::new(),
             drivers: TaskTracker::new(),
         };

@@ -1,0 +1,264 @@
+//! The last requests of each node and the number of its failed ones, for the status page. Memory is
+//! bounded: the nodes whose last request is the oldest lose their requests first.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::outcome::Outcome;
+use super::peer::CallerAddr;
+
+/// Number of requests that are stored for one node.
+pub const REQUESTS_PER_NODE: usize = 20;
+
+/// A request or stream that has ended. Each text has at most 256 bytes, so a request is at most
+/// about 1 KiB, and those of one node about 20 KiB.
+#[derive(Debug, Clone)]
+pub struct RecentRequest {
+    /// Time of the end.
+    pub at: SystemTime,
+    pub listener: &'static str,
+    pub peer: CallerAddr,
+    /// Identity that the caller has proved, or empty.
+    pub caller: Box<str>,
+    /// Method and path, or the name of the TCP service.
+    pub request: Box<str>,
+    pub port: Option<Port>,
+    pub status: Option<u16>,
+    pub outcome: Outcome,
+    /// Reason of a failure, or empty.
+    pub error: Box<str>,
+    pub bytes_in: u64,
+    pub bytes_out: u64,
+    pub elapsed: Duration,
+}
+
+impl RecentRequest {
+    fn text_bytes(&self) -> usize {
+        self.caller.len() + self.request.len() + self.error.len()
+    }
+}
+
+/// Limits of [`RecentRequests`].
+#[derive(Debug, Clone, Copy)]
+pub struct RecentRequestLimits {
+    /// Bytes of the requests of all nodes.
+    pub bytes: usize,
+    /// Nodes whose failed requests are counted. An entry without requests is about 300 bytes.
+    pub nodes: usize,
+}
+
+impl Default for RecentRequestLimits {
+    /// Returns the limits of a server: 32 MiB, which is 20 requests of usual size for each of 5,000
+    /// nodes, and the counts of 65,536 nodes, another 20 MB.
+    fn default() -> Self {
+        Self {
+            bytes: 32 << 20,
+            nodes: 1 << 16,
+        }
+    }
+}
+
+/// The last requests of each node, and its failed requests by code.
+#[derive(Debug)]
+pub struct RecentRequests {
+    limits: RecentRequestLimits,
+    entries: Mutex<Entries>,
+}
+
+impl RecentRequests {
+    /// Creates a store that stays within `limits`.
+    #[must_use]
+    pub fn new(limits: RecentRequestLimits) -> Self {
+        Self {
+            limits,
+            entries: Mutex::default(),
+        }
+    }
+
+    /// Records a request for a node.
+    pub fn record(&self, node: &NodeName, request: RecentRequest) {
+        let mut entries = self.entries.lock();
+        entries.record(node, request);
+        entries.evict(self.limits);
+    }
+
+    /// Returns the stored requests of a node, the last one first.
+    #[must_use]
+    pub fn of_node(&self, node: &NodeName) -> Vec<RecentRequest> {
+        let entries = self.entries.lock();
+        let requests = entries.by_node.get(node).map(|entry| &entry.requests);
+        requests.into_iter().flatten().rev().cloned().collect()
+    }
+
+    /// Returns the codes of a node's failed requests with their numbers.
+    #[must_use]
+    pub fn errors(&self, node: &NodeName) -> Vec<(Outcome, u64)> {
+        let entries = self.entries.lock();
+        let Some(entry) = entries.by_node.get(node) else {
+            return Vec::new();
+        };
+        let counts = Outcome::ALL.into_iter().zip(entry.errors);
+        counts.filter(|(_, count)| *count > 0).collect()
+    }
+}
+
+/// The entries of all nodes, and their order by the last request.
+#[derive(Debug, Default)]
+struct Entries {
+    by_node: HashMap<NodeName, Entry>,
+    /// All nodes, by the number of their last request.
+    by_age: BTreeMap<u64, NodeName>,
+    /// The nodes with stored requests, by the number of their last request.
+    with_requests: BTreeMap<u64, NodeName>,
+    /// Number of the last request.
+    last: u64,
+    /// Bytes of all stored requests.
+    bytes: usize,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    /// Number of the node's last request.
+    last: u64,
+    requests: VecDeque<RecentRequest>,
+    text_bytes: usize,
+    /// Number of failed requests by outcome.
+    errors: [u64; Outcome::ALL.len()],
+}
+
+impl Entry {
+    /// Returns the bytes of the stored requests, unused capacity included.
+    fn bytes(&self) -> usize {
+        self.requests.capacity() * size_of::<RecentRequest>() + self.text_bytes
+    }
+
+    fn push(&mut self, request: RecentRequest) {
+        if request.outcome != Outcome::Ok
+            && let Some(count) = self.errors.get_mut(request.outcome as usize)
+        {
+            *count += 1;
+        }
+        if self.requests.len() == REQUESTS_PER_NODE
+            && let Some(oldest) = self.requests.pop_front()
+        {
+            self.text_bytes -= oldest.text_bytes();
+        }
+        self.text_bytes += request.text_bytes();
+        self.requests.push_back(request);
+    }
+}
+
+impl Entries {
+    fn record(&mut self, node: &NodeName, request: RecentRequest) {
+        self.last += 1;
+        let entry = self.by_node.entry(node.clone()).or_default();
+        self.by_age.remove(&entry.last);
+        self.with_requests.remove(&entry.last);
+        entry.last = self.last;
+        self.bytes -= entry.bytes();
+        entry.push(request);
+        self.bytes += entry.bytes();
+        self.by_age.insert(self.last, node.clone());
+        self.with_requests.insert(self.last, node.clone());
+    }
+
+    /// Drops the requests of the nodes whose last request is the oldest, and then their counts,
+    /// until both limits hold.
+    fn evict(&mut self, limits: RecentRequestLimits) {
+        while self.bytes > limits.bytes
+            && let Some((_, node)) = self.with_requests.pop_first()
+        {
+            if let Some(entry) = self.by_node.get_mut(&node) {
+                self.bytes -= entry.bytes();
+                entry.requests = VecDeque::new();
+                entry.text_bytes = 0;
+            }
+        }
+        while self.by_node.len() > limits.nodes
+            && let Some((last, node)) = self.by_age.pop_first()
+        {
+            self.with_requests.remove(&last);
+            if let Some(entry) = self.by_node.remove(&node) {
+                self.bytes -= entry.bytes();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(path: &str, outcome: Outcome) -> RecentRequest {
+        RecentRequest {
+            at: SystemTime::UNIX_EPOCH,
+            listener: "http",
+            peer: CallerAddr::Unix,
+            caller: "".into(),
+            request: path.into(),
+            port: None,
+            status: None,
+            outcome,
+            error: "".into(),
+            bytes_in: 0,
+            bytes_out: 0,
+            elapsed: Duration::ZERO,
+        }
+    }
+
+    fn node(number: usize) -> NodeName {
+        format!("worker-{number}").parse().unwrap()
+    }
+
+    fn paths(store: &RecentRequests, node: &NodeName) -> Vec<String> {
+        let requests = store.of_node(node).into_iter();
+        requests.map(|request| request.request.into()).collect()
+    }
+
+    #[test]
+    fn last_twenty_requests_are_stored_and_all_failed_ones_counted() {
+        let store = RecentRequests::new(RecentRequestLimits::default());
+        for number in 0..30 {
+            let outcome = if number < 3 {
+                Outcome::NoAgent
+            } else {
+                Outcome::Ok
+            };
+            store.record(&node(1), request(&format!("GET /{number}"), outcome));
+        }
+        let paths = paths(&store, &node(1));
+        assert_eq!(paths.len(), REQUESTS_PER_NODE);
+        assert_eq!(paths.first().map(String::as_str), Some("GET /29"));
+        assert_eq!(paths.last().map(String::as_str), Some("GET /10"));
+        assert_eq!(store.errors(&node(1)), [(Outcome::NoAgent, 3)]);
+        assert!(store.errors(&node(2)).is_empty());
+    }
+
+    #[test]
+    fn nodes_without_a_request_for_the_longest_time_lose_theirs_first() {
+        let limits = RecentRequestLimits {
+            bytes: 10_000,
+            nodes: 10,
+        };
+        let store = RecentRequests::new(limits);
+        let text = "x".repeat(4_000);
+        store.record(&node(1), request(&text, Outcome::Cut));
+        store.record(&node(2), request(&text, Outcome::Cut));
+        store.record(&node(1), request("again", Outcome::Cut));
+        store.record(&node(3), request(&text, Outcome::Cut));
+        assert!(paths(&store, &node(2)).is_empty());
+        assert_eq!(store.errors(&node(2)), [(Outcome::Cut, 1)]);
+        assert_eq!(paths(&store, &node(3)).len(), 1);
+        for number in 4..100 {
+            store.record(&node(number), request(&text, Outcome::Cut));
+            let entries = store.entries.lock();
+            assert!(entries.bytes <= limits.bytes && entries.by_node.len() <= limits.nodes);
+            assert_eq!(entries.by_age.len(), entries.by_node.len());
+        }
+        assert!(store.errors(&node(1)).is_empty());
+        assert_eq!(paths(&store, &node(99)).len(), 1);
+    }
+}
