@@ -33,4 +33,5 @@ mod scripted;
 mod security;
 mod servers;
 mod ship;
+mod status_page;
 mod transports;

@@ -33,6 +33,7 @@ mod client;
 pub mod discovery;
 mod message;
 pub(crate) mod node_metrics;
+pub(crate) mod page;
 pub mod status;
 pub mod verbs;
 

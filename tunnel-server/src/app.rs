@@ -38,6 +38,7 @@ mod revocations;
 mod serving;
 mod sessions;
 mod sockets;
+mod status_page;
 mod targets;
 
 use authority::{AgentAuth, Authority};
@@ -110,7 +111,7 @@ impl App {
         let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
         let own_ports = sockets.bound.tcp_ports();
         let tunnels =
-            (sockets.connect).start(&ingress, serving.certificates, own_ports, &context)?;
+            (sockets.connect).start(&ingress, serving.certificates.clone(), own_ports, &context)?;
         let inputs = SessionInputs {
             quic: sockets.quic.clone(),
             tcp: sockets.tcp,
@@ -130,6 +131,7 @@ impl App {
             metrics_registry,
             &context,
         )?;
+        status_page::start(sockets.status, serving.certificates, &authority, &context)?;
         if let Some(dns) = &dns {
             dns.start_loop_detection(&context.shutdown).await?;
         }

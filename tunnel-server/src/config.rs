@@ -28,6 +28,7 @@ mod listeners;
 mod peers;
 mod per_node_metrics;
 mod raw;
+mod status_page;
 mod targets;
 
 pub use capacity::Capacity;
@@ -41,6 +42,7 @@ pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
 pub use peers::{PORT_PEERS, PeerSettings};
 pub use per_node_metrics::PerNodeMetrics;
 pub use raw::{RawConfig, RawRecord, RawTcpService};
+pub use status_page::StatusPageSettings;
 pub use targets::{APISERVER_NAME, TargetSettings};
 
 /// Default directory of the server's state.
@@ -85,6 +87,8 @@ pub struct Config {
     pub dns: Option<DnsSettings>,
     /// Settings of the CONNECT listeners, or `None` if they are off.
     pub connect: Option<ConnectSettings>,
+    /// Settings of the status page, or `None` if it is off.
+    pub status_page: Option<StatusPageSettings>,
     /// Settings of the connections to other servers.
     pub peers: PeerSettings,
     /// Time for which the listeners accept on after SIGTERM.
@@ -194,6 +198,7 @@ impl Config {
             client_auth,
             dns: dns::check(raw, &mut errors),
             connect: ConnectSettings::check(raw, &mut errors),
+            status_page: StatusPageSettings::check(raw, &mut errors),
             peers: PeerSettings::check(raw, kubernetes.as_ref(), &mut errors),
             drain_delay: errors.parse_with(
                 "--drain-delay",

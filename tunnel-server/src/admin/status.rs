@@ -19,6 +19,9 @@ mod version_skew;
 
 pub use version_skew::VersionSkew;
 
+/// Lists the nodes with their status.
+pub(crate) type NodeList = Arc<dyn Fn() -> Vec<NodeStatus> + Send + Sync>;
+
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {

@@ -14,7 +14,7 @@ use super::authority::Authority;
 use super::context::ServerContext;
 use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
-use crate::admin::status::{self, NodeStatus};
+use crate::admin::status::{self, NodeList};
 use crate::admin::{self, AdminState};
 use crate::ingress::connect::AdminTunnels;
 use crate::policy::PortPolicy;
@@ -70,13 +70,10 @@ fn node_metrics(context: &ServerContext) -> NodeMetrics {
     }
 }
 
-/// Lists the nodes with their status.
-type NodeList = Arc<dyn Fn() -> Vec<NodeStatus> + Send + Sync>;
-
 /// Lists the nodes with their status, as JSON.
 type JsonList = Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>;
 
-fn node_list(authority: &Authority, context: &ServerContext) -> NodeList {
+pub(super) fn node_list(authority: &Authority, context: &ServerContext) -> NodeList {
     let (nodes, routes) = (context.nodes.clone(), context.routes.clone());
     let (registry, peers) = (context.registry.clone(), context.peers.clone());
     let revocations = authority.revocations.clone();

@@ -19,6 +19,7 @@ use tunnel_proto::wire::name::NodeName;
 use super::credential_watcher::CredentialWatcher;
 use crate::config::Config;
 use crate::dns::Records;
+use crate::ingress::recent_requests::{RecentRequestLimits, RecentRequests};
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
 use crate::routing::Routing;
@@ -53,6 +54,8 @@ pub(super) struct ServerContext {
     pub(super) peers: Arc<Peers>,
     pub(super) nodes: Arc<KnownNodes>,
     pub(super) routes: Routes,
+    /// Last requests of each node, if the status page is on.
+    pub(super) recent: Option<Arc<RecentRequests>>,
     pub(super) records: Records,
     /// Ports that callers may reach.
     pub(super) policy: SharedPortPolicy,
@@ -116,6 +119,8 @@ impl ServerContext {
         let peer_metrics = PeerMetrics::new(metrics_registry);
         let peers = Peers::new(config.peers.name.clone(), peer_limits, peer_metrics);
         let routes = Routes::default();
+        let recent = config.status_page.is_some();
+        let recent = recent.then(|| Arc::new(RecentRequests::new(RecentRequestLimits::default())));
         nodes.start(&shutdown);
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
         if config.kubernetes.is_none() {
@@ -137,6 +142,7 @@ impl ServerContext {
             peers,
             nodes,
             routes,
+            recent,
             records: Records::default(),
             policy: SharedPortPolicy::default(),
             ranges: LiveClusterNetworks::default(),

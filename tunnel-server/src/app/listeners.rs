@@ -39,7 +39,7 @@ pub(super) fn start(
         callers: ConnLimiter::new(capacity.callers),
         verified_callers: ConnLimiter::new(capacity.verified_callers),
         metrics: context.metrics.clone(),
-        recent: None,
+        recent: context.recent.clone(),
         shutdown: context.shutdown.clone(),
         drivers: context.drivers.clone(),
     });

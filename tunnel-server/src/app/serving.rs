@@ -65,7 +65,8 @@ fn serving_names(config: &Config) -> ServingNames {
         .connect
         .as_ref()
         .and_then(|http_listener| http_listener.listen);
-    let listening = [config.listeners.https, connect]
+    let status = config.status_page.as_ref().map(|page| page.listen);
+    let listening = [config.listeners.https, connect, status]
         .into_iter()
         .flatten()
         .map(|address| address.ip());

@@ -27,6 +27,7 @@ pub(super) struct Sockets {
     pub(super) dns: Option<DnsSockets>,
     pub(super) connect: ConnectSockets,
     pub(super) peers: Option<TcpListener>,
+    pub(super) status: Option<TcpListener>,
     pub(super) bound: BoundAddrs,
 }
 
@@ -46,12 +47,17 @@ pub(super) async fn bind(
         Some(address) => Some(listen(address, "--peer-listen").await?),
         None => None,
     };
+    let status = match &config.status_page {
+        Some(settings) => Some(listen(settings.listen, "--status-listen").await?),
+        None => None,
+    };
     let mut bound = BoundAddrs {
         agents: tcp.local_addr()?,
         peers: peers.as_ref().map(TcpListener::local_addr).transpose()?,
         https: None,
         http: None,
         meta,
+        status: status.as_ref().map(TcpListener::local_addr).transpose()?,
         proxy: Vec::new(),
         services: Vec::new(),
         dns: None,
@@ -75,6 +81,7 @@ pub(super) async fn bind(
         dns,
         connect,
         peers,
+        status,
         bound,
     })
 }
@@ -137,6 +144,8 @@ pub struct BoundAddrs {
     pub https: Option<SocketAddr>,
     pub http: Option<SocketAddr>,
     pub meta: SocketAddr,
+    /// Address of the status page.
+    pub status: Option<SocketAddr>,
     pub proxy: Vec<SocketAddr>,
     pub services: Vec<(String, SocketAddr)>,
     /// Address of the embedded DNS, UDP and TCP.
@@ -152,6 +161,7 @@ impl BoundAddrs {
         self.https.iter().for_each(|address| log("https", address));
         self.http.iter().for_each(|address| log("http", address));
         log("meta", &self.meta);
+        self.status.iter().for_each(|address| log("status", address));
         self.dns.iter().for_each(|address| log("dns", address));
         self.connect
             .iter()
@@ -165,7 +175,14 @@ impl BoundAddrs {
     /// Returns the ports that callers never reach as ports of a node.
     pub(super) fn reserved_ports(&self) -> Vec<Port> {
         let (agents, meta) = (Some(self.agents), Some(self.meta));
-        let own = [agents, self.https, self.http, meta, self.peers];
+        let own = [
+            agents,
+            self.https,
+            self.http,
+            meta,
+            self.peers,
+            self.status,
+        ];
         own.iter()
             .flatten()
             .filter_map(|address| Port::new(address.port()))
@@ -173,7 +190,14 @@ impl BoundAddrs {
     }
 
     pub(super) fn tcp_ports(&self) -> Vec<Port> {
-        let single = [self.https, self.http, self.dns, self.connect, self.peers];
+        let single = [
+            self.https,
+            self.http,
+            self.dns,
+            self.connect,
+            self.peers,
+            self.status,
+        ];
         let many = self.proxy.iter().copied();
         let many = many.chain(self.services.iter().map(|(_, address)| *address));
         let all = [self.agents, self.meta].into_iter().chain(many);

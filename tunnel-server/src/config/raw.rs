@@ -33,6 +33,12 @@ tunnel_proto::layered! {
         /// 127.0.0.1:10265]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_META_LISTEN", help_heading = "Listeners")]
         pub meta_listen: Option<String>,
+        /// Status page: nodes with their last requests, other servers and conditions, as HTML or
+        /// JSON; read-only. On a loopback address over HTTP, on another one over HTTPS for callers
+        /// with a certificate of --client-ca, which is then required. "off" disables it [default:
+        /// off]
+        #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_STATUS_LISTEN", help_heading = "Listeners")]
+        pub status_listen: Option<String>,
         /// Metrics with a series for each node: on, off, or auto, which is on up to 2,000 nodes
         /// [default: auto]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_METRICS_PER_NODE", help_heading = "Process")]

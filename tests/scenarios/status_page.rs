@@ -1,0 +1,84 @@
+//! The status page of a real server with a real agent.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use tunnel_server::config::RawConfig;
+use tunnel_tests::client::{HttpReply, RawRequest, request};
+use tunnel_tests::env::{NodeEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn page_shows_a_node_its_requests_and_the_end_of_its_session() -> Result<()> {
+    let env = NodeEnv::start_with(on_loopback).await?;
+    let scrape = RawRequest::get(&env.host, "/metrics");
+    let reply = request(env.env.http(), &scrape).await?;
+    ensure!(reply.status == 200, "{reply:?}");
+
+    let html = get(&env, "/", "text/html").await?;
+    let policy = html.header("content-security-policy").unwrap_or_default();
+    ensure!(policy.starts_with("default-src 'none'"), "{html:?}");
+    ensure!(html.header("set-cookie").is_none(), "{html:?}");
+    let has_row = html.text().contains("<a href=\"/node/worker-1\">");
+    ensure!(has_row && !html.text().contains("<script"), "{html:?}");
+    ensure!(get(&env, "/style.css", "*/*").await?.status == 200);
+
+    eventually("the request on the page", WAIT_TIMEOUT, async || {
+        let node = document(&env, "/node/worker-1").await?;
+        ensure!(node["node"]["state"] == "live", "{node}");
+        ensure!(node["node"]["certificateNotAfter"].is_string(), "{node}");
+        ensure!(node["node"]["throughput"].is_object(), "{node}");
+        let path = node["requests"][0]["request"].as_str();
+        ensure!(path.is_some_and(|path| path.contains("/metrics")), "{node}");
+        Ok(())
+    })
+    .await;
+    ensure!(document(&env, "/servers").await?["servers"] == Value::Array(Vec::new()));
+    let NodeEnv {
+        agent,
+        exporter: _exporter,
+        host: _host,
+        env,
+    } = env;
+    agent.stop().await?;
+    let page = env.bound().status.context("no status page")?;
+    eventually("the node to be away", WAIT_TIMEOUT, async || {
+        let away = request(page, &RawRequest::get("localhost", "/")).await?;
+        let has_reason = away.text().contains("away") && away.text().contains("the peer");
+        ensure!(has_reason, "{away:?}");
+        Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn page_refuses_other_methods_and_names_that_are_not_this_host() -> Result<()> {
+    let env = NodeEnv::start_with(on_loopback).await?;
+    let page = env.env.bound().status.context("no status page")?;
+    for (method, host, status) in [
+        ("HEAD", "127.0.0.1", 200),
+        ("POST", "127.0.0.1", 405),
+        ("DELETE", "localhost", 405),
+        ("GET", "rebound.example", 421),
+    ] {
+        let refused = RawRequest::new(method, "/", host).header("Connection", "close");
+        let reply = request(page, &refused).await?;
+        ensure!(reply.status == status, "{method} {host}: {reply:?}");
+    }
+    Ok(())
+}
+
+fn on_loopback(settings: &mut RawConfig) {
+    settings.status_listen = Some("127.0.0.1:0".into());
+}
+
+async fn get(env: &NodeEnv, path: &str, accept: &str) -> Result<HttpReply> {
+    let page = env.env.bound().status.context("no status page")?;
+    let wanted = RawRequest::get("127.0.0.1", path).header("Accept", accept);
+    request(page, &wanted).await
+}
+
+async fn document(env: &NodeEnv, path: &str) -> Result<Value> {
+    let reply = get(env, path, "application/json").await?;
+    Ok(serde_json::from_str(&reply.text())?)
+}

@@ -1,0 +1,314 @@
+//! The status page: nodes, other servers and conditions as HTML or JSON, over HTTP/1.1. Read-only,
+//! without scripts and cookies. On a loopback address there is no TLS; elsewhere each caller needs a
+//! client certificate.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use http::header::{
+    ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY, VARY,
+    X_CONTENT_TYPE_OPTIONS,
+};
+use http::request::Parts;
+use http::{HeaderName, HeaderValue, Request, Response};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use parking_lot::Mutex;
+use rustls::ServerConnection;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsAcceptor;
+use tracing::{debug, warn};
+use tunnel_proto::identity::{CallerError, caller_name};
+use tunnel_proto::process::conn_limiter::ConnLimits;
+use tunnel_proto::process::meta::{FullResponse, Readiness};
+use tunnel_proto::process::serve_bounded::serve_bounded;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::wire::name::NodeName;
+
+use crate::admin::status::{NodeList, NodeStatus};
+use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::recent_requests::RecentRequests;
+use crate::routing::peers::Peers;
+use crate::routing::registry::Registry;
+use crate::store::data_dir::rfc3339;
+
+mod facts;
+mod html;
+mod request;
+mod throughput;
+mod visible;
+
+use facts::{
+    ConditionFacts, ConditionsDocument, Document, NodeDocument, NodeFacts, NodesDocument,
+    SCHEMA_VERSION, ServersDocument,
+};
+use html::PageHead;
+use request::{Format, NodesQuery, PageAccess, PageRefusal, PageRequest, View};
+use throughput::ThroughputSampler;
+
+/// What the status page reads.
+pub(crate) struct PageSources {
+    pub(crate) nodes: NodeList,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) peers: Arc<Peers>,
+    pub(crate) readiness: Readiness,
+    pub(crate) recent: Arc<RecentRequests>,
+    /// TLS with a required client certificate, or `None` on a loopback address.
+    pub(crate) tls: Option<Arc<ListenerTls>>,
+}
+
+/// The status page of a running server.
+struct StatusPage {
+    sources: PageSources,
+    throughput: Arc<ThroughputSampler>,
+    /// The last list of nodes. The lock is held while the next list is made, so that there is one
+    /// at a time.
+    cached: Mutex<Option<CachedNodes>>,
+}
+
+struct CachedNodes {
+    at: Instant,
+    nodes: Arc<Vec<NodeStatus>>,
+}
+
+/// Serves the status page on `listener` until `stop`.
+pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shutdown) {
+    let page = Arc::new(StatusPage::new(sources));
+    page.throughput.start(shutdown);
+    serve_bounded(listener, "status", CONN_LIMITS, shutdown, move |socket, peer| {
+        let page = page.clone();
+        async move {
+            let connection = Box::pin(serve(page, socket, peer));
+            if timeout(CONNECTION_TIMEOUT, connection).await.is_err() {
+                debug!(%peer, "status connection closed after its time limit");
+            }
+        }
+    });
+}
+
+async fn serve(page: Arc<StatusPage>, socket: TcpStream, peer: SocketAddr) {
+    let Some(tls) = page.sources.tls.clone() else {
+        return serve_http(page, socket, PageAccess::Loopback).await;
+    };
+    let handshake = TlsAcceptor::from(tls.config()).accept(socket);
+    match timeout(HEAD_TIMEOUT, handshake).await {
+        Ok(Ok(stream)) => {
+            let access = certificate_access(stream.get_ref().1);
+            serve_http(page, stream, access).await;
+        }
+        Ok(Err(error)) => debug!(%error, %peer, "TLS handshake of a status connection failed"),
+        Err(_elapsed) => debug!(%peer, "TLS handshake of a status connection timed out"),
+    }
+}
+
+/// Returns how a caller may use the page after a handshake. TLS has verified the certificate.
+fn certificate_access(tls: &ServerConnection) -> PageAccess {
+    let leaf = tls.peer_certificates().and_then(<[_]>::first);
+    match leaf.map_or(Err(CallerError::NoSingleName), caller_name) {
+        Ok(_name) => PageAccess::Certificate,
+        Err(error) => PageAccess::NoCaller(error),
+    }
+}
+
+async fn serve_http<S>(page: Arc<StatusPage>, stream: S, access: PageAccess)
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let service = service_fn(async |request: Request<Incoming>| {
+        let (head, _body) = request.into_parts();
+        Ok::<_, Infallible>(answer(&page, head, access).await)
+    });
+    let mut server = hyper::server::conn::http1::Builder::new();
+    server
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .max_header_size(HEAD_MAX_BYTES);
+    if let Err(error) = server.serve_connection(TokioIo::new(stream), service).await {
+        debug!(%error, "status connection ended");
+    }
+}
+
+/// Answers a request. Rendering takes milliseconds with many nodes, so it runs outside the
+/// runtime's own threads.
+async fn answer(page: &Arc<StatusPage>, head: Parts, access: PageAccess) -> FullResponse {
+    let parsed = PageRequest::parse(&head, access);
+    let rendered = match parsed {
+        Ok(page_request) => {
+            let page = page.clone();
+            let rendering = tokio::task::spawn_blocking(move || page.render(&page_request));
+            rendering.await.unwrap_or_else(|error| {
+                warn!(%error, "cannot render the status page");
+                Err(PageRefusal::Render)
+            })
+        }
+        Err(refusal) => Err(refusal),
+    };
+    rendered.unwrap_or_else(|refusal| {
+        let text = format!("{refusal}\n");
+        let mut response = response("text/plain; charset=utf-8", text);
+        *response.status_mut() = refusal.status();
+        if refusal == PageRefusal::Method {
+            let methods = HeaderValue::from_static("GET, HEAD");
+            response.headers_mut().insert(ALLOW, methods);
+        }
+        response
+    })
+}
+
+impl StatusPage {
+    fn new(sources: PageSources) -> Self {
+        Self {
+            throughput: Arc::new(ThroughputSampler::new(sources.registry.clone())),
+            sources,
+            cached: Mutex::default(),
+        }
+    }
+
+    /// Renders a page. Blocks the thread.
+    fn render(&self, page_request: &PageRequest) -> Result<FullResponse, PageRefusal> {
+        let document = match &page_request.view {
+            View::Style => return Ok(response("text/css; charset=utf-8", STYLE)),
+            View::Nodes(query) => Document::Nodes(self.nodes(query)),
+            View::Node(name) => Document::Node(Box::new(self.node(name)?)),
+            View::Servers => Document::Servers(self.servers()),
+            View::Conditions => Document::Conditions(self.conditions()),
+        };
+        match page_request.format {
+            Format::Json => {
+                let text = serde_json::to_string(&document).map_err(|error| cannot(&error))?;
+                Ok(response("application/json", format!("{text}\n")))
+            }
+            Format::Html => {
+                let own = self.sources.peers.own().to_string();
+                let head = PageHead::new(&own, rfc3339(SystemTime::now()));
+                let text = html::render(&document, head).map_err(|error| cannot(&error))?;
+                Ok(response("text/html; charset=utf-8", text))
+            }
+        }
+    }
+
+    fn nodes(&self, query: &NodesQuery) -> NodesDocument {
+        let nodes = self.node_list();
+        let page = facts::nodes_page(&nodes, query);
+        NodesDocument {
+            schema_version: SCHEMA_VERSION,
+            search: query.search.clone(),
+            matching: page.matching,
+            page: page.page,
+            pages: page.pages,
+            nodes: page.nodes.iter().map(|node| self.facts(node)).collect(),
+        }
+    }
+
+    fn node(&self, name: &NodeName) -> Result<NodeDocument, PageRefusal> {
+        let nodes = self.node_list();
+        let status = nodes.iter().find(|status| status.node == name.as_str());
+        let requests = self.sources.recent.of_node(name).into_iter();
+        Ok(NodeDocument {
+            schema_version: SCHEMA_VERSION,
+            node: self.facts(status.ok_or(PageRefusal::UnknownNode)?),
+            requests: requests.map(Into::into).collect(),
+        })
+    }
+
+    fn servers(&self) -> ServersDocument {
+        let peers = &self.sources.peers;
+        ServersDocument {
+            schema_version: SCHEMA_VERSION,
+            own: peers.own().to_string(),
+            servers: peers.status().into_iter().map(Into::into).collect(),
+        }
+    }
+
+    fn conditions(&self) -> ConditionsDocument {
+        let readiness = &self.sources.readiness;
+        let conditions = readiness.conditions().into_iter();
+        ConditionsDocument {
+            schema_version: SCHEMA_VERSION,
+            blocking: readiness.read().0,
+            conditions: conditions
+                .map(|(component, text)| ConditionFacts { component, text })
+                .collect(),
+        }
+    }
+
+    fn facts(&self, status: &NodeStatus) -> NodeFacts {
+        let name = status.node.parse::<NodeName>().ok();
+        let errors = name.as_ref().map(|name| self.sources.recent.errors(name));
+        let errors = errors.into_iter().flatten();
+        NodeFacts {
+            status: status.clone(),
+            throughput: name.and_then(|name| self.throughput.of_node(&name)),
+            errors: errors
+                .map(|(outcome, count)| (outcome.label(), count))
+                .collect(),
+        }
+    }
+
+    /// Returns the list of nodes, at most [`CACHE_TIME`] old: with many nodes, making it takes
+    /// longer than a page.
+    fn node_list(&self) -> Arc<Vec<NodeStatus>> {
+        let mut cached = self.cached.lock();
+        if let Some(last) = &*cached
+            && last.at.elapsed() < CACHE_TIME
+        {
+            return last.nodes.clone();
+        }
+        let nodes = Arc::new((self.sources.nodes)());
+        *cached = Some(CachedNodes {
+            at: Instant::now(),
+            nodes: nodes.clone(),
+        });
+        nodes
+    }
+}
+
+fn cannot(error: &dyn std::error::Error) -> PageRefusal {
+    warn!(%error, "cannot render the status page");
+    PageRefusal::Render
+}
+
+/// Returns a response that loads nothing but the style sheet, is in no frame and in no cache.
+fn response(content_type: &'static str, body: impl Into<Bytes>) -> FullResponse {
+    let mut response = Response::new(Full::new(body.into()));
+    let fields: [(HeaderName, &'static str); 6] = [
+        (CONTENT_TYPE, content_type),
+        (CONTENT_SECURITY_POLICY, POLICY),
+        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (REFERRER_POLICY, "no-referrer"),
+        (CACHE_CONTROL, "no-store"),
+        (VARY, "Accept"),
+    ];
+    for (name, value) in fields {
+        let value = HeaderValue::from_static(value);
+        response.headers_mut().insert(name, value);
+    }
+    response
+}
+
+const POLICY: &str = "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none'; \
+                      frame-ancestors 'none'";
+const STYLE: &str = include_str!("../../templates/style.css");
+/// Maximum number of connections. At the limit, newer connections evict the oldest. A browser opens
+/// up to six.
+const CONN_LIMITS: ConnLimits = ConnLimits {
+    per_source: 16,
+    total: 32,
+};
+/// Maximum time of a TLS handshake, and for a caller to send its request head.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time of a connection. A page of 200 nodes is about 200 KB, which a slow link carries in
+/// this time.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
+const HEAD_MAX_BYTES: usize = 16 * 1024;
+const CACHE_TIME: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests;

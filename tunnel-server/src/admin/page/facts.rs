@@ -1,0 +1,212 @@
+//! The documents that the status page shows, as HTML or as JSON. All functions are pure.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::request::NodesQuery;
+use super::throughput::Throughput;
+use crate::admin::status::NodeStatus;
+use crate::ingress::recent_requests::RecentRequest;
+use crate::routing::peers::{PeerState, PeerStatus};
+use crate::store::data_dir::rfc3339;
+
+/// What one page shows.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(super) enum Document {
+    Nodes(NodesDocument),
+    Node(Box<NodeDocument>),
+    Servers(ServersDocument),
+    Conditions(ConditionsDocument),
+}
+
+/// A page of the list of nodes.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct NodesDocument {
+    /// Raised when a field is removed or changes its meaning.
+    pub(super) schema_version: u32,
+    pub(super) search: String,
+    /// Number of nodes that match the search, on all pages.
+    pub(super) matching: usize,
+    pub(super) page: usize,
+    pub(super) pages: usize,
+    pub(super) nodes: Vec<NodeFacts>,
+}
+
+/// One node with its last requests.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct NodeDocument {
+    pub(super) schema_version: u32,
+    pub(super) node: NodeFacts,
+    /// The last requests, the last one first.
+    pub(super) requests: Vec<RequestFacts>,
+}
+
+/// The status of a node, and what only the status page has. The fields of the status are those of
+/// `/nodes`.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct NodeFacts {
+    #[serde(flatten)]
+    pub(super) status: NodeStatus,
+    /// Throughput of the node's sessions with this server; empty without one.
+    pub(super) throughput: Option<Throughput>,
+    /// Failed requests at this server by code.
+    pub(super) errors: BTreeMap<&'static str, u64>,
+}
+
+/// A request or stream that has ended.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct RequestFacts {
+    /// Time of the end, RFC 3339.
+    pub(super) at: String,
+    pub(super) listener: &'static str,
+    pub(super) peer: String,
+    pub(super) caller: String,
+    pub(super) request: String,
+    pub(super) port: Option<u16>,
+    pub(super) status: Option<u16>,
+    pub(super) code: &'static str,
+    pub(super) error: String,
+    pub(super) bytes_in: u64,
+    pub(super) bytes_out: u64,
+    pub(super) elapsed_seconds: f64,
+}
+
+impl From<RecentRequest> for RequestFacts {
+    fn from(request: RecentRequest) -> Self {
+        Self {
+            at: rfc3339(request.at),
+            listener: request.listener,
+            peer: request.peer.to_string(),
+            caller: request.caller.into(),
+            request: request.request.into(),
+            port: request.port.map(|port| port.get()),
+            status: request.status,
+            code: request.outcome.label(),
+            error: request.error.into(),
+            bytes_in: request.bytes_in,
+            bytes_out: request.bytes_out,
+            elapsed_seconds: request.elapsed.as_secs_f64(),
+        }
+    }
+}
+
+/// The other servers of the installation.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ServersDocument {
+    pub(super) schema_version: u32,
+    /// Name of this server.
+    pub(super) own: String,
+    pub(super) servers: Vec<ServerFacts>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct ServerFacts {
+    pub(super) name: String,
+    /// `HOST:PORT` that this server dials.
+    pub(super) address: String,
+    /// `connected`, `connecting` or `leaving`.
+    pub(super) state: &'static str,
+    /// Number of nodes that the server holds.
+    pub(super) nodes: usize,
+    /// Time of the last change between connected and not connected, RFC 3339.
+    pub(super) since: String,
+}
+
+impl From<PeerStatus> for ServerFacts {
+    fn from(peer: PeerStatus) -> Self {
+        Self {
+            name: peer.id.to_string(),
+            address: peer.address,
+            state: match peer.state {
+                PeerState::Connected => "connected",
+                PeerState::Connecting => "connecting",
+                PeerState::Leaving => "leaving",
+            },
+            nodes: peer.nodes,
+            since: rfc3339(peer.since),
+        }
+    }
+}
+
+/// The conditions that an operator should fix, and the components that block readiness.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ConditionsDocument {
+    pub(super) schema_version: u32,
+    /// Components that block readiness; the server is ready without any.
+    pub(super) blocking: Vec<&'static str>,
+    pub(super) conditions: Vec<ConditionFacts>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct ConditionFacts {
+    pub(super) component: &'static str,
+    pub(super) text: String,
+}
+
+/// The part of the list that a page shows.
+#[derive(Debug)]
+pub(super) struct NodesPage<'a> {
+    pub(super) matching: usize,
+    pub(super) page: usize,
+    pub(super) pages: usize,
+    pub(super) nodes: Vec<&'a NodeStatus>,
+}
+
+/// Returns the nodes of the page that the query selects. A page beyond the last one is the last one.
+pub(super) fn nodes_page<'a>(nodes: &'a [NodeStatus], query: &NodesQuery) -> NodesPage<'a> {
+    let matching: Vec<&NodeStatus> = nodes
+        .iter()
+        .filter(|node| node.node.to_lowercase().contains(&query.search))
+        .collect();
+    let pages = matching.len().div_ceil(NODES_PER_PAGE).max(1);
+    let page = query.page.clamp(1, pages);
+    let first = (page - 1) * NODES_PER_PAGE;
+    NodesPage {
+        matching: matching.len(),
+        page,
+        pages,
+        nodes: matching
+            .into_iter()
+            .skip(first)
+            .take(NODES_PER_PAGE)
+            .collect(),
+    }
+}
+
+/// Version of the JSON documents.
+pub(super) const SCHEMA_VERSION: u32 = 1;
+const NODES_PER_PAGE: usize = 200;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_have_200_nodes_and_the_search_selects_by_name() {
+        let named = |number: usize| NodeStatus {
+            node: format!("worker-{number:05}"),
+            ..NodeStatus::default()
+        };
+        let nodes: Vec<NodeStatus> = (0..1_001).map(named).collect();
+        let page = |search: &str, page| {
+            let search = search.to_owned();
+            let page = nodes_page(&nodes, &NodesQuery { search, page });
+            let first = page.nodes.first().map(|node| node.node.clone());
+            (page.page, page.pages, page.matching, page.nodes.len(), first)
+        };
+        let first = |name: &str| Some(name.to_owned());
+        assert_eq!(page("", 0), (1, 6, 1_001, 200, first("worker-00000")));
+        assert_eq!(page("", 2), (2, 6, 1_001, 200, first("worker-00200")));
+        assert_eq!(page("", 99), (6, 6, 1_001, 1, first("worker-01000")));
+        assert_eq!(page("-0100", 1), (1, 1, 1, 1, first("worker-01000")));
+        assert_eq!(page("absent", 1), (1, 1, 0, 0, None));
+    }
+}

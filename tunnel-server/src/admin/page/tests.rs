@@ -1,0 +1,190 @@
+//! The served HTML and JSON, with hostile texts and with 20,000 nodes.
+
+use std::collections::BTreeSet;
+
+use http::StatusCode;
+use http_body_util::BodyExt;
+
+use super::*;
+use crate::admin::status::CloseStatus;
+use crate::ingress::outcome::Outcome;
+use crate::ingress::peer::CallerAddr;
+use crate::ingress::recent_requests::{RecentRequest, RecentRequestLimits};
+use crate::testing::{Bench, node};
+
+const HOSTILE: &str = "<script>alert(1)</script>\"'&\u{202e}txt\u{0}<img src=//evil.example/x>";
+
+#[tokio::test]
+async fn page_of_twenty_thousand_hostile_names_is_text_and_takes_less_than_200_ms() {
+    let bench = Bench::new();
+    let hostile = |number: usize| NodeStatus {
+        node: format!("{number:05}{HOSTILE}{}", "x".repeat(200)),
+        version: Some(HOSTILE.to_owned()),
+        transport: Some(HOSTILE.to_owned()),
+        last_close: Some(CloseStatus {
+            at: HOSTILE.to_owned(),
+            by: HOSTILE.to_owned(),
+            code: HOSTILE.to_owned(),
+            reason: HOSTILE.to_owned(),
+        }),
+        is_edge: true,
+        ..NodeStatus::default()
+    };
+    let nodes: Vec<_> = (0..20_000).map(hostile).collect();
+    let page = page(&bench, nodes);
+    // Other tests run at the same time, so the fastest of some pages counts.
+    let mut fastest = Duration::MAX;
+    let mut shown = String::new();
+    for _ in 0..5 {
+        let begin = Instant::now();
+        shown = get(&page, "/?page=100", "*/*").await.text;
+        fastest = fastest.min(begin.elapsed());
+    }
+    assert!(fastest < Duration::from_millis(200), "{fastest:?}");
+    check_html(&shown);
+    assert!(shown.contains("20000 nodes, page 100 of 100"), "{shown}");
+    let is_escaped = ["&lt;script&gt;", "&#60;script&#62;"];
+    assert!(is_escaped.iter().any(|text| shown.contains(text)), "{shown}");
+    assert_eq!(shown.matches("<th scope=\"row\">").count(), 200);
+    let found_one = get(&page, "/?search=00777", "*/*").await.text;
+    check_html(&found_one);
+    assert!(found_one.contains("1 nodes, page 1 of 1"), "{found_one}");
+    let echoed = get(&page, "/?search=%22%3E%3Cscript%3E", "*/*").await.text;
+    check_html(&echoed);
+}
+
+#[tokio::test]
+async fn page_of_a_node_has_its_last_requests_as_html_and_as_json() {
+    let bench = Bench::new();
+    let status = NodeStatus {
+        node: node().to_string(),
+        is_edge: true,
+        ..NodeStatus::default()
+    };
+    let page = page(&bench, vec![status]);
+    page.sources.recent.record(
+        &node(),
+        RecentRequest {
+            at: SystemTime::UNIX_EPOCH,
+            listener: "http",
+            peer: CallerAddr::Unix,
+            caller: HOSTILE.into(),
+            request: HOSTILE.into(),
+            port: None,
+            status: Some(503),
+            outcome: Outcome::NoAgent,
+            error: HOSTILE.into(),
+            bytes_in: 1,
+            bytes_out: 2,
+            elapsed: Duration::from_millis(1_500),
+        },
+    );
+    let path = format!("/node/{}", node());
+    let html = get(&page, &path, "text/html").await.text;
+    check_html(&html);
+    assert!(html.contains("no_agent 1") && html.contains("1.500"), "{html}");
+    let json = get(&page, &path, "application/json").await;
+    assert_eq!(json.content_type, "application/json");
+    let document: serde_json::Value = serde_json::from_str(&json.text).unwrap();
+    assert_eq!(document["schemaVersion"], 1);
+    assert_eq!(document["node"]["node"], node().as_str());
+    assert_eq!(document["node"]["errors"]["no_agent"], 1);
+    assert_eq!(document["requests"][0]["request"], HOSTILE);
+    assert_eq!(document["requests"][0]["status"], 503);
+    let list = get(&page, "/", "application/json").await.text;
+    let list: serde_json::Value = serde_json::from_str(&list).unwrap();
+    assert_eq!(list["nodes"][0]["node"], node().as_str());
+    assert_eq!(list["matching"], 1);
+}
+
+#[tokio::test]
+async fn conditions_servers_and_refusals_have_the_same_policy() {
+    let bench = Bench::new();
+    let page = page(&bench, Vec::new());
+    let readiness = &page.sources.readiness;
+    readiness.set_conditions("ports", vec![HOSTILE.to_owned()]);
+    let conditions = get(&page, "/conditions", "*/*").await.text;
+    check_html(&conditions);
+    assert!(conditions.contains("<dt>ports</dt>"), "{conditions}");
+    check_html(&get(&page, "/servers", "*/*").await.text);
+    assert!(get(&page, "/style.css", "*/*").await.text.contains("dark"));
+    for (path, status) in [
+        ("/node/absent", StatusCode::NOT_FOUND),
+        ("/absent", StatusCode::NOT_FOUND),
+        ("/?page=x", StatusCode::BAD_REQUEST),
+    ] {
+        assert_eq!(get(&page, path, "*/*").await.status, status, "{path}");
+    }
+    let request = Request::post("/").body(()).unwrap();
+    let (head, ()) = request.into_parts();
+    let refused = answer(&page, head, PageAccess::Certificate).await;
+    assert_eq!(refused.status(), StatusCode::METHOD_NOT_ALLOWED);
+    assert_eq!(refused.headers()[ALLOW], "GET, HEAD");
+    assert_eq!(refused.headers()[CONTENT_SECURITY_POLICY], POLICY);
+}
+
+struct Reply {
+    status: StatusCode,
+    content_type: String,
+    text: String,
+}
+
+async fn get(page: &Arc<StatusPage>, target: &str, accept: &str) -> Reply {
+    let request = Request::get(target).header("accept", accept);
+    let (head, ()) = request.body(()).unwrap().into_parts();
+    let response = answer(page, head, PageAccess::Loopback).await;
+    assert_eq!(response.headers()[CONTENT_SECURITY_POLICY], POLICY);
+    let content_type = response.headers()[CONTENT_TYPE].to_str().unwrap();
+    let content_type = content_type.to_owned();
+    let status = response.status();
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    Reply {
+        status,
+        content_type,
+        text: String::from_utf8(body.to_vec()).unwrap(),
+    }
+}
+
+fn page(bench: &Bench, nodes: Vec<NodeStatus>) -> Arc<StatusPage> {
+    let sessions = &bench.sessions;
+    Arc::new(StatusPage::new(PageSources {
+        nodes: Arc::new(move || nodes.clone()),
+        registry: sessions.registry.clone(),
+        peers: sessions.peers.clone(),
+        readiness: Readiness::default(),
+        recent: Arc::new(RecentRequests::new(RecentRequestLimits::default())),
+        tls: None,
+    }))
+}
+
+/// Checks that a page consists of the elements of the templates, that these are nested, that no
+/// attribute leads to another host, and that no invisible character is in the text.
+fn check_html(html: &str) {
+    let known = "html head meta title link body header strong nav a main h1 h2 form label input button p \
+                 table thead tbody tr th td span bdi dl dt dd ul li footer";
+    let known: BTreeSet<&str> = known.split(' ').collect();
+    let void = ["meta", "link", "input"];
+    let mut open = Vec::new();
+    let mut remaining = html.strip_prefix("<!DOCTYPE html>").unwrap();
+    while let Some((_, tag)) = remaining.split_once('<') {
+        let (tag, after) = tag.split_once('>').unwrap();
+        let name = tag.split(' ').next().unwrap();
+        if let Some(name) = name.strip_prefix('/') {
+            assert_eq!(open.pop(), Some(name));
+        } else {
+            assert!(known.contains(name), "<{tag}>");
+            if !void.contains(&name) {
+                open.push(name);
+            }
+        }
+        for attribute in ["href=\"", "action=\"", "src=\""] {
+            if let Some((_, value)) = tag.split_once(attribute) {
+                assert!(value.starts_with('/') && !value.starts_with("//"), "{tag}");
+            }
+        }
+        assert!(!tag.contains(" on") && !tag.contains("style="), "{tag}");
+        remaining = after;
+    }
+    assert!(open.is_empty(), "{open:?}");
+    assert!(!html.contains(['\u{202e}', '\u{0}']));
+}
