@@ -1,11 +1,17 @@
 //! The status page of a real server with a real agent.
 
+use std::net::SocketAddr;
+use std::path::Path;
+
 use anyhow::{Context, Result, ensure};
+use rustls::RootCertStore;
 use serde_json::Value;
 use tunnel_server::config::RawConfig;
-use tunnel_tests::client::{HttpReply, RawRequest, request};
-use tunnel_tests::env::{NodeEnv, WAIT_TIMEOUT};
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::client::{ClientTls, Endpoint, HttpReply, RawRequest, request};
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::ScratchDir;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn page_shows_a_node_its_requests_and_the_end_of_its_session() -> Result<()> {
@@ -67,6 +73,42 @@ async fn page_refuses_other_methods_and_names_that_are_not_this_host() -> Result
     }
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wide_page_serves_only_callers_with_a_certificate() -> Result<()> {
+    let ca = TestCa::new("callers")?;
+    let scratch = ScratchDir::new()?;
+    let callers = scratch.file("callers.crt", ca.pem())?;
+    let serving = ca.issue(&Leaf::target(SERVER_NAME))?;
+    let (certificate, key) = serving.write(scratch.path(), "https")?;
+    let text = |path: &Path| Some(path.to_string_lossy().into_owned());
+    let env = TestEnv::start_with(|settings| {
+        settings.status_listen = Some("0.0.0.0:0".into());
+        settings.client_ca = text(&callers);
+        settings.https_cert_file = text(&certificate);
+        settings.https_key_file = text(&key);
+    })
+    .await?;
+    let port = env.bound().status.context("no status page")?.port();
+    let address = SocketAddr::from(([127, 0, 0, 1], port));
+    let get = async |certificate: Option<&Issued>| {
+        let mut roots = RootCertStore::empty();
+        roots.add(ca.root().clone())?;
+        let presented = certificate.map(Issued::presented).transpose()?;
+        let tls = ClientTls::verifying(SERVER_NAME, roots, presented)?;
+        let page = RawRequest::get(SERVER_NAME, "/");
+        request(Endpoint::tls(address, tls), &page).await
+    };
+    let reply = get(Some(&ca.issue(&Leaf::caller("operator"))?)).await?;
+    ensure!(reply.status == 200, "{reply:?}");
+    let reply = get(Some(&ca.issue(&Leaf::kubelet("worker-1"))?)).await?;
+    ensure!(reply.status == 403, "{reply:?}");
+    ensure!(get(None).await.is_err(), "a caller without a certificate");
+    ensure!(request(address, &RawRequest::get(SERVER_NAME, "/")).await.is_err());
+    Ok(())
+}
+
+const SERVER_NAME: &str = "tunnel.example";
 
 fn on_loopback(settings: &mut RawConfig) {
     settings.status_listen = Some("127.0.0.1:0".into());

@@ -229,6 +229,11 @@ async fn s07_documented_settings_fail_closed() -> Result<()> {
     let mode = ("TUNNEL_SERVER_HTTPS_CLIENT_AUTH", "require");
     check(&wide, &[mode], 64).await?;
     check(&wide, &[mode, client_ca], 0).await?;
+    let status = ["--status-listen", "0.0.0.0:0"];
+    check(&status, &[], 64).await?;
+    check(&status, &[mode], 64).await?;
+    check(&status, &[client_ca], 0).await?;
+    check(&["--status-listen", "127.0.0.1:0"], &[], 0).await?;
     let both = ["--https-client-auth", "require", "--client-ca", &ca_file];
     check(&[&wide[..], &both].concat(), &[], 0).await?;
     // Settings that belong together, each given alone.

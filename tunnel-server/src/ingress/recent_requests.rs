@@ -41,7 +41,7 @@ impl RecentRequest {
     }
 }
 
-/// Limits of [`RecentRequests`].
+/// Limits of the memory of [`RecentRequests`].
 #[derive(Debug, Clone, Copy)]
 pub struct RecentRequestLimits {
     /// Bytes of the requests of all nodes.

@@ -36,7 +36,7 @@ impl PageHead {
     }
 }
 
-/// Renders a document.
+/// Renders a document with the template of its kind.
 ///
 /// # Errors
 /// Returns an error if the template fails, which it does only without memory.
