@@ -305,8 +305,8 @@ const HELP: [(&str, &str, &str); 21] = [
         SERVER,
         "run",
         "--config --data-dir --agent-listen --https-listen --http-listen --meta-listen --status-listen \
-         --allow-unauthenticated --advertise --http-proxy-ports --https-proxy-ports --localhost-proxy-ports --proxy-port-listen --https-cert-file \
-         --https-key-file --https-client-auth --client-ca --kubernetes --drain-timeout --log-level --log-format",
+         --allow-unauthenticated --advertise --http-proxy-ports --https-proxy-ports --localhost-proxy-ports \
+         --proxy-port-listen --https-cert-file --https-key-file --https-client-auth --client-ca --kubernetes --drain-timeout --log-level --log-format",
     ),
     (SERVER, "check-config", "--config"),
     (SERVER, "token", "create list revoke"),

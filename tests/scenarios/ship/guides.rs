@@ -51,6 +51,7 @@ const GUIDES: [&str; 36] = [
     "docs/how-to/revoke.md",
     "docs/how-to/servers.md",
     "docs/how-to/ssh-ansible.md",
+    "docs/how-to/status-page.md",
     "docs/how-to/systemd.md",
     "docs/how-to/troubleshooting.md",
     "docs/how-to/upgrade.md",

@@ -1,6 +1,6 @@
 //! The status page: nodes, other servers and conditions as HTML or JSON, over HTTP/1.1. Read-only,
-//! without scripts and cookies. On a loopback address there is no TLS; elsewhere each caller needs a
-//! client certificate.
+//! without scripts and cookies. On a loopback address there is no TLS; elsewhere each caller needs
+//! a client certificate.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;

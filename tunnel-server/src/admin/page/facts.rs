@@ -160,7 +160,8 @@ pub(super) struct NodesPage<'a> {
     pub(super) nodes: Vec<&'a NodeStatus>,
 }
 
-/// Returns the nodes of the page that the query selects. A page beyond the last one is the last one.
+/// Returns the nodes of the page that the query selects. A page beyond the last one is the last
+/// one.
 pub(super) fn nodes_page<'a>(nodes: &'a [NodeStatus], query: &NodesQuery) -> NodesPage<'a> {
     let matching: Vec<&NodeStatus> = nodes
         .iter()

@@ -1,5 +1,5 @@
-//! The status page as HTML. The templates escape every value, and each text of a peer or a caller is
-//! a [`VisibleText`].
+//! The status page as HTML. The templates escape every value, and each text of a peer or a caller
+//! is a [`VisibleText`].
 
 use std::fmt::Write as _;
 

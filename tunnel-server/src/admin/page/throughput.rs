@@ -110,8 +110,8 @@ impl Sample {
     }
 }
 
-/// Returns the throughput from the oldest sample to `current`. A session without an old sample began
-/// within the last minute, with zero bytes.
+/// Returns the throughput from the oldest sample to `current`. A session without an old sample
+/// began within the last minute, with zero bytes.
 fn throughput(oldest: Option<&Sample>, current: Sample) -> Throughput {
     let (bytes_in, bytes_out) = oldest.map_or((0, 0), |oldest| (oldest.bytes_in, oldest.bytes_out));
     let elapsed = oldest.map_or(WINDOW, |oldest| current.at - oldest.at);
