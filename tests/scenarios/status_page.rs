@@ -91,7 +91,7 @@ async fn wide_page_serves_only_callers_with_a_certificate() -> Result<()> {
     .await?;
     let port = env.bound().status.context("no status page")?.port();
     let address = SocketAddr::from(([127, 0, 0, 1], port));
-    let get = async |certificate: Option<&Issued>| {
+    let get = async |certificate: Option<&Issued>| -> Result<HttpReply> {
         let mut roots = RootCertStore::empty();
         roots.add(ca.root().clone())?;
         let presented = certificate.map(Issued::presented).transpose()?;
