@@ -1,12 +1,15 @@
 //! SPDY/3.1 as used by client-go and the kubelet: streams over one upgraded connection.
 //!
-//! Upstream: `moby/spdystream` `connection.go`, `spdy/write.go`, `spdy/read.go`. Field blocks are
-//! zlib streams of stored blocks without the preset dictionary. Go's reader accepts those, and both
-//! ends are under the harness's control here.
+//! Upstream: `moby/spdystream` `connection.go`, `spdy/write.go`, `spdy/read.go`.
 
 use std::io;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+use headers::{HeaderDecoder, HeaderEncoder};
+
+mod dictionary;
+mod headers;
 
 /// One end of a connection.
 #[derive(Debug)]
@@ -14,9 +17,8 @@ pub struct Spdy<S> {
     stream: S,
     /// ID of the next stream that this end opens: odd for clients, even for servers.
     next_id: u32,
-    /// Whether the zlib header of each direction has passed.
-    compressing: bool,
-    decompressing: bool,
+    encoder: HeaderEncoder,
+    decoder: HeaderDecoder,
 }
 
 /// A frame from the peer.
@@ -63,8 +65,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         Self {
             stream,
             next_id,
-            compressing: false,
-            decompressing: false,
+            encoder: HeaderEncoder::new(),
+            decoder: HeaderDecoder::new(),
         }
     }
 
@@ -79,7 +81,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         let mut payload = id.to_be_bytes().to_vec();
         // No associated stream, highest priority, no credential slot.
         payload.extend_from_slice(&[0; 6]);
-        payload.extend(self.compress(&block(fields)));
+        payload.extend(self.encoder.encode(fields)?);
         self.control(SYN_STREAM, 0, &payload).await?;
         Ok(id)
     }
@@ -87,7 +89,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
     /// Accepts the peer's stream.
     pub async fn reply(&mut self, id: u32) -> io::Result<()> {
         let mut payload = id.to_be_bytes().to_vec();
-        payload.extend(self.compress(&block(&[])));
+        payload.extend(self.encoder.encode(&[])?);
         self.control(SYN_REPLY, 0, &payload).await
     }
 
@@ -136,12 +138,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         Ok(Some(match u16::from_be_bytes([c, d]) {
             SYN_STREAM => Frame::Open {
                 id,
-                fields: self.fields(payload.get(10..).unwrap_or_default())?,
+                fields: self.decoder.decode(payload.get(10..).unwrap_or_default())?,
                 fin,
             },
             SYN_REPLY => {
-                self.fields(payload.get(4..).unwrap_or_default())?;
+                self.decoder.decode(payload.get(4..).unwrap_or_default())?;
                 Frame::Reply(id)
+            }
+            // The next block depends on this one.
+            HEADERS => {
+                self.decoder.decode(payload.get(4..).unwrap_or_default())?;
+                Frame::Other(HEADERS)
             }
             RST_STREAM => Frame::Reset(id),
             PING => Frame::Ping(first.unwrap_or_default()),
@@ -158,73 +165,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Spdy<S> {
         self.stream.write_all(&frame).await?;
         self.stream.flush().await
     }
-
-    /// Encodes stored blocks (RFC 1950 and RFC 1951, section 3.2.4).
-    fn compress(&mut self, bytes: &[u8]) -> Vec<u8> {
-        let mut out = Vec::new();
-        if !std::mem::replace(&mut self.compressing, true) {
-            out.extend_from_slice(&ZLIB_HEADER);
-        }
-        for piece in bytes.chunks(usize::from(u16::MAX)) {
-            // The length of a piece has 16 bits.
-            let length = u16::try_from(piece.len()).unwrap_or(u16::MAX);
-            out.push(0);
-            out.extend_from_slice(&length.to_le_bytes());
-            out.extend_from_slice(&(!length).to_le_bytes());
-            out.extend_from_slice(piece);
-        }
-        out
-    }
-
-    fn fields(&mut self, compressed: &[u8]) -> io::Result<Vec<(String, String)>> {
-        let mut rest = compressed;
-        if !std::mem::replace(&mut self.decompressing, true) {
-            rest = rest
-                .strip_prefix(&ZLIB_HEADER)
-                .ok_or_else(|| invalid("no zlib header"))?;
-        }
-        let mut bytes = Vec::new();
-        while let [0, low, high, _, _, more @ ..] = rest {
-            let length = usize::from(u16::from_le_bytes([*low, *high]));
-            bytes.extend_from_slice(more.get(..length).ok_or_else(|| invalid("short block"))?);
-            rest = more.get(length..).unwrap_or_default();
-        }
-        if !rest.is_empty() {
-            return Err(invalid("a block that is not stored"));
-        }
-        parse_block(&bytes).ok_or_else(|| invalid("short field block"))
-    }
-}
-
-/// Encodes fields in the format of SPDY/3.
-fn block(fields: &[(&str, &str)]) -> Vec<u8> {
-    let word = |n: usize| u32::try_from(n).unwrap_or(u32::MAX).to_be_bytes();
-    let mut block = word(fields.len()).to_vec();
-    for (name, value) in fields {
-        for text in [name.to_lowercase().as_bytes(), value.as_bytes()] {
-            block.extend_from_slice(&word(text.len()));
-            block.extend_from_slice(text);
-        }
-    }
-    block
-}
-
-fn parse_block(mut rest: &[u8]) -> Option<Vec<(String, String)>> {
-    let word = |rest: &mut &[u8]| -> Option<usize> {
-        let (word, more) = rest.split_first_chunk()?;
-        *rest = more;
-        usize::try_from(u32::from_be_bytes(*word)).ok()
-    };
-    let count = word(&mut rest)?;
-    let text = |rest: &mut &[u8]| -> Option<String> {
-        let length = word(rest)?;
-        let (text, more) = rest.split_at_checked(length)?;
-        *rest = more;
-        String::from_utf8(text.to_vec()).ok()
-    };
-    (0..count)
-        .map(|_| Some((text(&mut rest)?, text(&mut rest)?)))
-        .collect()
 }
 
 fn flags_and_length(flags: u8, length: usize) -> io::Result<[u8; 4]> {
@@ -246,6 +186,7 @@ const SYN_REPLY: u16 = 2;
 const RST_STREAM: u16 = 3;
 const PING: u16 = 6;
 const GOAWAY: u16 = 7;
+const HEADERS: u16 = 8;
 
-/// Window of 32 KiB, no dictionary, fastest.
-const ZLIB_HEADER: [u8; 2] = [0x78, 0x01];
+#[cfg(test)]
+mod tests;
