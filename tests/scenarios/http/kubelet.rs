@@ -233,7 +233,7 @@ pub(crate) async fn commands_over_spdy(site: &Caller<'_>) -> Result<()> {
     let query = "command=cat&error=1&input=1&output=1";
     for verb in ["exec", "attach"] {
         let head = heads::command_over_spdy(&site.host, verb, query);
-        let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
+        let mut spdy = site.spdy(head, "v4.channel.k8s.io").await?;
         let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "stderr"]).await?;
         let [error, stdin, stdout, stderr] = *ids else {
             anyhow::bail!("{ids:?}");
@@ -262,7 +262,7 @@ pub(crate) async fn commands_over_spdy(site: &Caller<'_>) -> Result<()> {
 
 pub(crate) async fn terminal_over_spdy(site: &Caller<'_>) -> Result<()> {
     let head = heads::command_over_spdy(&site.host, "exec", "command=sh&input=1&output=1&tty=1");
-    let mut spdy = site.spdy(head, "v5.channel.k8s.io").await?;
+    let mut spdy = site.spdy(head, "v4.channel.k8s.io").await?;
     let ids = open_streams(&mut spdy, &["error", "stdin", "stdout", "resize"]).await?;
     let [_error, stdin, stdout, resize] = *ids else {
         anyhow::bail!("{ids:?}");

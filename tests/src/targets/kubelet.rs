@@ -34,9 +34,10 @@ mod streams;
 /// | `/client-certificate` | SHA-256 of the certificate the client presented, or `none` |
 ///
 /// An upgrade that requests streams as kube-apiserver does (`input=1`, `output=1` ..., or the
-/// protocol `portforward.k8s.io`) is served in SPDY/3.1 or in WebSocket `v5.channel.k8s.io`. The
-/// command sends its stdin back on stdout, prints each resize on stdout, counts on stderr, and
-/// succeeds at the end of stdin. Forwarded ports echo.
+/// protocol `portforward.k8s.io`) is served in SPDY/3.1 with `v4.channel.k8s.io` or in WebSocket
+/// with `v5.channel.k8s.io`. The command sends its stdin back on stdout, prints each resize on
+/// stdout, counts on stderr, and ends with its stdin: `command=exit-N` with exit code N, any other
+/// with success. Forwarded ports echo.
 ///
 /// Query of the other upgrades:
 /// - `script=echo` (the default): sends back received data until FIN, then FIN;
@@ -264,19 +265,19 @@ fn switching_fields(request: &Head) -> Option<Vec<(&'static str, String)>> {
             "Sec-WebSocket-Accept",
             websocket_accept(request.first("sec-websocket-key")?),
         ));
-        if let Some(chosen) = chosen_protocol(request, "sec-websocket-protocol") {
+        if let Some(chosen) = chosen_protocol(request, "sec-websocket-protocol", OVER_WEBSOCKET) {
             fields.push(("Sec-WebSocket-Protocol", chosen));
         }
-    } else if let Some(chosen) = chosen_protocol(request, "x-stream-protocol-version") {
+    } else if let Some(chosen) = chosen_protocol(request, "x-stream-protocol-version", OVER_SPDY) {
         fields.push(("X-Stream-Protocol-Version", chosen));
     }
     Some(fields)
 }
 
-/// Returns the newest remote command protocol if offered, else the first offer.
-fn chosen_protocol(request: &Head, field: &str) -> Option<String> {
-    if request.lists(field, NEWEST_PROTOCOL) {
-        return Some(NEWEST_PROTOCOL.to_owned());
+/// Returns the protocol `newest` if offered, else the first offer.
+fn chosen_protocol(request: &Head, field: &str, newest: &str) -> Option<String> {
+    if request.lists(field, newest) {
+        return Some(newest.to_owned());
     }
     let first = request.first(field)?.split(',').next()?;
     Some(first.trim().to_owned())
@@ -290,8 +291,9 @@ fn switching_head(fields: &[(&str, String)]) -> Vec<u8> {
     format!("HTTP/1.1 101 Switching Protocols\r\n{fields}\r\n").into_bytes()
 }
 
-/// The protocol that kubectl uses over WebSocket.
-const NEWEST_PROTOCOL: &str = "v5.channel.k8s.io";
+/// The newest protocols of remote commands that a kubelet supports.
+const OVER_WEBSOCKET: &str = "v5.channel.k8s.io";
+const OVER_SPDY: &str = "v4.channel.k8s.io";
 
 #[cfg(test)]
 mod tests;

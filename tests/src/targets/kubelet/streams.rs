@@ -4,8 +4,10 @@
 //! `staging/src/k8s.io/kubelet/pkg/cri/streaming/remotecommand/httpstream.go` and `websocket.go`,
 //! `.../portforward/httpstream.go`.
 
+use std::collections::BTreeMap;
 use std::io;
 
+use serde_json::json;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::spdy::{Frame, Spdy};
@@ -47,14 +49,17 @@ impl Streams {
     ) -> io::Result<()> {
         match self {
             Self::CommandOverSpdy => command_over_spdy(Spdy::server(stream), request).await,
-            Self::CommandOverWebSocket => command_over_websocket(WebSocket::server(stream)).await,
+            Self::CommandOverWebSocket => {
+                let status = exit_status(request);
+                command_over_websocket(WebSocket::server(stream), &status).await
+            }
             Self::PortForward => port_forward(Spdy::server(stream)).await,
         }
     }
 }
 
 /// Accepts the streams that the query announces (like `httpstream.go` `waitForStreams`), then runs
-/// the command.
+/// the command. A command without stdin ends at once.
 async fn command_over_spdy(
     mut spdy: Spdy<impl AsyncRead + AsyncWrite + Unpin>,
     request: &Request,
@@ -66,31 +71,29 @@ async fn command_over_spdy(
         + usize::from(asked("output"))
         + usize::from(asked("error") && !terminal)
         + usize::from(terminal);
-    let mut streams: Vec<(String, u32)> = Vec::new();
-    let id_of = |streams: &[(String, u32)], kind: &str| {
-        let found = streams.iter().find(|(name, _)| name == kind);
-        found.map(|(_, id)| *id)
-    };
+    let status = exit_status(request);
+    let mut streams: BTreeMap<String, u32> = BTreeMap::new();
     let mut received = 0;
     while let Some(frame) = spdy.next().await? {
         match frame {
             Frame::Open { id, fields, .. } => {
-                let kind = fields.iter().find(|(name, _)| name == "streamtype");
-                let kind = kind.map(|(_, value)| value.clone()).unwrap_or_default();
                 spdy.reply(id).await?;
-                streams.push((kind, id));
+                streams.insert(field(&fields, "streamtype"), id);
+                if streams.len() == wanted && !asked("input") {
+                    return end_command(&mut spdy, &streams, received, &status).await;
+                }
             }
             Frame::Ping(id) => spdy.ping(id).await?,
             Frame::Data { id, bytes, fin } if streams.len() == wanted => {
-                let out = id_of(&streams, "stdout");
-                if id_of(&streams, "resize") == Some(id) {
+                let out = streams.get("stdout").copied();
+                if streams.get("resize") == Some(&id) {
                     if let Some(out) = out.filter(|_| !bytes.is_empty()) {
                         let line = [b"resized to ", bytes.trim_ascii(), b"\r\n"].concat();
                         spdy.data(out, &line, false).await?;
                     }
                     continue;
                 }
-                if id_of(&streams, "stdin") != Some(id) {
+                if streams.get("stdin") != Some(&id) {
                     continue;
                 }
                 received += bytes.len();
@@ -98,17 +101,7 @@ async fn command_over_spdy(
                     spdy.data(out, &bytes, false).await?;
                 }
                 if fin {
-                    if let Some(err) = id_of(&streams, "stderr") {
-                        let line = format!("{received} bytes\n");
-                        spdy.data(err, line.as_bytes(), true).await?;
-                    }
-                    if let Some(out) = out {
-                        spdy.data(out, b"", true).await?;
-                    }
-                    if let Some(error) = id_of(&streams, "error") {
-                        spdy.data(error, SUCCESS.as_bytes(), true).await?;
-                    }
-                    return spdy.go_away().await;
+                    return end_command(&mut spdy, &streams, received, &status).await;
                 }
             }
             Frame::Data { .. } => return Err(io::Error::other("data before all streams")),
@@ -119,8 +112,48 @@ async fn command_over_spdy(
     Ok(())
 }
 
+/// Ends the streams of a command, the error stream with `status`.
+async fn end_command(
+    spdy: &mut Spdy<impl AsyncRead + AsyncWrite + Unpin>,
+    streams: &BTreeMap<String, u32>,
+    received: usize,
+    status: &str,
+) -> io::Result<()> {
+    let count = format!("{received} bytes\n");
+    for (kind, last) in [
+        ("stderr", count.as_str()),
+        ("stdout", ""),
+        ("error", status),
+    ] {
+        if let Some(id) = streams.get(kind) {
+            spdy.data(*id, last.as_bytes(), true).await?;
+        }
+    }
+    spdy.go_away().await
+}
+
+/// Returns the `Status` of `v4` and `v5`: `remotecommand/exec.go` `ServeExec`.
+fn exit_status(request: &Request) -> String {
+    let code = request
+        .query("command")
+        .and_then(|command| command.strip_prefix("exit-"));
+    let Some(code) = code else {
+        return "{\"metadata\":{},\"status\":\"Success\"}".to_owned();
+    };
+    let message = format!("command terminated with non-zero exit code: exit status {code}");
+    json!({
+        "metadata": {},
+        "status": "Failure",
+        "message": message,
+        "reason": "NonZeroExitCode",
+        "details": { "causes": [{ "reason": "ExitCode", "message": code }] },
+    })
+    .to_string()
+}
+
 async fn command_over_websocket(
     mut socket: WebSocket<impl AsyncRead + AsyncWrite + Unpin>,
+    status: &str,
 ) -> io::Result<()> {
     let mut received = 0;
     while let Some(message) = socket.next().await? {
@@ -146,7 +179,7 @@ async fn command_over_websocket(
             [CLOSE, STDIN] => {
                 let line = format!("{received} bytes\n");
                 socket.send(&channel(STDERR, line.as_bytes())).await?;
-                socket.send(&channel(ERROR, SUCCESS.as_bytes())).await?;
+                socket.send(&channel(ERROR, status.as_bytes())).await?;
                 socket.send(&Message::Close(Some(1000))).await?;
                 return Ok(());
             }
@@ -167,19 +200,15 @@ async fn port_forward(mut spdy: Spdy<impl AsyncRead + AsyncWrite + Unpin>) -> io
     while let Some(frame) = spdy.next().await? {
         match frame {
             Frame::Open { id, fields, .. } => {
-                let field = |name: &str| {
-                    let found = fields.iter().find(|(key, _)| key == name);
-                    found.map(|(_, value)| value.clone()).unwrap_or_default()
-                };
                 spdy.reply(id).await?;
-                let request_id = field("requestid");
+                let request_id = field(&fields, "requestid");
                 let known = pairs.iter().position(|(known, ..)| *known == request_id);
                 let index = known.unwrap_or_else(|| {
                     pairs.push((request_id, None, None));
                     pairs.len() - 1
                 });
                 if let Some((_, error, data)) = pairs.get_mut(index) {
-                    match field("streamtype").as_str() {
+                    match field(&fields, "streamtype").as_str() {
                         "error" => *error = Some(id),
                         _ => *data = Some(id),
                     }
@@ -203,12 +232,15 @@ async fn port_forward(mut spdy: Spdy<impl AsyncRead + AsyncWrite + Unpin>) -> io
     Ok(())
 }
 
+/// Returns the value of a field, or an empty one.
+fn field(fields: &[(String, String)], name: &str) -> String {
+    let found = fields.iter().find(|(key, _)| key == name);
+    found.map(|(_, value)| value.clone()).unwrap_or_default()
+}
+
 fn channel(channel: u8, data: &[u8]) -> Message {
     Message::Binary([&[channel], data].concat())
 }
-
-/// Report of `v4` and `v5` for exit code 0.
-const SUCCESS: &str = "{\"metadata\":{},\"status\":\"Success\"}";
 
 const STDIN: u8 = 0;
 const STDOUT: u8 = 1;
