@@ -11,5 +11,5 @@ pub use culvert::{AgentSetup, Listener, Server, ServerSetup};
 pub use fleet::Fleet;
 pub use log::Log;
 pub use peering::Peering;
-pub use running::{Finished, Process, Program, Signal};
+pub use running::{Finished, Piped, Process, Program, Signal};
 pub use scratch::{ScratchDir, next_loopback, own_loopback};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use tokio::io::AsyncWriteExt as _;
-use tokio::process::{Child, Command};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -111,7 +111,25 @@ impl Program {
     /// Starts the program with the given standard error. Unless that is [`Stdio::piped`], the log
     /// stays empty.
     pub fn start_logging_to(self, stderr: Stdio) -> Result<Process> {
-        let mut child = self.spawn(Stdio::null(), stderr)?;
+        let child = self.spawn(Stdio::null(), stderr)?;
+        Ok(self.logged(child))
+    }
+
+    /// Starts the program with pipes for its standard input and output. The log has its standard
+    /// error only.
+    pub fn start_piped(self) -> Result<Piped> {
+        let mut child = self.spawn(Stdio::piped(), Stdio::piped())?;
+        let stdin = child.stdin.take().context("no pipe for stdin")?;
+        let stdout = child.stdout.take().context("no pipe for stdout")?;
+        Ok(Piped {
+            process: self.logged(child),
+            stdin,
+            stdout,
+        })
+    }
+
+    /// Collects the output of the pipes that `child` still has.
+    fn logged(self, mut child: Child) -> Process {
         let log = Log::new();
         let mut readers = JoinSet::new();
         if let Some(out) = child.stdout.take() {
@@ -120,12 +138,12 @@ impl Program {
         if let Some(err) = child.stderr.take() {
             readers.spawn(log.clone().fill_from(err));
         }
-        Ok(Process {
+        Process {
             label: self.label,
             child,
             log,
             readers,
-        })
+        }
     }
 
     /// Runs the program to its end.
@@ -216,6 +234,14 @@ impl fmt::Display for Finished {
         let (out, err) = (&self.out, &self.err);
         write!(f, "{label}: {status}\nstdout: {out}\nstderr: {err}")
     }
+}
+
+/// A running process with the pipes for its standard input and output.
+#[derive(Debug)]
+pub struct Piped {
+    pub process: Process,
+    pub stdin: ChildStdin,
+    pub stdout: ChildStdout,
 }
 
 /// A running process. Dropping it kills the process.
