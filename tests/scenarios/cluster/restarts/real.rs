@@ -1,6 +1,8 @@
 //! A rolling restart below a real kube-apiserver, which reaches the kubelets through its egress
 //! selector. A balancer of Unix sockets stands for the Service of the CONNECT listeners.
 
+mod execs;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,14 +25,17 @@ use super::super::replicas::{Backend, Installation, Moment, Plan, Timing, on_fre
 use super::super::{ClusterEnv, FIRST};
 use super::{DRAIN_IS_OVER, LIMIT, agents};
 
-/// kubectl follows logs, and reads more of them during the restart. The callers ask each node
-/// several times a second, so a node that is away for a second fails a request.
+/// kubectl follows logs and runs commands, and reads more logs during the restart. The callers ask
+/// each node several times a second, so a node that is away for a second fails a request.
+///
+/// The log of the server has the reason for the end of a stream: kubectl exits with 0 if the
+/// connection of a command ends without a `Status` (client-go, `remotecommand/errorstream.go`).
 #[tokio::test(flavor = "multi_thread")]
-async fn real_followed_logs_outlast_the_drain_of_each_server() -> Result<()> {
+async fn real_followed_logs_and_execs_last_until_the_drain_ends() -> Result<()> {
     if or_skip(Real::binaries()).is_none() {
         return Ok(());
     }
-    let test = "cluster::restarts::real::real_followed_logs_outlast_the_drain_of_each_server";
+    let test = "cluster::restarts::real::real_followed_logs_and_execs_last_until_the_drain_ends";
     in_service_namespace(test, LIMIT, rolling_restart).await
 }
 
@@ -65,25 +70,31 @@ async fn rolling_restart() -> Result<()> {
     site.settle().await;
     create_pods(&site).await?;
     let mut running = follow_logs(&kubectl).await?;
+    execs::ensure_ends_are_reported(&kubectl, &pod_name(1)).await?;
+    let mut execs = execs::start(&kubectl).await?;
     let callers = site.start_callers();
     site.restart_all(async |_, moment| match moment {
         Moment::Stopping => {
             let timing = Timing::current();
             let until = Instant::now() + timing.drain_delay + timing.drain_timeout / 2;
             call_until(&kubectl, until).await?;
-            all_go_on(&kubelet, &running).await
+            all_go_on(&kubelet, &running).await?;
+            execs::all_go_on(&mut execs).await
         }
         Moment::Ended(old) => {
-            let before = running.len();
+            let before = running.len() + execs.len();
             running = still_running(std::mem::take(&mut running)).await;
-            // The log of the server has the reason for the end.
+            execs = execs::still_running(std::mem::take(&mut execs)).await;
+            let has_ended = running.len() + execs.len() < before;
             let is_over = old.server.log().contains(DRAIN_IS_OVER);
-            ensure!(is_over || running.len() == before, "{}", old.server.log());
-            all_go_on(&kubelet, &running).await
+            ensure!(is_over || !has_ended, "{}", old.server.log());
+            all_go_on(&kubelet, &running).await?;
+            execs::all_go_on(&mut execs).await
         }
     })
     .await?;
-    ensure!(running.is_empty(), "{} on new servers", running.len());
+    let open = running.len() + execs.len();
+    ensure!(open == 0, "{open} on new servers");
     callers.end().await?.ensure_served(100)
 }
 
