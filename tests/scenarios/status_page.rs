@@ -104,7 +104,11 @@ async fn wide_page_serves_only_callers_with_a_certificate() -> Result<()> {
     let reply = get(Some(&ca.issue(&Leaf::kubelet("worker-1"))?)).await?;
     ensure!(reply.status == 403, "{reply:?}");
     ensure!(get(None).await.is_err(), "a caller without a certificate");
-    ensure!(request(address, &RawRequest::get(SERVER_NAME, "/")).await.is_err());
+    ensure!(
+        request(address, &RawRequest::get(SERVER_NAME, "/"))
+            .await
+            .is_err()
+    );
     Ok(())
 }
 

@@ -94,10 +94,16 @@ impl Meta {
     /// Serves on `listener` until `stop`.
     pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
         let meta = Arc::new(self);
-        serve_bounded(listener, "meta", CONN_LIMITS, shutdown, move |socket, peer| {
-            let meta = meta.clone();
-            async move { meta.serve(socket, peer).await }
-        });
+        serve_bounded(
+            listener,
+            "meta",
+            CONN_LIMITS,
+            shutdown,
+            move |socket, peer| {
+                let meta = meta.clone();
+                async move { meta.serve(socket, peer).await }
+            },
+        );
     }
 
     async fn serve(&self, socket: TcpStream, peer: SocketAddr) {

@@ -82,15 +82,21 @@ struct CachedNodes {
 pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shutdown) {
     let page = Arc::new(StatusPage::new(sources));
     page.throughput.start(shutdown);
-    serve_bounded(listener, "status", CONN_LIMITS, shutdown, move |socket, peer| {
-        let page = page.clone();
-        async move {
-            let connection = Box::pin(serve(page, socket, peer));
-            if timeout(CONNECTION_TIMEOUT, connection).await.is_err() {
-                debug!(%peer, "status connection closed after its time limit");
+    serve_bounded(
+        listener,
+        "status",
+        CONN_LIMITS,
+        shutdown,
+        move |socket, peer| {
+            let page = page.clone();
+            async move {
+                let connection = Box::pin(serve(page, socket, peer));
+                if timeout(CONNECTION_TIMEOUT, connection).await.is_err() {
+                    debug!(%peer, "status connection closed after its time limit");
+                }
             }
-        }
-    });
+        },
+    );
 }
 
 async fn serve(page: Arc<StatusPage>, socket: TcpStream, peer: SocketAddr) {

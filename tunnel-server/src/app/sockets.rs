@@ -161,7 +161,9 @@ impl BoundAddrs {
         self.https.iter().for_each(|address| log("https", address));
         self.http.iter().for_each(|address| log("http", address));
         log("meta", &self.meta);
-        self.status.iter().for_each(|address| log("status", address));
+        self.status
+            .iter()
+            .for_each(|address| log("status", address));
         self.dns.iter().for_each(|address| log("dns", address));
         self.connect
             .iter()
@@ -175,14 +177,7 @@ impl BoundAddrs {
     /// Returns the ports that callers never reach as ports of a node.
     pub(super) fn reserved_ports(&self) -> Vec<Port> {
         let (agents, meta) = (Some(self.agents), Some(self.meta));
-        let own = [
-            agents,
-            self.https,
-            self.http,
-            meta,
-            self.peers,
-            self.status,
-        ];
+        let own = [agents, self.https, self.http, meta, self.peers, self.status];
         own.iter()
             .flatten()
             .filter_map(|address| Port::new(address.port()))

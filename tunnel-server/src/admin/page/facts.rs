@@ -201,7 +201,13 @@ mod tests {
             let search = search.to_owned();
             let page = nodes_page(&nodes, &NodesQuery { search, page });
             let first = page.nodes.first().map(|node| node.node.clone());
-            (page.page, page.pages, page.matching, page.nodes.len(), first)
+            (
+                page.page,
+                page.pages,
+                page.matching,
+                page.nodes.len(),
+                first,
+            )
         };
         let first = |name: &str| Some(name.to_owned());
         assert_eq!(page("", 0), (1, 6, 1_001, 200, first("worker-00000")));

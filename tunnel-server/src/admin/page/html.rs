@@ -81,8 +81,16 @@ impl<'a> NodesHtml<'a> {
             head,
             search: VisibleText::new(&document.search),
             rows: document.nodes.iter().map(NodeRow::new).collect(),
-            previous: (page > 1).then(|| link(page - 1)).unwrap_or_default(),
-            next: (page < pages).then(|| link(page + 1)).unwrap_or_default(),
+            previous: if page > 1 {
+                link(page - 1)
+            } else {
+                String::new()
+            },
+            next: if page < pages {
+                link(page + 1)
+            } else {
+                String::new()
+            },
             document,
         }
     }

@@ -204,7 +204,10 @@ mod tests {
             ("/?", nodes("", 0)),
             ("/?search=Worker%2D1+&page=3", nodes("worker-1", 3)),
             ("/?search=%3Cb%3E", nodes("<b>", 0)),
-            ("/node/worker-1", Ok(View::Node("worker-1".parse().unwrap()))),
+            (
+                "/node/worker-1",
+                Ok(View::Node("worker-1".parse().unwrap())),
+            ),
             ("/node/%3Cb%3E", Err(PageRefusal::UnknownNode)),
             ("/servers", Ok(View::Servers)),
             ("/conditions", Ok(View::Conditions)),
@@ -227,7 +230,12 @@ mod tests {
             assert_eq!(parse(method, "/", "localhost"), Err(PageRefusal::Method));
         }
         assert!(parse("HEAD", "/", "LOCALHOST:10270").is_ok());
-        for host in ["tunnel.example", "localhost.example:80", "", "127.0.0.1.nip.io"] {
+        for host in [
+            "tunnel.example",
+            "localhost.example:80",
+            "",
+            "127.0.0.1.nip.io",
+        ] {
             assert_eq!(parse("GET", "/", host), Err(PageRefusal::Host), "{host}");
         }
         let (head, ()) = Request::new(()).into_parts();

@@ -44,7 +44,10 @@ async fn page_of_twenty_thousand_hostile_names_is_text_and_takes_less_than_200_m
     check_html(&shown);
     assert!(shown.contains("20000 nodes, page 100 of 100"), "{shown}");
     let is_escaped = ["&lt;script&gt;", "&#60;script&#62;"];
-    assert!(is_escaped.iter().any(|text| shown.contains(text)), "{shown}");
+    assert!(
+        is_escaped.iter().any(|text| shown.contains(text)),
+        "{shown}"
+    );
     assert_eq!(shown.matches("<th scope=\"row\">").count(), 200);
     let found_one = get(&page, "/?search=00777", "*/*").await.text;
     check_html(&found_one);
@@ -82,7 +85,10 @@ async fn page_of_a_node_has_its_last_requests_as_html_and_as_json() {
     let path = format!("/node/{}", node());
     let html = get(&page, &path, "text/html").await.text;
     check_html(&html);
-    assert!(html.contains("no_agent 1") && html.contains("1.500"), "{html}");
+    assert!(
+        html.contains("no_agent 1") && html.contains("1.500"),
+        "{html}"
+    );
     let json = get(&page, &path, "application/json").await;
     assert_eq!(json.content_type, "application/json");
     let document: serde_json::Value = serde_json::from_str(&json.text).unwrap();
