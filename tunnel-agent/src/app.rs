@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -25,10 +24,12 @@ use crate::config::{Config, LoadError};
 use crate::connector::Dialers;
 use crate::connector::live::SESSION;
 use crate::connector::set::ConnectorSet;
+use crate::connector::status::SessionStatuses;
 use crate::credentials::{CredentialError, RotatingCredentials};
 use crate::egress::Egress;
 use crate::metrics::Metrics;
 use crate::session::SessionContext;
+use crate::status;
 
 mod credential_tasks;
 mod initial_credentials;
@@ -44,6 +45,7 @@ pub struct App {
     instance: InstanceId,
     metrics: Metrics,
     readiness: Readiness,
+    statuses: Arc<SessionStatuses>,
     /// Blocks readiness from the start, so that the agent is never ready without a session.
     readiness_block: Option<ReadinessBlock>,
     shutdown: Shutdown,
@@ -65,12 +67,18 @@ impl App {
         let (metrics, registry) = Metrics::register();
         let readiness = Readiness::default();
         let readiness_block = Some(readiness.block(SESSION));
+        let statuses = Arc::new(SessionStatuses::new(readiness.clone()));
         disk::start(config.data_dir.clone(), readiness.clone(), &shutdown);
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
-                start_meta(address, registry, &readiness, &shutdown)
-                    .await
-                    .with_context(|| format!("cannot listen on {address} (--meta-listen)"))?,
+                start_meta(
+                    address,
+                    Meta::new(readiness.clone(), registry),
+                    &statuses,
+                    &shutdown,
+                )
+                .await
+                .with_context(|| format!("cannot listen on {address} (--meta-listen)"))?,
             ),
             None => None,
         };
@@ -80,6 +88,7 @@ impl App {
             instance: InstanceId::new(rand::random()),
             metrics,
             readiness,
+            statuses,
             readiness_block,
             shutdown,
             meta_addr,
@@ -203,7 +212,7 @@ impl App {
             config.transport,
             config.replicas,
             Arc::new(context),
-            self.readiness.clone(),
+            self.statuses.clone(),
             readiness_block,
         );
         connectors.run().await;
@@ -227,13 +236,14 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
 
 async fn start_meta(
     address: SocketAddr,
-    registry: Registry,
-    readiness: &Readiness,
+    meta: Meta,
+    statuses: &Arc<SessionStatuses>,
     shutdown: &Shutdown,
 ) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind(address).await?;
     let bound = listener.local_addr()?;
-    Meta::new(readiness.clone(), registry).start(listener, shutdown);
+    meta.with(status::PATH, status::endpoint(statuses.clone()))
+        .start(listener, shutdown);
     info!(listener = "meta", address = %bound, "listening");
     Ok(bound)
 }

@@ -36,7 +36,10 @@ pub enum Command {
     /// else 1
     ///
     /// Meant for images without a shell: HEALTHCHECK CMD ["/tunnel-agent", "healthcheck"].
-    Healthcheck(HealthcheckArgs),
+    Healthcheck(MetaArgs),
+    /// Show the sessions of the agent on this host: server, transport, since when, or why not and when
+    /// the next dial is; exit code 0 when one is live, else 1
+    Status(StatusArgs),
     /// Collect facts about this host's agent for a bug report, in a JSON file without secrets
     ///
     /// The file has the version, the settings, the conditions, the metrics, and the names, sizes and
@@ -78,13 +81,33 @@ pub struct DiagArgs {
 
 /// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
-pub struct HealthcheckArgs {
+pub struct MetaArgs {
     /// Configuration file in YAML format; only metaListen is used
     #[arg(long, env = "TUNNEL_AGENT_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Address of the agent's meta port [default: 127.0.0.1:10266]
     #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR")]
     pub meta_listen: Option<String>,
+}
+
+/// The output of `status`, and the address to ask.
+#[derive(Debug, clap::Args)]
+pub struct StatusArgs {
+    /// Format of the output
+    #[arg(short, long, value_enum, default_value_t = StatusOutput::Table)]
+    pub output: StatusOutput,
+    /// Address of the meta port.
+    #[command(flatten)]
+    pub meta: MetaArgs,
+}
+
+/// The output format of `status`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum StatusOutput {
+    /// A line for each session.
+    Table,
+    /// The JSON list of the meta port.
+    Json,
 }
 
 /// Returns the command with all its flags, for completion and the generated reference.

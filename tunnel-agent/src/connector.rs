@@ -37,7 +37,7 @@ pub mod search;
 mod session_task;
 pub(crate) mod set;
 mod shared;
-mod status;
+pub(crate) mod status;
 mod transport_policy;
 
 use backoff::{Backoff, ReconnectEvent};

@@ -16,6 +16,7 @@
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: dial policy, dial, reply, relay |
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
+//! | [`status`] | the list of sessions on the meta port, and the verb that shows it |
 //! | `metrics` | metrics of the agent |
 //! | `error` | text of errors for log lines |
 //! | `log_throttle` | which of repeated failures are logged |
@@ -28,6 +29,7 @@ pub mod cli;
 pub mod config;
 pub mod diag;
 pub mod policy;
+pub mod status;
 
 mod connector;
 mod credentials;

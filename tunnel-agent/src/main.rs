@@ -1,17 +1,20 @@
 //! The tunnel-agent binary: verbs and exit codes. All other code is in the library.
 
 use std::io::Write;
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
 use anyhow::Context;
 use clap::Parser;
-use tokio::runtime::Builder;
+use tokio::runtime::{Builder, Runtime};
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
-use tunnel_agent::cli::{self, Cli, Command, ConfigArgs, DiagArgs, HealthcheckArgs};
+use tunnel_agent::cli::{
+    self, Cli, Command, ConfigArgs, DiagArgs, MetaArgs, StatusArgs, StatusOutput,
+};
 use tunnel_agent::config::{self, Config, RawConfig};
-use tunnel_agent::diag;
+use tunnel_agent::{diag, status};
 use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
@@ -28,7 +31,8 @@ fn main() -> ExitCode {
     let result = match cli.subcommand {
         Command::Run(source) => run(*source),
         Command::CheckConfig(source) => check_config(*source),
-        Command::Healthcheck(health) => healthcheck(health),
+        Command::Healthcheck(arguments) => healthcheck(arguments),
+        Command::Status(arguments) => show_status(arguments),
         Command::Diag(arguments) => run_diag(*arguments),
         Command::Completion { shell } => {
             let mut script = Vec::new();
@@ -110,10 +114,7 @@ fn variable(name: &str) -> Option<String> {
 fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
     let source = arguments.source;
     let settings = config::layers(source.settings, source.config.as_deref(), variable);
-    let runtime = Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the runtime")?;
+    let runtime = runtime()?;
     let document = runtime.block_on(diag::collect(settings));
     // A directory listing that hangs must not keep the process alive.
     runtime.shutdown_background();
@@ -124,28 +125,51 @@ fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
         .context("cannot write the facts; give another file with --output")
 }
 
-fn healthcheck(health: HealthcheckArgs) -> anyhow::Result<()> {
-    let flags = RawConfig {
-        meta_listen: health.meta_listen,
-        ..RawConfig::default()
-    };
-    let settings = config::layers(flags, health.config.as_deref(), |_| None)?;
-    let address = config::meta_address(settings.meta_listen.as_deref())
-        .map_err(config::LoadError::meta_listen)?
-        .ok_or_else(|| {
-            config::LoadError::meta_listen("is off; set an address to check readiness".to_owned())
-        })?;
-    let address = meta::dialable(address);
-    let runtime = Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the runtime")?;
-    let (status, body) = runtime
+fn healthcheck(arguments: MetaArgs) -> anyhow::Result<()> {
+    let address = meta_address(arguments)?;
+    let (status, body) = runtime()?
         .block_on(meta::get(address, "/readyz?verbose"))
         .with_context(|| format!("no answer from the agent at {address}"))?;
     print(body.as_bytes())?;
     anyhow::ensure!(status.is_success(), "agent is not ready");
     Ok(())
+}
+
+fn show_status(arguments: StatusArgs) -> anyhow::Result<()> {
+    let address = meta_address(arguments.meta)?;
+    let status = runtime()?
+        .block_on(status::ask(address))
+        .with_context(|| format!("no answer from the agent at {address}"))?;
+    let text = match arguments.output {
+        StatusOutput::Table => status.table,
+        StatusOutput::Json => status.json,
+    };
+    print(text.as_bytes())?;
+    anyhow::ensure!(status.is_connected, "agent has no session");
+    Ok(())
+}
+
+/// Returns the address of a running agent's meta port.
+fn meta_address(arguments: MetaArgs) -> anyhow::Result<SocketAddr> {
+    let flags = RawConfig {
+        meta_listen: arguments.meta_listen,
+        ..RawConfig::default()
+    };
+    let settings = config::layers(flags, arguments.config.as_deref(), |_| None)?;
+    let address = config::meta_address(settings.meta_listen.as_deref())
+        .map_err(config::LoadError::meta_listen)?
+        .ok_or_else(|| {
+            config::LoadError::meta_listen("is off; set an address to ask the agent".to_owned())
+        })?;
+    Ok(meta::dialable(address))
+}
+
+/// Returns a runtime for a verb that asks the agent.
+fn runtime() -> anyhow::Result<Runtime> {
+    Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")
 }
 
 fn print_line(line: &str) -> anyhow::Result<()> {

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use tunnel_tests::eventually::scaled;
-use tunnel_tests::process::{ScratchDir, Signal};
+use tunnel_tests::eventually::{eventually, scaled};
+use tunnel_tests::process::{Listener, Program, ScratchDir, Signal};
 
 use super::Stack;
 
@@ -39,6 +39,39 @@ async fn idle_agent_with_short_keep_alive_notices_sooner() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn status_of_the_agent_names_its_sessions_and_why_there_is_none() -> Result<()> {
+    let mut stack = Stack::start(&[], &[]).await?;
+    let opened = |line: &str| Listener::Meta.opened(line);
+    let meta = stack.agent.wait_for_line("meta port", LONG, opened).await?;
+    let meta = meta.to_string();
+    let status = || {
+        let verb = Program::ours("tunnel-agent")?;
+        anyhow::Ok(verb.args(["status", "--meta-listen", &meta]))
+    };
+    let printed = status()?.run().await?.ok()?;
+    ensure!(
+        printed.starts_with("connected to ") && printed.contains(" over quic for "),
+        "{printed}"
+    );
+    let printed = status()?.args(["-o", "json"]).run().await?.ok()?;
+    let sessions: serde_json::Value = serde_json::from_str(&printed)?;
+    ensure!(sessions[0]["transport"] == "quic", "{printed}");
+
+    stack.server.process().signal(Signal::Kill)?;
+    eventually("no session", LONG, async || {
+        let finished = status()?.run().await?;
+        finished.ensure_failed(1, &["agent has no session"])?;
+        ensure!(finished.out.starts_with("not connected to "), "{finished}");
+        ensure!(!finished.out.contains(": connecting;"), "{finished}");
+        Ok(())
+    })
+    .await;
+    stack.agent.kill().await?;
+    let finished = status()?.run().await?;
+    finished.ensure_failed(1, &["no answer from the agent at", &meta])
+}
+
 async fn kill_and_restart_server(stack: &mut Stack, keep_alive: Duration) -> Result<()> {
     let listed = stack.server.nodes().await?;
     let is_quic = listed.iter().any(|node| node["transport"] == "quic");
@@ -56,3 +89,5 @@ async fn kill_and_restart_server(stack: &mut Stack, keep_alive: Duration) -> Res
     ensure!(outage <= scaled(bound), "{outage:?} after the kill");
     Ok(())
 }
+
+const LONG: Duration = Duration::from_secs(30);

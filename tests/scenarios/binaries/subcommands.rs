@@ -337,7 +337,7 @@ const HELP: [(&str, &str, &str); 21] = [
     (
         AGENT,
         "",
-        "run check-config healthcheck diag completion version",
+        "run check-config healthcheck status diag completion version",
     ),
     (AGENT, "diag", "--output --config --data-dir"),
     (AGENT, "check-config", "--config"),

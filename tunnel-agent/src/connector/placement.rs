@@ -224,10 +224,15 @@ impl Connector {
         let current = self.current.as_ref();
         let replica = current.and_then(|current| current.replica.clone());
         Some(match current {
-            Some(current) if !current.suspect => SessionStatus::Live(replica),
+            Some(current) if !current.suspect => SessionStatus::Live {
+                replica,
+                transport: current.transport.transport(),
+                since: current.since,
+            },
             Some(_) | None => SessionStatus::Missing {
                 replica: replica.or_else(|| self.assignment.replica.clone()),
                 reason: self.missing_reason.clone(),
+                retry_at: self.retry_at.filter(|_| self.attempt.is_none()),
             },
         })
     }

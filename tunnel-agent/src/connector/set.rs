@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
-use tunnel_proto::process::meta::{Readiness, ReadinessBlock};
+use tunnel_proto::process::meta::ReadinessBlock;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::ReplicaId;
 
@@ -68,13 +68,13 @@ impl ConnectorSet {
         transport: TransportChoice,
         replicas: usize,
         context: Arc<SessionContext>,
-        readiness: Readiness,
+        statuses: Arc<SessionStatuses>,
         readiness_block: Option<ReadinessBlock>,
     ) -> Self {
         let shared = Shared {
             replicas: ReplicaTable::default(),
-            statuses: SessionStatuses::new(readiness.clone()),
-            live: LiveSessions::new(readiness, readiness_block),
+            live: LiveSessions::new(statuses.readiness().clone(), readiness_block),
+            statuses,
             transport: watch::Sender::new(None),
             unnamed: watch::Sender::new(None),
         };

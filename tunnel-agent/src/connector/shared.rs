@@ -18,7 +18,7 @@ use crate::config::ServerAddress;
 pub(super) struct Shared {
     pub(super) replicas: ReplicaTable,
     pub(super) live: Arc<LiveSessions>,
-    pub(super) statuses: SessionStatuses,
+    pub(super) statuses: Arc<SessionStatuses>,
     /// Transport of the newest session of any connector: whether UDP gets through.
     pub(super) transport: watch::Sender<Option<SessionTransport>>,
     /// The connector with the newest session whose server has no name, since it is of an older

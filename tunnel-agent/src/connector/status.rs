@@ -1,40 +1,110 @@
-//! The condition in `/readyz?verbose` that says which of the wanted sessions are missing, and why.
+//! The sessions as operators see them: the list for the verb `status`, and the condition in
+//! `/readyz?verbose` that says which of the wanted sessions are missing, and why.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::transport::TransportKind;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::live::SESSION;
 use super::replicas::ConnectorId;
 
-/// The session of one connector, as operators see it.
+/// The session of one connector.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum SessionStatus {
-    /// A live session with this server, which has no name if it is of an older version.
-    Live(Option<ReplicaId>),
+    Live {
+        /// The server, which has no name if it is of an older version.
+        replica: Option<ReplicaId>,
+        transport: TransportKind,
+        since: Instant,
+    },
     Missing {
         /// The server that the session should be with.
         replica: Option<ReplicaId>,
         reason: String,
+        /// Time of the next dial, or `None` while a server is dialed.
+        retry_at: Option<Instant>,
     },
+}
+
+/// A session in the list of the meta port.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct SessionReport {
+    /// The server; `None` for one of an older version, and while any server will do.
+    pub(crate) server: Option<String>,
+    /// The transport of a live session.
+    pub(crate) transport: Option<String>,
+    /// Age of a live session.
+    pub(crate) age_seconds: Option<f64>,
+    /// Why there is no live session.
+    pub(crate) reason: Option<String>,
+    /// Time until the next dial, unless a server is dialed now.
+    pub(crate) retry_in_seconds: Option<f64>,
+}
+
+impl SessionReport {
+    fn new(status: &SessionStatus, now: Instant) -> Self {
+        let name = |replica: &Option<ReplicaId>| replica.as_ref().map(ToString::to_string);
+        match status {
+            SessionStatus::Live {
+                replica,
+                transport,
+                since,
+            } => Self {
+                server: name(replica),
+                transport: Some(transport.to_string()),
+                age_seconds: Some(now.duration_since(*since).as_secs_f64()),
+                reason: None,
+                retry_in_seconds: None,
+            },
+            SessionStatus::Missing {
+                replica,
+                reason,
+                retry_at,
+            } => Self {
+                server: name(replica),
+                transport: None,
+                age_seconds: None,
+                reason: Some(reason.clone()),
+                retry_in_seconds: retry_at.map(|at| at.duration_since(now).as_secs_f64()),
+            },
+        }
+    }
 }
 
 /// The sessions of all connectors, and the condition about them.
 #[derive(Debug)]
-pub(super) struct SessionStatuses {
+pub(crate) struct SessionStatuses {
     readiness: Readiness,
     connectors: Mutex<BTreeMap<ConnectorId, SessionStatus>>,
 }
 
 impl SessionStatuses {
-    pub(super) fn new(readiness: Readiness) -> Self {
+    pub(crate) fn new(readiness: Readiness) -> Self {
         Self {
             readiness,
             connectors: Mutex::default(),
         }
+    }
+
+    /// Returns the readiness that has the condition.
+    pub(super) fn readiness(&self) -> &Readiness {
+        &self.readiness
+    }
+
+    /// Returns the sessions for the meta port.
+    pub(crate) fn report(&self, now: Instant) -> Vec<SessionReport> {
+        let connectors = self.connectors.lock();
+        let statuses = connectors.values();
+        statuses
+            .map(|status| SessionReport::new(status, now))
+            .collect()
     }
 
     /// Sets the status of a connector, or removes a connector that dials no more.
@@ -57,9 +127,12 @@ fn condition(connectors: &BTreeMap<ConnectorId, SessionStatus>) -> Option<String
     let (mut live, mut missing) = (Vec::new(), Vec::new());
     for status in connectors.values() {
         match status {
-            SessionStatus::Live(Some(replica)) => live.push(replica.as_str()),
-            SessionStatus::Live(None) => live.push("a server of an older version"),
-            SessionStatus::Missing { replica, reason } => missing.push((replica, reason)),
+            SessionStatus::Live { replica, .. } => {
+                live.push(replica.as_ref().map_or(OLDER_SERVER, ReplicaId::as_str));
+            }
+            SessionStatus::Missing {
+                replica, reason, ..
+            } => missing.push((replica, reason)),
         }
     }
     let mut text = format!("{} of {} sessions", live.len(), connectors.len());
@@ -73,34 +146,69 @@ fn condition(connectors: &BTreeMap<ConnectorId, SessionStatus>) -> Option<String
     (!missing.is_empty()).then_some(text)
 }
 
+/// Text in place of the name of a server whose version has none.
+pub(crate) const OLDER_SERVER: &str = "a server of an older version";
+
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn missing(replica: Option<&str>, reason: &str) -> SessionStatus {
         SessionStatus::Missing {
             replica: replica.map(|name| name.parse().unwrap()),
             reason: reason.to_owned(),
+            retry_at: None,
+        }
+    }
+
+    fn live(replica: Option<&str>) -> SessionStatus {
+        SessionStatus::Live {
+            replica: replica.map(|name| name.parse().unwrap()),
+            transport: TransportKind::Quic,
+            since: Instant::now(),
         }
     }
 
     #[test]
+    fn report_has_the_age_of_live_sessions_and_the_next_dial_of_missing_ones() {
+        let statuses = SessionStatuses::new(Readiness::default());
+        let now = Instant::now();
+        let retry_at = Some(now + Duration::from_secs(3));
+        let waiting = SessionStatus::Missing {
+            replica: None,
+            reason: "refused".to_owned(),
+            retry_at,
+        };
+        statuses.set(ConnectorId(0), Some(live(Some("a"))));
+        statuses.set(ConnectorId(1), Some(waiting));
+        let later = now + Duration::from_secs(2);
+        let [one, other] = statuses.report(later).try_into().unwrap();
+        assert_eq!(one.server.as_deref(), Some("a"));
+        assert_eq!(one.transport.as_deref(), Some("quic"));
+        assert!(one.age_seconds.is_some_and(|age| age <= 2.0) && one.reason.is_none());
+        assert_eq!(other.retry_in_seconds, Some(1.0));
+        assert_eq!(other.reason.as_deref(), Some("refused"));
+    }
+
+    #[test]
     fn condition_names_the_live_sessions_and_why_others_are_missing() {
-        let live = |name: &str| SessionStatus::Live(Some(name.parse().unwrap()));
+        let live_at = |name| live(Some(name));
         let cases = [
             (vec![], None),
-            (vec![live("a")], None),
-            (vec![live("a"), SessionStatus::Live(None)], None),
+            (vec![live_at("a")], None),
+            (vec![live_at("a"), live(None)], None),
             (
                 vec![missing(None, "refused")],
                 Some("0 of 1 sessions; none with another server: refused"),
             ),
             (
-                vec![live("a"), missing(Some("b"), "refused")],
+                vec![live_at("a"), missing(Some("b"), "refused")],
                 Some("1 of 2 sessions, with a; none with b: refused"),
             ),
             (
-                vec![live("a"), missing(Some("b"), "x"), live("c")],
+                vec![live_at("a"), missing(Some("b"), "x"), live_at("c")],
                 Some("2 of 3 sessions, with a, c; none with b: x"),
             ),
         ];

@@ -7,6 +7,7 @@ use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
 
 use super::set::ConnectorSet;
+use super::status::SessionStatuses;
 use super::*;
 use crate::config::Limits;
 use crate::credentials::{CredentialStore, RotatingCredentials};
@@ -94,7 +95,7 @@ impl TestEnv {
             choice,
             replicas,
             context.clone(),
-            readiness.clone(),
+            Arc::new(SessionStatuses::new(readiness.clone())),
             readiness_block,
         );
         let mut agent = JoinSet::new();
