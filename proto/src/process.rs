@@ -19,3 +19,4 @@ pub mod settings;
 pub mod shutdown;
 pub mod telemetry;
 pub mod unix_socket;
+pub mod yaml;

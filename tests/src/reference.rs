@@ -79,7 +79,8 @@ fn settings_page(page: &SettingsPage) -> String {
     put(&mut text, format_args!("{about}.\n\n"));
     text.push_str(
         "Settings are taken from flags, then the environment, then the YAML file of `--config`, then the defaults. A flag's\n\
-         key in the file has the same words in camelCase.\n",
+         key in the file has the same words in camelCase. Where a key has a list, a single value is a list of one; ports and targets,\n\
+         which a flag has as one text, may be a list. All mistakes of a file are reported at once, with their lines.\n",
     );
     verbs(&mut text, &command, command.get_name());
     if !page.limits.is_empty() {

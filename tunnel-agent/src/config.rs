@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tunnel_proto::process::files;
 use tunnel_proto::process::settings::ConfigError;
+use tunnel_proto::process::yaml;
 
 mod checked;
 mod identity;
@@ -38,11 +39,11 @@ pub enum LoadError {
         source: std::io::Error,
     },
     /// The file is not valid YAML or does not match the schema.
-    #[error("configuration file {path}: {problem}")]
+    #[error("configuration file {path}:\n  {problems}")]
     Syntax {
         path: PathBuf,
-        /// The parser's message, with the position.
-        problem: String,
+        /// One line for each mistake, with its position.
+        problems: String,
     },
     #[error(transparent)]
     Invalid(#[from] ConfigError),
@@ -108,16 +109,11 @@ fn read_file(path: &Path) -> Result<(RawConfig, Option<String>), LoadError> {
         source,
     })?;
     let text = String::from_utf8_lossy(&content);
-    // A file that contains only comments is a document without a value.
-    let parsed: Result<Option<RawConfig>, _> = serde_saphyr::from_str(&text);
-    match parsed {
-        Ok(settings) => Ok((settings.unwrap_or_default(), warning)),
-        Err(error) => Err(LoadError::Syntax {
-            path: path.to_owned(),
-            // The snippet of an error shows nearby lines, which may contain a token or a password.
-            problem: error.without_snippet().to_string(),
-        }),
-    }
+    let settings: Option<RawConfig> = yaml::parse(&text).map_err(|source| LoadError::Syntax {
+        path: path.to_owned(),
+        problems: source.to_string(),
+    })?;
+    Ok((settings.unwrap_or_default(), warning))
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::files;
 use tunnel_proto::process::settings::{ConfigError, ConfigErrors, parse_address, parse_duration};
 use tunnel_proto::process::telemetry::{AccessLogSettings, LogFormat};
+use tunnel_proto::process::yaml::{self, YamlError};
 use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::Port;
@@ -121,13 +122,14 @@ pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError
     }
     let (lower, warning) = match file {
         Some(path) => {
-            let invalid = |error: &dyn Display| {
-                ConfigError(vec![format!("--config: {}: {error}", path.display())])
-            };
-            let (bytes, warning) = files::read_config(path).map_err(|error| invalid(&error))?;
-            let text = std::str::from_utf8(&bytes).map_err(|error| invalid(&error))?;
-            let lower = serde_saphyr::from_str::<Option<RawConfig>>(text)
-                .map_err(|error| invalid(&error))?;
+            let invalid = |error: &dyn Display| format!("--config: {}: {error}", path.display());
+            let (bytes, warning) =
+                files::read_config(path).map_err(|error| ConfigError(vec![invalid(&error)]))?;
+            let text = std::str::from_utf8(&bytes)
+                .map_err(|error| ConfigError(vec![invalid(&error)]))?;
+            let lower = yaml::parse::<RawConfig>(text).map_err(|YamlError(mistakes)| {
+                ConfigError(mistakes.iter().map(|mistake| invalid(mistake)).collect())
+            })?;
             (lower, warning)
         }
         None => (None, None),

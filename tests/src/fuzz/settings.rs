@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use tunnel_agent::config::{HttpProxy, ServerAddress};
 use tunnel_proto::process::networks::Cidr;
 use tunnel_proto::process::settings::{PortSet, parse_address, parse_duration, parse_size};
+use tunnel_proto::process::yaml;
 use tunnel_proto::wire::enroll::decode_hex;
 use tunnel_proto::wire::name::{NodeName, Port};
 use tunnel_server::ca::revocation::Revocations;
@@ -80,13 +81,10 @@ pub(super) fn check_configuration(input: &[u8]) -> Result<()> {
     let Ok(text) = std::str::from_utf8(input) else {
         return Ok(());
     };
-    if let Ok(Some(raw)) = serde_saphyr::from_str::<Option<tunnel_server::config::RawConfig>>(text)
-    {
+    if let Ok(Some(raw)) = yaml::parse::<tunnel_server::config::RawConfig>(text) {
         let _any = tunnel_server::config::Config::try_from(raw);
     }
-    if let Ok(Some(settings)) =
-        serde_saphyr::from_str::<Option<tunnel_agent::config::RawConfig>>(text)
-    {
+    if let Ok(Some(settings)) = yaml::parse::<tunnel_agent::config::RawConfig>(text) {
         let _any = tunnel_agent::config::Config::check(settings);
     }
     Ok(())

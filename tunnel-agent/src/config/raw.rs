@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use serde::Deserialize;
+use tunnel_proto::process::yaml;
 
 use super::RawLimits;
 use super::secret::Secret;
@@ -128,11 +129,13 @@ tunnel_proto::layered! {
         ///
         /// The agent enforces this list on every request of the server.
         #[arg(long, env = "TUNNEL_AGENT_LOCALHOST_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
         pub localhost_ports: Option<String>,
 
         /// Ports that are never dialed on any address [default: 2379-2381, 10248, 10249, 10257,
         /// 10259]
         #[arg(long, env = "TUNNEL_AGENT_DENY_PORTS", value_name = "PORTS", help_heading = "Dial policy")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
         pub deny_ports: Option<String>,
 
         /// Other hosts that the cloud may reach through this agent [default: none]
@@ -141,6 +144,7 @@ tunnel_proto::layered! {
         /// [fd00::/8]:443". The agent checks each address that a name resolves to. Link-local,
         /// metadata and loopback addresses are never dialed.
         #[arg(long, env = "TUNNEL_AGENT_ALLOW_TARGETS", value_name = "LIST", help_heading = "Dial policy")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
         pub allow_targets: Option<String>,
 
         /// Address of /livez, /readyz and /metrics, or off [default: 127.0.0.1:10266]

@@ -108,6 +108,9 @@ fn file_takes_numbers_where_people_write_them_and_names_what_it_does_not_know() 
     let settings =
         from_yaml("denyPorts: 2379\nlimits: {streamsPerAgent: 8, streamWindow: 128KiB}\n").unwrap();
     assert_eq!(settings.deny_ports.as_deref(), Some("2379"));
+    let lists = from_yaml("denyPorts: [2379, 90-99]\nserver: a:1\n").unwrap();
+    assert_eq!(lists.deny_ports.as_deref(), Some("2379, 90-99"));
+    assert_eq!(lists.server, ["a:1"]);
     let limits = settings.limits.unwrap();
     assert_eq!(limits.streams_per_agent.as_deref(), Some("8"));
     for empty in ["", "# nothing yet\n", "---\n"] {
@@ -118,7 +121,9 @@ fn file_takes_numbers_where_people_write_them_and_names_what_it_does_not_know() 
         ("environmentProxy: {}\n", "environmentProxy"),
         ("node-name: x\n", "node-name"),
         ("limits: {keepalive: 1s}\n", "keepalive"),
-        ("nodeIp: 10.0.0.1\nserver: 5\n", "sequence start at line 2"),
+        ("proxies: x\nserver: {}\n", "line 2: server: a mapping where a list"),
+        ("node-name: x\n", "line 1: unknown key node-name; did you mean nodeName?"),
+        ("limits: {keepalive: 1s}\n", "did you mean keepAlive?"),
         (": :\n\t-", "line"),
     ] {
         let error = from_yaml(yaml).unwrap_err().to_string();

@@ -1,6 +1,7 @@
 //! Raw settings: flags, environment variables and the YAML file, before any check.
 
 use serde::Deserialize;
+use tunnel_proto::process::yaml;
 
 use super::RawLimits;
 
@@ -58,12 +59,15 @@ tunnel_proto::layered! {
         pub advertise: Vec<String>,
         /// Ports of http targets on the nodes, in addition to 10250 and 10255, as in "9100, 9256"
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTP_PROXY_PORTS", help_heading = "Ports of nodes")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
         pub http_proxy_ports: Option<String>,
         /// Ports of https targets on the nodes; takes precedence for a port that is in both lists
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_HTTPS_PROXY_PORTS", help_heading = "Ports of nodes")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
         pub https_proxy_ports: Option<String>,
         /// Ports that agents dial on the loopback of the node [default: "10266, 10267"]
         #[arg(long, value_name = "PORTS", env = "TUNNEL_SERVER_LOCALHOST_PROXY_PORTS", help_heading = "Ports of nodes")]
+        #[serde(deserialize_with = "yaml::text_or_list")]
         pub localhost_proxy_ports: Option<String>,
         /// Also listen on every port of the two lists, on this host: HTTP ports behave like the
         /// HTTP listener, HTTPS ports like the HTTPS listener, and the port is implied when Host

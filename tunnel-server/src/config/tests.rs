@@ -1,10 +1,16 @@
 use tunnel_proto::session::LivenessLimits;
 
 use super::*;
+use crate::store::data_dir::testing::Scratch;
 use crate::testing::assert_contains;
 
+fn raw(text: &str) -> Result<RawConfig, String> {
+    let raw = yaml::parse::<RawConfig>(text).map_err(|error| error.to_string())?;
+    Ok(raw.unwrap_or_default())
+}
+
 pub(super) fn yaml(text: &str) -> Result<Config, String> {
-    let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+    let raw = raw(text)?;
     Config::try_from(raw).map_err(|error| error.to_string())
 }
 
@@ -60,7 +66,7 @@ fn agents_move_within_half_of_the_drain() {
 #[test]
 fn flags_win_over_the_file() {
     let file = "httpProxyPorts: 9100\nlogLevel: debug\n";
-    let file: RawConfig = serde_saphyr::from_str(file).unwrap();
+    let file = raw(file).unwrap();
     let flags = RawConfig {
         http_proxy_ports: Some("9200".into()),
         ..RawConfig::default()
@@ -111,9 +117,44 @@ fn advertised_addresses_may_have_spaces_around() {
 
 #[test]
 fn unknown_keys_are_refused() {
-    assert_contains(&yaml("httpListne: 1").unwrap_err(), "httpListne");
-    let error = yaml("limits: { openTimout: 1s }").unwrap_err();
-    assert_contains(&error, "openTimout");
+    let text = "httpListne: 1\nlimits: { openTimout: 1s }\nservices: [{ nam: a }]";
+    let error = yaml(text).unwrap_err();
+    for expected in [
+        "line 1: unknown key httpListne; did you mean httpListen?",
+        "line 2: limits: unknown key openTimout; did you mean openTimeout?",
+        "line 3: services[0]: unknown key nam; did you mean name?",
+        "line 3: services[0]: name is missing",
+    ] {
+        assert_contains(&error, expected);
+    }
+}
+
+#[test]
+fn ports_and_lists_are_read_in_each_form() {
+    for ports in ["9100", "'9100'", "[9100]", "['9100']"] {
+        let config = yaml(&format!("httpProxyPorts: {ports}")).unwrap();
+        assert_eq!(config.ports.http.to_string(), "9100", "{ports}");
+    }
+    let config = yaml("httpProxyPorts: [9100, 9200-9201]\nadvertise: a.example:1").unwrap();
+    assert_eq!(config.ports.http.to_string(), "9100, 9200-9201");
+    assert_eq!(config.advertise, ["a.example:1"]);
+}
+
+#[test]
+fn every_mistake_of_a_file_names_the_file() {
+    let scratch = Scratch::new();
+    let path = scratch.0.path().join("server.yaml");
+    std::fs::write(&path, "httpListne: a\ndataDir: [b]\n").unwrap();
+    let ConfigError(texts) = load(RawConfig::default(), Some(&path)).unwrap_err();
+    assert_eq!(texts.len(), 2, "{texts:?}");
+    let begin = format!("--config: {}: line ", path.display());
+    assert!(
+        texts.iter().all(|text| text.starts_with(&begin)),
+        "{texts:?}"
+    );
+    std::fs::write(&path, vec![b'a'; 10 << 20]).unwrap();
+    let ConfigError(texts) = load(RawConfig::default(), Some(&path)).unwrap_err();
+    assert_contains(&texts[0], "is larger than 4 MiB");
 }
 
 #[test]
@@ -231,7 +272,7 @@ fn congestion_control_is_chosen_by_name() {
 }
 
 pub(super) fn around(text: &str, in_cluster: bool) -> Result<Config, String> {
-    let raw: RawConfig = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+    let raw = raw(text)?;
     Config::check(&raw, Environment { in_cluster }).map_err(|error| error.to_string())
 }
 
