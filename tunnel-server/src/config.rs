@@ -125,8 +125,8 @@ pub fn load(flags: RawConfig, file: Option<&Path>) -> Result<Config, ConfigError
             let invalid = |error: &dyn Display| format!("--config: {}: {error}", path.display());
             let (bytes, warning) =
                 files::read_config(path).map_err(|error| ConfigError(vec![invalid(&error)]))?;
-            let text = std::str::from_utf8(&bytes)
-                .map_err(|error| ConfigError(vec![invalid(&error)]))?;
+            let text =
+                std::str::from_utf8(&bytes).map_err(|error| ConfigError(vec![invalid(&error)]))?;
             let lower = yaml::parse::<RawConfig>(text).map_err(|YamlError(mistakes)| {
                 ConfigError(mistakes.iter().map(|mistake| invalid(mistake)).collect())
             })?;

@@ -39,7 +39,7 @@ pub struct YamlError(pub Vec<String>);
 pub fn parse<T: DeserializeOwned>(text: &str) -> Result<Option<T>, YamlError> {
     let tree: Option<Spanned<Node>> = serde_saphyr::from_str_with_options(text, options())
         .map_err(|error| YamlError(vec![error.to_string()]))?;
-    tree.map(|root| settings_reader::read(&root, text))
+    tree.map(|root| settings_reader::read(&root, text).map_err(YamlError))
         .transpose()
 }
 

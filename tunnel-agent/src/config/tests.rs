@@ -121,8 +121,14 @@ fn file_takes_numbers_where_people_write_them_and_names_what_it_does_not_know() 
         ("environmentProxy: {}\n", "environmentProxy"),
         ("node-name: x\n", "node-name"),
         ("limits: {keepalive: 1s}\n", "keepalive"),
-        ("proxies: x\nserver: {}\n", "line 2: server: a mapping where a list"),
-        ("node-name: x\n", "line 1: unknown key node-name; did you mean nodeName?"),
+        (
+            "proxies: x\nserver: {}\n",
+            "line 2: server: a mapping where a list",
+        ),
+        (
+            "node-name: x\n",
+            "line 1: unknown key node-name; did you mean nodeName?",
+        ),
         ("limits: {keepalive: 1s}\n", "did you mean keepAlive?"),
         (": :\n\t-", "line"),
     ] {

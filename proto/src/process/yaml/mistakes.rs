@@ -39,13 +39,7 @@ impl Mistakes {
         }
     }
 
-    pub(super) fn record_unknown(
-        &self,
-        line: u64,
-        path: &str,
-        key: &str,
-        known: &[&'static str],
-    ) {
+    pub(super) fn record_unknown(&self, line: u64, path: &str, key: &str, known: &[&'static str]) {
         let key: String = key.chars().take(KEY_SHOWN_MAX).collect();
         let hint = nearest(&key, known)
             .map(|name| format!("; did you mean {name}?"))

@@ -8,12 +8,14 @@ use serde::de::{
 };
 use serde_saphyr::Spanned;
 
-use super::YamlError;
 use super::mistakes::{Mistake, Mistakes};
 use super::tree::Node;
 
 /// Reads settings from the tree of a file, or returns all mistakes. `file` is the text of the file.
-pub(super) fn read<T: DeserializeOwned>(root: &Spanned<Node>, file: &str) -> Result<T, YamlError> {
+pub(super) fn read<T: DeserializeOwned>(
+    root: &Spanned<Node>,
+    file: &str,
+) -> Result<T, Vec<String>> {
     let mistakes = Mistakes::default();
     let value = Value {
         mistakes: &mistakes,
@@ -25,10 +27,7 @@ pub(super) fn read<T: DeserializeOwned>(root: &Spanned<Node>, file: &str) -> Res
         mistakes.record_found(root.referenced.line(), "", mistake);
     });
     let texts = mistakes.into_texts();
-    settings
-        .ok()
-        .filter(|_| texts.is_empty())
-        .ok_or(YamlError(texts))
+    settings.ok().filter(|_| texts.is_empty()).ok_or(texts)
 }
 
 /// A value of the tree. After a mistake the visitor receives an empty value, so that the others are
