@@ -238,7 +238,7 @@ pub(super) async fn open_tunnel(
             return Ok(Tunnel::Agent(opened.stream));
         };
         let failure = ProxyError::from_stream(&error, &target_label, Outcome::AgentLost);
-        opener.retry_on_other_session(failure, opened.via, opened.forwarded, false)?;
+        opener.retry_on_other_session(failure, opened.via, opened.forwarded)?;
     }
 }
 

@@ -1,13 +1,10 @@
 //! One exchange with a target: a stream through the node's agent, TLS inside the stream for HTTPS
 //! listeners, and an HTTP connection on top, or an idle connection that is used again. An agent that
-//! is draining has not started anything, so the server tries another session of the node once. It
-//! also does so for a GET or HEAD whose session was lost before the response.
+//! is draining has not started anything, so the server tries another session of the node once.
 
 use std::sync::Arc;
 
-use http::header::UPGRADE;
-use http::request::Parts;
-use http::{Method, Request, Response};
+use http::{Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
 use tokio::time::timeout;
@@ -30,7 +27,7 @@ pub(crate) mod connection;
 mod opener;
 mod pool;
 
-use connection::{Carrier, SendError, SentBody, Upstream};
+use connection::{Carrier, SentBody, Upstream};
 pub(in crate::ingress) use opener::StreamOpener;
 pub(crate) use pool::{PoolKey, UpstreamPool};
 
@@ -58,8 +55,7 @@ impl UpstreamRequest<'_> {
     /// sent once more over another session of the node. A request without a body is also sent again
     /// if a pooled connection ended before the target sent any byte about the request. Servers
     /// close idle connections, so a client that reuses one must be able to retry (RFC 9112, section
-    /// 9.3.1). A GET or HEAD is also sent once more over another session if its own session ended or
-    /// the agent gave no reply.
+    /// 9.3.1).
     ///
     /// # Errors
     /// Returns a [`ProxyError`] with the response for the caller.
@@ -70,11 +66,7 @@ impl UpstreamRequest<'_> {
     ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let (head, body) = request.into_parts();
         let retry_head = body.is_end_stream().then(|| head.clone());
-        let is_idempotent = retry_head.as_ref().is_some_and(is_idempotent);
         let mut request = Request::from_parts(head, Either::Left(body));
-        let trace_parent = self.trace_parent.clone();
-        let mut opener =
-            StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
         if let Some(mut upstream) = self
             .pool
             .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.routing))
@@ -84,21 +76,21 @@ impl UpstreamRequest<'_> {
             match upstream.send(request, self.destination).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(send_error) => {
-                    let SendError { failure, unsent } = *send_error;
-                    let is_silent = upstream.bytes_read() == before;
-                    let ended = is_silent && failure.outcome == Outcome::TargetBadResponse;
-                    request = match (unsent, &retry_head, upstream.carrier.via.take()) {
-                        (Some(unsent), _, _) => unsent,
-                        (None, Some(head), _) if ended => sent_again(head),
-                        (None, Some(head), Some(via)) if is_silent && is_idempotent => {
-                            opener.retry_on_other_session(failure, via, None, true)?;
-                            sent_again(head)
+                    let ended = send_error.failure.outcome == Outcome::TargetBadResponse
+                        && upstream.bytes_read() == before;
+                    request = match (send_error.unsent, &retry_head) {
+                        (Some(unsent), _) => unsent,
+                        (None, Some(head)) if ended => {
+                            Request::from_parts(head.clone(), Either::Right(Empty::new()))
                         }
-                        (None, _, _) => return Err(failure),
+                        (None, _) => return Err(send_error.failure),
                     };
                 }
             }
         }
+        let trace_parent = self.trace_parent.clone();
+        let mut opener =
+            StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
         loop {
             let mut opened = opener.open(access_log).await?;
             let (via, forwarded) = (opened.via.clone(), opened.forwarded.take());
@@ -108,39 +100,33 @@ impl UpstreamRequest<'_> {
                 && let Err(error) = opened.stream.accepted().await
             {
                 let failure = ProxyError::from_stream(&error, self.destination, Outcome::AgentLost);
-                opener.retry_on_other_session(failure, via, forwarded, false)?;
+                opener.retry_on_other_session(failure, via, forwarded)?;
                 continue;
             }
-            let (failure, is_silent) = match self.attempt(opened, request).await {
+            let failure = match self.attempt(opened, request).await {
                 Ok(complete) => return Ok(complete),
-                Err(failed) => failed,
+                Err(failure) => failure,
             };
             let Some(head) = &retry_head else {
                 return Err(failure);
             };
-            let is_repeatable = is_silent && is_idempotent;
-            opener.retry_on_other_session(failure, via, forwarded, is_repeatable)?;
-            request = sent_again(head);
+            opener.retry_on_other_session(failure, via, forwarded)?;
+            request = Request::from_parts(head.clone(), Either::Right(Empty::new()));
         }
     }
 
-    /// Sends a request over a stream. An error has whether the target sent no byte about the
-    /// request.
     async fn attempt(
         &self,
         opened: Opened,
         request: Request<SentBody>,
-    ) -> Result<(Response<Incoming>, Upstream), (ProxyError, bool)> {
+    ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
         };
-        let connected = self.connect(opened.stream, carrier).await;
-        let mut upstream = connected.map_err(|failure| (failure, true))?;
-        match upstream.send(request, self.destination).await {
-            Ok(response) => Ok((response, upstream)),
-            Err(send_error) => Err((send_error.failure, upstream.bytes_read() == 0)),
-        }
+        let mut upstream = self.connect(opened.stream, carrier).await?;
+        let response = upstream.send(request, self.destination).await;
+        Ok((response.map_err(|send_error| send_error.failure)?, upstream))
     }
 
     /// Prepares a stream for a request. On plain listeners this method does not wait for the
@@ -176,17 +162,6 @@ impl UpstreamRequest<'_> {
             }
         }
     }
-}
-
-/// Returns whether a request may be sent to the target twice. `kubectl exec` is a GET too, which
-/// changes protocols.
-fn is_idempotent(head: &Parts) -> bool {
-    matches!(head.method, Method::GET | Method::HEAD) && !head.headers.contains_key(UPGRADE)
-}
-
-/// Returns a request without a body that is sent once more.
-fn sent_again(head: &Parts) -> Request<SentBody> {
-    Request::from_parts(head.clone(), Either::Right(Empty::new()))
 }
 
 /// Sends a request on a plain connection that the server has dialed directly. The connection

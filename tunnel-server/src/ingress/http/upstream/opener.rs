@@ -9,7 +9,6 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::context::IngressContext;
 use crate::ingress::error::ProxyError;
-use crate::ingress::outcome::Outcome;
 use crate::routing::Routing;
 use crate::routing::destination::Destination;
 use crate::routing::forwarded::ForwardedStream;
@@ -24,8 +23,8 @@ pub(in crate::ingress) struct StreamOpener<'a> {
     destination: &'a Destination,
     caller: &'a CallerKey,
     header: StreamHeader,
-    /// The refusal of a draining agent, or of a server that cannot reach the agent, or the loss of a
-    /// session, and what carried the stream.
+    /// The refusal of a draining agent, or of a server that cannot reach the agent, and what carried
+    /// the refused stream.
     refused: Option<(ProxyError, Via)>,
     /// An idle stream was evicted for this one.
     has_evicted: bool,
@@ -78,19 +77,16 @@ impl<'a> StreamOpener<'a> {
         }
     }
 
-    /// Prepares another attempt after a failure of a stream that `via` carried. `is_repeatable` means
-    /// that the target may receive the request twice.
+    /// Prepares another attempt after a failure of a stream that `via` carried.
     ///
     /// # Errors
     /// Returns the failure unless it is the first refusal of a draining agent, or of a server that
-    /// cannot reach the agent, or the first lost session of a repeatable request, or an idle stream
-    /// over a server without a permit was evicted.
+    /// cannot reach the agent, or an idle stream over a server without a permit was evicted.
     pub(in crate::ingress) fn retry_on_other_session(
         &mut self,
         failure: ProxyError,
         via: Via,
         forwarded: Option<ForwardedStream>,
-        is_repeatable: bool,
     ) -> Result<(), ProxyError> {
         let node = &self.destination.node;
         if failure.refusal == Some(RefusalCode::NotHere) {
@@ -101,9 +97,7 @@ impl<'a> StreamOpener<'a> {
             self.has_evicted = true;
             return Ok(());
         }
-        let is_lost = matches!(failure.outcome, Outcome::AgentLost | Outcome::AgentTimeout);
-        let may_retry = failure.refusal.is_some_and(is_retryable) || (is_lost && is_repeatable);
-        if !may_retry || self.refused.is_some() {
+        if !failure.refusal.is_some_and(is_retryable) || self.refused.is_some() {
             return Err(failure);
         }
         self.refused = Some((failure, via));
