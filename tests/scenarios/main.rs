@@ -29,6 +29,7 @@ mod limits;
 mod namespaces;
 mod prometheus;
 mod request;
+mod retried;
 mod scripted;
 mod security;
 mod servers;

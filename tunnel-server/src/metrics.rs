@@ -100,6 +100,8 @@ tunnel_proto::metrics! {
         streams: Family<OutcomeLabel, Counter> = "streams",
             "Finished requests and streams of callers by result",
             with_series(Outcome::ALL.map(|result| OutcomeLabel { result }));
+        requests_retried: Counter = "requests_retried",
+            "Requests that were sent once more, over another session, because their session was lost";
         stream_bytes: Family<DirectionLabel, Counter> = "stream_bytes",
             "Payload bytes of ended streams; in is from agents, out is to agents",
             with_series(["in", "out"].map(|direction| DirectionLabel {
@@ -240,6 +242,11 @@ impl Metrics {
                 .get_or_init(|| bytes_of.get_or_create_owned(&DirectionLabel { direction }))
                 .inc_by(bytes);
         }
+    }
+
+    /// Counts a request that was sent once more over another session.
+    pub fn retried(&self) {
+        self.families.requests_retried.inc();
     }
 
     /// Records the time that opening a stream took.

@@ -106,6 +106,20 @@ impl Routing {
         local.or_else(|| self.peers.preferred(node).map(Via::Replica))
     }
 
+    /// Returns whether the session of this server that carries a stream is suspect or has ended. Of
+    /// a session at another server this server knows neither.
+    #[must_use]
+    pub fn is_suspect(&self, node: &NodeName, via: &Via) -> bool {
+        match via {
+            Via::Local(session) => {
+                let sessions = self.registry.of_node(node);
+                let carrier = sessions.iter().find(|agent| agent.id == *session);
+                carrier.is_none_or(|agent| agent.suspect_reason().is_some())
+            }
+            Via::Replica(_) => false,
+        }
+    }
+
     /// Returns whether an idle stream over `via` can be kept for another request, see
     /// [`Registry::can_reuse`].
     #[must_use]

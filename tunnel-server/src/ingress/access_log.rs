@@ -51,6 +51,8 @@ pub struct AccessLog {
     before: (u64, u64),
     metrics: Metrics,
     open: Option<GaugeGuard>,
+    /// The request was sent once more because its session was lost.
+    is_retried: bool,
     lines: Option<&'static LogRateLimit>,
     recent: Option<Arc<RecentRequests>>,
 }
@@ -83,6 +85,7 @@ impl AccessLog {
             before: (0, 0),
             metrics: metrics.clone(),
             open: None,
+            is_retried: false,
             lines: None,
             recent: None,
         }
@@ -137,6 +140,13 @@ impl AccessLog {
         self.before = bytes.read();
         self.bytes = bytes;
         self.open = Some(self.metrics.stream());
+    }
+
+    /// Records that the request was sent once more because its session was lost.
+    pub fn retried(&mut self) {
+        if !std::mem::replace(&mut self.is_retried, true) {
+            self.metrics.retried();
+        }
     }
 
     pub fn status(&mut self, status: http::StatusCode) {
@@ -233,6 +243,7 @@ impl Drop for AccessLog {
             via = self.via.as_ref().and_then(Via::replica).map(tracing::field::display),
             status = self.status,
             code = %self.outcome,
+            retried = self.is_retried.then_some(true),
             error = non_empty(&self.error),
             bytes_in = received,
             bytes_out = sent,

@@ -22,6 +22,8 @@ pub struct ProxyError {
     pub limit: Option<Limit>,
     /// The code with which the agent, or another server, refused the stream.
     pub refusal: Option<RefusalCode>,
+    /// How the stream was cut, if it was.
+    pub cut: Option<StreamCut>,
 }
 
 impl ProxyError {
@@ -32,6 +34,7 @@ impl ProxyError {
             text: text.into(),
             limit: None,
             refusal: None,
+            cut: None,
         }
     }
 
@@ -118,7 +121,10 @@ impl ProxyError {
             Some(cut) => cut.to_string(),
             None => root_cause(error),
         };
-        let failure = Self::new(outcome, format!("{target_label}: {reason}"));
+        let failure = Self {
+            cut,
+            ..Self::new(outcome, format!("{target_label}: {reason}"))
+        };
         match cut {
             Some(StreamCut::ReplyTimeout) => failure.with_limit(Limit::OpenTimeout),
             Some(_) | None => failure,

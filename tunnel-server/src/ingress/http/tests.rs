@@ -4,6 +4,7 @@ pub(in crate::ingress) mod fuzz;
 mod hangup;
 mod leaving;
 mod limits;
+mod lost;
 mod moves;
 mod panics;
 mod pods;

@@ -1,9 +1,11 @@
 //! One exchange with a target: a stream through the node's agent, TLS inside the stream for HTTPS
 //! listeners, and an HTTP connection on top, or an idle connection that is used again. An agent that
-//! is draining has not started anything, so the server tries another session of the node once.
+//! is draining has not started anything, so the server tries another session of the node once. A
+//! request whose session was lost is sent once more if its method is safe (`resend.rs`).
 
 use std::sync::Arc;
 
+use http::request::Parts;
 use http::{Request, Response};
 use http_body_util::{Either, Empty};
 use hyper::body::{Body as _, Incoming};
@@ -22,14 +24,17 @@ use crate::ingress::outcome::Outcome;
 use crate::ingress::target_tls::{TlsProfile, server_name};
 use crate::routing::destination::{Destination, Scheme};
 use crate::routing::registry::{CallerKey, Opened};
+use crate::routing::via::Via;
 
 pub(crate) mod connection;
 mod opener;
 mod pool;
+mod resend;
 
-use connection::{Carrier, SentBody, Upstream};
+use connection::{Carrier, SendError, SentBody, Upstream};
 pub(in crate::ingress) use opener::StreamOpener;
 pub(crate) use pool::{PoolKey, UpstreamPool};
+use resend::{FailedRequest, can_resend};
 
 /// The destination of a request and the parameters of the connection to it.
 #[derive(Debug)]
@@ -55,7 +60,8 @@ impl UpstreamRequest<'_> {
     /// sent once more over another session of the node. A request without a body is also sent again
     /// if a pooled connection ended before the target sent any byte about the request. Servers
     /// close idle connections, so a client that reuses one must be able to retry (RFC 9112, section
-    /// 9.3.1).
+    /// 9.3.1). A request whose session was lost is sent once more where [`can_resend`] permits it and
+    /// another session of the node takes it, at this server or at another one.
     ///
     /// # Errors
     /// Returns a [`ProxyError`] with the response for the caller.
@@ -67,23 +73,32 @@ impl UpstreamRequest<'_> {
         let (head, body) = request.into_parts();
         let retry_head = body.is_end_stream().then(|| head.clone());
         let mut request = Request::from_parts(head, Either::Left(body));
+        let (mut is_resent, mut lost) = (false, None);
         if let Some(mut upstream) = self
             .pool
             .and_then(|(pool, pool_key)| pool.take(pool_key, &self.ingress.routing))
         {
-            access_log.carried(upstream.carrier.via.clone(), upstream.carrier.bytes.clone());
-            let before = upstream.bytes_read();
+            let via = upstream.carrier.via.clone();
+            access_log.carried(via.clone(), upstream.carrier.bytes.clone());
             match upstream.send(request, self.destination).await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(send_error) => {
-                    let ended = send_error.failure.outcome == Outcome::TargetBadResponse
-                        && upstream.bytes_read() == before;
-                    request = match (send_error.unsent, &retry_head) {
+                    let is_lost =
+                        self.can_resend(retry_head.as_ref(), &send_error, via.as_ref(), false);
+                    let SendError {
+                        failure,
+                        unsent,
+                        has_answer,
+                    } = *send_error;
+                    let has_ended = failure.outcome == Outcome::TargetBadResponse && !has_answer;
+                    request = match (unsent, &retry_head) {
                         (Some(unsent), _) => unsent,
-                        (None, Some(head)) if ended => {
-                            Request::from_parts(head.clone(), Either::Right(Empty::new()))
+                        (None, Some(head)) if is_lost || has_ended => {
+                            is_resent = true;
+                            lost = via.filter(|_| is_lost).map(|via| (failure, via));
+                            repeated(head)
                         }
-                        (None, _) => return Err(send_error.failure),
+                        (None, _) => return Err(failure),
                     };
                 }
             }
@@ -91,6 +106,9 @@ impl UpstreamRequest<'_> {
         let trace_parent = self.trace_parent.clone();
         let mut opener =
             StreamOpener::new(self.ingress, self.destination, self.caller, trace_parent);
+        if let Some((failure, via)) = lost {
+            opener.resend_on_other_session(failure, via);
+        }
         loop {
             let mut opened = opener.open(access_log).await?;
             let (via, forwarded) = (opened.via.clone(), opened.forwarded.take());
@@ -103,30 +121,57 @@ impl UpstreamRequest<'_> {
                 opener.retry_on_other_session(failure, via, forwarded)?;
                 continue;
             }
-            let failure = match self.attempt(opened, request).await {
+            let send_error = match self.attempt(opened, request).await {
                 Ok(complete) => return Ok(complete),
-                Err(failure) => failure,
+                Err(send_error) => send_error,
             };
+            let is_lost = self.can_resend(retry_head.as_ref(), &send_error, Some(&via), is_resent);
             let Some(head) = &retry_head else {
-                return Err(failure);
+                return Err(send_error.failure);
             };
-            opener.retry_on_other_session(failure, via, forwarded)?;
-            request = Request::from_parts(head.clone(), Either::Right(Empty::new()));
+            if is_lost {
+                is_resent = true;
+                opener.resend_on_other_session(send_error.failure, via);
+            } else {
+                opener.retry_on_other_session(send_error.failure, via, forwarded)?;
+            }
+            request = repeated(head);
         }
+    }
+
+    /// Returns whether a request without a body (`head`) that `via` carried is sent once more, see
+    /// [`can_resend`].
+    fn can_resend(
+        &self,
+        head: Option<&Parts>,
+        error: &SendError,
+        via: Option<&Via>,
+        is_resent: bool,
+    ) -> bool {
+        let (Some(head), Some(via)) = (head, via) else {
+            return false;
+        };
+        can_resend(FailedRequest {
+            head,
+            cut: error.failure.cut,
+            is_suspect: (self.ingress.routing).is_suspect(&self.destination.node, via),
+            has_answer: error.has_answer,
+            is_resent,
+        })
     }
 
     async fn attempt(
         &self,
         opened: Opened,
         request: Request<SentBody>,
-    ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
+    ) -> Result<(Response<Incoming>, Upstream), Box<SendError>> {
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
         };
         let mut upstream = self.connect(opened.stream, carrier).await?;
-        let response = upstream.send(request, self.destination).await;
-        Ok((response.map_err(|send_error| send_error.failure)?, upstream))
+        let response = upstream.send(request, self.destination).await?;
+        Ok((response, upstream))
     }
 
     /// Prepares a stream for a request. On plain listeners this method does not wait for the
@@ -162,6 +207,11 @@ impl UpstreamRequest<'_> {
             }
         }
     }
+}
+
+/// Returns a request without a body for another attempt.
+fn repeated(head: &Parts) -> Request<SentBody> {
+    Request::from_parts(head.clone(), Either::Right(Empty::new()))
 }
 
 /// Sends a request on a plain connection that the server has dialed directly. The connection

@@ -80,6 +80,19 @@ pub(super) struct SendError {
     pub(super) failure: ProxyError,
     /// The request, if no byte of it was sent.
     pub(super) unsent: Option<Request<SentBody>>,
+    /// A byte of an answer arrived.
+    pub(super) has_answer: bool,
+}
+
+impl From<ProxyError> for Box<SendError> {
+    /// Returns the error of a connection that could not be prepared.
+    fn from(failure: ProxyError) -> Self {
+        Self::new(SendError {
+            failure,
+            unsent: None,
+            has_answer: false,
+        })
+    }
 }
 
 impl Upstream {
@@ -122,7 +135,7 @@ impl Upstream {
 
     /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
     /// target has not responded at all to a request.
-    pub(super) fn bytes_read(&self) -> u64 {
+    fn bytes_read(&self) -> u64 {
         self.input.bytes.load(Ordering::Relaxed)
     }
 
@@ -132,6 +145,7 @@ impl Upstream {
         mut request: Request<SentBody>,
         target_label: &TargetLabel<'_>,
     ) -> Result<Response<Incoming>, Box<SendError>> {
+        let before = self.bytes_read();
         let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
         let notify = too_many.clone();
         hyper::ext::on_informational(&mut request, move |_| {
@@ -145,7 +159,11 @@ impl Upstream {
             () = too_many.notified() => {
                 let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
                 let failure = ProxyError::new(Outcome::TargetBadResponse, text);
-                return Err(Box::new(SendError { failure, unsent: None }));
+                return Err(Box::new(SendError {
+                    failure,
+                    unsent: None,
+                    has_answer: true,
+                }));
             }
         };
         sent.map_err(|mut error| {
@@ -155,7 +173,11 @@ impl Upstream {
             if failure.outcome == bad && self.input.is_alert.load(Ordering::Relaxed) {
                 failure.text.push_str(HTTPS_HINT);
             }
-            Box::new(SendError { failure, unsent })
+            Box::new(SendError {
+                failure,
+                unsent,
+                has_answer: self.bytes_read() != before,
+            })
         })
     }
 

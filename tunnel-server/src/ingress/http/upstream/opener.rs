@@ -1,4 +1,5 @@
-//! The stream of one request, with another attempt where nothing has been sent to an agent.
+//! The stream of one request, with another attempt where nothing has been sent to an agent, or where
+//! the session was lost.
 
 use std::time::Duration;
 
@@ -23,9 +24,11 @@ pub(in crate::ingress) struct StreamOpener<'a> {
     destination: &'a Destination,
     caller: &'a CallerKey,
     header: StreamHeader,
-    /// The refusal of a draining agent, or of a server that cannot reach the agent, and what carried
-    /// the refused stream.
-    refused: Option<(ProxyError, Via)>,
+    /// The refusal of a draining agent, or of a server that cannot reach the agent, or the loss of a
+    /// session, and what carried the stream.
+    failed: Option<(ProxyError, Via)>,
+    /// The request was sent over a session that was lost.
+    is_resending: bool,
     /// An idle stream was evicted for this one.
     has_evicted: bool,
 }
@@ -48,7 +51,8 @@ impl<'a> StreamOpener<'a> {
                 kind: StreamKind::Target(destination.target.clone()),
                 trace_parent,
             },
-            refused: None,
+            failed: None,
+            is_resending: false,
             has_evicted: false,
         }
     }
@@ -61,18 +65,21 @@ impl<'a> StreamOpener<'a> {
         &self,
         access_log: &mut AccessLog,
     ) -> Result<Opened, ProxyError> {
-        let except = self.refused.as_ref().map(|(_, via)| via);
+        let except = self.failed.as_ref().map(|(_, via)| via);
         let (node, began) = (&self.destination.node, Instant::now());
         let opened = self
             .routing
             .open(node, &self.header, self.caller, self.limit, except);
-        match (opened.await, &self.refused) {
+        match (opened.await, &self.failed) {
             (Ok(opened), _) => {
                 access_log.opened(&opened, began.elapsed());
+                if self.is_resending {
+                    access_log.retried();
+                }
                 Ok(opened)
             }
-            // No other session can carry the stream, so the caller receives the refusal.
-            (Err(_), Some((refusal, _))) => Err(refusal.clone()),
+            // No other session can carry the stream, so the caller receives the first failure.
+            (Err(_), Some((failure, _))) => Err(failure.clone()),
             (Err(error), None) => Err(ProxyError::from_open(&error, self.destination)),
         }
     }
@@ -97,11 +104,18 @@ impl<'a> StreamOpener<'a> {
             self.has_evicted = true;
             return Ok(());
         }
-        if !failure.refusal.is_some_and(is_retryable) || self.refused.is_some() {
+        if !failure.refusal.is_some_and(is_retryable) || self.failed.is_some() {
             return Err(failure);
         }
-        self.refused = Some((failure, via));
+        self.failed = Some((failure, via));
         Ok(())
+    }
+
+    /// Prepares another attempt for a request that was sent over a session which was lost. The caller
+    /// receives `failure` if there is no other session.
+    pub(super) fn resend_on_other_session(&mut self, failure: ProxyError, via: Via) {
+        self.failed = Some((failure, via));
+        self.is_resending = true;
     }
 }
 
