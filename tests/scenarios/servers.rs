@@ -6,6 +6,7 @@ mod crossed;
 mod forwarded;
 mod intruders;
 mod lost;
+mod resent;
 mod standalone;
 mod stopping;
 
