@@ -47,7 +47,9 @@ async fn waiting_gets_are_answered_over_the_other_session() -> Result<()> {
     let other = ScriptedAgent::connect(&env, "worker-1").await?;
     dying.close().await;
     for _ in 0..WAITING {
-        let head = timeout(WAIT_TIMEOUT, serve(&other)).await.context("GET")??;
+        let head = timeout(WAIT_TIMEOUT, serve(&other))
+            .await
+            .context("GET")??;
         ensure!(head.starts_with("GET /metrics "), "{head}");
     }
     while let Some(reply) = callers.join_next().await {

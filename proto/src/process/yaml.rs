@@ -39,12 +39,13 @@ pub struct YamlError(pub Vec<String>);
 pub fn parse<T: DeserializeOwned>(text: &str) -> Result<Option<T>, YamlError> {
     let tree: Option<Spanned<Node>> = serde_saphyr::from_str_with_options(text, options())
         .map_err(|error| YamlError(vec![error.to_string()]))?;
-    tree.map(|root| settings_reader::read(&root, text).map_err(YamlError))
+    tree.map(|root| settings_reader::read(&root, text))
         .transpose()
+        .map_err(YamlError)
 }
 
-/// Deserializes a setting that is one text, such as a list of ports with commas, and that a file may
-/// also have as a list. For `#[serde(deserialize_with)]`, with [`parse`].
+/// Deserializes a setting that is one text, such as ports with commas, and that a file may also have
+/// as a list. For `#[serde(deserialize_with)]`, with [`parse`].
 ///
 /// # Errors
 /// The error of the deserializer.
@@ -58,7 +59,7 @@ pub fn text_or_list<'de, D: Deserializer<'de>>(
 fn options() -> Options {
     let mut options = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: DEPTH_MAX, max_nodes: NODES_MAX },
-        non_finite_float_policy: NonFiniteFloatPolicy::AsString,
+        non_finite_float_policy: NonFiniteFloatPolicy::PassThrough,
         // A snippet shows lines that may contain a token or a password.
         with_snippet: false,
     };

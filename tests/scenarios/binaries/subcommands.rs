@@ -86,9 +86,14 @@ async fn all_mistakes_of_a_file_are_reported_at_once() -> Result<()> {
             let finished = with_file(binary, verb, &file).await?;
             finished.ensure_failed(USAGE, mistakes).context(verb)?;
         }
-        let misspelt = scratch.file("misspelt.yaml", "drainTimout: 1s\n")?;
+        let misspelt = "drainTimout: 1s\nlogLevel: [info]\n";
+        let misspelt = scratch.file("misspelt.yaml", misspelt)?;
         let finished = with_file(binary, "check-config", &misspelt).await?;
-        finished.ensure_failed(USAGE, &["drainTimout"])?;
+        let mistakes = [
+            "line 1: unknown key drainTimout; did you mean drainTimeout?",
+            "line 2: logLevel: a list where a single value is expected",
+        ];
+        finished.ensure_failed(USAGE, &mistakes)?;
     }
     Ok(())
 }

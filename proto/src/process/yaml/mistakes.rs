@@ -57,8 +57,8 @@ impl Mistakes {
     }
 }
 
-/// Returns the known key that is most similar to an unknown one. Case, `-` and `_` do not count, and
-/// one of three characters may be wrong.
+/// Returns the known key that is most similar to an unknown one. Case, `-` and `_` do not count. Of
+/// three characters, one may be wrong.
 fn nearest(key: &str, known: &[&'static str]) -> Option<&'static str> {
     let plain = |text: &str| {
         let letters = text.chars().filter(char::is_ascii_alphanumeric);

@@ -122,6 +122,7 @@ fn values_are_read_as_written() {
         ("off", Some("off")),
         ("True", Some("True")),
         (".inf", Some(".inf")),
+        ("1e999", Some("1e999")),
         ("!!int 8", Some("8")),
         ("&name 8", Some("8")),
         ("\"8\"", Some("8")),

@@ -60,7 +60,10 @@ async fn second_loss_is_the_answer() {
 
 #[tokio::test(start_paused = true)]
 async fn other_requests_and_begun_answers_are_not_repeated() {
-    let upgrade = GET.replace("Connection: close", "Connection: Upgrade\r\nUpgrade: SPDY/3.1");
+    let upgrade = GET.replace(
+        "Connection: close",
+        "Connection: Upgrade\r\nUpgrade: SPDY/3.1",
+    );
     let post = GET.replace("GET", "POST");
     let body = post.replace("\r\n\r\n", "\r\nContent-Length: 2\r\n\r\nab");
     let get_body = GET.replace("\r\n\r\n", "\r\nContent-Length: 2\r\n\r\nab");

@@ -87,8 +87,20 @@ mod tests {
             (Some(StreamCut::SessionLost), true, false, true, false),
             (Some(timeout), true, false, true, false),
             (Some(StreamCut::NoReply), true, false, false, false),
-            (Some(StreamCut::Reset(ResetCode::Dropped)), true, false, false, false),
-            (Some(StreamCut::Stopped(ResetCode::Dropped)), true, false, false, false),
+            (
+                Some(StreamCut::Reset(ResetCode::Dropped)),
+                true,
+                false,
+                false,
+                false,
+            ),
+            (
+                Some(StreamCut::Stopped(ResetCode::Dropped)),
+                true,
+                false,
+                false,
+                false,
+            ),
             (None, true, false, false, false),
         ] {
             let request = FailedRequest {
