@@ -124,6 +124,10 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("resolver", "address of a DNS resolver"),
     ("resolvers", "addresses of the DNS resolvers"),
     ("resource", "resource of the Kubernetes API"),
+    (
+        "retried",
+        "whether the request was sent once more because its session was lost",
+    ),
     ("retry_in", "time until the next attempt, in seconds"),
     ("secret", "name of a Secret"),
     ("send_bytes", "size of the send buffer of a UDP socket"),
