@@ -18,7 +18,7 @@ mod tree;
 /// Maximum depth of a file. Settings have three levels.
 const DEPTH_MAX: usize = 16;
 /// Maximum number of values of a file. Bounds the memory of the tree.
-const NODES_MAX: usize = 100_000;
+const NODES_MAX: usize = 250_000;
 /// Maximum number of values that aliases (`*name`) repeat.
 const REPEATED_MAX: usize = 10_000;
 
