@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::fs::{StatVfs, StatVfsMountFlags, statvfs};
 use tokio::task::spawn_blocking;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
 use super::meta::Readiness;
@@ -18,12 +18,24 @@ use super::shutdown::Shutdown;
 /// condition.
 pub fn start(data_dir: PathBuf, readiness: Readiness, shutdown: &Shutdown) {
     shutdown.spawn_service(async move {
-        let mut reported = None;
+        let (mut reported, mut running) = (None, None);
         loop {
-            let path = data_dir.clone();
             // A network file system that does not answer blocks its callers.
-            let Ok(finding) = spawn_blocking(move || check(&path)).await else {
-                return;
+            let task = running.get_or_insert_with(|| {
+                let path = data_dir.clone();
+                spawn_blocking(move || check(&path))
+            });
+            let answer = timeout(ANSWER_TIMEOUT, task).await;
+            let finding = match answer {
+                Ok(Ok(finding)) => {
+                    running = None;
+                    finding
+                }
+                Ok(Err(_panicked)) => return,
+                Err(_elapsed) => Some(format!(
+                    "data directory {}: the file system does not answer",
+                    data_dir.display()
+                )),
             };
             if finding.is_some() != reported.is_some() {
                 match &finding {
@@ -65,6 +77,8 @@ fn finding(disk: &StatVfs) -> Option<String> {
 /// Name of the condition.
 const CONDITION: &str = "disk";
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+/// Time after which a file system counts as one that does not answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Free space below which a disk counts as full. The largest file of a server with thousands of
 /// nodes is about as large, and each file is written in full before it replaces the old one.
 const FREE_MIN_BYTES: u64 = 1 << 20;

@@ -85,8 +85,8 @@ pub struct NodeStatus {
     /// Address that the agent reports as its own. Routing does not use it.
     #[serde(default)]
     pub claimed_address: Option<String>,
-    /// Addresses of the node that other nodes have too, each with the names of all nodes that have
-    /// it.
+    /// Addresses of the node that other nodes have too, each with names of nodes that have it, at
+    /// most [`CONFLICTS_MAX`].
     #[serde(default)]
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
 }
@@ -145,7 +145,10 @@ pub fn list(
     let mut owners: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
     for (name, all) in &addresses {
         for address in all {
-            owners.entry(*address).or_default().push(name.to_string());
+            let names = owners.entry(*address).or_default();
+            if names.len() < CONFLICTS_MAX {
+                names.push(name.to_string());
+            }
         }
     }
     owners.retain(|_, names| names.len() > 1);
@@ -242,6 +245,9 @@ impl NodeStatus {
         self.claimed_address = Some(agent.claimed_address.clone()).filter(|text| !text.is_empty());
     }
 }
+
+/// Number of nodes that are named for a shared address. Thousands of sites may use the same address.
+pub(super) const CONFLICTS_MAX: usize = 16;
 
 #[cfg(test)]
 mod tests {

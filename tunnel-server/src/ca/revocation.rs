@@ -150,13 +150,18 @@ impl Revocations {
     /// Returns an error if the change cannot be persisted. The revocation then stays in force.
     pub fn lift(&self, node: &NodeName, now: SystemTime) -> io::Result<bool> {
         let _writing = self.writing.lock();
-        let Some(previous) = self.state.lock().lift_in_force(node, now, &self.doc) else {
+        if self.of_node(node).is_none() {
             return Ok(false);
-        };
-        if let Err(error) = self.write() {
-            self.state.lock().set_lifted_at(node, previous.lifted_at);
-            return Err(error);
         }
+        // Until the change is persisted, no certificate of the node may be accepted or renewed.
+        let mut lifted_at = None;
+        self.write_with(|content| {
+            if let Some(entry) = content.nodes.get_mut(node.as_str()) {
+                lifted_at = Some(whole_seconds(now).max(entry.revoked_at));
+                entry.lifted_at = lifted_at;
+            }
+        })?;
+        self.state.lock().set_lifted_at(node, lifted_at);
         self.version.send_modify(|version| *version += 1);
         Ok(true)
     }
@@ -233,12 +238,19 @@ impl Revocations {
     }
 
     fn write(&self) -> io::Result<()> {
+        self.write_with(|_| {})
+    }
+
+    /// Writes the revocations after `edit`, which may be called several times.
+    fn write_with(&self, mut edit: impl FnMut(&mut RevocationsDocument)) -> io::Result<()> {
         let last_version = self.doc.change(|theirs: Option<RevocationsDocument>| {
             let mut state = self.state.lock();
             if let Some(theirs) = theirs {
                 state.merge(theirs, &self.doc)?;
             }
-            Ok(RevocationsDocument::of(&state.nodes))
+            let mut content = RevocationsDocument::of(&state.nodes);
+            edit(&mut content);
+            Ok(content)
         })?;
         let mut state = self.state.lock();
         state.last_version = last_version;
@@ -366,22 +378,6 @@ impl State {
         self.changes += 1;
     }
 
-    /// Lifts the revocation of a node. Returns the previous one, or `None` if none was in force.
-    fn lift_in_force(
-        &mut self,
-        node: &NodeName,
-        now: SystemTime,
-        doc: &SharedDocument,
-    ) -> Option<Revocation> {
-        self.reload(doc);
-        let previous = self.nodes.get(node).copied()?;
-        if !previous.is_in_force() {
-            return None;
-        }
-        self.set_lifted_at(node, Some(whole_seconds(now).max(previous.at)));
-        Some(previous)
-    }
-
     fn set_lifted_at(&mut self, node: &NodeName, lifted_at: Option<SystemTime>) {
         if let Some(revocation) = self.nodes.get_mut(node)
             && revocation.lifted_at != lifted_at
@@ -416,10 +412,12 @@ impl State {
         for RevokedNode { node, at } in revoked {
             // The document has whole seconds.
             let at = whole_seconds(at);
-            match self.nodes.get(&node) {
+            match self.nodes.get(&node).copied() {
                 Some(known) if known.at >= at => {}
+                // The clock of the other server may be behind the one that lifted.
+                Some(known) => self.insert(node, issue_time(known.lifted_at, at)),
                 None if self.nodes.len() >= NODES_MAX => ignored += 1,
-                Some(_) | None => self.insert(node, at),
+                None => self.insert(node, at),
             }
         }
         if ignored > 0 {
@@ -483,11 +481,13 @@ impl State {
             // The revoking server may not have known certificates that this process issued or saw
             // before it received the revocation. A time that is hardly later than the known one is
             // the same revocation, raised by another server; certificates issued since then stay
-            // valid.
+            // valid. After a lift every later time is another revocation.
+            let is_again =
+                lifted_at.is_some_and(|lifted_at| known.is_some_and(|at| at <= lifted_at));
             // A lifted revocation is not raised: a later time would put it in force again.
             let is_lifted = lifted_at.is_some_and(|at| at >= entry.revoked_at);
-            let is_new =
-                !is_lifted && known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
+            let is_later = known.is_none_or(|known| entry.revoked_at > known + RAISE_TOLERANCE);
+            let is_new = !is_lifted && (is_later || is_again);
             let newest = self.issued.get(&node).copied().filter(|_| is_new);
             let at = newest.map_or(entry.revoked_at, |newest| newest.max(entry.revoked_at));
             self.has_unwritten |= at > entry.revoked_at;
@@ -691,6 +691,34 @@ mod tests {
         assert!(!reader.is_revoked(&late));
         std::fs::copy(one.0.revoked(), other.0.revoked()).unwrap();
         assert!(!reader.is_revoked(&late));
+    }
+
+    #[test]
+    fn revocation_after_a_lift_covers_what_this_process_saw_and_what_a_slow_clock_says() {
+        let (one, other) = (Scratch::new(), Scratch::new());
+        let now = whole_seconds(SystemTime::now());
+        let revocations = Revocations::open(&one.0, true).unwrap();
+        revocations.revoke(&node(), now).unwrap();
+        assert!(revocations.lift(&node(), now).unwrap());
+        let reader = Revocations::open(&other.0, true).unwrap();
+        std::fs::copy(one.0.revoked(), other.0.revoked()).unwrap();
+        let renewed = peer("worker-1", now + Duration::from_secs(20));
+        assert!(!reader.is_revoked(&renewed));
+        // Revoked again by a process that has not seen the certificate.
+        revocations
+            .revoke(&node(), now + Duration::from_secs(10))
+            .unwrap();
+        std::fs::copy(one.0.revoked(), other.0.revoked()).unwrap();
+        assert!(reader.is_revoked(&renewed));
+
+        // Announced by a server whose clock is behind that of the lift.
+        let later = now + Duration::from_secs(3600);
+        assert!(reader.lift(&node(), later).unwrap());
+        assert!(!reader.is_revoked(&renewed));
+        let at = now + Duration::from_secs(60);
+        let announced = RevokedNode { node: node(), at };
+        assert!(reader.merge(vec![announced]).unwrap());
+        assert!(reader.is_revoked(&renewed));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::{
     NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, json,
     require_standalone, write_all,
 };
-use crate::admin::status::NodeStatus;
+use crate::admin::status::{CONFLICTS_MAX, NodeStatus};
 use crate::admin::{self, AdminClient, RevocationInfo};
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
@@ -342,8 +342,8 @@ pub(super) fn stored_nodes(nodes: &KnownNodes, revocations: &[RevocationInfo]) -
         .collect();
     let conflicts = nodes.conflicts();
     let shared = |address: &IpAddr| {
-        let names = conflicts.get(address)?.iter().map(NodeName::to_string);
-        Some((*address, names.collect()))
+        let names = conflicts.get(address)?.iter().take(CONFLICTS_MAX);
+        Some((*address, names.map(NodeName::to_string).collect()))
     };
     nodes
         .snapshot()
