@@ -9,7 +9,7 @@ use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::{Peering, Signal};
 use tunnel_tests::targets::Exporter;
 
-use super::{AGENTS, CONNECT, NODE, Servers, wait_for};
+use super::{AGENTS, CONNECT, NODE, Servers, wait_for, wait_for_route};
 
 const SERVERS: usize = 3;
 /// Requests that wait when the server is killed.
@@ -22,6 +22,7 @@ async fn waiting_gets_are_sent_once_more_over_another_server_and_posts_are_not()
     let host = format!("{NODE}:{}", exporter.addr().port());
     let _agent = servers.agent(0).await?.start()?;
     let without = server_without_session(&servers).await?;
+    wait_for_route(servers.http(without).into()).await;
     servers.get_ok(without).await?;
     let carrier = carrier_of(&servers, without).await?;
 

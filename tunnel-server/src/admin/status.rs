@@ -85,8 +85,8 @@ pub struct NodeStatus {
     /// Address that the agent reports as its own. Routing does not use it.
     #[serde(default)]
     pub claimed_address: Option<String>,
-    /// Addresses of the node that other nodes have too, each with names of nodes that have it, at
-    /// most [`CONFLICTS_MAX`].
+    /// Addresses of the node that other nodes have too, each with the names of at most 16
+    /// nodes that have it.
     #[serde(default)]
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
 }
