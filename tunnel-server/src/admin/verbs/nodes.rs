@@ -281,7 +281,7 @@ async fn unrevoke(
     };
     if is_lifted {
         let text = format!(
-            "node {node} is no longer revoked; start its agent again, or create a new token for it\n"
+            "node {node} is no longer revoked; an agent that runs connects within about half a minute\n"
         );
         Ok(VerbOutput::out(text))
     } else {
