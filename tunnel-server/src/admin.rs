@@ -34,6 +34,7 @@ pub mod discovery;
 mod message;
 pub(crate) mod node_metrics;
 pub(crate) mod page;
+pub mod render;
 pub mod status;
 pub mod verbs;
 

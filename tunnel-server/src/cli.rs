@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
+use crate::admin::render::RenderVerb;
 use crate::admin::verbs::connect::ConnectArgs;
 use crate::admin::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
 use crate::config::RawConfig;
@@ -58,6 +59,10 @@ pub enum Verb {
     /// are not replaced: read the file before you pass it on. A fact that cannot be obtained is an
     /// error in its place. The command takes at most 30 s.
     Diag(Box<DiagArgs>),
+    /// Print texts for other programs: kube-apiserver, CoreDNS, Prometheus, systemd; nothing is
+    /// applied
+    #[command(subcommand)]
+    Render(RenderVerb),
     /// Print the completion script for a shell
     Completion {
         /// Shell to print the script for.

@@ -14,6 +14,7 @@ use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, handle_signals};
 use tunnel_proto::process::telemetry;
+use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag};
 use tunnel_server::app::App;
 use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, Verb, command};
@@ -64,6 +65,10 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Connect(arguments) => block_on(arguments.run()),
         Verb::Healthcheck(arguments) => block_on(arguments.run()),
         Verb::Diag(arguments) => block_on(run_diag(*arguments)),
+        Verb::Render(verb) => {
+            verb.run()?;
+            Ok(ExitCode::SUCCESS)
+        }
         Verb::Completion { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut command(), "tunnel-server", &mut script);
@@ -83,6 +88,9 @@ fn print(text: &[u8]) -> anyhow::Result<ExitCode> {
 /// Returns 64 if the user can fix the error, else 1.
 fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<VerbError>() {
+        return error.exit_code();
+    }
+    if let Some(error) = error.downcast_ref::<RenderError>() {
         return error.exit_code();
     }
     if error.chain().any(|cause| cause.is::<ConfigError>()) {

@@ -1,0 +1,206 @@
+//! Hostile values in the rendered texts, the examples of the guides, and files that are written or
+//! compared.
+
+use std::process::Command;
+
+use clap::Parser;
+use serde_json::{Value, json};
+
+use super::values::{shell, yaml};
+use super::*;
+
+#[test]
+fn yaml_scalars_parse_back_to_their_values() {
+    for name in HOSTILE.into_iter().chain(["worker-1", "/run/a.sock", "http://a:1/b?c=d"]) {
+        let scalar = yaml(name);
+        assert!(scalar.is_ascii() && !scalar.contains('\n'), "{scalar}");
+        let text = format!("block: {scalar}\nlist:\n  - {scalar}\nflow: {{ a: [{scalar}, x], b: {scalar} }}\n");
+        let expected = json!({
+            "block": name, "list": [name], "flow": { "a": [name, "x"], "b": name },
+        });
+        assert_eq!(parsed(&text), expected, "{text}");
+    }
+}
+
+#[test]
+fn words_of_the_shell_expand_to_their_values() {
+    for name in HOSTILE.into_iter().filter(|name| !name.contains('\0')) {
+        let script = format!("printf %s {}", shell(name));
+        let output = Command::new("sh").args(["-c", &script]).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), name, "{script}");
+    }
+}
+
+#[test]
+fn hostile_values_of_flags_stay_values() {
+    for name in HOSTILE.into_iter().filter(|name| !name.is_empty()) {
+        let selector = rendered(&["egress-selector", &format!("--uds={name}")]);
+        let transport = &selector["egressSelections"][0]["connection"]["transport"];
+        assert_eq!(*transport, json!({ "uds": { "udsName": name } }));
+
+        let flags = [&format!("--egress-selector={name}"), &format!("--mount-dir={name}")];
+        let pod = rendered(&["apiserver", flags[0], flags[1]]);
+        let container = &pod["spec"]["containers"][0];
+        let flag = format!("--egress-selector-config-file={name}");
+        assert_eq!(container["command"], json!(["kube-apiserver", flag]));
+        assert_eq!(container["volumeMounts"][1]["mountPath"], name);
+
+        let flags = ["job", "namespace", "port-name", "node-label"];
+        let flags = flags.map(|flag| format!("--{flag}={name}"));
+        let mut words = vec!["prometheus", "--method=relabel", "--object=service-monitor"];
+        words.extend(flags.iter().map(String::as_str));
+        let monitor = rendered(&words);
+        assert_eq!(monitor["metadata"]["namespace"], name);
+        assert_eq!(monitor["metadata"]["name"], format!("edge-{name}"));
+        let endpoint = &monitor["spec"]["endpoints"][0];
+        assert_eq!(endpoint["port"], name);
+        let labels = &endpoint["relabelings"][0]["sourceLabels"];
+        assert_eq!(*labels, json!([name, "__address__"]));
+
+        let user = format!("--proxy-user={name}");
+        let config = rendered(&["prometheus", "--method=proxy-url", &user]);
+        let url = config["scrape_configs"][0]["proxy_url"].as_str().unwrap();
+        let (user, host) = url.split_once(":PASSWORD@").unwrap();
+        assert_eq!(host, "tunnel-connect.kube-system.svc:8131");
+        assert!(!user.trim_start_matches("http://").contains(['/', ':', '@', '#', '?']));
+    }
+}
+
+#[test]
+fn hostile_names_of_hosts_and_nodes_are_refused() {
+    for name in HOSTILE {
+        for flag in ["--server", "--node"] {
+            let line = ["render", "agent", "--node=a", "--server=a:1", &format!("{flag}={name}")];
+            assert!(Line::try_parse_from(line).is_err(), "{line:?}");
+        }
+        for flag in ["--dns-server", "--upstream", "--zone", "--hosts"] {
+            let line = ["render", "coredns", &format!("{flag}={name}")];
+            assert!(Line::try_parse_from(line).is_err(), "{line:?}");
+        }
+    }
+}
+
+#[test]
+fn guides_have_the_rendered_texts() {
+    let selector = include_str!("../../../../docs/how-to/egress-selector.md");
+    let dns = include_str!("../../../../docs/how-to/dns.md");
+    let prometheus = include_str!("../../../../docs/how-to/prometheus.md");
+    let monitor = include_str!("../../../../deploy/examples/servicemonitor.yaml");
+    let discovery = "prometheus --method http-sd";
+    for (page, line) in [
+        (selector, "egress-selector"),
+        (selector, "apiserver --egress-selector"),
+        (dns, "apiserver --dns-server 10.77.0.1 --second-nameserver 192.0.2.53"),
+        (dns, "coredns --dns-server 10.77.0.1:5353 --upstream 192.0.2.53"),
+        (dns, "coredns --hosts"),
+        (prometheus, discovery),
+        (monitor, "prometheus --method relabel --object service-monitor"),
+    ] {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let text = text(&words);
+        assert!(page.contains(&text), "{line}:\n{text}");
+    }
+}
+
+#[test]
+fn every_object_of_prometheus_is_valid_yaml() {
+    for method in ["proxy-url", "http-sd", "relabel"] {
+        for object in ["config", "service-monitor", "pod-monitor", "scrape-config"] {
+            let words = ["prometheus", "--edge-only", "--target=worker-1", "--target=2"];
+            let (method, object) = (format!("--method={method}"), format!("--object={object}"));
+            let line = ["render"].iter().chain(&words).copied();
+            let line = line.chain([&*method, &*object]);
+            let RenderVerb::Prometheus(arguments) = Line::try_parse_from(line).unwrap().verb else {
+                panic!("{method}");
+            };
+            match arguments.text() {
+                Ok(text) => assert!(parsed(&text).is_object(), "{text}"),
+                Err(error) => assert_eq!(error.exit_code(), 64),
+            }
+        }
+    }
+    let config = rendered(&["prometheus", "--method=proxy-url", "--target=worker-1", "--target=2"]);
+    let targets = &config["scrape_configs"][0]["static_configs"][0]["targets"];
+    assert_eq!(*targets, json!(["worker-1:9100", "2:9100"]));
+}
+
+#[test]
+fn existing_file_is_overwritten_only_by_force_and_a_check_finds_differences() {
+    let folder = std::env::temp_dir().join(format!("culvert-render-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    let file = folder.join("egress-selector.yaml");
+    let run = |flags: &[&str]| {
+        let line = ["render", "egress-selector"].iter().chain(flags);
+        Line::try_parse_from(line).unwrap().verb.run()
+    };
+    let path = file.to_str().unwrap();
+    run(&["-o", path]).unwrap();
+    assert!(matches!(run(&["-o", path]), Err(RenderError::FileExists(_))));
+    run(&["--check", path]).unwrap();
+    run(&["-o", path, "--force", "--uds", "/run/other.sock"]).unwrap();
+    let error = run(&["--check", path]).unwrap_err();
+    assert!(matches!(error, RenderError::Differs(_)) && error.exit_code() == 1);
+    run(&["--check", path, "--uds", "/run/other.sock"]).unwrap();
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+/// The command line of the verb.
+#[derive(Debug, Parser)]
+struct Line {
+    #[command(subcommand)]
+    verb: RenderVerb,
+}
+
+fn text(words: &[&str]) -> String {
+    let line = ["render"].iter().chain(words);
+    match Line::try_parse_from(line).unwrap().verb {
+        RenderVerb::EgressSelector(arguments) => arguments.text(),
+        RenderVerb::Apiserver(arguments) => arguments.text(),
+        RenderVerb::Coredns(arguments) => arguments.text(),
+        RenderVerb::Prometheus(arguments) => arguments.text().unwrap(),
+        RenderVerb::Agent(arguments) => arguments.text(),
+        RenderVerb::DnatCleanup(_) => panic!("reads standard input"),
+    }
+}
+
+fn rendered(words: &[&str]) -> Value {
+    parsed(&text(words))
+}
+
+fn parsed(text: &str) -> Value {
+    serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{error}:\n{text}"))
+}
+
+/// Values with a meaning for YAML, the shell, a Corefile or a reader. None is a name of a host, an
+/// address or a plain absolute path.
+const HOSTILE: [&str; 28] = [
+    "",
+    " ",
+    "a b",
+    "'",
+    "\"",
+    "it's \"quoted\"",
+    "a\nb: c",
+    "a\n---\nkind: Secret",
+    "\r\n",
+    "a\tb",
+    "$(reboot)",
+    "`reboot`",
+    "${HOME}",
+    "{$HOME}",
+    "a;reboot",
+    "a: b",
+    "a:",
+    "a # b",
+    "#",
+    "-x y",
+    "--help!",
+    "- a",
+    "[a, b]",
+    "{a: b}",
+    "*a",
+    "a\\",
+    "a\u{202e}b\u{2066}c\u{1f600}",
+    "a\u{85}b\u{2028}c\u{7f}",
+];
