@@ -7,4 +7,5 @@ mod guides;
 mod images;
 mod manifests;
 mod monitoring;
+mod render;
 mod troubleshooting;

@@ -24,6 +24,9 @@ pub enum Tool {
     Ip,
     /// The program `nft` of nftables.
     Nft,
+    /// The program `iptables`, with nftables or the legacy back end.
+    Iptables,
+    IptablesSave,
     /// The program `unshare` of util-linux.
     Unshare,
     /// The program `nsenter` of util-linux.
@@ -58,6 +61,8 @@ impl Tool {
             Self::Dig => "dig",
             Self::Ip => "ip",
             Self::Nft => "nft",
+            Self::Iptables => "iptables",
+            Self::IptablesSave => "iptables-save",
             Self::Unshare => "unshare",
             Self::Nsenter => "nsenter",
             Self::Prlimit => "prlimit",

@@ -300,11 +300,11 @@ fn token_id(created: &Finished) -> Result<String> {
 }
 
 /// Binary, subcommand, and words that its help must contain.
-const HELP: [(&str, &str, &str); 21] = [
+const HELP: [(&str, &str, &str); 24] = [
     (
         SERVER,
         "",
-        "run check-config token nodes ca connect healthcheck diag completion version",
+        "run check-config token nodes ca connect healthcheck diag render completion version",
     ),
     (
         SERVER,
@@ -332,6 +332,13 @@ const HELP: [(&str, &str, &str); 21] = [
     ),
     (SERVER, "healthcheck", "--meta-listen"),
     (SERVER, "diag", "--output --config --data-dir"),
+    (
+        SERVER,
+        "render",
+        "egress-selector apiserver coredns prometheus agent dnat-cleanup",
+    ),
+    (SERVER, "render coredns", "--output --force --check"),
+    (SERVER, "render dnat-cleanup", "iptables-save nft"),
     (SERVER, "completion", "bash"),
     (
         AGENT,

@@ -4,6 +4,7 @@
 use std::process::Command;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 use serde_json::{Value, json};
 
 use super::values::{shell, yaml};
@@ -11,7 +12,7 @@ use super::*;
 
 #[test]
 fn yaml_scalars_parse_back_to_their_values() {
-    for name in HOSTILE.into_iter().chain(["worker-1", "/run/a.sock", "http://a:1/b?c=d"]) {
+    for name in HOSTILE.into_iter().chain(READ_AS_OTHER_TYPES).chain(PLAIN) {
         let scalar = yaml(name);
         assert!(scalar.is_ascii() && !scalar.contains('\n'), "{scalar}");
         let text = format!("block: {scalar}\nlist:\n  - {scalar}\nflow: {{ a: [{scalar}, x], b: {scalar} }}\n");
@@ -38,8 +39,8 @@ fn hostile_values_of_flags_stay_values() {
         let transport = &selector["egressSelections"][0]["connection"]["transport"];
         assert_eq!(*transport, json!({ "uds": { "udsName": name } }));
 
-        let flags = [&format!("--egress-selector={name}"), &format!("--mount-dir={name}")];
-        let pod = rendered(&["apiserver", flags[0], flags[1]]);
+        let file = format!("--egress-selector={name}");
+        let pod = rendered(&["apiserver", &file, &format!("--mount-dir={name}")]);
         let container = &pod["spec"]["containers"][0];
         let flag = format!("--egress-selector-config-file={name}");
         assert_eq!(container["command"], json!(["kube-apiserver", flag]));
@@ -68,14 +69,23 @@ fn hostile_values_of_flags_stay_values() {
 
 #[test]
 fn hostile_names_of_hosts_and_nodes_are_refused() {
+    let server = "--dns-server=10.77.0.1";
     for name in HOSTILE {
-        for flag in ["--server", "--node"] {
-            let line = ["render", "agent", "--node=a", "--server=a:1", &format!("{flag}={name}")];
-            assert!(Line::try_parse_from(line).is_err(), "{line:?}");
-        }
-        for flag in ["--dns-server", "--upstream", "--zone", "--hosts"] {
-            let line = ["render", "coredns", &format!("{flag}={name}")];
-            assert!(Line::try_parse_from(line).is_err(), "{line:?}");
+        for (words, flag) in [
+            (&["agent", "--node=a"][..], "--server"),
+            (&["agent", "--server=a:1"][..], "--node"),
+            (&["coredns"][..], "--dns-server"),
+            (&["coredns"][..], "--hosts"),
+            (&["coredns", server][..], "--upstream"),
+            (&["coredns", server][..], "--zone"),
+            (&["prometheus", "--method=http-sd"][..], "--meta"),
+        ] {
+            let flag = format!("{flag}={name}");
+            let line = ["render"].iter().chain(words).copied().chain([&*flag]);
+            let refused = Line::try_parse_from(line).unwrap_err();
+            let kind = refused.kind();
+            let is_value = matches!(kind, ErrorKind::ValueValidation | ErrorKind::InvalidValue);
+            assert!(is_value, "{flag}: {refused}");
         }
     }
 }
@@ -204,3 +214,11 @@ const HOSTILE: [&str; 28] = [
     "a\u{202e}b\u{2066}c\u{1f600}",
     "a\u{85}b\u{2028}c\u{7f}",
 ];
+
+/// Strings that YAML reads as other types without quotes.
+const READ_AS_OTHER_TYPES: [&str; 10] = [
+    "true", "No", "~", "null", "1e3", "0x1f", "12:30", ".inf", "::1", "2001-01-01",
+];
+
+/// Strings that need no quotes.
+const PLAIN: [&str; 4] = ["worker-1", "/run/a.sock", "http://a:1/b?c=d", "10.0.0.1"];
