@@ -83,6 +83,7 @@ want curl curl
 want dig bind9-dnsutils bind9-libs libfstrm0 libjemalloc2 libjson-c5 liblmdb0 libmaxminddb0 libnghttp2-14 libprotobuf-c1 libuv1 libxml2
 want ip iproute2 libbpf1 libmnl0 libelf1
 want nft nftables libnftables1 libnftnl11 libmnl0 libjansson4 libxtables12 libedit2 libbsd0 libmd0 libgmp10
+want iptables iptables libip4tc2 libip6tc2 libxtables12 libnftnl11 libmnl0 libnetfilter-conntrack3 libnfnetlink0
 want unshare util-linux
 want prlimit util-linux
 want ssh openssh-client

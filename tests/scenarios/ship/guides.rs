@@ -18,7 +18,7 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 37] = [
+const GUIDES: [&str; 38] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/comparison.md",
@@ -47,6 +47,7 @@ const GUIDES: [&str; 37] = [
     "docs/how-to/packages.md",
     "docs/how-to/prometheus-proxy.md",
     "docs/how-to/prometheus.md",
+    "docs/how-to/render.md",
     "docs/how-to/replace-ca.md",
     "docs/how-to/revoke.md",
     "docs/how-to/servers.md",
@@ -240,6 +241,20 @@ async fn systemd_guide_checks_its_configurations() -> Result<()> {
         return Ok(());
     }
     bash(&text, scratch.path(), &variables)?.run().await?.ok()?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn render_guide_prints_its_texts() -> Result<()> {
+    if or_skip(require(&[Tool::Bash])).is_none() {
+        return Ok(());
+    }
+    let scratch = ScratchDir::new()?;
+    let text = script(&blocks(&page("docs/how-to/render.md")?));
+    let printed = bash(&text, scratch.path(), &[])?.run().await?.ok()?;
+    for part in ["udsName:", "nameservers:", "policy sequential", "http_sd_configs:"] {
+        ensure!(printed.contains(part), "no {part}: {printed}");
+    }
     Ok(())
 }
 

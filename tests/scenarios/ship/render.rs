@@ -74,7 +74,8 @@ async fn cleanup_of_iptables_leaves_the_table_as_it_was_without_yurt_tunnel() ->
     let with_rules = saved(&namespace)?;
     ensure!(with_rules.contains("TUNNEL-PORT-9100"), "{with_rules}");
     let script = cleanup(&with_rules).await?.ok()?;
-    // A rule of OUTPUT is removed, the chains follow, and the second run finds nothing.
+    let script = format!("{SEARCH_PATH}{script}");
+    // The script may run twice.
     for _run in 0..2 {
         namespace.script(&script)?;
         let after = saved(&namespace)?;

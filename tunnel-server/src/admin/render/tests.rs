@@ -25,7 +25,7 @@ fn yaml_scalars_parse_back_to_their_values() {
 
 #[test]
 fn words_of_the_shell_expand_to_their_values() {
-    for name in HOSTILE.into_iter().filter(|name| !name.contains('\0')) {
+    for name in HOSTILE {
         let script = format!("printf %s {}", shell(name));
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert_eq!(String::from_utf8_lossy(&output.stdout), name, "{script}");
