@@ -153,7 +153,7 @@ fn add_conntrack(script: &mut String, tables: &[NatTable]) {
         add(
             script,
             format_args!(
-                "  conntrack -D{family} -p tcp --orig-port-dst {} --reply-src {} --reply-port-src {} >/dev/null 2>&1 || true",
+                "  conntrack -D{family} -p tcp --orig-port-dst {} --reply-src {} --reply-port-src {} >/dev/null || true",
                 translation.port,
                 translation.to.ip(),
                 translation.to.port()
@@ -189,7 +189,7 @@ if iptables -w -t nat -S TUNNEL-PORT-10250 >/dev/null 2>&1; then iptables -w -t 
 if iptables -w -t nat -S TUNNEL-PORT >/dev/null 2>&1; then iptables -w -t nat -X TUNNEL-PORT; fi
 if iptables -w -t nat -S TUNNEL-PORT-10250 >/dev/null 2>&1; then iptables -w -t nat -X TUNNEL-PORT-10250; fi
 if command -v conntrack >/dev/null; then
-  conntrack -D -p tcp --orig-port-dst 10250 --reply-src 192.168.33.220 --reply-port-src 10263 >/dev/null 2>&1 || true
+  conntrack -D -p tcp --orig-port-dst 10250 --reply-src 192.168.33.220 --reply-port-src 10263 >/dev/null || true
 else
   echo 'conntrack is not installed: open connections stay translated' >&2
 fi
