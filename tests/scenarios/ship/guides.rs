@@ -252,7 +252,12 @@ async fn render_guide_prints_its_texts() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let text = script(&blocks(&page("docs/how-to/render.md")?));
     let printed = bash(&text, scratch.path(), &[])?.run().await?.ok()?;
-    for part in ["udsName:", "nameservers:", "policy sequential", "http_sd_configs:"] {
+    for part in [
+        "udsName:",
+        "nameservers:",
+        "policy sequential",
+        "http_sd_configs:",
+    ] {
         ensure!(printed.contains(part), "no {part}: {printed}");
     }
     Ok(())

@@ -18,12 +18,20 @@ async fn promtool_accepts_the_rendered_scrape_configurations() -> Result<()> {
     for flags in [
         &["--method=http-sd", "--edge-only"][..],
         &["--method=relabel", "--job=a: 'b' # \"c\""],
-        &["--method=proxy-url", "--proxy-user=a:b@c", "--target=worker-1"],
+        &[
+            "--method=proxy-url",
+            "--proxy-user=a:b@c",
+            "--target=worker-1",
+        ],
     ] {
         let written = render("prometheus", flags)?.arg("--force").arg("-o");
         written.arg(&file).run().await?.ok()?;
         let check = promtool.clone().args(["check", "config"]).arg(&file);
-        check.run().await?.ok().with_context(|| format!("{flags:?}"))?;
+        check
+            .run()
+            .await?
+            .ok()
+            .with_context(|| format!("{flags:?}"))?;
     }
     Ok(())
 }
@@ -34,7 +42,11 @@ async fn systemd_analyze_verifies_the_rendered_unit() -> Result<()> {
         return Ok(());
     };
     let scratch = ScratchDir::new()?;
-    let flags = ["--node=worker-1", "--server=a.example:443", "--server=[2001:db8::1]:10262"];
+    let flags = [
+        "--node=worker-1",
+        "--server=a.example:443",
+        "--server=[2001:db8::1]:10262",
+    ];
     let unit = render("agent", &flags)?.run().await?.ok()?;
     // The check needs any existing program, so the copy names one that is installed.
     let unit = unit.replace("/usr/local/bin/tunnel-agent", "/bin/true");
@@ -56,8 +68,14 @@ async fn check_compares_a_complete_pod() -> Result<()> {
     check(&flags)?.run().await?.ok()?;
     let other = check(&["--dns-server=10.77.0.1"])?.run().await?;
     other.ensure_failed(1, &["differs"])?;
-    ensure!(other.out.contains("@ spec.dnsConfig.nameservers"), "{other}");
-    check(&["--egress-selector"])?.run().await?.ensure_failed(1, &["differs"])
+    ensure!(
+        other.out.contains("@ spec.dnsConfig.nameservers"),
+        "{other}"
+    );
+    check(&["--egress-selector"])?
+        .run()
+        .await?
+        .ensure_failed(1, &["differs"])
 }
 
 /// The rules are laid as yurt-tunnel lays them, next to those of others.
@@ -82,7 +100,10 @@ async fn cleanup_of_iptables_leaves_the_table_as_it_was_without_yurt_tunnel() ->
         ensure!(after == before, "{after}\nis not\n{before}");
     }
     let again = cleanup(&saved(&namespace)?).await?;
-    ensure!(again.out.is_empty() && again.err.contains("nothing to do"), "{again}");
+    ensure!(
+        again.out.is_empty() && again.err.contains("nothing to do"),
+        "{again}"
+    );
     Ok(())
 }
 
@@ -130,7 +151,9 @@ async fn cleanup(rules: &str) -> Result<Finished> {
 /// Returns table nat without the lines that contain the time.
 fn saved(namespace: &Namespace) -> Result<String> {
     let saved = namespace.script(&format!("{SEARCH_PATH}iptables-save -t nat"))?;
-    let lines = saved.lines().filter(|line| !line.starts_with("# Completed"));
+    let lines = saved
+        .lines()
+        .filter(|line| !line.starts_with("# Completed"));
     let lines = lines.map(|line| line.split(" on ").next().unwrap_or_default());
     Ok(lines.collect::<Vec<_>>().join("\n"))
 }

@@ -93,7 +93,9 @@ pub enum RenderError {
     #[error("{0}")]
     Usage(&'static str),
     /// A rule of another program jumps to a chain of yurt-tunnel, so the chain cannot be removed.
-    #[error("{0:?} leads to a chain of yurt-tunnel but is not a rule of yurt-tunnel; remove it first")]
+    #[error(
+        "{0:?} leads to a chain of yurt-tunnel but is not a rule of yurt-tunnel; remove it first"
+    )]
     ForeignRule(String),
     #[error("the rules of nft have no handles; list them with 'nft -a list ruleset'")]
     NoHandle,

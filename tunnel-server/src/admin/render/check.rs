@@ -191,7 +191,11 @@ mod tests {
     fn lines_have_to_be_there_in_order() {
         let rendered = "# comment\nforward . 10.0.0.1 {\n    policy sequential\n}\n";
         let file = ".:53 {\n  errors\n  forward .  10.0.0.1 {\n    max_concurrent 1000\n    policy sequential\n  }\n}\n";
-        assert!(differences(Format::Lines, file, rendered).unwrap().is_empty());
+        assert!(
+            differences(Format::Lines, file, rendered)
+                .unwrap()
+                .is_empty()
+        );
         let other = file.replace("10.0.0.1", "10.0.0.2");
         let found = differences(Format::Lines, &other, rendered).unwrap();
         assert_eq!(found, ["+ forward . 10.0.0.1 {"]);

@@ -36,9 +36,9 @@ impl CorednsArgs {
     pub(super) fn text(&self) -> String {
         match (&self.hosts, &self.dns_server, &self.zone) {
             (Some(file), _, _) => hosts(file),
-            (None, Some(server), Some(zone)) => format!(
-                "{zone}:53 {{\n    errors\n    cache 5\n    forward . {server}\n}}\n"
-            ),
+            (None, Some(server), Some(zone)) => {
+                format!("{zone}:53 {{\n    errors\n    cache 5\n    forward . {server}\n}}\n")
+            }
             (None, Some(server), None) => format!(
                 "forward . {server} {} {{\n    policy sequential\n}}\n",
                 self.upstream

@@ -50,7 +50,9 @@ fn commands(rules: &str) -> Result<String, RenderError> {
     if tables.is_empty() {
         return Ok(String::new());
     }
-    let mut script = "# Removes yurt-tunnel's chains and rules from table nat. Run as root.\nset -eu\n".to_owned();
+    let mut script =
+        "# Removes yurt-tunnel's chains and rules from table nat. Run as root.\nset -eu\n"
+            .to_owned();
     for table in &tables {
         match table.program {
             Program::Iptables => add_iptables(&mut script, "iptables", table),
@@ -202,9 +204,18 @@ fi
         let script = commands(LISTED).unwrap();
         let delete = "then nft delete rule ip nat OUTPUT handle 5; fi";
         assert!(script.contains(delete), "{script}");
-        assert!(script.contains("nft flush chain ip nat TUNNEL-PORT;"), "{script}");
-        assert!(script.contains("nft delete chain ip nat TUNNEL-PORT-10250;"), "{script}");
-        assert!(script.contains("--reply-src 192.168.33.220 --reply-port-src 10263"), "{script}");
+        assert!(
+            script.contains("nft flush chain ip nat TUNNEL-PORT;"),
+            "{script}"
+        );
+        assert!(
+            script.contains("nft delete chain ip nat TUNNEL-PORT-10250;"),
+            "{script}"
+        );
+        assert!(
+            script.contains("--reply-src 192.168.33.220 --reply-port-src 10263"),
+            "{script}"
+        );
         let without = LISTED.replace(" # handle 5", "");
         assert!(matches!(commands(&without), Err(RenderError::NoHandle)));
     }
@@ -224,7 +235,10 @@ fi
             .replace("-A OUTPUT", "[7:420] -A OUTPUT")
             .replace("192.168.33.220:10263", "[fd00::1]:10263");
         let script = commands(&saved).unwrap();
-        assert!(script.contains("then ip6tables -w -t nat -D OUTPUT -p tcp"), "{script}");
+        assert!(
+            script.contains("then ip6tables -w -t nat -D OUTPUT -p tcp"),
+            "{script}"
+        );
         let conntrack = "conntrack -D -f ipv6 -p tcp --orig-port-dst 10250 --reply-src fd00::1 ";
         assert!(script.contains(conntrack), "{script}");
         assert!(!script.contains(" iptables "), "{script}");

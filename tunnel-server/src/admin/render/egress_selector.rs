@@ -1,7 +1,7 @@
 //! kube-apiserver's egress selector configuration.
 
-use super::values::{ServerAddress, yaml};
 use super::OutputArgs;
+use super::values::{ServerAddress, yaml};
 
 /// The flags of `render egress-selector`.
 #[derive(Debug, Clone, clap::Args)]
@@ -46,10 +46,7 @@ pub struct EgressSelectorArgs {
 impl EgressSelectorArgs {
     pub(super) fn text(&self) -> String {
         let transport = match &self.server {
-            None => format!(
-                "        uds:\n          udsName: {}\n",
-                yaml(&self.uds)
-            ),
+            None => format!("        uds:\n          udsName: {}\n", yaml(&self.uds)),
             Some(server) => format!(
                 "        tcp:
           url: {}

@@ -174,7 +174,10 @@ impl NatTable {
             return Ok(());
         }
         // With counters, as iptables-save -c prints them: [5:300] -A OUTPUT
-        let rule = match line.strip_prefix('[').and_then(|rest| rest.split_once("] ")) {
+        let rule = match line
+            .strip_prefix('[')
+            .and_then(|rest| rest.split_once("] "))
+        {
             Some((_counters, rule)) => rule,
             None => line,
         };
@@ -208,7 +211,9 @@ impl NatTable {
     ) -> Result<(), RenderError> {
         // The text of a comment has no quotes.
         let rule = match body.strip_suffix('"') {
-            Some(commented) => commented.rsplit_once(" comment \"").map_or(body, |(rule, _)| rule),
+            Some(commented) => commented
+                .rsplit_once(" comment \"")
+                .map_or(body, |(rule, _)| rule),
             None => body,
         };
         if let Some(own) = TunnelChain::parse(chain) {
@@ -265,11 +270,11 @@ fn are_matches_of_jump(matches: &[&str]) -> bool {
 
 /// Returns the last value of an option; an earlier one may be the text of a comment.
 fn value_of<'a>(options: &'a [String], name: &str) -> Option<&'a str> {
-    let values = options.windows(2).filter_map(|pair| match pair {
+    let mut values = options.windows(2).filter_map(|pair| match pair {
         [key, value] if key == name => Some(value.as_str()),
         _ => None,
     });
-    values.last()
+    values.next_back()
 }
 
 /// Splits a rule into its words. iptables-save puts a word with other characters than letters,

@@ -102,7 +102,11 @@ impl PrometheusArgs {
         let job = yaml(&self.job);
         let settings = match self.method {
             ScrapeMethod::ProxyUrl => {
-                format!("    proxy_url: {}\n{}", self.proxy_url(), self.targets("static_configs", "    "))
+                format!(
+                    "    proxy_url: {}\n{}",
+                    self.proxy_url(),
+                    self.targets("static_configs", "    ")
+                )
             }
             ScrapeMethod::HttpSd => format!(
                 "    http_sd_configs:\n      - url: {}\n{}",
@@ -157,7 +161,11 @@ impl PrometheusArgs {
     fn scrape_config(&self) -> Result<String, RenderError> {
         let settings = match self.method {
             ScrapeMethod::ProxyUrl => {
-                format!("  proxyUrl: {}\n{}", self.proxy_url(), self.targets("staticConfigs", "  "))
+                format!(
+                    "  proxyUrl: {}\n{}",
+                    self.proxy_url(),
+                    self.targets("staticConfigs", "  ")
+                )
             }
             ScrapeMethod::HttpSd => format!(
                 "  httpSDConfigs:\n    - url: {}\n{}",

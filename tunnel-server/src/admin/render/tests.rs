@@ -15,7 +15,9 @@ fn yaml_scalars_parse_back_to_their_values() {
     for name in HOSTILE.into_iter().chain(READ_AS_OTHER_TYPES).chain(PLAIN) {
         let scalar = yaml(name);
         assert!(scalar.is_ascii() && !scalar.contains('\n'), "{scalar}");
-        let text = format!("block: {scalar}\nlist:\n  - {scalar}\nflow: {{ a: [{scalar}, x], b: {scalar} }}\n");
+        let text = format!(
+            "block: {scalar}\nlist:\n  - {scalar}\nflow: {{ a: [{scalar}, x], b: {scalar} }}\n"
+        );
         let expected = json!({
             "block": name, "list": [name], "flow": { "a": [name, "x"], "b": name },
         });
@@ -63,7 +65,11 @@ fn hostile_values_of_flags_stay_values() {
         let url = config["scrape_configs"][0]["proxy_url"].as_str().unwrap();
         let (user, host) = url.split_once(":PASSWORD@").unwrap();
         assert_eq!(host, "tunnel-connect.kube-system.svc:8131");
-        assert!(!user.trim_start_matches("http://").contains(['/', ':', '@', '#', '?']));
+        assert!(
+            !user
+                .trim_start_matches("http://")
+                .contains(['/', ':', '@', '#', '?'])
+        );
     }
 }
 
@@ -100,11 +106,20 @@ fn guides_have_the_rendered_texts() {
     for (page, line) in [
         (selector, "egress-selector"),
         (selector, "apiserver --egress-selector"),
-        (dns, "apiserver --dns-server 10.77.0.1 --second-nameserver 192.0.2.53"),
-        (dns, "coredns --dns-server 10.77.0.1:5353 --upstream 192.0.2.53"),
+        (
+            dns,
+            "apiserver --dns-server 10.77.0.1 --second-nameserver 192.0.2.53",
+        ),
+        (
+            dns,
+            "coredns --dns-server 10.77.0.1:5353 --upstream 192.0.2.53",
+        ),
         (dns, "coredns --hosts"),
         (prometheus, discovery),
-        (monitor, "prometheus --method relabel --object service-monitor"),
+        (
+            monitor,
+            "prometheus --method relabel --object service-monitor",
+        ),
     ] {
         let words: Vec<_> = line.split_whitespace().collect();
         let text = text(&words);
@@ -116,7 +131,12 @@ fn guides_have_the_rendered_texts() {
 fn every_object_of_prometheus_is_valid_yaml() {
     for method in ["proxy-url", "http-sd", "relabel"] {
         for object in ["config", "service-monitor", "pod-monitor", "scrape-config"] {
-            let words = ["prometheus", "--edge-only", "--target=worker-1", "--target=2"];
+            let words = [
+                "prometheus",
+                "--edge-only",
+                "--target=worker-1",
+                "--target=2",
+            ];
             let (method, object) = (format!("--method={method}"), format!("--object={object}"));
             let line = ["render"].iter().chain(&words).copied();
             let line = line.chain([&*method, &*object]);
@@ -129,7 +149,12 @@ fn every_object_of_prometheus_is_valid_yaml() {
             }
         }
     }
-    let config = rendered(&["prometheus", "--method=proxy-url", "--target=worker-1", "--target=2"]);
+    let config = rendered(&[
+        "prometheus",
+        "--method=proxy-url",
+        "--target=worker-1",
+        "--target=2",
+    ]);
     let targets = &config["scrape_configs"][0]["static_configs"][0]["targets"];
     assert_eq!(*targets, json!(["worker-1:9100", "2:9100"]));
 }
@@ -145,7 +170,10 @@ fn existing_file_is_overwritten_only_by_force_and_a_check_finds_differences() {
     };
     let path = file.to_str().unwrap();
     run(&["-o", path]).unwrap();
-    assert!(matches!(run(&["-o", path]), Err(RenderError::FileExists(_))));
+    assert!(matches!(
+        run(&["-o", path]),
+        Err(RenderError::FileExists(_))
+    ));
     run(&["--check", path]).unwrap();
     run(&["-o", path, "--force", "--uds", "/run/other.sock"]).unwrap();
     let error = run(&["--check", path]).unwrap_err();
@@ -217,7 +245,16 @@ const HOSTILE: [&str; 28] = [
 
 /// Strings that YAML reads as other types without quotes.
 const READ_AS_OTHER_TYPES: [&str; 10] = [
-    "true", "No", "~", "null", "1e3", "0x1f", "12:30", ".inf", "::1", "2001-01-01",
+    "true",
+    "No",
+    "~",
+    "null",
+    "1e3",
+    "0x1f",
+    "12:30",
+    ".inf",
+    "::1",
+    "2001-01-01",
 ];
 
 /// Strings that need no quotes.

@@ -6,8 +6,17 @@ use super::*;
 fn words_are_unquoted_as_iptables_save_quotes_them() {
     let rule = r#"OUTPUT -p tcp -m comment --comment "a \"b\" \\ \'c\' $(d)" --comment "" -j X"#;
     let expected = [
-        "OUTPUT", "-p", "tcp", "-m", "comment", "--comment", r#"a "b" \ 'c' $(d)"#, "--comment",
-        "", "-j", "X",
+        "OUTPUT",
+        "-p",
+        "tcp",
+        "-m",
+        "comment",
+        "--comment",
+        r#"a "b" \ 'c' $(d)"#,
+        "--comment",
+        "",
+        "-j",
+        "X",
     ];
     assert_eq!(words(rule), expected);
 }
