@@ -170,7 +170,7 @@ pub struct SessionStats {
 
 /// The reason why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{by} closed the session ({code}): {reason}")]
+#[error("{} ({code}): {reason}", .by.sentence())]
 pub struct CloseReason {
     /// The end that closed the session.
     pub by: ClosedBy,
@@ -189,6 +189,16 @@ pub enum ClosedBy {
     Peer,
     /// The network failed, or the peer ended without a close message.
     Network,
+}
+
+impl ClosedBy {
+    fn sentence(self) -> &'static str {
+        match self {
+            Self::Local => "this end closed the session",
+            Self::Peer => "the peer closed the session",
+            Self::Network => "the connection ended",
+        }
+    }
 }
 
 impl std::fmt::Display for ClosedBy {

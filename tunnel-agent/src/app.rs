@@ -63,11 +63,11 @@ impl App {
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let shutdown = Shutdown::new();
         let stop_on_drop = shutdown.stop().clone().drop_guard();
-        let initial_credentials = InitialCredentials::load(&config)?;
-        let (metrics, registry) = Metrics::register();
         let readiness = Readiness::default();
-        let readiness_block = Some(readiness.block(SESSION));
         let statuses = Arc::new(SessionStatuses::new(readiness.clone()));
+        let initial_credentials = InitialCredentials::load(&config, &statuses)?;
+        let (metrics, registry) = Metrics::register();
+        let readiness_block = Some(readiness.block(SESSION));
         disk::start(config.data_dir.clone(), readiness.clone(), &shutdown);
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
@@ -186,6 +186,7 @@ impl App {
             rotating_credentials: &rotating_credentials,
             config,
             metrics: &self.metrics,
+            statuses: &self.statuses,
             shutdown: &self.shutdown,
         };
         credential_tasks.start(&self.initial_credentials);

@@ -32,6 +32,7 @@ use zeroize::{Zeroize as _, Zeroizing};
 use crate::config::ServerAddress;
 use crate::config::{NO_CA, NO_PIN};
 use crate::connector::endpoint::{EndpointCursor, ResolveError};
+use crate::connector::status::SessionStatuses;
 use crate::credentials::{
     CredentialStore, Credentials, Issued, ServiceAccountTokenFile, Stored, Token,
 };
@@ -54,6 +55,8 @@ pub(crate) struct Enrollment {
     /// CA certificates of --ca-file; without them the token's hash pins the CA.
     pub(crate) ca: Option<Vec<CertificateDer<'static>>>,
     pub(crate) store: CredentialStore,
+    /// Where operators see why there is no certificate.
+    pub(crate) statuses: Arc<SessionStatuses>,
     /// Time limit for each step.
     pub(crate) within: Duration,
 }

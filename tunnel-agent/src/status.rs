@@ -60,7 +60,7 @@ fn is_live(session: &SessionReport) -> bool {
 /// Formats a line for each session. Names and reasons come from servers.
 fn table(sessions: &[SessionReport]) -> String {
     if sessions.is_empty() {
-        return "no session: the agent enrolls or stops\n".to_owned();
+        return "no session: the agent has just started, enrolls or stops\n".to_owned();
     }
     let mut text = String::new();
     for session in sessions {
@@ -73,8 +73,8 @@ fn table(sessions: &[SessionReport]) -> String {
             let server = server.unwrap_or("any server");
             let reason = session.reason.as_deref().unwrap_or("not known");
             let next = match session.retry_in_seconds {
-                Some(_) => format!("next dial in {}", duration(session.retry_in_seconds)),
-                None => "dialing now".to_owned(),
+                Some(_) => format!("next attempt in {}", duration(session.retry_in_seconds)),
+                None => "trying now".to_owned(),
             };
             format!("not connected to {server}: {reason}; {next}")
         };
@@ -114,7 +114,7 @@ mod tests {
             retry_in_seconds: Some(2.0),
         };
         let expected = "connected to server-1 over h2 for 1m 1s\n\
-                        not connected to any server: refused connected to server-1 [2J; next dial in 2s\n";
+                        not connected to any server: refused connected to server-1 [2J; next attempt in 2s\n";
         assert_eq!(table(&[live, missing]), expected);
         assert!(table(&[]).starts_with("no session"));
     }

@@ -145,7 +145,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
-    runtime.block_on(async {
+    let ended = runtime.block_on(async {
         let shutdown = Shutdown::new();
         handle_signals(&shutdown, shutdown.leaving())?;
         Box::pin(App::start(config, shutdown.clone()))
@@ -157,5 +157,8 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
             "a listener panicked; see the log"
         );
         Ok(ExitCode::SUCCESS)
-    })
+    });
+    // A file system that hangs must not keep the process alive.
+    runtime.shutdown_background();
+    ended
 }

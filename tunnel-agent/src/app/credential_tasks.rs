@@ -15,6 +15,7 @@ use tunnel_proto::tls::files::{FileError, digest_of, load_roots};
 
 use super::initial_credentials::{InitialCredentials, enrollment};
 use crate::config::{Config, CredentialFiles};
+use crate::connector::status::SessionStatuses;
 use crate::credentials::{
     CredentialError, CredentialStore, Credentials, RotatingCredentials, Token, read_token,
 };
@@ -39,6 +40,7 @@ pub(super) struct CredentialTasks<'a> {
     pub(super) rotating_credentials: &'a Arc<RotatingCredentials>,
     pub(super) config: &'a Config,
     pub(super) metrics: &'a Metrics,
+    pub(super) statuses: &'a Arc<SessionStatuses>,
     pub(super) shutdown: &'a Shutdown,
 }
 
@@ -67,6 +69,7 @@ impl CredentialTasks<'_> {
         let rotating_credentials = self.rotating_credentials.clone();
         let mut config = self.config.clone();
         let drain = self.shutdown.drain().clone();
+        let statuses = self.statuses.clone();
         self.shutdown.spawn_service(async move {
             while !drain.is_cancelled() {
                 let mut is_revoked = false;
@@ -86,14 +89,14 @@ impl CredentialTasks<'_> {
                 config.ca = rotating_credentials.ca();
                 let by_token = service_account_token(&config).map(|token| {
                     let proof = EnrollProof::from_token(token, Some(current.not_after));
-                    enrollment(&config, proof, &store)
+                    enrollment(&config, proof, &store, &statuses)
                 });
                 // Only a token helps against a revocation, and a join token comes from an operator.
                 if is_revoked && by_token.is_none() {
                     continue;
                 }
                 let proof = EnrollProof::ExpiredCertificate(Box::new(current));
-                let renewal = enrollment(&config, proof, &store);
+                let renewal = enrollment(&config, proof, &store, &statuses);
                 let mut schedule = rotating_credentials.schedule();
                 schedule.mark_unchanged();
                 let enrolled = tokio::select! {

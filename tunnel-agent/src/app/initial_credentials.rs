@@ -7,6 +7,7 @@ use tracing::{info, warn};
 use tunnel_proto::process::meta::Readiness;
 
 use crate::config::Config;
+use crate::connector::status::SessionStatuses;
 use crate::credentials::{
     CredentialError, CredentialStore, Credentials, RotatingCredentials, Stored, read_token,
 };
@@ -26,7 +27,7 @@ pub(super) enum InitialCredentials {
 
 impl InitialCredentials {
     /// Loads stored credentials, the operator's files or the token. Does not connect to the server.
-    pub(super) fn load(config: &Config) -> anyhow::Result<Self> {
+    pub(super) fn load(config: &Config, statuses: &Arc<SessionStatuses>) -> anyhow::Result<Self> {
         let node = &config.node_name;
         if let Some(credential_files) = &config.credential_files {
             if config.token.is_some() {
@@ -40,11 +41,13 @@ impl InitialCredentials {
         let ended = match stored {
             Stored::Valid(credentials) => {
                 if config.token.is_some() {
-                    info!(%node, dir = %store.dir().display(), "token ignored: a valid certificate is stored");
+                    info!(%node, dir = %store.dir().display(), "token ignored: a valid certificate is stored; to use the token, remove agent.key and agent.crt");
                 }
                 return Ok(Self::Stored(credentials, store));
             }
-            Stored::Expired(_, Some(ended)) => return Ok(Self::renewal(config, ended, &store)),
+            Stored::Expired(_, Some(ended)) => {
+                return Ok(Self::renewal(config, ended, &store, statuses));
+            }
             Stored::Expired(ended, None) => Some(humantime::format_rfc3339_seconds(ended)),
             Stored::Missing => None,
         };
@@ -70,18 +73,27 @@ impl InitialCredentials {
             }
         };
         let proof = EnrollProof::from_token(token, None);
-        Ok(Self::Enroll(Box::new(enrollment(config, proof, &store))))
+        let enrollment = enrollment(config, proof, &store, statuses);
+        Ok(Self::Enroll(Box::new(enrollment)))
     }
 
-    fn renewal(config: &Config, ended: Box<Credentials>, store: &CredentialStore) -> Self {
-        let renewal = enrollment(config, EnrollProof::ExpiredCertificate(ended), store);
+    fn renewal(
+        config: &Config,
+        ended: Box<Credentials>,
+        store: &CredentialStore,
+        statuses: &Arc<SessionStatuses>,
+    ) -> Self {
+        let proof = EnrollProof::ExpiredCertificate(ended);
+        let renewal = enrollment(config, proof, store, statuses);
         // The token may have been deleted together with its file.
         let token = config
             .token
             .as_ref()
             .and_then(|source| read_token(source, config.ca.is_some()).ok());
-        let by_token =
-            token.map(|token| enrollment(config, EnrollProof::from_token(token, None), store));
+        let by_token = token.map(|token| {
+            let proof = EnrollProof::from_token(token, None);
+            enrollment(config, proof, store, statuses)
+        });
         Self::Renew(Box::new(renewal), by_token.map(Box::new))
     }
 
@@ -135,6 +147,7 @@ pub(super) fn enrollment(
     config: &Config,
     proof: EnrollProof,
     store: &CredentialStore,
+    statuses: &Arc<SessionStatuses>,
 ) -> Enrollment {
     Enrollment {
         servers: config.servers.clone(),
@@ -143,6 +156,7 @@ pub(super) fn enrollment(
         proof,
         ca: config.ca.clone(),
         store: store.clone(),
+        statuses: statuses.clone(),
         within: config.limits.handshake_timeout,
     }
 }

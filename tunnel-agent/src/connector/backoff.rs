@@ -58,8 +58,13 @@ impl Backoff {
         }
     }
 
-    /// Returns the wait after `event`. `random` is from 0 to 1.
+    /// Returns the wait after `event`, in whole milliseconds. `random` is from 0 to 1.
     pub fn next(&mut self, event: ReconnectEvent, now: Instant, random: f64) -> Duration {
+        let wait = self.wait(event, now, random);
+        Duration::from_millis(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX))
+    }
+
+    fn wait(&mut self, event: ReconnectEvent, now: Instant, random: f64) -> Duration {
         let lost = match event {
             ReconnectEvent::Lost { ready_for, .. } => {
                 if ready_for >= STABLE_AFTER {

@@ -173,7 +173,10 @@ impl ConnectionLog {
 pub(super) fn failure_text(failures: &[(SessionTransport, ConnectError)]) -> String {
     failures
         .iter()
-        .map(|(transport, error)| format!("{}: {}", transport.transport(), causes(error)))
+        .map(|(transport, error)| {
+            let advice = error.advice(*transport);
+            format!("{}: {}{advice}", transport.transport(), causes(error))
+        })
         .collect::<Vec<_>>()
         .join("; ")
 }

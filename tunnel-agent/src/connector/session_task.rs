@@ -120,6 +120,21 @@ impl ConnectError {
         }
     }
 
+    /// Returns what an operator can check, to append to the error.
+    pub(super) fn advice(&self, transport: SessionTransport) -> &'static str {
+        let Self::Dial { source, .. } = self else {
+            return "";
+        };
+        let is_quic = transport == SessionTransport::Quic;
+        if is_quic && matches!(source, HandshakeError::Timeout) {
+            UDP_ADVICE
+        } else if source.to_string().contains("UnknownIssuer") {
+            CA_ADVICE
+        } else {
+            ""
+        }
+    }
+
     /// Classifies the error for happy eyeballs.
     pub(super) fn failure(&self) -> DialFailure {
         match self {
@@ -244,6 +259,12 @@ impl SessionTask {
             .await
     }
 }
+
+/// Advice when no server answers over UDP.
+const UDP_ADVICE: &str = " (is UDP to the server's port blocked? --transport auto also tries TCP)";
+/// Advice when the server's certificate is of a CA that this agent does not trust.
+const CA_ADVICE: &str = " (another CA issued the server's certificate: is this the right server? If it \
+    is, empty the agent's data directory and give the agent a new token)";
 
 /// Sessions that are being dialed. The first that is ready wins.
 pub(super) struct Attempt {

@@ -78,11 +78,13 @@ impl SessionReport {
     }
 }
 
-/// The sessions of all connectors, and the condition about them.
+/// The sessions of all connectors, the enrollment before them, and the conditions about both.
 #[derive(Debug)]
 pub(crate) struct SessionStatuses {
     readiness: Readiness,
     connectors: Mutex<BTreeMap<ConnectorId, SessionStatus>>,
+    /// The failed enrollment or renewal, as a session that is missing.
+    enrollment: Mutex<Option<SessionStatus>>,
 }
 
 impl SessionStatuses {
@@ -90,6 +92,7 @@ impl SessionStatuses {
         Self {
             readiness,
             connectors: Mutex::default(),
+            enrollment: Mutex::default(),
         }
     }
 
@@ -100,11 +103,23 @@ impl SessionStatuses {
 
     /// Returns the sessions for the meta port.
     pub(crate) fn report(&self, now: Instant) -> Vec<SessionReport> {
-        let connectors = self.connectors.lock();
-        let statuses = connectors.values();
+        let (connectors, enrollment) = (self.connectors.lock(), self.enrollment.lock());
+        let statuses = connectors.values().chain(enrollment.as_ref());
         statuses
             .map(|status| SessionReport::new(status, now))
             .collect()
+    }
+
+    /// Sets why the agent has no valid certificate and when it tries again, or `None` if it has one.
+    /// Without a time an operator must act.
+    pub(crate) fn set_enrollment(&self, failure: Option<(String, Option<Instant>)>) {
+        let condition = failure.iter().map(|(reason, _)| reason.clone()).collect();
+        self.readiness.set_conditions(ENROLLMENT, condition);
+        *self.enrollment.lock() = failure.map(|(reason, retry_at)| SessionStatus::Missing {
+            replica: None,
+            reason: format!("cannot enroll: {reason}"),
+            retry_at,
+        });
     }
 
     /// Sets the status of a connector, or removes a connector that dials no more.
@@ -139,13 +154,20 @@ fn condition(connectors: &BTreeMap<ConnectorId, SessionStatus>) -> Option<String
     if !live.is_empty() {
         let _infallible = write!(text, ", with {}", live.join(", "));
     }
+    let other = if live.is_empty() {
+        "any server"
+    } else {
+        "another server"
+    };
     for (replica, reason) in &missing {
-        let replica = replica.as_ref().map_or("another server", ReplicaId::as_str);
+        let replica = replica.as_ref().map_or(other, ReplicaId::as_str);
         let _infallible = write!(text, "; none with {replica}: {reason}");
     }
     (!missing.is_empty()).then_some(text)
 }
 
+/// Name of the condition that says why there is no valid certificate.
+const ENROLLMENT: &str = "enrollment";
 /// Text in place of the name of a server whose version has none.
 pub(crate) const OLDER_SERVER: &str = "a server of an older version";
 
@@ -201,7 +223,11 @@ mod tests {
             (vec![live_at("a"), live(None)], None),
             (
                 vec![missing(None, "refused")],
-                Some("0 of 1 sessions; none with another server: refused"),
+                Some("0 of 1 sessions; none with any server: refused"),
+            ),
+            (
+                vec![live_at("a"), missing(None, "refused")],
+                Some("1 of 2 sessions, with a; none with another server: refused"),
             ),
             (
                 vec![live_at("a"), missing(Some("b"), "refused")],
@@ -216,6 +242,25 @@ mod tests {
             let connectors: BTreeMap<_, _> = (0..).map(ConnectorId).zip(statuses).collect();
             assert_eq!(condition(&connectors).as_deref(), expected);
         }
+    }
+
+    #[test]
+    fn failed_enrollment_is_a_condition_and_a_missing_session_until_there_is_a_certificate() {
+        let readiness = Readiness::default();
+        let statuses = SessionStatuses::new(readiness.clone());
+        let now = Instant::now();
+        let retry_at = now + Duration::from_secs(2);
+        statuses.set_enrollment(Some(("token is used".to_owned(), Some(retry_at))));
+        let condition = (ENROLLMENT, "token is used".to_owned());
+        assert_eq!(readiness.conditions(), [condition]);
+        let [missing] = statuses.report(now).try_into().unwrap();
+        assert_eq!(
+            missing.reason.as_deref(),
+            Some("cannot enroll: token is used")
+        );
+        assert_eq!(missing.retry_in_seconds, Some(2.0));
+        statuses.set_enrollment(None);
+        assert!(readiness.conditions().is_empty() && statuses.report(now).is_empty());
     }
 
     #[test]

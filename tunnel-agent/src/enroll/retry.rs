@@ -123,9 +123,17 @@ impl<'a> RetryLoop<'a> {
         }
         let mut left = self.enrollment.servers.len();
         loop {
+            let statuses = &self.enrollment.statuses;
             let error = match attempt(self.enrollment, &mut self.rotation).await {
                 Err(error) if error.is_retryable() => error,
-                ended => return ended,
+                Err(error) => {
+                    statuses.set_enrollment(Some((causes(&error), None)));
+                    return Err(error);
+                }
+                Ok(enrolled) => {
+                    statuses.set_enrollment(None);
+                    return Ok(enrolled);
+                }
             };
             let mut retry_in =
                 self.backoff
@@ -137,6 +145,8 @@ impl<'a> RetryLoop<'a> {
             {
                 retry_in += RATE_LIMIT_WAIT;
             }
+            let retry_at = Instant::now() + retry_in;
+            statuses.set_enrollment(Some((causes(&error), Some(retry_at))));
             self.log_failure(&error, retry_in);
             sleep(retry_in).await;
             left = left.saturating_sub(1);

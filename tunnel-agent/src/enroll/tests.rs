@@ -1,3 +1,4 @@
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::EnrollReply;
 
@@ -17,6 +18,7 @@ fn enrollment(server: &Server, token: JoinToken, scratch: &TempDir) -> Enrollmen
         proof: EnrollProof::Token(token),
         ca: None,
         store: CredentialStore::open(scratch.path()).unwrap(),
+        statuses: Arc::new(SessionStatuses::new(Readiness::default())),
         within: LONG,
     }
 }

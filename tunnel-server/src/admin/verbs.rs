@@ -31,7 +31,7 @@ use connect::ConnectArgs;
 #[derive(Debug, thiserror::Error)]
 pub enum VerbError {
     /// A file cannot be used; the text names the file.
-    #[error("{0}")]
+    #[error(transparent)]
     File(#[from] io::Error),
     #[error(transparent)]
     Ca(#[from] CaError),

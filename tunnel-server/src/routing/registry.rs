@@ -74,7 +74,8 @@ pub enum RegisterError {
 pub enum OpenError {
     /// The node has no session.
     #[error(
-        "no agent is connected for this node; check that tunnel-agent runs there ('tunnel-server nodes' lists connected nodes)"
+        "no agent is connected for this node; 'tunnel-server nodes' says when it was last seen and whether it is revoked; check \
+         that tunnel-agent runs there"
     )]
     NoAgent,
     /// All sessions of the node are suspect.

@@ -46,7 +46,10 @@ impl DataDir {
         };
         Err(io::Error::new(
             problem.kind(),
-            format!("data directory {}: {problem}", path.display()),
+            format!(
+                "data directory {}: {problem}; give the server's own with --data-dir",
+                path.display()
+            ),
         ))
     }
 

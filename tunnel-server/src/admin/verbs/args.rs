@@ -126,6 +126,9 @@ pub enum NodesVerb {
         name: NodeName,
     },
     /// List the revoked nodes, and since when
+    ///
+    /// LATER CERTIFICATE is "yes" if the server has issued or seen a certificate of the node that is
+    /// newer than the revocation, with which the node can connect.
     Revocations {
         /// Output format of the list
         #[arg(short, long, value_enum, default_value = "table")]

@@ -240,6 +240,9 @@ fn clean(text: &str) -> String {
 fn connected(node: &NodeStatus) -> String {
     match node.state.as_deref() {
         _ if node.is_revoked() => "revoked".to_owned(),
+        _ if !node.connected && node.last_seen.is_none() && node.enrollment.is_some() => {
+            "enrolled".to_owned()
+        }
         _ if !node.connected => "no".to_owned(),
         None | Some("live") => "yes".to_owned(),
         Some(state) => clean(state),
