@@ -120,6 +120,7 @@ impl Egress {
                     let port = match &header.kind {
                         StreamKind::Target(target) => Some(target.port().get()),
                         StreamKind::Control { .. }
+                        | StreamKind::Cloud(_)
                         | StreamKind::Forward { .. }
                         | StreamKind::Enroll => None,
                     };
@@ -175,6 +176,10 @@ impl Egress {
             StreamKind::Forward { .. } | StreamKind::Enroll => Refusal {
                 code: RefusalCode::BadHeader,
                 detail: "agents do not accept streams for other servers".to_owned(),
+            },
+            StreamKind::Cloud(_) => Refusal {
+                code: RefusalCode::BadHeader,
+                detail: "agents do not accept streams to targets of the cloud".to_owned(),
             },
             StreamKind::Target(_) if self.draining.is_cancelled() => Refusal {
                 code: RefusalCode::Draining,
@@ -283,6 +288,7 @@ fn describe(kind: &StreamKind) -> String {
     match kind {
         StreamKind::Control { .. } => "control".to_owned(),
         StreamKind::Target(target) => target.to_string(),
+        StreamKind::Cloud(name) => format!("cloud:{name}"),
         StreamKind::Forward { .. } => "forward".to_owned(),
         StreamKind::Enroll => "enroll".to_owned(),
     }

@@ -75,6 +75,8 @@ codes! {
         Internal = 7 "internal",
         /// The accepting server has no session with the node's agent. Between servers only.
         NotHere = 8 "not_here",
+        /// The server's configuration has no cloud target of this name. From servers to agents only.
+        UnknownTarget = 9 "unknown_target",
         /// The accepting server's sessions with the node's agent are suspect. Between servers only.
         AgentSuspect = 10 "agent_suspect",
         /// The accepting server lost the session with the node's agent before anything was sent.
@@ -182,6 +184,7 @@ impl RefusalCode {
             | Self::Draining
             | Self::Internal
             | Self::NotHere
+            | Self::UnknownTarget
             | Self::Unknown(_) => self,
         }
     }

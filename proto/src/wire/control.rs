@@ -19,6 +19,8 @@ const ADDRESSES_MAX: usize = 8;
 
 /// The capability in Welcome of a server that answers `Renew`.
 pub const CAPABILITY_RENEW: &str = "renew";
+/// The capability in Welcome of a server that has targets of the cloud for this agent.
+pub const CAPABILITY_CLOUD: &str = "cloud";
 
 /// A message of the control stream, sent after its header and reply.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -46,11 +46,13 @@ fn stream_headers_are_as_captured() {
         target: Target::Node(port(10250)),
         is_verified: true,
     };
+    let cloud = StreamKind::Cloud("apiserver".parse().unwrap());
     for (length, traced_length, capture, kind) in [
         ("06", "3f", "0a0408011001", control),
         ("07", "40", "12050801188a50", node),
         ("07", "40", "12050802188c47", loopback),
         ("11", "4a", "120f0803120864622e6c6f63616c18b82a", host),
+        ("0d", "46", "220b0a09617069736572766572", cloud),
         ("0c", "45", "2a0a0a017712050801188a50", forward),
         ("0e", "47", "2a0c0a017712050801188a501801", verified),
         ("02", "3b", "3200", StreamKind::Enroll),
@@ -354,7 +356,7 @@ fn numbers_are_as_released() {
         RefusalCode::Draining,
         RefusalCode::Internal,
         RefusalCode::NotHere,
-        RefusalCode::Unknown(9),
+        RefusalCode::UnknownTarget,
         RefusalCode::AgentSuspect,
         RefusalCode::AgentLost,
         RefusalCode::AgentTimeout,

@@ -5,7 +5,7 @@ use prost::Message;
 
 use super::code::RefusalCode;
 use super::frame::{self, FrameError, STREAM_MESSAGE_MAX};
-use super::name::{NodeName, Port};
+use super::name::{CloudTarget, NodeName, Port};
 use super::pb;
 
 /// Maximum length of a reply's detail, in bytes. Longer ones are truncated at a character boundary.
@@ -37,6 +37,8 @@ pub enum StreamKind {
     },
     /// A byte stream to a TCP port.
     Target(Target),
+    /// From an agent: a byte stream to a target of the cloud.
+    Cloud(CloudTarget),
     /// Between servers: a byte stream to a TCP port of a node whose agent the accepting server
     /// holds.
     Forward {
@@ -107,6 +109,9 @@ impl StreamHeader {
                 version_max: *version_max,
             }),
             StreamKind::Target(target) => pb::stream_header::Kind::Target(encode_target(target)),
+            StreamKind::Cloud(name) => pb::stream_header::Kind::Cloud(pb::CloudStream {
+                name: name.to_string(),
+            }),
             StreamKind::Forward {
                 node,
                 target,
@@ -145,6 +150,12 @@ impl StreamHeader {
                 version_max: control.version_max,
             },
             pb::stream_header::Kind::Target(target) => StreamKind::Target(decode_target(target)?),
+            pb::stream_header::Kind::Cloud(cloud) => StreamKind::Cloud(
+                cloud
+                    .name
+                    .parse()
+                    .map_err(|_syntax| FrameError::Invalid("name of a cloud target"))?,
+            ),
             pb::stream_header::Kind::Forward(forward) => StreamKind::Forward {
                 node: forward
                     .node

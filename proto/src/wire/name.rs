@@ -112,6 +112,47 @@ impl fmt::Display for NodeName {
     }
 }
 
+/// The reason why a text is not the name of a cloud target.
+#[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
+#[error("name is not a DNS label (1 to 63 of a-z, 0-9 and '-', beginning and ending with a-z or 0-9)")]
+pub struct CloudTargetError;
+
+/// The name of a target of the cloud that agents may reach, such as `apiserver`: a DNS label in lower
+/// case.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CloudTarget(Arc<str>);
+
+impl CloudTarget {
+    /// Returns the name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for CloudTarget {
+    type Err = CloudTargetError;
+
+    fn from_str(text: &str) -> Result<Self, CloudTargetError> {
+        let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+        let has_label_syntax = (1..=LABEL_MAX).contains(&text.len())
+            && !text.starts_with('-')
+            && !text.ends_with('-')
+            && text.bytes().all(is_inner);
+        if has_label_syntax {
+            Ok(Self(text.into()))
+        } else {
+            Err(CloudTargetError)
+        }
+    }
+}
+
+impl fmt::Display for CloudTarget {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
 /// The id of one agent process. The id is random, so that two hosts with one identity can be
 /// distinguished.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]

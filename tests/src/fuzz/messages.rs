@@ -234,6 +234,7 @@ pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
         StreamKind::Target(Target::Node(port)),
         StreamKind::Target(Target::Loopback(port)),
         StreamKind::Target(Target::Host("fd00::1%eth0".into(), port)),
+        StreamKind::Cloud("apiserver".parse()?),
     ] {
         let header = StreamHeader {
             kind,

@@ -144,6 +144,7 @@ fn refusal_outcome(code: RefusalCode) -> Outcome {
         RefusalCode::AgentLost
         | RefusalCode::BadHeader
         | RefusalCode::Internal
+        | RefusalCode::UnknownTarget
         | RefusalCode::Unknown(_) => Outcome::AgentLost,
     }
 }

@@ -132,6 +132,7 @@ fn is_retryable(code: RefusalCode) -> bool {
         | RefusalCode::TargetRefused
         | RefusalCode::TargetTimeout
         | RefusalCode::TooManyStreams
+        | RefusalCode::UnknownTarget
         | RefusalCode::Internal
         | RefusalCode::AgentTimeout
         | RefusalCode::Unknown(_) => false,
