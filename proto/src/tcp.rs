@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use socket2::{SockRef, TcpKeepalive};
-use tokio::net::TcpStream;
+use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+use tokio::net::{TcpListener, TcpStream};
 
 /// The address of a server, as configured and as resolved.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,6 +88,36 @@ pub fn configure(socket: &impl AsFd) -> io::Result<()> {
     socket.set_tcp_keepalive(&keepalive)
 }
 
+/// Connections that wait to be accepted, as in tokio's listeners.
+const BACKLOG: i32 = 1024;
+
+/// Binds a listener. On Linux the host may get the address later (`IP_FREEBIND`).
+///
+/// # Errors
+/// When the system refuses the address, for example because another process listens there.
+///
+/// # Panics
+/// Outside a tokio runtime.
+pub fn listen_freebind(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    match address {
+        SocketAddr::V4(_) => socket.set_freebind_v4(true)?,
+        SocketAddr::V6(_) => socket.set_freebind_v6(true)?,
+    }
+    // Connections of an earlier process may be in TIME_WAIT. A listener of another process still
+    // conflicts.
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    TcpListener::from_std(socket.into())
+}
+
 /// Unsent bytes of a session that may wait in the kernel. More would queue in front of every small
 /// request.
 const NOTSENT_LOWAT_BYTES: u32 = 128 * 1024;
@@ -124,8 +154,6 @@ pub fn abort_on_close(socket: &TcpStream) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use tokio::net::TcpListener;
-
     use super::*;
 
     const CONFIGURES: [fn(&TcpStream) -> io::Result<()>; 2] = [configure, configure_session];
@@ -141,6 +169,30 @@ mod tests {
             configure(&socket).unwrap();
             assert!(socket.nodelay().unwrap());
         }
+    }
+
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    #[tokio::test]
+    async fn listener_may_have_an_address_that_the_host_does_not_have_yet() {
+        for address in ["203.0.113.9:0", "[2001:db8::9]:0"] {
+            let address: SocketAddr = address.parse().unwrap();
+            assert!(TcpListener::bind(address).await.is_err());
+            match listen_freebind(address) {
+                Ok(listener) => {
+                    let bound = listener.local_addr().unwrap();
+                    assert_eq!(bound.ip(), address.ip());
+                }
+                // A host without IPv6.
+                Err(error) => assert!(address.is_ipv6(), "{address}: {error}"),
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn listener_of_another_socket_is_not_shared() {
+        let first = listen_freebind(([127, 0, 0, 1], 0).into()).unwrap();
+        let second = listen_freebind(first.local_addr().unwrap());
+        assert_eq!(second.unwrap_err().kind(), io::ErrorKind::AddrInUse);
     }
 
     #[cfg(any(target_os = "linux", target_os = "android"))]

@@ -8,6 +8,7 @@ use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::yaml;
 
 mod checked;
+mod cloud;
 mod identity;
 mod limits;
 mod raw;
@@ -17,6 +18,7 @@ mod token;
 
 pub(crate) use checked::DEFAULT_DATA_DIR;
 pub use checked::{Config, TransportChoice, meta_address};
+pub use cloud::CloudListener;
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::RawConfig;
 pub use secret::Secret;

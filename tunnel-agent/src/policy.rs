@@ -29,6 +29,9 @@ pub struct DialPolicy {
     pub deny_ports: PortSet,
     /// Allowed targets of class [`TargetClass::Host`].
     pub allow_targets: AllowTargets,
+    /// Addresses of `--cloud-listen`, which are dialed in no class. All addresses of this host have
+    /// a listener with an unspecified address.
+    pub cloud_listeners: Vec<SocketAddr>,
 }
 
 /// The reason why an address is not dialed.
@@ -82,6 +85,29 @@ pub fn check(
             format!("does not list {}", SocketAddr::new(ip, port.get())),
         ),
     }
+}
+
+/// Checks that no listener of `--cloud-listen` has `address`. Otherwise a caller in the cloud would
+/// reach targets of the cloud as this node does, or a stream would return to its own server.
+/// `is_own_address` says whether this host has an address.
+///
+/// # Errors
+/// Returns [`Denied`] with the name of the flag.
+pub fn check_cloud_listeners(
+    address: SocketAddr,
+    dial_policy: &DialPolicy,
+    is_own_address: impl Fn(IpAddr) -> bool,
+) -> Result<(), Denied> {
+    let ip = effective_ip(address.ip());
+    let is_listener = dial_policy.cloud_listeners.iter().any(|listener| {
+        listener.port() == address.port()
+            && (effective_ip(listener.ip()) == ip
+                || (listener.ip().is_unspecified() && is_own_address(ip)))
+    });
+    if is_listener {
+        return denied("--cloud-listen", format!("listens on {address}"));
+    }
+    Ok(())
 }
 
 fn denied(flag: &'static str, reason: String) -> Result<(), Denied> {
@@ -180,6 +206,7 @@ mod tests {
                 "10.0.0.0/8:5432, 192.168.1.5:80-90, [fd00::/8]:443, 0.0.0.0/0:9999, [::/0]:9999"
                     .parse()
                     .unwrap(),
+            cloud_listeners: Vec::new(),
         }
     }
 
@@ -267,6 +294,37 @@ mod tests {
         ] {
             assert_eq!(verdict(class, address), expected, "{class:?} {address}");
         }
+    }
+
+    #[test]
+    fn listeners_for_targets_of_the_cloud_are_denied_whatever_the_port_lists_say() {
+        let dial_policy = DialPolicy {
+            localhost_ports: "1-65535".parse().unwrap(),
+            cloud_listeners: ["127.0.0.1:10268", "169.254.2.1:10268", "0.0.0.0:443", "[::]:444"]
+                .map(|listener| listener.parse::<SocketAddr>().unwrap())
+                .to_vec(),
+            ..DialPolicy::default()
+        };
+        let own = |ip: IpAddr| ip.is_loopback() || ip == IpAddr::from([192, 0, 2, 1]);
+        for (address, is_denied) in [
+            ("127.0.0.1:10268", true),
+            ("[::ffff:127.0.0.1]:10268", true),
+            ("169.254.2.1:10268", true),
+            ("192.0.2.1:443", true),
+            ("127.0.0.1:444", true),
+            ("[::1]:444", true),
+            ("127.0.0.1:10267", false),
+            ("127.0.0.2:10268", false),
+            ("192.0.2.1:10268", false),
+            ("192.0.2.9:443", false),
+        ] {
+            let checked = check_cloud_listeners(address.parse().unwrap(), &dial_policy, own);
+            assert_eq!(checked.is_err(), is_denied, "{address}");
+        }
+        let address = "127.0.0.1:10268".parse().unwrap();
+        let denied = check_cloud_listeners(address, &dial_policy, own).unwrap_err();
+        let text = "agent's --cloud-listen listens on 127.0.0.1:10268";
+        assert_eq!(denied.to_string(), text);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use tunnel_proto::transport::CongestionControl;
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
-use super::{RawConfig, ServerAddress, TokenSource, identity};
+use super::{CloudListener, RawConfig, ServerAddress, TokenSource, cloud, identity};
 use crate::credentials::CredentialFiles;
 use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;
@@ -47,6 +47,8 @@ pub struct Config {
     pub data_dir: PathBuf,
     /// Upper bound for dialed targets.
     pub dial_policy: DialPolicy,
+    /// Listeners whose connections go to targets of the cloud.
+    pub cloud_listeners: Vec<CloudListener>,
     /// Address of the meta port, or `None` if it is off.
     pub meta_listen: Option<SocketAddr>,
     /// Time that open streams may continue when the agent stops.
@@ -111,9 +113,10 @@ impl Config {
         let token = TokenSource::check(&settings, &mut errors);
         let credential_files = identity::credential_files(&settings, &mut errors);
         let ca = identity::ca(&settings, token.as_ref(), &mut errors);
-        let dial_policy = dial_policy(&settings, &mut errors);
         let meta_listen = meta_address(settings.meta_listen.as_deref());
         let meta_listen = errors.ok_or_record("--meta-listen", meta_listen).flatten();
+        let cloud_listeners = cloud::listeners(&settings, meta_listen, &mut errors);
+        let dial_policy = dial_policy(&settings, &cloud_listeners, &mut errors);
         let drain_timeout = errors.parse_with(
             "--drain-timeout",
             settings.drain_timeout.as_deref(),
@@ -147,6 +150,7 @@ impl Config {
             credential_files,
             data_dir: settings.data_dir.unwrap_or_else(|| DEFAULT_DATA_DIR.into()),
             dial_policy,
+            cloud_listeners,
             meta_listen,
             drain_timeout,
             worker_threads,
@@ -233,7 +237,12 @@ fn proxy(
     })
 }
 
-fn dial_policy(settings: &RawConfig, errors: &mut ConfigErrors) -> DialPolicy {
+fn dial_policy(
+    settings: &RawConfig,
+    cloud_listeners: &[CloudListener],
+    errors: &mut ConfigErrors,
+) -> DialPolicy {
+    let cloud_listeners = cloud_listeners.iter().map(|listener| listener.address);
     DialPolicy {
         localhost_ports: errors.parse_or(
             "--localhost-ports",
@@ -246,6 +255,7 @@ fn dial_policy(settings: &RawConfig, errors: &mut ConfigErrors) -> DialPolicy {
             DEFAULT_DENY_PORTS,
         ),
         allow_targets: errors.parse_or("--allow-targets", settings.allow_targets.as_deref(), ""),
+        cloud_listeners: cloud_listeners.collect(),
     }
 }
 

@@ -147,6 +147,22 @@ tunnel_proto::layered! {
         #[serde(deserialize_with = "yaml::text_or_list")]
         pub allow_targets: Option<String>,
 
+        /// Local address whose connections go to a named target of the cloud, as in
+        /// apiserver=127.0.0.1:10268; repeat it for several addresses [default: none]
+        ///
+        /// The server's configuration has the targets by name. The bytes of a connection pass
+        /// through unchanged; without a session that leads to a target, a connection is reset at
+        /// once. Only loopback and link-local addresses are accepted. The address may be added to
+        /// the host later. If another process has the address and port, /readyz?verbose says so,
+        /// and the agent tries again every 10 s.
+        #[arg(long, env = "TUNNEL_AGENT_CLOUD_LISTEN", value_name = "NAME=ADDR:PORT", value_delimiter = ',', help_heading = "Targets of the cloud")]
+        pub cloud_listen: Vec<String>,
+
+        /// Accept any address in --cloud-listen, so that other hosts reach the targets of the cloud
+        /// through this one [default: false]
+        #[arg(long, env = "TUNNEL_AGENT_CLOUD_LISTEN_WIDE", value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Targets of the cloud")]
+        pub cloud_listen_wide: Option<String>,
+
         /// Address of /livez, /readyz and /metrics, or off [default: 127.0.0.1:10266]
         #[arg(long, env = "TUNNEL_AGENT_META_LISTEN", value_name = "ADDR|off", help_heading = "Process")]
         pub meta_listen: Option<String>,

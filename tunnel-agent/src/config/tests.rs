@@ -327,3 +327,39 @@ fn meta_port_can_be_off() {
     let config = checked(|settings| settings.meta_listen = Some("off".into()));
     assert_eq!(config.meta_listen, None);
 }
+
+#[test]
+fn listeners_for_targets_of_the_cloud_are_local_unless_they_may_be_wide() {
+    let config = checked(|raw| {
+        let listen = [
+            "apiserver=127.0.0.1:10268",
+            "apiserver=[::1]:10268",
+            "x=[::ffff:169.254.2.1]:1",
+        ];
+        raw.cloud_listen = listen.map(str::to_owned).to_vec();
+    });
+    let addresses = config.cloud_listeners.iter();
+    let addresses: Vec<_> = addresses.map(|at| at.address.to_string()).collect();
+    let expected = ["127.0.0.1:10268", "[::1]:10268", "169.254.2.1:1"];
+    assert_eq!(addresses, expected);
+    assert_eq!(config.cloud_listeners[0].target.as_str(), "apiserver");
+    assert_eq!(config.dial_policy.cloud_listeners.len(), 3);
+    for (listen, hint) in [
+        ("127.0.0.1:10268", "NAME=ADDR:PORT"),
+        ("api.server=127.0.0.1:1", "DNS label"),
+        ("apiserver=localhost:1", "address with a port"),
+        ("apiserver=0.0.0.0:1", "--cloud-listen-wide"),
+        ("apiserver=10.0.0.1:1", "--cloud-listen-wide"),
+        ("apiserver=[fd00::1]:1", "--cloud-listen-wide"),
+        ("apiserver=127.0.0.1:10266", "--meta-listen"),
+    ] {
+        let errors = errors(|raw| raw.cloud_listen = vec![listen.into()]);
+        assert!(errors.len() == 1 && errors[0].contains(hint), "{errors:?}");
+    }
+    let twice = ["a=127.0.0.1:1", "b=127.0.0.1:1"];
+    let twice = errors(|raw| raw.cloud_listen = twice.map(str::to_owned).to_vec());
+    assert!(twice[0].contains("set twice"), "{twice:?}");
+    let wide = from_yaml("cloudListen: [apiserver=0.0.0.0:10268]\ncloudListenWide: true\n").unwrap();
+    let wide = checked(|raw| *raw = wide.or(raw.clone()));
+    assert_eq!(wide.cloud_listeners[0].address.to_string(), "0.0.0.0:10268");
+}

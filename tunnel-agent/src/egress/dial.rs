@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::{Instant, timeout_at};
-use tunnel_proto::process::host::{primary_address, source_address};
+use tunnel_proto::process::host::{is_own_address, primary_address, source_address};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::Port;
@@ -24,7 +24,8 @@ pub(crate) struct DialContext<'a> {
     pub(crate) metrics: &'a Metrics,
 }
 
-/// Connects to a target, or returns the refusal to send. Cancel-safe.
+/// Connects to a target, or returns the refusal to send. A target with an address of the agent's own
+/// listeners for the cloud is refused, whatever its other addresses are. Cancel-safe.
 pub(crate) async fn dial(
     target: &Target,
     context: &DialContext<'_>,
@@ -34,6 +35,8 @@ pub(crate) async fn dial(
     let mut allowed = Vec::new();
     let mut denied = None;
     for (class, address) in candidates {
+        policy::check_cloud_listeners(address, context.dial_policy, is_own_address)
+            .map_err(|own| refusal(RefusalCode::Policy, &own.to_string()))?;
         match policy::check(class, address, context.dial_policy) {
             Ok(()) => allowed.push(address),
             Err(reason) => denied = denied.or(Some(reason)),
@@ -64,10 +67,7 @@ pub(crate) async fn dial(
         };
     }
     match (failures.is_empty(), denied) {
-        (true, Some(denied)) => Err(Refusal {
-            code: RefusalCode::Policy,
-            detail: denied.to_string(),
-        }),
+        (true, Some(denied)) => Err(refusal(RefusalCode::Policy, &denied.to_string())),
         _ => Err(refusal(code, &failures.join("; "))),
     }
 }

@@ -201,6 +201,7 @@ async fn dial_policy_is_named_in_the_refusal() {
         localhost_ports: "10250".parse().unwrap(),
         deny_ports: "2379".parse().unwrap(),
         allow_targets: "10.0.0.0/8:5432".parse().unwrap(),
+        ..DialPolicy::default()
     };
     let agent = Agent::with(dial_policy, Some([192, 0, 2, 1].into()), 8);
     let port = |number| Port::new(number).unwrap();
@@ -357,6 +358,28 @@ async fn loopback_is_tried_on_both_families() {
     let port = Port::new(address.port()).unwrap();
     let mut stream = agent.open(Target::Loopback(port)).await;
     assert_eq!(stream.accepted().await.unwrap(), address.to_string());
+}
+
+#[tokio::test]
+async fn own_listeners_for_targets_of_the_cloud_are_not_dialed() {
+    let (listener, port) = target().await;
+    let wildcard = SocketAddr::from((Ipv4Addr::UNSPECIFIED, port.get()));
+    for cloud_listener in [listener.local_addr().unwrap(), wildcard] {
+        let dial_policy = DialPolicy {
+            localhost_ports: "1-65535".parse().unwrap(),
+            allow_targets: "127.0.0.0/8:1-65535".parse().unwrap(),
+            cloud_listeners: vec![cloud_listener],
+            ..DialPolicy::default()
+        };
+        let agent = Agent::with(dial_policy, Some(LOCALHOST), 8);
+        let host = Target::Host("localhost".into(), port);
+        for target in [Target::Node(port), Target::Loopback(port), host] {
+            let refusal = agent.refusal(target).await;
+            assert_eq!(refusal.code, RefusalCode::Policy, "{}", refusal.detail);
+            let detail = "agent's --cloud-listen listens on ";
+            assert!(refusal.detail.starts_with(detail), "{}", refusal.detail);
+        }
+    }
 }
 
 /// F36: panics in streams that are being served, and in streams before their header, release all
