@@ -1,5 +1,5 @@
 //! The socket to a target. The agent dials the targets of its node, the server dials targets that
-//! have no agent.
+//! have no agent. The agent's sockets to clients of targets of the cloud have the same rules.
 
 use std::io;
 use std::pin::Pin;

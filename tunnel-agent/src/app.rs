@@ -1,4 +1,4 @@
-//! Builds the agent's components, binds the meta port, and runs until the drain ends.
+//! Builds the agent's components, binds its listeners, and runs until the drain ends.
 
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -27,7 +27,10 @@ use crate::connector::set::ConnectorSet;
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{CredentialError, RotatingCredentials};
 use crate::egress::Egress;
+use crate::ingress::sessions::CloudSessions;
+use crate::ingress::{Ingress, listeners};
 use crate::metrics::Metrics;
+use crate::policy::DialPolicy;
 use crate::session::SessionContext;
 use crate::status;
 
@@ -50,15 +53,17 @@ pub struct App {
     readiness_block: Option<ReadinessBlock>,
     shutdown: Shutdown,
     meta_addr: Option<SocketAddr>,
+    cloud_sessions: Arc<CloudSessions>,
+    cloud_addrs: Vec<SocketAddr>,
     _stop_on_drop: DropGuard,
 }
 
 impl App {
-    /// Binds the meta port and reads the stored credentials or the token. Does not connect to the
-    /// server.
+    /// Binds the meta port and the listeners for targets of the cloud, and reads the stored
+    /// credentials or the token. Does not connect to the server.
     ///
     /// # Errors
-    /// Returns an error if the port cannot be bound or the credentials cannot be read.
+    /// Returns an error if the meta port cannot be bound or the credentials cannot be read.
     /// [`exit_code`] distinguishes usage errors from others.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         let shutdown = Shutdown::new();
@@ -82,6 +87,19 @@ impl App {
             ),
             None => None,
         };
+        let cloud_sessions = Arc::new(CloudSessions::default());
+        let ingress = Ingress::new(
+            config.node_name.clone(),
+            cloud_sessions.clone(),
+            &config.limits,
+            metrics.clone(),
+        );
+        let cloud_addrs = listeners::start(
+            &Arc::new(ingress),
+            &config.cloud_listeners,
+            &readiness,
+            &shutdown,
+        );
         Ok(Self {
             config,
             initial_credentials,
@@ -92,6 +110,8 @@ impl App {
             readiness_block,
             shutdown,
             meta_addr,
+            cloud_sessions,
+            cloud_addrs,
             _stop_on_drop: stop_on_drop,
         })
     }
@@ -100,6 +120,13 @@ impl App {
     #[must_use]
     pub fn meta_addr(&self) -> Option<SocketAddr> {
         self.meta_addr
+    }
+
+    /// Returns the addresses of the listeners for targets of the cloud, in configured order. A
+    /// listener that another process prevents has its configured address.
+    #[must_use]
+    pub fn cloud_addrs(&self) -> &[SocketAddr] {
+        &self.cloud_addrs
     }
 
     /// Returns the shutdown handle: cancel `drain` for a graceful stop, `stop` for an immediate
@@ -190,9 +217,14 @@ impl App {
             shutdown: &self.shutdown,
         };
         credential_tasks.start(&self.initial_credentials);
+        let dial_policy = DialPolicy {
+            // With the ports that the system chose.
+            cloud_listeners: self.cloud_addrs.clone(),
+            ..config.dial_policy.clone()
+        };
         let egress = Egress::new(
             config.node_name.clone(),
-            config.dial_policy.clone(),
+            dial_policy,
             &config.limits,
             self.metrics.clone(),
             drain.clone(),
@@ -203,6 +235,7 @@ impl App {
             instance: self.instance,
             limits: config.limits,
             egress: Arc::new(egress),
+            cloud_sessions: self.cloud_sessions.clone(),
             metrics: self.metrics.clone(),
             shutdown: self.shutdown.clone(),
             rotating_credentials,

@@ -10,14 +10,14 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access};
-use tunnel_proto::relay::{RelayEnd, RelaySide, Socket, relay};
 use tunnel_proto::transport::{IncomingStream, Stream};
-use tunnel_proto::wire::code::{RefusalCode, ResetCode};
+use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::config::Limit;
 use crate::config::Limits;
+use crate::local_socket::{non_empty, relay_socket};
 use crate::metrics::{Metrics, StreamEnd};
 use crate::policy::DialPolicy;
 
@@ -246,42 +246,21 @@ impl Egress {
 }
 
 /// Accepts the stream and relays until both sides have ended or one was cut.
-async fn relay_stream(mut stream: Stream, mut socket: TargetSocket, dialed: &str) -> StreamOutcome {
+async fn relay_stream(mut stream: Stream, socket: TargetSocket, dialed: &str) -> StreamOutcome {
     if let Err(error) = stream.accept(dialed).await {
         return StreamOutcome {
             detail: error.to_string(),
             ..StreamOutcome::without_bytes(StreamEnd::CutByPeer)
         };
     }
-    let relayed = relay(&mut stream, &mut Socket(&mut socket)).await;
-    let (end, detail) = match relayed.end {
-        RelayEnd::Clean => {
-            socket.finish();
-            (StreamEnd::Ok, String::new())
-        }
-        RelayEnd::ReaderClosed(_) => {
-            socket.finish();
-            (StreamEnd::ReaderClosed, String::new())
-        }
-        // The socket is dropped and resets here, the stream below.
-        RelayEnd::Cut(RelaySide::Left, error) => (StreamEnd::CutByPeer, error.to_string()),
-        RelayEnd::Cut(RelaySide::Right, error) => {
-            stream.reset(ResetCode::PeerCut);
-            (StreamEnd::CutByTarget, error.to_string())
-        }
-    };
+    let relayed = relay_socket(stream, socket, StreamEnd::CutByTarget).await;
     StreamOutcome {
-        end,
+        end: relayed.end,
         dialed: String::new(),
-        to_target: relayed.left_to_right,
-        from_target: relayed.right_to_left,
-        detail,
+        to_target: relayed.from_tunnel,
+        from_target: relayed.to_tunnel,
+        detail: relayed.detail,
     }
-}
-
-/// Returns `None` for an empty field, so that the log omits it.
-fn non_empty(text: &str) -> Option<&str> {
-    (!text.is_empty()).then_some(text)
 }
 
 fn describe(kind: &StreamKind) -> String {

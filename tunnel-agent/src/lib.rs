@@ -15,6 +15,8 @@
 //! | [`search`] | when to dial again for a replica that no other connector holds: pure |
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: dial policy, dial, reply, relay |
+//! | `ingress` | one connection to a target of the cloud: choice of a session, open, relay |
+//! | `local_socket` | the relay of egress and ingress |
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
 //! | [`status`] | the list of sessions on the meta port, and the verb that shows it |
 //! | `metrics` | metrics of the agent |
@@ -22,7 +24,8 @@
 //! | `log_throttle` | which of repeated failures are logged |
 //!
 //! Calls go `main` → `app` → `connector` → `session` → `egress`. `egress` and `policy` depend on no
-//! transport but `Stream`.
+//! transport but `Stream`. `session` registers its live sessions with `ingress`, which opens streams
+//! over them.
 
 pub mod app;
 pub mod cli;
@@ -36,6 +39,8 @@ mod credentials;
 mod egress;
 mod enroll;
 mod error;
+mod ingress;
+mod local_socket;
 mod log_throttle;
 mod metrics;
 mod proxy;

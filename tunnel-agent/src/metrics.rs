@@ -42,6 +42,13 @@ tunnel_proto::metrics! {
         stream_bytes: Family<DirectionLabels, Counter> = "stream_bytes",
             "Bytes relayed to and from targets",
             with_series(Direction::ALL.iter().map(|&direction| DirectionLabels { direction }));
+        cloud_streams_open: Gauge = "cloud_streams_open",
+            "Connections to listeners for targets of the cloud that are being served";
+        cloud_streams: Family<StreamLabels, Counter> = "cloud_streams",
+            "Connections to listeners for targets of the cloud that ended, by result",
+            with_series(StreamEnd::CLOUD.map(|end| StreamLabels {
+                result: StaticLabel(end.label()),
+            }));
         dials: Family<DialLabels, Counter> = "dials",
             "Attempts to connect to an address of a target, by result",
             with_series(DialResult::ALL.iter().map(|&result| DialLabels { result }));
@@ -149,6 +156,26 @@ impl Metrics {
         ended.get_or_create(&StreamLabels { result }).inc();
     }
 
+    /// Counts an open connection to a target of the cloud until the guard is dropped.
+    pub(crate) fn cloud_stream(&self) -> GaugeGuard {
+        GaugeGuard::new(&self.0.cloud_streams_open)
+    }
+
+    pub(crate) fn cloud_stream_ended(&self, result: StreamEnd) {
+        let ended = &self.0.cloud_streams;
+        let result = StaticLabel(result.label());
+        ended.get_or_create(&StreamLabels { result }).inc();
+    }
+
+    /// Returns the number of open connections to targets of the cloud, and of those that ended with
+    /// a result.
+    #[cfg(test)]
+    pub(crate) fn cloud_streams(&self, result: StreamEnd) -> (i64, u64) {
+        let result = StaticLabel(result.label());
+        let ended = self.0.cloud_streams.get_or_create(&StreamLabels { result });
+        (self.0.cloud_streams_open.get(), ended.get())
+    }
+
     /// Returns the counters of the bytes from targets and to targets, which the caller advances
     /// while bytes move.
     pub(crate) fn bytes(&self) -> ByteCount {
@@ -246,6 +273,12 @@ pub(crate) enum StreamEnd {
     CutByPeer,
     /// The target's side was cut.
     CutByTarget,
+    /// The local client of a target of the cloud was cut.
+    CutByCaller,
+    /// No session could open a stream to a target of the cloud.
+    NoSession,
+    /// The server did not accept a stream to a target of the cloud in time.
+    NoReply,
     /// The header did not arrive, or violated the protocol.
     NoHeader,
     /// The stream was refused with a reply.
@@ -253,7 +286,8 @@ pub(crate) enum StreamEnd {
 }
 
 impl StreamEnd {
-    /// Every end of a stream at an agent. The other codes of refusals are those of servers.
+    /// Every end of a stream that the agent serves. The other codes of refusals are those of
+    /// servers.
     const ALL: [Self; 12] = [
         Self::Ok,
         Self::ReaderClosed,
@@ -269,12 +303,33 @@ impl StreamEnd {
         Self::Refused(RefusalCode::Internal),
     ];
 
+    /// Every end of a connection to a target of the cloud.
+    const CLOUD: [Self; 14] = [
+        Self::Ok,
+        Self::ReaderClosed,
+        Self::CutByPeer,
+        Self::CutByCaller,
+        Self::NoSession,
+        Self::NoReply,
+        Self::Refused(RefusalCode::BadHeader),
+        Self::Refused(RefusalCode::Policy),
+        Self::Refused(RefusalCode::TargetRefused),
+        Self::Refused(RefusalCode::TargetTimeout),
+        Self::Refused(RefusalCode::TooManyStreams),
+        Self::Refused(RefusalCode::Draining),
+        Self::Refused(RefusalCode::Internal),
+        Self::Refused(RefusalCode::UnknownTarget),
+    ];
+
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Ok => "ok",
             Self::ReaderClosed => "reader_left",
             Self::CutByPeer => "cut_by_peer",
             Self::CutByTarget => "cut_by_target",
+            Self::CutByCaller => "cut_by_caller",
+            Self::NoSession => "no_session",
+            Self::NoReply => "no_reply",
             Self::NoHeader => "no_header",
             Self::Refused(code) => code.label(),
         }
@@ -380,6 +435,7 @@ mod tests {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         for series in [
+            "tunnel_agent_cloud_streams_total{result=\"unknown_target\"}",
             "tunnel_agent_connect_attempts_total{transport=\"h2\",result=\"not_admitted\"}",
             "tunnel_agent_dials_total{result=\"timeout\"}",
             "tunnel_agent_renewals_total{result=\"returned\"}",

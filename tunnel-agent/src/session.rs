@@ -23,12 +23,15 @@ use tunnel_proto::session::{
 };
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Member, Welcome};
+use tunnel_proto::wire::control::{
+    CAPABILITY_CLOUD, CAPABILITY_RENEW, ControlMessage, Member, Welcome,
+};
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::ReplicaId;
 
 use crate::config::Limit;
 use crate::egress::{NodeIp, SessionParams};
+use crate::ingress::sessions::CloudSessionGuard;
 use crate::metrics::GaugeGuard;
 
 mod admission;
@@ -178,6 +181,9 @@ struct ActiveSession<'a> {
     sending: AbortOnDropHandle<()>,
     monitor: SessionMonitor,
     suspect: Option<GaugeGuard>,
+    /// The registration for streams to targets of the cloud, until another session takes the new
+    /// streams. `None` if the server has no such targets.
+    cloud: Option<CloudSessionGuard>,
     /// Whether the connector knows that the server is stopping.
     is_draining: bool,
     /// Whether an unexpected message was logged. The server may repeat such messages at will.
@@ -204,6 +210,11 @@ impl<'a> ActiveSession<'a> {
         };
         let sending = TaskTracker::new().spawn(sending.in_current_span());
         let capabilities = &admitted.welcome.capabilities;
+        let has_capability = |name: &str| capabilities.iter().any(|able| able == name);
+        let cloud = has_capability(CAPABILITY_CLOUD).then(|| {
+            let sessions = &context.cloud_sessions;
+            sessions.register(params.session, session.clone())
+        });
         let (limits, now) = (context.limits.liveness(), Instant::now());
         let active = Self {
             context,
@@ -213,9 +224,10 @@ impl<'a> ActiveSession<'a> {
             sending: AbortOnDropHandle::new(sending),
             monitor: SessionMonitor::new(limits, session.transport(), session.stats(), now),
             suspect: None,
+            cloud,
             is_draining: false,
             is_unexpected_logged: false,
-            can_renew: capabilities.iter().any(|able| able == CAPABILITY_RENEW),
+            can_renew: has_capability(CAPABILITY_RENEW),
             pending_renewals: 0,
             session,
         };
@@ -233,6 +245,9 @@ impl<'a> ActiveSession<'a> {
         let mut withdraw_due = pin!(sleep(WITHDRAW_DELAY));
         let mut stopped = pin!(context.graceful_shutdown.cancelled());
         let mut renewal_due = pin!(context.rotating_credentials.due());
+        let opened = self.cloud.as_ref().map(CloudSessionGuard::opened);
+        let opened = opened.unwrap_or_default();
+        let mut stream_opened = pin!(opened.notified());
         let mut next_check = pin!(sleep_until(self.monitor.next_check()));
         let (mut withdrawn, mut replaced, mut listening) = (false, false, true);
         loop {
@@ -261,6 +276,10 @@ impl<'a> ActiveSession<'a> {
                     renewal_due.set(context.rotating_credentials.due());
                     self.pending_renewals = self.pending_renewals.saturating_add(1);
                     self.control_sender.renew(request);
+                }
+                () = &mut stream_opened => {
+                    stream_opened.set(opened.notified());
+                    self.monitor.stream(Instant::now());
                 }
                 () = &mut next_check => match self.check().await {
                     Transition::Dead => {
@@ -392,10 +411,12 @@ impl<'a> ActiveSession<'a> {
                     });
                 }
                 self.suspect = Some(self.context.metrics.suspect());
+                self.set_live_for_cloud(false);
                 self.handle.send(SessionEvent::Suspect).await;
             }
             Transition::Live => {
                 self.suspect = None;
+                self.set_live_for_cloud(true);
                 self.handle.send(SessionEvent::Live).await;
             }
             Transition::Unchanged | Transition::Dead | Transition::Finished => {}
@@ -416,9 +437,16 @@ impl<'a> ActiveSession<'a> {
         transition
     }
 
+    fn set_live_for_cloud(&self, is_live: bool) {
+        if let Some(cloud) = &self.cloud {
+            cloud.set_live(is_live);
+        }
+    }
+
     /// Retires the session: another session takes the new streams, and this one ends with its last
     /// stream.
     fn retire(&mut self) {
+        self.cloud = None;
         let streams = self.session.stats().streams;
         debug!(node = %self.context.node, session = self.params.session.0, streams, "retiring session");
         self.control_sender.withdraw();
@@ -428,6 +456,7 @@ impl<'a> ActiveSession<'a> {
     /// Sends Bye, serves streams that the server opened before reading it (a draining egress
     /// refuses them), and closes.
     async fn graceful_shutdown(mut self, why: &'static str) -> CloseReason {
+        self.cloud = None;
         let stopping = self.context.graceful_shutdown.clone();
         let session = self.session.clone();
         let replaced = !stopping.is_cancelled();
@@ -456,7 +485,8 @@ impl<'a> ActiveSession<'a> {
     }
 
     /// Waits for the server to close, and closes from this end after a timeout.
-    async fn after_bye(self) -> CloseReason {
+    async fn after_bye(mut self) -> CloseReason {
+        self.cloud = None;
         match timeout(BYE_TIMEOUT, self.session.closed()).await {
             Ok(reason) => reason,
             Err(_still_open) => self.end(CloseCode::Normal, "server sent Bye").await,
@@ -472,7 +502,8 @@ impl<'a> ActiveSession<'a> {
         self.end(CloseCode::Protocol, &reason).await
     }
 
-    async fn end(self, code: CloseCode, reason: &str) -> CloseReason {
+    async fn end(mut self, code: CloseCode, reason: &str) -> CloseReason {
+        self.cloud = None;
         self.session.close(code, reason).await;
         CloseReason {
             by: ClosedBy::Local,

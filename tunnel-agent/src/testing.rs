@@ -18,6 +18,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName};
 use crate::config::Limits;
 use crate::credentials::{CredentialStore, Credentials, RotatingCredentials, Stored};
 use crate::egress::Egress;
+use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
 use crate::policy::DialPolicy;
 use crate::session::SessionContext;
@@ -159,6 +160,7 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
         instance: InstanceId::new([7; 16]),
         limits,
         egress: Arc::new(egress),
+        cloud_sessions: Arc::new(CloudSessions::default()),
         metrics,
         shutdown,
         rotating_credentials,

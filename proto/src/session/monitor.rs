@@ -83,7 +83,7 @@ impl SessionMonitor {
         self.next
     }
 
-    /// Records an accepted stream. The first one starts the busy timer.
+    /// Records a stream that either end has opened. The first one starts the busy timer.
     pub fn stream(&mut self, now: Instant) {
         if !self.busy {
             self.next = now;

@@ -45,6 +45,10 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
         "address of the target that the agent connected to",
     ),
     ("dir", "data directory"),
+    (
+        "direction",
+        "edge for a connection from the edge to a target of the cloud",
+    ),
     ("doubts", "whether the server doubts that the session works"),
     ("elapsed", "duration, in seconds"),
     ("end", "how the drain ended"),
@@ -63,7 +67,7 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("lines", "number of lost log lines"),
     (
         "listener",
-        "listener: agents, http, https, connect, service, meta, dns, peers",
+        "listener: agents, http, https, connect, service, meta, dns, peers, cloud",
     ),
     ("location", "source line of a panic"),
     ("members", "number of servers that the server reported"),

@@ -22,6 +22,9 @@ tunnel_proto::limits! {
     /// Streams served at once, from 1 to 65536; more are refused. The default is twice the server's
     /// limit, since a stream ends at the server first.
     streams_per_agent ("streamsPerAgent", counted as StreamsPerAgent): u32 = "512", count(1 << 16);
+    /// Connections to `--cloud-listen` served at once, from 1 to 65536; more are reset. One address has
+    /// at most three quarters of them.
+    cloud_streams ("cloudStreams", counted as CloudStreams): u32 = "1024", count(1 << 16);
     /// Size of the buffer pool for data that targets have not read, at least 4 x streamWindow. When
     /// it is full, or one session holds a quarter of it, new streams are refused; open ones are not
     /// cut.

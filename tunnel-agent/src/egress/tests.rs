@@ -8,6 +8,7 @@ use tokio::time::timeout;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Session, StreamCut, find_cause};
+use tunnel_proto::wire::code::ResetCode;
 use tunnel_proto::wire::name::Port;
 
 use super::*;

@@ -14,6 +14,7 @@ use tunnel_proto::wire::name::{InstanceId, NodeName};
 use crate::config::Limits;
 use crate::credentials::RotatingCredentials;
 use crate::egress::Egress;
+use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
 
 /// State shared by all sessions of an agent.
@@ -25,6 +26,8 @@ pub(crate) struct SessionContext {
     pub(crate) instance: InstanceId,
     pub(crate) limits: Limits,
     pub(crate) egress: Arc<Egress>,
+    /// The sessions that open streams to targets of the cloud.
+    pub(crate) cloud_sessions: Arc<CloudSessions>,
     pub(crate) metrics: Metrics,
     pub(crate) shutdown: Shutdown,
     /// Credentials, which sessions renew.

@@ -22,6 +22,8 @@ use crate::credentials::RotatingCredentials;
 use crate::testing::net::{self, Busy};
 use crate::testing::{Ca, context, credentials};
 
+mod cloud;
+
 const LONG: Duration = Duration::from_secs(10);
 /// Longer than any silence of a session in these tests.
 const AGES: Duration = Duration::from_secs(100);

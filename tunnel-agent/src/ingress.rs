@@ -1,0 +1,189 @@
+//! Connects local sockets to targets of the cloud. One task per connection opens a stream over a
+//! live session and relays.
+//!
+//! No byte of a connection is sent before the server has accepted the stream. A stream that a
+//! server refuses because it stops, or that is lost with its session before that, is opened over
+//! another session. A connection without a stream is reset at once: its client dials again.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout};
+use tracing::info;
+use tunnel_proto::egress::TargetSocket;
+use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached};
+use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access};
+use tunnel_proto::transport::ByteCount;
+use tunnel_proto::wire::code::RefusalCode;
+use tunnel_proto::wire::header::{StreamHeader, StreamKind};
+use tunnel_proto::wire::name::{CloudTarget, NodeName, SessionId};
+
+use crate::config::{Limit, Limits};
+use crate::local_socket::{non_empty, relay_socket};
+use crate::metrics::{Metrics, StreamEnd};
+
+pub(crate) mod listeners;
+pub(crate) mod sessions;
+#[cfg(test)]
+mod tests;
+
+use sessions::{CloudSessions, OpenError, OpenedStream};
+
+/// Serves the connections of all listeners for targets of the cloud.
+#[derive(Debug)]
+pub(crate) struct Ingress {
+    node: NodeName,
+    sessions: Arc<CloudSessions>,
+    limiter: Arc<ConnLimiter>,
+    metrics: Metrics,
+}
+
+/// Clients dial again at once while there is no session.
+static RESET_LOG_LIMIT: LogRateLimit =
+    LogRateLimit::new("connections to --cloud-listen that are reset at once");
+
+/// The end of a connection, for the access log.
+struct ConnOutcome {
+    session: Option<SessionId>,
+    dialed: String,
+    end: StreamEnd,
+    from_tunnel: u64,
+    to_tunnel: u64,
+    detail: String,
+}
+
+impl ConnOutcome {
+    fn without_bytes(session: Option<SessionId>, end: StreamEnd, detail: String) -> Self {
+        Self {
+            session,
+            dialed: String::new(),
+            end,
+            from_tunnel: 0,
+            to_tunnel: 0,
+            detail,
+        }
+    }
+}
+
+impl Ingress {
+    pub(crate) fn new(
+        node: NodeName,
+        sessions: Arc<CloudSessions>,
+        limits: &Limits,
+        metrics: Metrics,
+    ) -> Self {
+        let total = limits.cloud_streams as usize;
+        Self {
+            node,
+            sessions,
+            limiter: ConnLimiter::new(ConnLimits {
+                per_source: (total / 4 * 3).max(1),
+                total,
+            }),
+            metrics,
+        }
+    }
+
+    /// Serves one connection to its end. Dropping the future resets the connection.
+    pub(crate) async fn serve(&self, tcp: TcpStream, peer: SocketAddr, target: &CloudTarget) {
+        let began = Instant::now();
+        let socket = TargetSocket::new(tcp, ByteCount::default());
+        let outcome = match self.limiter.acquire(peer.ip()) {
+            Ok(permit) => {
+                let permit = Arc::new(permit);
+                let _in_use = permit.in_use();
+                let _open = self.metrics.cloud_stream();
+                self.connect(socket, target).await
+            }
+            Err(reached) => {
+                // The socket resets before the line is logged.
+                drop(socket);
+                self.metrics.limit(Limit::CloudStreams);
+                let detail = match reached {
+                    LimitReached::Total => "agent's limits.cloudStreams is reached",
+                    LimitReached::PerSource => {
+                        "one address has three quarters of agent's limits.cloudStreams"
+                    }
+                };
+                let end = StreamEnd::Refused(RefusalCode::TooManyStreams);
+                ConnOutcome::without_bytes(None, end, detail.to_owned())
+            }
+        };
+        self.metrics.cloud_stream_ended(outcome.end);
+        if !admits_access(outcome.end != StreamEnd::Ok) {
+            return;
+        }
+        if outcome.session.is_none() && !RESET_LOG_LIMIT.admit() {
+            return;
+        }
+        info!(
+            target: ACCESS,
+            node = %self.node,
+            direction = "edge",
+            session = outcome.session.map(|session| session.0),
+            name = %target,
+            %peer,
+            dialed = non_empty(&outcome.dialed),
+            code = outcome.end.label(),
+            error = non_empty(&outcome.detail),
+            bytes_in = outcome.from_tunnel,
+            bytes_out = outcome.to_tunnel,
+            elapsed = began.elapsed().as_secs_f64(),
+            "access"
+        );
+    }
+
+    async fn connect(&self, socket: TargetSocket, target: &CloudTarget) -> ConnOutcome {
+        match self.open(target).await {
+            Ok(opened) => {
+                let relayed = relay_socket(opened.stream, socket, StreamEnd::CutByCaller).await;
+                ConnOutcome {
+                    session: Some(opened.session),
+                    dialed: opened.dialed,
+                    end: relayed.end,
+                    from_tunnel: relayed.from_tunnel,
+                    to_tunnel: relayed.to_tunnel,
+                    detail: relayed.detail,
+                }
+            }
+            Err((session, error)) => {
+                ConnOutcome::without_bytes(session, error.end(), error.to_string())
+            }
+        }
+    }
+
+    /// Opens a stream over the newest session, or over the next one if that fails before anything
+    /// was sent. Returns the last session that was tried with its error.
+    async fn open(
+        &self,
+        target: &CloudTarget,
+    ) -> Result<OpenedStream, (Option<SessionId>, OpenError)> {
+        let header = StreamHeader::new(StreamKind::Cloud(target.clone()));
+        let deadline = Instant::now() + OPEN_TIMEOUT;
+        let mut failure = (None, OpenError::NoSession);
+        let candidates = self.sessions.newest_first();
+        for (index, session) in candidates.iter().enumerate() {
+            // A silent session must leave time for those after it.
+            let left = deadline.saturating_duration_since(Instant::now());
+            let share = left / u32::try_from(candidates.len() - index).unwrap_or(u32::MAX);
+            let opened = timeout(share, session.open(&header, OPEN_TIMEOUT)).await;
+            match opened.unwrap_or(Err(OpenError::NoReply)) {
+                Ok(opened) => return Ok(opened),
+                Err(error) => {
+                    let is_retryable = error.is_retryable();
+                    failure = (Some(session.id()), error);
+                    if !is_retryable {
+                        break;
+                    }
+                }
+            }
+        }
+        Err(failure)
+    }
+}
+
+/// Time for a server to accept a stream, over all sessions. With two sessions, each has more than a
+/// server's default time for a dial (5 s).
+const OPEN_TIMEOUT: Duration = Duration::from_secs(15);

@@ -1,0 +1,183 @@
+//! The listeners for targets of the cloud. A listener whose address cannot be bound is a condition,
+//! and is bound later.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::net::TcpListener;
+use tokio::time::sleep;
+use tracing::{Instrument, debug_span, info, warn};
+use tunnel_proto::process::accept::RetryingListener;
+use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::tcp::listen_freebind;
+
+use super::Ingress;
+use crate::config::CloudListener;
+
+/// Binds the listeners and accepts their connections until the drain. Returns their addresses; those
+/// of listeners that cannot be bound yet are as configured.
+pub(crate) fn start(
+    ingress: &Arc<Ingress>,
+    listeners: &[CloudListener],
+    readiness: &Readiness,
+    shutdown: &Shutdown,
+) -> Vec<SocketAddr> {
+    let conditions = Arc::new(BindConditions {
+        readiness: readiness.clone(),
+        lines: Mutex::default(),
+    });
+    let mut addresses = Vec::new();
+    for listener in listeners {
+        let task = ListenerTask {
+            listener: listener.clone(),
+            ingress: ingress.clone(),
+            conditions: conditions.clone(),
+            shutdown: shutdown.clone(),
+        };
+        let bound = task.bind(true);
+        let address = bound.as_ref().and_then(|bound| bound.local_addr().ok());
+        addresses.push(address.unwrap_or(listener.address));
+        shutdown.spawn_listener(task.run(bound));
+    }
+    addresses
+}
+
+/// The task of one listener.
+struct ListenerTask {
+    listener: CloudListener,
+    ingress: Arc<Ingress>,
+    conditions: Arc<BindConditions>,
+    shutdown: Shutdown,
+}
+
+impl ListenerTask {
+    /// Runs until the drain, which closes the socket.
+    async fn run(self, bound: Option<TcpListener>) {
+        let drain = self.shutdown.drain().clone();
+        tokio::select! {
+            biased;
+            () = drain.cancelled() => {}
+            () = self.run_inner(bound) => {}
+        }
+    }
+
+    async fn run_inner(&self, mut bound: Option<TcpListener>) {
+        let socket = loop {
+            match bound {
+                Some(socket) => break socket,
+                None => {
+                    sleep(BIND_INTERVAL).await;
+                    bound = self.bind(false);
+                }
+            }
+        };
+        let mut socket = RetryingListener::new(socket, LISTENER);
+        loop {
+            let (tcp, peer) = socket.accept().await;
+            let (ingress, target) = (self.ingress.clone(), self.listener.target.clone());
+            let span = debug_span!("conn", node = %ingress.node, %peer);
+            self.shutdown.spawn_work(
+                async move { ingress.serve(tcp, peer, &target).await }.instrument(span),
+            );
+        }
+    }
+
+    /// Binds the listener, or sets its condition. Logs the failure if it is the first one.
+    fn bind(&self, is_first: bool) -> Option<TcpListener> {
+        let CloudListener { target, address } = &self.listener;
+        let bound = listen_freebind(*address).and_then(|bound| Ok((bound.local_addr()?, bound)));
+        match bound {
+            Ok((address, bound)) => {
+                info!(listener = LISTENER, name = %target, %address, "listening");
+                self.conditions.set(self.listener.address, None);
+                Some(bound)
+            }
+            Err(error) => {
+                let problem = problem(&self.listener, &error);
+                if is_first {
+                    warn!(listener = LISTENER, name = %target, %address, error = problem, "cannot listen; trying again");
+                }
+                self.conditions.set(*address, Some(problem));
+                None
+            }
+        }
+    }
+}
+
+/// The condition of all listeners, with a line for each that cannot be bound.
+struct BindConditions {
+    readiness: Readiness,
+    lines: Mutex<BTreeMap<SocketAddr, String>>,
+}
+
+impl BindConditions {
+    fn set(&self, address: SocketAddr, line: Option<String>) {
+        let mut lines = self.lines.lock();
+        match line {
+            Some(line) => lines.insert(address, line),
+            None => lines.remove(&address),
+        };
+        let lines = lines.values().cloned().collect();
+        self.readiness.set_conditions(CONDITION, lines);
+    }
+}
+
+/// Describes why a listener cannot be bound, and by which program its port is usually used.
+fn problem(listener: &CloudListener, error: &io::Error) -> String {
+    let CloudListener { target, address } = listener;
+    let hint = match (error.kind(), usual_user(address.port())) {
+        (io::ErrorKind::AddrInUse, Some(user)) => {
+            format!("; this is the port of {user}: stop it, or set another address")
+        }
+        (io::ErrorKind::AddrInUse, None) => {
+            "; another process has it: stop it, or set another address".to_owned()
+        }
+        _ => String::new(),
+    };
+    format!("cannot listen on {address} (--cloud-listen {target}): {error}{hint}")
+}
+
+/// Returns the program of a node that uses the port by default.
+fn usual_user(port: u16) -> Option<&'static str> {
+    match port {
+        10261 => Some("Yurthub's proxy"),
+        10267 => Some("Yurthub's health checks"),
+        10268 => Some("Yurthub's proxy over TLS"),
+        10266 => Some("an agent's /readyz"),
+        6443 => Some("kube-apiserver"),
+        10250 => Some("the kubelet"),
+        _ => None,
+    }
+}
+
+/// Name of the condition in `/readyz?verbose`.
+const CONDITION: &str = "cloud listeners";
+/// Name of the listeners in log lines.
+const LISTENER: &str = "cloud";
+/// Time between attempts to bind a listener.
+const BIND_INTERVAL: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn problem_says_whose_port_it_looks_like() {
+        let in_use = io::Error::from(io::ErrorKind::AddrInUse);
+        let denied = io::Error::from(io::ErrorKind::PermissionDenied);
+        for (listener, error, expected) in [
+            ("a=127.0.0.1:10261", &in_use, "this is the port of Yurthub's proxy:"),
+            ("a=127.0.0.1:10268", &in_use, "Yurthub's proxy over TLS: stop it"),
+            ("a=127.0.0.1:7", &in_use, "another process has it"),
+            ("a=127.0.0.1:7", &denied, "127.0.0.1:7 (--cloud-listen a): permission denied"),
+        ] {
+            let text = problem(&listener.parse().unwrap(), error);
+            assert!(text.contains(expected), "{text}");
+        }
+    }
+}
