@@ -31,6 +31,7 @@ use crate::ingress::sessions::CloudSessions;
 use crate::ingress::{Ingress, listeners};
 use crate::metrics::Metrics;
 use crate::policy::DialPolicy;
+use crate::render::RenderError;
 use crate::session::SessionContext;
 use crate::status;
 
@@ -255,12 +256,13 @@ impl App {
     }
 }
 
-/// Returns the exit code for an error of loading, [`App::start`] or [`App::run`]: 64 if the
-/// configuration must change, else 1.
+/// Returns the exit code for an error of loading, of rendering, [`App::start`] or [`App::run`]: 64 if
+/// the configuration or the command line must change, else 1.
 #[must_use]
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let usage = error.chain().any(|cause| {
         cause.is::<LoadError>()
+            || cause.is::<RenderError>()
             || cause
                 .downcast_ref::<CredentialError>()
                 .is_some_and(CredentialError::is_usage)

@@ -1,5 +1,6 @@
 //! The command line: verbs, flags and their help.
 
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -47,6 +48,12 @@ pub enum Command {
     /// before you pass it on. A fact that cannot be obtained is an error in its place. The command
     /// takes at most 30 s.
     Diag(Box<DiagArgs>),
+    /// Print files that lead clients on this node through the agent
+    Render {
+        /// What to print.
+        #[command(subcommand)]
+        object: RenderObject,
+    },
     /// Print a shell completion script
     Completion {
         /// The shell to print the script for.
@@ -65,6 +72,48 @@ pub struct ConfigArgs {
     /// Settings from flags and environment variables.
     #[command(flatten)]
     pub settings: RawConfig,
+}
+
+/// The objects of `render`.
+#[derive(Debug, Subcommand)]
+pub enum RenderObject {
+    /// Print what leads the kubelet, kubeconfigs, pods or Yurthub on this node to the API server
+    ///
+    /// The agent needs --cloud-listen apiserver=ADDR:PORT with the same addresses, and the server a
+    /// target of this name. Nothing is changed on this host.
+    EdgeApiserver(EdgeApiserverArgs),
+}
+
+/// The file to print, and its addresses.
+#[derive(Debug, Clone, clap::Args)]
+pub struct EdgeApiserverArgs {
+    /// File to print [default: all, with comments]
+    #[arg(long = "way", value_enum, value_name = "WAY")]
+    pub file: Option<EdgeApiserverFile>,
+    /// Address of the Service kubernetes in the namespace default; nft needs it
+    #[arg(long, value_name = "IP")]
+    pub service_ip: Option<IpAddr>,
+    /// Listener of the agent for programs on the host
+    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:10268")]
+    pub listen: SocketAddr,
+    /// Listener of the agent for pods
+    #[arg(long, value_name = "ADDR:PORT", default_value = "169.254.2.1:10268")]
+    pub pod_listen: SocketAddr,
+}
+
+/// The files of `render edge-apiserver`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum EdgeApiserverFile {
+    /// Cluster of a kubeconfig.
+    Kubeconfig,
+    /// Table of nft that redirects the Service kubernetes.
+    Nft,
+    /// systemd unit that loads and removes the table, with the address of the listener.
+    Unit,
+    /// Variables of a pod template.
+    Env,
+    /// Argument of Yurthub.
+    Yurthub,
 }
 
 /// The output and the sources of `diag`.

@@ -18,6 +18,7 @@
 //! | `ingress` | one connection to a target of the cloud: choice of a session, open, relay |
 //! | `local_socket` | the relay of egress and ingress |
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
+//! | [`render`] | files that lead clients on the node to the API server |
 //! | [`status`] | the list of sessions on the meta port, and the verb that shows it |
 //! | `metrics` | metrics of the agent |
 //! | `error` | text of errors for log lines |
@@ -32,6 +33,7 @@ pub mod cli;
 pub mod config;
 pub mod diag;
 pub mod policy;
+pub mod render;
 pub mod status;
 
 mod connector;

@@ -11,10 +11,10 @@ use tokio::runtime::{Builder, Runtime};
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{
-    self, Cli, Command, ConfigArgs, DiagArgs, MetaArgs, StatusArgs, StatusOutput,
+    self, Cli, Command, ConfigArgs, DiagArgs, MetaArgs, RenderObject, StatusArgs, StatusOutput,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
-use tunnel_agent::{diag, status};
+use tunnel_agent::{diag, render, status};
 use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
@@ -34,6 +34,7 @@ fn main() -> ExitCode {
         Command::Healthcheck(arguments) => healthcheck(arguments),
         Command::Status(arguments) => show_status(arguments),
         Command::Diag(arguments) => run_diag(*arguments),
+        Command::Render { object } => render_object(&object),
         Command::Completion { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut cli::command(), NAME, &mut script);
@@ -147,6 +148,11 @@ fn show_status(arguments: StatusArgs) -> anyhow::Result<()> {
     print(text.as_bytes())?;
     anyhow::ensure!(status.is_connected, "agent has no session");
     Ok(())
+}
+
+fn render_object(object: &RenderObject) -> anyhow::Result<()> {
+    let RenderObject::EdgeApiserver(arguments) = object;
+    print(render::edge_apiserver(arguments)?.as_bytes())
 }
 
 /// Returns the address of a running agent's meta port.
