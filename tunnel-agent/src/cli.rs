@@ -50,7 +50,7 @@ pub enum Command {
     Diag(Box<DiagArgs>),
     /// Print files that lead clients on this node through the agent
     Render {
-        /// What to print.
+        /// The clients that the files are for.
         #[command(subcommand)]
         object: RenderObject,
     },
@@ -87,7 +87,7 @@ pub enum RenderObject {
 /// The file to print, and its addresses.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EdgeApiserverArgs {
-    /// File to print [default: all, with comments]
+    /// The file to print [default: all files, with comments]
     #[arg(long = "way", value_enum, value_name = "WAY")]
     pub file: Option<EdgeApiserverFile>,
     /// Address of the Service kubernetes in the namespace default; nft needs it
@@ -112,7 +112,7 @@ pub enum EdgeApiserverFile {
     Unit,
     /// Variables of a pod template.
     Env,
-    /// Argument of Yurthub.
+    /// Argument that sets Yurthub's server.
     Yurthub,
 }
 

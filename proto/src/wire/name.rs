@@ -123,7 +123,7 @@ pub struct CloudTargetError;
 pub struct CloudTarget(Arc<str>);
 
 impl CloudTarget {
-    /// Returns the name.
+    /// Returns the name as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

@@ -18,7 +18,7 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 38] = [
+const GUIDES: [&str; 39] = [
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/comparison.md",
@@ -33,6 +33,7 @@ const GUIDES: [&str; 38] = [
     "docs/how-to/backup.md",
     "docs/how-to/compose.md",
     "docs/how-to/dns.md",
+    "docs/how-to/edge-apiserver.md",
     "docs/how-to/egress-selector.md",
     "docs/how-to/harden.md",
     "docs/how-to/helm.md",
@@ -260,6 +261,23 @@ async fn render_guide_prints_its_texts() -> Result<()> {
     ] {
         ensure!(printed.contains(part), "no {part}: {printed}");
     }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn edge_apiserver_guide_renders_its_files() -> Result<()> {
+    if or_skip(require(&[Tool::Bash])).is_none() {
+        return Ok(());
+    }
+    let scratch = ScratchDir::new()?;
+    let text = script(&blocks(&page("docs/how-to/edge-apiserver.md")?));
+    bash(&text, scratch.path(), &[])?.run().await?.ok()?;
+    let rules = std::fs::read_to_string(scratch.path().join("edge-apiserver.nft"))?;
+    let redirect = "ip daddr 10.96.0.1 tcp dport 443 dnat to 169.254.2.1:10268";
+    ensure!(rules.matches(redirect).count() == 2, "{rules}");
+    let unit = scratch.path().join("culvert-edge-apiserver.service");
+    let unit = std::fs::read_to_string(unit)?;
+    ensure!(unit.contains("nft delete table ip culvert_edge_apiserver"), "{unit}");
     Ok(())
 }
 
