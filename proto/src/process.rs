@@ -5,6 +5,7 @@ pub mod accept;
 pub mod conn_limiter;
 pub mod diag;
 pub mod disk;
+pub mod doctor;
 pub mod file_watch;
 pub mod files;
 pub mod host;

@@ -20,7 +20,7 @@ use tokio::time::{Instant, timeout_at};
 use super::metrics::COMMIT;
 use super::{files, meta, telemetry};
 
-mod redact;
+pub(super) mod redact;
 
 use redact::redacted;
 

@@ -1,6 +1,7 @@
 //! Logging: text on a terminal, JSON elsewhere. Our crates log at the configured level, and
 //! libraries at a lower one.
 
+use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write as _};
 use std::str::FromStr;
 use std::sync::{Arc, mpsc};
@@ -176,6 +177,21 @@ pub fn print(text: &[u8]) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         written => written,
     }
+}
+
+/// Returns a line of text of others with visible characters only, as log lines have them. Hidden
+/// characters are escaped; those of JSON as in its strings.
+#[must_use]
+pub fn visible(line: &str, format: LogFormat) -> Cow<'_, str> {
+    let json = match format {
+        LogFormat::Text => false,
+        LogFormat::Json => true,
+    };
+    let sanitizer = Sanitizer {
+        json,
+        colors: false,
+    };
+    sanitizer.escaped(line)
 }
 
 /// Returns the filter for a level, and for access log lines. A peer can cause some library warnings

@@ -80,7 +80,7 @@ impl Write for LineWriter<'_> {
 }
 
 impl Sanitizer {
-    fn escaped(self, line: &str) -> Cow<'_, str> {
+    pub(super) fn escaped(self, line: &str) -> Cow<'_, str> {
         let (text, end) = match line.strip_suffix('\n') {
             Some(text) => (text, "\n"),
             None => (line, ""),

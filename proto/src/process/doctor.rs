@@ -1,0 +1,348 @@
+//! The output of the verb `doctor`: findings of the checks, and the exit code.
+//!
+//! Texts of peers and of the cluster are printed with visible characters only, and without what
+//! looks like a secret.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use serde::Serialize;
+
+use super::diag::redact::{redact, redacted};
+use super::telemetry::{LogFormat, visible};
+
+/// Version of the JSON documents. Raised when a field is removed or changes its meaning.
+const SCHEMA: u32 = 1;
+/// Exit code of a report with warnings and no errors.
+const EXIT_WARNINGS: u8 = 1;
+/// Exit code of a report with errors.
+const EXIT_ERRORS: u8 = 2;
+
+/// How serious a finding is. The most serious severity is the least.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// Requests fail.
+    Error,
+    /// Requests may fail, or fail soon.
+    Warning,
+    /// A fact to know; needs no action.
+    Info,
+}
+
+impl fmt::Display for Severity {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Error => "error",
+            Self::Warning => "warning",
+            Self::Info => "info",
+        })
+    }
+}
+
+/// A fault that a check found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// Id of the check, as in `D09`.
+    pub id: &'static str,
+    /// How serious the finding is.
+    pub severity: Severity,
+    /// The fault, in one line.
+    pub what: String,
+    /// The object that has the fault: a node, a file, an object of the cluster, an address.
+    pub place: String,
+    /// What happens if the fault is not fixed.
+    pub consequence: &'static str,
+    /// The command or the change that fixes the fault, in one line.
+    pub fix: String,
+    /// The page of the documentation.
+    pub link: &'static str,
+}
+
+/// A check that could not be done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Skipped {
+    /// Id of the check.
+    pub id: &'static str,
+    /// Why the facts of the check could not be obtained.
+    pub reason: String,
+}
+
+/// The result of all checks.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Faults, in the order in which they are printed.
+    pub findings: Vec<Finding>,
+    /// Checks that could not be done.
+    pub skipped: Vec<Skipped>,
+}
+
+/// The JSON document of a report.
+#[derive(Serialize)]
+struct ReportDocument<'a> {
+    schema: u32,
+    #[serde(flatten)]
+    report: &'a Report,
+}
+
+impl Report {
+    /// Adds the reason why a check could not be done.
+    pub fn skip(&mut self, id: &'static str, reason: impl Into<String>) {
+        let reason = reason.into();
+        self.skipped.push(Skipped { id, reason });
+    }
+
+    /// Keeps the results of the checks with these ids. Without ids all results stay.
+    pub fn retain(&mut self, ids: &[String]) {
+        let is_selected =
+            |id: &str| ids.is_empty() || ids.iter().any(|only| only.eq_ignore_ascii_case(id));
+        self.findings.retain(|finding| is_selected(finding.id));
+        self.skipped.retain(|skipped| is_selected(skipped.id));
+    }
+
+    /// Sorts the findings: the most serious ones first, then by id and place.
+    pub fn sort(&mut self) {
+        self.findings.sort_by(|left, right| {
+            let key = |finding: &Finding| (finding.severity, finding.id);
+            key(left)
+                .cmp(&key(right))
+                .then_with(|| left.place.cmp(&right.place))
+        });
+        self.skipped.sort_by_key(|skipped| skipped.id);
+    }
+
+    /// Returns whether a finding is an error.
+    #[must_use]
+    pub fn has_errors(&self) -> bool {
+        self.count(Severity::Error) > 0
+    }
+
+    /// Returns the exit code: 2 with errors, else 1 with warnings, else 0.
+    #[must_use]
+    pub fn exit_code(&self) -> u8 {
+        if self.has_errors() {
+            EXIT_ERRORS
+        } else if self.count(Severity::Warning) > 0 {
+            EXIT_WARNINGS
+        } else {
+            0
+        }
+    }
+
+    /// Writes the report as a JSON document or as text.
+    ///
+    /// # Errors
+    /// When `out` cannot be written.
+    pub fn print(&self, json: bool, out: &mut impl Write) -> io::Result<()> {
+        if json {
+            let document = ReportDocument {
+                schema: SCHEMA,
+                report: self,
+            };
+            return print_json(&document, out);
+        }
+        for finding in &self.findings {
+            let Finding {
+                id, severity, link, ..
+            } = finding;
+            let (what, place) = (line(&finding.what), line(&finding.place));
+            writeln!(out, "{severity} {id} {place}: {what}")?;
+            writeln!(out, "  consequence: {}", finding.consequence)?;
+            writeln!(out, "  fix: {}", line(&finding.fix))?;
+            writeln!(out, "  see: {link}")?;
+        }
+        for Skipped { id, reason } in &self.skipped {
+            writeln!(out, "skipped {id}: {}", line(reason))?;
+        }
+        writeln!(
+            out,
+            "errors: {}; warnings: {}; infos: {}; checks skipped: {}",
+            self.count(Severity::Error),
+            self.count(Severity::Warning),
+            self.count(Severity::Info),
+            self.skipped.len()
+        )
+    }
+
+    fn count(&self, severity: Severity) -> usize {
+        let of_severity = |finding: &&Finding| finding.severity == severity;
+        self.findings.iter().filter(of_severity).count()
+    }
+}
+
+/// What `--explain` prints about a check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Explanation {
+    /// Id of the check.
+    pub id: &'static str,
+    /// What the check looks at.
+    pub checks: &'static str,
+    /// What happens if a fault is not fixed.
+    pub consequence: &'static str,
+    /// The commands or the patch that fix a fault.
+    pub fix: &'static str,
+    /// The page of the documentation.
+    pub link: &'static str,
+}
+
+/// The JSON document of an explanation.
+#[derive(Serialize)]
+struct ExplanationDocument<'a> {
+    schema: u32,
+    #[serde(flatten)]
+    explanation: &'a Explanation,
+}
+
+impl Explanation {
+    /// Returns the explanation of a check. The case of the id does not matter.
+    #[must_use]
+    pub fn find<'a>(table: &'a [Self], id: &str) -> Option<&'a Self> {
+        let mut table = table.iter();
+        table.find(|explanation| explanation.id.eq_ignore_ascii_case(id))
+    }
+
+    /// Writes the explanation as a JSON document or as text.
+    ///
+    /// # Errors
+    /// When `out` cannot be written.
+    pub fn print(&self, json: bool, out: &mut impl Write) -> io::Result<()> {
+        if json {
+            let document = ExplanationDocument {
+                schema: SCHEMA,
+                explanation: self,
+            };
+            return print_json(&document, out);
+        }
+        writeln!(out, "{}: {}", self.id, self.checks)?;
+        writeln!(out, "consequence: {}", self.consequence)?;
+        writeln!(out, "fix:")?;
+        for command in self.fix.lines() {
+            writeln!(out, "  {command}")?;
+        }
+        writeln!(out, "see: {}", self.link)
+    }
+}
+
+/// Returns text of others as one line of visible characters without secrets.
+fn line(text: &str) -> String {
+    let redacted = redact(text.trim_end());
+    visible(&redacted, LogFormat::Text).into_owned()
+}
+
+/// Writes a document with visible characters and without secrets.
+fn print_json(document: &impl Serialize, out: &mut impl Write) -> io::Result<()> {
+    let document = redacted(serde_json::to_value(document)?);
+    let text = serde_json::to_string_pretty(&document)?;
+    for line in text.lines() {
+        writeln!(out, "{}", visible(line, LogFormat::Json))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    fn finding(id: &'static str, severity: Severity, place: &str) -> Finding {
+        Finding {
+            id,
+            severity,
+            what: "no agent is connected".to_owned(),
+            place: place.to_owned(),
+            consequence: "requests for the node fail",
+            fix: "systemctl restart tunnel-agent".to_owned(),
+            link: "docs/how-to/doctor.md",
+        }
+    }
+
+    fn printed(report: &Report, json: bool) -> String {
+        let mut out = Vec::new();
+        report.print(json, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn exit_code_is_that_of_the_most_serious_finding() {
+        for (severities, expected) in [
+            (vec![], 0),
+            (vec![Severity::Info], 0),
+            (vec![Severity::Info, Severity::Warning], 1),
+            (vec![Severity::Error, Severity::Warning], 2),
+        ] {
+            let findings = severities.iter();
+            let mut report = Report {
+                findings: findings.map(|severity| finding("D09", *severity, "a")).collect(),
+                ..Report::default()
+            };
+            report.skip("D04", "no API server");
+            assert_eq!(report.exit_code(), expected, "{severities:?}");
+        }
+    }
+
+    #[test]
+    fn findings_are_sorted_by_severity_and_selected_by_id() {
+        let mut report = Report {
+            findings: vec![
+                finding("D18", Severity::Warning, "host"),
+                finding("D09", Severity::Error, "b"),
+                finding("D09", Severity::Error, "a"),
+            ],
+            ..Report::default()
+        };
+        report.skip("D04", "no API server");
+        report.sort();
+        report.retain(&[]);
+        let places = report.findings.iter().map(|finding| finding.place.as_str());
+        assert_eq!(places.collect::<Vec<_>>(), ["a", "b", "host"]);
+        report.retain(&["d18".to_owned()]);
+        assert_eq!(report.findings.len(), 1);
+        assert!(report.skipped.is_empty());
+    }
+
+    #[test]
+    fn hostile_texts_are_visible_and_secrets_are_not() {
+        let token = format!("abcdef.{}", "0123456789abcdef".repeat(4));
+        let mut report = Report {
+            findings: vec![finding("D09", Severity::Error, "a\u{202e}\n\x1b[31m")],
+            ..Report::default()
+        };
+        report.skip("D04", format!("https://user:canary@host {token}"));
+        for json in [false, true] {
+            let text = printed(&report, json);
+            for hidden in ["\u{202e}", "\x1b", "canary", token.as_str()] {
+                assert!(!text.contains(hidden), "{text}");
+            }
+        }
+        let text = printed(&report, false);
+        assert!(text.starts_with("error D09 a\\u{202e}\\u{a}\\u{1b}[31m: no agent"));
+        assert_eq!(text.lines().count(), 6, "{text}");
+        let document: Value = serde_json::from_str(&printed(&report, true)).unwrap();
+        assert_eq!(document["schema"], 1);
+        assert_eq!(document["findings"][0]["severity"], "error");
+        assert_eq!(document["findings"][0]["place"], "a\u{202e}\n\x1b[31m");
+        assert_eq!(document["skipped"][0]["id"], "D04");
+    }
+
+    #[test]
+    fn explanation_is_found_in_either_case() {
+        let table = [Explanation {
+            id: "D09",
+            checks: "agents",
+            consequence: "requests fail",
+            fix: "one\ntwo",
+            link: "docs/how-to/doctor.md",
+        }];
+        assert!(Explanation::find(&table, "D99").is_none());
+        let explanation = Explanation::find(&table, "d09").unwrap();
+        let mut out = Vec::new();
+        explanation.print(false, &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains("fix:\n  one\n  two\n"), "{text}");
+        let mut out = Vec::new();
+        explanation.print(true, &mut out).unwrap();
+        let document: Value = serde_json::from_slice(&out).unwrap();
+        assert_eq!((&document["id"], &document["schema"]), (&"D09".into(), &1.into()));
+    }
+}
