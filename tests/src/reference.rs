@@ -110,7 +110,7 @@ fn verbs(text: &mut String, command: &Command, path: &str) {
             .unwrap_or_default();
         put(text, format_args!("\n## `{path}`\n\n{about}.\n"));
         let mut flags = flags_of(verb);
-        if ["check-config", "diag"].contains(&verb.get_name()) {
+        if ["check-config", "diag", "doctor"].contains(&verb.get_name()) {
             text.push_str("\nIt takes the flags and variables of `run`.\n");
             flags.retain(|flag| !settings.contains(&id_of(flag)));
         }

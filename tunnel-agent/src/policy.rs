@@ -300,9 +300,14 @@ mod tests {
     fn listeners_for_targets_of_the_cloud_are_denied_whatever_the_port_lists_say() {
         let dial_policy = DialPolicy {
             localhost_ports: "1-65535".parse().unwrap(),
-            cloud_listeners: ["127.0.0.1:10268", "169.254.2.1:10268", "0.0.0.0:443", "[::]:444"]
-                .map(|listener| listener.parse::<SocketAddr>().unwrap())
-                .to_vec(),
+            cloud_listeners: [
+                "127.0.0.1:10268",
+                "169.254.2.1:10268",
+                "0.0.0.0:443",
+                "[::]:444",
+            ]
+            .map(|listener| listener.parse::<SocketAddr>().unwrap())
+            .to_vec(),
             ..DialPolicy::default()
         };
         let own = |ip: IpAddr| ip.is_loopback() || ip == IpAddr::from([192, 0, 2, 1]);

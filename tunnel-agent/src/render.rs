@@ -254,7 +254,13 @@ mod tests {
             assert!(text.contains(expected), "{flags}: {text}");
         }
         let all = rendered("--service-ip 10.96.0.1").unwrap();
-        for file in ["tls-server-name", "daddr", "[Unit]", "_PORT", "# --listen 127"] {
+        for file in [
+            "tls-server-name",
+            "daddr",
+            "[Unit]",
+            "_PORT",
+            "# --listen 127",
+        ] {
             assert!(all.contains(file), "{file}: {all}");
         }
         assert!(rendered("").unwrap().contains("# --service-ip is"));

@@ -31,6 +31,7 @@ use crate::store::data_dir::DataDir;
 
 mod client;
 pub mod discovery;
+pub mod doctor;
 mod message;
 pub(crate) mod node_metrics;
 pub(crate) mod page;

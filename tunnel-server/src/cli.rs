@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
+use crate::admin::doctor::DoctorOptions;
 use crate::admin::render::RenderVerb;
 use crate::admin::verbs::connect::ConnectArgs;
 use crate::admin::verbs::{CaArgs, HealthcheckArgs, NodesArgs, TokenVerb};
@@ -59,6 +60,12 @@ pub enum Verb {
     /// are not replaced: read the file before you pass it on. A fact that cannot be obtained is an
     /// error in its place. The command takes at most 30 s.
     Diag(Box<DiagArgs>),
+    /// Look for what keeps requests from reaching nodes, and print how to fix it
+    ///
+    /// The command asks the running server, this host, and with --kubeconfig or in a Pod the API
+    /// server. It changes nothing and prints no secrets. A check whose facts cannot be obtained is
+    /// skipped, with the reason. Exit code 0: no faults; 1: warnings; 2: errors.
+    Doctor(Box<DoctorArgs>),
     /// Print texts for other programs: kube-apiserver, CoreDNS, Prometheus, systemd; nothing is
     /// applied
     #[command(subcommand)]
@@ -95,6 +102,17 @@ pub struct DiagArgs {
     pub source: ConfigArgs,
 }
 
+/// The checks and the sources of `doctor`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DoctorArgs {
+    /// Selection of the checks and form of the report.
+    #[command(flatten)]
+    pub options: DoctorOptions,
+    /// Settings of the server, as `run` has them.
+    #[command(flatten)]
+    pub source: ConfigArgs,
+}
+
 /// Returns the command with all its flags, for completion and the generated reference.
 #[must_use]
 pub fn command() -> clap::Command {
@@ -107,7 +125,7 @@ A first node:
   tunnel-server token create --node worker-1        # prints the command to run on the node
   curl -H 'Host: worker-1:9100' http://127.0.0.1:10264/metrics
 
-Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke.";
+Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke. doctor: 1 warnings, 2 errors.";
 
 #[cfg(test)]
 mod tests {

@@ -34,6 +34,7 @@ use crate::store::data_dir::DataDir;
 mod api_call;
 mod client;
 mod conditions;
+pub(crate) mod doctor;
 mod events;
 mod failure;
 #[cfg(feature = "test-util")]

@@ -14,10 +14,11 @@ use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, handle_signals};
 use tunnel_proto::process::telemetry;
+use tunnel_server::admin::doctor;
 use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag};
 use tunnel_server::app::App;
-use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, Verb, command};
+use tunnel_server::cli::{Cli, ConfigArgs, DiagArgs, DoctorArgs, Verb, command};
 use tunnel_server::config::{self, Config, ENV_PREFIX, known_variables};
 
 /// jemalloc returns memory to the system within seconds after a load peak; glibc's allocator does
@@ -65,6 +66,7 @@ fn run_verb(verb: Verb) -> anyhow::Result<ExitCode> {
         Verb::Connect(arguments) => block_on(arguments.run()),
         Verb::Healthcheck(arguments) => block_on(arguments.run()),
         Verb::Diag(arguments) => block_on(run_diag(*arguments)),
+        Verb::Doctor(arguments) => run_doctor(*arguments),
         Verb::Render(verb) => {
             verb.run()?;
             Ok(ExitCode::SUCCESS)
@@ -100,16 +102,32 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// Runs a short command on a single-threaded runtime.
+/// Runs a short command whose result is printed.
 fn block_on(verb: impl Future<Output = Result<(), VerbError>>) -> anyhow::Result<ExitCode> {
+    run_to_end(verb)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs a short command on a single-threaded runtime.
+fn run_to_end<T>(verb: impl Future<Output = Result<T, VerbError>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let done = runtime.block_on(verb);
     // A thread may still be blocked on standard input.
     runtime.shutdown_background();
-    done?;
-    Ok(ExitCode::SUCCESS)
+    Ok(done?)
+}
+
+fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
+    let DoctorArgs { options, source } = arguments;
+    if let Some(id) = &options.explain {
+        doctor::explain(id, options.json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let config = load(source)?;
+    let code = run_to_end(doctor::run(&config, &options))?;
+    Ok(ExitCode::from(code))
 }
 
 async fn run_diag(arguments: DiagArgs) -> Result<(), VerbError> {

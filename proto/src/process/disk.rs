@@ -50,7 +50,10 @@ pub fn start(data_dir: PathBuf, readiness: Readiness, shutdown: &Shutdown) {
     });
 }
 
-fn check(data_dir: &Path) -> Option<String> {
+/// Returns why files cannot be written to the file system of `data_dir`, and `None` for a directory
+/// that does not exist. Blocks while the file system does not answer.
+#[must_use]
+pub fn check(data_dir: &Path) -> Option<String> {
     let finding = finding(&statvfs(data_dir).ok()?)?;
     Some(format!("data directory {}: {finding}", data_dir.display()))
 }

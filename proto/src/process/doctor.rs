@@ -22,7 +22,7 @@ const EXIT_ERRORS: u8 = 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// Requests fail.
+    /// Requests fail, or the process cannot work.
     Error,
     /// Requests may fail, or fail soon.
     Warning,
@@ -273,7 +273,9 @@ mod tests {
         ] {
             let findings = severities.iter();
             let mut report = Report {
-                findings: findings.map(|severity| finding("D09", *severity, "a")).collect(),
+                findings: findings
+                    .map(|severity| finding("D09", *severity, "a"))
+                    .collect(),
                 ..Report::default()
             };
             report.skip("D04", "no API server");
@@ -343,6 +345,9 @@ mod tests {
         let mut out = Vec::new();
         explanation.print(true, &mut out).unwrap();
         let document: Value = serde_json::from_slice(&out).unwrap();
-        assert_eq!((&document["id"], &document["schema"]), (&"D09".into(), &1.into()));
+        assert_eq!(
+            (&document["id"], &document["schema"]),
+            (&"D09".into(), &1.into())
+        );
     }
 }

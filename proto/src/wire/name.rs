@@ -114,7 +114,9 @@ impl fmt::Display for NodeName {
 
 /// The reason why a text is not the name of a cloud target.
 #[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
-#[error("name is not a DNS label (1 to 63 of a-z, 0-9 and '-', beginning and ending with a-z or 0-9)")]
+#[error(
+    "name is not a DNS label (1 to 63 of a-z, 0-9 and '-', beginning and ending with a-z or 0-9)"
+)]
 pub struct CloudTargetError;
 
 /// The name of a target of the cloud that agents may reach, such as `apiserver`: a DNS label in lower
@@ -134,7 +136,8 @@ impl FromStr for CloudTarget {
     type Err = CloudTargetError;
 
     fn from_str(text: &str) -> Result<Self, CloudTargetError> {
-        let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+        let is_inner =
+            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
         let has_label_syntax = (1..=LABEL_MAX).contains(&text.len())
             && !text.starts_with('-')
             && !text.ends_with('-')

@@ -300,11 +300,11 @@ fn token_id(created: &Finished) -> Result<String> {
 }
 
 /// Binary, subcommand, and words that its help must contain.
-const HELP: [(&str, &str, &str); 24] = [
+const HELP: &[(&str, &str, &str)] = &[
     (
         SERVER,
         "",
-        "run check-config token nodes ca connect healthcheck diag render completion version",
+        "run check-config token nodes ca connect healthcheck diag doctor render completion version",
     ),
     (
         SERVER,
@@ -339,6 +339,11 @@ const HELP: [(&str, &str, &str); 24] = [
     ),
     (SERVER, "render coredns", "--output --force --check"),
     (SERVER, "render dnat-cleanup", "iptables-save nft"),
+    (
+        SERVER,
+        "doctor",
+        "--json --node --only --explain --wait --timeout --kubeconfig --data-dir",
+    ),
     (SERVER, "completion", "bash"),
     (
         AGENT,

@@ -18,7 +18,7 @@ use crate::cluster::kustomizers;
 use crate::dns::report_figure;
 
 /// The pages whose blocks are all marked.
-const GUIDES: [&str; 39] = [
+const GUIDES: &[&str] = &[
     "docs/README.md",
     "docs/explanation/cluster.md",
     "docs/explanation/comparison.md",
@@ -33,6 +33,7 @@ const GUIDES: [&str; 39] = [
     "docs/how-to/backup.md",
     "docs/how-to/compose.md",
     "docs/how-to/dns.md",
+    "docs/how-to/doctor.md",
     "docs/how-to/edge-apiserver.md",
     "docs/how-to/egress-selector.md",
     "docs/how-to/harden.md",
@@ -277,7 +278,10 @@ async fn edge_apiserver_guide_renders_its_files() -> Result<()> {
     ensure!(rules.matches(redirect).count() == 2, "{rules}");
     let unit = scratch.path().join("culvert-edge-apiserver.service");
     let unit = std::fs::read_to_string(unit)?;
-    ensure!(unit.contains("nft delete table ip culvert_edge_apiserver"), "{unit}");
+    ensure!(
+        unit.contains("nft delete table ip culvert_edge_apiserver"),
+        "{unit}"
+    );
     Ok(())
 }
 

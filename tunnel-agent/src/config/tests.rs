@@ -359,7 +359,8 @@ fn listeners_for_targets_of_the_cloud_are_local_unless_they_may_be_wide() {
     let twice = ["a=127.0.0.1:1", "b=127.0.0.1:1"];
     let twice = errors(|raw| raw.cloud_listen = twice.map(str::to_owned).to_vec());
     assert!(twice[0].contains("set twice"), "{twice:?}");
-    let wide = from_yaml("cloudListen: [apiserver=0.0.0.0:10268]\ncloudListenWide: true\n").unwrap();
+    let wide =
+        from_yaml("cloudListen: [apiserver=0.0.0.0:10268]\ncloudListenWide: true\n").unwrap();
     let wide = checked(|raw| *raw = wide.or(raw.clone()));
     assert_eq!(wide.cloud_listeners[0].address.to_string(), "0.0.0.0:10268");
 }

@@ -171,10 +171,22 @@ mod tests {
         let in_use = io::Error::from(io::ErrorKind::AddrInUse);
         let denied = io::Error::from(io::ErrorKind::PermissionDenied);
         for (listener, error, expected) in [
-            ("a=127.0.0.1:10261", &in_use, "this is the port of Yurthub's proxy:"),
-            ("a=127.0.0.1:10268", &in_use, "Yurthub's proxy over TLS: stop it"),
+            (
+                "a=127.0.0.1:10261",
+                &in_use,
+                "this is the port of Yurthub's proxy:",
+            ),
+            (
+                "a=127.0.0.1:10268",
+                &in_use,
+                "Yurthub's proxy over TLS: stop it",
+            ),
             ("a=127.0.0.1:7", &in_use, "another process has it"),
-            ("a=127.0.0.1:7", &denied, "127.0.0.1:7 (--cloud-listen a): permission denied"),
+            (
+                "a=127.0.0.1:7",
+                &denied,
+                "127.0.0.1:7 (--cloud-listen a): permission denied",
+            ),
         ] {
             let text = problem(&listener.parse().unwrap(), error);
             assert!(text.contains(expected), "{text}");

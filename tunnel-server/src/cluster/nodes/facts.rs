@@ -96,10 +96,10 @@ impl Resource for NodeObject {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(in crate::cluster) struct NodeFacts {
-    pub(super) hostname: Option<Box<str>>,
-    pub(super) internal: Vec<IpAddr>,
+    pub(in crate::cluster) hostname: Option<Box<str>>,
+    pub(in crate::cluster) internal: Vec<IpAddr>,
     pub(super) external: Vec<IpAddr>,
-    pub(super) is_edge: bool,
+    pub(in crate::cluster) is_edge: bool,
     pub(super) kubelet_port: Option<u16>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pod_networks: Vec<Box<str>>,

@@ -1,0 +1,106 @@
+//! The command `doctor`: looks for what keeps requests from reaching nodes, and says how to fix it.
+//!
+//! [`facts`] gathers, [`checks`] decides and is pure. The command only reads.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tunnel_proto::process::doctor::{Explanation, Report};
+use tunnel_proto::process::telemetry;
+use tunnel_proto::wire::name::NodeName;
+
+use super::verbs::VerbError;
+use crate::config::Config;
+
+mod checks;
+mod facts;
+mod report;
+
+/// The flags of `doctor`, except for those of `run`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DoctorOptions {
+    /// Print the report as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Node to check; repeatable [default: all]
+    #[arg(long, value_name = "NAME")]
+    pub node: Vec<NodeName>,
+    /// Check to do, as in D09; repeatable, or separated by commas [default: all]
+    #[arg(long, value_name = "ID", value_delimiter = ',', value_parser = check_id)]
+    pub only: Vec<String>,
+    /// Print what a check looks at, and how its faults are fixed, and exit
+    #[arg(long, value_name = "ID", value_parser = check_id)]
+    pub explain: Option<String>,
+    /// Repeat the checks until there is no error, or for this time
+    #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = humantime::parse_duration)]
+    pub wait: Duration,
+    /// Time limit of the checks, or of each repetition
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = humantime::parse_duration)]
+    pub timeout: Duration,
+}
+
+/// Does the checks and prints the report. Returns the exit code: 0 without faults, 1 with warnings,
+/// 2 with errors.
+///
+/// # Errors
+/// Returns [`VerbError::File`] if standard output cannot be written.
+pub async fn run(config: &Config, options: &DoctorOptions) -> Result<u8, VerbError> {
+    let end = Instant::now() + options.wait;
+    let report = loop {
+        let report = examine(config, options).await;
+        if !report.has_errors() || Instant::now() + PAUSE > end {
+            break report;
+        }
+        tokio::time::sleep(PAUSE).await;
+    };
+    let mut text = Vec::new();
+    report.print(options.json, &mut text)?;
+    telemetry::print(&text)?;
+    Ok(report.exit_code())
+}
+
+/// Prints the explanation of a check.
+///
+/// # Errors
+/// Returns [`VerbError::File`] if standard output cannot be written.
+pub fn explain(id: &str, json: bool) -> Result<(), VerbError> {
+    let mut text = Vec::new();
+    if let Some(explanation) = Explanation::find(report::EXPLANATIONS, id) {
+        explanation.print(json, &mut text)?;
+    }
+    Ok(telemetry::print(&text)?)
+}
+
+async fn examine(config: &Config, options: &DoctorOptions) -> Report {
+    let gathered = facts::gather(config, &options.node, options.timeout);
+    let mut report = checks::examine(&Box::pin(gathered).await);
+    report.retain(&options.only);
+    report.sort();
+    report
+}
+
+/// Parses the id of a check.
+fn check_id(text: &str) -> Result<String, String> {
+    match Explanation::find(report::EXPLANATIONS, text) {
+        Some(explanation) => Ok(explanation.id.to_owned()),
+        None => {
+            let ids = report::EXPLANATIONS.iter().map(|known| known.id);
+            let ids: Vec<&str> = ids.collect();
+            Err(format!("no check has this id; there are {}", ids.join(", ")))
+        }
+    }
+}
+
+/// Pause between two repetitions of the checks.
+const PAUSE: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn id_is_known_in_either_case_and_others_are_refused() {
+        assert_eq!(check_id("d09").as_deref(), Ok("D09"));
+        assert!(check_id("D99").unwrap_err().contains("D01, D02"));
+    }
+}

@@ -1,0 +1,267 @@
+//! Checks of the objects that the server uses. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use tunnel_proto::process::doctor::Severity;
+
+use crate::admin::doctor::facts::{Facts, ServerAnswer};
+use crate::admin::doctor::report::Fault;
+use crate::cluster::doctor::{ClusterFacts, Fact, ServiceFacts};
+
+/// D04: the Service of the listeners.
+pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
+    let cluster = match &facts.cluster {
+        Ok(cluster) => cluster,
+        Err(reason) => return conditions_or(facts, &["service"], reason),
+    };
+    let (namespace, name) = (&cluster.namespace, &cluster.names.internal_service);
+    let fault = |what: String, fix: String| Fault {
+        severity: Severity::Error,
+        place: format!("Service {namespace}/{name}"),
+        what,
+        fix,
+    };
+    let service = cluster.service.as_ref().map_err(Clone::clone)?;
+    let Some(service) = service else {
+        let fix = "kubectl apply -f install.yaml; or name the Service by --internal-service";
+        return Ok(vec![fault("does not exist".to_owned(), fix.to_owned())]);
+    };
+    let mut faults = Vec::new();
+    if service.addresses.is_empty() {
+        let fix = format!("kubectl -n {namespace} get service {name} -o yaml; remove clusterIP: None");
+        faults.push(fault("has no cluster address".to_owned(), fix));
+    }
+    faults.extend(port_faults(service).into_iter().map(|what| {
+        fault(what, format!("kubectl -n {namespace} edit service {name}; see the log of the leader"))
+    }));
+    let ready = cluster.ready_endpoints.as_ref().map_err(Clone::clone)?;
+    if *ready == 0 {
+        let fix = format!("kubectl -n {namespace} get pods -l app.kubernetes.io/name=tunnel-server");
+        faults.push(fault("has no ready endpoint".to_owned(), fix));
+    }
+    Ok(faults)
+}
+
+/// Compares the ports of the Service with those that it should have. A target with a name is not
+/// checked.
+fn port_faults(service: &ServiceFacts) -> Vec<String> {
+    let wrong = service.expected.iter().filter_map(|(port, target)| {
+        match service.ports.get(port) {
+            None => Some(format!("port {port} is missing; its target is {target}")),
+            Some(Some(actual)) if actual != target => {
+                Some(format!("port {port} leads to {actual} and not to {target}"))
+            }
+            Some(_) => None,
+        }
+    });
+    wrong.collect()
+}
+
+/// D05: the ConfigMap of the records.
+pub(super) fn records(facts: &Facts) -> Fact<Vec<Fault>> {
+    let conditions = ["records size", "watching records", "writing records"];
+    let mut faults = of_conditions(facts, &conditions);
+    let compared = compare_records(facts);
+    if faults.is_empty() {
+        return compared;
+    }
+    faults.extend(compared.unwrap_or_default());
+    Ok(faults)
+}
+
+fn compare_records(facts: &Facts) -> Fact<Vec<Fault>> {
+    let cluster = facts.cluster.as_ref().map_err(Clone::clone)?;
+    let records = cluster.records.as_ref().map_err(Clone::clone)?;
+    let (namespace, name) = (&cluster.namespace, &cluster.names.nodes_config_map);
+    let fault = |what: String| Fault {
+        severity: Severity::Error,
+        place: format!("ConfigMap {namespace}/{name}"),
+        what,
+        fix: format!(
+            "see the log of the server that holds Lease {}: kubectl -n {namespace} get lease {0} -o \
+             jsonpath='{{.spec.holderIdentity}}'",
+            cluster.names.leader_lease
+        ),
+    };
+    let Some(written) = &records.written else {
+        return Ok(vec![fault("has no records".to_owned())]);
+    };
+    let lines = |text: &str| -> Vec<String> {
+        let lines = text.lines().map(|line| line.trim().to_owned());
+        lines.filter(|line| !line.is_empty()).collect()
+    };
+    let (expected, written) = (lines(&records.expected), lines(written));
+    let expected: BTreeSet<&str> = expected.iter().map(String::as_str).collect();
+    let unique: BTreeSet<&str> = written.iter().map(String::as_str).collect();
+    let sample = |lines: Vec<&str>| {
+        let shown: Vec<&str> = lines.iter().take(SHOWN_MAX).copied().collect();
+        format!("{} ({})", lines.len(), shown.join(", ").replace('\t', " "))
+    };
+    let mut faults = Vec::new();
+    let missing: Vec<&str> = expected.difference(&unique).copied().collect();
+    if !missing.is_empty() {
+        faults.push(fault(format!("lines are missing: {}", sample(missing))));
+    }
+    let stale: Vec<&str> = unique.difference(&expected).copied().collect();
+    if !stale.is_empty() {
+        faults.push(fault(format!("lines are stale: {}", sample(stale))));
+    }
+    if unique.len() < written.len() {
+        let repeated = written.len() - unique.len();
+        faults.push(fault(format!("lines are there twice: {repeated}")));
+    }
+    Ok(faults)
+}
+
+/// D07: the ConfigMap of ports.
+pub(super) fn port_lists(facts: &Facts) -> Fact<Vec<Fault>> {
+    let cluster = match &facts.cluster {
+        Ok(cluster) => cluster,
+        Err(reason) => return conditions_or(facts, &["port lists"], reason),
+    };
+    let Some(lists) = cluster.port_lists.as_ref().map_err(Clone::clone)? else {
+        return Ok(Vec::new());
+    };
+    let (namespace, name) = (&cluster.namespace, &cluster.names.ports_config_map);
+    let fault = |what: String| Fault {
+        severity: Severity::Warning,
+        place: format!("ConfigMap {namespace}/{name}"),
+        what,
+        fix: format!("kubectl -n {namespace} edit configmap {name}"),
+    };
+    let in_both = lists.in_both.iter().map(|port| {
+        format!("port {port} is in the lists of http and https, and https counts")
+    });
+    let mistakes = lists.mistakes.iter().map(|mistake| format!("{mistake}, and is ignored"));
+    Ok(mistakes.chain(in_both).map(fault).collect())
+}
+
+/// D08: names and addresses of the nodes.
+pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
+    let mut faults = of_conditions(facts, &["node claims"]);
+    let cluster = match &facts.cluster {
+        Ok(cluster) => cluster,
+        Err(reason) => {
+            faults.extend(of_conditions(facts, &["node names"]));
+            faults.extend(known_addresses(facts));
+            return if faults.is_empty() { Err(reason.clone()) } else { Ok(faults) };
+        }
+    };
+    let nodes = cluster.nodes.as_ref().map_err(Clone::clone)?;
+    faults.extend(nodes.refused.iter().map(|what| Fault {
+        severity: Severity::Warning,
+        place: "Nodes".to_owned(),
+        what: what.clone(),
+        fix: "rename the Node, or allow its host name with --record-names".to_owned(),
+    }));
+    let mut owners: BTreeMap<IpAddr, Vec<&str>> = BTreeMap::new();
+    for node in &nodes.nodes {
+        for address in &node.internal {
+            owners.entry(*address).or_default().push(&node.name);
+        }
+    }
+    faults.extend(shared_addresses(facts, &owners));
+    for node in nodes.nodes.iter().filter(|node| facts.is_selected(&node.name)) {
+        let hostname = node.hostname.as_ref();
+        if let Some(hostname) = hostname.filter(|hostname| **hostname != node.name) {
+            faults.push(Fault {
+                severity: Severity::Info,
+                place: format!("Node {}", node.name),
+                what: format!("the host name {hostname} differs from the name of the Node"),
+                fix: "use the name of the Node; callers that use the host name reach it by an alias".to_owned(),
+            });
+        }
+    }
+    faults.extend(service_name_faults(facts, cluster));
+    Ok(faults)
+}
+
+/// Returns a fault for each address that several nodes have.
+fn shared_addresses(facts: &Facts, owners: &BTreeMap<IpAddr, Vec<&str>>) -> Vec<Fault> {
+    let shared = owners.iter().filter(|(_, names)| {
+        names.len() > 1 && names.iter().any(|name| facts.is_selected(name))
+    });
+    let faults = shared.map(|(address, names)| {
+        let shown: Vec<&str> = names.iter().take(SHOWN_MAX).copied().collect();
+        Fault {
+            severity: Severity::Warning,
+            place: format!("address {address}"),
+            what: format!("{} nodes have it: {}", names.len(), shown.join(", ")),
+            fix: "reach them by name; requests by this address are refused".to_owned(),
+        }
+    });
+    faults.collect()
+}
+
+/// Returns the faults of addresses that the running server knows.
+fn known_addresses(facts: &Facts) -> Vec<Fault> {
+    let ServerAnswer::Nodes(nodes) = &facts.server else {
+        return Vec::new();
+    };
+    let conflicts = nodes.iter().flat_map(|node| &node.address_conflicts);
+    let owners: BTreeMap<IpAddr, Vec<&str>> = conflicts
+        .map(|(address, names)| (*address, names.iter().map(String::as_str).collect()))
+        .collect();
+    shared_addresses(facts, &owners)
+}
+
+/// Returns a fault for each edge node that has the name of a Service. In the Service's namespace,
+/// or with it as a second label, the name resolves to the Service.
+fn service_name_faults(facts: &Facts, cluster: &ClusterFacts) -> Vec<Fault> {
+    let (Ok(nodes), Ok(services)) = (&cluster.nodes, &cluster.service_names) else {
+        return Vec::new();
+    };
+    let mut by_name: BTreeMap<&str, &str> = BTreeMap::new();
+    for full in services {
+        by_name.insert(full, full);
+        if let Some((short, _namespace)) = full.split_once('.') {
+            by_name.insert(short, full);
+        }
+    }
+    let edges = nodes.nodes.iter().filter(|node| node.is_edge && facts.is_selected(&node.name));
+    let faults = edges.filter_map(|node| {
+        let service = by_name.get(node.name.as_str())?;
+        Some(Fault {
+            severity: Severity::Warning,
+            place: format!("Node {}", node.name),
+            what: format!("Service {service} has the same short name, which Pods may resolve instead"),
+            fix: "rename the Service, or use the long name of the node (--dns-zone)".to_owned(),
+        })
+    });
+    faults.collect()
+}
+
+/// D11: the rights of the credentials of this command.
+pub(super) fn rights(facts: &Facts) -> Fact<Vec<Fault>> {
+    let cluster = facts.cluster.as_ref().map_err(Clone::clone)?;
+    let denied = cluster.denied.as_ref().map_err(Clone::clone)?;
+    let faults = denied.iter().map(|right| Fault {
+        severity: Severity::Error,
+        place: "rights".to_owned(),
+        what: format!("the credentials of this command may not {right}"),
+        fix: "kubectl apply -f install.yaml; then use this command with the server's credentials".to_owned(),
+    });
+    Ok(faults.collect())
+}
+
+/// Returns the faults that conditions of these components describe.
+fn of_conditions(facts: &Facts, components: &[&str]) -> Vec<Fault> {
+    let conditions = facts.conditions().into_iter();
+    let selected = conditions.filter(|condition| components.contains(&condition.component));
+    selected
+        .map(|condition| condition.fault(Severity::Warning))
+        .collect()
+}
+
+/// Returns the faults that conditions describe, or the reason why the objects are not known.
+fn conditions_or(facts: &Facts, components: &[&str], reason: &str) -> Fact<Vec<Fault>> {
+    let faults = of_conditions(facts, components);
+    if faults.is_empty() {
+        return Err(reason.to_owned());
+    }
+    Ok(faults)
+}
+
+/// Number of names or lines that a finding shows.
+const SHOWN_MAX: usize = 8;

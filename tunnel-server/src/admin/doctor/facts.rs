@@ -1,0 +1,291 @@
+//! Gathers the facts of `doctor` from the running server, this host and the API server, all at the
+//! same time. A fact that cannot be obtained is the reason for that.
+
+use std::fs;
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+use tunnel_proto::process::doctor::Severity;
+use tunnel_proto::process::{disk, meta};
+use tunnel_proto::wire::name::NodeName;
+
+use super::report::Fault;
+use crate::admin::status::NodeStatus;
+use crate::admin::{AdminClient, AdminError};
+use crate::cluster::doctor::{ClusterFacts, ClusterObjects, Fact};
+use crate::config::Config;
+use crate::store::data_dir::DataDir;
+
+/// The facts for all checks.
+pub(super) struct Facts {
+    pub(super) only_nodes: Vec<NodeName>,
+    pub(super) data_dir: PathBuf,
+    pub(super) server: ServerAnswer,
+    /// Lines of the page `/readyz?verbose`.
+    pub(super) readiness: Fact<Vec<String>>,
+    pub(super) host: HostFacts,
+    pub(super) cluster: Fact<ClusterFacts>,
+    /// Remaining validity of a certificate below which its renewal is overdue.
+    pub(super) renewal_margin: Duration,
+    pub(super) now: SystemTime,
+}
+
+/// The answer of the running server.
+pub(super) enum ServerAnswer {
+    /// The list of nodes.
+    Nodes(Vec<NodeStatus>),
+    /// No server runs with the data directory.
+    NotRunning,
+    /// A server is there and gives no answer.
+    NoAnswer(String),
+    /// This user cannot ask the server.
+    Unknown(String),
+}
+
+/// Facts about this host.
+pub(super) struct HostFacts {
+    pub(super) buffers: Vec<UdpBuffer>,
+    /// Maximum number of open files of the server.
+    pub(super) descriptors: Fact<u64>,
+    /// Why the data directory cannot be written.
+    pub(super) disk: Fact<Option<String>>,
+}
+
+/// The maximum size of a socket buffer.
+pub(super) struct UdpBuffer {
+    /// Name of the setting.
+    pub(super) setting: &'static str,
+    pub(super) bytes: Fact<u64>,
+}
+
+/// Gathers the facts within `limit`.
+pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Duration) -> Facts {
+    // The report is printed within the limit too.
+    let limit = limit.saturating_sub(RESERVE).max(limit / 2);
+    let (server, readiness, host, objects) = tokio::join!(
+        Box::pin(server(&config.data_dir, limit)),
+        Box::pin(readiness(config.meta_listen, limit)),
+        Box::pin(host(&config.data_dir, limit)),
+        Box::pin(within(limit, ClusterObjects::read(config))),
+    );
+    let cluster = objects.and_then(|objects| {
+        let settings = config.kubernetes.as_ref().ok_or(NO_ANSWER)?;
+        Ok(objects.facts(config, settings, |node| server.is_connected(node)))
+    });
+    Facts {
+        only_nodes: only_nodes.to_vec(),
+        data_dir: config.data_dir.clone(),
+        server,
+        readiness,
+        host,
+        cluster,
+        renewal_margin: (config.limits.certificate_life / 4).min(RENEWAL_MARGIN_MAX),
+        now: SystemTime::now(),
+    }
+}
+
+/// A condition of the running server.
+pub(super) struct Condition<'a> {
+    pub(super) component: &'a str,
+    pub(super) text: &'a str,
+}
+
+impl Condition<'_> {
+    /// Returns the fault that the condition describes.
+    pub(super) fn fault(&self, severity: Severity) -> Fault {
+        Fault {
+            severity,
+            place: format!("condition {}", self.component),
+            what: self.text.to_owned(),
+            fix: "docs/how-to/troubleshooting.md has the conditions and their causes".to_owned(),
+        }
+    }
+}
+
+impl Facts {
+    /// Returns the conditions of the running server; none if they are not known.
+    pub(super) fn conditions(&self) -> Vec<Condition<'_>> {
+        let lines = self.readiness.iter().flatten();
+        let conditions = lines.filter_map(|line| {
+            let (component, text) = line.strip_prefix("[!] ")?.split_once(": ")?;
+            Some(Condition { component, text })
+        });
+        conditions.collect()
+    }
+
+    /// Returns the components for which the running server waits before it is ready.
+    pub(super) fn waits_for(&self) -> Vec<&str> {
+        let lines = self.readiness.iter().flatten();
+        lines.filter_map(|line| line.strip_prefix("[-] ")).collect()
+    }
+
+    /// Returns whether a node is to be checked.
+    pub(super) fn is_selected(&self, node: &str) -> bool {
+        let mut only = self.only_nodes.iter();
+        self.only_nodes.is_empty() || only.any(|name| name.as_str() == node)
+    }
+}
+
+impl ServerAnswer {
+    fn is_connected(&self, name: &NodeName) -> bool {
+        match self {
+            Self::Nodes(nodes) => nodes
+                .iter()
+                .any(|node| node.connected && node.node == name.as_str()),
+            Self::NotRunning | Self::NoAnswer(_) | Self::Unknown(_) => false,
+        }
+    }
+}
+
+async fn server(data_dir: &Path, limit: Duration) -> ServerAnswer {
+    let answer = timeout(limit, ask(data_dir)).await;
+    answer.unwrap_or_else(|_elapsed| ServerAnswer::NoAnswer(NO_ANSWER.to_owned()))
+}
+
+async fn ask(data_dir: &Path) -> ServerAnswer {
+    let client = match connect(data_dir).await {
+        Ok(Some(client)) => client,
+        Ok(None) => return ServerAnswer::NotRunning,
+        Err(ConnectFailure::Forbidden(reason)) => return ServerAnswer::Unknown(reason),
+        Err(ConnectFailure::Other(reason)) => return ServerAnswer::NoAnswer(reason),
+    };
+    match client.nodes().await {
+        Ok(nodes) => ServerAnswer::Nodes(nodes),
+        Err(error) => ServerAnswer::NoAnswer(error.to_string()),
+    }
+}
+
+/// The reason why there is no connection to the admin socket.
+enum ConnectFailure {
+    Forbidden(String),
+    Other(String),
+}
+
+impl ConnectFailure {
+    fn new(kind: io::ErrorKind, reason: String) -> Self {
+        match kind {
+            io::ErrorKind::PermissionDenied => Self::Forbidden(reason),
+            _ => Self::Other(reason),
+        }
+    }
+}
+
+async fn connect(data_dir: &Path) -> Result<Option<AdminClient>, ConnectFailure> {
+    let dir = match open(data_dir).await {
+        Ok(dir) => dir,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(ConnectFailure::new(error.kind(), error.to_string())),
+    };
+    AdminClient::connect(&dir).await.map_err(|error| {
+        let kind = match &error {
+            AdminError::Unreachable(_, cause) => cause.kind(),
+            AdminError::ConnectionLost(_)
+            | AdminError::Timeout
+            | AdminError::InvalidResponse(_)
+            | AdminError::Refused { .. } => io::ErrorKind::Other,
+        };
+        ConnectFailure::new(kind, error.to_string())
+    })
+}
+
+/// Opens the data directory on another thread: its file system may not answer.
+async fn open(data_dir: &Path) -> io::Result<DataDir> {
+    let path = data_dir.to_owned();
+    tokio::task::spawn_blocking(move || DataDir::open_existing(&path))
+        .await
+        .map_err(io::Error::other)?
+}
+
+async fn readiness(meta_listen: SocketAddr, limit: Duration) -> Fact<Vec<String>> {
+    let address = meta::dialable(meta_listen);
+    let answer = within(limit, async {
+        let answer = meta::get(address, "/readyz?verbose").await;
+        answer.map_err(|error| error.to_string())
+    });
+    match answer.await {
+        Ok((_status, body)) => Ok(body.lines().map(str::to_owned).collect()),
+        Err(reason) => Err(format!("meta port {address}: {reason}; see --meta-listen")),
+    }
+}
+
+async fn host(data_dir: &Path, limit: Duration) -> HostFacts {
+    let path = data_dir.to_owned();
+    let disk = within(limit, async {
+        let checked = tokio::task::spawn_blocking(move || disk::check(&path)).await;
+        checked.map_err(|error| error.to_string())
+    });
+    let descriptors = within(limit, descriptors(data_dir));
+    let (disk, descriptors) = tokio::join!(disk, descriptors);
+    HostFacts {
+        buffers: BUFFERS.map(udp_buffer).into(),
+        descriptors,
+        disk,
+    }
+}
+
+fn udp_buffer(setting: &'static str) -> UdpBuffer {
+    let path = format!("/proc/sys/{}", setting.replace('.', "/"));
+    let text = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"));
+    UdpBuffer {
+        setting,
+        bytes: text.and_then(|text| {
+            let bytes = text.trim().parse::<u64>();
+            bytes.map_err(|_error| format!("{path}: not a number"))
+        }),
+    }
+}
+
+/// Returns the maximum number of open files of the server that answers on the admin socket.
+async fn descriptors(data_dir: &Path) -> Fact<u64> {
+    let dir = open(data_dir).await.map_err(|error| error.to_string())?;
+    let socket = UnixStream::connect(dir.admin_socket()).await;
+    let socket = socket.map_err(|error| format!("the server's process is not known: {error}"))?;
+    let user = socket.peer_cred().map_err(|error| error.to_string())?;
+    // A process of another container has no id here.
+    let id = user.pid().filter(|id| *id > 0).ok_or(NO_PROCESS)?;
+    let path = format!("/proc/{id}/limits");
+    let limits = fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+    open_files(&limits).ok_or_else(|| format!("{path}: no limit of open files"))
+}
+
+/// Returns the soft limit of open files from the text of `/proc/PID/limits`.
+fn open_files(limits: &str) -> Option<u64> {
+    let mut lines = limits.lines();
+    let values = lines.find_map(|line| line.strip_prefix("Max open files"))?;
+    match values.split_whitespace().next()? {
+        "unlimited" => Some(u64::MAX),
+        number => number.parse().ok(),
+    }
+}
+
+/// Waits for a fact, for at most `limit`.
+async fn within<T>(limit: Duration, fact: impl Future<Output = Fact<T>>) -> Fact<T> {
+    let fact = timeout(limit, fact).await;
+    fact.unwrap_or_else(|_elapsed| Err(NO_ANSWER.to_owned()))
+}
+
+const NO_ANSWER: &str = "no answer in time";
+const NO_PROCESS: &str = "the server's process is in another container";
+const BUFFERS: [&str; 2] = ["net.core.rmem_max", "net.core.wmem_max"];
+/// Time that is left for the checks and the report.
+const RESERVE: Duration = Duration::from_secs(1);
+/// Certificates are renewed at half of their life, so the margin of a short life is a quarter.
+const RENEWAL_MARGIN_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn soft_limit_of_open_files_is_read() {
+        let text = "Limit   Soft Limit   Hard Limit   Units\n\
+                    Max open files            1024                 524288               files\n";
+        assert_eq!(open_files(text), Some(1024));
+        assert_eq!(open_files("Max open files unlimited unlimited files"), Some(u64::MAX));
+        assert_eq!(open_files(""), None);
+    }
+}

@@ -1,0 +1,156 @@
+//! What the checks look at, what a fault means, and how it is fixed.
+
+use tunnel_proto::process::doctor::{Explanation, Finding, Severity};
+
+/// A fault in a place.
+pub(super) struct Fault {
+    pub(super) severity: Severity,
+    /// The object that has the fault.
+    pub(super) place: String,
+    pub(super) what: String,
+    pub(super) fix: String,
+}
+
+impl Fault {
+    /// Returns the finding of a check.
+    pub(super) fn of(self, check: &Explanation) -> Finding {
+        Finding {
+            id: check.id,
+            severity: self.severity,
+            what: self.what,
+            place: self.place,
+            consequence: check.consequence,
+            fix: self.fix,
+            link: check.link,
+        }
+    }
+}
+
+pub(super) const D01: Explanation = Explanation {
+    id: "D01",
+    checks: "the path from kube-apiserver to kubelets, by the flags in its mirror Pod",
+    consequence: "kubectl logs, exec, attach and port-forward fail for edge nodes",
+    fix: "With an egress selector: add --egress-selector-config-file to kube-apiserver.\n\
+          Or by names: --kubelet-preferred-address-types=Hostname,InternalIP,ExternalIP",
+    link: "docs/how-to/egress-selector.md",
+};
+pub(super) const D02: Explanation = Explanation {
+    id: "D02",
+    checks: "the resolver of a kube-apiserver that dials nodes by name",
+    consequence: "names of edge nodes do not resolve, or do not while the cluster starts",
+    fix: "In the manifest of kube-apiserver: dnsPolicy: None, and dnsConfig.nameservers with the\n\
+          address of the server's DNS and a second one",
+    link: "docs/how-to/dns.md",
+};
+pub(super) const D03: Explanation = Explanation {
+    id: "D03",
+    checks: "the kubelet CA of a kube-apiserver that dials nodes by name",
+    consequence: "kube-apiserver refuses the certificate of the HTTPS listener",
+    fix: "Add Culvert's CA to the file of --kubelet-certificate-authority:\n\
+          kubectl -n kube-system get configmap tunnel-ca -o jsonpath='{.data.ca\\.crt}'",
+    link: "docs/how-to/kube-apiserver.md",
+};
+pub(super) const D04: Explanation = Explanation {
+    id: "D04",
+    checks: "the Service of the listeners: it exists, has an address, its ports lead to the listeners, \
+             and an endpoint is ready",
+    consequence: "callers that resolve names of nodes reach no server",
+    fix: "kubectl apply -f install.yaml\n\
+          kubectl -n kube-system get pods -l app.kubernetes.io/name=tunnel-server",
+    link: "docs/reference/kubernetes.md",
+};
+pub(super) const D05: Explanation = Explanation {
+    id: "D05",
+    checks: "the ConfigMap of the records against the names of the nodes",
+    consequence: "CoreDNS answers with a wrong address, or with none",
+    fix: "See which server holds the Lease, and its log and conditions:\n\
+          kubectl -n kube-system get lease tunnel-dns-controller -o jsonpath='{.spec.holderIdentity}'",
+    link: "docs/how-to/dns.md",
+};
+pub(super) const D06: Explanation = Explanation {
+    id: "D06",
+    checks: "the Corefile of CoreDNS in kube-system: its hosts block for the records",
+    consequence: "names that are not nodes fail, or those of nodes are resolved too late",
+    fix: "kubectl -n kube-system edit configmap coredns\n\
+          Put fallthrough into the hosts block.",
+    link: "docs/how-to/dns.md",
+};
+pub(super) const D07: Explanation = Explanation {
+    id: "D07",
+    checks: "the ConfigMap of ports: entries that are no ports, ports in the lists of http and https",
+    consequence: "requests for the port are refused, or sent with the other protocol",
+    fix: "kubectl -n kube-system edit configmap yurt-tunnel-server-cfg",
+    link: "docs/reference/kubernetes.md",
+};
+pub(super) const D08: Explanation = Explanation {
+    id: "D08",
+    checks: "names and addresses of Nodes: equal internal addresses, host names that differ from the \
+             name, names that a Service has too",
+    consequence: "requests by this address or name are refused, or reach something else",
+    fix: "Reach the nodes by name. Allow other host names with --record-names.",
+    link: "docs/reference/kubernetes.md",
+};
+pub(super) const D09: Explanation = Explanation {
+    id: "D09",
+    checks: "the running server and its conditions; each edge node: its agent is connected and answers, \
+             round-trip time, version, expiry of the certificate",
+    consequence: "requests for the node fail, or soon will",
+    fix: "On the node: tunnel-agent status; journalctl -u tunnel-agent\n\
+          On the server: tunnel-server nodes NAME -o wide",
+    link: "docs/how-to/troubleshooting.md",
+};
+pub(super) const D11: Explanation = Explanation {
+    id: "D11",
+    checks: "the rights that the server needs, for the credentials of this command: use it in the \
+             server's Pod or with the server's kubeconfig",
+    consequence: "the server cannot follow the cluster, or cannot write records",
+    fix: "kubectl apply -f install.yaml",
+    link: "docs/reference/kubernetes.md",
+};
+pub(super) const D17: Explanation = Explanation {
+    id: "D17",
+    checks: "the connections to the other servers of the installation",
+    consequence: "nodes whose agents are connected to the other server only cannot be reached here",
+    fix: "Between all servers, allow TCP 10269. Outside a cluster, check --peer and the shared CA.",
+    link: "docs/how-to/servers.md",
+};
+pub(super) const D18: Explanation = Explanation {
+    id: "D18",
+    checks: "this host: UDP buffers, open files of the server, the data directory's disk, the clock",
+    consequence: "slow transfers, refused connections, lost state, or certificates that are not valid yet",
+    fix: "sysctl -w net.core.rmem_max=7500000 net.core.wmem_max=7500000\n\
+          In the unit of the server: LimitNOFILE=1048576\n\
+          timedatectl set-ntp true",
+    link: "docs/reference/limits.md",
+};
+
+/// The explanations of all checks, by id.
+pub(super) const EXPLANATIONS: &[Explanation] = &[
+    D01, D02, D03, D04, D05, D06, D07, D08, D09, D11, D17, D18,
+];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn ids_are_unique_and_pages_exist() {
+        let ids: BTreeSet<&str> = EXPLANATIONS.iter().map(|check| check.id).collect();
+        assert_eq!(ids.len(), EXPLANATIONS.len());
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for check in EXPLANATIONS {
+            assert!(root.join(check.link).exists(), "{}", check.id);
+        }
+    }
+
+    #[test]
+    fn guide_has_a_row_for_each_check() {
+        let page = include_str!("../../../../docs/how-to/doctor.md");
+        for check in EXPLANATIONS {
+            assert!(page.contains(&format!("| {} |", check.id)), "{}", check.id);
+        }
+    }
+}

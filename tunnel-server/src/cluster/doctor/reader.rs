@@ -1,0 +1,139 @@
+//! A reader of objects by their paths, with a time limit for each.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use http::{Method, Request, header};
+use k8s_openapi::jiff::fmt::rfc2822;
+use kube::Client;
+use kube::client::Body;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::cluster::api_call::with_limit;
+use crate::cluster::failure::{ApiError, ApiErrorKind};
+
+/// A fact, or the reason why it is not known.
+pub(crate) type Fact<T> = Result<T, String>;
+
+/// A reader with the credentials of the command.
+pub(super) struct Reader {
+    client: Client,
+}
+
+/// A page of a list.
+#[derive(Deserialize)]
+struct Page<T> {
+    metadata: PageMetadata,
+    items: Vec<T>,
+}
+
+#[derive(Deserialize)]
+struct PageMetadata {
+    #[serde(rename = "continue", default)]
+    next: Option<String>,
+}
+
+impl Reader {
+    pub(super) fn new(client: Client) -> Self {
+        Self { client }
+    }
+
+    /// Returns an object, or `None` if it does not exist.
+    pub(super) async fn get<T: DeserializeOwned>(&self, path: &str) -> Fact<Option<T>> {
+        match self.call(Method::GET, path, Vec::new()).await {
+            Ok(object) => Ok(Some(object)),
+            Err(failure) if failure.kind == ApiErrorKind::NotFound => Ok(None),
+            Err(failure) => Err(failure.to_string()),
+        }
+    }
+
+    /// Returns all objects of a path that have the labels of `selector`.
+    pub(super) async fn list<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        selector: &str,
+    ) -> Fact<Vec<T>> {
+        let listing = async {
+            let (mut items, mut next) = (Vec::new(), String::new());
+            loop {
+                let mut query = form_urlencoded::Serializer::new(String::new());
+                query.append_pair("limit", PAGE_SIZE);
+                query.append_pair("labelSelector", selector);
+                query.append_pair("continue", &next);
+                let target = format!("{path}?{}", query.finish());
+                let page: Page<T> = self.call(Method::GET, &target, Vec::new()).await?;
+                items.extend(page.items);
+                match page.metadata.next.filter(|token| !token.is_empty()) {
+                    Some(token) => next = token,
+                    None => return Ok::<_, ApiError>(items),
+                }
+            }
+        };
+        let listed = with_limit(LIST_LIMIT, listing).await;
+        listed.map_err(|failure| failure.to_string())
+    }
+
+    /// Posts an object that the API server answers and does not store.
+    pub(super) async fn review(&self, path: &str, review: &Value) -> Fact<Value> {
+        let answer = self.call(Method::POST, path, review.to_string().into_bytes());
+        answer.await.map_err(|failure| failure.to_string())
+    }
+
+    /// Returns by how many seconds the clock of this host is ahead of the API server's.
+    pub(super) async fn clock_ahead(&self) -> Fact<i64> {
+        let request = Request::get("/version").body(Body::empty());
+        let request = request.map_err(|error| error.to_string())?;
+        let answer = with_limit(CALL_LIMIT, self.client.send(request)).await;
+        let answer = answer.map_err(|failure| failure.to_string())?;
+        let date = answer.headers().get(header::DATE);
+        let date = date.and_then(|date| date.to_str().ok()).ok_or(NO_DATE)?;
+        clock_ahead(date, SystemTime::now())
+    }
+
+    async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<T, ApiError> {
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(body)
+            .map_err(|error| ApiError::new(ApiErrorKind::Invalid, error.to_string()))?;
+        with_limit(CALL_LIMIT, self.client.request(request)).await
+    }
+}
+
+/// Returns by how many seconds `now` is ahead of the date of an HTTP response.
+fn clock_ahead(date: &str, now: SystemTime) -> Fact<i64> {
+    let theirs = rfc2822::parse(date).map_err(|error| format!("Date {date:?}: {error}"))?;
+    let ours = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let ours = i64::try_from(ours.as_secs()).unwrap_or(i64::MAX);
+    Ok(ours.saturating_sub(theirs.timestamp().as_second()))
+}
+
+const NO_DATE: &str = "the API server's answer has no date";
+/// Number of objects in a page.
+const PAGE_SIZE: &str = "500";
+/// Time limit of one call.
+const CALL_LIMIT: Duration = Duration::from_secs(6);
+/// Time limit of all pages of a list. Two lists in a row fit into the 30 s of the command.
+const LIST_LIMIT: Duration = Duration::from_secs(12);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clock_is_compared_with_the_date_of_the_answer() {
+        let now = UNIX_EPOCH + Duration::from_secs(61);
+        let ahead = clock_ahead("Thu, 01 Jan 1970 00:00:01 GMT", now);
+        assert_eq!(ahead, Ok(60));
+        let behind = clock_ahead("Thu, 01 Jan 1970 00:02:01 GMT", now);
+        assert_eq!(behind, Ok(-60));
+        assert!(clock_ahead("yesterday", now).is_err());
+    }
+}
