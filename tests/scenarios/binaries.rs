@@ -4,6 +4,7 @@
 mod access_log;
 mod bulk;
 mod crowds;
+mod doctor;
 mod drain;
 mod exhaustion;
 mod logs;

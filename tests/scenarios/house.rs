@@ -150,9 +150,9 @@ const TEXT_GLOSSARY: &[(&str, &[&str])] = &[
     ("is reported, is logged", &["is told", "are told"]),
 ];
 
-/// Whole names that say nothing. `line` stays for a line of text.
+/// Whole names that say nothing. `line` stays for a line of text, and `place` for that of a finding.
 const EMPTY_NAMES: &[&str] = &[
-    "place", "places", "way", "ways", "side", "turn", "step", "rest", "goal", "kept", "held",
+    "places", "way", "ways", "side", "turn", "step", "rest", "goal", "kept", "held",
     "seen", "given", "found", "news", "word", "words", "part", "parts", "thing",
 ];
 

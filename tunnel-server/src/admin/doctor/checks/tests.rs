@@ -1,0 +1,375 @@
+use std::collections::BTreeMap;
+
+use tunnel_proto::process::doctor::Finding;
+
+use super::*;
+use crate::admin::doctor::facts::{HostFacts, UdpBuffer};
+use crate::cluster::doctor::{
+    ApiServerFacts, ClusterFacts, NodesFacts, PortListsFacts, RecordsFacts, ReportedNode,
+    ServiceFacts,
+};
+use crate::config::ObjectNames;
+
+const NOW: &str = "2026-01-01T00:00:00Z";
+
+fn node(name: &str) -> NodeStatus {
+    NodeStatus {
+        node: name.to_owned(),
+        connected: true,
+        is_edge: true,
+        state: Some("live".to_owned()),
+        rtt_millis: Some(20),
+        certificate_not_after: Some("2026-01-21T00:00:00Z".to_owned()),
+        ..NodeStatus::default()
+    }
+}
+
+fn reported(name: &str, address: &str) -> ReportedNode {
+    ReportedNode {
+        name: name.to_owned(),
+        hostname: Some(name.to_owned()),
+        internal: vec![address.parse().unwrap()],
+        is_edge: true,
+    }
+}
+
+/// A cluster without faults. Its kube-apiserver dials by name.
+fn healthy_cluster() -> ClusterFacts {
+    let ports = BTreeMap::from([(10250, 10263), (10255, 10264), (9100, 10264)]);
+    ClusterFacts {
+        namespace: "kube-system".to_owned(),
+        names: ObjectNames::default(),
+        clock_ahead: Ok(1),
+        nodes: Ok(NodesFacts {
+            nodes: vec![reported("a", "192.0.2.1"), reported("b", "192.0.2.2")],
+            refused: Vec::new(),
+        }),
+        service_names: Ok(vec!["kubernetes.default".to_owned()]),
+        service: Ok(Some(ServiceFacts {
+            addresses: vec!["10.96.0.7".parse().unwrap()],
+            ports: ports.iter().map(|(port, target)| (*port, Some(*target))).collect(),
+            expected: ports,
+        })),
+        ready_endpoints: Ok(2),
+        records: Ok(RecordsFacts {
+            expected: "10.96.0.7\ta\n10.96.0.7\tb".to_owned(),
+            written: Some("10.96.0.7\ta\n10.96.0.7\tb".to_owned()),
+        }),
+        port_lists: Ok(Some(PortListsFacts::default())),
+        denied: Ok(Vec::new()),
+        apiservers: Ok(vec![ApiServerFacts {
+            pod: "kube-apiserver-a".to_owned(),
+            address_types: Some("Hostname,InternalIP".to_owned()),
+            dns_policy: "None".to_owned(),
+            nameservers: vec!["10.96.0.8".to_owned(), "192.0.2.53".to_owned()],
+            ..ApiServerFacts::default()
+        }]),
+        corefile: Ok(Some(".:53 {\n    forward . 10.96.0.8\n}\n".to_owned())),
+    }
+}
+
+fn healthy() -> Facts {
+    let buffer = |setting| UdpBuffer {
+        setting,
+        bytes: Ok(BUFFER_MIN_BYTES),
+    };
+    Facts {
+        only_nodes: Vec::new(),
+        data_dir: "/data".into(),
+        server: ServerAnswer::Nodes(vec![node("a"), node("b")]),
+        readiness: Ok(vec!["[+] nodes".to_owned(), "ok".to_owned()]),
+        host: HostFacts {
+            buffers: vec![buffer("net.core.rmem_max"), buffer("net.core.wmem_max")],
+            descriptors: Ok(DESCRIPTORS_MIN),
+            disk: Ok(None),
+        },
+        cluster: Ok(healthy_cluster()),
+        renewal_margin: Duration::from_secs(7 * 24 * 60 * 60),
+        now: humantime::parse_rfc3339(NOW).unwrap(),
+    }
+}
+
+/// Returns the findings after a change of the healthy facts.
+fn findings(change: impl FnOnce(&mut Facts)) -> Vec<Finding> {
+    let mut facts = healthy();
+    change(&mut facts);
+    examine(&facts).findings
+}
+
+/// Returns the findings after a change of the healthy cluster.
+fn in_cluster(change: impl FnOnce(&mut ClusterFacts)) -> Vec<Finding> {
+    findings(|facts| change(facts.cluster.as_mut().unwrap()))
+}
+
+/// Returns the findings after a change of the first node.
+fn of_node(change: impl FnOnce(&mut NodeStatus)) -> Vec<Finding> {
+    findings(|facts| {
+        let mut first = node("a");
+        change(&mut first);
+        facts.server = ServerAnswer::Nodes(vec![first, node("b")]);
+    })
+}
+
+fn ensure_only(findings: &[Finding], id: &str, severity: Severity) {
+    assert!(!findings.is_empty(), "{id} is not found");
+    for finding in findings {
+        assert_eq!((finding.id, finding.severity), (id, severity), "{finding:?}");
+    }
+}
+
+#[test]
+fn healthy_installation_has_no_finding() {
+    let report = examine(&healthy());
+    assert_eq!(report, Report::default());
+}
+
+#[test]
+fn installation_without_a_cluster_skips_what_needs_one() {
+    let mut facts = healthy();
+    facts.cluster = Err("no cluster".to_owned());
+    let report = examine(&facts);
+    assert!(report.findings.is_empty(), "{report:?}");
+    let ids: Vec<&str> = report.skipped.iter().map(|skipped| skipped.id).collect();
+    let expected = [
+        "D01", "D02", "D03", "D04", "D05", "D06", "D07", "D08", "D11", "D18",
+    ];
+    assert_eq!(ids, expected);
+}
+
+#[test]
+fn conditions_of_the_server_count_where_there_is_no_api_server() {
+    for (line, id) in [
+        ("[!] service: Service s is missing", "D04"),
+        ("[!] writing records: 403", "D05"),
+        ("[!] port lists: \"x\" is no port", "D07"),
+        ("[!] node names: node \"X\"", "D08"),
+    ] {
+        let findings = findings(|facts| {
+            facts.cluster = Err("refused".to_owned());
+            facts.readiness = Ok(vec![line.to_owned()]);
+        });
+        ensure_only(&findings, id, Severity::Warning);
+    }
+}
+
+#[test]
+fn d01_path_by_address_does_not_lead_to_the_tunnel() {
+    let first = |cluster: &mut ClusterFacts, change: fn(&mut ApiServerFacts)| {
+        change(&mut cluster.apiservers.as_mut().unwrap()[0]);
+    };
+    let by_address = in_cluster(|cluster| {
+        first(cluster, |it| it.address_types = Some("InternalIP".to_owned()));
+    });
+    ensure_only(&by_address, "D01", Severity::Error);
+    let egress = in_cluster(|cluster| {
+        first(cluster, |it| it.address_types = Some("InternalIP".to_owned()));
+        first(cluster, |it| it.egress_selector = Some("/e".to_owned()));
+    });
+    assert!(egress.is_empty(), "{egress:?}");
+}
+
+#[test]
+fn d02_resolver_is_none_of_the_host_and_none_of_the_cluster() {
+    for (policy, servers) in [("ClusterFirstWithHostNet", 2), ("ClusterFirst", 2), ("None", 1)] {
+        let findings = in_cluster(|cluster| {
+            let apiserver = &mut cluster.apiservers.as_mut().unwrap()[0];
+            apiserver.dns_policy = policy.to_owned();
+            apiserver.nameservers.truncate(servers);
+        });
+        ensure_only(&findings, "D02", Severity::Warning);
+    }
+}
+
+#[test]
+fn d03_kubelet_ca_is_pointed_out() {
+    let findings = in_cluster(|cluster| {
+        cluster.apiservers.as_mut().unwrap()[0].kubelet_ca = Some("/ca.crt".to_owned());
+    });
+    ensure_only(&findings, "D03", Severity::Info);
+}
+
+#[test]
+fn d04_service_has_to_lead_to_a_server() {
+    let change = |change: fn(&mut ServiceFacts)| {
+        in_cluster(|cluster| change(cluster.service.as_mut().unwrap().as_mut().unwrap()))
+    };
+    for findings in [
+        in_cluster(|cluster| cluster.service = Ok(None)),
+        in_cluster(|cluster| cluster.ready_endpoints = Ok(0)),
+        change(|service| service.addresses.clear()),
+        change(|service| {
+            service.ports.remove(&9100);
+        }),
+        change(|service| {
+            service.ports.insert(10250, Some(1));
+        }),
+    ] {
+        ensure_only(&findings, "D04", Severity::Error);
+    }
+    let named = change(|service| {
+        service.ports.insert(10250, None);
+    });
+    assert!(named.is_empty(), "{named:?}");
+}
+
+#[test]
+fn d05_records_are_missing_stale_or_repeated() {
+    for (written, what) in [
+        (None, "has no records"),
+        (Some("10.96.0.7\ta"), "missing: 1 (10.96.0.7 b)"),
+        (Some("10.96.0.7\ta\n10.96.0.7\tb\n10.96.0.6\tc"), "stale: 1"),
+        (Some("10.96.0.7\ta\n10.96.0.7\ta\n10.96.0.7\tb"), "twice: 1"),
+    ] {
+        let findings = in_cluster(|cluster| {
+            cluster.records.as_mut().unwrap().written = written.map(str::to_owned);
+        });
+        ensure_only(&findings, "D05", Severity::Error);
+        assert!(findings[0].what.contains(what), "{findings:?}");
+    }
+}
+
+#[test]
+fn d06_hosts_block_needs_fallthrough() {
+    let corefile = ".:53 {\n    hosts /etc/edge/tunnel-nodes {\n        ttl 5\n    }\n}\n";
+    let findings = in_cluster(|cluster| cluster.corefile = Ok(Some(corefile.to_owned())));
+    ensure_only(&findings, "D06", Severity::Error);
+}
+
+#[test]
+fn d07_mistakes_and_ports_in_both_lists_are_found() {
+    for lists in [
+        PortListsFacts {
+            mistakes: vec!["\"x\" is not a port".to_owned()],
+            in_both: Vec::new(),
+        },
+        PortListsFacts {
+            mistakes: Vec::new(),
+            in_both: vec![9100],
+        },
+    ] {
+        let findings = in_cluster(|cluster| cluster.port_lists = Ok(Some(lists)));
+        ensure_only(&findings, "D07", Severity::Warning);
+    }
+}
+
+#[test]
+fn d08_shared_addresses_and_names_are_found() {
+    let change = |change: fn(&mut NodesFacts)| {
+        in_cluster(|cluster| change(cluster.nodes.as_mut().unwrap()))
+    };
+    let shared = change(|nodes| nodes.nodes.push(reported("c", "192.0.2.1")));
+    ensure_only(&shared, "D08", Severity::Warning);
+    assert!(shared[0].what.ends_with("a, c"), "{shared:?}");
+    let refused = change(|nodes| nodes.refused.push("node \"X\"".to_owned()));
+    ensure_only(&refused, "D08", Severity::Warning);
+    let hostname = change(|nodes| nodes.nodes[0].hostname = Some("x".to_owned()));
+    ensure_only(&hostname, "D08", Severity::Info);
+    let service = in_cluster(|cluster| {
+        cluster.service_names = Ok(vec!["a.default".to_owned()]);
+    });
+    ensure_only(&service, "D08", Severity::Warning);
+    let other = findings(|facts| {
+        facts.only_nodes = vec!["b".parse().unwrap()];
+        let nodes = facts.cluster.as_mut().unwrap().nodes.as_mut().unwrap();
+        nodes.nodes.push(reported("c", "192.0.2.1"));
+    });
+    assert!(other.is_empty(), "{other:?}");
+}
+
+#[test]
+fn d09_agents_that_are_away_or_ill_are_found() {
+    for (findings, severity) in [
+        (of_node(|node| node.connected = false), Severity::Error),
+        (
+            of_node(|node| node.state = Some("suspect".to_owned())),
+            Severity::Error,
+        ),
+        (of_node(|node| node.rtt_millis = Some(1500)), Severity::Warning),
+        (
+            of_node(|node| node.version_skew = Some(VersionSkew::Unsupported)),
+            Severity::Warning,
+        ),
+        (
+            of_node(|node| node.certificate_not_after = Some("2026-01-05T00:00:00Z".to_owned())),
+            Severity::Warning,
+        ),
+        (
+            of_node(|node| node.certificate_not_after = Some("2025-12-31T00:00:00Z".to_owned())),
+            Severity::Error,
+        ),
+        (
+            of_node(|node| {
+                node.connected = false;
+                node.revoked_at = Some(NOW.to_owned());
+            }),
+            Severity::Info,
+        ),
+    ] {
+        ensure_only(&findings, "D09", severity);
+        assert_eq!(findings.len(), 1, "{findings:?}");
+        assert_eq!(findings[0].place, "a");
+    }
+    let cloud = of_node(|node| {
+        node.connected = false;
+        node.is_edge = false;
+    });
+    assert!(cloud.is_empty(), "{cloud:?}");
+}
+
+#[test]
+fn d09_server_that_is_absent_silent_or_not_ready_is_found() {
+    for server in [
+        ServerAnswer::NotRunning,
+        ServerAnswer::NoAnswer("no answer in time".to_owned()),
+    ] {
+        let findings = findings(|facts| facts.server = server);
+        ensure_only(&findings, "D09", Severity::Error);
+    }
+    let waiting = findings(|facts| facts.readiness = Ok(vec!["[-] listeners".to_owned()]));
+    ensure_only(&waiting, "D09", Severity::Error);
+    let condition = findings(|facts| facts.readiness = Ok(vec!["[!] ca: expired".to_owned()]));
+    ensure_only(&condition, "D09", Severity::Warning);
+    let unknown = findings(|facts| facts.only_nodes = vec!["x".parse().unwrap()]);
+    ensure_only(&unknown, "D09", Severity::Error);
+}
+
+#[test]
+fn socket_of_another_user_is_no_fault() {
+    let mut facts = healthy();
+    facts.server = ServerAnswer::Unknown("permission denied".to_owned());
+    let report = examine(&facts);
+    assert!(report.findings.is_empty(), "{report:?}");
+    assert_eq!(report.skipped[0].id, "D09");
+}
+
+#[test]
+fn d11_missing_rights_are_found() {
+    let findings = in_cluster(|cluster| cluster.denied = Ok(vec!["list nodes".to_owned()]));
+    ensure_only(&findings, "D11", Severity::Error);
+}
+
+#[test]
+fn d17_servers_without_connection_are_found() {
+    for (line, severity) in [
+        ("[!] peers: 1 of 2 connected, none to b", Severity::Warning),
+        ("[!] peers: 0 of 2 connected, none to b, c", Severity::Error),
+    ] {
+        let findings = findings(|facts| facts.readiness = Ok(vec![line.to_owned()]));
+        ensure_only(&findings, "D17", severity);
+    }
+}
+
+#[test]
+fn d18_host_is_checked() {
+    let buffers = findings(|facts| facts.host.buffers[0].bytes = Ok(212_992));
+    ensure_only(&buffers, "D18", Severity::Warning);
+    let descriptors = findings(|facts| facts.host.descriptors = Ok(1024));
+    ensure_only(&descriptors, "D18", Severity::Warning);
+    let disk = findings(|facts| facts.host.disk = Ok(Some("the disk is full".to_owned())));
+    ensure_only(&disk, "D18", Severity::Error);
+    let condition = findings(|facts| facts.readiness = Ok(vec!["[!] disk: full".to_owned()]));
+    ensure_only(&condition, "D18", Severity::Error);
+    let clock = in_cluster(|cluster| cluster.clock_ahead = Ok(-3600));
+    ensure_only(&clock, "D18", Severity::Warning);
+    assert!(clock[0].what.contains("1h behind"), "{clock:?}");
+}
