@@ -152,8 +152,8 @@ const TEXT_GLOSSARY: &[(&str, &[&str])] = &[
 
 /// Whole names that say nothing. `line` stays for a line of text, and `place` for that of a finding.
 const EMPTY_NAMES: &[&str] = &[
-    "places", "way", "ways", "side", "turn", "step", "rest", "goal", "kept", "held",
-    "seen", "given", "found", "news", "word", "words", "part", "parts", "thing",
+    "places", "way", "ways", "side", "turn", "step", "rest", "goal", "kept", "held", "seen",
+    "given", "found", "news", "word", "words", "part", "parts", "thing",
 ];
 
 #[test]

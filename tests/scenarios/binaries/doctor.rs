@@ -53,7 +53,13 @@ async fn server_that_does_not_run_is_reported() -> Result<()> {
     let scratch = ScratchDir::new()?;
     let started = Instant::now();
     let program = Program::ours("tunnel-server")?
-        .args(["doctor", "--kubernetes", "off", "--meta-listen", "127.0.0.1:1"])
+        .args([
+            "doctor",
+            "--kubernetes",
+            "off",
+            "--meta-listen",
+            "127.0.0.1:1",
+        ])
         .arg("--data-dir");
     let finished = program.arg(scratch.path().join("absent")).run().await?;
     ensure!(finished.code() == Some(2), "{finished}");
@@ -92,7 +98,14 @@ async fn fix_of_a_check_is_explained_and_unknown_checks_are_refused() -> Result<
 /// Runs the checks of agents and servers.
 async fn doctor(server: &Server, more: &[&str]) -> Result<Finished> {
     let meta = server.address(Listener::Meta).to_string();
-    let verb = ["doctor", "--json", "--only", "D09,D17", "--kubernetes", "off"];
+    let verb = [
+        "doctor",
+        "--json",
+        "--only",
+        "D09,D17",
+        "--kubernetes",
+        "off",
+    ];
     let verb = server.verb(&verb)?.args(["--meta-listen", &meta]);
     verb.args(more.iter().copied()).run().await
 }

@@ -86,7 +86,10 @@ fn check_id(text: &str) -> Result<String, String> {
         None => {
             let ids = report::EXPLANATIONS.iter().map(|known| known.id);
             let ids: Vec<&str> = ids.collect();
-            Err(format!("no check has this id; there are {}", ids.join(", ")))
+            Err(format!(
+                "no check has this id; there are {}",
+                ids.join(", ")
+            ))
         }
     }
 }

@@ -27,8 +27,8 @@ mod reader;
 mod rights;
 
 pub(crate) use control_plane::ApiServerFacts;
-use reader::Reader;
 pub(crate) use reader::Fact;
+use reader::Reader;
 
 /// The objects of the cluster, as the API server returned them.
 #[derive(Debug)]

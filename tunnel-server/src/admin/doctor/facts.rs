@@ -285,7 +285,10 @@ mod tests {
         let text = "Limit   Soft Limit   Hard Limit   Units\n\
                     Max open files            1024                 524288               files\n";
         assert_eq!(open_files(text), Some(1024));
-        assert_eq!(open_files("Max open files unlimited unlimited files"), Some(u64::MAX));
+        assert_eq!(
+            open_files("Max open files unlimited unlimited files"),
+            Some(u64::MAX)
+        );
         assert_eq!(open_files(""), None);
     }
 }

@@ -125,9 +125,8 @@ pub(super) const D18: Explanation = Explanation {
 };
 
 /// The explanations of all checks, by id.
-pub(super) const EXPLANATIONS: &[Explanation] = &[
-    D01, D02, D03, D04, D05, D06, D07, D08, D09, D11, D17, D18,
-];
+pub(super) const EXPLANATIONS: &[Explanation] =
+    &[D01, D02, D03, D04, D05, D06, D07, D08, D09, D11, D17, D18];
 
 #[cfg(test)]
 mod tests {

@@ -149,11 +149,22 @@ pub(super) fn corefile(facts: &Facts) -> Fact<Vec<Fault>> {
         fix: fix.to_owned(),
     };
     let blocks = hosts_blocks(corefile);
-    let of_records = blocks.iter().filter(|block| block.file.contains("tunnel-nodes"));
-    let faults = of_records.filter(|block| !block.has_fallthrough).map(|block| {
-        let what = format!("hosts {} has no fallthrough: all other names fail", block.file);
-        fault(Severity::Error, what, "add a line fallthrough to the hosts block")
-    });
+    let of_records = blocks
+        .iter()
+        .filter(|block| block.file.contains("tunnel-nodes"));
+    let faults = of_records
+        .filter(|block| !block.has_fallthrough)
+        .map(|block| {
+            let what = format!(
+                "hosts {} has no fallthrough: all other names fail",
+                block.file
+            );
+            fault(
+                Severity::Error,
+                what,
+                "add a line fallthrough to the hosts block",
+            )
+        });
     Ok(faults.collect())
 }
 

@@ -47,7 +47,10 @@ fn healthy_cluster() -> ClusterFacts {
         service_names: Ok(vec!["kubernetes.default".to_owned()]),
         service: Ok(Some(ServiceFacts {
             addresses: vec!["10.96.0.7".parse().unwrap()],
-            ports: ports.iter().map(|(port, target)| (*port, Some(*target))).collect(),
+            ports: ports
+                .iter()
+                .map(|(port, target)| (*port, Some(*target)))
+                .collect(),
             expected: ports,
         })),
         ready_endpoints: Ok(2),
@@ -113,7 +116,11 @@ fn of_node(change: impl FnOnce(&mut NodeStatus)) -> Vec<Finding> {
 fn ensure_only(findings: &[Finding], id: &str, severity: Severity) {
     assert!(!findings.is_empty(), "{id} is not found");
     for finding in findings {
-        assert_eq!((finding.id, finding.severity), (id, severity), "{finding:?}");
+        assert_eq!(
+            (finding.id, finding.severity),
+            (id, severity),
+            "{finding:?}"
+        );
     }
 }
 
@@ -158,11 +165,15 @@ fn d01_path_by_address_does_not_lead_to_the_tunnel() {
         change(&mut cluster.apiservers.as_mut().unwrap()[0]);
     };
     let by_address = in_cluster(|cluster| {
-        first(cluster, |it| it.address_types = Some("InternalIP".to_owned()));
+        first(cluster, |it| {
+            it.address_types = Some("InternalIP".to_owned())
+        });
     });
     ensure_only(&by_address, "D01", Severity::Error);
     let egress = in_cluster(|cluster| {
-        first(cluster, |it| it.address_types = Some("InternalIP".to_owned()));
+        first(cluster, |it| {
+            it.address_types = Some("InternalIP".to_owned())
+        });
         first(cluster, |it| it.egress_selector = Some("/e".to_owned()));
     });
     assert!(egress.is_empty(), "{egress:?}");
@@ -170,7 +181,11 @@ fn d01_path_by_address_does_not_lead_to_the_tunnel() {
 
 #[test]
 fn d02_resolver_is_none_of_the_host_and_none_of_the_cluster() {
-    for (policy, servers) in [("ClusterFirstWithHostNet", 2), ("ClusterFirst", 2), ("None", 1)] {
+    for (policy, servers) in [
+        ("ClusterFirstWithHostNet", 2),
+        ("ClusterFirst", 2),
+        ("None", 1),
+    ] {
         let findings = in_cluster(|cluster| {
             let apiserver = &mut cluster.apiservers.as_mut().unwrap()[0];
             apiserver.dns_policy = policy.to_owned();
@@ -254,9 +269,8 @@ fn d07_mistakes_and_ports_in_both_lists_are_found() {
 
 #[test]
 fn d08_shared_addresses_and_names_are_found() {
-    let change = |change: fn(&mut NodesFacts)| {
-        in_cluster(|cluster| change(cluster.nodes.as_mut().unwrap()))
-    };
+    let change =
+        |change: fn(&mut NodesFacts)| in_cluster(|cluster| change(cluster.nodes.as_mut().unwrap()));
     let shared = change(|nodes| nodes.nodes.push(reported("c", "192.0.2.1")));
     ensure_only(&shared, "D08", Severity::Warning);
     assert!(shared[0].what.ends_with("a, c"), "{shared:?}");
@@ -284,7 +298,10 @@ fn d09_agents_that_are_away_or_ill_are_found() {
             of_node(|node| node.state = Some("suspect".to_owned())),
             Severity::Error,
         ),
-        (of_node(|node| node.rtt_millis = Some(1500)), Severity::Warning),
+        (
+            of_node(|node| node.rtt_millis = Some(1500)),
+            Severity::Warning,
+        ),
         (
             of_node(|node| node.version_skew = Some(VersionSkew::Unsupported)),
             Severity::Warning,

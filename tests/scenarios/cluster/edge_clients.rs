@@ -1,0 +1,128 @@
+//! Clients on an edge reach the API server through the tunnel, over a listener of their agent.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use tunnel_tests::cluster::Cluster;
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::tools::or_skip;
+
+use super::ClusterEnv;
+use super::kubectl::{Kubectl, kubectls};
+
+on_both!(
+    kubectl_of_an_edge_reads_writes_and_watches_the_api_server,
+    clients_of_an_edge_recover_from_a_restart_of_the_server,
+);
+
+/// A server that offers the API server of a cluster to its agents, and an agent with a listener for
+/// it.
+struct EdgePair {
+    server: Server,
+    _agent: Process,
+    kubeconfig: PathBuf,
+    _scratch: ScratchDir,
+}
+
+impl EdgePair {
+    async fn start(cluster: &Cluster, transport: &str) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let mut kubeconfig: Value =
+            serde_json::from_slice(&std::fs::read(cluster.admin_kubeconfig()?)?)?;
+        let api = kubeconfig["clusters"][0]["cluster"]["server"]
+            .as_str()
+            .and_then(|url| url.strip_prefix("https://"))
+            .context("a server")?
+            .to_owned();
+        let server = ServerSetup::on_loopback(&scratch.path().join("server"))
+            .args(&["--cloud-apiserver", &api])
+            .start()
+            .await?;
+        let setup = server
+            .agent_setup("worker-1", &scratch.path().join("agent"))
+            .await?
+            .args(&["--transport", transport])
+            .args(&["--cloud-listen", "apiserver=127.0.0.1:0"]);
+        let agent = setup.start()?;
+        let listener = agent.log().find(cloud_listener).await;
+        server.wait_until_connected(&["worker-1"]).await;
+        let cluster = &mut kubeconfig["clusters"][0]["cluster"];
+        cluster["server"] = format!("https://{listener}").into();
+        cluster["tls-server-name"] = "kubernetes.default.svc".into();
+        let kubeconfig = scratch.file("kubeconfig", kubeconfig.to_string())?;
+        Ok(Self {
+            server,
+            _agent: agent,
+            kubeconfig,
+            _scratch: scratch,
+        })
+    }
+}
+
+/// Returns the address in the line of an agent that reports its listener for a target of the cloud.
+fn cloud_listener(line: &str) -> Option<SocketAddr> {
+    let line: Value = serde_json::from_str(line).ok()?;
+    let fields = line.get("fields").unwrap_or(&line);
+    if fields["message"] != "listening" || fields["listener"] != "cloud" {
+        return None;
+    }
+    fields["address"].as_str()?.parse().ok()
+}
+
+async fn kubectl_of_an_edge_reads_writes_and_watches_the_api_server(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    let Some(files) = or_skip(kubectls()) else {
+        return Ok(());
+    };
+    for transport in ["quic", "h2"] {
+        let pair = EdgePair::start(&cluster_env.cluster, transport).await?;
+        for (number, file) in files.iter().enumerate() {
+            let kubectl = Kubectl::new(file.clone(), pair.kubeconfig.clone())?;
+            let name = format!("{transport}-{number}");
+            let mut watch = kubectl.program("get configmaps --watch -o name").start()?;
+            let created = format!("create configmap {name} --from-literal=a=1");
+            kubectl.ok(&created).await?;
+            let line = format!("configmap/{name}");
+            watch
+                .wait_for_line("event", LONG, |found| (found == line).then_some(()))
+                .await?;
+            let read = kubectl.ok(&format!("get configmap {name} -o name")).await?;
+            ensure!(read.trim() == line, "{read}");
+            kubectl.ok(&format!("delete configmap {name}")).await?;
+            watch.kill().await?;
+        }
+    }
+    Ok(())
+}
+
+async fn clients_of_an_edge_recover_from_a_restart_of_the_server(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    let Some(files) = or_skip(kubectls()) else {
+        return Ok(());
+    };
+    let pair = EdgePair::start(&cluster_env.cluster, "auto").await?;
+    let file = files.into_iter().next().context("a kubectl")?;
+    let kubectl = Kubectl::new(file, pair.kubeconfig.clone())?;
+    kubectl.ok("get nodes").await?;
+    let setup = pair.server.setup_for_restart();
+    pair.server.into_process().kill().await?;
+    kubectl
+        .program("get nodes")
+        .run()
+        .await?
+        .ensure_failed(1, &[])?;
+    let _server = setup.start().await?;
+    eventually("the API server over a new session", LONG, async || {
+        kubectl.ok("get nodes").await.map(|_| ())
+    })
+    .await;
+    Ok(())
+}
+
+const LONG: Duration = Duration::from_secs(30);
