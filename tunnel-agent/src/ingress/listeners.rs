@@ -164,7 +164,48 @@ const BIND_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt;
+    use tokio::net::TcpStream;
+
     use super::*;
+    use crate::config::Limits;
+    use crate::ingress::sessions::CloudSessions;
+    use crate::metrics::Metrics;
+
+    #[tokio::test(start_paused = true)]
+    async fn taken_address_is_a_condition_until_it_can_be_bound() {
+        let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = other.local_addr().unwrap();
+        let (readiness, shutdown) = (Readiness::default(), Shutdown::new());
+        let ingress = Arc::new(Ingress::new(
+            "worker-1".parse().unwrap(),
+            Arc::new(CloudSessions::default()),
+            &Limits::default(),
+            Metrics::default(),
+        ));
+        let listener = CloudListener {
+            target: "apiserver".parse().unwrap(),
+            address,
+        };
+        let addresses = start(&ingress, &[listener], &readiness, &shutdown);
+        assert_eq!(addresses, [address]);
+        let conditions = readiness.conditions();
+        assert_eq!(conditions.len(), 1, "{conditions:?}");
+        let (condition, line) = &conditions[0];
+        assert_eq!(*condition, CONDITION);
+        assert!(line.contains("another process has it"), "{line}");
+
+        drop(other);
+        sleep(BIND_INTERVAL * 2).await;
+        assert!(readiness.conditions().is_empty());
+        let mut client = TcpStream::connect(address).await.unwrap();
+        let read = client.read(&mut [0]).await.unwrap_err();
+        assert_eq!(read.kind(), io::ErrorKind::ConnectionReset);
+
+        shutdown.finish().await;
+        let refused = TcpStream::connect(address).await.unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+    }
 
     #[test]
     fn problem_says_whose_port_it_looks_like() {

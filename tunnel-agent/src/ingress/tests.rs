@@ -57,7 +57,7 @@ impl Agent {
         let client = TcpStream::connect(listener.local_addr().unwrap());
         let (client, accepted) = tokio::join!(client, listener.accept());
         let ((tcp, peer), ingress) = (accepted.unwrap(), self.ingress.clone());
-        let target = "apiserver".parse().unwrap();
+        let target: CloudTarget = "apiserver".parse().unwrap();
         self.connections
             .spawn(async move { ingress.serve(tcp, peer, &target).await });
         client.unwrap()
