@@ -15,6 +15,8 @@ use crate::testing::TempDir;
 use crate::testing::net::{self, Busy};
 use crate::testing::server::Server;
 
+mod cloud;
+
 const LONG: Duration = Duration::from_secs(10);
 
 fn settings(server: &Server, dir: &Path) -> RawConfig {
@@ -38,6 +40,7 @@ struct TestEnv {
     server: Server,
     scratch: TempDir,
     meta: SocketAddr,
+    cloud: Vec<SocketAddr>,
     shutdown: Shutdown,
     running: JoinSet<anyhow::Result<()>>,
 }
@@ -50,15 +53,28 @@ impl TestEnv {
         change(&mut settings);
         let app = start(settings).await.unwrap();
         let (meta, shutdown) = (app.meta_addr().unwrap(), app.shutdown().clone());
+        let cloud = app.cloud_addrs().to_vec();
         let mut running = JoinSet::new();
         running.spawn(app.run());
         Self {
             server,
             scratch,
             meta,
+            cloud,
             shutdown,
             running,
         }
+    }
+
+    /// Returns the agent's next session over a transport.
+    async fn session(&self, transport: &str) -> Arc<dyn Session> {
+        let session = async {
+            match transport {
+                "h2" => self.server.session_over_tcp().await,
+                _ => self.server.session().await,
+            }
+        };
+        timeout(LONG, session).await.unwrap()
     }
 
     async fn enroll(&self) {
@@ -121,13 +137,7 @@ async fn drain_under_way(transport: &str) {
     let (status, body) = meta::get(env.meta, "/readyz?verbose").await.unwrap();
     assert!(!status.is_success(), "{body}");
     env.enroll().await;
-    let session = async {
-        match transport {
-            "h2" => env.server.session_over_tcp().await,
-            _ => env.server.session().await,
-        }
-    };
-    let session = timeout(LONG, session).await.unwrap();
+    let session = env.session(transport).await;
     assert_eq!(session.transport().label(), transport);
     let (session, mut reader, _writer) = welcome(session).await;
     until_ready(env.meta).await;
