@@ -102,9 +102,9 @@ clusters:
     )
 }
 
-/// Priority -101 is before the rules of kube-proxy. It is a number in both chains, since some versions
-/// of nft know the name dstnat in prerouting only. The first two lines make the file replace its
-/// table.
+/// Returns the table. Priority -101 is before the rules of kube-proxy. It is a number in both chains,
+/// since some versions of nft know the name dstnat in prerouting only. The first two lines make the
+/// file replace its table.
 fn nft(service_ip: IpAddr, pod_listen: SocketAddr) -> String {
     let family = family(service_ip);
     let rule = format!("{family} daddr {service_ip} tcp dport 443 dnat to {pod_listen}");

@@ -229,7 +229,8 @@ mod tests {
                 "127.0.0.1:7 (--cloud-listen a): permission denied",
             ),
         ] {
-            let text = problem(&listener.parse().unwrap(), error);
+            let listener: CloudListener = listener.parse().unwrap();
+            let text = problem(&listener, error);
             assert!(text.contains(expected), "{text}");
         }
     }
