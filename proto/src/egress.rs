@@ -1,5 +1,6 @@
-//! The socket to a target. The agent dials the targets of its node, the server dials targets that
-//! have no agent. The agent's sockets to clients of targets of the cloud have the same rules.
+//! The socket to a target, and the relay between a stream and such a socket. The agent dials the
+//! targets of its node, the server dials targets that have no agent. The agent's sockets to clients
+//! of targets of the cloud have the same rules.
 
 use std::io;
 use std::pin::Pin;
@@ -8,8 +9,10 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use crate::relay::{RelayEnd, RelaySide, Socket, relay};
 use crate::tcp::{abort_on_close, configure};
-use crate::transport::ByteCount;
+use crate::transport::{ByteCount, Stream};
+use crate::wire::code::ResetCode;
 
 /// A connection to a target. Dropping it resets the connection unless it was finished and shut
 /// down, so that the target does not take a cut of the tunnel or of this process for a clean end.
@@ -100,6 +103,60 @@ impl AsyncWrite for TargetSocket {
         ready!(Pin::new(&mut self.tcp).poll_shutdown(cx))?;
         self.is_shut_down = true;
         Poll::Ready(Ok(()))
+    }
+}
+
+/// The totals and the end of a relay between a stream and a socket.
+#[derive(Debug)]
+pub struct SocketRelay {
+    /// How the relay ended.
+    pub end: SocketRelayEnd,
+    /// Bytes from the stream to the socket.
+    pub from_tunnel: u64,
+    /// Bytes from the socket to the stream.
+    pub to_tunnel: u64,
+    /// The error of a cut; empty without one.
+    pub detail: String,
+}
+
+/// The end of a relay between a stream and a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SocketRelayEnd {
+    /// Both sides ended.
+    Clean,
+    /// One side was complete, and its reader closed.
+    ReaderClosed,
+    /// The stream was cut.
+    StreamCut,
+    /// The socket was cut.
+    SocketCut,
+}
+
+/// Relays between a stream and a socket until both sides have ended or one was cut. The other side
+/// of a cut sees a reset. Dropping the future resets both.
+pub async fn relay_socket(mut stream: Stream, mut socket: TargetSocket) -> SocketRelay {
+    let relayed = relay(&mut stream, &mut Socket(&mut socket)).await;
+    let (end, detail) = match relayed.end {
+        RelayEnd::Clean => {
+            socket.finish();
+            (SocketRelayEnd::Clean, String::new())
+        }
+        RelayEnd::ReaderClosed(_) => {
+            socket.finish();
+            (SocketRelayEnd::ReaderClosed, String::new())
+        }
+        // The socket is dropped and resets here, the stream below.
+        RelayEnd::Cut(RelaySide::Left, error) => (SocketRelayEnd::StreamCut, error.to_string()),
+        RelayEnd::Cut(RelaySide::Right, error) => {
+            stream.reset(ResetCode::PeerCut);
+            (SocketRelayEnd::SocketCut, error.to_string())
+        }
+    };
+    SocketRelay {
+        end,
+        from_tunnel: relayed.left_to_right,
+        to_tunnel: relayed.right_to_left,
+        detail,
     }
 }
 

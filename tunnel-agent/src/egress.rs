@@ -8,8 +8,8 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
-use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access};
+use tunnel_proto::egress::{TargetSocket, relay_socket};
+use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access, non_empty};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
@@ -17,7 +17,6 @@ use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::config::Limit;
 use crate::config::Limits;
-use crate::local_socket::{non_empty, relay_socket};
 use crate::metrics::{Metrics, StreamEnd};
 use crate::policy::DialPolicy;
 
@@ -253,9 +252,9 @@ async fn relay_stream(mut stream: Stream, socket: TargetSocket, dialed: &str) ->
             ..StreamOutcome::without_bytes(StreamEnd::CutByPeer)
         };
     }
-    let relayed = relay_socket(stream, socket, StreamEnd::CutByTarget).await;
+    let relayed = relay_socket(stream, socket).await;
     StreamOutcome {
-        end: relayed.end,
+        end: StreamEnd::of_relay(relayed.end, StreamEnd::CutByTarget),
         dialed: String::new(),
         to_target: relayed.from_tunnel,
         from_target: relayed.to_tunnel,

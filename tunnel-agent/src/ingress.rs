@@ -12,16 +12,15 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tracing::info;
-use tunnel_proto::egress::TargetSocket;
+use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached};
-use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access};
+use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access, non_empty};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{CloudTarget, NodeName, SessionId};
 
 use crate::config::{Limit, Limits};
-use crate::local_socket::{non_empty, relay_socket};
 use crate::metrics::{Metrics, StreamEnd};
 
 pub(crate) mod listeners;
@@ -138,11 +137,11 @@ impl Ingress {
     async fn connect(&self, socket: TargetSocket, target: &CloudTarget) -> ConnOutcome {
         match self.open(target).await {
             Ok(opened) => {
-                let relayed = relay_socket(opened.stream, socket, StreamEnd::CutByCaller).await;
+                let relayed = relay_socket(opened.stream, socket).await;
                 ConnOutcome {
                     session: Some(opened.session),
                     dialed: opened.dialed,
-                    end: relayed.end,
+                    end: StreamEnd::of_relay(relayed.end, StreamEnd::CutByCaller),
                     from_tunnel: relayed.from_tunnel,
                     to_tunnel: relayed.to_tunnel,
                     detail: relayed.detail,

@@ -16,7 +16,6 @@
 //! | `session` | one session: admission, control stream, liveness, retirement, drain |
 //! | `egress` | one stream: dial policy, dial, reply, relay |
 //! | `ingress` | one connection to a target of the cloud: choice of a session, open, relay |
-//! | `local_socket` | the relay of egress and ingress |
 //! | [`policy`] | the dial policy: pure checks of resolved addresses |
 //! | [`render`] | files that lead clients on the node to the API server |
 //! | [`status`] | the list of sessions on the meta port, and the verb that shows it |
@@ -42,7 +41,6 @@ mod egress;
 mod enroll;
 mod error;
 mod ingress;
-mod local_socket;
 mod log_throttle;
 mod metrics;
 mod proxy;

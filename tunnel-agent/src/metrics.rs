@@ -6,6 +6,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use tunnel_proto::egress::SocketRelayEnd;
 pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
@@ -320,6 +321,17 @@ impl StreamEnd {
         Self::Refused(RefusalCode::Internal),
         Self::Refused(RefusalCode::UnknownTarget),
     ];
+
+    /// Returns the end of a stream whose relay with a socket ended. `socket_cut` is the end if the
+    /// socket was cut.
+    pub(crate) fn of_relay(end: SocketRelayEnd, socket_cut: Self) -> Self {
+        match end {
+            SocketRelayEnd::Clean => Self::Ok,
+            SocketRelayEnd::ReaderClosed => Self::ReaderClosed,
+            SocketRelayEnd::StreamCut => Self::CutByPeer,
+            SocketRelayEnd::SocketCut => socket_cut,
+        }
+    }
 
     pub(crate) fn label(self) -> &'static str {
         match self {

@@ -110,8 +110,12 @@ impl App {
         let pods = cluster.pods.clone();
         let ingress = listeners::start(sockets.listeners, targets, pods, capacity, &context);
         let own_ports = sockets.bound.tcp_ports();
-        let tunnels =
-            (sockets.connect).start(&ingress, serving.certificates.clone(), own_ports, &context)?;
+        let tunnels = (sockets.connect).start(
+            &ingress,
+            serving.certificates.clone(),
+            own_ports.clone(),
+            &context,
+        )?;
         let inputs = SessionInputs {
             quic: sockets.quic.clone(),
             tcp: sockets.tcp,
@@ -120,6 +124,7 @@ impl App {
             attestor: cluster.attestor.clone(),
             advertised: advertised.clone(),
             capacity,
+            own_ports,
         };
         sessions::start(inputs, &context)?;
         quic_sessions::start(&sockets.quic, &context);

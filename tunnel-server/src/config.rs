@@ -21,6 +21,7 @@ use crate::policy::PortPolicy;
 
 mod capacity;
 mod certificates;
+mod cloud;
 mod connect;
 mod dns;
 mod kubernetes;
@@ -34,6 +35,7 @@ mod targets;
 
 pub use capacity::Capacity;
 pub use certificates::{ClientAuth, CredentialFiles, HttpsCertificate};
+pub use cloud::CloudTargetSettings;
 pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,
@@ -42,7 +44,7 @@ pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
 pub use peers::{PORT_PEERS, PeerSettings};
 pub use per_node_metrics::PerNodeMetrics;
-pub use raw::{RawConfig, RawRecord, RawTcpService};
+pub use raw::{RawCloudTarget, RawConfig, RawRecord, RawTcpService};
 pub use status_page::StatusPageSettings;
 pub use targets::{APISERVER_NAME, TargetSettings};
 
@@ -92,6 +94,8 @@ pub struct Config {
     pub status_page: Option<StatusPageSettings>,
     /// Settings of the connections to other servers.
     pub peers: PeerSettings,
+    /// Targets of the cloud that agents may reach.
+    pub cloud: Vec<CloudTargetSettings>,
     /// Time for which the listeners accept on after SIGTERM.
     pub drain_delay: Duration,
     /// Maximum time for running requests to end after that.
@@ -202,6 +206,7 @@ impl Config {
             connect: ConnectSettings::check(raw, &mut errors),
             status_page: StatusPageSettings::check(raw, &mut errors),
             peers: PeerSettings::check(raw, kubernetes.as_ref(), &mut errors),
+            cloud: cloud::check(raw, &mut errors),
             drain_delay: errors.parse_with(
                 "--drain-delay",
                 raw.drain_delay.as_deref(),

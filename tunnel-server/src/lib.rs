@@ -6,7 +6,8 @@
 //! [`session::agent_listener`] (handshake, or [`ca::enrollment`]), [`session`] (admission, control
 //! stream) and [`routing::registry`]. [`ca`] issues and revokes certificates, and [`store`]
 //! persists state. [`cluster`] follows Nodes and ports, writes the records ([`dns`]) and shares the
-//! state that all servers must agree on. Operators control a running server through [`admin`].
+//! state that all servers must agree on. [`egress`] serves streams that agents open to targets of
+//! the cloud. Operators control a running server through [`admin`].
 
 pub mod admin;
 pub mod app;
@@ -15,6 +16,7 @@ pub mod cli;
 pub mod cluster;
 pub mod config;
 pub mod dns;
+pub mod egress;
 pub mod ingress;
 pub mod metrics;
 pub mod policy;

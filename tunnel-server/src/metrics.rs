@@ -22,6 +22,7 @@ use tunnel_proto::transport::{BufferPool, TransportKind};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode};
 
 use crate::config::Limit;
+use crate::egress::result::CloudResult;
 use crate::ingress::outcome::Outcome;
 
 /// The result label of a handshake that timed out.
@@ -100,6 +101,11 @@ tunnel_proto::metrics! {
         streams: Family<OutcomeLabel, Counter> = "streams",
             "Finished requests and streams of callers by result",
             with_series(Outcome::ALL.map(|result| OutcomeLabel { result }));
+        cloud_streams_open: Gauge = "cloud_streams_open",
+            "Streams of agents to targets of the cloud that are open";
+        cloud_streams: Family<ResultLabel, Counter> = "cloud_streams",
+            "Streams of agents to targets of the cloud that ended, by result",
+            with_series(result_labels(CloudResult::ALL.map(CloudResult::label)));
         requests_retried: Counter = "requests_retried",
             "Requests that were sent once more, over another session, because their session was lost";
         stream_bytes: Family<DirectionLabel, Counter> = "stream_bytes",
@@ -242,6 +248,18 @@ impl Metrics {
                 .get_or_init(|| bytes_of.get_or_create_owned(&DirectionLabel { direction }))
                 .inc_by(bytes);
         }
+    }
+
+    /// Counts an open stream to a target of the cloud until the guard is dropped.
+    #[must_use]
+    pub fn cloud_stream(&self) -> GaugeGuard {
+        GaugeGuard::new(&self.families.cloud_streams_open)
+    }
+
+    pub fn cloud_stream_ended(&self, result: CloudResult) {
+        let result = StaticLabel(result.label());
+        let ended = &self.families.cloud_streams;
+        ended.get_or_create(&ResultLabel { result }).inc();
     }
 
     /// Counts a request that was sent once more over another session.

@@ -16,6 +16,7 @@ use tunnel_proto::wire::name::{NodeName, ReplicaId};
 
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
+use crate::egress::CloudEgress;
 use crate::metrics::Metrics;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::Peers;
@@ -46,6 +47,8 @@ pub struct Sessions {
     pub revocations: Arc<Revocations>,
     /// CAs whose certificates are accepted.
     pub trust: Option<Arc<AgentTrust>>,
+    /// Serves the streams of agents to targets of the cloud, if there are targets.
+    pub cloud: Option<Arc<CloudEgress>>,
     /// Issues renewed certificates. With `None`, operators replace the certificates of agents.
     pub renewals: Option<Arc<Renewals>>,
 }
@@ -66,6 +69,13 @@ pub struct SessionLimits {
     pub liveness: LivenessLimits,
     /// Time for which a session can continue after its certificate has ended.
     pub expiry_grace: Duration,
+}
+
+impl Sessions {
+    /// Returns the egress to targets of the cloud, if the node may reach one.
+    fn cloud_of(&self, node: &NodeName) -> Option<&Arc<CloudEgress>> {
+        self.cloud.as_ref().filter(|cloud| cloud.has_target(node))
+    }
 }
 
 /// Returns whether agents of the server `own` can move to another one.

@@ -97,6 +97,7 @@ impl Bench {
             admission_rate: Arc::new(crate::session::AdmissionRate::new(1000)),
             revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),
             trust: None,
+            cloud: None,
             renewals: None,
         };
         Self {

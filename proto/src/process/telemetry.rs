@@ -236,6 +236,12 @@ impl LogReporter for SilentReporter {
     }
 }
 
+/// Returns `None` for an empty field, so that the log omits it.
+#[must_use]
+pub fn non_empty(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
+}
+
 #[cfg(test)]
 mod tests {
     use tracing::Level;

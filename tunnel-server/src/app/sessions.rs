@@ -5,15 +5,18 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tunnel_proto::process::conn_limiter::ConnLimiter;
+use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::tls;
 use tunnel_proto::transport::quic::QuicAcceptor;
 use tunnel_proto::wire::ALPN_SESSION_TCP;
+use tunnel_proto::wire::name::Port;
 
 use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
 use crate::ca::attestation::Attestor;
 use crate::ca::enrollment::Enrollment;
 use crate::config::Capacity;
+use crate::egress::CloudEgress;
 use crate::routing::peers::listed_addresses;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
 use crate::session::{AdmissionRate, SessionLimits, Sessions};
@@ -26,6 +29,8 @@ pub(super) struct SessionInputs<'a> {
     pub(super) attestor: Option<Attestor>,
     pub(super) advertised: Vec<String>,
     pub(super) capacity: Capacity,
+    /// Ports of this server's listeners over TCP.
+    pub(super) own_ports: Vec<Port>,
 }
 
 /// Starts to accept agents over UDP and TCP.
@@ -46,6 +51,14 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
             peers: (context.config.kubernetes.is_none()).then(|| context.peers.clone()),
         },
     };
+    let cloud = CloudEgress::new(
+        &context.config.cloud,
+        inputs.own_ports,
+        limits,
+        context.metrics.clone(),
+        context.shutdown.clone(),
+    );
+    let cloud = cloud.map_err(|problem| ConfigError(vec![problem]))?;
     let sessions = Sessions {
         registry: context.registry.clone(),
         peers: context.peers.clone(),
@@ -65,6 +78,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
         admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
         revocations: authority.revocations.clone(),
         trust: Some(agents.trust.clone()),
+        cloud: cloud.map(Arc::new),
         renewals: agents.renewals.clone(),
     };
     let listener = AgentListener {

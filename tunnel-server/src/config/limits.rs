@@ -39,6 +39,15 @@ tunnel_proto::limits! {
     /// certificate, three quarters.
     streams_per_agent ("streamsPerAgent", counted as StreamsPerAgent): u32
         = "256", count(1 << 20);
+    /// Streams to targets of the cloud that one agent has open at once; more are refused with
+    /// too_many_streams.
+    cloud_streams_per_agent ("cloudStreamsPerAgent", counted as CloudStreamsPerAgent): u32
+        = "256", count(1 << 16);
+    /// Streams to targets of the cloud that all agents have open at once.
+    cloud_streams_total ("cloudStreamsTotal", counted as CloudStreamsTotal): usize
+        = "50000", count(1 << 20);
+    /// New streams to targets of the cloud a second of one node, after a burst of twice as many.
+    cloud_stream_rate ("cloudStreamRate", counted as CloudStreamRate): u32 = "100", count(1 << 16);
     /// Sessions that one node may open at once, then two a second. More are refused with
     /// too_many_sessions.
     admissions_per_node ("admissionsPerNode", counted as AdmissionsPerNode): u32

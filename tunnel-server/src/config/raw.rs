@@ -314,6 +314,15 @@ tunnel_proto::layered! {
         /// Private key of --peer-cert-file, PEM [default: the file of --peer-cert-file]
         #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_PEER_KEY_FILE", help_heading = "Other servers")]
         pub peer_key_file: Option<String>,
+        /// API server that agents reach by the name apiserver (--cloud-listen of the agent), HOST:PORT;
+        /// repeatable: the others are tried when one does not answer. Without a value that of this
+        /// server's own cluster. Other targets are in the file, under "cloud" [default: none]
+        #[arg(
+            long, value_name = "HOST:PORT", env = "TUNNEL_SERVER_CLOUD_APISERVER", value_delimiter = ',',
+            num_args = 0..=1, default_missing_value = super::cloud::IN_CLUSTER,
+            help_heading = "Agents"
+        )]
+        pub cloud_apiserver: Vec<String>,
         /// After SIGTERM, time for which the listeners accept on, so that load balancers can learn
         /// from /readyz that this server stops; agents are asked to move at once. Choose more than
         /// the time until the network has stopped sending new connections here [default: 5s in a
@@ -348,6 +357,9 @@ tunnel_proto::layered! {
         /// DNS names in addition to the known nodes, YAML only.
         #[arg(skip)]
         pub dns_records: Vec<RawRecord>,
+        /// Targets of the cloud that agents may reach, YAML only.
+        #[arg(skip)]
+        pub cloud: Vec<RawCloudTarget>,
         /// Limits and timers, YAML only.
         #[arg(skip)]
         pub limits: Option<RawLimits>,
@@ -378,4 +390,19 @@ pub struct RawRecord {
     pub name: String,
     /// Addresses of the answer. The first address of each family is used.
     pub addresses: Vec<String>,
+}
+
+/// A target of the cloud in its raw form.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct RawCloudTarget {
+    /// Name by which agents open streams to the target.
+    pub name: String,
+    /// `HOST:PORT` of the target, in the order in which they are tried.
+    #[serde(default)]
+    pub target: Vec<String>,
+    /// `NAMESPACE/NAME:PORT` of a Service of the server's cluster.
+    pub service: Option<String>,
+    /// Nodes whose agents may reach the target; without it all nodes.
+    pub nodes: Option<Vec<String>>,
 }

@@ -12,7 +12,7 @@ use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome};
+use tunnel_proto::wire::control::{CAPABILITY_CLOUD, CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
@@ -285,13 +285,7 @@ impl Sessions {
         let welcome = Welcome {
             version: negotiate_version(hello.versions.0, hello.versions.1).unwrap_or(VERSION_MIN),
             session: id,
-            capabilities: self
-                .renewals
-                .iter()
-                // This server does not renew certificates that another CA issued.
-                .filter(|_| session.peer().domain == TrustDomain::Tunnel)
-                .map(|_| CAPABILITY_RENEW.to_owned())
-                .collect(),
+            capabilities: self.capabilities(session, &hello.node_name),
             streams_per_agent: self.limits.streams,
             replicas: self.advertised.clone(),
             target_dial_timeout: self.limits.target_dial,
@@ -305,6 +299,16 @@ impl Sessions {
             AdmissionError::Refused(CloseCode::HandshakeTimeout, detail)
         })??;
         Ok(members)
+    }
+
+    /// Returns what the server does for this agent in addition to version 1.
+    fn capabilities(&self, session: &Arc<dyn Session>, node: &NodeName) -> Vec<String> {
+        // This server does not renew certificates that another CA issued.
+        let renews = self.renewals.is_some() && session.peer().domain == TrustDomain::Tunnel;
+        let has_cloud = self.cloud_of(node).is_some();
+        let renews = renews.then(|| CAPABILITY_RENEW.to_owned());
+        let has_cloud = has_cloud.then(|| CAPABILITY_CLOUD.to_owned());
+        renews.into_iter().chain(has_cloud).collect()
     }
 
     async fn refuse(&self, session: &Arc<dyn Session>, node: &NodeName, error: AdmissionError) {

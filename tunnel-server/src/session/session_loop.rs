@@ -38,6 +38,10 @@ impl Sessions {
         } = admitted;
         let agent = registration.session().clone();
         let _counted = self.metrics.agent(agent.session.transport().label());
+        if let Some(cloud) = self.cloud_of(&agent.node) {
+            let accepting = cloud.clone().accept_streams(agent.clone());
+            self.shutdown.spawn_service(accepting);
+        }
         let (control_sender, sending) = ControlSender::new(writer);
         // The loop polls the future, because a task for each session would cost memory. The loop
         // never waits for a message to be sent, because it may never leave on a silent session.

@@ -1,0 +1,163 @@
+//! Targets of the cloud that agents may reach by name.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
+use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
+use tunnel_proto::wire::name::{CloudTarget, NodeName};
+
+use super::listeners::host_and_port;
+use super::{RawCloudTarget, RawConfig};
+
+/// A target of the cloud. Agents name it; its addresses are the operator's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CloudTargetSettings {
+    pub name: CloudTarget,
+    /// Addresses HOST:PORT, of which one is dialed.
+    pub addresses: Vec<String>,
+    /// The nodes whose agents may reach the target, or `None` for all nodes.
+    pub nodes: Option<BTreeSet<NodeName>>,
+}
+
+pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<CloudTargetSettings> {
+    let listed = raw.cloud.iter();
+    let listed = listed.filter_map(|target| check_target(target, errors));
+    let mut targets: Vec<_> = listed.collect();
+    targets.extend(apiserver(raw, errors));
+    let mut names = BTreeSet::new();
+    for target in &targets {
+        if !names.insert(&target.name) {
+            errors.add(
+                "cloud",
+                format!("{} is named twice (--cloud-apiserver names apiserver)", target.name),
+            );
+        }
+    }
+    targets
+}
+
+/// Returns the target `apiserver` of `--cloud-apiserver`.
+fn apiserver(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<CloudTargetSettings> {
+    let texts = raw.cloud_apiserver.iter().map(|text| text.trim());
+    let texts: Vec<&str> = texts.filter(|text| !text.is_empty()).collect();
+    if texts.is_empty() {
+        return None;
+    }
+    Some(CloudTargetSettings {
+        name: errors.ok_or_record(APISERVER, "apiserver".parse())?,
+        addresses: errors.parse_list(APISERVER, texts, |text| match text {
+            IN_CLUSTER => in_cluster_address(),
+            text => address(text),
+        }),
+        nodes: None,
+    })
+}
+
+/// Returns the address of the cluster's own API server.
+fn in_cluster_address() -> Result<String, String> {
+    let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let (Some(host), Some(port)) = (
+        variable("KUBERNETES_SERVICE_HOST"),
+        variable("KUBERNETES_SERVICE_PORT"),
+    ) else {
+        return Err("without a value needs KUBERNETES_SERVICE_HOST, which containers of a cluster have; give HOST:PORT".to_owned());
+    };
+    let is_v6 = host.contains(':');
+    address(&if is_v6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") })
+}
+
+fn check_target(raw: &RawCloudTarget, errors: &mut ConfigErrors) -> Option<CloudTargetSettings> {
+    let setting = format!("cloud: {}", raw.name);
+    let name = errors.ok_or_record(&setting, raw.name.parse::<CloudTarget>());
+    let service = raw.service.as_deref().map(service_address);
+    let service = service.and_then(|parsed| errors.ok_or_record(&format!("{setting}: service"), parsed));
+    let mut addresses = errors.parse_list(&format!("{setting}: target"), &raw.target, address);
+    addresses.extend(service);
+    if raw.target.is_empty() && raw.service.is_none() {
+        errors.add(&setting, "needs target (HOST:PORT) or service (NAMESPACE/NAME:PORT)");
+    }
+    let nodes = raw.nodes.as_ref().map(|nodes| {
+        let parsed = errors.parse_list(&format!("{setting}: nodes"), nodes, parse_quoted);
+        parsed.into_iter().collect()
+    });
+    Some(CloudTargetSettings {
+        name: name?,
+        addresses,
+        nodes,
+    })
+}
+
+/// Returns the address of a Service of the cluster, by its DNS name.
+fn service_address(text: &str) -> Result<String, String> {
+    let parts = text
+        .split_once('/')
+        .and_then(|(namespace, rest)| Some((namespace, rest.rsplit_once(':')?)));
+    let Some((namespace, (name, port))) = parts else {
+        return Err(format!("{text:?} is not NAMESPACE/NAME:PORT"));
+    };
+    host_and_port(&format!("{name}.{namespace}.svc:{port}"))
+        .map_err(|_syntax| format!("{text:?} is not NAMESPACE/NAME:PORT"))
+}
+
+fn address(text: &str) -> Result<String, String> {
+    let address = host_and_port(text)?;
+    if let Some((host, _port)) = address.rsplit_once(':')
+        && let Ok(ip) = host.trim_matches(['[', ']']).parse::<IpAddr>()
+    {
+        let kind = forbidden_kind(effective_ip(ip));
+        if let Some(kind) = kind.or((effective_ip(ip) != ip).then_some("translated")) {
+            return Err(format!("{text} is {kind}, and such addresses are never dialed"));
+        }
+    }
+    Ok(address)
+}
+
+const APISERVER: &str = "--cloud-apiserver";
+/// Value of `--cloud-apiserver` without a value.
+pub(super) const IN_CLUSTER: &str = "in-cluster";
+
+#[cfg(test)]
+mod tests {
+    use crate::config::tests::yaml;
+    use crate::testing::assert_contains;
+
+    #[test]
+    fn targets_are_read() {
+        let text = "cloudApiserver: ['10.0.0.1:6443', 'api.example:443']\n\
+                    cloud: [{ name: registry, service: kube-system/registry:5000, nodes: [a, B] },\n\
+                    { name: metrics, target: '127.0.0.1:9090' }]";
+        let targets = yaml(text).unwrap().cloud;
+        let [registry, metrics, apiserver] = &targets[..] else {
+            panic!("{targets:?}");
+        };
+        assert_eq!(registry.addresses, ["registry.kube-system.svc:5000"]);
+        assert_eq!(registry.nodes.as_ref().map(|nodes| nodes.len()), Some(2));
+        assert_eq!(metrics.addresses, ["127.0.0.1:9090"]);
+        assert_eq!(apiserver.name.as_str(), "apiserver");
+        assert_eq!(apiserver.addresses, ["10.0.0.1:6443", "api.example:443"]);
+        assert!(apiserver.nodes.is_none() && yaml("{}").unwrap().cloud.is_empty());
+    }
+
+    #[test]
+    fn mistakes_are_errors() {
+        for (text, expected) in [
+            ("cloudApiserver: x", "--cloud-apiserver: "),
+            ("cloudApiserver: '169.254.169.254:80'", "cloud metadata"),
+            ("cloudApiserver: '[fe80::1]:80'", "link-local"),
+            ("cloudApiserver: '[::ffff:127.0.0.1]:80'", "translated"),
+            ("cloudApiserver: '0.0.0.0:80'", "unspecified"),
+            ("cloud: [{ name: a }]", "cloud: a: needs target"),
+            ("cloud: [{ name: A, target: 'x:1' }]", "DNS label"),
+            ("cloud: [{ name: a.b, target: 'x:1' }]", "DNS label"),
+            ("cloud: [{ name: a, target: 'x:0' }]", "HOST:PORT"),
+            ("cloud: [{ name: a, service: 'x:1' }]", "NAMESPACE/NAME:PORT"),
+            ("cloud: [{ name: a, service: 'n/x y:1' }]", "NAMESPACE/NAME:PORT"),
+            ("cloud: [{ name: a, target: 'x:1', nodes: ['a b'] }]", "cloud: a: nodes"),
+            ("cloud: [{ name: a, target: 'x:1', node: a }]", "did you mean nodes"),
+            ("cloudApiserver: 'a:1'\ncloud: [{ name: apiserver, target: 'x:1' }]", "named twice"),
+        ] {
+            assert_contains(&yaml(text).unwrap_err(), expected);
+        }
+    }
+}

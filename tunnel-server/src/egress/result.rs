@@ -1,0 +1,63 @@
+//! How a stream to a target of the cloud ended.
+
+use tunnel_proto::egress::SocketRelayEnd;
+use tunnel_proto::wire::code::RefusalCode;
+
+/// The end of a stream to a target of the cloud. The labels are those of the agent's streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CloudResult {
+    Ok,
+    /// One side was complete, and its reader closed.
+    ReaderClosed,
+    /// The agent's side was cut.
+    CutByAgent,
+    /// The target's side was cut.
+    CutByTarget,
+    /// The header did not arrive, or violated the protocol.
+    NoHeader,
+    /// The stream was refused with a reply.
+    Refused(RefusalCode),
+}
+
+impl CloudResult {
+    /// Every end that a stream can have.
+    pub const ALL: [Self; 13] = [
+        Self::Ok,
+        Self::ReaderClosed,
+        Self::CutByAgent,
+        Self::CutByTarget,
+        Self::NoHeader,
+        Self::Refused(RefusalCode::BadHeader),
+        Self::Refused(RefusalCode::Policy),
+        Self::Refused(RefusalCode::TargetRefused),
+        Self::Refused(RefusalCode::TargetTimeout),
+        Self::Refused(RefusalCode::TooManyStreams),
+        Self::Refused(RefusalCode::Draining),
+        Self::Refused(RefusalCode::Internal),
+        Self::Refused(RefusalCode::UnknownTarget),
+    ];
+
+    /// Returns the word for metrics and logs.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::ReaderClosed => "reader_left",
+            Self::CutByAgent => "cut_by_peer",
+            Self::CutByTarget => "cut_by_target",
+            Self::NoHeader => "no_header",
+            Self::Refused(code) => code.label(),
+        }
+    }
+}
+
+impl From<SocketRelayEnd> for CloudResult {
+    fn from(end: SocketRelayEnd) -> Self {
+        match end {
+            SocketRelayEnd::Clean => Self::Ok,
+            SocketRelayEnd::ReaderClosed => Self::ReaderClosed,
+            SocketRelayEnd::StreamCut => Self::CutByAgent,
+            SocketRelayEnd::SocketCut => Self::CutByTarget,
+        }
+    }
+}

@@ -1,0 +1,150 @@
+use std::net::SocketAddr;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tunnel_proto::transport::find_cause;
+use tunnel_proto::wire::control::{CAPABILITY_CLOUD, ControlMessage};
+use tunnel_proto::wire::header::{StreamHeader, Target as PortTarget};
+
+use super::*;
+use crate::testing::{Agent, Bench, WAIT_TIMEOUT, node, within};
+
+fn target(name: &str, address: SocketAddr, nodes: Option<&str>) -> CloudTargetSettings {
+    CloudTargetSettings {
+        name: name.parse().unwrap(),
+        addresses: vec![address.to_string()],
+        nodes: nodes.map(|name| [name.parse().unwrap()].into()),
+    }
+}
+
+/// A server with targets of the cloud, and an agent of worker-1.
+async fn server(targets: &[CloudTargetSettings], limits: Limits) -> (Bench, Agent) {
+    let mut bench = Bench::new();
+    let (metrics, shutdown) = (
+        bench.sessions.metrics.clone(),
+        bench.sessions.shutdown.clone(),
+    );
+    let egress = CloudEgress::new(targets, Vec::new(), &limits, metrics, shutdown);
+    bench.sessions.cloud = egress.unwrap().map(Arc::new);
+    let agent = bench.agent(7).await;
+    (bench, agent)
+}
+
+fn header(name: &str) -> StreamHeader {
+    StreamHeader::new(StreamKind::Cloud(name.parse().unwrap()))
+}
+
+async fn open(agent: &Agent, header: &StreamHeader) -> Result<Stream, RefusalCode> {
+    let mut stream = agent.far.open(header, WAIT_TIMEOUT).await.unwrap();
+    match within(stream.accepted()).await.map(|_| ()) {
+        Ok(()) => Ok(stream),
+        Err(error) => Err(find_cause::<Refusal>(&error).unwrap().code),
+    }
+}
+
+/// Starts a target that echoes one connection after the other, each to its end.
+async fn echo() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut socket, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let (mut read, mut write) = socket.split();
+                let _cut = tokio::io::copy(&mut read, &mut write).await;
+                let _cut = write.shutdown().await;
+            });
+        }
+    });
+    address
+}
+
+#[tokio::test]
+async fn stream_of_an_agent_is_relayed_to_its_target_in_both_directions() {
+    let (_bench, agent) = server(&[target("echo", echo().await, None)], Limits::default()).await;
+    let mut stream = open(&agent, &header("echo")).await.unwrap();
+    stream.write_all(b"hello").await.unwrap();
+    stream.shutdown().await.unwrap();
+    let mut text = String::new();
+    within(stream.read_to_string(&mut text)).await.unwrap();
+    assert_eq!(text, "hello");
+}
+
+#[tokio::test]
+async fn streams_to_nothing_that_is_offered_are_refused() {
+    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let closed = closed.local_addr().unwrap();
+    let targets = [
+        target("closed", closed, None),
+        target("others", closed, Some("worker-2")),
+    ];
+    let (bench, agent) = server(&targets, Limits::default()).await;
+    let port = StreamKind::Target(PortTarget::Node(Port::new(10250).unwrap()));
+    for (header, expected) in [
+        (header("closed"), RefusalCode::TargetRefused),
+        (header("others"), RefusalCode::Policy),
+        (header("unknown"), RefusalCode::UnknownTarget),
+        (StreamHeader::new(port), RefusalCode::BadHeader),
+        (StreamHeader::new(StreamKind::Enroll), RefusalCode::BadHeader),
+    ] {
+        assert_eq!(open(&agent, &header).await.map(|_| ()), Err(expected), "{header:?}");
+    }
+    bench.sessions.shutdown.drain().cancel();
+    let draining = open(&agent, &header("closed")).await.map(|_| ());
+    assert_eq!(draining, Err(RefusalCode::Draining));
+}
+
+#[tokio::test]
+async fn agent_that_opens_too_many_streams_or_too_fast_is_refused() {
+    let limits = Limits {
+        cloud_streams_per_agent: 3,
+        cloud_stream_rate: 4,
+        ..Limits::default()
+    };
+    let (_bench, agent) = server(&[target("echo", echo().await, None)], limits).await;
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        streams.push(open(&agent, &header("echo")).await.unwrap());
+    }
+    let fourth = open(&agent, &header("echo")).await.map(|_| ());
+    assert_eq!(fourth, Err(RefusalCode::TooManyStreams));
+    drop(streams);
+    let mut refused = 0;
+    for _ in 0..20 {
+        refused += usize::from(open(&agent, &header("unknown")).await.map(|_| ()) == Err(RefusalCode::TooManyStreams));
+    }
+    assert!(refused > 5, "{refused} of 20");
+}
+
+#[tokio::test]
+async fn capability_is_in_welcome_of_agents_that_have_a_target() {
+    let address = "127.0.0.1:1".parse().unwrap();
+    for (nodes, expected) in [(None, true), (Some("worker-1"), true), (Some("worker-2"), false)] {
+        let mut bench = Bench::new();
+        let (metrics, shutdown) = (
+            bench.sessions.metrics.clone(),
+            bench.sessions.shutdown.clone(),
+        );
+        let targets = [target("x", address, nodes)];
+        let egress = CloudEgress::new(&targets, Vec::new(), &Limits::default(), metrics, shutdown);
+        bench.sessions.cloud = egress.unwrap().map(Arc::new);
+        let (_agent, answer) = bench.connect_agent(7, 4096).await;
+        let ControlMessage::Welcome(welcome) = answer else {
+            panic!("{answer:?}");
+        };
+        let has_cloud = welcome.capabilities.iter().any(|name| name == CAPABILITY_CLOUD);
+        assert_eq!(has_cloud, expected, "{nodes:?}");
+    }
+}
+
+#[test]
+fn target_that_is_a_listener_of_this_server_is_refused_at_start() {
+    let own = vec![Port::new(10262).unwrap()];
+    let metrics = || Bench::new().sessions.metrics.clone();
+    for (address, is_refused) in [("127.0.0.1:10262", true), ("127.0.0.1:6443", false)] {
+        let targets = [target("x", address.parse().unwrap(), None)];
+        let limits = Limits::default();
+        let made = CloudEgress::new(&targets, own.clone(), &limits, metrics(), Shutdown::new());
+        assert_eq!(made.is_err(), is_refused, "{address}");
+    }
+    assert!(CloudTargets::new(&[]).find(&node(), &"x".parse().unwrap()).is_err());
+}
