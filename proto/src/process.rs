@@ -1,5 +1,5 @@
 //! Parts that the two binaries share and that are not about the wire: shutdown, the meta port,
-//! logs, files, Unix sockets, settings.
+//! logs, files, Unix sockets, settings, questions in the terminal.
 
 pub mod accept;
 pub mod conn_limiter;
@@ -19,5 +19,6 @@ pub mod serve_bounded;
 pub mod settings;
 pub mod shutdown;
 pub mod telemetry;
+pub mod terminal;
 pub mod unix_socket;
 pub mod yaml;

@@ -3,7 +3,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -147,12 +147,67 @@ fn read_no_follow(path: &Path, forbidden: u32) -> io::Result<Option<Zeroizing<Ve
 /// # Errors
 /// The system's error with the path. The old content is unchanged.
 pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+    replace_with(path, content, FileAccess::PRIVATE)
+}
+
+/// Mode and owner of a file that [`replace_with`] writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileAccess {
+    /// Permission bits, whatever the umask is.
+    pub mode: u32,
+    /// Owner of the file. `None` means user and group of this process.
+    pub owner: Option<FileOwner>,
+}
+
+/// Owner of a file, by number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileOwner {
+    /// Number of the user.
+    pub user: u32,
+    /// Number of the group.
+    pub group: u32,
+}
+
+impl FileAccess {
+    /// Mode 0600, for files with secrets.
+    pub const PRIVATE: Self = Self {
+        mode: PRIVATE_MODE,
+        owner: None,
+    };
+    /// Mode 0644, for files without secrets.
+    pub const READABLE: Self = Self {
+        mode: 0o644,
+        owner: None,
+    };
+
+    /// Returns the access of an existing file.
+    ///
+    /// # Errors
+    /// The system's error with the path.
+    pub fn of(path: &Path) -> io::Result<Self> {
+        let metadata = fs::metadata(path).map_err(|error| with_path(path, &error))?;
+        Ok(Self {
+            mode: metadata.mode() & 0o777,
+            owner: Some(FileOwner {
+                user: metadata.uid(),
+                group: metadata.gid(),
+            }),
+        })
+    }
+}
+
+/// Replaces the whole content of a file like [`replace`] does, with another mode or owner. Only root
+/// may give a file to another user. The file is private until its mode is set.
+///
+/// # Errors
+/// As in [`replace`].
+pub fn replace_with(path: &Path, content: &[u8], access: FileAccess) -> io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(format!(".{}.{count}.new", std::process::id()));
     let temporary = Path::new(&temporary);
-    let written = write_new(temporary, content).and_then(|()| fs::rename(temporary, path));
+    let written = write_new(temporary, content, access).and_then(|()| fs::rename(temporary, path));
     if let Err(error) = written {
         let _nothing_to_remove = fs::remove_file(temporary);
         return Err(with_path(path, &error));
@@ -199,11 +254,18 @@ pub fn try_lock(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
+fn write_new(path: &Path, content: &[u8], access: FileAccess) -> io::Result<()> {
     // Remove a leftover of a killed process with the same id. `open_new` refuses a file that
     // appears in between.
     let _nothing_left_over = fs::remove_file(path);
-    write_synced(open_new(path)?, content)
+    let file = open_new(path)?;
+    if let Some(owner) = access.owner {
+        fchown(&file, Some(owner.user), Some(owner.group))?;
+    }
+    if access.mode != PRIVATE_MODE {
+        file.set_permissions(fs::Permissions::from_mode(access.mode))?;
+    }
+    write_synced(file, content)
 }
 
 fn open_new(path: &Path) -> io::Result<File> {
@@ -249,7 +311,7 @@ fn invalid_mode(path: &Path, metadata: &fs::Metadata, forbidden: u32) -> io::Err
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::fs::symlink;
 
     use super::*;
 
@@ -271,6 +333,24 @@ mod tests {
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         let left = fs::read_dir(&dir).unwrap().count();
         assert_eq!(left, 1, "no temporary file is left");
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn replaced_files_have_the_access_that_is_asked_for() {
+        let dir = scratch("access");
+        let path = dir.join("config");
+        replace_with(&path, b"one", FileAccess::READABLE).unwrap();
+        let access = FileAccess::of(&path).unwrap();
+        assert_eq!(access.mode, 0o644);
+        // The owner of a file may give the file to itself.
+        let access = FileAccess {
+            mode: 0o640,
+            ..access
+        };
+        replace_with(&path, b"two", access).unwrap();
+        assert_eq!(FileAccess::of(&path).unwrap(), access);
+        assert_eq!(read(&path).unwrap().unwrap(), b"two");
         fs::remove_dir_all(dir).unwrap();
     }
 

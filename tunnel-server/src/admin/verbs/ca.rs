@@ -1,24 +1,16 @@
 //! The command `ca`: prints the CA's certificate, and exports and imports the CA with its key.
 
-use std::io::{self, IsTerminal as _, Write as _};
+use std::io;
 use std::path::Path;
 
 use tunnel_proto::process::files;
+use tunnel_proto::process::terminal::{Answer, ask};
 
 use super::{CaArgs, CaVerb, VerbError, VerbOutput, load_ca, open_dir};
 use crate::admin::AdminClient;
 use crate::ca::CaMaterial;
 use crate::ca::transfer::{self, StoredCa};
 use crate::store::data_dir::DataDir;
-
-/// The answer to a question in the terminal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Answer {
-    Yes,
-    No,
-    /// Standard input is not a terminal.
-    NoTerminal,
-}
 
 impl CaArgs {
     /// Prints the CA's certificate. Without a running server, a cluster's directory provides the
@@ -140,20 +132,4 @@ fn read(file: &Path) -> Result<CaMaterial, VerbError> {
         )
     })?;
     Ok(transfer::parse(&pem, &name)?)
-}
-
-fn ask(question: &str) -> io::Result<Answer> {
-    let stdin = io::stdin();
-    if !stdin.is_terminal() {
-        return Ok(Answer::NoTerminal);
-    }
-    let mut stderr = io::stderr();
-    write!(stderr, "{question} [y/N] ")?;
-    stderr.flush()?;
-    let mut answer = String::new();
-    stdin.read_line(&mut answer)?;
-    Ok(match answer.trim() {
-        "y" | "Y" | "yes" => Answer::Yes,
-        _ => Answer::No,
-    })
 }

@@ -2,8 +2,8 @@ use std::sync::Arc;
 
 use clap::Parser;
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::process::terminal::Answer;
 
-use super::ca::Answer;
 use super::nodes::stored_nodes;
 use super::*;
 use crate::admin::{self, AdminState};
