@@ -29,6 +29,7 @@ use crate::credentials::{CredentialError, RotatingCredentials};
 use crate::egress::Egress;
 use crate::ingress::sessions::CloudSessions;
 use crate::ingress::{Ingress, listeners};
+use crate::join::JoinCommandError;
 use crate::metrics::Metrics;
 use crate::policy::DialPolicy;
 use crate::render::RenderError;
@@ -266,6 +267,9 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
             || cause
                 .downcast_ref::<CredentialError>()
                 .is_some_and(CredentialError::is_usage)
+            || cause
+                .downcast_ref::<JoinCommandError>()
+                .is_some_and(JoinCommandError::is_usage)
     });
     if usage { EXIT_USAGE } else { EXIT_FAILURE }
 }

@@ -33,6 +33,14 @@ pub enum Command {
     Run(Box<ConfigArgs>),
     /// Load the configuration as `run` would, print all mistakes at once, and exit
     CheckConfig(Box<ConfigArgs>),
+    /// Join this host to a server: write configuration, join token and systemd unit, and start the
+    /// service
+    ///
+    /// The files are /etc/culvert/tunnel-agent.yaml and /etc/culvert/tunnel-agent.token, and the unit
+    /// if no package has installed it. Other keys of an existing configuration stay. Another run with
+    /// the same values changes nothing. A value that differs is replaced after a question, or with
+    /// --yes. On a host without systemd the command prints how to run the agent.
+    Join(JoinArgs),
     /// Ask a running agent on this host whether it is ready: exit code 0 when it has a session,
     /// else 1
     ///
@@ -128,6 +136,41 @@ pub struct DiagArgs {
     pub source: ConfigArgs,
 }
 
+/// The values of `join`, and what it may do.
+#[derive(Debug, Clone, clap::Args)]
+pub struct JoinArgs {
+    /// Address where tunnel-server accepts agents; repeat it for several addresses
+    #[arg(
+        long,
+        value_name = "HOST:PORT",
+        value_delimiter = ',',
+        required = true
+    )]
+    pub server: Vec<String>,
+    /// Name of this node, as in `tunnel-server token create --node` [default: as in the
+    /// configuration, else the host name]
+    #[arg(long, value_name = "NAME")]
+    pub node_name: Option<String>,
+    /// File that contains the join token, or - for standard input [default: standard input, unless
+    /// that is a terminal]
+    ///
+    /// No flag takes the token itself, because a command line can be read by every user of the host.
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Write the files below this directory, as for an image, and start nothing
+    #[arg(long, value_name = "DIR")]
+    pub root: Option<PathBuf>,
+    /// Write the files, and neither enable nor start the service
+    #[arg(long)]
+    pub no_start: bool,
+    /// Print what would be done, and change nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Replace values that differ without asking
+    #[arg(long)]
+    pub yes: bool,
+}
+
 /// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
 pub struct MetaArgs {
@@ -178,6 +221,8 @@ pub fn known_variables() -> std::collections::BTreeSet<String> {
 
 const AFTER_HELP: &str = "\
 First start of a node (the token comes from `tunnel-server token create --node worker-1`):
+  tunnel-agent join --server cloud.example.com:10262 --node-name worker-1 --token-file ./token
+The same without systemd:
   tunnel-agent run --server cloud.example.com:10262 --node-name worker-1 --token-file ./token
 
 Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke.";

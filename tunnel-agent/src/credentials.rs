@@ -420,7 +420,7 @@ struct CertificateFiles {
 }
 
 const KEY: &str = "agent.key";
-const CERTIFICATE: &str = "agent.crt";
+pub(crate) const CERTIFICATE: &str = "agent.crt";
 const CA: &str = "ca.crt";
 /// Files of the pair in use.
 const CURRENT: CertificateFiles = CertificateFiles {

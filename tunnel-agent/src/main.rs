@@ -11,13 +11,14 @@ use tokio::runtime::{Builder, Runtime};
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{
-    self, Cli, Command, ConfigArgs, DiagArgs, MetaArgs, RenderObject, StatusArgs, StatusOutput,
+    self, Cli, Command, ConfigArgs, DiagArgs, JoinArgs, MetaArgs, RenderObject, StatusArgs,
+    StatusOutput,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
-use tunnel_agent::{diag, render, status};
+use tunnel_agent::{diag, join, render, status};
 use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::metrics::COMMIT;
-use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry};
+use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry, terminal};
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
     let result = match cli.subcommand {
         Command::Run(source) => run(*source),
         Command::CheckConfig(source) => check_config(*source),
+        Command::Join(arguments) => run_join(&arguments),
         Command::Healthcheck(arguments) => healthcheck(arguments),
         Command::Status(arguments) => show_status(arguments),
         Command::Diag(arguments) => run_diag(*arguments),
@@ -124,6 +126,11 @@ fn run_diag(arguments: DiagArgs) -> anyhow::Result<()> {
     document
         .write(&path)
         .context("cannot write the facts; give another file with --output")
+}
+
+fn run_join(arguments: &JoinArgs) -> anyhow::Result<()> {
+    let print = |text: &str| telemetry::print(text.as_bytes());
+    Ok(join::run(arguments, terminal::ask, print)?)
 }
 
 fn healthcheck(arguments: MetaArgs) -> anyhow::Result<()> {

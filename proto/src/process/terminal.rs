@@ -5,9 +5,9 @@ use std::io::{self, IsTerminal as _, Write as _};
 /// The answer to a question in the terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// The operator agreed.
+    /// The operator answered yes.
     Yes,
-    /// The operator did not agree.
+    /// The operator gave another answer.
     No,
     /// Standard input is not a terminal.
     NoTerminal,

@@ -354,7 +354,12 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         AGENT,
         "",
-        "run check-config healthcheck status diag completion version",
+        "run check-config join healthcheck status diag completion version",
+    ),
+    (
+        AGENT,
+        "join",
+        "--server --node-name --token-file --root --no-start --dry-run --yes",
     ),
     (AGENT, "diag", "--output --config --data-dir"),
     (AGENT, "check-config", "--config"),

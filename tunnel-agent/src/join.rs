@@ -1,0 +1,166 @@
+//! The verb `join`: writes configuration, join token and systemd unit of an agent, and starts the
+//! service.
+//!
+//! Every file is planned before one is written, so that a mistake or a refusal changes nothing. A
+//! run that is interrupted is completed by the next one.
+
+use std::io::{self, IsTerminal as _, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tunnel_proto::process::files;
+use tunnel_proto::process::terminal::Answer;
+use tunnel_proto::wire::enroll::JoinToken;
+use tunnel_proto::wire::header::one_line;
+use zeroize::Zeroizing;
+
+use crate::cli::JoinArgs;
+use crate::config::{DEFAULT_DATA_DIR, parse_token};
+use crate::credentials::CERTIFICATE;
+
+mod config_file;
+mod error;
+mod paths;
+mod plan;
+mod unit;
+
+use config_file::JoinSettings;
+pub use error::JoinCommandError;
+use paths::below;
+use plan::Plan;
+
+/// Runs the verb. `ask` asks a question in the terminal, and `print` writes lines to standard
+/// output.
+///
+/// # Errors
+/// Returns a [`JoinCommandError`]. Unless it is about systemctl or about a write, nothing is
+/// changed.
+pub fn run(
+    arguments: &JoinArgs,
+    ask: impl FnOnce(&str) -> io::Result<Answer>,
+    mut print: impl FnMut(&str) -> io::Result<()>,
+) -> Result<(), JoinCommandError> {
+    let starts = arguments.root.is_none() && !arguments.no_start;
+    if starts && !Path::new(SYSTEMD_RUNS).is_dir() {
+        return Err(JoinCommandError::NoSystemd(run_command(arguments)));
+    }
+    let settings = JoinSettings {
+        server: arguments.server.clone(),
+        node_name: arguments.node_name.clone(),
+    };
+    let token = read_token(arguments.token_file.as_deref())?;
+    let plan = Plan::new(arguments.root.as_deref(), &settings, &token)?;
+    let commands = if starts { plan.commands() } else { Vec::new() };
+    if arguments.dry_run {
+        print(&plan.report("would write"))?;
+        for command in commands {
+            print(&format!("would run {}\n", shown(command)))?;
+        }
+        return Ok(());
+    }
+    let differences = plan.differences().join("; ");
+    if !differences.is_empty() && !arguments.yes {
+        match ask(&format!("{differences}. Replace?"))? {
+            Answer::Yes => {}
+            Answer::No => return Err(JoinCommandError::Declined),
+            Answer::NoTerminal => return Err(JoinCommandError::Differs(differences)),
+        }
+    }
+    plan.write()?;
+    print(&plan.report("wrote"))?;
+    for command in &commands {
+        systemctl(command)?;
+        print(&format!("ran {}\n", shown(command)))?;
+    }
+    let root = arguments.root.as_deref();
+    if below(root, DEFAULT_DATA_DIR).join(CERTIFICATE).exists() {
+        print(&format!(
+            "note: {DEFAULT_DATA_DIR} has a certificate, which the agent uses instead of the token\n"
+        ))?;
+    }
+    print(if starts { STARTED } else { NOT_STARTED })?;
+    Ok(())
+}
+
+/// Reads the token from a file, or from standard input. From a terminal only one line is read.
+fn read_token(file: Option<&Path>) -> Result<JoinToken, JoinCommandError> {
+    let stdin = io::stdin();
+    let text = match file {
+        Some(path) if path != Path::new("-") => files::read_operator_file(path)?,
+        None if stdin.is_terminal() => return Err(JoinCommandError::NoToken),
+        Some(_) if stdin.is_terminal() => {
+            let mut stderr = io::stderr();
+            write!(stderr, "join token: ")?;
+            stderr.flush()?;
+            let mut line = Zeroizing::new(String::with_capacity(TOKEN_ROOM));
+            stdin.read_line(&mut line)?;
+            Zeroizing::new(std::mem::take(&mut *line).into_bytes())
+        }
+        Some(_) | None => {
+            let mut text = Zeroizing::new(Vec::with_capacity(TOKEN_ROOM));
+            stdin.lock().take(TOKEN_MAX_BYTES).read_to_end(&mut text)?;
+            text
+        }
+    };
+    check_token(&String::from_utf8_lossy(&text)).map_err(JoinCommandError::InvalidToken)
+}
+
+/// Returns the token if an agent can use it without any other file.
+fn check_token(text: &str) -> Result<JoinToken, String> {
+    if text.trim().is_empty() {
+        return Err("is empty; 'tunnel-server token create' prints a token".to_owned());
+    }
+    let token = parse_token(text)?;
+    if token.ca_hash().is_none() {
+        return Err("the token pins no CA (it has no third part); copy the whole token".to_owned());
+    }
+    Ok(token)
+}
+
+/// Returns the command that runs an agent without systemd.
+fn run_command(arguments: &JoinArgs) -> String {
+    let mut command = "tunnel-agent run".to_owned();
+    for server in &arguments.server {
+        command.push_str(" --server ");
+        command.push_str(server);
+    }
+    if let Some(name) = &arguments.node_name {
+        command.push_str(" --node-name ");
+        command.push_str(name);
+    }
+    let file = arguments.token_file.clone();
+    let file = file.filter(|file| file != Path::new("-"));
+    let file = file.unwrap_or_else(|| PathBuf::from("TOKEN-FILE"));
+    one_line(&format!("{command} --token-file {}", file.display()))
+}
+
+fn systemctl(arguments: &[&str]) -> Result<(), JoinCommandError> {
+    let failed = |reason: String| JoinCommandError::Systemctl {
+        command: shown(arguments),
+        reason,
+    };
+    let output = Command::new(SYSTEMCTL).args(arguments).output();
+    let output = output.map_err(|error| failed(error.to_string()))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    Err(failed(one_line(text.trim())))
+}
+
+fn shown(arguments: &[&str]) -> String {
+    format!("{SYSTEMCTL} {}", arguments.join(" "))
+}
+
+const SYSTEMCTL: &str = "systemctl";
+/// Directory that exists while systemd is the init system; see sd_booted(3).
+const SYSTEMD_RUNS: &str = "/run/systemd/system";
+/// Room for a token, whose text is 142 bytes. A buffer that grows would leave copies in memory.
+const TOKEN_ROOM: usize = 4096;
+const TOKEN_MAX_BYTES: u64 = 4000;
+const STARTED: &str = "joined: 'tunnel-agent status' shows the sessions\n";
+const NOT_STARTED: &str =
+    "not started: 'systemctl enable --now tunnel-agent' starts the service\n";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,27 @@
+//! Paths and names of the service, which are those of the Debian package, and where they are below
+//! another root.
+
+use std::path::{Path, PathBuf};
+
+pub(super) const CONFIG: &str = "/etc/culvert/tunnel-agent.yaml";
+pub(super) const TOKEN: &str = "/etc/culvert/tunnel-agent.token";
+/// Path of the unit where no package has one.
+pub(super) const UNIT: &str = "/etc/systemd/system/tunnel-agent.service";
+pub(super) const PACKAGE_UNITS: [&str; 2] = [
+    "/lib/systemd/system/tunnel-agent.service",
+    "/usr/lib/systemd/system/tunnel-agent.service",
+];
+/// Path of the program in the unit of deploy/systemd.
+pub(super) const PROGRAM: &str = "/usr/local/bin/tunnel-agent";
+/// Name of the service, for systemctl.
+pub(super) const SERVICE: &str = "tunnel-agent";
+/// User of the package's service.
+pub(super) const USER: &str = "tunnel-agent";
+
+/// Returns where a path of the host is below `root`.
+pub(super) fn below(root: Option<&Path>, path: &str) -> PathBuf {
+    match root {
+        None => PathBuf::from(path),
+        Some(root) => root.join(path.trim_start_matches('/')),
+    }
+}
