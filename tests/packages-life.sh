@@ -74,17 +74,23 @@ localhostProxyPorts: "9100, 10266"
 END
 systemctl enable --now --quiet tunnel-server
 eventually tunnel-server healthcheck
-tunnel-server token create --node worker-1 2>/dev/null | install -m 0640 -g tunnel-agent /dev/stdin /etc/culvert/tunnel-agent.token
 cat >>/etc/culvert/tunnel-agent.yaml <<END
-server: ["127.0.0.1:10262"]
-nodeName: worker-1
 nodeIp: 127.0.0.1
 localhostPorts: "9100, 10266"
 END
 tunnel-server check-config --config /etc/culvert/tunnel-server.yaml >/dev/null
+token=$(tunnel-server token create --node worker-1 2>/dev/null)
+join() { tunnel-agent join --server 127.0.0.1:10262 --node-name worker-1 <<<"$token"; }
+printed=$(join)
+grep -q 'ran systemctl enable --now tunnel-agent' <<<"$printed" || fail "join prints: $printed"
+[ "$(stat -c '%a %U' /etc/culvert/tunnel-agent.token)" = "600 tunnel-agent" ] || fail "the token's mode or owner"
+[ ! -e /etc/systemd/system/tunnel-agent.service ] || fail "join writes a unit in addition to that of the package"
 tunnel-agent check-config --config /etc/culvert/tunnel-agent.yaml >/dev/null
-systemctl enable --now --quiet tunnel-agent
 eventually tunnel-agent healthcheck
+pid=$(pid_of tunnel-agent)
+printed=$(join)
+grep -q 'nothing to change' <<<"$printed" || fail "a second join prints: $printed"
+[ "$(pid_of tunnel-agent)" = "$pid" ] || fail "a second join restarts the agent"
 request 10266 metrics >/tmp/metrics
 grep -q ^tunnel_agent_ /tmp/metrics
 for program in tunnel-server tunnel-agent; do

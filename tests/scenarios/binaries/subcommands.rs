@@ -201,7 +201,7 @@ async fn tokens_and_ca_are_the_same_with_and_without_a_running_server() -> Resul
     ensure!(running == ca, "a running server has another CA");
     let create = ["token", "create", "--node", "worker-2", "--ttl", "10m"];
     let with = server.verb(&create)?.run().await?;
-    ensure_contains(&with.err, &["tunnel-agent run", "--server"])?;
+    ensure_contains(&with.err, &["tunnel-agent join", "--server"])?;
     let other = token_id(&with)?;
     let listed = server.verb(&["token", "list"])?.run().await?.ok()?;
     ensure_contains(&listed, &[&id, &other])?;

@@ -1,7 +1,7 @@
 //! Sets keys in the text of the agent's configuration file, and leaves all other text as it is.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::Value;
 use tunnel_proto::process::yaml;
@@ -23,7 +23,7 @@ pub(super) struct JoinSettings {
 pub(super) enum FileState {
     Missing,
     Same,
-    /// The file has no setting of an operator, and is written without a question.
+    /// The values are missing in the file, and are written without a question.
     Unset,
     /// A text for each difference.
     Differs(Vec<String>),
@@ -69,7 +69,7 @@ impl ConfigFile {
                 keys: lines.trim_end().to_owned(),
             });
         }
-        let state = if is_unset(&settings) {
+        let state = if is_unset(&settings, &complete) {
             FileState::Unset
         } else {
             FileState::Differs(differences(&settings, &complete))
@@ -112,14 +112,13 @@ fn parse(text: &str) -> Result<RawConfig, LoadError> {
     Ok(settings.unwrap_or_default())
 }
 
-/// Returns whether the file has no setting of an operator, like that of the package before an edit.
-fn is_unset(settings: &RawConfig) -> bool {
-    let token_file = settings.token_file.as_ref();
-    let others = RawConfig {
-        token_file: None,
-        ..settings.clone()
-    };
-    others == RawConfig::default() && token_file.is_none_or(|file| file == Path::new(TOKEN))
+/// Returns whether keys are only added, and to a file that no agent can use yet, like that of the
+/// package.
+fn is_unset(settings: &RawConfig, complete: &RawConfig) -> bool {
+    let has_other_name = settings.node_name.is_some() && settings.node_name != complete.node_name;
+    let has_other_file =
+        settings.token_file.is_some() && settings.token_file != complete.token_file;
+    settings.server.is_empty() && !has_other_name && !has_other_file
 }
 
 /// Returns a text for each key that would change.
@@ -222,6 +221,17 @@ mod tests {
         assert!(filled.text.starts_with("# Configuration of tunnel-agent"));
         let settings = parse(&filled.text).unwrap();
         assert_eq!(settings, wanted("cloud.example:10262").apply(settings.clone()));
+    }
+
+    #[test]
+    fn missing_keys_are_added_to_those_of_the_operator() {
+        let filled = planned(Some("nodeIp: 10.0.0.1\n"), "a:1");
+        assert_eq!(filled.state, FileState::Unset);
+        assert!(filled.text.starts_with("nodeIp: 10.0.0.1\nserver:\n"));
+        for used in ["server: [\"a:1\"]\n", "nodeName: worker-7\n"] {
+            let differs = planned(Some(used), "a:1");
+            assert!(matches!(differs.state, FileState::Differs(_)), "{used}");
+        }
     }
 
     #[test]

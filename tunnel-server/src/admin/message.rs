@@ -1,4 +1,4 @@
-//! The messages of the admin socket, and the command in one of them that starts an agent.
+//! The messages of the admin socket, and the command in one of them that joins a node.
 
 use std::fmt::{self, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -92,7 +92,7 @@ pub struct CreatedToken {
     pub id: String,
     #[serde(with = "time_text")]
     pub expires: SystemTime,
-    /// Command that starts the agent.
+    /// Command that joins the node, without the token.
     pub command: String,
     /// Advice to the operator about the command.
     pub hint: Option<String>,
@@ -107,10 +107,9 @@ impl CreatedToken {
         expires: SystemTime,
         advertised: &[String],
     ) -> Self {
-        let text = token.reveal();
-        let agent = agent_command(advertised, node, &text);
+        let agent = agent_command(advertised, node);
         Self {
-            token: text,
+            token: token.reveal(),
             id: token.id().to_owned(),
             expires,
             command: agent.command,
@@ -135,29 +134,21 @@ pub struct ErrorBody {
 }
 
 /// A command line for the edge host.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentCommand {
-    /// Command with the token's secret.
+    /// Command that reads the token from standard input.
     pub command: String,
     /// Advice to the operator about the command.
     pub hint: Option<String>,
 }
 
-impl fmt::Debug for AgentCommand {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter
-            .debug_struct("AgentCommand")
-            .field("hint", &self.hint)
-            .finish_non_exhaustive()
-    }
-}
-
-/// Returns the command for a node and a token. Without advertised addresses the command contains
+/// Returns the command that joins a node. The token is not in it, because every user of a host can
+/// read its command lines. Without advertised addresses the command contains
 /// the address that this host uses for outgoing connections, and the hint says so.
 #[must_use]
-pub fn agent_command(advertised: &[String], node: &NodeName, token: &str) -> AgentCommand {
+pub fn agent_command(advertised: &[String], node: &NodeName) -> AgentCommand {
     let mut hint = None;
-    let mut command = "tunnel-agent run".to_owned();
+    let mut command = "tunnel-agent join".to_owned();
     if advertised.is_empty() {
         let host = primary_address().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
         let address = SocketAddr::new(host, PORT_AGENTS);
@@ -169,7 +160,7 @@ pub fn agent_command(advertised: &[String], node: &NodeName, token: &str) -> Age
     for address in advertised {
         let _infallible = write!(command, " --server {address}");
     }
-    let _infallible = write!(command, " --node-name {node} --token {token}");
+    let _infallible = write!(command, " --node-name {node} --token-file -");
     AgentCommand { command, hint }
 }
 
@@ -181,14 +172,13 @@ mod tests {
     fn command_names_every_advertised_address_or_hints_at_the_flag() {
         let node = "worker-1".parse().unwrap();
         let advertised = ["a.example:443".to_owned(), "[2001:db8::1]:10262".to_owned()];
-        let agent = agent_command(&advertised, &node, "TOKEN");
+        let agent = agent_command(&advertised, &node);
         assert_eq!(
             agent.command,
-            "tunnel-agent run --server a.example:443 --server [2001:db8::1]:10262 --node-name worker-1 --token TOKEN"
+            "tunnel-agent join --server a.example:443 --server [2001:db8::1]:10262 --node-name worker-1 --token-file -"
         );
         assert_eq!(agent.hint, None);
-        assert!(!format!("{agent:?}").contains("TOKEN"));
-        let guess = agent_command(&[], &node, "TOKEN");
+        let guess = agent_command(&[], &node);
         assert!(guess.command.contains(":10262 --node-name worker-1"));
         assert!(guess.hint.unwrap().contains("--advertise"));
     }

@@ -75,8 +75,9 @@ fn token_request() -> CreateToken {
 async fn token_is_made_listed_and_revoked_over_the_socket() {
     let (fixture, client) = Fixture::started().await;
     let created = client.create_token(&token_request()).await.unwrap();
-    let command = "tunnel-agent run --server tunnel.example:10262 --node-name worker-1 --token";
-    assert_eq!(created.command, format!("{command} {}", created.token));
+    let command =
+        "tunnel-agent join --server tunnel.example:10262 --node-name worker-1 --token-file -";
+    assert_eq!(created.command, command);
     assert!(!format!("{created:?}").contains(&created.token));
     let known = fixture.state.nodes.snapshot();
     assert_eq!(known[&node("worker-1")].addresses, token_request().ips);

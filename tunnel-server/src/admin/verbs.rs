@@ -262,7 +262,7 @@ async fn create_token(
     Ok(VerbOutput {
         out: format!("{}\n", created.token),
         err: format!(
-            "token {} can be used until {}; on the node run:\n  {}\n{}",
+            "token {} can be used until {}; on the node run as root, and enter the token:\n  {}\n{}",
             created.id,
             rfc3339(created.expires),
             created.command,

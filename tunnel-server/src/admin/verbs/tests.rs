@@ -64,8 +64,9 @@ async fn tour(scratch: &Scratch, server: &str) {
     let token = created.out.trim_end();
     // The token is alone on standard output.
     assert_eq!(token.split('.').count(), 3);
-    let command = format!("--server {server} --node-name worker-1 --token {token}");
-    assert_contains(&created.err, &format!("tunnel-agent run {command}"));
+    let command = format!("--server {server} --node-name worker-1 --token-file -");
+    assert_contains(&created.err, &format!("tunnel-agent join {command}"));
+    assert!(!created.err.contains(token), "{}", created.err);
     out(scratch, "token create --node worker-2 --ip 192.168.33.221").await;
 
     let list = tokens(scratch).await;
