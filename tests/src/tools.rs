@@ -35,6 +35,8 @@ pub enum Tool {
     Prlimit,
     Kubectl,
     Helm,
+    /// The program `openssl`, for the script of a guide.
+    Openssl,
     /// The program `ssh` of OpenSSH.
     Ssh,
     /// The program `ssh-keygen` of OpenSSH.
@@ -68,6 +70,7 @@ impl Tool {
             Self::Prlimit => "prlimit",
             Self::Kubectl => "kubectl",
             Self::Helm => "helm",
+            Self::Openssl => "openssl",
             Self::Ssh => "ssh",
             Self::SshKeygen => "ssh-keygen",
             Self::Sshd => "sshd",
