@@ -6,20 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
-use rcgen::{
-    CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose, PublicKeyData,
-    SanType,
-};
+use rcgen::{ExtendedKeyUsagePurpose, SanType};
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::CertificateDer;
 use tokio::sync::watch;
-use tracing::info;
-use tunnel_proto::identity::{BACKDATED, Role};
-use tunnel_proto::process::files;
+use tunnel_proto::identity::Role;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
-use zeroize::Zeroizing;
 
-use crate::store::data_dir::{DataDir, whole_seconds};
+use crate::store::data_dir::DataDir;
 
 pub mod attestation;
 mod cert_resolver;
@@ -42,7 +36,6 @@ pub use cert_resolver::{IsKnown, OnIssue, RoleCertResolver};
 pub use error::{CaError, IssueError};
 use leaf::{LeafKey, LeafParams, uri};
 pub use material::{CaMaterial, SourceNames};
-use material::{common_name, serial};
 
 /// Default lifetime of every certificate except the CA's own. `limits.certificateLife` overrides
 /// it.
@@ -80,36 +73,8 @@ impl LocalCa {
     /// Returns a [`CaError`] that names the file.
     pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
         let _changing = dir.lock_files()?;
-        let (key_path, certificate_path) = (dir.ca_key(), dir.ca_certificate());
-        let names = SourceNames {
-            certificates: &certificate_path.display().to_string(),
-            key: &key_path.display().to_string(),
-        };
-        let certificate = files::read(&certificate_path)?;
-        let key = match files::read_secret(&key_path)? {
-            Some(pem) => material::read_key(&pem, names.key)?,
-            None if certificate.is_some() => {
-                return Err(CaError::KeyMissing(
-                    names.certificates.to_owned(),
-                    names.key.to_owned(),
-                ));
-            }
-            None => {
-                let key = KeyPair::generate().map_err(CaError::Generate)?;
-                files::replace(&key_path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
-                key
-            }
-        };
-        let root_pem = if let Some(pem) = certificate {
-            String::from_utf8_lossy(&pem).into_owned()
-        } else {
-            // A crash between the two writes leaves the key without its certificate.
-            let pem = material::self_signed(&key, SystemTime::now())?.pem();
-            files::replace(&certificate_path, pem.as_bytes())?;
-            info!(path = %certificate_path.display(), "created a CA");
-            pem
-        };
-        let material = CaMaterial::new(root_pem, key, names)?;
+        let material =
+            CaMaterial::load_or_create(&dir.ca_certificate(), &dir.ca_key(), material::CA_NAME)?;
         Self::new(Arc::new(material))
     }
 
@@ -216,9 +181,9 @@ impl LocalCa {
             usages: vec![ExtendedKeyUsagePurpose::ClientAuth],
         };
         let material = self.material.load();
-        let (certificate, not_after) = self.sign(&material, leaf, request.public_key(), now)?;
+        let (certificate, not_after) = leaf.sign(&material, request.public_key(), self.life, now)?;
         Ok(AgentCertificate {
-            chain: vec![certificate],
+            chain: vec![certificate.der().clone()],
             roots: material.roots.clone(),
             not_after,
         })
@@ -268,36 +233,11 @@ impl LocalCa {
     ) -> Result<CertifiedKey, IssueError> {
         // Load the CA once: another thread may replace it in the meantime.
         let material = self.material.load();
-        let (certificate, _) = self.sign(&material, leaf, &key.pair, now)?;
+        let (certificate, _) = leaf.sign(&material, &key.pair, self.life, now)?;
         Ok(CertifiedKey::new(
-            vec![certificate, material.root.clone()],
+            vec![certificate.der().clone(), material.root.clone()],
             key.signing.clone(),
         ))
-    }
-
-    fn sign(
-        &self,
-        material: &CaMaterial,
-        leaf: LeafParams,
-        key: &impl PublicKeyData,
-        now: SystemTime,
-    ) -> Result<(CertificateDer<'static>, SystemTime), IssueError> {
-        let now = whole_seconds(now);
-        let not_after = now + self.life;
-        let mut params = CertificateParams::default();
-        params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
-        params.not_after = not_after.into();
-        params.serial_number = Some(serial().map_err(IssueError::Serial)?);
-        params.distinguished_name = common_name(&leaf.common_name);
-        params.subject_alt_names = leaf.names;
-        params.is_ca = IsCa::ExplicitNoCa;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = leaf.usages;
-        params.use_authority_key_identifier_extension = true;
-        let certificate = params
-            .signed_by(key, &material.issuer)
-            .map_err(IssueError::Sign)?;
-        Ok((certificate.der().clone(), not_after))
     }
 }
 

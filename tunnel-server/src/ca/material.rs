@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::io;
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use rcgen::{
@@ -10,7 +11,9 @@ use rcgen::{
     KeyPair, KeyUsagePurpose, PublicKeyData as _, SerialNumber,
 };
 use rustls_pki_types::CertificateDer;
+use tracing::info;
 use tunnel_proto::identity::{BACKDATED, sha256, spki_sha256};
+use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
 use zeroize::Zeroizing;
@@ -44,12 +47,50 @@ impl CaMaterial {
     /// Returns an error if the key or the certificate cannot be generated.
     pub fn generate(now: SystemTime) -> Result<Self, CaError> {
         let key = KeyPair::generate().map_err(CaError::Generate)?;
-        let certificate = self_signed(&key, now)?.pem();
+        let certificate = self_signed(&key, CA_NAME, now)?.pem();
         let names = SourceNames {
             certificates: "new certificate",
             key: "new key",
         };
         Self::new(certificate, key, names)
+    }
+
+    /// Loads a CA from its two files, or creates one whose common name begins with `name`. Hold the
+    /// lock of the directory. Blocks the thread.
+    pub(super) fn load_or_create(
+        certificate_path: &Path,
+        key_path: &Path,
+        name: &str,
+    ) -> Result<Self, CaError> {
+        let names = SourceNames {
+            certificates: &certificate_path.display().to_string(),
+            key: &key_path.display().to_string(),
+        };
+        let certificate = files::read(certificate_path)?;
+        let key = match files::read_secret(key_path)? {
+            Some(pem) => read_key(&pem, names.key)?,
+            None if certificate.is_some() => {
+                return Err(CaError::KeyMissing(
+                    names.certificates.to_owned(),
+                    names.key.to_owned(),
+                ));
+            }
+            None => {
+                let key = KeyPair::generate().map_err(CaError::Generate)?;
+                files::replace(key_path, Zeroizing::new(key.serialize_pem()).as_bytes())?;
+                key
+            }
+        };
+        let root_pem = if let Some(pem) = certificate {
+            String::from_utf8_lossy(&pem).into_owned()
+        } else {
+            // A crash between the two writes leaves the key without its certificate.
+            let pem = self_signed(&key, name, SystemTime::now())?.pem();
+            files::replace(certificate_path, pem.as_bytes())?;
+            info!(path = %certificate_path.display(), "created a CA");
+            pem
+        };
+        Self::new(root_pem, key, names)
     }
 
     /// Parses the certificates and the key from PEM.
@@ -62,7 +103,7 @@ impl CaMaterial {
         Self::new(pem, key, names)
     }
 
-    pub(super) fn new(
+    fn new(
         root_pem: String,
         key: KeyPair,
         names: SourceNames<'_>,
@@ -132,14 +173,14 @@ pub(super) fn read_key(pem: &[u8], name: &str) -> Result<KeyPair, CaError> {
         })
 }
 
-pub(super) fn self_signed(key: &KeyPair, now: SystemTime) -> Result<Certificate, CaError> {
+fn self_signed(key: &KeyPair, name: &str, now: SystemTime) -> Result<Certificate, CaError> {
     let now = whole_seconds(now);
     let hash = hex(&sha256(&key.subject_public_key_info()));
     let mut params = CertificateParams::default();
     params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
     params.not_after = (now + CA_LIFE).into();
     params.serial_number = Some(serial()?);
-    params.distinguished_name = common_name(&format!("culvert CA {}", &hash[..8]));
+    params.distinguished_name = common_name(&format!("{name} {}", &hash[..8]));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     params.self_signed(key).map_err(CaError::Generate)
@@ -159,6 +200,8 @@ pub(super) fn common_name(text: &str) -> DistinguishedName {
     name
 }
 
+/// Beginning of the local CA's common name.
+pub(super) const CA_NAME: &str = "culvert CA";
 /// Maximum length of a common name (RFC 5280, appendix A, ub-common-name).
 const COMMON_NAME_MAX: usize = 64;
 /// Lifetime of the CA certificate: 10 years.

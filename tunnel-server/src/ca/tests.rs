@@ -1,9 +1,11 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
+use rcgen::{CertificateParams, KeyPair};
 use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection};
 use rustls_pki_types::ServerName;
 use tunnel_proto::identity::{PeerIdentity, spki_sha256};
+use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::tls::Trust;
 
