@@ -17,6 +17,7 @@ use crate::store::data_dir::DataDir;
 
 pub mod attestation;
 mod cert_resolver;
+pub mod client;
 mod csr;
 pub mod distrusted;
 pub mod enrollment;

@@ -214,6 +214,10 @@ spec:
     options:
       - name: ndots
         value: \"0\"
+      - name: timeout
+        value: \"1\"
+      - name: attempts
+        value: \"1\"
   containers:
     - name: kube-apiserver
       command:

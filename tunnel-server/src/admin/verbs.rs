@@ -9,7 +9,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::{AdminClient, AdminError, CreateToken, CreatedToken};
 use crate::ca::tokens::{CreateTokenError, TokenStore};
-use crate::ca::{CaError, LocalCa};
+use crate::ca::{CaError, IssueError, LocalCa};
 use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::{DataDir, rfc3339};
 
@@ -35,6 +35,8 @@ pub enum VerbError {
     File(#[from] io::Error),
     #[error(transparent)]
     Ca(#[from] CaError),
+    #[error(transparent)]
+    Issue(#[from] IssueError),
     #[error(transparent)]
     Token(#[from] CreateTokenError),
     /// The running server could not be reached or refused the request.
@@ -77,6 +79,14 @@ pub enum VerbError {
         .0.display()
     )]
     CaInCluster(PathBuf),
+    /// The directory belongs to a server in a cluster, whose callers have certificates of the
+    /// cluster.
+    #[error(
+        "{} belongs to a server in a cluster, whose callers have certificates of the cluster's CA: ask for one with a \
+         CertificateSigningRequest for the signer kubernetes.io/kube-apiserver-client",
+        .0.display()
+    )]
+    ClientCaInCluster(PathBuf),
     /// A running server would continue with the previous CA.
     #[error(
         "a tunnel-server runs with {}: stop it, import the CA, and start it again",
@@ -89,8 +99,8 @@ pub enum VerbError {
         .0.display()
     )]
     OtherCa(PathBuf),
-    /// An export would overwrite a file.
-    #[error("{} exists; remove it, or export to another file", .0.display())]
+    /// A key or a certificate would overwrite a file.
+    #[error("{} exists; remove it, or choose another file", .0.display())]
     FileExists(PathBuf),
     /// The connection to a node could not be opened.
     #[error(transparent)]
@@ -113,6 +123,7 @@ impl VerbError {
             }
             Self::File(_)
             | Self::Ca(_)
+            | Self::Issue(_)
             | Self::Token(_)
             | Self::Server(_)
             | Self::UnknownToken(_)
@@ -124,6 +135,7 @@ impl VerbError {
             | Self::ClusterManaged(_)
             | Self::CaNotStored(_)
             | Self::CaInCluster(_)
+            | Self::ClientCaInCluster(_)
             | Self::ServerRuns(_)
             | Self::OtherCa(_)
             | Self::FileExists(_)

@@ -203,6 +203,6 @@ pub(super) fn common_name(text: &str) -> DistinguishedName {
 /// Beginning of the local CA's common name.
 pub(super) const CA_NAME: &str = "culvert CA";
 /// Maximum length of a common name (RFC 5280, appendix A, ub-common-name).
-const COMMON_NAME_MAX: usize = 64;
+pub(super) const COMMON_NAME_MAX: usize = 64;
 /// Lifetime of the CA certificate: 10 years.
 const CA_LIFE: Duration = Duration::from_secs(3653 * 24 * 60 * 60);

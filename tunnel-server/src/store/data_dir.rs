@@ -70,6 +70,18 @@ impl DataDir {
         self.0.join("ca.key")
     }
 
+    /// Returns the path of the certificate of the CA of callers, PEM.
+    #[must_use]
+    pub fn client_ca_certificate(&self) -> PathBuf {
+        self.0.join("client-ca.crt")
+    }
+
+    /// Returns the path of the private key of the CA of callers, PEM.
+    #[must_use]
+    pub fn client_ca_key(&self) -> PathBuf {
+        self.0.join("client-ca.key")
+    }
+
     #[must_use]
     pub fn tokens(&self) -> PathBuf {
         self.0.join("tokens.json")

@@ -7,6 +7,8 @@ use std::time::Duration;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
+use crate::ca::client::CallerName;
+
 /// The argument that names the data directory.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DataDirArg {
@@ -155,7 +157,7 @@ pub struct CaArgs {
     pub data_dir: DataDirArg,
 }
 
-/// Actions on the CA with its private key.
+/// Actions on the CA.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum CaVerb {
     /// Write the CA with its private key, for another standalone server
@@ -177,6 +179,22 @@ pub enum CaVerb {
         /// Replace another CA without asking
         #[arg(long)]
         force: bool,
+    },
+    /// Make a certificate for a caller: a user of `connect`, Prometheus, kube-apiserver
+    ///
+    /// Creates NAME.key, NAME.crt and server-ca.crt, by which the caller verifies the server.
+    /// Callers' certificates are of a CA of their own, client-ca.crt in the data directory, which
+    /// the server accepts with --client-ca.
+    Client {
+        /// Name of the caller, as the access log shows it
+        #[arg(value_name = "NAME")]
+        name: CallerName,
+        /// Days for which the certificate is valid
+        #[arg(long, value_name = "N", default_value_t = 365, value_parser = clap::value_parser!(u16).range(1..=3650))]
+        days: u16,
+        /// Directory for the files
+        #[arg(short, long, value_name = "DIR", default_value = ".")]
+        output: PathBuf,
     },
 }
 

@@ -1,7 +1,9 @@
-//! The command `ca`: prints the CA's certificate, and exports and imports the CA with its key.
+//! The command `ca`: prints the CA's certificate, exports and imports the CA with its key, and makes
+//! certificates for callers.
 
 use std::io;
 use std::path::Path;
+use std::time::{Duration, SystemTime};
 
 use tunnel_proto::process::files;
 use tunnel_proto::process::terminal::{Answer, ask};
@@ -9,13 +11,14 @@ use tunnel_proto::process::terminal::{Answer, ask};
 use super::{CaArgs, CaVerb, VerbError, VerbOutput, load_ca, open_dir};
 use crate::admin::AdminClient;
 use crate::ca::CaMaterial;
+use crate::ca::client::{CallerName, ClientCa};
 use crate::ca::transfer::{self, StoredCa};
-use crate::store::data_dir::DataDir;
+use crate::store::data_dir::{DataDir, rfc3339};
 
 impl CaArgs {
     /// Prints the CA's certificate. Without a running server, a cluster's directory provides the
     /// last observed certificate, and another directory its CA, which is created only with
-    /// --offline. The verbs export and import the CA.
+    /// --offline. The verbs export and import the CA, and make a certificate for a caller.
     ///
     /// # Errors
     /// Returns a [`VerbError`].
@@ -28,10 +31,13 @@ impl CaArgs {
         self,
         ask: impl FnOnce(&str) -> io::Result<Answer>,
     ) -> Result<VerbOutput, VerbError> {
-        let can_create = self.offline || self.verb.is_some();
+        let can_create = match &self.verb {
+            None | Some(CaVerb::Client { .. }) => self.offline,
+            Some(CaVerb::Export { .. } | CaVerb::Import { .. }) => true,
+        };
         let dir = open_dir(&self.data_dir.data_dir, can_create)?;
         match self.verb {
-            None => print(&dir, self.offline).await,
+            None => Ok(VerbOutput::out(certificates(&dir, self.offline).await?)),
             Some(CaVerb::Export { file }) => export(require_own_ca(&dir)?, file.as_deref()),
             Some(CaVerb::Import { file, force }) => {
                 let is_confirmed = |question: &str| match ask(question)? {
@@ -47,12 +53,20 @@ impl CaArgs {
                     }
                 })
             }
+            Some(CaVerb::Client { name, days, output }) => {
+                if dir.is_cluster_managed() {
+                    return Err(VerbError::ClientCaInCluster(dir.path().to_owned()));
+                }
+                let server_ca = certificates(&dir, self.offline).await?;
+                client(&dir, &name, days, &output, &server_ca)
+            }
         }
     }
 }
 
-async fn print(dir: &DataDir, offline: bool) -> Result<VerbOutput, VerbError> {
-    Ok(VerbOutput::out(match AdminClient::connect(dir).await? {
+/// Returns the CA's certificates as PEM.
+async fn certificates(dir: &DataDir, offline: bool) -> Result<String, VerbError> {
+    Ok(match AdminClient::connect(dir).await? {
         Some(server) => server.ca().await?,
         None if dir.is_cluster_managed() => {
             let path = dir.ca_certificate();
@@ -60,7 +74,7 @@ async fn print(dir: &DataDir, offline: bool) -> Result<VerbOutput, VerbError> {
             String::from_utf8_lossy(&pem).into_owned()
         }
         None => load_ca(dir, offline)?.root_pem(),
-    }))
+    })
 }
 
 /// Returns `dir` if its CA is the one that a server with this directory uses.
@@ -77,10 +91,7 @@ fn export(dir: &DataDir, file: Option<&Path>) -> Result<VerbOutput, VerbError> {
     let Some(file) = file else {
         return Ok(VerbOutput::out(String::clone(&pem)));
     };
-    files::create(file, pem.as_bytes()).map_err(|error| match error.kind() {
-        io::ErrorKind::AlreadyExists => VerbError::FileExists(file.to_owned()),
-        _ => VerbError::File(error),
-    })?;
+    create(file, &pem)?;
     let note = format!(
         "wrote the CA and its private key to {}; who has this file can issue certificates: remove it after the import\n",
         file.display()
@@ -122,6 +133,47 @@ fn import(
     Ok(VerbOutput::out(format!("{shown} has the imported CA\n")))
 }
 
+/// Makes a caller's certificate and writes it to `output` with its key and the CA of the server.
+fn client(
+    dir: &DataDir,
+    name: &CallerName,
+    days: u16,
+    output: &Path,
+    server_ca: &str,
+) -> Result<VerbOutput, VerbError> {
+    let life = DAY * u32::from(days);
+    let issued = ClientCa::load_or_create(dir)?.issue(name, life, SystemTime::now())?;
+    let key = output.join(format!("{}.key", name.as_str()));
+    let certificate = output.join(format!("{}.crt", name.as_str()));
+    let bundle = output.join("server-ca.crt");
+    files::make_private_dir(output).map_err(|error| {
+        io::Error::new(error.kind(), format!("{}: {error}", output.display()))
+    })?;
+    files::replace(&bundle, server_ca.as_bytes())?;
+    create(&certificate, &issued.certificate)?;
+    create(&key, &issued.key)?;
+    let out = format!(
+        "wrote {}, {} and {}; the certificate ends at {}\n",
+        key.display(),
+        certificate.display(),
+        bundle.display(),
+        rfc3339(issued.not_after)
+    );
+    let err = format!(
+        "the server accepts the certificates of its client CA with --client-ca {}\n",
+        dir.client_ca_certificate().display()
+    );
+    Ok(VerbOutput { out, err })
+}
+
+/// Creates a file that only its owner can read.
+fn create(file: &Path, content: &str) -> Result<(), VerbError> {
+    files::create(file, content.as_bytes()).map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => VerbError::FileExists(file.to_owned()),
+        _ => VerbError::File(error),
+    })
+}
+
 fn read(file: &Path) -> Result<CaMaterial, VerbError> {
     let name = file.display().to_string();
     let pem = files::read_secret(file)?;
@@ -133,3 +185,5 @@ fn read(file: &Path) -> Result<CaMaterial, VerbError> {
     })?;
     Ok(transfer::parse(&pem, &name)?)
 }
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);

@@ -1,3 +1,4 @@
+use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 
 use clap::Parser;
@@ -205,6 +206,28 @@ async fn ca_moves_to_another_directory_and_replaces_none_by_accident() {
     out(&fourth, "ca --offline").await;
     out(&fourth, &format!("{import} --force")).await;
     assert_eq!(out(&fourth, "ca export").await, pem);
+}
+
+#[tokio::test]
+async fn certificate_of_a_caller_comes_with_its_key_and_the_ca_of_the_server() {
+    let scratch = Scratch::new();
+    let refused = error(&scratch, "ca client alice").await;
+    assert!(matches!(refused, VerbError::NoServer(_)), "{refused}");
+    let own = out(&scratch, "ca --offline").await;
+    let output = scratch.0.path().join("alice");
+    let client = format!("ca client alice --days 30 -o {}", output.display());
+    let made = verb(&scratch, &client).await.unwrap();
+    let flag = format!("--client-ca {}", scratch.0.client_ca_certificate().display());
+    assert_contains(&made.err, &flag);
+    let file = |name: &str| std::fs::read_to_string(output.join(name)).unwrap();
+    assert_eq!(file("server-ca.crt"), own);
+    assert_contains(&file("alice.crt"), "BEGIN CERTIFICATE");
+    assert_contains(&file("alice.key"), "PRIVATE KEY");
+    let mode = std::fs::metadata(output.join("alice.key")).unwrap();
+    assert_eq!(mode.permissions().mode() & 0o777, 0o600);
+    // An existing key is not replaced.
+    let again = error(&scratch, &client).await;
+    assert!(matches!(again, VerbError::FileExists(_)), "{again}");
 }
 
 #[tokio::test]
