@@ -24,6 +24,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
+use crate::ca::rotation::{CaRotator, RotationAction, RotationError, RotationStatus};
 use crate::ca::tokens::{CreateTokenError, TokenStore};
 use crate::ingress::connect::AdminTunnels;
 use crate::routing::known_nodes::KnownNodes;
@@ -57,6 +58,8 @@ pub struct AdminState {
     pub nodes: Arc<KnownNodes>,
     /// Nodes whose certificates are revoked.
     pub revocations: Arc<Revocations>,
+    /// Rotation of the CA.
+    pub rotator: Result<Arc<CaRotator>, NoRotation>,
     /// List of nodes in the form of the meta endpoint.
     pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
     /// Addresses that agents should dial, HOST:PORT.
@@ -67,6 +70,21 @@ pub struct AdminState {
     pub tunnels: Option<AdminTunnels>,
     /// Lines of the effective settings, without secrets, for `diag`.
     pub settings: Vec<String>,
+}
+
+/// The reason why a server does not rotate its CA.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NoRotation {
+    /// A Secret has the CA.
+    #[error(
+        "the servers of a cluster share the CA in a Secret, which is changed step by step: see docs/how-to/replace-ca.md"
+    )]
+    InCluster,
+    /// The CA of an operator issues the agents' certificates.
+    #[error(
+        "this server runs with --agent-ca, and agents do not use its CA: see docs/how-to/own-certificates.md"
+    )]
+    OwnCertificates,
 }
 
 impl fmt::Debug for AdminState {
@@ -179,6 +197,15 @@ async fn answer(
             let in_force = in_force.into_iter().map(RevocationInfo::from);
             value(StatusCode::OK, &in_force.collect::<Vec<_>>())
         }
+        ("GET", ["ca", "rotation"]) => {
+            let status = blocking(state, |state| rotation_status(&state)).await??;
+            value(StatusCode::OK, &status)
+        }
+        ("POST", ["ca", "rotation"]) => {
+            let action = read(request).await?;
+            let status = blocking(state, move |state| rotate_ca(&state, action)).await??;
+            value(StatusCode::OK, &status)
+        }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
         ("GET", ["diag"]) => value(StatusCode::OK, &RunningServer::of(&state.settings)),
         (_, ["tokens" | "nodes" | "revocations" | "ca" | "diag", ..]) => Err(RequestError {
@@ -282,10 +309,8 @@ fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> 
         .iter()
         .any(|status| status["node"] == node.as_str() && status["connected"] == true);
     if is_connected {
-        return Err(RequestError {
-            status: StatusCode::CONFLICT,
-            problem: format!("{node} is connected; stop its agent first"),
-        });
+        let problem = format!("{node} is connected; stop its agent first");
+        return Err(RequestError::conflict(&problem));
     }
     if !state.nodes.forget(node) {
         return Err(RequestError::not_found(format!("no node is called {node}")));
@@ -295,6 +320,26 @@ fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> 
         .nodes
         .save()
         .map_err(|error| RequestError::internal(&error))
+}
+
+/// Returns the stage of the rotation of the CA. Blocks the thread.
+fn rotation_status(state: &AdminState) -> Result<RotationStatus, RequestError> {
+    let rotator = state.rotator.as_ref().map_err(RequestError::conflict)?;
+    rotator
+        .status()
+        .map_err(|error| RequestError::internal(&error))
+}
+
+/// Changes the stage of the rotation of the CA. Blocks the thread.
+fn rotate_ca(state: &AdminState, action: RotationAction) -> Result<RotationStatus, RequestError> {
+    let rotator = state.rotator.as_ref().map_err(RequestError::conflict)?;
+    rotator.act(action).map_err(|error| match error {
+        RotationError::Ca(error) => RequestError::internal(&error),
+        RotationError::NotInProgress
+        | RotationError::InProgress
+        | RotationError::AlreadyReturning
+        | RotationError::Pending { .. } => RequestError::conflict(&error),
+    })
 }
 
 /// Runs work that accesses files outside the runtime's own threads.
@@ -365,6 +410,13 @@ impl RequestError {
         Self {
             status: StatusCode::NOT_FOUND,
             problem,
+        }
+    }
+
+    fn conflict(problem: &impl fmt::Display) -> Self {
+        Self {
+            status: StatusCode::CONFLICT,
+            problem: problem.to_string(),
         }
     }
 

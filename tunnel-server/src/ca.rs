@@ -27,6 +27,7 @@ mod leaf;
 mod material;
 pub mod renewal;
 pub mod revocation;
+pub mod rotation;
 mod serving_names;
 pub mod tokens;
 pub mod transfer;
@@ -74,6 +75,7 @@ impl LocalCa {
     /// Returns a [`CaError`] that names the file.
     pub fn load_or_create(dir: &DataDir) -> Result<Self, CaError> {
         let _changing = dir.lock_files()?;
+        rotation::resume(dir)?;
         let material =
             CaMaterial::load_or_create(&dir.ca_certificate(), &dir.ca_key(), material::CA_NAME)?;
         Self::new(Arc::new(material))

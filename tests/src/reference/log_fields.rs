@@ -144,6 +144,7 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("signer", "signer of a CertificateSigningRequest"),
     ("silence", "time without a sign of life, in seconds"),
     ("software", "name and version of the agent's software"),
+    ("stage", "stage of the rotation of the CA"),
     ("state", "state of a session"),
     ("status", "HTTP status of the response"),
     ("streams", "number of open streams"),

@@ -14,6 +14,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::{CreateToken, CreatedToken, ErrorBody, RevocationInfo, RevokedNode, RunningServer};
 use crate::admin::status::NodeStatus;
+use crate::ca::rotation::{RotationAction, RotationStatus};
 use crate::ca::tokens::TokenInfo;
 use crate::store::data_dir::DataDir;
 
@@ -126,6 +127,18 @@ impl AdminClient {
         let body = self.call(Method::GET, "/ca", Vec::new()).await?;
         String::from_utf8(body.to_vec())
             .map_err(|error| AdminError::InvalidResponse(error.to_string()))
+    }
+
+    /// Returns the stage of the rotation of the CA.
+    pub async fn ca_rotation(&self) -> Result<RotationStatus, AdminError> {
+        parse(&self.call(Method::GET, "/ca/rotation", Vec::new()).await?)
+    }
+
+    /// Changes the stage of the rotation of the CA.
+    pub async fn rotate_ca(&self, action: RotationAction) -> Result<RotationStatus, AdminError> {
+        let body = serde_json::to_vec(&action)
+            .map_err(|error| AdminError::InvalidResponse(error.to_string()))?;
+        parse(&self.call(Method::POST, "/ca/rotation", body).await?)
     }
 
     /// Returns the settings and the last log lines of the server.

@@ -14,11 +14,14 @@ struct Fixture {
 
 /// Returns the state of a server with this directory. The node `worker-9` is connected.
 pub(super) fn state(dir: &DataDir) -> AdminState {
+    let ca = Arc::new(LocalCa::load_or_create(dir).unwrap());
+    let nodes = Arc::new(KnownNodes::open(dir).unwrap());
     AdminState {
         revocations: Arc::new(Revocations::open(dir, true).unwrap()),
-        ca: Arc::new(LocalCa::load_or_create(dir).unwrap()),
+        rotator: Ok(Arc::new(CaRotator::new(ca.clone(), dir.clone(), nodes.clone()))),
+        ca,
         tokens: Arc::new(TokenStore::open(dir).unwrap()),
-        nodes: Arc::new(KnownNodes::open(dir).unwrap()),
+        nodes,
         status: Arc::new(|| {
             let mut status = serde_json::json!(status::NodeStatus::default());
             status["node"] = "worker-9".into();
@@ -107,6 +110,23 @@ async fn nodes_and_ca_are_read_and_only_absent_nodes_forgotten() {
     let connected = client.forget_node(&node("worker-9")).await;
     assert_contains(&connected.unwrap_err(), "worker-9 is connected");
     fixture.shutdown.finish().await;
+}
+
+#[tokio::test]
+async fn ca_of_a_cluster_or_of_an_operator_is_not_rotated() {
+    for (reason, page) in [
+        (NoRotation::InCluster, "replace-ca.md"),
+        (NoRotation::OwnCertificates, "own-certificates.md"),
+    ] {
+        let mut fixture = Fixture::new();
+        fixture.state.rotator = Err(reason);
+        fixture.start().unwrap();
+        let client = fixture.client().await.unwrap();
+        assert_contains(&client.ca_rotation().await.unwrap_err(), page);
+        let begun = client.rotate_ca(RotationAction::Begin).await;
+        assert_contains(&begun.unwrap_err(), page);
+        fixture.shutdown.finish().await;
+    }
 }
 
 #[tokio::test]

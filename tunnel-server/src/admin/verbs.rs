@@ -19,6 +19,7 @@ pub mod connect;
 pub mod diag;
 mod healthcheck;
 mod nodes;
+mod rotate;
 mod table;
 
 pub use args::{

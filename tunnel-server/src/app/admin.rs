@@ -15,7 +15,8 @@ use super::context::ServerContext;
 use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{self, NodeList};
-use crate::admin::{self, AdminState};
+use crate::admin::{self, AdminState, NoRotation};
+use crate::ca::rotation::CaRotator;
 use crate::ingress::connect::AdminTunnels;
 use crate::policy::PortPolicy;
 use crate::routing::routes::RouteSource;
@@ -36,6 +37,7 @@ pub(super) fn start(
         tokens: authority.tokens.clone(),
         nodes: context.nodes.clone(),
         revocations: authority.revocations.clone(),
+        rotator: rotator(authority, context),
         status: list.clone(),
         advertised,
         can_issue: context.config.agent_files.is_none(),
@@ -58,6 +60,17 @@ pub(super) fn start(
         .with("/sd/prometheus", discovery_endpoint(nodes, context))
         .start(meta_listener, &context.shutdown);
     Ok(())
+}
+
+fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotator>, NoRotation> {
+    if context.config.kubernetes.is_some() {
+        return Err(NoRotation::InCluster);
+    }
+    if context.config.agent_files.is_some() {
+        return Err(NoRotation::OwnCertificates);
+    }
+    let (ca, dir) = (authority.ca.clone(), context.data.clone());
+    Ok(Arc::new(CaRotator::new(ca, dir, context.nodes.clone())))
 }
 
 fn node_metrics(context: &ServerContext) -> NodeMetrics {

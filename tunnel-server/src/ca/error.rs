@@ -25,6 +25,9 @@ pub enum CaError {
     /// The key and the certificate do not match.
     #[error("{0} and {1} do not belong together")]
     Mismatch(String, String),
+    /// The persisted rotation is that of another CA.
+    #[error("{0} does not belong to the key {1}; remove it to continue with the CA of that key")]
+    OtherRotation(String, String),
     /// A new key or certificate cannot be generated.
     #[error("cannot generate a key or certificate")]
     Generate(#[source] rcgen::Error),

@@ -5,7 +5,7 @@ use tunnel_proto::process::files;
 use zeroize::Zeroizing;
 
 use super::material::{CaMaterial, SourceNames};
-use super::{CaError, LocalCa};
+use super::{CaError, LocalCa, rotation};
 use crate::store::data_dir::DataDir;
 
 /// The CA of a data directory, compared with another one.
@@ -82,12 +82,14 @@ pub fn compare(dir: &DataDir, other: &CaMaterial) -> Result<StoredCa, CaError> {
     })
 }
 
-/// Replaces the CA of a data directory. No server may use the directory.
+/// Replaces the CA of a data directory, and ends its rotation. No server may use the directory.
 ///
 /// # Errors
 /// Returns an error with the path if a file cannot be replaced.
 pub fn import(dir: &DataDir, material: &CaMaterial) -> Result<(), CaError> {
     let _changing = dir.lock_files()?;
+    // A rotation would resume with the previous CA.
+    rotation::remove(dir)?;
     // A crash between the two writes leaves a certificate without its key, which the next start
     // reports. A key without its certificate would become another CA.
     let certificates = material.certificates_pem().as_bytes();

@@ -11,7 +11,7 @@ use tunnel_proto::process::files;
 use tunnel_proto::transport::quic::QuicKeys;
 
 pub(crate) use crate::store::text::{
-    name_text, rfc3339, time_text, time_text_option, whole_seconds,
+    name_text, rfc3339, time_text, time_text_option, whole_seconds, wiped_text,
 };
 
 /// The data directory of a server. Clones refer to the same directory.
@@ -68,6 +68,13 @@ impl DataDir {
     #[must_use]
     pub fn ca_key(&self) -> PathBuf {
         self.0.join("ca.key")
+    }
+
+    /// Returns the path of the rotation of the local CA that is in progress, with the keys of both
+    /// CAs.
+    #[must_use]
+    pub fn ca_rotation(&self) -> PathBuf {
+        self.0.join("ca-rotation.json")
     }
 
     /// Returns the path of the certificate of the CA of callers, PEM.

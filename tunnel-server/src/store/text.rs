@@ -83,6 +83,25 @@ pub(crate) mod name_text {
     }
 }
 
+/// Serializes a text that is wiped on drop.
+pub(crate) mod wiped_text {
+    use serde::{Deserialize as _, Deserializer, Serializer};
+    use zeroize::Zeroizing;
+
+    pub(crate) fn serialize<S: Serializer>(
+        text: &Zeroizing<String>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(text)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Zeroizing<String>, D::Error> {
+        String::deserialize(deserializer).map(Zeroizing::new)
+    }
+}
+
 /// 9999-12-31T23:59:59Z. RFC 3339 has no form for later years.
 const RFC3339_LAST_SECOND: u64 = 253_402_300_799;
 

@@ -180,6 +180,25 @@ pub enum CaVerb {
         #[arg(long)]
         force: bool,
     },
+    /// Replace the CA in stages, through the running server, without a failed request
+    ///
+    /// Without a flag this creates the new CA and announces it to the agents. With the first
+    /// --next the new CA signs, and with the second one the old CA is no longer trusted. Each
+    /// stage waits until the agents have renewed their certificates.
+    Rotate {
+        /// Print the stage, and what the next one waits for
+        #[arg(long, group = "action")]
+        status: bool,
+        /// Enter the next stage
+        #[arg(long, group = "action")]
+        next: bool,
+        /// Return to the old CA
+        #[arg(long, group = "action")]
+        abort: bool,
+        /// Enter the next stage even if agents need a new token then
+        #[arg(long, requires = "next")]
+        force: bool,
+    },
     /// Make a certificate for a caller: a user of `connect`, Prometheus, kube-apiserver
     ///
     /// Creates NAME.key, NAME.crt and server-ca.crt, by which the caller verifies the server.

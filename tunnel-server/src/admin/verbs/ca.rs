@@ -1,4 +1,4 @@
-//! The command `ca`: prints the CA's certificate, exports and imports the CA with its key, and makes
+//! The command `ca`: prints the CA's certificate, exports, imports and replaces the CA, and makes
 //! certificates for callers.
 
 use std::io;
@@ -8,17 +8,19 @@ use std::time::{Duration, SystemTime};
 use tunnel_proto::process::files;
 use tunnel_proto::process::terminal::{Answer, ask};
 
-use super::{CaArgs, CaVerb, VerbError, VerbOutput, load_ca, open_dir};
+use super::{CaArgs, CaVerb, VerbError, VerbOutput, load_ca, open_dir, rotate};
 use crate::admin::AdminClient;
 use crate::ca::CaMaterial;
 use crate::ca::client::{CallerName, ClientCa};
+use crate::ca::rotation::RotationAction;
 use crate::ca::transfer::{self, StoredCa};
 use crate::store::data_dir::{DataDir, rfc3339};
 
 impl CaArgs {
     /// Prints the CA's certificate. Without a running server, a cluster's directory provides the
     /// last observed certificate, and another directory its CA, which is created only with
-    /// --offline. The verbs export and import the CA, and make a certificate for a caller.
+    /// --offline. The verbs export, import and replace the CA, and make a
+    /// certificate for a caller.
     ///
     /// # Errors
     /// Returns a [`VerbError`].
@@ -32,7 +34,7 @@ impl CaArgs {
         ask: impl FnOnce(&str) -> io::Result<Answer>,
     ) -> Result<VerbOutput, VerbError> {
         let can_create = match &self.verb {
-            None | Some(CaVerb::Client { .. }) => self.offline,
+            None | Some(CaVerb::Client { .. } | CaVerb::Rotate { .. }) => self.offline,
             Some(CaVerb::Export { .. } | CaVerb::Import { .. }) => true,
         };
         let dir = open_dir(&self.data_dir.data_dir, can_create)?;
@@ -52,6 +54,21 @@ impl CaArgs {
                         is_confirmed(question)
                     }
                 })
+            }
+            Some(CaVerb::Rotate {
+                status,
+                next,
+                abort,
+                force,
+            }) => {
+                let action = match (next, abort) {
+                    (true, _) if force => Some(RotationAction::ForceNext),
+                    (true, _) => Some(RotationAction::Next),
+                    (false, true) => Some(RotationAction::Abort),
+                    (false, false) if status => None,
+                    (false, false) => Some(RotationAction::Begin),
+                };
+                rotate::rotate(&dir, action).await
             }
             Some(CaVerb::Client { name, days, output }) => {
                 if dir.is_cluster_managed() {

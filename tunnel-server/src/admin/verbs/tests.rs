@@ -231,6 +231,27 @@ async fn certificate_of_a_caller_comes_with_its_key_and_the_ca_of_the_server() {
 }
 
 #[tokio::test]
+async fn ca_is_rotated_through_the_running_server_only() {
+    let scratch = Scratch::new();
+    out(&scratch, "ca --offline").await;
+    let refused = error(&scratch, "ca rotate").await;
+    assert!(matches!(refused, VerbError::NotRunning(_)), "{refused}");
+    let shutdown = Shutdown::new();
+    let state = start(&scratch, &shutdown);
+    let before = state.ca.root();
+    assert_contains(&out(&scratch, "ca rotate --status").await, "stage: none");
+    let refused = error(&scratch, "ca rotate --next").await;
+    assert_contains(&refused, "'tunnel-server ca rotate' begins");
+    assert_contains(&out(&scratch, "ca rotate").await, "stage: announced");
+    assert_eq!(out(&scratch, "ca").await.matches("BEGIN").count(), 2);
+    assert_contains(&out(&scratch, "ca rotate --next").await, "stage: issuing");
+    assert_contains(&out(&scratch, "ca rotate --abort").await, "stage: returning");
+    assert_contains(&out(&scratch, "ca rotate --next --force").await, "none");
+    assert_eq!(state.ca.roots(), [before]);
+    shutdown.finish().await;
+}
+
+#[tokio::test]
 async fn verbs_work_through_a_running_server() {
     let scratch = Scratch::new();
     let shutdown = Shutdown::new();

@@ -16,7 +16,7 @@ use zeroize::Zeroizing;
 
 use super::documents::SharedDocuments;
 use crate::ca::{CaMaterial, SourceNames};
-use crate::store::data_dir::DataDir;
+use crate::store::data_dir::{DataDir, wiped_text};
 use crate::store::snapshot::Snapshot;
 
 /// Changes within this time are written together.
@@ -28,7 +28,7 @@ pub(super) struct SharedSnapshot {
     /// Secret that the CA came from. The snapshot is ignored for another Secret.
     secret: String,
     certificates: String,
-    #[serde(with = "wiped")]
+    #[serde(with = "wiped_text")]
     key: Zeroizing<String>,
     pub(super) documents: BTreeMap<String, String>,
     /// Whether the documents were observed, so that the snapshot is complete enough to start with.
@@ -131,25 +131,6 @@ fn shared_state(
             .into_iter()
             .map(|(key, text)| (key.to_owned(), text))
             .collect(),
-    }
-}
-
-/// Serialization of a text that is wiped on drop.
-mod wiped {
-    use serde::{Deserialize as _, Deserializer, Serializer};
-    use zeroize::Zeroizing;
-
-    pub(super) fn serialize<S: Serializer>(
-        text: &Zeroizing<String>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(text)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Zeroizing<String>, D::Error> {
-        String::deserialize(deserializer).map(Zeroizing::new)
     }
 }
 

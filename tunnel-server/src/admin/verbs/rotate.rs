@@ -1,0 +1,129 @@
+//! The command `ca rotate`: changes the stage of the rotation of the CA, and prints it.
+
+use std::fmt::Write as _;
+
+use super::{VerbError, VerbOutput};
+use crate::admin::AdminClient;
+use crate::ca::rotation::{RotationAction, RotationProgress, RotationStage, RotationStatus};
+use crate::store::data_dir::{DataDir, rfc3339};
+
+/// Runs `action` at the running server, and prints the stage.
+pub(super) async fn rotate(
+    dir: &DataDir,
+    action: Option<RotationAction>,
+) -> Result<VerbOutput, VerbError> {
+    let server = AdminClient::connect(dir).await?;
+    let server = server.ok_or_else(|| VerbError::NotRunning(dir.path().to_owned()))?;
+    let status = match action {
+        Some(action) => server.rotate_ca(action).await?,
+        None => server.ca_rotation().await?,
+    };
+    Ok(VerbOutput::out(describe(&status)))
+}
+
+fn describe(status: &RotationStatus) -> String {
+    let Some(progress) = &status.in_progress else {
+        return format!(
+            "stage: none; the CA {} signs and is trusted alone\n",
+            short(&status.signer)
+        );
+    };
+    let (old, new) = (short(&progress.old), short(&progress.new));
+    let agents = &progress.agents;
+    let mut text = format!(
+        "stage: {} since {}; the CA {} signs, and {old} (old) and {new} (new) are trusted\n\
+         agents: {} renewed since then, {} pending, {} without a valid certificate, {} with a kubelet's\n",
+        progress.stage.label(),
+        rfc3339(progress.since),
+        short(&status.signer),
+        agents.renewed,
+        agents.pending,
+        agents.expired,
+        agents.kubelets,
+    );
+    if !agents.pending_nodes.is_empty() {
+        let more = if agents.pending > agents.pending_nodes.len() {
+            ", ..."
+        } else {
+            ""
+        };
+        let names = agents.pending_nodes.join(", ");
+        let _infallible = writeln!(text, "pending: {names}{more}");
+    }
+    let _infallible = writeln!(text, "next: {}", advice(progress));
+    text
+}
+
+/// Returns what the operator should do next.
+fn advice(progress: &RotationProgress) -> String {
+    let wait = match progress.agents.pending {
+        0 => String::new(),
+        _ => format!(
+            "wait for the pending agents, which renew by {} while they are connected; then ",
+            rfc3339(progress.renewed_by)
+        ),
+    };
+    let then = match progress.stage {
+        RotationStage::Announced => {
+            "give the new CA ('tunnel-server ca') to callers and agents that verify by a file, and run 'tunnel-server ca rotate \
+             --next': the new CA signs, and unused join tokens end"
+        }
+        RotationStage::Issuing => {
+            "run 'tunnel-server ca rotate --next': the old CA is not trusted from then on"
+        }
+        RotationStage::Returning => {
+            "run 'tunnel-server ca rotate --next': the new CA is not trusted from then on"
+        }
+    };
+    format!("{wait}{then}")
+}
+
+/// Returns the beginning of a hash, by which operators distinguish CAs.
+fn short(hash: &str) -> &str {
+    hash.get(..16).unwrap_or(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+    use crate::ca::rotation::AgentCounts;
+    use crate::testing::assert_contains;
+
+    #[test]
+    fn status_names_the_stage_the_counts_and_the_next_command() {
+        let mut status = RotationStatus {
+            signer: "ab".repeat(32),
+            in_progress: None,
+        };
+        assert_contains(&describe(&status), "stage: none; the CA abababababababab");
+        for stage in [
+            RotationStage::Announced,
+            RotationStage::Issuing,
+            RotationStage::Returning,
+        ] {
+            for pending in [0, 11] {
+                status.in_progress = Some(RotationProgress {
+                    stage,
+                    since: SystemTime::UNIX_EPOCH,
+                    renewed_by: SystemTime::UNIX_EPOCH,
+                    old: "ab".repeat(32),
+                    new: "cd".repeat(32),
+                    agents: AgentCounts {
+                        renewed: 3,
+                        pending,
+                        pending_nodes: vec!["worker-1".to_owned(); pending.min(10)],
+                        ..AgentCounts::default()
+                    },
+                });
+                let text = describe(&status);
+                assert_contains(&text, &format!("stage: {} since 1970", stage.label()));
+                assert_contains(&text, &format!("3 renewed since then, {pending} pending"));
+                assert_contains(&text, "ca rotate --next'");
+                assert_eq!(text.contains("wait for"), pending > 0);
+                assert_eq!(text.contains("worker-1, ..."), pending > 0);
+            }
+        }
+    }
+}

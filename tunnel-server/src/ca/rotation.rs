@@ -1,0 +1,260 @@
+//! Rotation of the local CA of a standalone server, in stages that survive a restart. From
+//! `Announced` on both CAs are trusted, and agents receive both with each certificate.
+//!
+//! ```text
+//!        begin             next               next
+//! (none) ────▶ Announced ──────▶ Issuing ─────────────▶ (none), with the new CA
+//!                  │                │ abort
+//!                  │ abort          ▼           next
+//!                  │            Returning ────────────▶ (none), with the old CA
+//!                  └──────────────────────────────────▶
+//! ```
+//!
+//! The stage is persisted first, and the two files of the CA follow. A server that starts repeats
+//! what an interrupted one left out.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use tracing::info;
+use tunnel_proto::wire::enroll::hex;
+
+use super::{CaError, CaMaterial, LocalCa};
+use crate::routing::known_nodes::KnownNodes;
+use crate::store::data_dir::{DataDir, whole_seconds};
+
+mod persisted;
+mod status;
+
+use persisted::Rotation;
+pub(super) use persisted::{remove, resume};
+pub use status::{AgentCounts, RotationProgress, RotationStatus};
+use status::{count, longest_remaining};
+
+/// The stage of a rotation in progress.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum RotationStage {
+    /// The old CA signs. Agents receive the new CA with their next certificate.
+    Announced,
+    /// The new CA signs. Agents replace their certificates of the old CA.
+    Issuing,
+    /// The old CA signs again. Agents replace their certificates of the new CA.
+    Returning,
+}
+
+impl RotationStage {
+    /// Returns the name for operators.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Announced => "announced",
+            Self::Issuing => "issuing",
+            Self::Returning => "returning",
+        }
+    }
+}
+
+/// A request of an operator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum RotationAction {
+    /// Creates and announces a new CA.
+    Begin,
+    /// Enters the next stage if no agent would be left behind.
+    Next,
+    /// Enters the next stage in any case.
+    ForceNext,
+    /// Returns to the old CA.
+    Abort,
+}
+
+/// The reason why a request is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum RotationError {
+    #[error(transparent)]
+    Ca(#[from] CaError),
+    #[error("the CA is not being replaced; 'tunnel-server ca rotate' begins")]
+    NotInProgress,
+    #[error(
+        "the CA is being replaced already; 'tunnel-server ca rotate --status' shows the stage, --next enters the next one"
+    )]
+    InProgress,
+    #[error("the server returns to the old CA already; --next ends this")]
+    AlreadyReturning,
+    /// Agents with a valid certificate would be refused.
+    #[error(
+        "agents without a certificate of this stage, which would be refused: {pending}; wait until --status shows none, forget \
+         nodes that are gone, or add --force"
+    )]
+    Pending { pending: usize },
+}
+
+/// Rotates the CA of a standalone server. Calls block the thread.
+#[derive(Debug)]
+pub struct CaRotator {
+    ca: Arc<LocalCa>,
+    dir: DataDir,
+    nodes: Arc<KnownNodes>,
+    /// Held during a change, so that changes do not overlap.
+    changing: Mutex<()>,
+}
+
+impl CaRotator {
+    #[must_use]
+    pub fn new(ca: Arc<LocalCa>, dir: DataDir, nodes: Arc<KnownNodes>) -> Self {
+        Self {
+            ca,
+            dir,
+            nodes,
+            changing: Mutex::default(),
+        }
+    }
+
+    /// Returns the stage and what the next one waits for.
+    ///
+    /// # Errors
+    /// Returns a [`CaError`] if the persisted rotation cannot be used.
+    pub fn status(&self) -> Result<RotationStatus, CaError> {
+        let rotation = Rotation::load(&self.dir)?;
+        self.status_of(rotation.as_ref(), SystemTime::now())
+    }
+
+    /// Changes the stage.
+    ///
+    /// # Errors
+    /// Returns a [`RotationError`]. If a file cannot be written, the stage is unchanged, or the next
+    /// start of the server completes the change.
+    pub fn act(&self, action: RotationAction) -> Result<RotationStatus, RotationError> {
+        let _changing = self.changing.lock();
+        let current = Rotation::load(&self.dir)?;
+        let now = SystemTime::now();
+        let step = decide(action, current.as_ref().map(|rotation| rotation.stage))?;
+        if let (RotationAction::Next, Some(rotation)) = (action, &current) {
+            let pending = self.count(rotation, now).pending;
+            if pending > 0 {
+                return Err(RotationError::Pending { pending });
+            }
+        }
+        let rotation = match (step, current) {
+            (Step::Begin, _) => {
+                let new = CaMaterial::generate(now)?;
+                let rotation = Rotation::new(&self.ca.material.load(), &new, now);
+                Some(self.enter(rotation)?)
+            }
+            (Step::Enter(stage), Some(mut current)) => {
+                current.stage = stage;
+                Some(self.enter(current)?)
+            }
+            (Step::End(signer), Some(current)) => {
+                self.end(&current, signer)?;
+                None
+            }
+            (Step::Enter(_) | Step::End(_), None) => return Err(RotationError::NotInProgress),
+        };
+        let status = self.status_of(rotation.as_ref(), now)?;
+        let stage = rotation.map_or("none", |rotation| rotation.stage.label());
+        info!(ca = ?self.ca, stage, "the rotation of the CA has another stage");
+        Ok(status)
+    }
+
+    /// Uses both CAs as the stage of `rotation` says, and persists the stage.
+    fn enter(&self, mut rotation: Rotation) -> Result<Rotation, CaError> {
+        let _changing = self.dir.lock_files()?;
+        let previous = self.ca.material.load_full();
+        let material = Arc::new(rotation.material()?);
+        self.ca.replace(material.clone());
+        // Certificates that were issued before the replacement are older than this time.
+        rotation.since = whole_seconds(SystemTime::now()) + Duration::from_secs(1);
+        let longest = longest_remaining(&self.nodes.snapshot(), rotation.since);
+        rotation.life = self.ca.life().max(longest);
+        if let Err(error) = rotation.save(&self.dir) {
+            self.ca.replace(previous);
+            return Err(error);
+        }
+        persisted::write_ca(&self.dir, &material)?;
+        Ok(rotation)
+    }
+
+    /// Trusts only the CA `signer` of the rotation, and removes the rotation.
+    fn end(&self, rotation: &Rotation, signer: Signer) -> Result<(), CaError> {
+        let material = Arc::new(rotation.ca(signer).material()?);
+        let _changing = self.dir.lock_files()?;
+        persisted::write_ca(&self.dir, &material)?;
+        remove(&self.dir)?;
+        self.ca.replace(material);
+        Ok(())
+    }
+
+    fn status_of(
+        &self,
+        rotation: Option<&Rotation>,
+        now: SystemTime,
+    ) -> Result<RotationStatus, CaError> {
+        let in_progress = rotation.map(|rotation| {
+            let spki = |signer| {
+                let material = rotation.ca(signer).material()?;
+                Ok::<_, CaError>(hex(&material.spki_sha256))
+            };
+            Ok::<_, CaError>(RotationProgress {
+                stage: rotation.stage,
+                since: rotation.since,
+                renewed_by: rotation.since + rotation.life.mul_f64(RENEWED_BY),
+                old: spki(Signer::Old)?,
+                new: spki(Signer::New)?,
+                agents: self.count(rotation, now),
+            })
+        });
+        Ok(RotationStatus {
+            signer: hex(&self.ca.spki_sha256()),
+            in_progress: in_progress.transpose()?,
+        })
+    }
+
+    fn count(&self, rotation: &Rotation, now: SystemTime) -> AgentCounts {
+        count(&self.nodes.snapshot(), rotation.since + rotation.life, now)
+    }
+}
+
+/// One of the two CAs of a rotation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Signer {
+    Old,
+    New,
+}
+
+/// What an action does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Begin,
+    Enter(RotationStage),
+    /// Ends the rotation with this CA.
+    End(Signer),
+}
+
+fn decide(action: RotationAction, stage: Option<RotationStage>) -> Result<Step, RotationError> {
+    use RotationStage::{Announced, Issuing, Returning};
+    match (action, stage) {
+        (RotationAction::Begin, None) => Ok(Step::Begin),
+        (RotationAction::Begin, Some(_)) => Err(RotationError::InProgress),
+        (RotationAction::Next | RotationAction::ForceNext | RotationAction::Abort, None) => {
+            Err(RotationError::NotInProgress)
+        }
+        (RotationAction::Next | RotationAction::ForceNext, Some(stage)) => Ok(match stage {
+            Announced => Step::Enter(Issuing),
+            Issuing => Step::End(Signer::New),
+            Returning => Step::End(Signer::Old),
+        }),
+        (RotationAction::Abort, Some(Announced)) => Ok(Step::End(Signer::Old)),
+        (RotationAction::Abort, Some(Issuing)) => Ok(Step::Enter(Returning)),
+        (RotationAction::Abort, Some(Returning)) => Err(RotationError::AlreadyReturning),
+    }
+}
+
+/// Part of a certificate's lifetime after which an agent has renewed it.
+const RENEWED_BY: f64 = 0.6;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,88 @@
+//! The status of a rotation: its stage, and the agents that it waits for.
+
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use super::RotationStage;
+use crate::routing::known_nodes::{EnrollmentKind, KnownNode, NodeMap};
+use crate::store::data_dir::time_text;
+
+/// The CA of a server and the rotation in progress, if any.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RotationStatus {
+    /// SHA-256 of the public key of the CA that signs, hex.
+    pub signer: String,
+    pub in_progress: Option<RotationProgress>,
+}
+
+/// A rotation in progress, and the agents that it waits for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RotationProgress {
+    pub stage: RotationStage,
+    /// Time since which certificates are those of this stage.
+    #[serde(with = "time_text")]
+    pub since: SystemTime,
+    /// Time at which every agent that is connected without interruption has renewed.
+    #[serde(with = "time_text")]
+    pub renewed_by: SystemTime,
+    /// SHA-256 of the public key of the old CA, hex.
+    pub old: String,
+    /// SHA-256 of the public key of the new CA, hex.
+    pub new: String,
+    pub agents: AgentCounts,
+}
+
+/// The known nodes, by the certificate that the server last saw or issued.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AgentCounts {
+    /// Agents with a certificate of this stage.
+    pub renewed: usize,
+    /// Agents with a valid certificate of an earlier stage. The next stage waits for them.
+    pub pending: usize,
+    /// Some of the pending agents.
+    pub pending_nodes: Vec<String>,
+    /// Agents whose certificate expired, or that never had one. They need a new token if they
+    /// connect after the end of the rotation.
+    pub expired: usize,
+    /// Agents with the certificate of their kubelet. They trust a CA file of an operator.
+    pub kubelets: usize,
+}
+
+/// Counts the nodes. A certificate of the stage ends at `first_end` or later.
+pub(super) fn count(nodes: &NodeMap, first_end: SystemTime, now: SystemTime) -> AgentCounts {
+    let mut counts = AgentCounts::default();
+    for (name, node) in nodes {
+        match node.certificate_not_after {
+            Some(_) if is_kubelet(node) => counts.kubelets += 1,
+            Some(end) if end >= first_end => counts.renewed += 1,
+            Some(end) if end > now => {
+                counts.pending += 1;
+                if counts.pending_nodes.len() < PENDING_NODES_MAX {
+                    counts.pending_nodes.push(name.as_str().to_owned());
+                }
+            }
+            Some(_) | None => counts.expired += 1,
+        }
+    }
+    counts
+}
+
+/// Returns how long the certificates of the nodes are valid after `since`, and a second more. The
+/// lifetime may have been longer when they were issued.
+pub(super) fn longest_remaining(nodes: &NodeMap, since: SystemTime) -> Duration {
+    let issued_here = nodes.values().filter(|node| !is_kubelet(node));
+    let ends = issued_here.filter_map(|node| node.certificate_not_after);
+    let remaining = ends.filter_map(|end| end.duration_since(since).ok()).max();
+    remaining.unwrap_or_default() + Duration::from_secs(1)
+}
+
+fn is_kubelet(node: &KnownNode) -> bool {
+    node.enrollment == Some(EnrollmentKind::Kubelet)
+}
+
+/// Maximum number of pending agents in the status, so that an operator can look at them.
+const PENDING_NODES_MAX: usize = 10;

@@ -1,0 +1,192 @@
+use std::fs;
+
+use tunnel_proto::process::files;
+
+use super::*;
+use crate::routing::known_nodes::EnrollmentKind;
+use crate::store::data_dir::testing::Scratch;
+use crate::testing::{assert_contains, node};
+use RotationAction::{Abort, Begin, ForceNext, Next};
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+struct Fixture {
+    scratch: Scratch,
+    rotator: CaRotator,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let rotator = rotator(&scratch);
+        Self { scratch, rotator }
+    }
+
+    /// Creates the server again from its files, as a restart does.
+    fn restart(&mut self) {
+        self.rotator.nodes.save().unwrap();
+        self.rotator = rotator(&self.scratch);
+    }
+
+    fn root(&self) -> Vec<u8> {
+        self.rotator.ca.root().to_vec()
+    }
+
+    fn roots(&self) -> usize {
+        self.rotator.ca.roots().len()
+    }
+
+    fn progress(&self) -> RotationProgress {
+        self.rotator.status().unwrap().in_progress.unwrap()
+    }
+
+    /// Records an agent whose certificate is issued at this time.
+    fn connect(&self, issued: SystemTime) {
+        let not_after = issued + self.rotator.ca.life();
+        self.rotator.nodes.record_connection(&node(), not_after);
+    }
+}
+
+fn rotator(scratch: &Scratch) -> CaRotator {
+    let ca = Arc::new(LocalCa::load_or_create(&scratch.0).unwrap());
+    let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
+    CaRotator::new(ca, scratch.0.clone(), nodes)
+}
+
+#[test]
+fn each_stage_waits_for_the_agents_and_survives_a_restart() {
+    let mut server = Fixture::new();
+    let old = server.root();
+    server.connect(SystemTime::now());
+    let begun = server.rotator.act(Begin).unwrap().in_progress.unwrap();
+    assert_eq!(begun.stage, RotationStage::Announced);
+    assert_eq!((server.roots(), server.root()), (2, old.clone()));
+    for (expected, later) in [(RotationStage::Announced, DAY), (RotationStage::Issuing, 3 * DAY)] {
+        let progress = server.progress();
+        assert_eq!(progress.stage, expected);
+        assert_eq!((progress.agents.renewed, progress.agents.pending), (0, 1));
+        assert_eq!(progress.agents.pending_nodes, ["worker-1"]);
+        let refused = server.rotator.act(Next).unwrap_err();
+        assert_contains(&refused, "--force");
+        let again = server.rotator.act(Begin).unwrap_err();
+        assert!(matches!(again, RotationError::InProgress));
+        server.restart();
+        assert_eq!(server.progress(), progress);
+        assert_eq!(server.roots(), 2);
+
+        server.connect(progress.since + later);
+        assert_eq!(server.progress().agents.renewed, 1);
+        server.rotator.act(Next).unwrap();
+        assert_ne!(server.root(), old);
+        let new = server.root();
+        server.restart();
+        assert_eq!(server.root(), new);
+    }
+    assert_eq!(server.roots(), 1);
+    assert_eq!(server.rotator.status().unwrap().in_progress, None);
+    assert!(!server.scratch.0.ca_rotation().exists());
+    let ended = server.rotator.act(Next).unwrap_err();
+    assert!(matches!(ended, RotationError::NotInProgress));
+}
+
+#[test]
+fn abort_leads_back_to_the_old_ca_from_each_stage() {
+    let mut server = Fixture::new();
+    let old = server.root();
+    server.connect(SystemTime::now());
+    server.rotator.act(Begin).unwrap();
+    assert_eq!(server.rotator.act(Abort).unwrap().in_progress, None);
+    assert_eq!((server.roots(), server.root()), (1, old.clone()));
+
+    server.rotator.act(Begin).unwrap();
+    server.rotator.act(ForceNext).unwrap();
+    server.connect(server.progress().since);
+    server.rotator.act(Abort).unwrap();
+    let returning = server.progress();
+    assert_eq!(returning.stage, RotationStage::Returning);
+    assert_eq!((server.roots(), server.root()), (2, old.clone()));
+    let again = server.rotator.act(Abort).unwrap_err();
+    assert!(matches!(again, RotationError::AlreadyReturning));
+    assert!(server.rotator.act(Next).is_err(), "an agent has the new CA's");
+    server.restart();
+    server.connect(returning.since + DAY);
+    server.rotator.act(Next).unwrap();
+    assert_eq!((server.roots(), server.root()), (1, old));
+}
+
+#[test]
+fn crash_between_the_files_is_repaired_at_the_next_start() {
+    let mut server = Fixture::new();
+    let dir = server.scratch.0.clone();
+    let paths = [dir.ca_certificate(), dir.ca_key()];
+    let read = || paths.clone().map(|path| fs::read(path).unwrap());
+    let write = |contents: &[Vec<u8>; 2]| {
+        for (path, content) in paths.iter().zip(contents) {
+            fs::write(path, content).unwrap();
+        }
+    };
+    for action in [Begin, ForceNext] {
+        let before = read();
+        server.rotator.act(action).unwrap();
+        let after = read();
+        // The process ended after it had persisted the stage.
+        write(&before);
+        server.restart();
+        assert_eq!(read(), after);
+    }
+    // The process ended before it removed the rotation.
+    let rotation = fs::read(dir.ca_rotation()).unwrap();
+    let issuing = server.progress();
+    server.rotator.act(ForceNext).unwrap();
+    files::replace(&dir.ca_rotation(), &rotation).unwrap();
+    server.restart();
+    assert_eq!(server.progress(), issuing);
+    assert_eq!(server.roots(), 2);
+}
+
+#[test]
+fn rotation_of_another_ca_or_a_damaged_one_is_refused_by_name() {
+    let server = Fixture::new();
+    server.rotator.act(Begin).unwrap();
+    let dir = &server.scratch.0;
+    let message = || LocalCa::load_or_create(dir).unwrap_err().to_string();
+    fs::remove_file(dir.ca_key()).unwrap();
+    assert_contains(&message(), "ca-rotation.json does not belong to");
+    let other = CaMaterial::generate(SystemTime::now()).unwrap();
+    files::replace(&dir.ca_key(), other.key_pem().as_bytes()).unwrap();
+    assert_contains(&message(), "remove it");
+    fs::write(dir.ca_rotation(), "{}").unwrap();
+    assert_contains(&message(), "ca-rotation.json holds no usable rotation");
+    // An imported CA ends the rotation.
+    crate::ca::transfer::import(dir, &other).unwrap();
+    let ca = LocalCa::load_or_create(dir).unwrap();
+    assert_eq!(ca.spki_sha256(), other.spki_sha256);
+}
+
+#[test]
+fn counts_are_by_the_end_of_the_last_certificate() {
+    let server = Fixture::new();
+    let nodes = &server.rotator.nodes;
+    let now = SystemTime::now();
+    let life = server.rotator.ca.life();
+    let known = |name: &str, end: SystemTime| {
+        nodes.record_connection(&name.parse().unwrap(), end);
+    };
+    known("expired", now - Duration::from_secs(1));
+    // The lifetime was longer when this one was issued.
+    known("long", now + life * 2);
+    nodes.record(&"never".parse().unwrap(), &[]);
+    known("kubelet", now + life * 12);
+    nodes.record_enrollment(&"kubelet".parse().unwrap(), EnrollmentKind::Kubelet);
+    server.rotator.act(Begin).unwrap();
+    known("renewed", now + life * 3);
+    let agents = server.progress().agents;
+    let expected = AgentCounts {
+        renewed: 1,
+        pending: 1,
+        pending_nodes: vec!["long".to_owned()],
+        expired: 2,
+        kubelets: 1,
+    };
+    assert_eq!(agents, expected);
+}
