@@ -2,6 +2,7 @@
 //! that the operator provides, and refused peers.
 
 pub(crate) mod attacks;
+mod ca_rotation;
 mod credential_files;
 mod delegation;
 mod diag;

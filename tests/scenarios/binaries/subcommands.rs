@@ -324,7 +324,13 @@ const HELP: &[(&str, &str, &str)] = &[
         "--output table wide json name --away --watch revoke unrevoke revocations forget",
     ),
     (SERVER, "nodes forget", "--data-dir"),
-    (SERVER, "ca", "--data-dir --offline"),
+    (
+        SERVER,
+        "ca",
+        "--data-dir --offline export import rotate client",
+    ),
+    (SERVER, "ca rotate", "--status --next --abort --force"),
+    (SERVER, "ca client", "NAME --days --output"),
     (
         SERVER,
         "connect",

@@ -32,6 +32,7 @@ const GUIDES: &[&str] = &[
     "docs/explanation/yurt-tunnel.md",
     "docs/how-to/agents.md",
     "docs/how-to/backup.md",
+    "docs/how-to/client-certificates.md",
     "docs/how-to/compose.md",
     "docs/how-to/dns.md",
     "docs/how-to/doctor.md",

@@ -1,8 +1,12 @@
 use std::fs;
 
+use rcgen::{CertificateParams, KeyPair};
+use rustls_pki_types::CertificateDer;
 use tunnel_proto::process::files;
+use tunnel_proto::tls::{self, AgentTrust};
 
 use super::*;
+use crate::ca::revocation::Revocations;
 use crate::routing::known_nodes::EnrollmentKind;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{assert_contains, node};
@@ -87,6 +91,30 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
     assert!(!server.scratch.0.ca_rotation().exists());
     let ended = server.rotator.act(Next).unwrap_err();
     assert!(matches!(ended, RotationError::NotInProgress));
+}
+
+#[test]
+fn certificate_of_the_old_ca_is_refused_after_the_last_stage() {
+    let server = Fixture::new();
+    let ca = &server.rotator.ca;
+    let key = KeyPair::generate().unwrap();
+    let csr = CertificateParams::default().serialize_request(&key).unwrap();
+    let issue = || ca.issue_agent(csr.der(), &node()).unwrap().chain;
+    let revocations = Arc::new(Revocations::open(&server.scratch.0, true).unwrap());
+    let roots = || tls::roots(ca.roots()).unwrap();
+    let trust = AgentTrust::new(roots(), revocations.revocation_check()).unwrap();
+    let accepts = |chain: &[CertificateDer<'_>]| {
+        trust.replace(roots()).unwrap();
+        trust.still_accepts(chain)
+    };
+    let old = issue();
+    server.rotator.act(Begin).unwrap();
+    assert!(accepts(&old) && accepts(&issue()));
+    server.rotator.act(Next).unwrap();
+    let new = issue();
+    assert!(accepts(&old) && accepts(&new));
+    server.rotator.act(Next).unwrap();
+    assert!(!accepts(&old) && accepts(&new));
 }
 
 #[test]
