@@ -3,6 +3,7 @@
 
 pub(crate) mod attacks;
 mod ca_rotation;
+mod client_ca;
 mod credential_files;
 mod delegation;
 mod diag;
