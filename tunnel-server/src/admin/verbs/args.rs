@@ -182,6 +182,8 @@ pub enum CaVerb {
     },
     /// Replace the CA in stages, through the running server, without a failed request
     ///
+    /// Not in a cluster, whose servers share the CA in a Secret.
+    ///
     /// Without a flag this creates the new CA and announces it to the agents. With the first
     /// --next the new CA signs, and with the second one the old CA is no longer trusted. Each
     /// stage waits until the agents have renewed their certificates.

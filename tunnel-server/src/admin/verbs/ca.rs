@@ -19,8 +19,7 @@ use crate::store::data_dir::{DataDir, rfc3339};
 impl CaArgs {
     /// Prints the CA's certificate. Without a running server, a cluster's directory provides the
     /// last observed certificate, and another directory its CA, which is created only with
-    /// --offline. The verbs export, import and replace the CA, and make a
-    /// certificate for a caller.
+    /// --offline. The verbs export, import and replace the CA, and make a certificate for a caller.
     ///
     /// # Errors
     /// Returns a [`VerbError`].
