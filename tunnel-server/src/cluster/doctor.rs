@@ -310,12 +310,8 @@ fn records(
     service: &Fact<Option<Value>>,
     written: Fact<Option<ConfigMap>>,
 ) -> Fact<RecordsFacts> {
-    if let Err(reason) = nodes {
-        return Err(reason.clone());
-    }
-    if let Err(reason) = service {
-        return Err(reason.clone());
-    }
+    nodes.as_ref().map_err(Clone::clone)?;
+    service.as_ref().map_err(Clone::clone)?;
     let written = written?.and_then(|map| value_of(map, RECORDS_KEY));
     let records = derived.records.as_ref().ok_or(NO_RECORDS)?;
     Ok(RecordsFacts {

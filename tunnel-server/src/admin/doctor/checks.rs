@@ -57,7 +57,9 @@ fn agents(facts: &Facts) -> Fact<Vec<Fault>> {
                 severity: Severity::Error,
                 place: data_dir.to_string(),
                 what: "no tunnel-server runs with this data directory".to_owned(),
-                fix: "systemctl start tunnel-server; or use the command where the server runs, or give its --data-dir".to_owned(),
+                fix: "systemctl start tunnel-server; or use the command on its host, with its \
+                      --data-dir"
+                    .to_owned(),
             }]);
         }
         ServerAnswer::NoAnswer(reason) => {
@@ -65,8 +67,7 @@ fn agents(facts: &Facts) -> Fact<Vec<Fault>> {
                 severity: Severity::Error,
                 place: data_dir.to_string(),
                 what: format!("the running server gives no answer: {reason}"),
-                fix: "see the log of the server: journalctl -u tunnel-server; then restart it"
-                    .to_owned(),
+                fix: "journalctl -u tunnel-server; systemctl restart tunnel-server".to_owned(),
             }]);
         }
         ServerAnswer::Unknown(reason) => return Err(reason.clone()),
@@ -102,10 +103,7 @@ fn away_fault(node: &NodeStatus) -> Fault {
             severity: Severity::Info,
             place: node.node.clone(),
             what: format!("the certificates of the node are revoked since {at}"),
-            fix: format!(
-                "if that was a mistake: tunnel-server nodes unrevoke {}",
-                node.node
-            ),
+            fix: format!("if that was a mistake: tunnel-server nodes unrevoke {}", node.node),
         };
     }
     let seen = node.last_seen.as_ref();
@@ -137,32 +135,19 @@ fn session_faults(node: &NodeStatus, facts: &Facts) -> Vec<Fault> {
     };
     if node.state.as_deref().is_some_and(|state| state != "live") {
         let what = "the agent does not answer, and requests are refused until it does";
-        add(
-            Severity::Error,
-            what.to_owned(),
-            "check the network of the node",
-        );
+        add(Severity::Error, what.to_owned(), "check the network of the node");
     }
     if let Some(millis) = node.rtt_millis.filter(|millis| *millis > RTT_MAX_MILLIS) {
         let what = format!("the round trip takes {millis} ms");
-        add(
-            Severity::Warning,
-            what,
-            "check the network of the node for loss and queues",
-        );
+        add(Severity::Warning, what, "check the network of the node for loss and queues");
     }
     if node.version_skew == Some(VersionSkew::Unsupported) {
         let version = node.version.as_deref().unwrap_or("unknown");
         let what = format!("the agent has version {version}, which this server does not support");
-        add(
-            Severity::Warning,
-            what,
-            "upgrade the agent to the version of the server",
-        );
+        add(Severity::Warning, what, "upgrade the agent to the version of the server");
     }
     if let Some((severity, what)) = certificate_fault(node, facts) {
-        let fix =
-            "on the node: journalctl -u tunnel-agent; a new token if the certificate has ended";
+        let fix = "on the node: journalctl -u tunnel-agent; with an ended certificate, a new token";
         add(severity, what, fix);
     }
     faults
@@ -172,10 +157,7 @@ fn certificate_fault(node: &NodeStatus, facts: &Facts) -> Option<(Severity, Stri
     let text = node.certificate_not_after.as_deref()?;
     let end: SystemTime = humantime::parse_rfc3339(text).ok()?;
     match end.duration_since(facts.now) {
-        Err(_past) => Some((
-            Severity::Error,
-            format!("the certificate of the agent ended {text}"),
-        )),
+        Err(_past) => Some((Severity::Error, format!("the certificate of the agent ended {text}"))),
         Ok(left) if left < facts.renewal_margin => {
             let what = format!("the certificate of the agent ends {text} and was not renewed");
             Some((Severity::Warning, what))
@@ -212,8 +194,7 @@ fn servers(facts: &Facts) -> Fact<Vec<Fault>> {
             _ => return None,
         };
         Some(Fault {
-            fix: "allow TCP 10269 between the servers; see their logs for failed connections"
-                .to_owned(),
+            fix: "allow TCP 10269 between the servers; see their logs".to_owned(),
             ..condition.fault(severity)
         })
     });
@@ -229,8 +210,8 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
             Ok(bytes) if *bytes < BUFFER_MIN_BYTES => faults.push(Fault {
                 severity: Severity::Warning,
                 place: setting.to_owned(),
-                what: format!("UDP buffers have at most {bytes} bytes, less than {BUFFER_MIN_BYTES}"),
-                fix: format!("sysctl -w {setting}={BUFFER_MIN_BYTES}; and in /etc/sysctl.d for the next start"),
+                what: format!("at most {bytes} bytes for a UDP buffer; set {BUFFER_MIN_BYTES}"),
+                fix: format!("sysctl -w {setting}={BUFFER_MIN_BYTES}; and in /etc/sysctl.d"),
             }),
             Ok(_enough) => {}
             Err(reason) => unknown.push(reason.clone()),
@@ -241,8 +222,7 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
             severity: Severity::Warning,
             place: "open files".to_owned(),
             what: format!("the server may open {files} files, less than {DESCRIPTORS_MIN}"),
-            fix: "LimitNOFILE=1048576 in the server's unit, or ulimit -Hn 1048576 before its start"
-                .to_owned(),
+            fix: "LimitNOFILE=1048576 in the unit of the server".to_owned(),
         }),
         Ok(_enough) => {}
         Err(reason) => unknown.push(reason.clone()),
@@ -270,10 +250,7 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
 
 /// D18: the clock of this host against the API server's.
 fn clock(facts: &Facts) -> Fact<Vec<Fault>> {
-    let cluster = facts
-        .cluster
-        .as_ref()
-        .map_err(|reason| format!("clock: {reason}"))?;
+    let cluster = facts.cluster.as_ref().map_err(|reason| format!("clock: {reason}"))?;
     let ahead = cluster.clock_ahead.as_ref();
     let ahead = *ahead.map_err(|reason| format!("clock: {reason}"))?;
     let apart = Duration::from_secs(ahead.unsigned_abs());

@@ -52,8 +52,8 @@ pub(super) const D03: Explanation = Explanation {
 };
 pub(super) const D04: Explanation = Explanation {
     id: "D04",
-    checks: "the Service of the listeners: it exists, has an address, its ports lead to the listeners, \
-             and an endpoint is ready",
+    checks: "the Service of the listeners: it exists, has an address, its ports lead to the \
+             listeners, and an endpoint is ready",
     consequence: "callers that resolve names of nodes reach no server",
     fix: "kubectl apply -f install.yaml\n\
           kubectl -n kube-system get pods -l app.kubernetes.io/name=tunnel-server",
@@ -63,8 +63,8 @@ pub(super) const D05: Explanation = Explanation {
     id: "D05",
     checks: "the ConfigMap of the records against the names of the nodes",
     consequence: "CoreDNS answers with a wrong address, or with none",
-    fix: "See which server holds the Lease, and its log and conditions:\n\
-          kubectl -n kube-system get lease tunnel-dns-controller -o jsonpath='{.spec.holderIdentity}'",
+    fix: "See the log and the conditions of the server that holds the Lease:\n\
+          kubectl -n kube-system get lease tunnel-dns-controller -o yaml",
     link: "docs/how-to/dns.md",
 };
 pub(super) const D06: Explanation = Explanation {
@@ -77,23 +77,23 @@ pub(super) const D06: Explanation = Explanation {
 };
 pub(super) const D07: Explanation = Explanation {
     id: "D07",
-    checks: "the ConfigMap of ports: entries that are no ports, ports in the lists of http and https",
+    checks: "the ConfigMap of ports: entries that are no ports, ports in both lists",
     consequence: "requests for the port are refused, or sent with the other protocol",
     fix: "kubectl -n kube-system edit configmap yurt-tunnel-server-cfg",
     link: "docs/reference/kubernetes.md",
 };
 pub(super) const D08: Explanation = Explanation {
     id: "D08",
-    checks: "names and addresses of Nodes: equal internal addresses, host names that differ from the \
-             name, names that a Service has too",
+    checks: "names and addresses of Nodes: equal internal addresses, host names that differ from \
+             the name, names that a Service has too",
     consequence: "requests by this address or name are refused, or reach something else",
     fix: "Reach the nodes by name. Allow other host names with --record-names.",
     link: "docs/reference/kubernetes.md",
 };
 pub(super) const D09: Explanation = Explanation {
     id: "D09",
-    checks: "the running server and its conditions; each edge node: its agent is connected and answers, \
-             round-trip time, version, expiry of the certificate",
+    checks: "the running server and its conditions; each edge node: its agent is connected and \
+             answers, round-trip time, version, expiry of the certificate",
     consequence: "requests for the node fail, or soon will",
     fix: "On the node: tunnel-agent status; journalctl -u tunnel-agent\n\
           On the server: tunnel-server nodes NAME -o wide",
@@ -116,8 +116,9 @@ pub(super) const D17: Explanation = Explanation {
 };
 pub(super) const D18: Explanation = Explanation {
     id: "D18",
-    checks: "this host: UDP buffers, open files of the server, the data directory's disk, the clock",
-    consequence: "slow transfers, refused connections, lost state, or certificates that are not valid yet",
+    checks: "this host: UDP buffers, open files of the server, the disk of the data directory, \
+             the clock",
+    consequence: "slow transfers, refused connections, lost state, or invalid certificates",
     fix: "sysctl -w net.core.rmem_max=7500000 net.core.wmem_max=7500000\n\
           In the unit of the server: LimitNOFILE=1048576\n\
           timedatectl set-ntp true",

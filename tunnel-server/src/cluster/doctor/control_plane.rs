@@ -46,7 +46,7 @@ impl ApiServerFacts {
     }
 }
 
-/// Returns the value of a flag, of the forms `--name=value` and `--name value`. The last one counts.
+/// Returns the value of a flag, in the form `--name=value` or `--name value`. The last one counts.
 fn flag(words: &[&str], name: &str) -> Option<String> {
     let mut value = None;
     let mut words = words.iter();

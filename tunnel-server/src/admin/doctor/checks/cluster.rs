@@ -29,21 +29,21 @@ pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
     };
     let mut faults = Vec::new();
     if service.addresses.is_empty() {
-        let fix =
-            format!("kubectl -n {namespace} get service {name} -o yaml; remove clusterIP: None");
+        let fix = format!("kubectl -n {namespace} delete service {name}, and apply install.yaml");
         faults.push(fault("has no cluster address".to_owned(), fix));
     }
-    faults.extend(port_faults(service).into_iter().map(|what| {
-        fault(
-            what,
-            format!("kubectl -n {namespace} edit service {name}; see the log of the leader"),
-        )
+    let of_ports = port_faults(service).into_iter();
+    faults.extend(of_ports.map(|what| {
+        let fix = format!("kubectl -n {namespace} edit service {name}; see the leader's log");
+        fault(what, fix)
     }));
-    let ready = cluster.ready_endpoints.as_ref().map_err(Clone::clone)?;
-    if *ready == 0 {
-        let fix =
-            format!("kubectl -n {namespace} get pods -l app.kubernetes.io/name=tunnel-server");
-        faults.push(fault("has no ready endpoint".to_owned(), fix));
+    match &cluster.ready_endpoints {
+        Ok(0) => {
+            let fix = format!("kubectl -n {namespace} get pods -l {SERVER_LABEL}");
+            faults.push(fault("has no ready endpoint".to_owned(), fix));
+        }
+        Err(reason) if faults.is_empty() => return Err(reason.clone()),
+        Ok(_) | Err(_) => {}
     }
     Ok(faults)
 }
@@ -51,17 +51,15 @@ pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
 /// Compares the ports of the Service with those that it should have. A target with a name is not
 /// checked.
 fn port_faults(service: &ServiceFacts) -> Vec<String> {
-    let wrong =
-        service
-            .expected
-            .iter()
-            .filter_map(|(port, target)| match service.ports.get(port) {
-                None => Some(format!("port {port} is missing; its target is {target}")),
-                Some(Some(actual)) if actual != target => {
-                    Some(format!("port {port} leads to {actual} and not to {target}"))
-                }
-                Some(_) => None,
-            });
+    let wrong = service.expected.iter().filter_map(|(port, target)| {
+        match service.ports.get(port) {
+            None => Some(format!("port {port} is missing; its target is {target}")),
+            Some(Some(actual)) if actual != target => {
+                Some(format!("port {port} leads to {actual} and not to {target}"))
+            }
+            Some(_) => None,
+        }
+    });
     wrong.collect()
 }
 
@@ -86,8 +84,7 @@ fn compare_records(facts: &Facts) -> Fact<Vec<Fault>> {
         place: format!("ConfigMap {namespace}/{name}"),
         what,
         fix: format!(
-            "see the log of the server that holds Lease {}: kubectl -n {namespace} get lease {0} -o \
-             jsonpath='{{.spec.holderIdentity}}'",
+            "see the log of the server that holds the Lease: kubectl -n {namespace} get lease {} -o yaml",
             cluster.names.leader_lease
         ),
     };
@@ -137,14 +134,10 @@ pub(super) fn port_lists(facts: &Facts) -> Fact<Vec<Fault>> {
         what,
         fix: format!("kubectl -n {namespace} edit configmap {name}"),
     };
-    let in_both = lists
-        .in_both
-        .iter()
-        .map(|port| format!("port {port} is in the lists of http and https, and https counts"));
-    let mistakes = lists
-        .mistakes
-        .iter()
-        .map(|mistake| format!("{mistake}, and is ignored"));
+    let in_both = lists.in_both.iter().map(|port| {
+        format!("port {port} is in the lists of http and https, and https counts")
+    });
+    let mistakes = lists.mistakes.iter().map(|mistake| format!("{mistake}, and is ignored"));
     Ok(mistakes.chain(in_both).map(fault).collect())
 }
 
@@ -156,11 +149,7 @@ pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
         Err(reason) => {
             faults.extend(of_conditions(facts, &["node names"]));
             faults.extend(known_addresses(facts));
-            return if faults.is_empty() {
-                Err(reason.clone())
-            } else {
-                Ok(faults)
-            };
+            return if faults.is_empty() { Err(reason.clone()) } else { Ok(faults) };
         }
     };
     let nodes = cluster.nodes.as_ref().map_err(Clone::clone)?;
@@ -177,20 +166,14 @@ pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
         }
     }
     faults.extend(shared_addresses(facts, &owners));
-    for node in nodes
-        .nodes
-        .iter()
-        .filter(|node| facts.is_selected(&node.name))
-    {
+    for node in nodes.nodes.iter().filter(|node| facts.is_selected(&node.name)) {
         let hostname = node.hostname.as_ref();
         if let Some(hostname) = hostname.filter(|hostname| **hostname != node.name) {
             faults.push(Fault {
                 severity: Severity::Info,
                 place: format!("Node {}", node.name),
                 what: format!("the host name {hostname} differs from the name of the Node"),
-                fix:
-                    "use the name of the Node; callers that use the host name reach it by an alias"
-                        .to_owned(),
+                fix: "use the name of the Node; the host name is an alias".to_owned(),
             });
         }
     }
@@ -200,9 +183,9 @@ pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
 
 /// Returns a fault for each address that several nodes have.
 fn shared_addresses(facts: &Facts, owners: &BTreeMap<IpAddr, Vec<&str>>) -> Vec<Fault> {
-    let shared = owners
-        .iter()
-        .filter(|(_, names)| names.len() > 1 && names.iter().any(|name| facts.is_selected(name)));
+    let shared = owners.iter().filter(|(_, names)| {
+        names.len() > 1 && names.iter().any(|name| facts.is_selected(name))
+    });
     let faults = shared.map(|(address, names)| {
         let shown: Vec<&str> = names.iter().take(SHOWN_MAX).copied().collect();
         Fault {
@@ -240,18 +223,13 @@ fn service_name_faults(facts: &Facts, cluster: &ClusterFacts) -> Vec<Fault> {
             by_name.insert(short, full);
         }
     }
-    let edges = nodes
-        .nodes
-        .iter()
-        .filter(|node| node.is_edge && facts.is_selected(&node.name));
+    let edges = nodes.nodes.iter().filter(|node| node.is_edge && facts.is_selected(&node.name));
     let faults = edges.filter_map(|node| {
         let service = by_name.get(node.name.as_str())?;
         Some(Fault {
             severity: Severity::Warning,
             place: format!("Node {}", node.name),
-            what: format!(
-                "Service {service} has the same short name, which Pods may resolve instead"
-            ),
+            what: format!("Service {service} has the same short name, and Pods may resolve it"),
             fix: "rename the Service, or use the long name of the node (--dns-zone)".to_owned(),
         })
     });
@@ -266,7 +244,7 @@ pub(super) fn rights(facts: &Facts) -> Fact<Vec<Fault>> {
         severity: Severity::Error,
         place: "rights".to_owned(),
         what: format!("the credentials of this command may not {right}"),
-        fix: "kubectl apply -f install.yaml; then use this command with the server's credentials"
+        fix: "kubectl apply -f install.yaml; use this command with the server's credentials"
             .to_owned(),
     });
     Ok(faults.collect())
@@ -290,5 +268,7 @@ fn conditions_or(facts: &Facts, components: &[&str], reason: &str) -> Fact<Vec<F
     Ok(faults)
 }
 
+/// Label of the server's Pods in the manifests.
+const SERVER_LABEL: &str = "app.kubernetes.io/name=tunnel-server";
 /// Number of names or lines that a finding shows.
 const SHOWN_MAX: usize = 8;

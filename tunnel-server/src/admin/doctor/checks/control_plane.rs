@@ -74,8 +74,7 @@ pub(super) fn kubelet_path(facts: &Facts) -> Fact<Vec<Fault>> {
             KubeletPath::Address => Some(fault(
                 apiserver,
                 Severity::Error,
-                "nodes are dialed by address and without an egress selector, which does not lead to \
-                 the tunnel",
+                "nodes are dialed by address and without an egress selector, past the tunnel",
                 HOSTNAME_FIRST,
             )),
             KubeletPath::EgressSelector | KubeletPath::Name => None,
@@ -112,8 +111,7 @@ pub(super) fn resolver(facts: &Facts) -> Fact<Vec<Fault>> {
             ),
             "None" => return None,
             _ => (
-                "resolves names as its host does, which knows edge nodes only if the host was set up \
-                 for that",
+                "resolves names as its host does, which knows edge nodes only if it was set up so",
                 "dnsPolicy: None, and dnsConfig.nameservers with the server's DNS and a second one",
             ),
         };
@@ -129,8 +127,8 @@ pub(super) fn kubelet_ca(facts: &Facts) -> Fact<Vec<Fault>> {
     let faults = by_name.filter_map(|apiserver| {
         let file = apiserver.kubelet_ca.as_ref()?;
         let what = format!("verifies the HTTPS listener by {file}, which needs Culvert's CA too");
-        let fix = "kubectl -n kube-system get configmap tunnel-ca -o jsonpath='{.data.ca\\.crt}', and add it to \
-                   the file; nothing to do if it is there";
+        let fix = "if the CA is not in the file, add it: kubectl -n kube-system get configmap \
+                   tunnel-ca -o jsonpath='{.data.ca\\.crt}'";
         Some(fault(apiserver, Severity::Info, &what, fix))
     });
     Ok(faults.collect())
@@ -219,8 +217,8 @@ mod tests {
 
     #[test]
     fn blocks_of_hosts_are_found() {
-        let corefile = ".:53 {\n    errors # hosts x {\n    hosts /etc/edge/tunnel-nodes {\n        ttl 5\n    }\n    \
-                        hosts {\n        192.0.2.1 a\n        fallthrough\n    }\n    forward . /etc/resolv.conf\n}\n";
+        let corefile = ".:53 {\n errors # hosts x {\n hosts /etc/edge/tunnel-nodes {\n ttl 5\n }\n\
+                        hosts {\n  192.0.2.1 a\n  fallthrough\n }\n forward . 192.0.2.53\n}\n";
         let expected = [
             HostsBlock {
                 file: "/etc/edge/tunnel-nodes",
