@@ -28,7 +28,7 @@ BOUNDS = {
     "functions with a tuple as parameter": 0,
     "unwrap and expect per 1,000 product lines": 0.5,
     "doc blocks of three words or fewer, product": 0,
-    "entries of tunnel-server/src": 16,
+    "entries of tunnel-server/src": 17,
     "circles of files": 0,
 }
 # Goals are printed only.

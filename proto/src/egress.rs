@@ -122,7 +122,7 @@ pub struct SocketRelay {
 /// The end of a relay between a stream and a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SocketRelayEnd {
-    /// Both sides ended.
+    /// Both sides ended without a cut.
     Clean,
     /// One side was complete, and its reader closed.
     ReaderClosed,

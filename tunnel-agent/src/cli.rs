@@ -140,12 +140,7 @@ pub struct DiagArgs {
 #[derive(Debug, Clone, clap::Args)]
 pub struct JoinArgs {
     /// Address where tunnel-server accepts agents; repeat it for several addresses
-    #[arg(
-        long,
-        value_name = "HOST:PORT",
-        value_delimiter = ',',
-        required = true
-    )]
+    #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', required = true)]
     pub server: Vec<String>,
     /// Name of this node, as in `tunnel-server token create --node` [default: as in the
     /// configuration, else the host name]

@@ -159,8 +159,7 @@ const SYSTEMD_RUNS: &str = "/run/systemd/system";
 const TOKEN_ROOM: usize = 4096;
 const TOKEN_MAX_BYTES: u64 = 4000;
 const STARTED: &str = "joined: 'tunnel-agent status' shows the sessions\n";
-const NOT_STARTED: &str =
-    "not started: 'systemctl enable --now tunnel-agent' starts the service\n";
+const NOT_STARTED: &str = "not started: 'systemctl enable --now tunnel-agent' starts the service\n";
 
 #[cfg(test)]
 mod tests;

@@ -89,12 +89,7 @@ impl App {
         .await?;
         let capacity = capacity(&context.config);
         let dns = records::start(sockets.dns, capacity.dns, &mut metrics_registry, &context);
-        let advertised = sockets.bound.advertised(&context.config.advertise);
-        context.data.set_advertised(&advertised)?;
-        context.policy.replace(PortPolicy {
-            own: sockets.bound.reserved_ports(),
-            ..context.config.ports.clone()
-        });
+        let advertised = publish_addresses(&sockets.bound, &context)?;
         let targets = targets::build(&context)?;
         let membership = membership::membership(&authority, &context);
         let cluster = start_cluster(
@@ -113,7 +108,7 @@ impl App {
         let tunnels = (sockets.connect).start(
             &ingress,
             serving.certificates.clone(),
-            own_ports.clone(),
+            &own_ports,
             &context,
         )?;
         let inputs = SessionInputs {
@@ -237,6 +232,17 @@ impl App {
         quic_sessions::clear(&self.context.data);
         info!("stopped");
     }
+}
+
+/// Stores the addresses that agents dial and the ports of this server, and returns the addresses.
+fn publish_addresses(bound: &BoundAddrs, context: &ServerContext) -> anyhow::Result<Vec<String>> {
+    let advertised = bound.advertised(&context.config.advertise);
+    context.data.set_advertised(&advertised)?;
+    context.policy.replace(PortPolicy {
+        own: bound.reserved_ports(),
+        ..context.config.ports.clone()
+    });
+    Ok(advertised)
 }
 
 /// Returns the number of connections that the process carries. Logs a warning if the limits exceed

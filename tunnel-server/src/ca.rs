@@ -184,7 +184,8 @@ impl LocalCa {
             usages: vec![ExtendedKeyUsagePurpose::ClientAuth],
         };
         let material = self.material.load();
-        let (certificate, not_after) = leaf.sign(&material, request.public_key(), self.life, now)?;
+        let (certificate, not_after) =
+            leaf.sign(&material, request.public_key(), self.life, now)?;
         Ok(AgentCertificate {
             chain: vec![certificate.der().clone()],
             roots: material.roots.clone(),

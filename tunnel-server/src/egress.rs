@@ -118,11 +118,15 @@ impl CloudEgress {
                 _ => {
                     let detail = "agents open streams to targets of the cloud only".to_owned();
                     let code = RefusalCode::BadHeader;
-                    (None, StreamOutcome::refuse(stream, Refusal { code, detail }).await)
+                    (
+                        None,
+                        StreamOutcome::refuse(stream, Refusal { code, detail }).await,
+                    )
                 }
             },
             Err(error) => {
-                let outcome = StreamOutcome::without_bytes(CloudResult::NoHeader, error.to_string());
+                let outcome =
+                    StreamOutcome::without_bytes(CloudResult::NoHeader, error.to_string());
                 (None, outcome)
             }
         };
@@ -275,7 +279,7 @@ impl StreamOutcome {
         }
     }
 
-    /// Refuses a stream.
+    /// Refuses a stream with a reply, and returns its end.
     async fn refuse(stream: Stream, refusal: Refusal) -> Self {
         stream.refuse(refusal.code, &refusal.detail).await;
         Self::without_bytes(CloudResult::Refused(refusal.code), refusal.detail)

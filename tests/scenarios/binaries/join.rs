@@ -52,7 +52,11 @@ async fn other_values_need_consent_and_a_bad_token_writes_nothing() -> Result<()
     let host = Host::new()?;
     let token = host.create_token().await?;
     let (unpinned, _hash) = token.trim().rsplit_once('.').context("not a token")?;
-    for (text, reason) in [("", "is empty"), ("hello", "not a join token"), (unpinned, "CA")] {
+    for (text, reason) in [
+        ("", "is empty"),
+        ("hello", "not a join token"),
+        (unpinned, "CA"),
+    ] {
         let refused = host.join(text, &[]).await?;
         refused.ensure_failed(64, &[reason])?;
         ensure!(!host.root.exists(), "writes: {refused}");
@@ -86,12 +90,23 @@ impl Host {
     async fn create_token(&self) -> Result<String> {
         let create = ["token", "create", "--offline", "--node", NODE, "--data-dir"];
         let create = Program::ours("tunnel-server")?.args(create);
-        create.arg(self.scratch.path().join("server")).run().await?.ok()
+        create
+            .arg(self.scratch.path().join("server"))
+            .run()
+            .await?
+            .ok()
     }
 
     /// Runs the verb with a token on standard input.
     async fn join(&self, token: &str, words: &[&str]) -> Result<Finished> {
-        let join = ["join", "--server", SERVER, "--node-name", NODE, "--no-start"];
+        let join = [
+            "join",
+            "--server",
+            SERVER,
+            "--node-name",
+            NODE,
+            "--no-start",
+        ];
         let join = Program::ours("tunnel-agent")?.args(join).args(words);
         let join = join.arg("--root").arg(&self.root);
         join.run_with(token.as_bytes()).await

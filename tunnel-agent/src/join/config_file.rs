@@ -220,7 +220,10 @@ mod tests {
         assert_eq!(filled.state, FileState::Unset);
         assert!(filled.text.starts_with("# Configuration of tunnel-agent"));
         let settings = parse(&filled.text).unwrap();
-        assert_eq!(settings, wanted("cloud.example:10262").apply(settings.clone()));
+        assert_eq!(
+            settings,
+            wanted("cloud.example:10262").apply(settings.clone())
+        );
     }
 
     #[test]
@@ -275,7 +278,8 @@ mod tests {
 
     #[test]
     fn name_of_the_node_stays_if_none_is_given() {
-        let own = "server: [\"a:1\"]\nnodeName: worker-7\ntokenFile: /etc/culvert/tunnel-agent.token\n";
+        let own =
+            "server: [\"a:1\"]\nnodeName: worker-7\ntokenFile: /etc/culvert/tunnel-agent.token\n";
         let wanted = JoinSettings {
             server: vec!["a:1".to_owned()],
             node_name: None,

@@ -165,7 +165,10 @@ fn unit_of_the_package_stays_and_its_user_owns_the_token() {
     host.join(&host.arguments(), Answer::NoTerminal).unwrap();
     assert!(!host.root.join(UNIT).exists());
     assert_eq!(host.mode(TOKEN), 0o600);
-    assert!(host.content(CONFIG).starts_with(package.lines().next().unwrap()));
+    assert!(
+        host.content(CONFIG)
+            .starts_with(package.lines().next().unwrap())
+    );
 }
 
 #[test]

@@ -1,13 +1,6 @@
 //! The command `render`: prints texts for other programs, with the values of its flags. Nothing is
 //! applied.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
-
-use tunnel_proto::process::telemetry;
-
 mod agent;
 mod apiserver;
 mod check;
@@ -15,6 +8,7 @@ mod coredns;
 mod dnat_cleanup;
 mod egress_selector;
 mod netfilter;
+mod output;
 mod prometheus;
 mod values;
 
@@ -23,6 +17,7 @@ pub use apiserver::ApiserverArgs;
 pub use coredns::CorednsArgs;
 pub use dnat_cleanup::DnatCleanupArgs;
 pub use egress_selector::EgressSelectorArgs;
+pub use output::{OutputArgs, RenderError, WriteArgs};
 pub use prometheus::{PrometheusArgs, ScrapeMethod, ScrapeObject};
 pub use values::{
     CorefilePath, CorefilePathError, ResolverAddress, ResolverAddressError, ServerAddress,
@@ -30,6 +25,7 @@ pub use values::{
 };
 
 use check::Format;
+use output::{finish, write_or_print};
 
 /// Print texts for other programs.
 #[derive(Debug, Clone, clap::Subcommand)]
@@ -51,70 +47,6 @@ pub enum RenderVerb {
     /// input: iptables-save -t nat | tunnel-server render dnat-cleanup. Prints nothing if the
     /// rules have been removed.
     DnatCleanup(DnatCleanupArgs),
-}
-
-/// The file to write.
-#[derive(Debug, Clone, Default, clap::Args)]
-pub struct WriteArgs {
-    /// File to write, with mode 0644; without it the text is printed
-    #[arg(short, long, value_name = "FILE")]
-    pub output: Option<PathBuf>,
-    /// Overwrite the file of --output
-    #[arg(long, requires = "output")]
-    pub force: bool,
-}
-
-/// The file to write or to compare.
-#[derive(Debug, Clone, Default, clap::Args)]
-pub struct OutputArgs {
-    /// File to write, instead of printing the text.
-    #[command(flatten)]
-    pub write: WriteArgs,
-    /// Compare this file with the text: print what the file lacks, and exit with code 1 if
-    /// anything is missing. The file may have more, as a complete Pod or Corefile does
-    #[arg(long, value_name = "FILE", conflicts_with = "output")]
-    pub check: Option<PathBuf>,
-}
-
-/// The reason why a text was not rendered, or the result of a check that found differences.
-#[derive(Debug, thiserror::Error)]
-pub enum RenderError {
-    #[error("cannot use {}", .path.display())]
-    File { path: PathBuf, source: io::Error },
-    #[error("{} exists; add --force to overwrite it", .0.display())]
-    FileExists(PathBuf),
-    #[error("{} differs from the rendered text", .0.display())]
-    Differs(PathBuf),
-    #[error("{} is not valid YAML: {reason}", .path.display())]
-    NotYaml { path: PathBuf, reason: String },
-    #[error("cannot use standard input or output")]
-    Io(#[from] io::Error),
-    /// The flags cannot be combined.
-    #[error("{0}")]
-    Usage(&'static str),
-    /// A rule of another program jumps to a chain of yurt-tunnel, so the chain cannot be removed.
-    #[error(
-        "{0:?} leads to a chain of yurt-tunnel but is not a rule of yurt-tunnel; remove it first"
-    )]
-    ForeignRule(String),
-    #[error("the rules of nft have no handles; list them with 'nft -a list ruleset'")]
-    NoHandle,
-}
-
-impl RenderError {
-    /// Returns 64 if the flags or the input are wrong, else 1.
-    #[must_use]
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Self::Usage(_) | Self::NoHandle => 64,
-            Self::File { .. }
-            | Self::FileExists(_)
-            | Self::Differs(_)
-            | Self::NotYaml { .. }
-            | Self::Io(_)
-            | Self::ForeignRule(_) => 1,
-        }
-    }
 }
 
 impl RenderVerb {
@@ -141,78 +73,6 @@ impl RenderVerb {
         }
     }
 }
-
-fn finish(text: &str, format: Format, output: &OutputArgs) -> Result<(), RenderError> {
-    let Some(path) = &output.check else {
-        return write_or_print(text, &output.write);
-    };
-    let content = fs::read_to_string(path).map_err(|source| RenderError::File {
-        path: path.clone(),
-        source,
-    })?;
-    let differences =
-        check::differences(format, &content, text).map_err(|error| RenderError::NotYaml {
-            path: path.clone(),
-            reason: error.to_string(),
-        })?;
-    if differences.is_empty() {
-        return Ok(());
-    }
-    let shown = format!(
-        "--- {}\n+++ rendered\n{}\n",
-        path.display(),
-        differences.join("\n")
-    );
-    telemetry::print(shown.as_bytes())?;
-    Err(RenderError::Differs(path.clone()))
-}
-
-fn write_or_print(text: &str, write: &WriteArgs) -> Result<(), RenderError> {
-    let Some(path) = &write.output else {
-        return Ok(telemetry::print(text.as_bytes())?);
-    };
-    let written = if write.force {
-        replace(path, text)
-    } else {
-        create(path, text)
-    };
-    written.map_err(|source| match source.kind() {
-        io::ErrorKind::AlreadyExists => RenderError::FileExists(path.clone()),
-        _ => RenderError::File {
-            path: path.clone(),
-            source,
-        },
-    })
-}
-
-fn create(path: &Path, text: &str) -> io::Result<()> {
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(FILE_MODE)
-        .open(path)?;
-    file.write_all(text.as_bytes()).inspect_err(|_incomplete| {
-        let _nothing_to_remove = fs::remove_file(path);
-    })
-}
-
-/// Replaces a file in one step. The name of the temporary file begins with a dot, because the
-/// kubelet runs every other file in a directory of static pods.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-    let mut temporary = std::ffi::OsString::from(".");
-    temporary.push(name);
-    temporary.push(format!(".{}.new", std::process::id()));
-    let temporary = path.with_file_name(temporary);
-    let _nothing_left_over = fs::remove_file(&temporary);
-    create(&temporary, text)?;
-    fs::rename(&temporary, path).inspect_err(|_not_replaced| {
-        let _nothing_to_remove = fs::remove_file(&temporary);
-    })
-}
-
-/// The rendered texts contain no secrets.
-const FILE_MODE: u32 = 0o644;
 
 #[cfg(test)]
 mod tests;

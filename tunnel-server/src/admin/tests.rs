@@ -18,7 +18,11 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
     let nodes = Arc::new(KnownNodes::open(dir).unwrap());
     AdminState {
         revocations: Arc::new(Revocations::open(dir, true).unwrap()),
-        rotator: Ok(Arc::new(CaRotator::new(ca.clone(), dir.clone(), nodes.clone()))),
+        rotator: Ok(Arc::new(CaRotator::new(
+            ca.clone(),
+            dir.clone(),
+            nodes.clone(),
+        ))),
         ca,
         tokens: Arc::new(TokenStore::open(dir).unwrap()),
         nodes,

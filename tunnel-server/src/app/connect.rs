@@ -69,7 +69,7 @@ impl ConnectSockets {
         self,
         ingress: &IngressContext,
         certificates: Arc<dyn ResolvesServerCert>,
-        own_ports: Vec<Port>,
+        own_ports: &[Port],
         context: &ServerContext,
     ) -> anyhow::Result<AdminTunnels> {
         let (config, watcher) = (&context.config, &context.watcher);
@@ -86,7 +86,7 @@ impl ConnectSockets {
             Some(listed) => DialPolicy::Listed(listed, context.ranges.clone()),
             None => DialPolicy::Cluster(context.ranges.clone()),
         };
-        let direct = DirectDialer::new(dial_policy, dial_limit).with_own_ports(own_ports);
+        let direct = DirectDialer::new(dial_policy, dial_limit).with_own_ports(own_ports.to_vec());
         let direct = Arc::new(direct);
         let connect_listener = |tls, passwords, is_tls_optional| {
             Arc::new(HttpListener {

@@ -152,7 +152,17 @@ mod tests {
             assert_eq!(name.parse::<CallerName>().unwrap().as_str(), name);
         }
         let long = "x".repeat(COMMON_NAME_MAX + 1);
-        for name in ["", ".", "-o", "../x", "a/b", "a b", "system:node:x", "ü", &long] {
+        for name in [
+            "",
+            ".",
+            "-o",
+            "../x",
+            "a/b",
+            "a b",
+            "system:node:x",
+            "ü",
+            &long,
+        ] {
             assert_eq!(name.parse::<CallerName>(), Err(CallerNameError), "{name}");
         }
     }

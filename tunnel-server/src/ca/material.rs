@@ -103,11 +103,7 @@ impl CaMaterial {
         Self::new(pem, key, names)
     }
 
-    fn new(
-        root_pem: String,
-        key: KeyPair,
-        names: SourceNames<'_>,
-    ) -> Result<Self, CaError> {
+    fn new(root_pem: String, key: KeyPair, names: SourceNames<'_>) -> Result<Self, CaError> {
         let roots = tls::files::chain(root_pem.as_bytes()).map_err(|problem| CaError::Damaged {
             name: names.certificates.to_owned(),
             what: "certificate",

@@ -26,36 +26,15 @@ use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::{DataDir, whole_seconds};
 
 mod persisted;
+mod stage;
 mod status;
 
 use persisted::Rotation;
 pub(super) use persisted::{remove, resume};
+pub use stage::RotationStage;
+use stage::Signer;
 pub use status::{AgentCounts, RotationProgress, RotationStatus};
 use status::{count, longest_remaining};
-
-/// The stage of a rotation in progress.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub enum RotationStage {
-    /// The old CA signs. Agents receive the new CA with their next certificate.
-    Announced,
-    /// The new CA signs. Agents replace their certificates of the old CA.
-    Issuing,
-    /// The old CA signs again. Agents replace their certificates of the new CA.
-    Returning,
-}
-
-impl RotationStage {
-    /// Returns the name for operators.
-    #[must_use]
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Announced => "announced",
-            Self::Issuing => "issuing",
-            Self::Returning => "returning",
-        }
-    }
-}
 
 /// A request of an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,13 +195,6 @@ impl CaRotator {
     fn count(&self, rotation: &Rotation, now: SystemTime) -> AgentCounts {
         count(&self.nodes.snapshot(), rotation.since + rotation.life, now)
     }
-}
-
-/// One of the two CAs of a rotation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Signer {
-    Old,
-    New,
 }
 
 /// What an action does.

@@ -8,6 +8,7 @@ use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
 use tunnel_proto::wire::name::{CloudTarget, NodeName};
 
 use super::listeners::host_and_port;
+use super::raw::IN_CLUSTER;
 use super::{RawCloudTarget, RawConfig};
 
 /// A target of the cloud. Agents name it; its addresses are the operator's.
@@ -30,7 +31,10 @@ pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<CloudTarg
         if !names.insert(&target.name) {
             errors.add(
                 "cloud",
-                format!("{} is named twice (--cloud-apiserver names apiserver)", target.name),
+                format!(
+                    "{} is named twice (--cloud-apiserver names apiserver)",
+                    target.name
+                ),
             );
         }
     }
@@ -64,18 +68,26 @@ fn in_cluster_address() -> Result<String, String> {
         return Err("without a value needs KUBERNETES_SERVICE_HOST, which containers of a cluster have; give HOST:PORT".to_owned());
     };
     let is_v6 = host.contains(':');
-    address(&if is_v6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") })
+    address(&if is_v6 {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    })
 }
 
 fn check_target(raw: &RawCloudTarget, errors: &mut ConfigErrors) -> Option<CloudTargetSettings> {
     let setting = format!("cloud: {}", raw.name);
     let name = errors.ok_or_record(&setting, raw.name.parse::<CloudTarget>());
     let service = raw.service.as_deref().map(service_address);
-    let service = service.and_then(|parsed| errors.ok_or_record(&format!("{setting}: service"), parsed));
+    let service =
+        service.and_then(|parsed| errors.ok_or_record(&format!("{setting}: service"), parsed));
     let mut addresses = errors.parse_list(&format!("{setting}: target"), &raw.target, address);
     addresses.extend(service);
     if raw.target.is_empty() && raw.service.is_none() {
-        errors.add(&setting, "needs target (HOST:PORT) or service (NAMESPACE/NAME:PORT)");
+        errors.add(
+            &setting,
+            "needs target (HOST:PORT) or service (NAMESPACE/NAME:PORT)",
+        );
     }
     let nodes = raw.nodes.as_ref().map(|nodes| {
         let parsed = errors.parse_list(&format!("{setting}: nodes"), nodes, parse_quoted);
@@ -107,15 +119,15 @@ fn address(text: &str) -> Result<String, String> {
     {
         let kind = forbidden_kind(effective_ip(ip));
         if let Some(kind) = kind.or((effective_ip(ip) != ip).then_some("translated")) {
-            return Err(format!("{text} is {kind}, and such addresses are never dialed"));
+            return Err(format!(
+                "{text} is {kind}, and such addresses are never dialed"
+            ));
         }
     }
     Ok(address)
 }
 
 const APISERVER: &str = "--cloud-apiserver";
-/// Value of `--cloud-apiserver` without a value.
-pub(super) const IN_CLUSTER: &str = "in-cluster";
 
 #[cfg(test)]
 mod tests {
@@ -151,11 +163,26 @@ mod tests {
             ("cloud: [{ name: A, target: 'x:1' }]", "DNS label"),
             ("cloud: [{ name: a.b, target: 'x:1' }]", "DNS label"),
             ("cloud: [{ name: a, target: 'x:0' }]", "HOST:PORT"),
-            ("cloud: [{ name: a, service: 'x:1' }]", "NAMESPACE/NAME:PORT"),
-            ("cloud: [{ name: a, service: 'n/x y:1' }]", "NAMESPACE/NAME:PORT"),
-            ("cloud: [{ name: a, target: 'x:1', nodes: ['a b'] }]", "cloud: a: nodes"),
-            ("cloud: [{ name: a, target: 'x:1', node: a }]", "did you mean nodes"),
-            ("cloudApiserver: 'a:1'\ncloud: [{ name: apiserver, target: 'x:1' }]", "named twice"),
+            (
+                "cloud: [{ name: a, service: 'x:1' }]",
+                "NAMESPACE/NAME:PORT",
+            ),
+            (
+                "cloud: [{ name: a, service: 'n/x y:1' }]",
+                "NAMESPACE/NAME:PORT",
+            ),
+            (
+                "cloud: [{ name: a, target: 'x:1', nodes: ['a b'] }]",
+                "cloud: a: nodes",
+            ),
+            (
+                "cloud: [{ name: a, target: 'x:1', node: a }]",
+                "did you mean nodes",
+            ),
+            (
+                "cloudApiserver: 'a:1'\ncloud: [{ name: apiserver, target: 'x:1' }]",
+                "named twice",
+            ),
         ] {
             assert_contains(&yaml(text).unwrap_err(), expected);
         }

@@ -5,6 +5,9 @@ use tunnel_proto::process::yaml;
 
 use super::RawLimits;
 
+/// Value of `--cloud-apiserver` without a value.
+pub(super) const IN_CLUSTER: &str = "in-cluster";
+
 tunnel_proto::layered! {
     /// The raw settings. Each field is a flag, an environment variable and a key of the YAML file.
     #[derive(Debug, Default, Clone, clap::Args, Deserialize)]
@@ -319,7 +322,7 @@ tunnel_proto::layered! {
         /// server's own cluster. Other targets are in the file, under "cloud" [default: none]
         #[arg(
             long, value_name = "HOST:PORT", env = "TUNNEL_SERVER_CLOUD_APISERVER", value_delimiter = ',',
-            num_args = 0..=1, default_missing_value = super::cloud::IN_CLUSTER,
+            num_args = 0..=1, default_missing_value = IN_CLUSTER,
             help_heading = "Agents"
         )]
         pub cloud_apiserver: Vec<String>,

@@ -153,8 +153,20 @@ mod tests {
         assert_eq!(code("worker-1", "apiserver"), Ok(()));
         assert_eq!(code("worker-1", "registry"), Ok(()));
         assert_eq!(code("worker-2", "registry"), Err(RefusalCode::Policy));
-        for name in ["a", "api", "apiserver-1", "localhost", "127", "10262", "metadata"] {
-            assert_eq!(code("worker-1", name), Err(RefusalCode::UnknownTarget), "{name}");
+        for name in [
+            "a",
+            "api",
+            "apiserver-1",
+            "localhost",
+            "127",
+            "10262",
+            "metadata",
+        ] {
+            assert_eq!(
+                code("worker-1", name),
+                Err(RefusalCode::UnknownTarget),
+                "{name}"
+            );
         }
         let only = CloudTargets::new(&[target("registry", Some(&["worker-1"]))]);
         assert!(only.has_target(&"worker-1".parse().unwrap()));
@@ -165,8 +177,28 @@ mod tests {
     fn names_that_are_no_labels_are_not_parsed() {
         let long = "a".repeat(64);
         for name in [
-            "", "A", "a b", "a.b", "a:1", "a/b", "-a", "a-", "127.0.0.1", "[::1]", "a\n", "a\0", "../a",
-            "apiserver.", "*", "a%00", "ä", "kubernetes.default.svc", "http://a", "a@b", "\u{202e}a", &long,
+            "",
+            "A",
+            "a b",
+            "a.b",
+            "a:1",
+            "a/b",
+            "-a",
+            "a-",
+            "127.0.0.1",
+            "[::1]",
+            "a\n",
+            "a\0",
+            "../a",
+            "apiserver.",
+            "*",
+            "a%00",
+            "ä",
+            "kubernetes.default.svc",
+            "http://a",
+            "a@b",
+            "\u{202e}a",
+            &long,
         ] {
             assert!(name.parse::<CloudTarget>().is_err(), "{name:?}");
         }
@@ -192,10 +224,25 @@ mod tests {
             check(address.parse().unwrap(), host, &own_ports, is_own).is_ok()
         };
         for address in [
-            "0.0.0.0:1", "0.1.2.3:1", "[::]:1", "169.254.169.254:80", "169.254.2.1:1", "[fe80::1]:1",
-            "224.0.0.1:1", "255.255.255.255:1", "[ff02::1]:1", "100.100.100.200:80", "[::ffff:169.254.169.254]:80",
-            "[64:ff9b::a9fe:a9fe]:80", "[64:ff9b::a00:1]:1", "[2002:a00:1::]:1", "127.0.0.1:1", "127.9.9.9:1",
-            "[::1]:1", "[::ffff:127.0.0.1]:1", "10.0.0.1:10262",
+            "0.0.0.0:1",
+            "0.1.2.3:1",
+            "[::]:1",
+            "169.254.169.254:80",
+            "169.254.2.1:1",
+            "[fe80::1]:1",
+            "224.0.0.1:1",
+            "255.255.255.255:1",
+            "[ff02::1]:1",
+            "100.100.100.200:80",
+            "[::ffff:169.254.169.254]:80",
+            "[64:ff9b::a9fe:a9fe]:80",
+            "[64:ff9b::a00:1]:1",
+            "[2002:a00:1::]:1",
+            "127.0.0.1:1",
+            "127.9.9.9:1",
+            "[::1]:1",
+            "[::ffff:127.0.0.1]:1",
+            "10.0.0.1:10262",
         ] {
             assert!(!is_allowed(address, "api.example"), "{address}");
         }

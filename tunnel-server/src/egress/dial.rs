@@ -52,7 +52,8 @@ impl CloudDialer {
                 }
                 Ok(Err(refused)) => failure = refused,
                 Err(_elapsed) => {
-                    let detail = format!("{address}: no answer in time (server's limits.targetDialTimeout)");
+                    let detail =
+                        format!("{address}: no answer in time (server's limits.targetDialTimeout)");
                     failure = refusal(RefusalCode::TargetTimeout, detail);
                 }
             }
@@ -65,9 +66,10 @@ impl CloudDialer {
         address: &str,
         deadline: Instant,
     ) -> Result<(TcpStream, SocketAddr), Refusal> {
-        let found = self.resolve(address).await.map_err(|error| {
-            refusal(RefusalCode::TargetRefused, format!("{address}: {error}"))
-        })?;
+        let found = self
+            .resolve(address)
+            .await
+            .map_err(|error| refusal(RefusalCode::TargetRefused, format!("{address}: {error}")))?;
         let host = cloud::split(address).map_or(address, |(host, _port)| host);
         let mut failure = refusal(RefusalCode::TargetRefused, format!("{address}: no address"));
         let mut left = u32::try_from(found.len()).unwrap_or(u32::MAX);

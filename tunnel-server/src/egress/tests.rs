@@ -84,9 +84,16 @@ async fn streams_to_nothing_that_is_offered_are_refused() {
         (header("others"), RefusalCode::Policy),
         (header("unknown"), RefusalCode::UnknownTarget),
         (StreamHeader::new(port), RefusalCode::BadHeader),
-        (StreamHeader::new(StreamKind::Enroll), RefusalCode::BadHeader),
+        (
+            StreamHeader::new(StreamKind::Enroll),
+            RefusalCode::BadHeader,
+        ),
     ] {
-        assert_eq!(open(&agent, &header).await.map(|_| ()), Err(expected), "{header:?}");
+        assert_eq!(
+            open(&agent, &header).await.map(|_| ()),
+            Err(expected),
+            "{header:?}"
+        );
     }
     bench.sessions.shutdown.drain().cancel();
     let draining = open(&agent, &header("closed")).await.map(|_| ());
@@ -110,7 +117,9 @@ async fn agent_that_opens_too_many_streams_or_too_fast_is_refused() {
     drop(streams);
     let mut refused = 0;
     for _ in 0..20 {
-        refused += usize::from(open(&agent, &header("unknown")).await.map(|_| ()) == Err(RefusalCode::TooManyStreams));
+        refused += usize::from(
+            open(&agent, &header("unknown")).await.map(|_| ()) == Err(RefusalCode::TooManyStreams),
+        );
     }
     assert!(refused > 5, "{refused} of 20");
 }
@@ -118,7 +127,11 @@ async fn agent_that_opens_too_many_streams_or_too_fast_is_refused() {
 #[tokio::test]
 async fn capability_is_in_welcome_of_agents_that_have_a_target() {
     let address = "127.0.0.1:1".parse().unwrap();
-    for (nodes, expected) in [(None, true), (Some("worker-1"), true), (Some("worker-2"), false)] {
+    for (nodes, expected) in [
+        (None, true),
+        (Some("worker-1"), true),
+        (Some("worker-2"), false),
+    ] {
         let mut bench = Bench::new();
         let (metrics, shutdown) = (
             bench.sessions.metrics.clone(),
@@ -131,7 +144,10 @@ async fn capability_is_in_welcome_of_agents_that_have_a_target() {
         let ControlMessage::Welcome(welcome) = answer else {
             panic!("{answer:?}");
         };
-        let has_cloud = welcome.capabilities.iter().any(|name| name == CAPABILITY_CLOUD);
+        let has_cloud = welcome
+            .capabilities
+            .iter()
+            .any(|name| name == CAPABILITY_CLOUD);
         assert_eq!(has_cloud, expected, "{nodes:?}");
     }
 }
@@ -146,5 +162,9 @@ fn target_that_is_a_listener_of_this_server_is_refused_at_start() {
         let made = CloudEgress::new(&targets, own.clone(), &limits, metrics(), Shutdown::new());
         assert_eq!(made.is_err(), is_refused, "{address}");
     }
-    assert!(CloudTargets::new(&[]).find(&node(), &"x".parse().unwrap()).is_err());
+    assert!(
+        CloudTargets::new(&[])
+            .find(&node(), &"x".parse().unwrap())
+            .is_err()
+    );
 }

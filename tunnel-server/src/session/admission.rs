@@ -12,7 +12,9 @@ use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session, SessionError};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::control::{CAPABILITY_CLOUD, CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome};
+use tunnel_proto::wire::control::{
+    CAPABILITY_CLOUD, CAPABILITY_RENEW, ControlMessage, Hello, Member, Welcome,
+};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};

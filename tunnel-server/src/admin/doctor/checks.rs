@@ -102,8 +102,11 @@ fn away_fault(node: &NodeStatus) -> Fault {
         return Fault {
             severity: Severity::Info,
             place: node.node.clone(),
-            what: format!("the certificates of the node are revoked since {at}"),
-            fix: format!("if that was a mistake: tunnel-server nodes unrevoke {}", node.node),
+            what: format!("the certificates that the node got until {at} are revoked"),
+            fix: format!(
+                "if that was a mistake: tunnel-server nodes unrevoke {}",
+                node.node
+            ),
         };
     }
     let seen = node.last_seen.as_ref();
@@ -135,16 +138,28 @@ fn session_faults(node: &NodeStatus, facts: &Facts) -> Vec<Fault> {
     };
     if node.state.as_deref().is_some_and(|state| state != "live") {
         let what = "the agent does not answer, and requests are refused until it does";
-        add(Severity::Error, what.to_owned(), "check the network of the node");
+        add(
+            Severity::Error,
+            what.to_owned(),
+            "check the network of the node",
+        );
     }
     if let Some(millis) = node.rtt_millis.filter(|millis| *millis > RTT_MAX_MILLIS) {
         let what = format!("the round trip takes {millis} ms");
-        add(Severity::Warning, what, "check the network of the node for loss and queues");
+        add(
+            Severity::Warning,
+            what,
+            "check the network of the node for loss and queues",
+        );
     }
     if node.version_skew == Some(VersionSkew::Unsupported) {
         let version = node.version.as_deref().unwrap_or("unknown");
         let what = format!("the agent has version {version}, which this server does not support");
-        add(Severity::Warning, what, "upgrade the agent to the version of the server");
+        add(
+            Severity::Warning,
+            what,
+            "upgrade the agent to the version of the server",
+        );
     }
     if let Some((severity, what)) = certificate_fault(node, facts) {
         let fix = "on the node: journalctl -u tunnel-agent; with an ended certificate, a new token";
@@ -157,7 +172,10 @@ fn certificate_fault(node: &NodeStatus, facts: &Facts) -> Option<(Severity, Stri
     let text = node.certificate_not_after.as_deref()?;
     let end: SystemTime = humantime::parse_rfc3339(text).ok()?;
     match end.duration_since(facts.now) {
-        Err(_past) => Some((Severity::Error, format!("the certificate of the agent ended {text}"))),
+        Err(_past) => Some((
+            Severity::Error,
+            format!("the certificate of the agent ended {text}"),
+        )),
         Ok(left) if left < facts.renewal_margin => {
             let what = format!("the certificate of the agent ends {text} and was not renewed");
             Some((Severity::Warning, what))
@@ -250,7 +268,10 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
 
 /// D18: the clock of this host against the API server's.
 fn clock(facts: &Facts) -> Fact<Vec<Fault>> {
-    let cluster = facts.cluster.as_ref().map_err(|reason| format!("clock: {reason}"))?;
+    let cluster = facts
+        .cluster
+        .as_ref()
+        .map_err(|reason| format!("clock: {reason}"))?;
     let ahead = cluster.clock_ahead.as_ref();
     let ahead = *ahead.map_err(|reason| format!("clock: {reason}"))?;
     let apart = Duration::from_secs(ahead.unsigned_abs());

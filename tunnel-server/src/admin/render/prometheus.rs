@@ -18,7 +18,7 @@ pub enum ScrapeMethod {
     Relabel,
 }
 
-/// What is printed.
+/// The object that is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ScrapeObject {
     /// An entry of `scrape_configs` of prometheus.yml.

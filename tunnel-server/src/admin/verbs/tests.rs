@@ -217,7 +217,10 @@ async fn certificate_of_a_caller_comes_with_its_key_and_the_ca_of_the_server() {
     let output = scratch.0.path().join("alice");
     let client = format!("ca client alice --days 30 -o {}", output.display());
     let made = verb(&scratch, &client).await.unwrap();
-    let flag = format!("--client-ca {}", scratch.0.client_ca_certificate().display());
+    let flag = format!(
+        "--client-ca {}",
+        scratch.0.client_ca_certificate().display()
+    );
     assert_contains(&made.err, &flag);
     let file = |name: &str| std::fs::read_to_string(output.join(name)).unwrap();
     assert_eq!(file("server-ca.crt"), own);
@@ -245,7 +248,10 @@ async fn ca_is_rotated_through_the_running_server_only() {
     assert_contains(&out(&scratch, "ca rotate").await, "stage: announced");
     assert_eq!(out(&scratch, "ca").await.matches("BEGIN").count(), 2);
     assert_contains(&out(&scratch, "ca rotate --next").await, "stage: issuing");
-    assert_contains(&out(&scratch, "ca rotate --abort").await, "stage: returning");
+    assert_contains(
+        &out(&scratch, "ca rotate --abort").await,
+        "stage: returning",
+    );
     assert_contains(&out(&scratch, "ca rotate --next --force").await, "none");
     assert_eq!(state.ca.roots(), [before]);
     shutdown.finish().await;

@@ -65,7 +65,10 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
     let begun = server.rotator.act(Begin).unwrap().in_progress.unwrap();
     assert_eq!(begun.stage, RotationStage::Announced);
     assert_eq!((server.roots(), server.root()), (2, old.clone()));
-    for (expected, later) in [(RotationStage::Announced, DAY), (RotationStage::Issuing, 3 * DAY)] {
+    for (expected, later) in [
+        (RotationStage::Announced, DAY),
+        (RotationStage::Issuing, 3 * DAY),
+    ] {
         let progress = server.progress();
         assert_eq!(progress.stage, expected);
         assert_eq!((progress.agents.renewed, progress.agents.pending), (0, 1));
@@ -98,7 +101,9 @@ fn certificate_of_the_old_ca_is_refused_after_the_last_stage() {
     let server = Fixture::new();
     let ca = &server.rotator.ca;
     let key = KeyPair::generate().unwrap();
-    let csr = CertificateParams::default().serialize_request(&key).unwrap();
+    let csr = CertificateParams::default()
+        .serialize_request(&key)
+        .unwrap();
     let issue = || ca.issue_agent(csr.der(), &node()).unwrap().chain;
     let revocations = Arc::new(Revocations::open(&server.scratch.0, true).unwrap());
     let roots = || tls::roots(ca.roots()).unwrap();
@@ -135,7 +140,10 @@ fn abort_leads_back_to_the_old_ca_from_each_stage() {
     assert_eq!((server.roots(), server.root()), (2, old.clone()));
     let again = server.rotator.act(Abort).unwrap_err();
     assert!(matches!(again, RotationError::AlreadyReturning));
-    assert!(server.rotator.act(Next).is_err(), "an agent has the new CA's");
+    assert!(
+        server.rotator.act(Next).is_err(),
+        "an agent has the new CA's"
+    );
     server.restart();
     server.connect(returning.since + DAY);
     server.rotator.act(Next).unwrap();

@@ -51,15 +51,17 @@ pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
 /// Compares the ports of the Service with those that it should have. A target with a name is not
 /// checked.
 fn port_faults(service: &ServiceFacts) -> Vec<String> {
-    let wrong = service.expected.iter().filter_map(|(port, target)| {
-        match service.ports.get(port) {
-            None => Some(format!("port {port} is missing; its target is {target}")),
-            Some(Some(actual)) if actual != target => {
-                Some(format!("port {port} leads to {actual} and not to {target}"))
-            }
-            Some(_) => None,
-        }
-    });
+    let wrong =
+        service
+            .expected
+            .iter()
+            .filter_map(|(port, target)| match service.ports.get(port) {
+                None => Some(format!("port {port} is missing; its target is {target}")),
+                Some(Some(actual)) if actual != target => {
+                    Some(format!("port {port} leads to {actual} and not to {target}"))
+                }
+                Some(_) => None,
+            });
     wrong.collect()
 }
 
@@ -84,7 +86,7 @@ fn compare_records(facts: &Facts) -> Fact<Vec<Fault>> {
         place: format!("ConfigMap {namespace}/{name}"),
         what,
         fix: format!(
-            "see the log of the server that holds the Lease: kubectl -n {namespace} get lease {} -o yaml",
+            "see the log of the holder of the Lease: kubectl -n {namespace} get lease {} -o yaml",
             cluster.names.leader_lease
         ),
     };
@@ -134,10 +136,14 @@ pub(super) fn port_lists(facts: &Facts) -> Fact<Vec<Fault>> {
         what,
         fix: format!("kubectl -n {namespace} edit configmap {name}"),
     };
-    let in_both = lists.in_both.iter().map(|port| {
-        format!("port {port} is in the lists of http and https, and https counts")
-    });
-    let mistakes = lists.mistakes.iter().map(|mistake| format!("{mistake}, and is ignored"));
+    let in_both = lists
+        .in_both
+        .iter()
+        .map(|port| format!("port {port} is in the lists of http and https, and https counts"));
+    let mistakes = lists
+        .mistakes
+        .iter()
+        .map(|mistake| format!("{mistake}, and is ignored"));
     Ok(mistakes.chain(in_both).map(fault).collect())
 }
 
@@ -149,7 +155,11 @@ pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
         Err(reason) => {
             faults.extend(of_conditions(facts, &["node names"]));
             faults.extend(known_addresses(facts));
-            return if faults.is_empty() { Err(reason.clone()) } else { Ok(faults) };
+            return if faults.is_empty() {
+                Err(reason.clone())
+            } else {
+                Ok(faults)
+            };
         }
     };
     let nodes = cluster.nodes.as_ref().map_err(Clone::clone)?;
@@ -166,7 +176,11 @@ pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
         }
     }
     faults.extend(shared_addresses(facts, &owners));
-    for node in nodes.nodes.iter().filter(|node| facts.is_selected(&node.name)) {
+    for node in nodes
+        .nodes
+        .iter()
+        .filter(|node| facts.is_selected(&node.name))
+    {
         let hostname = node.hostname.as_ref();
         if let Some(hostname) = hostname.filter(|hostname| **hostname != node.name) {
             faults.push(Fault {
@@ -183,9 +197,9 @@ pub(super) fn node_names(facts: &Facts) -> Fact<Vec<Fault>> {
 
 /// Returns a fault for each address that several nodes have.
 fn shared_addresses(facts: &Facts, owners: &BTreeMap<IpAddr, Vec<&str>>) -> Vec<Fault> {
-    let shared = owners.iter().filter(|(_, names)| {
-        names.len() > 1 && names.iter().any(|name| facts.is_selected(name))
-    });
+    let shared = owners
+        .iter()
+        .filter(|(_, names)| names.len() > 1 && names.iter().any(|name| facts.is_selected(name)));
     let faults = shared.map(|(address, names)| {
         let shown: Vec<&str> = names.iter().take(SHOWN_MAX).copied().collect();
         Fault {
@@ -223,7 +237,10 @@ fn service_name_faults(facts: &Facts, cluster: &ClusterFacts) -> Vec<Fault> {
             by_name.insert(short, full);
         }
     }
-    let edges = nodes.nodes.iter().filter(|node| node.is_edge && facts.is_selected(&node.name));
+    let edges = nodes
+        .nodes
+        .iter()
+        .filter(|node| node.is_edge && facts.is_selected(&node.name));
     let faults = edges.filter_map(|node| {
         let service = by_name.get(node.name.as_str())?;
         Some(Fault {
