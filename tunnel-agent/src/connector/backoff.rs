@@ -201,7 +201,8 @@ mod tests {
         let caps = [(0, 100), (99, 100), (300, 300), (1999, 1999), (2500, 2000)];
         for (age, cap) in caps.map(|(age, cap)| (millis(age), millis(cap))) {
             assert_eq!(backoff.next(FAILED, start + age, 1.0), cap);
-            assert_eq!(backoff.next(FAILED, start + age, 0.5), cap / 2);
+            let half = u64::try_from(cap.as_millis() / 2).unwrap();
+            assert_eq!(backoff.next(FAILED, start + age, 0.5), millis(half));
         }
         assert_eq!(backoff.next(FAILED, start + seconds(119), 1.0), seconds(2));
     }

@@ -118,7 +118,7 @@ fn address(text: &str) -> Result<String, String> {
         && let Ok(ip) = host.trim_matches(['[', ']']).parse::<IpAddr>()
     {
         let kind = forbidden_kind(effective_ip(ip));
-        if let Some(kind) = kind.or((effective_ip(ip) != ip).then_some("translated")) {
+        if let Some(kind) = kind.or_else(|| (effective_ip(ip) != ip).then_some("translated")) {
             return Err(format!(
                 "{text} is {kind}, and such addresses are never dialed"
             ));

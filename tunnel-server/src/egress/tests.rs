@@ -2,6 +2,7 @@ use std::net::SocketAddr;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
+use tokio_util::task::TaskTracker;
 use tunnel_proto::transport::find_cause;
 use tunnel_proto::wire::control::{CAPABILITY_CLOUD, ControlMessage};
 use tunnel_proto::wire::header::{StreamHeader, Target as PortTarget};
@@ -42,13 +43,14 @@ async fn open(agent: &Agent, header: &StreamHeader) -> Result<Stream, RefusalCod
     }
 }
 
-/// Starts a target that echoes one connection after the other, each to its end.
+/// Starts a target that echoes each connection to its end.
 async fn echo() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    tokio::spawn(async move {
+    let (tasks, connections) = (TaskTracker::new(), TaskTracker::new());
+    tasks.spawn(async move {
         while let Ok((mut socket, _)) = listener.accept().await {
-            tokio::spawn(async move {
+            connections.spawn(async move {
                 let (mut read, mut write) = socket.split();
                 let _cut = tokio::io::copy(&mut read, &mut write).await;
                 let _cut = write.shutdown().await;
@@ -71,8 +73,9 @@ async fn stream_of_an_agent_is_relayed_to_its_target_in_both_directions() {
 
 #[tokio::test]
 async fn streams_to_nothing_that_is_offered_are_refused() {
-    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let closed = closed.local_addr().unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let closed = listener.local_addr().unwrap();
+    drop(listener);
     let targets = [
         target("closed", closed, None),
         target("others", closed, Some("worker-2")),

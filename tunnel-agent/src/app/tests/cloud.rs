@@ -14,7 +14,9 @@ use super::*;
 async fn connect(address: SocketAddr, session: &dyn Session) -> (TcpStream, IncomingStream) {
     let connected = async {
         loop {
-            let mut client = TcpStream::connect(address).await.unwrap();
+            let Ok(mut client) = TcpStream::connect(address).await else {
+                continue;
+            };
             let incoming = tokio::select! {
                 incoming = session.accept() => incoming.unwrap(),
                 _reset = client.read_u8() => continue,

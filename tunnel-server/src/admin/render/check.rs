@@ -167,17 +167,17 @@ mod tests {
 
     #[test]
     fn differences_name_the_path_and_both_values() {
-        let rendered = "a: {b: 1, nameservers: [x]}\nlist: [{name: n, v: new}]\n";
-        let file = "a: {b: 2, nameservers: [y, x]}\nlist: [{name: m, v: new}, {name: n, v: old}]\n";
+        let rendered = "a: {b: 1, nameservers: [x]}\nlist: [{name: k, v: new}]\n";
+        let file = "a: {b: 2, nameservers: [z, x]}\nlist: [{name: m, v: new}, {name: k, v: old}]\n";
         let found = differences(Format::Yaml, file, rendered).unwrap();
         let expected = [
             "@ a.b",
             "- 2",
             "+ 1",
             "@ a.nameservers",
-            "- [\"y\",\"x\"]",
+            "- [\"z\",\"x\"]",
             "+ [\"x\"]",
-            "@ list[n].v",
+            "@ list[k].v",
             "- \"old\"",
             "+ \"new\"",
         ];

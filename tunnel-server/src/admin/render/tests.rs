@@ -1,6 +1,7 @@
 //! Hostile values in the rendered texts, the examples of the guides, and files that are written or
 //! compared.
 
+use std::fs;
 use std::process::Command;
 
 use clap::Parser;

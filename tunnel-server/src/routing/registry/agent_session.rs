@@ -183,7 +183,7 @@ impl AgentSession {
     /// Counts a stream until the guard is dropped. Wakes [`AgentSession::busy`] if the stream is
     /// the only one.
     #[must_use]
-    pub fn count_stream(&self) -> StreamCountGuard {
+    pub(crate) fn count_stream(&self) -> StreamCountGuard {
         if self.streams.fetch_add(1, Ordering::Relaxed) == 0 {
             self.busy.notify_one();
         }
@@ -258,7 +258,7 @@ const VALIDITY_MAX: Duration = Duration::from_secs(10 * 365 * 86400);
 
 /// Counts one stream of a session until dropped.
 #[derive(Debug)]
-pub struct StreamCountGuard(Arc<AtomicUsize>);
+pub(crate) struct StreamCountGuard(Arc<AtomicUsize>);
 
 impl Drop for StreamCountGuard {
     fn drop(&mut self) {
