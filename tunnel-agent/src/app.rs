@@ -289,21 +289,11 @@ async fn start_meta(
 }
 
 fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyhow::Result<Dialers> {
-    let limits = &config.limits;
     let tls = |alpn| {
         tls::session_client_with_identity(rotating_credentials.identity().clone(), alpn)
             .context("cannot use the stored certificate")
     };
-    let settings = SessionSettings {
-        stream_window: limits.stream_window,
-        // Twice the limit, since a stream may have ended at the server but not yet here. Two more
-        // for the control stream and the stream that reports the end.
-        streams: limits.streams_per_agent.saturating_mul(2).saturating_add(2),
-        keep_alive: Some(limits.keep_alive),
-        idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
-        congestion: config.quic_congestion,
-        pool: BufferPool::new(limits.buffer_pool),
-    };
+    let settings = session_settings(config);
     let quic = QuicDialer::new(tls(ALPN_SESSION)?, settings.clone())
         .context("cannot use the TLS configuration for QUIC")?;
     let proxy = config.proxy.clone();
@@ -314,6 +304,21 @@ fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyho
         quic: Arc::new(quic),
         h2: Arc::new(h2),
     })
+}
+
+/// Returns the windows and timers of sessions.
+pub(crate) fn session_settings(config: &Config) -> SessionSettings {
+    let limits = &config.limits;
+    SessionSettings {
+        stream_window: limits.stream_window,
+        // Twice the limit, since a stream may have ended at the server but not yet here. Two more
+        // for the control stream and the stream that reports the end.
+        streams: limits.streams_per_agent.saturating_mul(2).saturating_add(2),
+        keep_alive: Some(limits.keep_alive),
+        idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
+        congestion: config.quic_congestion,
+        pool: BufferPool::new(limits.buffer_pool),
+    }
 }
 
 /// Exit code for usage and configuration errors.

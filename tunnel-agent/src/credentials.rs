@@ -144,11 +144,16 @@ pub(crate) struct CredentialStore {
 impl CredentialStore {
     /// Opens the directory and creates it if it does not exist.
     pub(crate) fn open(dir: &Path) -> Result<Self, CredentialError> {
-        let store = Self {
-            dir: dir.to_owned(),
-        };
+        let store = Self::at(dir);
         files::make_private_dir(dir).map_err(|source| store.storage(source))?;
         Ok(store)
+    }
+
+    /// Returns the store of a directory that need not exist, for reading. Creates nothing.
+    pub(crate) fn at(dir: &Path) -> Self {
+        Self {
+            dir: dir.to_owned(),
+        }
     }
 
     /// Reads the certificate of `node`; `ca` replaces the stored roots.

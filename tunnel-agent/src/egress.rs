@@ -24,8 +24,7 @@ mod dial;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use dial::NodeIp;
-use dial::{DialContext, dial};
+pub(crate) use dial::{DialContext, NodeIp, dial};
 
 /// Serves the streams of all sessions.
 #[derive(Debug)]

@@ -253,7 +253,7 @@ async fn request(
     let csr = CertificateParams::default()
         .serialize_request(key)
         .map_err(|error| prepare(error.to_string()))?;
-    let trust = trust(enrollment)?;
+    let trust = trust(enrollment.ca.as_deref(), &enrollment.proof)?;
     let has_pin = matches!(trust, Trust::Pin(_));
     let config = tls::enroll_client(trust).map_err(|error| prepare(error.to_string()))?;
     let within = enrollment.within;
@@ -308,14 +308,17 @@ fn tls_failure(
     EnrollError::Tls { endpoint, problem }
 }
 
-/// Returns what the chain of the server must lead to.
-fn trust(enrollment: &Enrollment) -> Result<Trust, EnrollError> {
-    if let Some(given) = &enrollment.ca {
+/// Returns what the chain of the server must lead to. `ca` has the certificates of --ca-file.
+pub(crate) fn trust(
+    ca: Option<&[CertificateDer<'static>]>,
+    proof: &EnrollProof,
+) -> Result<Trust, EnrollError> {
+    if let Some(given) = ca {
         return tls::roots(given.iter().cloned())
             .map(Trust::Roots)
             .map_err(|error| EnrollError::Prepare(error.to_string()));
     }
-    let problem = match &enrollment.proof {
+    let problem = match proof {
         EnrollProof::ExpiredCertificate(ended) => return Ok(ended.trust()),
         EnrollProof::Token(token) => match token.ca_hash() {
             Some(hash) => return Ok(Trust::Pin(*hash)),
@@ -419,7 +422,7 @@ pub(crate) fn check_issued(
 }
 
 /// Sent as SNI. The client verifies the chain and the role, not this name.
-const SERVER_NAME: &str = "tunnel-server.culvert";
+pub(crate) const SERVER_NAME: &str = "tunnel-server.culvert";
 
 #[cfg(test)]
 mod tests;

@@ -40,21 +40,22 @@ pub struct AgentStatus {
 /// # Errors
 /// Returns an error if no agent answers, or not with a list.
 pub async fn ask(address: SocketAddr) -> io::Result<AgentStatus> {
-    let (status, json) = meta::get(address, PATH).await?;
-    if status != StatusCode::OK {
-        let text = format!("{status}: the agent is of an older version");
-        return Err(io::Error::other(text));
-    }
-    let sessions: Vec<SessionReport> = serde_json::from_str(&json)?;
+    let (sessions, json) = sessions(address).await?;
     Ok(AgentStatus {
-        is_connected: sessions.iter().any(is_live),
+        is_connected: sessions.iter().any(SessionReport::is_live),
         table: table(&sessions),
         json,
     })
 }
 
-fn is_live(session: &SessionReport) -> bool {
-    session.transport.is_some()
+/// Asks the agent for its sessions. Returns them, and the list as the agent sent it.
+pub(crate) async fn sessions(address: SocketAddr) -> io::Result<(Vec<SessionReport>, String)> {
+    let (status, json) = meta::get(address, PATH).await?;
+    if status != StatusCode::OK {
+        let text = format!("{status}: the agent is of an older version");
+        return Err(io::Error::other(text));
+    }
+    Ok((serde_json::from_str(&json)?, json))
 }
 
 /// Formats a line for each session. Names and reasons come from servers.

@@ -22,6 +22,19 @@ pub fn host_name() -> io::Result<String> {
     Ok(std::fs::read_to_string(HOST_NAME_FILE)?.trim().to_owned())
 }
 
+/// Returns a number among the settings of the kernel, such as `net.core.rmem_max`.
+///
+/// # Errors
+/// When the system has no such setting, or does not show it. The text has the path.
+pub fn kernel_number(setting: &str) -> io::Result<u64> {
+    let path = format!("/proc/sys/{}", setting.replace('.', "/"));
+    let text = std::fs::read_to_string(&path)
+        .map_err(|error| io::Error::new(error.kind(), format!("{path}: {error}")))?;
+    text.trim()
+        .parse()
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{path}: {error}")))
+}
+
 /// Returns the address from which this host reaches `remote`. Connecting a UDP socket sends
 /// nothing; the call only queries the routing table.
 #[must_use]
@@ -171,6 +184,13 @@ mod tests {
             assert_eq!(memory_limit(&root), limit, "{name}");
             let _not_made = std::fs::remove_dir_all(root);
         }
+    }
+
+    #[test]
+    fn number_of_the_kernel_is_read_and_an_unknown_setting_is_named() {
+        assert!(kernel_number("kernel.pid_max").unwrap() > 0);
+        let error = kernel_number("net.core.no_such").unwrap_err();
+        assert!(error.to_string().starts_with("/proc/sys/net/core/no_such: "));
     }
 
     #[test]

@@ -236,7 +236,7 @@ pub(crate) enum ResolveError {
 }
 
 /// Resolves `server` to at least one address.
-async fn resolve(
+pub(crate) async fn resolve(
     server: &ServerAddress,
     within: Duration,
 ) -> Result<Vec<SocketAddr>, ResolveError> {

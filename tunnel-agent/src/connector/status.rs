@@ -49,6 +49,11 @@ pub(crate) struct SessionReport {
 }
 
 impl SessionReport {
+    /// Returns whether the session is live.
+    pub(crate) fn is_live(&self) -> bool {
+        self.transport.is_some()
+    }
+
     fn new(status: &SessionStatus, now: Instant) -> Self {
         let name = |replica: &Option<ReplicaId>| replica.as_ref().map(ToString::to_string);
         match status {
