@@ -19,6 +19,7 @@ mod connect;
 mod credentials;
 mod cuts;
 mod dns;
+mod doctor_agent;
 mod drain;
 mod faults;
 mod fuzz;

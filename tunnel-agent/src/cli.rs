@@ -7,6 +7,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::config::RawConfig;
+use crate::doctor::DoctorOptions;
 
 /// Edge side of Culvert: dials out to tunnel-server and connects its requests to this node's own
 /// ports
@@ -56,6 +57,13 @@ pub enum Command {
     /// before you pass it on. A fact that cannot be obtained is an error in its place. The command
     /// takes at most 30 s.
     Diag(Box<DiagArgs>),
+    /// Look for what keeps this node from being reached, and print how to fix it
+    ///
+    /// The command dials the servers with the settings, the certificate and the proxy of `run`, over
+    /// TCP and UDP, asks the running agent, and looks at this host. It enrolls with no server, changes
+    /// nothing and prints no secrets. A check whose facts cannot be obtained is skipped, with the
+    /// reason. Exit code 0: no faults; 1: warnings; 2: errors.
+    Doctor(Box<DoctorArgs>),
     /// Print files that lead clients on this node through the agent
     Render {
         /// The clients that the files are for.
@@ -166,6 +174,17 @@ pub struct JoinArgs {
     pub yes: bool,
 }
 
+/// The checks and the sources of `doctor`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DoctorArgs {
+    /// Selection of the checks and form of the report.
+    #[command(flatten)]
+    pub options: DoctorOptions,
+    /// Settings of the agent, as `run` has them.
+    #[command(flatten)]
+    pub source: ConfigArgs,
+}
+
 /// The address of a running agent's meta port.
 #[derive(Debug, clap::Args)]
 pub struct MetaArgs {
@@ -220,7 +239,7 @@ First start of a node (the token comes from `tunnel-server token create --node w
 The same without systemd:
   tunnel-agent run --server cloud.example.com:10262 --node-name worker-1 --token-file ./token
 
-Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke.";
+Exit codes: 0 fine; 64 usage or configuration; 1 failed to start or broke. doctor: 1 warnings, 2 errors.";
 
 #[cfg(test)]
 mod tests {

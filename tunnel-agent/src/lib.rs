@@ -7,6 +7,7 @@
 //! | [`config`] | layered settings, the typed configuration, the limits |
 //! | [`app`] | start-up and run loop; the entry point for tests and other programs |
 //! | [`diag`] | facts about an agent for a bug report |
+//! | [`doctor`] | the verb that finds what keeps this node from being reached |
 //! | [`join`] | the files of an agent on a systemd host, and the start of its service |
 //! | `credentials` | key and certificate in the data directory |
 //! | `enroll` | the first certificate: token and certificate request |
@@ -32,6 +33,7 @@ pub mod app;
 pub mod cli;
 pub mod config;
 pub mod diag;
+pub mod doctor;
 pub mod join;
 pub mod policy;
 pub mod render;

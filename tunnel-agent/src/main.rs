@@ -11,11 +11,11 @@ use tokio::runtime::{Builder, Runtime};
 use tracing::{info, warn};
 use tunnel_agent::app::{App, EXIT_USAGE, exit_code};
 use tunnel_agent::cli::{
-    self, Cli, Command, ConfigArgs, DiagArgs, JoinArgs, MetaArgs, RenderObject, StatusArgs,
-    StatusOutput,
+    self, Cli, Command, ConfigArgs, DiagArgs, DoctorArgs, JoinArgs, MetaArgs, RenderObject,
+    StatusArgs, StatusOutput,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
-use tunnel_agent::{diag, join, render, status};
+use tunnel_agent::{diag, doctor, join, render, status};
 use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry, terminal};
@@ -29,28 +29,30 @@ fn main() -> ExitCode {
             return code.into();
         }
     };
-    let result = match cli.subcommand {
-        Command::Run(source) => run(*source),
-        Command::CheckConfig(source) => check_config(*source),
-        Command::Join(arguments) => run_join(&arguments),
-        Command::Healthcheck(arguments) => healthcheck(arguments),
-        Command::Status(arguments) => show_status(arguments),
-        Command::Diag(arguments) => run_diag(*arguments),
-        Command::Render { object } => render_object(&object),
+    run_verb(cli.subcommand).unwrap_or_else(|error| {
+        telemetry::print_error(&format!("{NAME}: {error:#}"));
+        exit_code(&error).into()
+    })
+}
+
+fn run_verb(verb: Command) -> anyhow::Result<ExitCode> {
+    match verb {
+        Command::Run(source) => run(*source)?,
+        Command::CheckConfig(source) => check_config(*source)?,
+        Command::Join(arguments) => run_join(&arguments)?,
+        Command::Healthcheck(arguments) => healthcheck(arguments)?,
+        Command::Status(arguments) => show_status(arguments)?,
+        Command::Diag(arguments) => run_diag(*arguments)?,
+        Command::Render { object } => render_object(&object)?,
+        Command::Doctor(arguments) => return run_doctor(*arguments),
         Command::Completion { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut cli::command(), NAME, &mut script);
-            print(&script)
+            print(&script)?;
         }
-        Command::Version => print_line(concat!("tunnel-agent ", env!("CARGO_PKG_VERSION"))),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            telemetry::print_error(&format!("{NAME}: {error:#}"));
-            exit_code(&error).into()
-        }
+        Command::Version => print_line(concat!("tunnel-agent ", env!("CARGO_PKG_VERSION")))?,
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn run(source: ConfigArgs) -> anyhow::Result<()> {
@@ -133,6 +135,20 @@ fn run_join(arguments: &JoinArgs) -> anyhow::Result<()> {
     Ok(join::run(arguments, terminal::ask, print)?)
 }
 
+fn run_doctor(arguments: DoctorArgs) -> anyhow::Result<ExitCode> {
+    let DoctorArgs { options, source } = arguments;
+    if let Some(id) = &options.explain {
+        doctor::explain(id, options.json).context(NO_OUTPUT)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let config = load(source)?;
+    let runtime = runtime()?;
+    let code = runtime.block_on(doctor::run(&config, &options));
+    // A name lookup that hangs must not keep the process alive.
+    runtime.shutdown_background();
+    Ok(code.context(NO_OUTPUT)?.into())
+}
+
 fn healthcheck(arguments: MetaArgs) -> anyhow::Result<()> {
     let address = meta_address(arguments)?;
     let (status, body) = runtime()?
@@ -190,7 +206,8 @@ fn print_line(line: &str) -> anyhow::Result<()> {
 }
 
 fn print(text: &[u8]) -> anyhow::Result<()> {
-    telemetry::print(text).context("cannot write to standard output")
+    telemetry::print(text).context(NO_OUTPUT)
 }
 
 const NAME: &str = "tunnel-agent";
+const NO_OUTPUT: &str = "cannot write to standard output";

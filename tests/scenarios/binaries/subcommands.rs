@@ -44,6 +44,8 @@ async fn usage_mistakes_end_with_64() -> Result<()> {
         (AGENT, "run --no-such-flag", "--no-such-flag"),
         (AGENT, "run", "--server"),
         (AGENT, "run --server a:1 --transport pigeon", "pigeon"),
+        (AGENT, "doctor", "--server"),
+        (AGENT, "doctor --explain D99", "no check has this id"),
     ] {
         let mut program = Program::ours(binary)?.args(words.split_whitespace());
         if words != "frobnicate" {
@@ -360,7 +362,7 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         AGENT,
         "",
-        "run check-config join healthcheck status diag completion version",
+        "run check-config join healthcheck status diag doctor completion version",
     ),
     (
         AGENT,

@@ -1,0 +1,299 @@
+//! The checks: pure functions from facts to faults. Those about the path to the servers are in
+//! [`network`].
+
+use std::time::Duration;
+
+use tunnel_proto::process::doctor::{Explanation, Report, Severity};
+use tunnel_proto::wire::code::RefusalCode;
+
+use super::credential::{CredentialFault, CredentialState};
+use super::facts::{AgentAnswer, Facts, PortFacts, RunningAgent};
+use super::report::{self, Fault};
+use crate::config::TransportChoice;
+use crate::connector::live::SESSION;
+use crate::connector::status::SessionReport;
+
+mod network;
+
+/// A check: the faults, or the reason why it cannot be done.
+type Check = fn(&Facts) -> Result<Vec<Fault>, String>;
+
+const CHECKS: &[(&Explanation, Check)] = &[
+    (&report::HOST, host),
+    (&report::HOST, network::clock),
+    (&report::RESOLVE, network::resolve),
+    (&report::TCP, network::tcp),
+    (&report::UDP, network::udp),
+    (&report::PROXY, network::proxy),
+    (&report::TLS, certificate),
+    (&report::TLS, network::tls),
+    (&report::ALPN, network::alpn),
+    (&report::NAME, name),
+    (&report::PORTS, ports),
+    (&report::AGENT, agent),
+];
+
+/// Does all checks and returns their results.
+pub(super) fn examine(facts: &Facts) -> Report {
+    let mut report = Report::default();
+    for (explanation, check) in CHECKS {
+        match check(facts) {
+            Ok(faults) => {
+                let findings = faults.into_iter().map(|fault| fault.of(explanation));
+                report.findings.extend(findings);
+            }
+            Err(reason) => report.skip(explanation.id, reason),
+        }
+    }
+    report
+}
+
+/// D18: UDP buffers, open files and the disk.
+fn host(facts: &Facts) -> Result<Vec<Fault>, String> {
+    let (mut faults, mut unknown) = (Vec::new(), Vec::new());
+    let buffers = facts.host.buffers.iter();
+    let buffers = buffers.filter(|_| facts.transport != TransportChoice::H2);
+    for buffer in buffers {
+        let setting = buffer.setting;
+        match &buffer.bytes {
+            Ok(bytes) if *bytes < BUFFER_MIN_BYTES => faults.push(Fault {
+                severity: Severity::Warning,
+                object: setting.to_owned(),
+                what: format!(
+                    "a UDP buffer has at most {bytes} bytes; QUIC asks for {BUFFER_MIN_BYTES}"
+                ),
+                fix: format!("sysctl -w {setting}={BUFFER_BYTES}; and in /etc/sysctl.d"),
+            }),
+            Ok(_enough) => {}
+            Err(reason) => unknown.push(reason.clone()),
+        }
+    }
+    if let AgentAnswer::Running(RunningAgent {
+        descriptors: Ok(Some(files)),
+        ..
+    }) = &facts.agent.answer
+        && *files < facts.descriptors_min
+    {
+        let needed = facts.descriptors_min;
+        faults.push(Fault {
+            severity: Severity::Warning,
+            object: "open files".to_owned(),
+            what: format!("the agent may open {files} files, and its limits need {needed}"),
+            fix: "LimitNOFILE=65536 in the unit of the agent".to_owned(),
+        });
+    }
+    match &facts.host.disk {
+        Ok(Some(what)) => faults.push(Fault {
+            severity: Severity::Error,
+            object: facts.data_dir.display().to_string(),
+            what: what.clone(),
+            fix: "free some space, or mount the file system writable".to_owned(),
+        }),
+        Ok(None) => {}
+        Err(reason) => unknown.push(reason.clone()),
+    }
+    if faults.is_empty() && !unknown.is_empty() {
+        return Err(unknown.join("; "));
+    }
+    Ok(faults)
+}
+
+/// D19.tls: the credential itself.
+fn certificate(facts: &Facts) -> Result<Vec<Fault>, String> {
+    let data_dir = facts.data_dir.display();
+    let new_token = format!("tunnel-server token create --node {}", facts.node);
+    let (state, location) = match &facts.credential {
+        Ok(credential) => (credential.state, credential.location.clone()),
+        // Reported as D19.name.
+        Err(CredentialFault::OtherNode(_)) => return Ok(Vec::new()),
+        Err(CredentialFault::Unreadable(reason)) => return Err(reason.clone()),
+        Err(CredentialFault::Unusable(what)) => {
+            return Ok(vec![Fault {
+                severity: Severity::Error,
+                object: "credential".to_owned(),
+                what: what.clone(),
+                fix: format!(
+                    "remove agent.key and agent.crt in {data_dir} if they are there; {new_token}; \
+                     start the agent with --token-file"
+                ),
+            }]);
+        }
+    };
+    let fault = |severity, what, fix| {
+        Ok(vec![Fault {
+            severity,
+            object: location,
+            what,
+            fix,
+        }])
+    };
+    match state {
+        CredentialState::Token => Ok(Vec::new()),
+        CredentialState::Ended(ended) => {
+            let ended = humantime::format_rfc3339_seconds(ended);
+            let what = format!(
+                "the certificate ended {ended} by this host's clock; a running agent renews it \
+                 with its key"
+            );
+            let fix = format!("date -u; systemctl restart tunnel-agent; else {new_token}");
+            fault(Severity::Warning, what, fix)
+        }
+        CredentialState::Certificate { issued, not_after } => {
+            let end = humantime::format_rfc3339_seconds(not_after);
+            let life = not_after.duration_since(issued).unwrap_or_default();
+            let margin = (life / 4).min(RENEWAL_MARGIN_MAX);
+            match not_after.duration_since(facts.now) {
+                Ok(left) if left >= margin => Ok(Vec::new()),
+                Ok(_short) => {
+                    let what = format!("the certificate ends {end} and was not renewed");
+                    let fix = "tunnel-agent status; journalctl -u tunnel-agent; files of \
+                               --cert-file: replace them";
+                    fault(Severity::Warning, what, fix.to_owned())
+                }
+                Err(_past) => {
+                    let what = format!("the certificate ended {end} by this host's clock");
+                    let fix = "date -u; replace the files of --cert-file and --key-file";
+                    fault(Severity::Error, what, fix.to_owned())
+                }
+            }
+        }
+    }
+}
+
+/// D19.name: the name in the certificate.
+fn name(facts: &Facts) -> Result<Vec<Fault>, String> {
+    match &facts.credential {
+        Err(CredentialFault::OtherNode(what)) => Ok(vec![Fault {
+            severity: Severity::Error,
+            object: facts.node.to_string(),
+            what: what.clone(),
+            fix: format!(
+                "give the --node-name of the certificate; or remove agent.crt and enroll again: \
+                 tunnel-server token create --node {}",
+                facts.node
+            ),
+        }]),
+        Err(CredentialFault::Unreadable(reason)) => Err(reason.clone()),
+        Err(CredentialFault::Unusable(_)) | Ok(_) => Ok(Vec::new()),
+    }
+}
+
+/// D19.ports: the ports of --port, and another program on the meta port's address.
+fn ports(facts: &Facts) -> Result<Vec<Fault>, String> {
+    let mut faults: Vec<Fault> = facts.ports.iter().filter_map(port_fault).collect();
+    let address = &facts.agent.address;
+    if let AgentAnswer::OtherProgram(answer) = &facts.agent.answer {
+        faults.push(Fault {
+            severity: Severity::Error,
+            object: address.clone(),
+            what: format!("another program listens on the address of --meta-listen: {answer}"),
+            fix: format!("ss -ltnp 'src {address}'; stop the program, or change --meta-listen"),
+        });
+    }
+    Ok(faults)
+}
+
+fn port_fault(facts: &PortFacts) -> Option<Fault> {
+    let refusal = facts.dialed.as_ref().err()?;
+    let port = facts.port;
+    let fix = match refusal.code {
+        RefusalCode::Policy => {
+            "change --deny-ports, or --localhost-ports for a node without an address of its own, \
+             and restart the agent"
+                .to_owned()
+        }
+        _ => format!("ss -ltn 'sport = :{port}'; start the program, or let it listen on --node-ip"),
+    };
+    Some(Fault {
+        severity: Severity::Error,
+        object: format!("port {port}"),
+        what: format!("the agent does not reach the port: {}", refusal.detail),
+        fix,
+    })
+}
+
+/// D20: the running agent.
+fn agent(facts: &Facts) -> Result<Vec<Fault>, String> {
+    let one = |severity, what: String, fix: &str| {
+        Ok(vec![Fault {
+            severity,
+            object: facts.agent.address.clone(),
+            what,
+            fix: fix.to_owned(),
+        }])
+    };
+    match &facts.agent.answer {
+        AgentAnswer::Off => Err("--meta-listen is off".to_owned()),
+        AgentAnswer::OtherProgram(_) => Err("another program listens, see D19.ports".to_owned()),
+        AgentAnswer::NotRunning => {
+            // Before the first start there is no agent to find.
+            let credential = facts.credential.as_ref();
+            let is_first = credential.is_ok_and(|facts| facts.state == CredentialState::Token);
+            let severity = if is_first { Severity::Info } else { Severity::Error };
+            let what = "no agent runs with this --meta-listen".to_owned();
+            one(severity, what, "systemctl start tunnel-agent")
+        }
+        AgentAnswer::NoAnswer(reason) => {
+            let what = format!("the agent gives no answer: {reason}");
+            let fix = "journalctl -u tunnel-agent; systemctl restart tunnel-agent";
+            one(Severity::Error, what, fix)
+        }
+        AgentAnswer::Running(agent) => running(facts, agent),
+    }
+}
+
+/// D20: sessions and conditions of a running agent.
+fn running(facts: &Facts, agent: &RunningAgent) -> Result<Vec<Fault>, String> {
+    let sessions = agent.sessions.as_ref().map_err(Clone::clone)?;
+    let is_connected = sessions.iter().any(SessionReport::is_live);
+    let severity = if is_connected { Severity::Warning } else { Severity::Error };
+    let missing = sessions.iter().filter(|session| !session.is_live());
+    let mut faults: Vec<Fault> = missing
+        .map(|session| {
+            let server = session.server.as_deref().unwrap_or("any server");
+            let reason = session.reason.as_deref().unwrap_or("being dialed");
+            Fault {
+                severity,
+                object: facts.agent.address.clone(),
+                what: format!("no session with {server}: {reason}"),
+                fix: "see the findings D19; tunnel-agent status; journalctl -u tunnel-agent"
+                    .to_owned(),
+            }
+        })
+        .collect();
+    if sessions.is_empty() {
+        faults.push(Fault {
+            severity,
+            object: facts.agent.address.clone(),
+            what: "no session: the agent enrolls or stops".to_owned(),
+            fix: "see the findings D19; journalctl -u tunnel-agent".to_owned(),
+        });
+    }
+    let waiting = agent.waits_for().filter(|component| *component != SESSION);
+    faults.extend(waiting.map(|component| Fault {
+        severity: Severity::Error,
+        object: facts.agent.address.clone(),
+        what: format!("the agent is not ready: it waits for {component}"),
+        fix: "journalctl -u tunnel-agent".to_owned(),
+    }));
+    // The list of sessions has what the condition about them says.
+    let conditions = agent.conditions();
+    let others = conditions.filter(|condition| condition.component != SESSION);
+    faults.extend(others.map(|condition| Fault {
+        severity: Severity::Warning,
+        object: format!("condition {}", condition.component),
+        what: condition.text.to_owned(),
+        fix: "docs/how-to/troubleshooting.md has the conditions and their causes".to_owned(),
+    }));
+    Ok(faults)
+}
+
+/// Size of a UDP buffer for which sockets of QUIC ask.
+const BUFFER_MIN_BYTES: u64 = 4 << 20;
+/// Size that the page on limits recommends: it fills a link of 500 Mbit/s over 120 ms.
+const BUFFER_BYTES: u64 = 7_500_000;
+/// Certificates are renewed at half of their life, so the margin of a short life is a quarter.
+const RENEWAL_MARGIN_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,312 @@
+//! Gathers the facts of `doctor` from this host, the running agent and the servers, all at the same
+//! time. A fact that cannot be obtained is the reason for that.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use http::StatusCode;
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::timeout;
+use tunnel_proto::process::host::{kernel_number, primary_address};
+use tunnel_proto::process::{disk, meta};
+use tunnel_proto::wire::header::{Refusal, Target};
+use tunnel_proto::wire::name::{NodeName, Port};
+
+use super::credential::{self, CredentialFacts, CredentialFault};
+use super::probe::{Prober, ServerFacts};
+use crate::config::{Config, TransportChoice};
+use crate::connector::status::SessionReport;
+use crate::egress::{self, DialContext, NodeIp};
+use crate::metrics::Metrics;
+use crate::policy::DialPolicy;
+use crate::status;
+
+/// The facts for all checks.
+#[derive(Debug)]
+pub(super) struct Facts {
+    pub(super) node: NodeName,
+    pub(super) data_dir: PathBuf,
+    pub(super) transport: TransportChoice,
+    /// Open files that the agent needs for as many streams as its limits allow.
+    pub(super) descriptors_min: u64,
+    pub(super) now: SystemTime,
+    pub(super) credential: Result<CredentialFacts, CredentialFault>,
+    pub(super) servers: Result<Vec<ServerFacts>, String>,
+    pub(super) ports: Vec<PortFacts>,
+    pub(super) host: HostFacts,
+    pub(super) agent: AgentFacts,
+}
+
+/// A port of --port, and the address where the agent dials it, or its refusal.
+#[derive(Debug)]
+pub(super) struct PortFacts {
+    pub(super) port: Port,
+    pub(super) dialed: Result<SocketAddr, Refusal>,
+}
+
+/// Facts about this host.
+#[derive(Debug)]
+pub(super) struct HostFacts {
+    pub(super) buffers: Vec<UdpBuffer>,
+    /// Why the data directory cannot be written.
+    pub(super) disk: Result<Option<String>, String>,
+}
+
+/// The maximum size of a socket buffer.
+#[derive(Debug)]
+pub(super) struct UdpBuffer {
+    /// Name of the setting.
+    pub(super) setting: &'static str,
+    pub(super) bytes: Result<u64, String>,
+}
+
+/// The agent on this host.
+#[derive(Debug)]
+pub(super) struct AgentFacts {
+    /// Address of the meta port.
+    pub(super) address: String,
+    pub(super) answer: AgentAnswer,
+}
+
+/// The answer on the address of the meta port.
+#[derive(Debug)]
+pub(super) enum AgentAnswer {
+    Off,
+    /// No program listens there.
+    NotRunning,
+    /// A program other than the agent answers.
+    OtherProgram(String),
+    NoAnswer(String),
+    Running(RunningAgent),
+}
+
+/// The answers of a running agent.
+#[derive(Debug)]
+pub(super) struct RunningAgent {
+    pub(super) sessions: Result<Vec<SessionReport>, String>,
+    /// Lines of the page `/readyz?verbose`.
+    pub(super) readiness: Vec<String>,
+    /// Soft limit of open files, unless there is none.
+    pub(super) descriptors: Result<Option<u64>, String>,
+}
+
+/// A condition of the running agent.
+pub(super) struct Condition<'a> {
+    pub(super) component: &'a str,
+    pub(super) text: &'a str,
+}
+
+impl RunningAgent {
+    pub(super) fn conditions(&self) -> impl Iterator<Item = Condition<'_>> {
+        self.readiness.iter().filter_map(|line| {
+            let (component, text) = line.strip_prefix("[!] ")?.split_once(": ")?;
+            Some(Condition { component, text })
+        })
+    }
+
+    /// Returns the components for which the agent waits before it is ready.
+    pub(super) fn waits_for(&self) -> impl Iterator<Item = &str> {
+        let lines = self.readiness.iter();
+        lines.filter_map(|line| line.strip_prefix("[-] "))
+    }
+}
+
+/// Gathers the facts within `limit`.
+pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> Facts {
+    // The report is printed within the limit too.
+    let limit = limit.saturating_sub(RESERVE).max(limit / 2);
+    let within = config.limits.handshake_timeout.min(limit / STEPS);
+    let now = SystemTime::now();
+    let ((credential, servers), ports, host, agent) = tokio::join!(
+        Box::pin(network(config, now, within)),
+        Box::pin(dial_ports(config, ports, within)),
+        Box::pin(host(&config.data_dir, within)),
+        Box::pin(agent(config.meta_listen, within)),
+    );
+    let streams = u64::from(config.limits.streams_per_agent);
+    let sessions = u64::try_from(config.replicas).unwrap_or(u64::MAX);
+    Facts {
+        node: config.node_name.clone(),
+        data_dir: config.data_dir.clone(),
+        transport: config.transport,
+        descriptors_min: streams.saturating_mul(sessions).saturating_add(DESCRIPTORS_OTHER),
+        now,
+        credential,
+        servers,
+        ports,
+        host,
+        agent,
+    }
+}
+
+/// Reads the credential and dials the servers with it.
+async fn network(
+    config: &Config,
+    now: SystemTime,
+    within: Duration,
+) -> (
+    Result<CredentialFacts, CredentialFault>,
+    Result<Vec<ServerFacts>, String>,
+) {
+    let own = config.clone();
+    // A file system may not answer.
+    let loaded = timeout(within, spawn_blocking(move || credential::load(&own, now))).await;
+    let loaded = match loaded {
+        Ok(Ok(loaded)) => loaded,
+        Ok(Err(panicked)) => Err(CredentialFault::Unreadable(panicked.to_string())),
+        Err(_elapsed) => Err(CredentialFault::Unreadable(NO_ANSWER.to_owned())),
+    };
+    let (identity, credential) = match loaded {
+        Ok((identity, facts)) => (Some(identity), Ok(facts)),
+        Err(fault) => (None, Err(fault)),
+    };
+    let servers = match Prober::new(config, identity, within) {
+        Ok(prober) => Ok(prober.probe(&config.servers).await),
+        Err(reason) => Err(reason),
+    };
+    (credential, servers)
+}
+
+async fn dial_ports(config: &Config, ports: &[Port], within: Duration) -> Vec<PortFacts> {
+    let node_ip = match config.node_ip {
+        Some(ip) => Some(NodeIp {
+            ip,
+            is_configured: true,
+        }),
+        None => primary_address().map(|ip| NodeIp {
+            ip,
+            is_configured: false,
+        }),
+    };
+    let mut dials = JoinSet::new();
+    for port in ports {
+        dials.spawn(dial_port(*port, node_ip, config.dial_policy.clone(), within));
+    }
+    dials.join_all().await
+}
+
+/// Dials a port of this node as the agent does for a request, and closes the connection.
+async fn dial_port(
+    port: Port,
+    node_ip: Option<NodeIp>,
+    dial_policy: DialPolicy,
+    limit: Duration,
+) -> PortFacts {
+    let metrics = Metrics::default();
+    let context = DialContext {
+        node_ip,
+        dial_policy: &dial_policy,
+        limit,
+        metrics: &metrics,
+    };
+    let dialed = egress::dial(&Target::Node(port), &context).await;
+    PortFacts {
+        port,
+        dialed: dialed.map(|(_socket, address)| address),
+    }
+}
+
+async fn host(data_dir: &Path, within: Duration) -> HostFacts {
+    let path = data_dir.to_owned();
+    let disk = match timeout(within, spawn_blocking(move || disk::check(&path))).await {
+        Ok(checked) => checked.map_err(|error| error.to_string()),
+        Err(_elapsed) => Err(NO_ANSWER.to_owned()),
+    };
+    let buffers = BUFFERS.map(|setting| UdpBuffer {
+        setting,
+        bytes: kernel_number(setting).map_err(|error| error.to_string()),
+    });
+    HostFacts {
+        buffers: buffers.into(),
+        disk,
+    }
+}
+
+async fn agent(meta_listen: Option<SocketAddr>, within: Duration) -> AgentFacts {
+    let Some(address) = meta_listen.map(meta::dialable) else {
+        return AgentFacts {
+            address: "agent".to_owned(),
+            answer: AgentAnswer::Off,
+        };
+    };
+    let answer = timeout(within, ask(address)).await;
+    AgentFacts {
+        address: address.to_string(),
+        answer: answer.unwrap_or_else(|_elapsed| AgentAnswer::NoAnswer(NO_ANSWER.to_owned())),
+    }
+}
+
+async fn ask(address: SocketAddr) -> AgentAnswer {
+    let readiness = match meta::get(address, "/readyz?verbose").await {
+        Ok((StatusCode::OK | StatusCode::SERVICE_UNAVAILABLE, body)) => body,
+        Ok((status, _other)) => return AgentAnswer::OtherProgram(format!("it answers {status}")),
+        Err(error) => {
+            return match error.kind() {
+                io::ErrorKind::ConnectionRefused => AgentAnswer::NotRunning,
+                io::ErrorKind::Other => AgentAnswer::OtherProgram(error.to_string()),
+                _ => AgentAnswer::NoAnswer(error.to_string()),
+            };
+        }
+    };
+    let sessions = status::sessions(address).await;
+    let metrics = meta::get(address, "/metrics").await;
+    AgentAnswer::Running(RunningAgent {
+        sessions: sessions
+            .map(|(sessions, _json)| sessions)
+            .map_err(|error| error.to_string()),
+        readiness: readiness.lines().map(str::to_owned).collect(),
+        descriptors: metrics
+            .map(|(_status, page)| descriptors(&page))
+            .map_err(|error| error.to_string()),
+    })
+}
+
+/// Returns the soft limit of open files from the page of metrics.
+fn descriptors(page: &str) -> Option<u64> {
+    let mut lines = page.lines();
+    let value = lines.find_map(|line| line.strip_prefix("process_max_fds "))?;
+    value.trim().parse().ok()
+}
+
+const NO_ANSWER: &str = "no answer in time";
+const BUFFERS: [&str; 2] = ["net.core.rmem_max", "net.core.wmem_max"];
+/// Time that is left for the checks and the report.
+const RESERVE: Duration = Duration::from_secs(1);
+/// Steps of the longest path: the credential, the name, the connection, the handshake, the close.
+const STEPS: u32 = 5;
+/// Open files for other things than streams.
+const DESCRIPTORS_OTHER: u64 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limit_of_open_files_is_read_from_the_metrics() {
+        let page = "# TYPE process_max_fds gauge\nprocess_max_fds 1024\nprocess_open_fds 9\n";
+        assert_eq!(descriptors(page), Some(1024));
+        assert_eq!(descriptors("# TYPE process_max_fds gauge\n"), None);
+    }
+
+    #[tokio::test]
+    async fn port_that_the_policy_denies_is_refused_and_a_listener_is_found() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let port = Port::new(address.port()).unwrap();
+        let node_ip = Some(NodeIp {
+            ip: address.ip(),
+            is_configured: true,
+        });
+        let limit = Duration::from_secs(5);
+        let dialed = dial_port(port, node_ip, DialPolicy::default(), limit).await.dialed;
+        assert_eq!(dialed.ok(), Some(address));
+        let dial_policy = DialPolicy {
+            deny_ports: port.to_string().parse().unwrap(),
+            ..DialPolicy::default()
+        };
+        let refused = dial_port(port, node_ip, dial_policy, limit).await.dialed;
+        assert!(refused.unwrap_err().detail.contains("--deny-ports"));
+    }
+}

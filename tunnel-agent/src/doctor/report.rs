@@ -1,0 +1,143 @@
+//! What the checks look at, what a fault means, and how it is fixed.
+
+use tunnel_proto::process::doctor::{Explanation, Finding, Severity};
+
+/// A fault in an object: a server, a file, a port, a setting.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Fault {
+    pub(super) severity: Severity,
+    /// The object that has the fault.
+    pub(super) object: String,
+    pub(super) what: String,
+    pub(super) fix: String,
+}
+
+impl Fault {
+    /// Returns the finding of a check.
+    pub(super) fn of(self, check: &Explanation) -> Finding {
+        Finding {
+            id: check.id,
+            severity: self.severity,
+            what: self.what,
+            place: self.object,
+            consequence: check.consequence,
+            fix: self.fix,
+            link: check.link,
+        }
+    }
+}
+
+pub(super) const HOST: Explanation = Explanation {
+    id: "D18",
+    checks: "this host: UDP buffers, open files of the agent, the disk of the data directory, and \
+             the clock against the validity of certificates",
+    consequence: "slow transfers, refused requests, lost state, or certificates that are refused",
+    fix: "sysctl -w net.core.rmem_max=7500000 net.core.wmem_max=7500000\n\
+          In the unit of the agent: LimitNOFILE=65536\n\
+          timedatectl set-ntp true",
+    link: "docs/reference/limits.md",
+};
+pub(super) const RESOLVE: Explanation = Explanation {
+    id: "D19.resolve",
+    checks: "the names of --server, except for those that a proxy resolves",
+    consequence: "the agent does not reach the server",
+    fix: "getent ahosts NAME\n\
+          Give --server a name that resolves on this node, or an address.",
+    link: "docs/how-to/troubleshooting.md",
+};
+pub(super) const TCP: Explanation = Explanation {
+    id: "D19.tcp",
+    checks: "a TCP connection to each address of each --server",
+    consequence: "enrollment and sessions over h2 fail, so that nothing is left where UDP is \
+                  blocked",
+    fix: "Start the server, and allow TCP 10262 from this node to it.\n\
+          In networks with an HTTP proxy: --proxy http://PROXY:PORT",
+    link: "docs/reference/ports.md",
+};
+pub(super) const UDP: Explanation = Explanation {
+    id: "D19.udp",
+    checks: "a QUIC handshake over UDP with each address of each --server, with the agent's \
+             certificate, unless --transport or --proxy rules QUIC out",
+    consequence: "sessions use h2 over TCP, which recovers from loss more slowly; with --transport \
+                  quic the node cannot be reached",
+    fix: "Allow UDP 10262 from this node to the server, and the answers.\n\
+          Where UDP stays blocked: --transport auto, or --transport h2",
+    link: "docs/how-to/troubleshooting.md",
+};
+pub(super) const PROXY: Explanation = Explanation {
+    id: "D19.proxy",
+    checks: "a connection to each --server through the HTTP proxy of --proxy or HTTPS_PROXY",
+    consequence: "enrollment and sessions over h2 fail",
+    fix: "Allow CONNECT to the server's port at the proxy.\n\
+          Without a proxy: --proxy off, or the server in NO_PROXY",
+    link: "docs/how-to/agents.md",
+};
+pub(super) const TLS: Explanation = Explanation {
+    id: "D19.tls",
+    checks: "the agent's certificate or token, and a TLS handshake with them: the server's chain \
+             by --ca-file, the token's pin or the stored CA, and the server's answer to the \
+             agent's certificate",
+    consequence: "the server cannot be authenticated, or does not admit this node",
+    fix: "For a token of another CA: tunnel-server token create --node NAME, on this server\n\
+          For a certificate of another CA: rm agent.key agent.crt in the data directory, and start \
+          the agent with a new token\n\
+          For a revoked node: tunnel-server nodes unrevoke NAME",
+    link: "docs/reference/certificates.md",
+};
+pub(super) const ALPN: Explanation = Explanation {
+    id: "D19.alpn",
+    checks: "the protocol of the server's port, which ALPN selects",
+    consequence: "the agent reaches a port that does not accept agents",
+    fix: "Give --server the port of --agent-listen, usually 10262. A balancer in between must pass \
+          TLS on unopened.",
+    link: "docs/reference/ports.md",
+};
+pub(super) const NAME: Explanation = Explanation {
+    id: "D19.name",
+    checks: "the name in the agent's certificate against --node-name",
+    consequence: "the agent does not start",
+    fix: "Give the --node-name of the certificate, or remove agent.crt and enroll with a token for \
+          the other name.",
+    link: "docs/reference/certificates.md",
+};
+pub(super) const PORTS: Explanation = Explanation {
+    id: "D19.ports",
+    checks: "each --port: the agent's dial policy, and whether a program listens there; other \
+             programs on the address of --meta-listen",
+    consequence: "requests for the port are refused, or the agent does not start",
+    fix: "ss -ltnp\n\
+          See --deny-ports, --localhost-ports and --node-ip.",
+    link: "docs/how-to/agents.md",
+};
+pub(super) const AGENT: Explanation = Explanation {
+    id: "D20",
+    checks: "the running agent on the address of --meta-listen: its sessions and its conditions",
+    consequence: "requests for this node fail, or soon will",
+    fix: "tunnel-agent status\n\
+          journalctl -u tunnel-agent\n\
+          systemctl restart tunnel-agent",
+    link: "docs/how-to/troubleshooting.md",
+};
+
+/// The explanations of all checks, by id.
+pub(super) const EXPLANATIONS: &[Explanation] = &[
+    HOST, RESOLVE, TCP, UDP, PROXY, TLS, ALPN, NAME, PORTS, AGENT,
+];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn ids_are_unique_and_pages_exist() {
+        let ids: BTreeSet<&str> = EXPLANATIONS.iter().map(|check| check.id).collect();
+        assert_eq!(ids.len(), EXPLANATIONS.len());
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for check in EXPLANATIONS {
+            assert!(root.join(check.link).exists(), "{}", check.id);
+        }
+    }
+}
