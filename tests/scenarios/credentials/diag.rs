@@ -1,4 +1,5 @@
-//! T21: the documents of `diag` have the facts of both processes, and no secret.
+//! T21: the documents of `diag` have the facts of both processes, and no secret; `doctor` prints
+//! none.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -8,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
-use tunnel_tests::checks::ensure_status;
+use tunnel_tests::checks::{ensure_contains, ensure_status};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 
@@ -80,6 +81,31 @@ async fn t21_no_secret_is_in_the_documents_of_diag() -> Result<()> {
     let settings = document["settings"].to_string();
     ensure!(settings.contains("Secret(..)"), "{settings}");
     ensure!(document["files"].to_string().contains("agent.key"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t21_doctor_of_the_agent_names_the_proxy_and_prints_no_secret() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let server = ServerSetup::on_loopback(&scratch.path().join("server"));
+    let token = server.start().await?.token(NODE, None).await?;
+    let secret = token.split('.').nth(1).context("no secret")?.to_owned();
+    let secrets = [secret, USER.to_owned(), STANDARD.encode(USER)];
+    let proxy = format!("http://{USER}@127.0.0.1:1");
+    for verb in ["doctor", "doctor --json"] {
+        let verb = Program::ours("tunnel-agent")?
+            .args(verb.split_whitespace())
+            .args(["--server", "127.0.0.1:2", "--node-name", NODE])
+            .args(["--token", &token, "--proxy", &proxy])
+            .args(["--meta-listen", "127.0.0.1:1", "--data-dir"]);
+        let finished = verb.arg(scratch.path().join("agent")).run().await?;
+        let (code, printed) = (finished.code(), finished.out + &finished.err);
+        for secret in &secrets {
+            ensure!(!printed.contains(secret), "{secret} is in:\n{printed}");
+        }
+        ensure!(code == Some(2), "{code:?}: {printed}");
+        ensure_contains(&printed, &["D19.proxy", "127.0.0.1:2 through proxy 127.0.0.1:1"])?;
+    }
     Ok(())
 }
 
