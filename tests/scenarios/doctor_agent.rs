@@ -30,7 +30,10 @@ async fn healthy_pair_has_no_finding_and_a_closed_port_has_one() -> Result<()> {
     eventually("the agent to be healthy", WAIT_TIMEOUT, async || {
         let report = doctor(&config, &["D19", "D20"], &[open]).await;
         ensure!(report.exit_code() == 0, "{report:?}");
-        ensure!(ids(&report).is_empty() && report.skipped.is_empty(), "{report:?}");
+        ensure!(
+            ids(&report).is_empty() && report.skipped.is_empty(),
+            "{report:?}"
+        );
         anyhow::Ok(())
     })
     .await;
@@ -38,10 +41,19 @@ async fn healthy_pair_has_no_finding_and_a_closed_port_has_one() -> Result<()> {
     let sessions = || env.registry().of_node(&node);
     let before = sessions();
     let report = doctor(&config, &["D19"], &[open, closed]).await;
-    ensure!(ids(&report) == ["D19.ports"] && report.exit_code() == 2, "{report:?}");
+    ensure!(
+        ids(&report) == ["D19.ports"] && report.exit_code() == 2,
+        "{report:?}"
+    );
     let after = sessions();
-    let is_same = before.iter().zip(&after).all(|(old, new)| Arc::ptr_eq(old, new));
-    ensure!(before.len() == after.len() && is_same, "the session of the agent was replaced");
+    let is_same = before
+        .iter()
+        .zip(&after)
+        .all(|(old, new)| Arc::ptr_eq(old, new));
+    ensure!(
+        before.len() == after.len() && is_same,
+        "the session of the agent was replaced"
+    );
     Ok(())
 }
 
@@ -51,7 +63,10 @@ async fn link_that_drops_udp_is_a_warning_that_names_udp() -> Result<()> {
     let link = Link::start(env.bound().agents, 7)?;
     link.set(TrafficClass::UDP, Impairment::black_hole());
     let report = doctor(&towards(&config, link.addr()), &["D19"], &[]).await;
-    ensure!(ids(&report) == ["D19.udp"] && report.exit_code() == 1, "{report:?}");
+    ensure!(
+        ids(&report) == ["D19.udp"] && report.exit_code() == 1,
+        "{report:?}"
+    );
     let fix = report.findings.first().map(|finding| finding.fix.as_str());
     ensure!(fix.is_some_and(|fix| fix.contains("UDP 10262")), "{fix:?}");
     Ok(())
@@ -62,7 +77,10 @@ async fn server_that_is_stopped_is_an_error_over_tcp() -> Result<()> {
     let (mut env, _agent, config) = pair().await?;
     env.stop_server().await?;
     let report = doctor(&config, &["D19"], &[]).await;
-    ensure!(ids(&report) == ["D19.tcp"] && report.exit_code() == 2, "{report:?}");
+    ensure!(
+        ids(&report) == ["D19.tcp"] && report.exit_code() == 2,
+        "{report:?}"
+    );
     Ok(())
 }
 
@@ -72,15 +90,24 @@ async fn server_of_another_ca_and_port_of_callers_have_different_ids() -> Result
     let other = TestEnv::start().await?;
     let agents = other.bound().agents;
     let report = doctor(&towards(&config, agents), &["D19"], &[]).await;
-    ensure!(ids(&report) == ["D19.tls"] && report.exit_code() == 2, "{report:?}");
+    ensure!(
+        ids(&report) == ["D19.tls"] && report.exit_code() == 2,
+        "{report:?}"
+    );
 
     let mut enrolling = other.agent_config("worker-2")?;
     enrolling.token = Some(TokenSource::Inline(env.token("worker-2", &[])?));
     let report = doctor(&enrolling, &["D19"], &[]).await;
     ensure!(ids(&report) == ["D19.tls"], "{report:?}");
     let what = report.findings.first().map(|finding| finding.what.as_str());
-    ensure!(what.is_some_and(|what| what.contains("the token pins another CA")), "{what:?}");
-    ensure!(!enrolling.data_dir.exists(), "the command made the data directory");
+    ensure!(
+        what.is_some_and(|what| what.contains("the token pins another CA")),
+        "{what:?}"
+    );
+    ensure!(
+        !enrolling.data_dir.exists(),
+        "the command made the data directory"
+    );
 
     let https = env.bound().https.context("no HTTPS listener")?;
     let report = doctor(&towards(&config, https), &["D19"], &[]).await;

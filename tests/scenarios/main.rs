@@ -14,6 +14,7 @@ macro_rules! tests_of {
 mod abuse;
 mod answers;
 mod binaries;
+mod cloud;
 mod cluster;
 mod connect;
 mod credentials;

@@ -190,6 +190,24 @@ services:
   - { name: ssh-worker-1, listen: \"127.0.0.1:2201\", node: worker-1, target: \"22\" }
 ```
 
+## `cloud:` of the file
+
+Targets of the cloud that agents may reach by name, in addition to the `apiserver` of `--cloud-apiserver`. The server relays bytes
+and ends no TLS. A host name is resolved for each stream, and never leads to loopback, a link-local address or a listener of the
+server.
+
+| key | |
+|---|---|
+| `name` | name by which agents ask for the target, a DNS label |
+| `target` | `HOST:PORT`, or a list, whose entries are tried one after the other, the one that worked last first |
+| `service` | `NAMESPACE/NAME:PORT` of a Service of the cluster, instead of `target` |
+| `nodes` | nodes whose agents may reach the target; `[\"*\"]` for all |
+
+```yaml
+cloud:
+  - { name: registry, target: \"registry.example:5000\", nodes: [worker-1, worker-2] }
+```
+
 ## `dnsRecords:` of the file
 
 Names that the embedded DNS answers in addition to those of the known nodes, with the first address of each family: cloud nodes,

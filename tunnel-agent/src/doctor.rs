@@ -104,7 +104,10 @@ fn check_id(text: &str) -> Result<String, String> {
         None => {
             let ids = report::EXPLANATIONS.iter().map(|known| known.id);
             let ids: Vec<&str> = ids.collect();
-            Err(format!("no check has this id; there are {}", ids.join(", ")))
+            Err(format!(
+                "no check has this id; there are {}",
+                ids.join(", ")
+            ))
         }
     }
 }
@@ -128,7 +131,11 @@ mod tests {
     #[test]
     fn ids_and_groups_are_known_in_either_case_and_others_are_refused() {
         assert_eq!(check_id("d19.UDP").as_deref(), Ok("D19.udp"));
-        assert!(check_id("D19").unwrap_err().contains("D19.resolve, D19.tcp"));
+        assert!(
+            check_id("D19")
+                .unwrap_err()
+                .contains("D19.resolve, D19.tcp")
+        );
         assert_eq!(check_group("d19").as_deref(), Ok("D19"));
         assert_eq!(check_group("d20").as_deref(), Ok("D20"));
         assert!(check_group("D1").is_err());
@@ -138,7 +145,7 @@ mod tests {
     fn group_selects_all_of_its_checks_and_an_id_one() {
         let selected = |only: &[&str]| {
             let only: Vec<String> = only.iter().map(|id| (*id).to_owned()).collect();
-            super::selected(&only)
+            selected(&only)
         };
         assert!(selected(&[]).is_empty());
         assert_eq!(selected(&["D20", "D19.udp"]), ["D19.udp", "D20"]);

@@ -1,5 +1,5 @@
 //! Streams that agents open to targets of the cloud, such as the API server: policy, dial, relay. An
-//! agent names a target; the operator's settings alone have its address.
+//! agent names a target; the operator's settings alone have its address, and agents do not learn it.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
@@ -166,10 +166,13 @@ impl CloudEgress {
         };
         let (socket, address) = match self.dialer.dial(target).await {
             Ok(dialed) => dialed,
-            Err(refusal) => return StreamOutcome::refuse(stream, refusal).await,
+            Err(Refusal { code, detail }) => {
+                stream.refuse(code, &not_dialed(name, code)).await;
+                return StreamOutcome::without_bytes(CloudResult::Refused(code), detail);
+            }
         };
         let dialed = address.to_string();
-        if let Err(error) = stream.accept(&dialed).await {
+        if let Err(error) = stream.accept("").await {
             return StreamOutcome::without_bytes(CloudResult::CutByAgent, error.to_string());
         }
         let socket = TargetSocket::new(socket, ByteCount::default());
@@ -286,6 +289,16 @@ impl StreamOutcome {
     }
 }
 
+/// Returns the detail for an agent whose target was not dialed, without addresses.
+fn not_dialed(name: &CloudTarget, code: RefusalCode) -> String {
+    let what = match code {
+        RefusalCode::TargetTimeout => "did not accept the connection in time",
+        RefusalCode::Policy => "has an address that the server does not dial",
+        _ => "cannot be reached from the server",
+    };
+    format!("target {name} {what}; the server's access log has the address")
+}
+
 /// Refuses a target whose configured address is a listener of this server.
 fn refuse_own(target: &CloudTargetSettings, own_ports: &[Port]) -> Result<(), String> {
     for address in &target.addresses {
@@ -300,7 +313,7 @@ fn refuse_own(target: &CloudTargetSettings, own_ports: &[Port]) -> Result<(), St
     Ok(())
 }
 
-/// Streams of a session that may wait for their header or their refusal, beside those with a permit.
+/// Streams of a session that may wait for their header or their refusal, in addition to those with a permit.
 const WITHOUT_PERMIT: u32 = 32;
 /// Streams that a node may open at once, in multiples of the rate.
 const BURST: NonZeroU32 = NonZeroU32::new(2).expect("not zero");

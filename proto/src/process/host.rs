@@ -190,7 +190,11 @@ mod tests {
     fn number_of_the_kernel_is_read_and_an_unknown_setting_is_named() {
         assert!(kernel_number("kernel.pid_max").unwrap() > 0);
         let error = kernel_number("net.core.no_such").unwrap_err();
-        assert!(error.to_string().starts_with("/proc/sys/net/core/no_such: "));
+        assert!(
+            error
+                .to_string()
+                .starts_with("/proc/sys/net/core/no_such: ")
+        );
     }
 
     #[test]

@@ -104,7 +104,10 @@ async fn t21_doctor_of_the_agent_names_the_proxy_and_prints_no_secret() -> Resul
             ensure!(!printed.contains(secret), "{secret} is in:\n{printed}");
         }
         ensure!(code == Some(2), "{code:?}: {printed}");
-        ensure_contains(&printed, &["D19.proxy", "127.0.0.1:2 through proxy 127.0.0.1:1"])?;
+        ensure_contains(
+            &printed,
+            &["D19.proxy", "127.0.0.1:2 through proxy 127.0.0.1:1"],
+        )?;
     }
     Ok(())
 }

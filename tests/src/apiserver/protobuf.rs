@@ -1,8 +1,11 @@
 //! Decodes protobuf bodies, which typed clients send from Kubernetes 1.32 on, into JSON: those of
-//! `kubectl create`. The messages are those of Kubernetes' `generated.proto`, as far as the tables
+//! `kubectl create` and `kubectl certificate approve`. The messages are those of Kubernetes' `generated.proto`, as far as the tables
 //! here contain them.
 
+use std::time::{Duration, UNIX_EPOCH};
+
 use base64::prelude::{BASE64_STANDARD, Engine as _};
+use humantime::format_rfc3339_seconds;
 use serde_json::{Map, Value};
 
 use super::status::Status;
@@ -53,6 +56,8 @@ enum Form {
     Number,
     TextMap,
     BytesMap,
+    Bytes,
+    Time,
     One(Message),
     Many(Message),
     /// The status, which only the API writes.
@@ -74,7 +79,7 @@ fn decode(message: Message, bytes: &[u8]) -> Result<Map<String, Value>, Status> 
         };
         match (form, content) {
             (Form::Status, _)
-            | (Form::Text, Content::Bytes([]))
+            | (Form::Text | Form::Time | Form::Bytes, Content::Bytes([]))
             | (Form::Number, Content::Number(0)) => {}
             (Form::Text, Content::Bytes(text)) => *entry(&mut object, name) = string(text)?,
             (Form::Number, Content::Number(number)) => *entry(&mut object, name) = number.into(),
@@ -86,6 +91,15 @@ fn decode(message: Message, bytes: &[u8]) -> Result<Map<String, Value>, Status> 
             (Form::BytesMap, Content::Bytes(pair)) => {
                 let (key, bytes) = pair_of(pair)?;
                 entry(&mut object, name)[key] = BASE64_STANDARD.encode(bytes).into();
+            }
+            (Form::Bytes, Content::Bytes(bytes)) => {
+                *entry(&mut object, name) = BASE64_STANDARD.encode(bytes).into();
+            }
+            (Form::Time, Content::Bytes(bytes)) => {
+                let seconds = decode(TIME, bytes)?.remove("seconds");
+                let seconds = seconds.and_then(|seconds| seconds.as_u64());
+                let time = UNIX_EPOCH + Duration::from_secs(seconds.ok_or_else(malformed)?);
+                *entry(&mut object, name) = format_rfc3339_seconds(time).to_string().into();
             }
             (Form::One(message), Content::Bytes(bytes)) => {
                 let inner = decode(message, bytes)?;
@@ -184,6 +198,7 @@ fn message(kind: &str) -> Option<Message> {
         "Role" | "ClusterRole" => ROLE,
         "RoleBinding" | "ClusterRoleBinding" => BINDING,
         "Deployment" => DEPLOYMENT,
+        "CertificateSigningRequest" => SIGNING_REQUEST,
         _ => return None,
     })
 }
@@ -196,9 +211,45 @@ const METADATA: Message = &[
     (1, "name", Form::Text),
     (2, "generateName", Form::Text),
     (3, "namespace", Form::Text),
+    (5, "uid", Form::Text),
+    (6, "resourceVersion", Form::Text),
+    (7, "generation", Form::Number),
+    (8, "creationTimestamp", Form::Time),
     (11, "labels", Form::TextMap),
     (12, "annotations", Form::TextMap),
     (14, "finalizers", Form::Texts),
+];
+
+const TIME: Message = &[(1, "seconds", Form::Number), (2, "nanos", Form::Number)];
+
+const SIGNING_REQUEST: Message = &[
+    (1, "metadata", Form::One(METADATA)),
+    (2, "spec", Form::One(SIGNING_REQUEST_SPEC)),
+    (3, "status", Form::One(SIGNING_REQUEST_STATUS)),
+];
+
+const SIGNING_REQUEST_SPEC: Message = &[
+    (1, "request", Form::Bytes),
+    (2, "username", Form::Text),
+    (3, "uid", Form::Text),
+    (4, "groups", Form::Texts),
+    (5, "usages", Form::Texts),
+    (7, "signerName", Form::Text),
+    (8, "expirationSeconds", Form::Number),
+];
+
+const SIGNING_REQUEST_STATUS: Message = &[
+    (1, "conditions", Form::Many(CONDITION)),
+    (2, "certificate", Form::Bytes),
+];
+
+const CONDITION: Message = &[
+    (1, "type", Form::Text),
+    (2, "reason", Form::Text),
+    (3, "message", Form::Text),
+    (4, "lastUpdateTime", Form::Time),
+    (5, "lastTransitionTime", Form::Time),
+    (6, "status", Form::Text),
 ];
 
 const BARE: Message = &[

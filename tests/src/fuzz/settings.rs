@@ -69,6 +69,7 @@ pub(super) fn configurations() -> Result<Vec<Vec<u8>>> {
         "advertise: [cloud.example.com:10262]\nhttpProxyPorts: \"9100, 80\"\nlimits:\n  streamsPerAgent: 64\n",
         "services:\n  - { name: ssh, listen: \"127.0.0.1:2201\", node: worker-1, target: \"22\" }\n",
         "dnsRecords:\n  - { name: master-1, addresses: [192.168.33.220] }\ndnsListen: [\"127.0.0.1:53\"]\n",
+        "cloudApiserver: [\"192.0.2.1:6443\"]\ncloud:\n  - { name: a, service: \"b/c:1\", nodes: [\"*\"] }\n",
         "server: [cloud.example.com:10262]\nnodeName: worker-1\ntoken: abcdef012345.a5.11\n",
         "# nothing\n",
     ]

@@ -229,7 +229,11 @@ fn agent(facts: &Facts) -> Result<Vec<Fault>, String> {
             // Before the first start there is no agent to find.
             let credential = facts.credential.as_ref();
             let is_first = credential.is_ok_and(|facts| facts.state == CredentialState::Token);
-            let severity = if is_first { Severity::Info } else { Severity::Error };
+            let severity = if is_first {
+                Severity::Info
+            } else {
+                Severity::Error
+            };
             let what = "no agent runs with this --meta-listen".to_owned();
             one(severity, what, "systemctl start tunnel-agent")
         }
@@ -246,7 +250,11 @@ fn agent(facts: &Facts) -> Result<Vec<Fault>, String> {
 fn running(facts: &Facts, agent: &RunningAgent) -> Result<Vec<Fault>, String> {
     let sessions = agent.sessions.as_ref().map_err(Clone::clone)?;
     let is_connected = sessions.iter().any(SessionReport::is_live);
-    let severity = if is_connected { Severity::Warning } else { Severity::Error };
+    let severity = if is_connected {
+        Severity::Warning
+    } else {
+        Severity::Error
+    };
     let missing = sessions.iter().filter(|session| !session.is_live());
     let mut faults: Vec<Fault> = missing
         .map(|session| {

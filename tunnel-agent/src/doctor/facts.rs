@@ -131,7 +131,9 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
         node: config.node_name.clone(),
         data_dir: config.data_dir.clone(),
         transport: config.transport,
-        descriptors_min: streams.saturating_mul(sessions).saturating_add(DESCRIPTORS_OTHER),
+        descriptors_min: streams
+            .saturating_mul(sessions)
+            .saturating_add(DESCRIPTORS_OTHER),
         now,
         credential,
         servers,
@@ -182,7 +184,12 @@ async fn dial_ports(config: &Config, ports: &[Port], within: Duration) -> Vec<Po
     };
     let mut dials = JoinSet::new();
     for port in ports {
-        dials.spawn(dial_port(*port, node_ip, config.dial_policy.clone(), within));
+        dials.spawn(dial_port(
+            *port,
+            node_ip,
+            config.dial_policy.clone(),
+            within,
+        ));
     }
     dials.join_all().await
 }
@@ -300,7 +307,9 @@ mod tests {
             is_configured: true,
         });
         let limit = Duration::from_secs(5);
-        let dialed = dial_port(port, node_ip, DialPolicy::default(), limit).await.dialed;
+        let dialed = dial_port(port, node_ip, DialPolicy::default(), limit)
+            .await
+            .dialed;
         assert_eq!(dialed.ok(), Some(address));
         let dial_policy = DialPolicy {
             deny_ports: port.to_string().parse().unwrap(),

@@ -349,7 +349,10 @@ mod tests {
         let other = Error::AlertReceived(AlertDescription::NoApplicationProtocol);
         assert_eq!(failure(other), TlsFailure::OtherProtocol);
         let revoked = failure(Error::AlertReceived(AlertDescription::CertificateRevoked));
-        assert!(matches!(revoked, TlsFailure::Rejected(CloseCode::CredentialRevoked, _)));
+        assert!(matches!(
+            revoked,
+            TlsFailure::Rejected(CloseCode::CredentialRevoked, _)
+        ));
         let reset = TlsFailure::new(&io::ErrorKind::ConnectionReset.into());
         assert!(matches!(reset, TlsFailure::Ended(_)));
     }

@@ -118,20 +118,22 @@ impl CaRotator {
             }
         }
         let rotation = match (step, current) {
-            (Step::Begin, _) => {
+            (StageChange::Begin, _) => {
                 let new = CaMaterial::generate(now)?;
                 let rotation = Rotation::new(&self.ca.material.load(), &new, now);
                 Some(self.enter(rotation)?)
             }
-            (Step::Enter(stage), Some(mut current)) => {
+            (StageChange::Enter(stage), Some(mut current)) => {
                 current.stage = stage;
                 Some(self.enter(current)?)
             }
-            (Step::End(signer), Some(current)) => {
+            (StageChange::End(signer), Some(current)) => {
                 self.end(&current, signer)?;
                 None
             }
-            (Step::Enter(_) | Step::End(_), None) => return Err(RotationError::NotInProgress),
+            (StageChange::Enter(_) | StageChange::End(_), None) => {
+                return Err(RotationError::NotInProgress);
+            }
         };
         let status = self.status_of(rotation.as_ref(), now)?;
         let stage = rotation.map_or("none", |rotation| rotation.stage.label());
@@ -199,28 +201,31 @@ impl CaRotator {
 
 /// What an action does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
+enum StageChange {
     Begin,
     Enter(RotationStage),
     /// Ends the rotation with this CA.
     End(Signer),
 }
 
-fn decide(action: RotationAction, stage: Option<RotationStage>) -> Result<Step, RotationError> {
+fn decide(
+    action: RotationAction,
+    stage: Option<RotationStage>,
+) -> Result<StageChange, RotationError> {
     use RotationStage::{Announced, Issuing, Returning};
     match (action, stage) {
-        (RotationAction::Begin, None) => Ok(Step::Begin),
+        (RotationAction::Begin, None) => Ok(StageChange::Begin),
         (RotationAction::Begin, Some(_)) => Err(RotationError::InProgress),
         (RotationAction::Next | RotationAction::ForceNext | RotationAction::Abort, None) => {
             Err(RotationError::NotInProgress)
         }
         (RotationAction::Next | RotationAction::ForceNext, Some(stage)) => Ok(match stage {
-            Announced => Step::Enter(Issuing),
-            Issuing => Step::End(Signer::New),
-            Returning => Step::End(Signer::Old),
+            Announced => StageChange::Enter(Issuing),
+            Issuing => StageChange::End(Signer::New),
+            Returning => StageChange::End(Signer::Old),
         }),
-        (RotationAction::Abort, Some(Announced)) => Ok(Step::End(Signer::Old)),
-        (RotationAction::Abort, Some(Issuing)) => Ok(Step::Enter(Returning)),
+        (RotationAction::Abort, Some(Announced)) => Ok(StageChange::End(Signer::Old)),
+        (RotationAction::Abort, Some(Issuing)) => Ok(StageChange::Enter(Returning)),
         (RotationAction::Abort, Some(Returning)) => Err(RotationError::AlreadyReturning),
     }
 }

@@ -89,8 +89,15 @@ fn check_target(raw: &RawCloudTarget, errors: &mut ConfigErrors) -> Option<Cloud
             "needs target (HOST:PORT) or service (NAMESPACE/NAME:PORT)",
         );
     }
-    let nodes = raw.nodes.as_ref().map(|nodes| {
-        let parsed = errors.parse_list(&format!("{setting}: nodes"), nodes, parse_quoted);
+    if raw.nodes.is_empty() {
+        errors.add(
+            &setting,
+            "needs nodes: the names of those that may reach it, or \"*\" for all",
+        );
+    }
+    let is_for_all = raw.nodes.iter().any(|node| node == ALL_NODES);
+    let nodes = (!is_for_all).then(|| {
+        let parsed = errors.parse_list(&format!("{setting}: nodes"), &raw.nodes, parse_quoted);
         parsed.into_iter().collect()
     });
     Some(CloudTargetSettings {
@@ -128,6 +135,8 @@ fn address(text: &str) -> Result<String, String> {
 }
 
 const APISERVER: &str = "--cloud-apiserver";
+/// Entry of `nodes` for all nodes.
+const ALL_NODES: &str = "*";
 
 #[cfg(test)]
 mod tests {
@@ -138,7 +147,7 @@ mod tests {
     fn targets_are_read() {
         let text = "cloudApiserver: ['10.0.0.1:6443', 'api.example:443']\n\
                     cloud: [{ name: registry, service: kube-system/registry:5000, nodes: [a, B] },\n\
-                    { name: metrics, target: '127.0.0.1:9090' }]";
+                    { name: metrics, target: '127.0.0.1:9090', nodes: '*' }]";
         let targets = yaml(text).unwrap().cloud;
         let [registry, metrics, apiserver] = &targets[..] else {
             panic!("{targets:?}");
@@ -146,6 +155,7 @@ mod tests {
         assert_eq!(registry.addresses, ["registry.kube-system.svc:5000"]);
         assert_eq!(registry.nodes.as_ref().map(|nodes| nodes.len()), Some(2));
         assert_eq!(metrics.addresses, ["127.0.0.1:9090"]);
+        assert!(metrics.nodes.is_none());
         assert_eq!(apiserver.name.as_str(), "apiserver");
         assert_eq!(apiserver.addresses, ["10.0.0.1:6443", "api.example:443"]);
         assert!(apiserver.nodes.is_none() && yaml("{}").unwrap().cloud.is_empty());
@@ -160,6 +170,10 @@ mod tests {
             ("cloudApiserver: '[::ffff:127.0.0.1]:80'", "translated"),
             ("cloudApiserver: '0.0.0.0:80'", "unspecified"),
             ("cloud: [{ name: a }]", "cloud: a: needs target"),
+            (
+                "cloud: [{ name: a, target: 'x:1' }]",
+                "cloud: a: needs nodes",
+            ),
             ("cloud: [{ name: A, target: 'x:1' }]", "DNS label"),
             ("cloud: [{ name: a.b, target: 'x:1' }]", "DNS label"),
             ("cloud: [{ name: a, target: 'x:0' }]", "HOST:PORT"),

@@ -406,6 +406,7 @@ pub struct RawCloudTarget {
     pub target: Vec<String>,
     /// `NAMESPACE/NAME:PORT` of a Service of the server's cluster.
     pub service: Option<String>,
-    /// Nodes whose agents may reach the target; without it all nodes.
-    pub nodes: Option<Vec<String>>,
+    /// Nodes whose agents may reach the target; `*` is all nodes.
+    #[serde(default)]
+    pub nodes: Vec<String>,
 }

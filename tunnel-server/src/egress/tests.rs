@@ -128,6 +128,21 @@ async fn agent_that_opens_too_many_streams_or_too_fast_is_refused() {
 }
 
 #[tokio::test]
+async fn streams_of_all_agents_hold_at_and_above_their_limit() {
+    let limits = Limits {
+        cloud_streams_total: 2,
+        ..Limits::default()
+    };
+    let (_bench, agent) = server(&[target("echo", echo().await, None)], limits).await;
+    let mut streams = Vec::new();
+    for _ in 0..2 {
+        streams.push(open(&agent, &header("echo")).await.unwrap());
+    }
+    let third = open(&agent, &header("echo")).await.map(|_| ());
+    assert_eq!(third, Err(RefusalCode::TooManyStreams));
+}
+
+#[tokio::test]
 async fn capability_is_in_welcome_of_agents_that_have_a_target() {
     let address = "127.0.0.1:1".parse().unwrap();
     for (nodes, expected) in [

@@ -326,10 +326,12 @@ pub(super) fn clock(facts: &Facts) -> Result<Vec<Fault>, String> {
         Ok(CredentialState::Certificate { issued, .. }) => Some(issued),
         Ok(CredentialState::Ended(_) | CredentialState::Token) | Err(_) => None,
     };
-    let of_servers = dialed.iter().filter_map(|dialed| match dialed.endpoint.tcp {
-        TcpFacts::Ready { not_before } => Some(not_before + backdated(facts)),
-        TcpFacts::Failed(_) | TcpFacts::Connected | TcpFacts::Refused(_) => None,
-    });
+    let of_servers = dialed
+        .iter()
+        .filter_map(|dialed| match dialed.endpoint.tcp {
+            TcpFacts::Ready { not_before } => Some(not_before + backdated(facts)),
+            TcpFacts::Failed(_) | TcpFacts::Connected | TcpFacts::Refused(_) => None,
+        });
     let issued: Vec<_> = of_servers.chain(own).collect();
     let is_known = !issued.is_empty() || !faults.is_empty();
     let behind = issued

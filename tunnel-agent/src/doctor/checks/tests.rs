@@ -76,7 +76,12 @@ fn fault_on_the_path_to_the_server_has_the_id_of_its_cause() {
             "the token pins another CA",
         ),
         (
-            |facts| refuse(facts, TlsFailure::Rejected(CloseCode::CredentialRevoked, "revoked")),
+            |facts| {
+                refuse(
+                    facts,
+                    TlsFailure::Rejected(CloseCode::CredentialRevoked, "revoked"),
+                )
+            },
             "D19.tls",
             Severity::Error,
             "revoked",
@@ -125,13 +130,23 @@ fn fault_of_the_credential_or_of_the_clock_is_found() {
             "at least 1day behind",
         ),
         (
-            |facts| refuse(facts, TlsFailure::OutsideValidity("certificate expired".to_owned())),
+            |facts| {
+                refuse(
+                    facts,
+                    TlsFailure::OutsideValidity("certificate expired".to_owned()),
+                )
+            },
             "D18",
             Severity::Error,
             "certificate expired",
         ),
         (
-            |facts| refuse(facts, TlsFailure::Rejected(CloseCode::CredentialExpired, "expired")),
+            |facts| {
+                refuse(
+                    facts,
+                    TlsFailure::Rejected(CloseCode::CredentialExpired, "expired"),
+                )
+            },
             "D18",
             Severity::Error,
             "clocks of this host and of the server differ",

@@ -181,7 +181,7 @@ impl NatTable {
             Some((_counters, rule)) => rule,
             None => line,
         };
-        let words = rule.strip_prefix("-A ").map(words).unwrap_or_default();
+        let words = rule.strip_prefix("-A ").map(split_rule).unwrap_or_default();
         let Some((chain, options)) = words.split_first() else {
             return Ok(());
         };
@@ -279,7 +279,7 @@ fn value_of<'a>(options: &'a [String], name: &str) -> Option<&'a str> {
 
 /// Splits a rule into its words. iptables-save puts a word with other characters than letters,
 /// digits, `-` and `_` between double quotes, with a backslash before `"`, `\` and `'`.
-fn words(rule: &str) -> Vec<String> {
+fn split_rule(rule: &str) -> Vec<String> {
     let mut words = Vec::new();
     let mut word: Option<String> = None;
     let mut is_quoted = false;

@@ -18,7 +18,7 @@ fn words_are_unquoted_as_iptables_save_quotes_them() {
         "-j",
         "X",
     ];
-    assert_eq!(words(rule), expected);
+    assert_eq!(split_rule(rule), expected);
 }
 
 #[test]
