@@ -16,7 +16,6 @@ use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
-use tunnel_proto::transport::{BufferPool, SessionSettings};
 use tunnel_proto::wire::name::InstanceId;
 use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 
@@ -293,7 +292,7 @@ fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyho
         tls::session_client_with_identity(rotating_credentials.identity().clone(), alpn)
             .context("cannot use the stored certificate")
     };
-    let settings = session_settings(config);
+    let settings = config.session_settings();
     let quic = QuicDialer::new(tls(ALPN_SESSION)?, settings.clone())
         .context("cannot use the TLS configuration for QUIC")?;
     let proxy = config.proxy.clone();
@@ -306,30 +305,12 @@ fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyho
     })
 }
 
-/// Returns the windows and timers of sessions.
-pub(crate) fn session_settings(config: &Config) -> SessionSettings {
-    let limits = &config.limits;
-    SessionSettings {
-        stream_window: limits.stream_window,
-        // Twice the limit, since a stream may have ended at the server but not yet here. Two more
-        // for the control stream and the stream that reports the end.
-        streams: limits.streams_per_agent.saturating_mul(2).saturating_add(2),
-        keep_alive: Some(limits.keep_alive),
-        idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
-        congestion: config.quic_congestion,
-        pool: BufferPool::new(limits.buffer_pool),
-    }
-}
-
 /// Exit code for usage and configuration errors.
 pub const EXIT_USAGE: u8 = 64;
 /// Exit code for a failure to start or a failure while running.
 pub const EXIT_FAILURE: u8 = 1;
 /// Time to notify the server after a second signal.
 const STOP_TIMEOUT: Duration = Duration::from_millis(300);
-/// Extra time of the transport's own idle timeout, which is only a backstop behind the session's
-/// liveness limits.
-const IDLE_BEYOND_DEAD: Duration = Duration::from_secs(15);
 
 #[cfg(test)]
 mod tests;

@@ -55,7 +55,7 @@ pub fn source_address(remote: SocketAddr) -> Option<IpAddr> {
 pub fn is_own_address(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     // The port does not matter because nothing is sent.
-    source_address((ip, 9).into()) == Some(ip)
+    ip.is_loopback() || source_address((ip, 9).into()) == Some(ip)
 }
 
 /// Returns the source address of the default route, IPv4 first.
@@ -207,6 +207,7 @@ mod tests {
     #[test]
     fn own_addresses_are_loopback_and_that_of_the_default_route_and_no_other() {
         assert!(is_own_address(Ipv4Addr::LOCALHOST.into()));
+        assert!(is_own_address(Ipv4Addr::new(127, 0, 0, 9).into()));
         assert!(is_own_address("::ffff:127.0.0.1".parse().unwrap()));
         if let Some(primary) = primary_address() {
             assert!(is_own_address(primary), "{primary}");

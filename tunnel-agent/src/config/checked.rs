@@ -11,7 +11,7 @@ use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
 use tunnel_proto::process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
 use tunnel_proto::process::telemetry::{AccessLogSettings, LogFormat};
-use tunnel_proto::transport::CongestionControl;
+use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
@@ -84,6 +84,21 @@ impl TransportChoice {
 }
 
 impl Config {
+    /// Returns the windows and timers of sessions.
+    pub(crate) fn session_settings(&self) -> SessionSettings {
+        let limits = &self.limits;
+        SessionSettings {
+            stream_window: limits.stream_window,
+            // Twice the limit, since a stream may have ended at the server but not yet here. Two
+            // more for the control stream and the stream that reports the end.
+            streams: limits.streams_per_agent.saturating_mul(2).saturating_add(2),
+            keep_alive: Some(limits.keep_alive),
+            idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
+            congestion: self.quic_congestion,
+            pool: BufferPool::new(limits.buffer_pool),
+        }
+    }
+
     /// Checks every setting and fills in the defaults.
     ///
     /// # Errors
@@ -296,3 +311,7 @@ const REPLICAS_MAX: usize = 8;
 /// More threads than a machine has cores are never useful.
 const WORKER_THREADS_MAX: usize = 64;
 const DEFAULT_DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Extra time of the transport's own idle timeout, which is only a backstop behind the session's
+/// liveness limits.
+const IDLE_BEYOND_DEAD: Duration = Duration::from_secs(15);

@@ -23,7 +23,6 @@ use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION, ALPN_SESSION_TCP};
 
 use super::credential::Identity;
-use crate::app::session_settings;
 use crate::config::{Config, ServerAddress, TransportChoice};
 use crate::connector::endpoint::resolve;
 use crate::enroll::SERVER_NAME;
@@ -171,7 +170,7 @@ impl Prober {
                     TransportChoice::H2 => None,
                     TransportChoice::Auto | TransportChoice::Quic => {
                         let dialer =
-                            QuicDialer::new(client(ALPN_SESSION)?, session_settings(config));
+                            QuicDialer::new(client(ALPN_SESSION)?, config.session_settings());
                         Some(Arc::new(dialer.map_err(|error| error.to_string())?))
                     }
                 };
