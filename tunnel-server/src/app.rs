@@ -14,7 +14,7 @@ use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
 use crate::cluster::QuicKeyLease;
-use crate::config::{Capacity, Config};
+use crate::config::{Capacity, Config, DescriptorUses};
 use crate::dns::Records;
 use crate::policy::PortPolicy;
 use crate::routing::known_nodes::KnownNodes;
@@ -249,7 +249,11 @@ fn publish_addresses(bound: &BoundAddrs, context: &ServerContext) -> anyhow::Res
 /// its resources.
 fn capacity(config: &Config) -> Capacity {
     let resources = Resources::of_process();
-    let capacity = Capacity::new(&config.limits, config.dns.is_some(), resources);
+    let uses = DescriptorUses {
+        dns: config.dns.is_some(),
+        cloud: !config.cloud.is_empty(),
+    };
+    let capacity = Capacity::new(&config.limits, uses, resources);
     if let Some(warning) = capacity.warning(&config.limits, resources) {
         warn!("{warning}");
     }

@@ -33,7 +33,7 @@ mod raw;
 mod status_page;
 mod targets;
 
-pub use capacity::Capacity;
+pub use capacity::{Capacity, DescriptorUses};
 pub use certificates::{ClientAuth, CredentialFiles, HttpsCertificate};
 pub use cloud::CloudTargetSettings;
 pub use connect::{ConnectSettings, UnixListenerSettings};

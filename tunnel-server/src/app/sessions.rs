@@ -15,7 +15,7 @@ use super::authority::{AgentAuth, Authority};
 use super::context::ServerContext;
 use crate::ca::attestation::Attestor;
 use crate::ca::enrollment::Enrollment;
-use crate::config::Capacity;
+use crate::config::{Capacity, Limits};
 use crate::egress::CloudEgress;
 use crate::routing::peers::listed_addresses;
 use crate::session::agent_listener::{AgentListener, TcpHandler};
@@ -54,7 +54,10 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
     let cloud = CloudEgress::new(
         &context.config.cloud,
         inputs.own_ports,
-        limits,
+        &Limits {
+            cloud_streams_total: inputs.capacity.cloud_streams,
+            ..*limits
+        },
         context.metrics.clone(),
         context.shutdown.clone(),
     );

@@ -27,6 +27,8 @@ const PER_CALLER: u64 = 2;
 const CALLERS_SHARE: u64 = 4;
 /// Divisor for the embedded DNS's share of the open files, if it listens.
 const DNS_SHARE: u64 = 8;
+/// Divisor for the share of streams to targets of the cloud, if there are targets.
+const CLOUD_SHARE: u64 = 8;
 /// Divisor for the share of callers' permits that is reserved for callers with a verified client
 /// certificate.
 const VERIFIED_SHARE: usize = 4;
@@ -47,22 +49,39 @@ pub struct Capacity {
     pub agents_over_tcp: usize,
     /// Limits for TCP connections and forwarded queries of the embedded DNS, if it listens.
     pub dns: Option<DnsLimits>,
+    /// Maximum number of streams to targets of the cloud; 0 without targets.
+    pub cloud_streams: usize,
+}
+
+/// The optional parts of the server that need descriptors.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DescriptorUses {
+    /// Whether the embedded DNS listens.
+    pub dns: bool,
+    /// Whether agents have targets of the cloud.
+    pub cloud: bool,
 }
 
 impl Capacity {
     /// Divides the resources of the process. A limit set by the operator is used unchanged, except
-    /// that half-open connections and the DNS never take all descriptors.
+    /// that half-open connections, the DNS and streams to the cloud never take all descriptors.
     #[must_use]
-    pub fn new(limits: &Limits, has_dns: bool, resources: Resources) -> Self {
+    pub fn new(limits: &Limits, uses: DescriptorUses, resources: Resources) -> Self {
         let descriptors = resources.descriptors.unwrap_or(u64::MAX);
         let dns_max = count((descriptors / DNS_SHARE / 2).max(1));
-        let dns = has_dns.then(|| DnsLimits {
+        let dns = uses.dns.then(|| DnsLimits {
             connections: limits.dns_connections.min(dns_max),
             forwards: limits.dns_forwards.min(dns_max),
             ..limits.dns()
         });
         let for_dns = dns.map_or(0, |dns| number(dns.connections) + number(dns.forwards));
-        let free = descriptors.saturating_sub(RESERVED + for_dns);
+        let cloud_max = count((descriptors / CLOUD_SHARE).max(1));
+        let cloud_streams = if uses.cloud {
+            limits.cloud_streams_total.min(cloud_max)
+        } else {
+            0
+        };
+        let free = descriptors.saturating_sub(RESERVED + for_dns + number(cloud_streams));
         let by_descriptors = free / CALLERS_SHARE;
         let bytes = CALLER_BYTES + number(limits.request_head_bytes);
         let by_memory = resources.memory.unwrap_or(u64::MAX) / MEMORY_SHARE / bytes;
@@ -90,6 +109,7 @@ impl Capacity {
             },
             agents_over_tcp,
             dns,
+            cloud_streams,
         }
     }
 
@@ -126,11 +146,31 @@ mod tests {
             descriptors: Some(descriptors),
             memory: Some(memory),
         };
-        Capacity::new(limits, has_dns, resources)
+        let uses = DescriptorUses {
+            dns: has_dns,
+            cloud: false,
+        };
+        Capacity::new(limits, uses, resources)
     }
 
     fn callers(capacity: &Capacity) -> usize {
         capacity.callers.total + capacity.verified_callers.total
+    }
+
+    #[test]
+    fn streams_to_the_cloud_have_an_eighth_of_the_descriptors_and_agents_the_fewer() {
+        let resources = Resources {
+            descriptors: Some(8192),
+            memory: None,
+        };
+        let of = |cloud| {
+            let uses = DescriptorUses { dns: false, cloud };
+            Capacity::new(&Limits::default(), uses, resources)
+        };
+        let (without, with) = (of(false), of(true));
+        assert_eq!((without.cloud_streams, with.cloud_streams), (0, 1024));
+        assert!(with.agents_over_tcp < without.agents_over_tcp);
+        assert!(callers(&with) < callers(&without));
     }
 
     #[test]

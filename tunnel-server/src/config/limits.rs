@@ -43,7 +43,8 @@ tunnel_proto::limits! {
     /// too_many_streams.
     cloud_streams_per_agent ("cloudStreamsPerAgent", counted as CloudStreamsPerAgent): u32
         = "256", count(1 << 16);
-    /// Streams to targets of the cloud that all agents have open at once.
+    /// Streams to targets of the cloud that all agents have open at once, at most an eighth of the
+    /// open files.
     cloud_streams_total ("cloudStreamsTotal", counted as CloudStreamsTotal): usize
         = "50000", count(1 << 20);
     /// New streams to targets of the cloud a second of one node, after a burst of twice as many.
