@@ -1,6 +1,6 @@
 //! The command `doctor`: looks for what keeps requests from reaching nodes, and says how to fix it.
 //!
-//! [`facts`] gathers, [`checks`] decides and is pure. The command only reads.
+//! `facts` gathers, `checks` decides and is pure. The command only reads.
 
 use std::time::Duration;
 
