@@ -248,7 +248,10 @@ impl RotatingCredentials {
         match taken {
             Ok(credentials) => {
                 self.metrics.renewal("issued");
-                self.adopt(credentials, Some((chain, roots)), false).await;
+                // A server that replaces its CA waits until its agents have connected with the
+                // certificates that they received.
+                let at_once = roots.len() > 1;
+                self.adopt(credentials, Some((chain, roots)), at_once).await;
             }
             Err(problem) => {
                 self.metrics.renewal("unusable");

@@ -144,17 +144,16 @@ impl CaRotator {
     /// Uses both CAs as the stage of `rotation` says, and persists the stage.
     fn enter(&self, mut rotation: Rotation) -> Result<Rotation, CaError> {
         let _changing = self.dir.lock_files()?;
-        let previous = self.ca.material.load_full();
         let material = Arc::new(rotation.material()?);
-        self.ca.replace(material.clone());
-        // Certificates that were issued before the replacement are older than this time.
-        rotation.since = whole_seconds(SystemTime::now()) + Duration::from_secs(1);
+        // While the stage is being persisted, the CA of the previous stage signs.
+        let persisted = whole_seconds(SystemTime::now()) + PERSISTED_WITHIN;
+        // Certificates of the previous stage are older, also when that was short.
+        rotation.since = persisted.max(rotation.since + Duration::from_secs(1));
         let longest = longest_remaining(&self.nodes.snapshot(), rotation.since);
         rotation.life = self.ca.life().max(longest);
-        if let Err(error) = rotation.save(&self.dir) {
-            self.ca.replace(previous);
-            return Err(error);
-        }
+        // No certificate of a stage exists that a crash would undo.
+        rotation.save(&self.dir)?;
+        self.ca.replace(material.clone());
         persisted::write_ca(&self.dir, &material)?;
         Ok(rotation)
     }
@@ -195,7 +194,7 @@ impl CaRotator {
     }
 
     fn count(&self, rotation: &Rotation, now: SystemTime) -> AgentCounts {
-        count(&self.nodes.snapshot(), rotation.since + rotation.life, now)
+        count(&self.nodes.snapshot(), rotation.since, now)
     }
 }
 
@@ -230,6 +229,9 @@ fn decide(
     }
 }
 
+/// Time within which a stage is persisted, with a margin for slow disks. Certificates that are issued
+/// in it do not count as those of the stage.
+const PERSISTED_WITHIN: Duration = Duration::from_secs(3);
 /// Part of a certificate's lifetime after which an agent has renewed it.
 const RENEWED_BY: f64 = 0.6;
 

@@ -45,9 +45,13 @@ pub struct KnownNode {
     /// minutes.
     #[serde(default, with = "time_text_option")]
     pub last_seen: Option<SystemTime>,
-    /// End of the certificate that the node used for its last connection.
+    /// End of the certificate that the node used for its last connection or was issued since.
     #[serde(default, with = "time_text_option")]
     pub certificate_not_after: Option<SystemTime>,
+    /// Issue time of the certificate that the node used for its last connection, if the local CA
+    /// issued it. A certificate that was issued since may not have arrived.
+    #[serde(default, with = "time_text_option")]
+    pub certificate_issued: Option<SystemTime>,
     /// How the node's agent enrolled last. `None` for a certificate of an operator, and for nodes
     /// that a version without this field recorded.
     #[serde(default)]
@@ -169,13 +173,19 @@ impl KnownNodes {
         });
     }
 
-    /// Records that a node connected with a certificate that ends at `not_after`.
-    pub fn record_connection(&self, node: &NodeName, not_after: SystemTime) {
-        self.record_connection_at(node, not_after, SystemTime::now());
+    /// Records that a node connected with a certificate that was issued at `issued` and ends at
+    /// `not_after`.
+    pub fn record_connection(&self, node: &NodeName, issued: SystemTime, not_after: SystemTime) {
+        self.record_connection_at(node, [issued, not_after], SystemTime::now());
     }
 
-    fn record_connection_at(&self, node: &NodeName, not_after: SystemTime, now: SystemTime) {
-        let (now, not_after) = (whole_seconds(now), whole_seconds(not_after));
+    fn record_connection_at(
+        &self,
+        node: &NodeName,
+        [issued, not_after]: [SystemTime; 2],
+        now: SystemTime,
+    ) {
+        let [issued, not_after, now] = [issued, not_after, now].map(whole_seconds);
         self.change(|state| {
             let is_new = !state.nodes.contains_key(node);
             let known = entry(&mut state.nodes, node, now);
@@ -183,16 +193,31 @@ impl KnownNodes {
                 .last_seen
                 .and_then(|last| now.duration_since(last).ok())
                 .is_some_and(|age| age < LAST_SEEN_RESOLUTION);
-            if is_recent && known.certificate_not_after == Some(not_after) {
+            let is_known = known.certificate_not_after == Some(not_after)
+                && known.certificate_issued == Some(issued);
+            if is_recent && is_known {
                 return NodeChange::None;
             }
             known.last_seen = Some(now);
             known.certificate_not_after = Some(not_after);
+            known.certificate_issued = Some(issued);
             if is_new {
                 NodeChange::Routes
             } else {
                 NodeChange::Details
             }
+        });
+    }
+
+    /// Records that a certificate which ends at `not_after` was issued to a known node.
+    pub fn record_renewal(&self, node: &NodeName, not_after: SystemTime) {
+        let not_after = whole_seconds(not_after);
+        self.change(|state| match state.nodes.get_mut(node) {
+            Some(known) if known.certificate_not_after != Some(not_after) => {
+                known.certificate_not_after = Some(not_after);
+                NodeChange::Details
+            }
+            Some(_) | None => NodeChange::None,
         });
     }
 
@@ -391,6 +416,7 @@ fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mu
         first_seen: whole_seconds(now),
         last_seen: None,
         certificate_not_after: None,
+        certificate_issued: None,
         enrollment: None,
     })
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
-use tunnel_proto::identity::TrustDomain;
+use tunnel_proto::identity::{BACKDATED, TrustDomain};
 use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
 use tunnel_proto::tls::AgentTrust;
@@ -166,7 +166,9 @@ impl Sessions {
         self.supersede(node, &yielded);
         let id = registration.session().id;
         let members = self.send_welcome(session, id, &hello, &mut writer).await?;
-        self.nodes.record_connection(node, session.peer().not_after);
+        let peer = session.peer();
+        self.nodes
+            .record_connection(node, peer.not_before + BACKDATED, peer.not_after);
         if session.peer().domain == TrustDomain::Cluster {
             self.nodes.record_enrollment(node, EnrollmentKind::Kubelet);
         }

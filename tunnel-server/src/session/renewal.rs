@@ -78,7 +78,7 @@ impl Sessions {
         match issued {
             Ok(renewed) => {
                 agent.renewed(renewed.not_after, renewed.chain);
-                self.nodes.record_connection(node, renewed.not_after);
+                self.nodes.record_renewal(node, renewed.not_after);
                 self.metrics.renewal("issued");
                 let not_after = crate::store::data_dir::rfc3339(renewed.not_after);
                 info!(%node, session = agent.id.0, not_after, "certificate renewed");

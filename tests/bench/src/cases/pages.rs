@@ -90,7 +90,7 @@ fn record_nodes(dir: &DataDir, count: usize) -> Result<()> {
     let nodes = KnownNodes::open(dir)?;
     let not_after = SystemTime::now() + VALIDITY;
     for number in 0..count {
-        nodes.record_connection(&node_name(number).parse()?, not_after);
+        nodes.record_connection(&node_name(number).parse()?, SystemTime::now(), not_after);
     }
     Ok(nodes.save()?)
 }

@@ -25,7 +25,7 @@ pub(super) struct Rotation {
     /// Certificates that were issued at this time or later are those of the stage.
     #[serde(with = "time_text")]
     pub(super) since: SystemTime,
-    /// Certificates of the stage end at this time after `since` or later, earlier ones before.
+    /// Longest time for which a certificate that was issued before `since` is valid after it.
     pub(super) life: Duration,
     old: CaPem,
     new: CaPem,

@@ -35,7 +35,8 @@ pub struct RotationProgress {
     pub agents: AgentCounts,
 }
 
-/// The known nodes, by the certificate that the server last saw or issued.
+/// The known nodes, by the certificate that they last presented. While two CAs are trusted, an agent
+/// connects again after each renewal.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentCounts {
@@ -52,20 +53,21 @@ pub struct AgentCounts {
     pub kubelets: usize,
 }
 
-/// Counts the nodes. A certificate of the stage ends at `first_end` or later.
-pub(super) fn count(nodes: &NodeMap, first_end: SystemTime, now: SystemTime) -> AgentCounts {
+/// Counts the nodes. A certificate of the stage was issued at `since` or later.
+pub(super) fn count(nodes: &NodeMap, since: SystemTime, now: SystemTime) -> AgentCounts {
     let mut counts = AgentCounts::default();
     for (name, node) in nodes {
         match node.certificate_not_after {
             Some(_) if is_kubelet(node) => counts.kubelets += 1,
-            Some(end) if end >= first_end => counts.renewed += 1,
-            Some(end) if end > now => {
+            Some(end) if end <= now => counts.expired += 1,
+            Some(_) if node.certificate_issued >= Some(since) => counts.renewed += 1,
+            Some(_) => {
                 counts.pending += 1;
                 if counts.pending_nodes.len() < PENDING_NODES_MAX {
                     counts.pending_nodes.push(name.as_str().to_owned());
                 }
             }
-            Some(_) | None => counts.expired += 1,
+            None => counts.expired += 1,
         }
     }
     counts

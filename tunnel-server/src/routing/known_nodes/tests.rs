@@ -14,7 +14,7 @@ fn nodes_survive_a_restart_until_they_are_forgotten() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     nodes.record(&name("worker-1"), &["192.168.33.221".parse().unwrap()]);
-    nodes.record_connection_at(&name("worker-2"), at(5_000), at(1_000));
+    nodes.record_connection_at(&name("worker-2"), [at(500), at(5_000)], at(1_000));
     nodes.save().unwrap();
 
     let again = KnownNodes::open(&scratch.0).unwrap();
@@ -69,7 +69,7 @@ fn last_enrollment_is_persisted_and_changes_routes_of_new_nodes_only() {
 fn last_sign_of_life_is_persisted_and_makes_no_node_known() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
-    nodes.record_connection_at(&name("worker-1"), at(90_000), at(1_000));
+    nodes.record_connection_at(&name("worker-1"), [at(500), at(90_000)], at(1_000));
     let last_seen = || nodes.snapshot()[&name("worker-1")].last_seen;
     nodes.record_last_seen(&name("worker-1"), at(1_100));
     assert_eq!(last_seen(), Some(at(1_000)), "within the resolution");
@@ -86,14 +86,14 @@ fn reconnects_change_neither_routes_nor_the_file() {
     let scratch = Scratch::new();
     let nodes = KnownNodes::open(&scratch.0).unwrap();
     let changed = nodes.changed();
-    nodes.record_connection_at(&name("worker-1"), at(90_000), at(1_000));
+    nodes.record_connection_at(&name("worker-1"), [at(500), at(90_000)], at(1_000));
     assert_eq!(*changed.borrow(), 1);
     nodes.save().unwrap();
     let stamp = nodes.file.stamp();
-    nodes.record_connection_at(&name("worker-1"), at(90_000), at(1_010));
+    nodes.record_connection_at(&name("worker-1"), [at(500), at(90_000)], at(1_010));
     nodes.save().unwrap();
     assert_eq!(nodes.file.stamp(), stamp);
-    nodes.record_connection_at(&name("worker-1"), at(99_000), at(1_020));
+    nodes.record_connection_at(&name("worker-1"), [at(500), at(99_000)], at(1_020));
     nodes.save().unwrap();
     assert_ne!(nodes.file.stamp(), stamp);
     assert_eq!(*changed.borrow(), 1);
