@@ -1,8 +1,7 @@
 //! The verb `join`: writes configuration, join token and systemd unit of an agent, and starts the
 //! service.
 //!
-//! Every file is planned before one is written, so that a mistake or a refusal changes nothing. A
-//! run that is interrupted is completed by the next one.
+//! Every file is planned before one is written, so that a mistake or a refusal changes nothing.
 
 use std::io::{self, IsTerminal as _, Read as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -67,11 +66,13 @@ pub fn run(
         }
     }
     plan.write()?;
-    print(&plan.report("wrote"))?;
+    // A reader of the output that has gone does not keep the service from its new files.
+    let mut printed = print(&plan.report("wrote"));
     for command in &commands {
         systemctl(command)?;
-        print(&format!("ran {}\n", shown(command)))?;
+        printed = printed.and_then(|()| print(&format!("ran {}\n", shown(command))));
     }
+    printed?;
     let root = arguments.root.as_deref();
     if below(root, DEFAULT_DATA_DIR).join(CERTIFICATE).exists() {
         print(&format!(

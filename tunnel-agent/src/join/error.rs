@@ -46,12 +46,17 @@ pub enum JoinCommandError {
         user = paths::USER
     )]
     NoUser,
+    #[error("the service runs as a user that cannot read {0}; run: chmod 644 {0}")]
+    ConfigUnreadable(&'static str),
     #[error("{0}; run tunnel-agent join as root")]
     Denied(io::Error),
     /// The text names the file.
     #[error(transparent)]
     File(io::Error),
-    #[error("the files are written, but '{command}' failed: {reason}")]
+    #[error(
+        "the files are written, but '{command}' failed: {reason}; when this is repaired: systemctl restart {service}",
+        service = paths::SERVICE
+    )]
     Systemctl { command: String, reason: String },
 }
 
@@ -62,6 +67,7 @@ impl JoinCommandError {
         match self {
             Self::NoToken | Self::InvalidToken(_) | Self::Config(_) => true,
             Self::CannotEdit { .. }
+            | Self::ConfigUnreadable(_)
             | Self::Differs(_)
             | Self::Declined
             | Self::NoSystemd(_)

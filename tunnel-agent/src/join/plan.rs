@@ -29,6 +29,13 @@ struct PlannedFile {
     state: FileState,
 }
 
+impl PlannedFile {
+    /// Returns whether this is the configuration, and a user without rights cannot read it.
+    fn is_private_config(&self) -> bool {
+        self.path == paths::CONFIG && self.access.mode & 0o004 == 0
+    }
+}
+
 impl Plan {
     /// Reads the existing files, and writes none.
     pub(super) fn new(
@@ -49,6 +56,10 @@ impl Plan {
             plan_token(root, token, access)?,
             plan_config(root, settings)?,
         ];
+        let has_own_user = unit.is_some();
+        if has_own_user && files.iter().any(PlannedFile::is_private_config) {
+            return Err(JoinCommandError::ConfigUnreadable(paths::CONFIG));
+        }
         files.extend(unit);
         Ok(Self {
             root: root.map(Path::to_owned),
@@ -96,14 +107,14 @@ impl Plan {
     }
 
     /// Returns the arguments of each call of systemctl that starts the service, or restarts it with
-    /// the new files.
+    /// the new files. The unit is loaded in any case, since an earlier run may have ended before.
     pub(super) fn commands(&self) -> Vec<&'static [&'static str]> {
-        let has_changed_unit = self.changed().any(|file| file.path == paths::UNIT);
+        let has_unit = self.files.iter().any(|file| file.path == paths::UNIT);
         let is_restarted = self
             .changed()
             .any(|file| matches!(file.state, FileState::Unset | FileState::Differs(_)));
         let mut commands: Vec<&'static [&'static str]> = Vec::new();
-        if has_changed_unit {
+        if has_unit {
             commands.push(&["daemon-reload"]);
         }
         if is_restarted {

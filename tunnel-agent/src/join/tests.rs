@@ -57,6 +57,12 @@ impl Host {
         let path = self.root.join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         files::replace(&path, text.as_bytes()).unwrap();
+        self.set_mode(&path, 0o644);
+    }
+
+    fn set_mode(&self, path: &Path, mode: u32) {
+        let path = self.root.join(path);
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
 
     fn content(&self, path: &str) -> String {
@@ -178,4 +184,15 @@ fn command_without_systemd_has_the_values_and_a_place_for_the_token() {
     arguments.server.push("b:2".to_owned());
     let expected = "tunnel-agent run --server cloud.example:10262 --server b:2 --node-name worker-1 --token-file TOKEN-FILE";
     assert_eq!(run_command(&arguments), expected);
+}
+
+#[test]
+fn configuration_that_the_service_cannot_read_is_an_error_before_a_write() {
+    let host = Host::new();
+    host.write(CONFIG, "logLevel: debug\n");
+    host.set_mode(Path::new(CONFIG), 0o600);
+    let refused = host.join(&host.arguments(), Answer::Yes).unwrap_err();
+    assert!(refused.to_string().contains("chmod 644"), "{refused}");
+    assert_eq!(host.content(CONFIG), "logLevel: debug\n");
+    assert!(!host.root.join(TOKEN).exists());
 }
