@@ -165,8 +165,10 @@ fn client(
     files::make_private_dir(output)
         .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", output.display())))?;
     files::replace(&bundle, server_ca.as_bytes())?;
-    create(&certificate, &issued.certificate)?;
     create(&key, &issued.key)?;
+    create(&certificate, &issued.certificate).inspect_err(|_no_pair| {
+        let _nothing_to_remove = std::fs::remove_file(&key);
+    })?;
     let out = format!(
         "wrote {}, {} and {}; the certificate ends at {}\n",
         key.display(),
