@@ -75,11 +75,13 @@ impl CloudEgress {
         }
         let per_second = NonZeroU32::new(limits.cloud_stream_rate).unwrap_or(NonZeroU32::MIN);
         let burst = per_second.saturating_mul(BURST);
+        let share = u32::try_from(limits.cloud_streams_total / AGENT_SHARE).unwrap_or(u32::MAX);
+        let share = share.max(1);
         Ok(Some(Self {
             targets: CloudTargets::new(targets),
             dialer: CloudDialer::new(own_ports, limits.target_dial_timeout),
             total: Semaphore::new(limits.cloud_streams_total),
-            per_agent: limits.cloud_streams_per_agent,
+            per_agent: limits.cloud_streams_per_agent.min(share),
             open: Mutex::default(),
             rate: RateLimiter::hashmap(Quota::per_second(per_second).allow_burst(burst)),
             header_timeout: limits.request_head_timeout,
@@ -172,10 +174,11 @@ impl CloudEgress {
             }
         };
         let dialed = address.to_string();
+        let socket = TargetSocket::new(socket, ByteCount::default());
+        // The socket resets when it is dropped, as after each cut.
         if let Err(error) = stream.accept("").await {
             return StreamOutcome::without_bytes(CloudResult::CutByAgent, error.to_string());
         }
-        let socket = TargetSocket::new(socket, ByteCount::default());
         let relayed = relay_socket(stream, socket).await;
         StreamOutcome {
             result: relayed.end.into(),
@@ -315,6 +318,8 @@ fn refuse_own(target: &CloudTargetSettings, own_ports: &[Port]) -> Result<(), St
 
 /// Streams of a session that may wait for their header or their refusal, in addition to those with a permit.
 const WITHOUT_PERMIT: u32 = 32;
+/// Divisor for the part of all streams that one agent may have.
+const AGENT_SHARE: usize = 8;
 /// Streams that a node may open at once, in multiples of the rate.
 const BURST: NonZeroU32 = NonZeroU32::new(2).expect("not zero");
 

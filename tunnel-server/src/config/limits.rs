@@ -39,8 +39,8 @@ tunnel_proto::limits! {
     /// certificate, three quarters.
     streams_per_agent ("streamsPerAgent", counted as StreamsPerAgent): u32
         = "256", count(1 << 20);
-    /// Streams to targets of the cloud that one agent has open at once; more are refused with
-    /// too_many_streams.
+    /// Streams to targets of the cloud that one agent has open at once, at most an eighth of those
+    /// of all agents; more are refused with too_many_streams.
     cloud_streams_per_agent ("cloudStreamsPerAgent", counted as CloudStreamsPerAgent): u32
         = "256", count(1 << 16);
     /// Streams to targets of the cloud that all agents have open at once, at most an eighth of the

@@ -128,18 +128,35 @@ async fn agent_that_opens_too_many_streams_or_too_fast_is_refused() {
 }
 
 #[tokio::test]
-async fn streams_of_all_agents_hold_at_and_above_their_limit() {
+async fn streams_of_all_agents_hold_at_and_above_their_limit_and_one_agent_has_an_eighth() {
     let limits = Limits {
-        cloud_streams_total: 2,
+        cloud_streams_total: 16,
         ..Limits::default()
     };
-    let (_bench, agent) = server(&[target("echo", echo().await, None)], limits).await;
+    let bench = Bench::new();
+    let targets = [target("x", "127.0.0.1:1".parse().unwrap(), None)];
+    let (metrics, shutdown) = (
+        bench.sessions.metrics.clone(),
+        bench.sessions.shutdown.clone(),
+    );
+    let egress = CloudEgress::new(&targets, Vec::new(), &limits, metrics, shutdown);
+    let egress = egress.unwrap().unwrap();
+    let name = "x".parse().unwrap();
+    let admit = |node: u32| {
+        let node = format!("worker-{node}").parse().unwrap();
+        egress
+            .admit(&node, &name, true)
+            .map_err(|refusal| refusal.code)
+    };
     let mut streams = Vec::new();
-    for _ in 0..2 {
-        streams.push(open(&agent, &header("echo")).await.unwrap());
+    for node in 0..8 {
+        streams.push(admit(node).unwrap());
+        streams.push(admit(node).unwrap());
+        assert_eq!(admit(node).err(), Some(RefusalCode::TooManyStreams));
     }
-    let third = open(&agent, &header("echo")).await.map(|_| ());
-    assert_eq!(third, Err(RefusalCode::TooManyStreams));
+    assert_eq!(admit(8).err(), Some(RefusalCode::TooManyStreams));
+    streams.pop();
+    assert!(admit(8).is_ok());
 }
 
 #[tokio::test]
