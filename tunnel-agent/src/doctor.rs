@@ -6,9 +6,7 @@
 use std::io;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
 use tunnel_proto::process::doctor::{Explanation, Report};
-use tunnel_proto::process::telemetry;
 use tunnel_proto::wire::name::Port;
 
 use crate::config::Config;
@@ -50,18 +48,8 @@ pub struct DoctorOptions {
 /// # Errors
 /// Returns an error if standard output cannot be written.
 pub async fn run(config: &Config, options: &DoctorOptions) -> io::Result<u8> {
-    let end = Instant::now() + options.wait;
-    let report = loop {
-        let report = examine(config, options).await;
-        if !report.has_errors() || Instant::now() + PAUSE > end {
-            break report;
-        }
-        sleep(PAUSE).await;
-    };
-    let mut text = Vec::new();
-    report.print(options.json, &mut text)?;
-    telemetry::print(&text)?;
-    Ok(report.exit_code())
+    let examine = async || examine(config, options).await;
+    Report::print_when_done(options.wait, options.json, examine).await
 }
 
 /// Does the checks once.
@@ -78,11 +66,7 @@ pub async fn examine(config: &Config, options: &DoctorOptions) -> Report {
 /// # Errors
 /// Returns an error if standard output cannot be written.
 pub fn explain(id: &str, json: bool) -> io::Result<()> {
-    let mut text = Vec::new();
-    if let Some(explanation) = Explanation::find(report::EXPLANATIONS, id) {
-        explanation.print(json, &mut text)?;
-    }
-    telemetry::print(&text)
+    Explanation::print_from(report::EXPLANATIONS, id, json)
 }
 
 /// Returns the ids of the checks that `only` names, alone or as a group.
@@ -99,17 +83,7 @@ fn group(id: &str) -> &str {
 
 /// Parses the id of a check.
 fn check_id(text: &str) -> Result<String, String> {
-    match Explanation::find(report::EXPLANATIONS, text) {
-        Some(explanation) => Ok(explanation.id.to_owned()),
-        None => {
-            let ids = report::EXPLANATIONS.iter().map(|known| known.id);
-            let ids: Vec<&str> = ids.collect();
-            Err(format!(
-                "no check has this id; there are {}",
-                ids.join(", ")
-            ))
-        }
-    }
+    Explanation::parse_id(report::EXPLANATIONS, text)
 }
 
 /// Parses the id of a check, or of a group of checks.
@@ -120,9 +94,6 @@ fn check_group(text: &str) -> Result<String, String> {
         None => check_id(text),
     }
 }
-
-/// Pause between two repetitions of the checks.
-const PAUSE: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {

@@ -5,11 +5,13 @@
 
 use std::fmt;
 use std::io::{self, Write};
+use std::time::Duration;
 
 use serde::Serialize;
+use tokio::time::{Instant, sleep};
 
 use super::diag::redact::{redact, redacted};
-use super::telemetry::{LogFormat, visible};
+use super::telemetry::{self, LogFormat, visible};
 
 /// Version of the JSON documents. Raised when a field is removed or changes its meaning.
 const SCHEMA: u32 = 1;
@@ -17,6 +19,8 @@ const SCHEMA: u32 = 1;
 const EXIT_WARNINGS: u8 = 1;
 /// Exit code of a report with errors.
 const EXIT_ERRORS: u8 = 2;
+/// Pause between two repetitions of the checks.
+const PAUSE: Duration = Duration::from_secs(2);
 
 /// How serious a finding is. The most serious severity is the least.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -129,6 +133,30 @@ impl Report {
         }
     }
 
+    /// Does the checks with `examine` until there is no error, or for the time `wait`, and prints the
+    /// last report to standard output. Returns its exit code.
+    ///
+    /// # Errors
+    /// When standard output cannot be written.
+    pub async fn print_when_done(
+        wait: Duration,
+        json: bool,
+        mut examine: impl AsyncFnMut() -> Self,
+    ) -> io::Result<u8> {
+        let end = Instant::now() + wait;
+        let report = loop {
+            let report = examine().await;
+            if !report.has_errors() || Instant::now() + PAUSE > end {
+                break report;
+            }
+            sleep(PAUSE).await;
+        };
+        let mut text = Vec::new();
+        report.print(json, &mut text)?;
+        telemetry::print(&text)?;
+        Ok(report.exit_code())
+    }
+
     /// Writes the report as a JSON document or as text.
     ///
     /// # Errors
@@ -199,6 +227,35 @@ impl Explanation {
     pub fn find<'a>(table: &'a [Self], id: &str) -> Option<&'a Self> {
         let mut table = table.iter();
         table.find(|explanation| explanation.id.eq_ignore_ascii_case(id))
+    }
+
+    /// Parses the id of a check in the table.
+    ///
+    /// # Errors
+    /// Returns a text with all ids.
+    pub fn parse_id(table: &[Self], text: &str) -> Result<String, String> {
+        match Self::find(table, text) {
+            Some(explanation) => Ok(explanation.id.to_owned()),
+            None => {
+                let ids: Vec<&str> = table.iter().map(|known| known.id).collect();
+                Err(format!(
+                    "no check has this id; there are {}",
+                    ids.join(", ")
+                ))
+            }
+        }
+    }
+
+    /// Prints the explanation of a check in the table to standard output.
+    ///
+    /// # Errors
+    /// When standard output cannot be written.
+    pub fn print_from(table: &[Self], id: &str, json: bool) -> io::Result<()> {
+        let mut text = Vec::new();
+        if let Some(explanation) = Self::find(table, id) {
+            explanation.print(json, &mut text)?;
+        }
+        telemetry::print(&text)
     }
 
     /// Writes the explanation as a JSON document or as text.

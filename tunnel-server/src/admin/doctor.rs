@@ -4,9 +4,7 @@
 
 use std::time::Duration;
 
-use tokio::time::Instant;
 use tunnel_proto::process::doctor::{Explanation, Report};
-use tunnel_proto::process::telemetry;
 use tunnel_proto::wire::name::NodeName;
 
 use super::verbs::VerbError;
@@ -45,18 +43,8 @@ pub struct DoctorOptions {
 /// # Errors
 /// Returns [`VerbError::File`] if standard output cannot be written.
 pub async fn run(config: &Config, options: &DoctorOptions) -> Result<u8, VerbError> {
-    let end = Instant::now() + options.wait;
-    let report = loop {
-        let report = examine(config, options).await;
-        if !report.has_errors() || Instant::now() + PAUSE > end {
-            break report;
-        }
-        tokio::time::sleep(PAUSE).await;
-    };
-    let mut text = Vec::new();
-    report.print(options.json, &mut text)?;
-    telemetry::print(&text)?;
-    Ok(report.exit_code())
+    let examine = async || examine(config, options).await;
+    Ok(Report::print_when_done(options.wait, options.json, examine).await?)
 }
 
 /// Prints the explanation of a check.
@@ -64,11 +52,7 @@ pub async fn run(config: &Config, options: &DoctorOptions) -> Result<u8, VerbErr
 /// # Errors
 /// Returns [`VerbError::File`] if standard output cannot be written.
 pub fn explain(id: &str, json: bool) -> Result<(), VerbError> {
-    let mut text = Vec::new();
-    if let Some(explanation) = Explanation::find(report::EXPLANATIONS, id) {
-        explanation.print(json, &mut text)?;
-    }
-    Ok(telemetry::print(&text)?)
+    Ok(Explanation::print_from(report::EXPLANATIONS, id, json)?)
 }
 
 async fn examine(config: &Config, options: &DoctorOptions) -> Report {
@@ -81,21 +65,8 @@ async fn examine(config: &Config, options: &DoctorOptions) -> Report {
 
 /// Parses the id of a check.
 fn check_id(text: &str) -> Result<String, String> {
-    match Explanation::find(report::EXPLANATIONS, text) {
-        Some(explanation) => Ok(explanation.id.to_owned()),
-        None => {
-            let ids = report::EXPLANATIONS.iter().map(|known| known.id);
-            let ids: Vec<&str> = ids.collect();
-            Err(format!(
-                "no check has this id; there are {}",
-                ids.join(", ")
-            ))
-        }
-    }
+    Explanation::parse_id(report::EXPLANATIONS, text)
 }
-
-/// Pause between two repetitions of the checks.
-const PAUSE: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {
