@@ -29,6 +29,7 @@ mod edge_clients;
 mod hosts_file;
 mod install;
 mod kubectl;
+mod kubelet;
 mod leader;
 mod names;
 mod outage;

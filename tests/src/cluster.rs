@@ -4,6 +4,7 @@
 //! and counts, are behind [`Cluster::fake_api`].
 
 mod api;
+mod kubelet;
 mod objects;
 mod real;
 
@@ -15,6 +16,7 @@ use serde_json::{Value, json};
 use crate::apiserver::{FakeApiServer, Setup};
 
 pub use api::{Api, is_status};
+pub use kubelet::Kubelet;
 pub use objects::{
     Node, Objects, SERVICE_ACCOUNT, cloud, edge, empty_secrets, endpoints, internal_service,
     server_roles, server_roles_of, shipped,
@@ -77,7 +79,7 @@ impl Cluster {
         let Some(binaries) = crate::tools::or_skip(Real::binaries()) else {
             return Ok(None);
         };
-        let real = Real::start_with(&binaries, Families::V4, flags).await?;
+        let real = Real::start_with(&binaries, Families::V4, flags, None).await?;
         Self::of(ApiBackend::Real(Box::new(real))).await.map(Some)
     }
 

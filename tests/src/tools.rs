@@ -34,6 +34,12 @@ pub enum Tool {
     /// The program `prlimit` of util-linux.
     Prlimit,
     Kubectl,
+    Containerd,
+    /// The program `ctr` of containerd.
+    Ctr,
+    Runc,
+    /// The static program `busybox`, for container images.
+    Busybox,
     Helm,
     /// The program `openssl`, for the script of a guide.
     Openssl,
@@ -69,6 +75,10 @@ impl Tool {
             Self::Nsenter => "nsenter",
             Self::Prlimit => "prlimit",
             Self::Kubectl => "kubectl",
+            Self::Containerd => "containerd",
+            Self::Ctr => "ctr",
+            Self::Runc => "runc",
+            Self::Busybox => "busybox",
             Self::Helm => "helm",
             Self::Openssl => "openssl",
             Self::Ssh => "ssh",

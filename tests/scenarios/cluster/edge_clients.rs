@@ -64,7 +64,7 @@ impl EdgePair {
 }
 
 /// Returns the address in the line of an agent that reports its listener for a target of the cloud.
-fn cloud_listener(line: &str) -> Option<SocketAddr> {
+pub(super) fn cloud_listener(line: &str) -> Option<SocketAddr> {
     let line: Value = serde_json::from_str(line).ok()?;
     let fields = line.get("fields").unwrap_or(&line);
     if fields["message"] != "listening" || fields["listener"] != "cloud" {

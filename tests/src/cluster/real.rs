@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::{Families, SERVICE_ACCOUNT};
 use crate::apiserver::kubeconfig;
+use crate::netns::Namespace;
 use crate::process::{Log, Process, Program, ScratchDir, Signal};
 use crate::tools::Skip;
 
@@ -46,11 +47,16 @@ impl Real {
     /// Returns an error if one of them cannot be run or kube-apiserver does not serve, with the end
     /// of its log.
     pub async fn start(binaries: &Path, families: Families) -> Result<Self> {
-        Self::start_with(binaries, families, &[]).await
+        Self::start_with(binaries, families, &[], None).await
     }
 
-    /// Like [`Real::start`], with further flags of kube-apiserver.
-    pub async fn start_with(binaries: &Path, families: Families, flags: &[String]) -> Result<Self> {
+    /// Like [`Real::start`], with further flags of kube-apiserver, and in a namespace if given.
+    pub async fn start_with(
+        binaries: &Path,
+        families: Families,
+        flags: &[String],
+        inside: Option<&Namespace>,
+    ) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let [clients, peers, api] = free_ports()?;
         let etcd = Program::at(&binaries.join("etcd"))
@@ -70,6 +76,7 @@ impl Real {
                 format!("--initial-cluster=default=http://{peers}"),
                 "--unsafe-no-fsync=true".to_owned(),
             ])
+            .inside(inside)
             .start()?;
         let (namespace, name) = SERVICE_ACCOUNT;
         let tokens = format!(
@@ -107,7 +114,8 @@ impl Real {
                 format!("--service-account-key-file={}", public.display()),
                 format!("--service-account-signing-key-file={}", private.display()),
             ])
-            .args(flags);
+            .args(flags)
+            .inside(inside);
         let apiserver = serving(&program).await?;
         let real = Self {
             scratch,
@@ -143,7 +151,8 @@ impl Real {
         self.apiserver.log()
     }
 
-    pub(super) fn admin_kubeconfig(&self) -> PathBuf {
+    /// Returns a kubeconfig with all permissions.
+    pub fn admin_kubeconfig(&self) -> PathBuf {
         self.scratch.path().join(ADMIN_FILE)
     }
 
