@@ -1,7 +1,7 @@
 //! Options of the TCP sockets at the ends of the tunnel.
 
 use std::io;
-use std::net::{Shutdown, SocketAddr};
+use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
@@ -118,6 +118,28 @@ pub fn listen_freebind(address: SocketAddr) -> io::Result<TcpListener> {
     TcpListener::from_std(socket.into())
 }
 
+/// Returns the address that the client of an accepted connection dialed. A rule of the host may have
+/// redirected the connection to the local address (`SO_ORIGINAL_DST`).
+///
+/// # Errors
+/// When the system does not return the local address.
+pub fn original_destination(accepted: &TcpStream) -> io::Result<SocketAddr> {
+    let local = accepted.local_addr()?;
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    {
+        let socket = SockRef::from(accepted);
+        let original = match local.ip().to_canonical() {
+            IpAddr::V4(_) => socket.original_dst_v4(),
+            IpAddr::V6(_) => socket.original_dst_v6(),
+        };
+        // The kernel has no answer if it does not track the connection.
+        if let Some(original) = original.ok().and_then(|address| address.as_socket()) {
+            return Ok(original);
+        }
+    }
+    Ok(local)
+}
+
 /// Unsent bytes of a session that may wait in the kernel. More would queue in front of every small
 /// request.
 const NOTSENT_LOWAT_BYTES: u32 = 128 * 1024;
@@ -185,6 +207,20 @@ mod tests {
                 // A host without IPv6.
                 Err(error) => assert!(address.is_ipv6(), "{address}: {error}"),
             }
+        }
+    }
+
+    #[tokio::test]
+    async fn destination_of_a_connection_that_no_rule_redirects_is_the_listener() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            // A host without IPv6.
+            let Ok(listener) = TcpListener::bind(address).await else {
+                continue;
+            };
+            let address = listener.local_addr().unwrap();
+            let _client = TcpStream::connect(address).await.unwrap();
+            let (accepted, _) = listener.accept().await.unwrap();
+            assert_eq!(original_destination(&accepted).unwrap(), address);
         }
     }
 

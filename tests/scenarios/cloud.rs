@@ -14,6 +14,8 @@ use tunnel_tests::process::{
 };
 use tunnel_tests::targets::Exporter;
 
+mod redirected;
+
 const NODE: &str = "worker-1";
 /// Name of the target in the host fields of requests.
 const HOST: &str = "apiserver";

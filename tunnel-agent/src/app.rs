@@ -29,6 +29,7 @@ use crate::egress::Egress;
 use crate::ingress::sessions::CloudSessions;
 use crate::ingress::{Ingress, listeners};
 use crate::join::JoinCommandError;
+use crate::loop_detection::LoopDetector;
 use crate::metrics::Metrics;
 use crate::policy::DialPolicy;
 use crate::render::RenderError;
@@ -55,6 +56,7 @@ pub struct App {
     shutdown: Shutdown,
     meta_addr: Option<SocketAddr>,
     cloud_sessions: Arc<CloudSessions>,
+    loop_detector: Arc<LoopDetector>,
     cloud_addrs: Vec<SocketAddr>,
     _stop_on_drop: DropGuard,
 }
@@ -89,9 +91,11 @@ impl App {
             None => None,
         };
         let cloud_sessions = Arc::new(CloudSessions::default());
+        let loop_detector = Arc::new(LoopDetector::default());
         let ingress = Ingress::new(
             config.node_name.clone(),
             cloud_sessions.clone(),
+            loop_detector.clone(),
             &config.limits,
             metrics.clone(),
         );
@@ -112,6 +116,7 @@ impl App {
             shutdown,
             meta_addr,
             cloud_sessions,
+            loop_detector,
             cloud_addrs,
             _stop_on_drop: stop_on_drop,
         })
@@ -226,6 +231,7 @@ impl App {
         let egress = Egress::new(
             config.node_name.clone(),
             dial_policy,
+            self.loop_detector.clone(),
             &config.limits,
             self.metrics.clone(),
             drain.clone(),

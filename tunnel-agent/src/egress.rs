@@ -2,6 +2,8 @@
 //! the dial policy, dials, replies and relays.
 
 use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
@@ -17,6 +19,7 @@ use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::config::Limit;
 use crate::config::Limits;
+use crate::loop_detection::LoopDetector;
 use crate::metrics::{Metrics, StreamEnd};
 use crate::policy::DialPolicy;
 
@@ -31,6 +34,7 @@ pub(crate) use dial::{DialContext, NodeIp, dial};
 pub(crate) struct Egress {
     node: NodeName,
     dial_policy: DialPolicy,
+    loop_detector: Arc<LoopDetector>,
     head_timeout: Duration,
     dial_timeout: Duration,
     permits: Semaphore,
@@ -86,6 +90,7 @@ impl Egress {
     pub(crate) fn new(
         node: NodeName,
         dial_policy: DialPolicy,
+        loop_detector: Arc<LoopDetector>,
         limits: &Limits,
         metrics: Metrics,
         draining: CancellationToken,
@@ -93,6 +98,7 @@ impl Egress {
         Self {
             node,
             dial_policy,
+            loop_detector,
             head_timeout: limits.request_head_timeout,
             dial_timeout: limits.target_dial_timeout,
             permits: Semaphore::new(limits.streams_per_agent as usize),
@@ -225,6 +231,12 @@ impl Egress {
         };
         match dial(target, &context).await {
             Ok((tcp, address)) => {
+                let Some(_open) = self.loop_detector.dialed(&tcp, address) else {
+                    drop(tcp);
+                    let refusal = redirected(address);
+                    stream.refuse(refusal.code, &refusal.detail).await;
+                    return StreamOutcome::refused(refusal);
+                };
                 let socket = TargetSocket::new(tcp, self.metrics.bytes());
                 let outcome = relay_stream(stream, socket, &address.to_string()).await;
                 StreamOutcome {
@@ -240,6 +252,17 @@ impl Egress {
                 StreamOutcome::refused(refusal)
             }
         }
+    }
+}
+
+/// Returns the refusal of a target whose connections a rule of this host redirects to the agent.
+fn redirected(address: SocketAddr) -> Refusal {
+    Refusal {
+        code: RefusalCode::Policy,
+        detail: format!(
+            "a rule of this host redirects {address} to agent's --cloud-listen; take the address \
+             out of --allow-targets"
+        ),
     }
 }
 

@@ -21,6 +21,7 @@ use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{CloudTarget, NodeName, SessionId};
 
 use crate::config::{Limit, Limits};
+use crate::loop_detection::LoopDetector;
 use crate::metrics::{Metrics, StreamEnd};
 
 pub(crate) mod listeners;
@@ -35,6 +36,7 @@ use sessions::{CloudSessions, OpenError, OpenedStream};
 pub(crate) struct Ingress {
     node: NodeName,
     sessions: Arc<CloudSessions>,
+    loop_detector: Arc<LoopDetector>,
     limiter: Arc<ConnLimiter>,
     metrics: Metrics,
 }
@@ -70,6 +72,7 @@ impl Ingress {
     pub(crate) fn new(
         node: NodeName,
         sessions: Arc<CloudSessions>,
+        loop_detector: Arc<LoopDetector>,
         limits: &Limits,
         metrics: Metrics,
     ) -> Self {
@@ -77,6 +80,7 @@ impl Ingress {
         Self {
             node,
             sessions,
+            loop_detector,
             limiter: ConnLimiter::new(ConnLimits {
                 per_source: (total / 4 * 3).max(1),
                 total,
@@ -88,8 +92,15 @@ impl Ingress {
     /// Serves one connection to its end. Dropping the future resets the connection.
     pub(crate) async fn serve(&self, tcp: TcpStream, peer: SocketAddr, target: &CloudTarget) {
         let began = Instant::now();
+        let open_end = self.loop_detector.accepted(&tcp, peer);
         let socket = TargetSocket::new(tcp, ByteCount::default());
+        // Without a stream, the socket resets before the line is logged.
         let outcome = match self.limiter.acquire(peer.ip()) {
+            Ok(_) if open_end.is_none() => {
+                drop(socket);
+                let end = StreamEnd::Refused(RefusalCode::Policy);
+                ConnOutcome::without_bytes(None, end, REDIRECTED.to_owned())
+            }
             Ok(permit) => {
                 let permit = Arc::new(permit);
                 let _in_use = permit.in_use();
@@ -97,7 +108,6 @@ impl Ingress {
                 self.connect(socket, target).await
             }
             Err(reached) => {
-                // The socket resets before the line is logged.
                 drop(socket);
                 self.metrics.limit(Limit::CloudStreams);
                 let detail = match reached {
@@ -183,6 +193,8 @@ impl Ingress {
     }
 }
 
+/// Detail of a connection that this agent dialed.
+const REDIRECTED: &str = "the agent dialed the connection for a caller in the cloud, and a rule of this host redirects it here";
 /// Time for a server to accept a stream, over all sessions. With two sessions, each has more than a
 /// server's default time for a dial (5 s).
 const OPEN_TIMEOUT: Duration = Duration::from_secs(15);

@@ -22,6 +22,7 @@
 //! | [`render`] | files that lead clients on the node to the API server |
 //! | [`status`] | the list of sessions on the meta port, and the verb that shows it |
 //! | `metrics` | metrics of the agent |
+//! | `loop_detection` | connections of the agent to itself, which rules of the host can make |
 //! | `error` | text of errors for log lines |
 //! | `log_throttle` | which of repeated failures are logged |
 //!
@@ -46,6 +47,7 @@ mod enroll;
 mod error;
 mod ingress;
 mod log_throttle;
+mod loop_detection;
 mod metrics;
 mod proxy;
 mod session;

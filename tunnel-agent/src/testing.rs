@@ -150,6 +150,7 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
     let egress = Egress::new(
         node.clone(),
         dial_policy,
+        Arc::default(),
         &limits,
         metrics.clone(),
         draining,

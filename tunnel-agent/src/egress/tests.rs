@@ -21,6 +21,7 @@ struct Agent {
     server: Arc<dyn Session>,
     egress: Arc<Egress>,
     params: Arc<SessionParams>,
+    loop_detector: Arc<LoopDetector>,
     metrics: Metrics,
     draining: CancellationToken,
     session: Arc<MemorySession>,
@@ -41,9 +42,11 @@ impl Agent {
             ..Limits::default()
         };
         let (metrics, draining) = (Metrics::default(), CancellationToken::new());
+        let loop_detector = Arc::new(LoopDetector::default());
         let egress = Arc::new(Egress::new(
             "worker-1".parse().unwrap(),
             dial_policy,
+            loop_detector.clone(),
             &limits,
             metrics.clone(),
             draining.clone(),
@@ -60,6 +63,7 @@ impl Agent {
             server,
             egress,
             params,
+            loop_detector,
             metrics,
             draining,
             session: session.clone(),
@@ -122,6 +126,16 @@ async fn unused_port() -> Port {
 
 async fn accept(listener: &TcpListener) -> TcpStream {
     timeout(LONG, listener.accept()).await.unwrap().unwrap().0
+}
+
+#[tokio::test]
+async fn connection_is_known_to_the_loop_detector_before_it_is_relayed() {
+    let agent = Agent::start();
+    let (listener, port) = target().await;
+    let mut stream = agent.open(Target::Node(port)).await;
+    let (socket, peer) = timeout(LONG, listener.accept()).await.unwrap().unwrap();
+    stream.accepted().await.unwrap();
+    assert!(agent.loop_detector.accepted(&socket, peer).is_none());
 }
 
 #[tokio::test]

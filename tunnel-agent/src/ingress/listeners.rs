@@ -180,6 +180,7 @@ mod tests {
         let ingress = Arc::new(Ingress::new(
             "worker-1".parse().unwrap(),
             Arc::new(CloudSessions::default()),
+            Arc::default(),
             &Limits::default(),
             Metrics::default(),
         ));

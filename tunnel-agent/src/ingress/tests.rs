@@ -16,6 +16,7 @@ const LONG: Duration = Duration::from_secs(10);
 struct Agent {
     ingress: Arc<Ingress>,
     sessions: Arc<CloudSessions>,
+    loop_detector: Arc<LoopDetector>,
     metrics: Metrics,
     connections: JoinSet<()>,
 }
@@ -29,15 +30,23 @@ struct Server {
 impl Agent {
     fn start(cloud_streams: u32) -> Self {
         let (sessions, metrics) = (Arc::new(CloudSessions::default()), Metrics::default());
+        let loop_detector = Arc::new(LoopDetector::default());
         let limits = Limits {
             cloud_streams,
             ..Limits::default()
         };
         let node = "worker-1".parse().unwrap();
-        let ingress = Ingress::new(node, sessions.clone(), &limits, metrics.clone());
+        let ingress = Ingress::new(
+            node,
+            sessions.clone(),
+            loop_detector.clone(),
+            &limits,
+            metrics.clone(),
+        );
         Self {
             ingress: Arc::new(ingress),
             sessions,
+            loop_detector,
             metrics,
             connections: JoinSet::new(),
         }
@@ -156,6 +165,27 @@ async fn other_refusals_are_final() {
         expect_reset(client).await;
         agent.expect_end(StreamEnd::Refused(code)).await;
     }
+}
+
+#[tokio::test]
+async fn connection_of_the_agents_own_egress_is_reset_and_opens_no_stream() {
+    let mut agent = Agent::start(8);
+    let server = agent.server(1);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let client = TcpStream::connect(address).await.unwrap();
+    let loop_detector = agent.loop_detector.clone();
+    let dialed = loop_detector.dialed(&client, address);
+    assert!(dialed.is_some());
+    let (tcp, peer) = listener.accept().await.unwrap();
+    let target = "apiserver".parse().unwrap();
+    agent.ingress.serve(tcp, peer, &target).await;
+    expect_reset(client).await;
+    let refused = StreamEnd::Refused(RefusalCode::Policy);
+    assert_eq!(agent.metrics.cloud_streams(refused), (0, 1));
+    // Other clients are served.
+    let _client = agent.client().await;
+    server.stream().await;
 }
 
 #[tokio::test]

@@ -1,0 +1,88 @@
+//! Rules on an edge node that redirect the Service `kubernetes` to the agent: clients of the node
+//! reach the API server, and callers in the cloud do not reach it through the node.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tunnel_server::config::RawTcpService;
+use tunnel_tests::checks::get_ok;
+use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace};
+use tunnel_tests::process::Program;
+use tunnel_tests::targets::Exporter;
+use tunnel_tests::tools::Tool;
+
+use super::{HOST, NODE};
+
+/// Address of the Service `kubernetes`.
+const SERVICE: &str = "10.96.0.1:443";
+/// Time limit of a test in its namespace.
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn redirected_dial_of_the_agent_does_not_return_to_the_cloud() -> Result<()> {
+    let test = "cloud::redirected::redirected_dial_of_the_agent_does_not_return_to_the_cloud";
+    in_service_namespace(test, LIMIT, redirected_dial).await
+}
+
+async fn redirected_dial() -> Result<()> {
+    let target = Exporter::start_on((CLOUD_ADDRESS, 0).into(), HOST, None).await?;
+    let env = TestEnv::start_with(|settings| {
+        settings.cloud_apiserver = vec![target.addr().to_string()];
+        settings.services = vec![
+            service("redirected", SERVICE),
+            service("direct", &target.addr().to_string()),
+        ];
+    })
+    .await?;
+    redirect_to_the_agent().await?;
+    let config = env.agent_config_with(NODE, |settings| {
+        settings.cloud_listen = vec!["apiserver=169.254.2.1:10268".into()];
+        settings.allow_targets = Some("10.0.0.0/8:1-65535".into());
+    })?;
+    let _agent = Agent::start(config).await?;
+    env.connected(NODE).await;
+    let service: SocketAddr = SERVICE.parse()?;
+    eventually("a client of the node", WAIT_TIMEOUT, async || {
+        get_ok(service, HOST, "/metrics").await
+    })
+    .await;
+    // The agent accepts some connections before and some after it has finished the dial.
+    for round in 0..32 {
+        for (name, address) in &env.bound().services {
+            let answer = request(*address, &RawRequest::get(HOST, "/metrics")).await;
+            ensure!(
+                answer.is_ok() == (name == "direct"),
+                "round {round}, {name}: {answer:?}"
+            );
+        }
+    }
+    get_ok(service, HOST, "/metrics").await?;
+    Ok(())
+}
+
+fn service(name: &str, target: &str) -> RawTcpService {
+    RawTcpService {
+        name: name.into(),
+        listen: "127.0.0.1:0".into(),
+        node: NODE.into(),
+        target: target.into(),
+        protocol: None,
+    }
+}
+
+/// Adds the agent's link-local address and the rendered rules to this namespace.
+async fn redirect_to_the_agent() -> Result<()> {
+    let ip = Program::tool(Tool::Ip)?;
+    let add = ip.args("address add 169.254.2.1/32 dev lo".split(' '));
+    add.run().await?.ok()?;
+    let render = Program::ours("tunnel-agent")?.args(["render", "edge-apiserver"]);
+    let render = render.args(["--way", "nft", "--service-ip", "10.96.0.1"]);
+    let rules = render.run().await?.ok()?;
+    let nft = Program::tool(Tool::Nft)?.args(["-f", "-"]);
+    nft.run_with(rules.as_bytes()).await?.ok()?;
+    Ok(())
+}
