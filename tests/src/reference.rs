@@ -202,10 +202,16 @@ server.
 | `target` | `HOST:PORT`, or a list, whose entries are tried one after the other, the one that worked last first |
 | `service` | `NAMESPACE/NAME:PORT` of a Service of the cluster, instead of `target` |
 | `nodes` | nodes whose agents may reach the target; `[\"*\"]` for all |
+| `label` | `KEY=VALUE`, instead of `nodes` in a cluster: nodes whose Node object has the label; without it new streams are refused |
+
+A kubelet can set most labels on its own Node. With `label`, use a key that begins with `node-restriction.kubernetes.io/`, which the
+admission plugin `NodeRestriction` denies to kubelets; the server warns of others. While the API server is away, the labels as last
+seen hold.
 
 ```yaml
 cloud:
   - { name: registry, target: \"registry.example:5000\", nodes: [worker-1, worker-2] }
+  - { name: metrics, service: \"monitoring/prometheus:9090\", label: node-restriction.kubernetes.io/metrics=true }
 ```
 
 ## `dnsRecords:` of the file

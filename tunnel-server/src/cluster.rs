@@ -23,6 +23,7 @@ use tunnel_proto::tls::AgentTrust;
 use crate::ca::ServingNames;
 use crate::config::KubernetesSettings;
 use crate::dns::Records;
+use crate::egress::labeled_nodes::LabeledNodes;
 use crate::metrics::Metrics;
 use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::Routing;
@@ -105,6 +106,8 @@ pub struct ClusterInputs {
     /// Whether these networks alone decide what the CONNECT listeners dial without an agent,
     /// because `--connect-direct` is not set.
     pub dials_by_ranges: bool,
+    /// Receives the nodes with the labels that targets of the cloud name.
+    pub labeled_nodes: LabeledNodes,
     /// Receives the names of the HTTPS serving certificate.
     pub serving_names: ServingNames,
     /// Pod lookups from the listeners.
@@ -156,7 +159,8 @@ pub fn start(
         settings.edge_label.clone(),
         persisted.nodes.clone(),
         aliases,
-    );
+    )
+    .following(inputs.labeled_nodes.clone());
     let state = watch::Sender::new(ClusterState::persisted(persisted, nodes.nodes()));
     let desired = watch::Sender::new(DesiredState::default());
     let writing = start_writers(settings, &cluster, &state, &desired, &shutdown);
@@ -286,6 +290,7 @@ fn publisher(
             listener_ports: inputs.listener_ports,
         },
         routes: inputs.routes,
+        labeled_nodes: inputs.labeled_nodes,
         records: inputs.records,
         policy: inputs.policy,
         agents: settings.edge_by_agent.then_some(inputs.routing),

@@ -27,6 +27,7 @@ mod dns;
 mod kubernetes;
 mod limits;
 mod listeners;
+mod node_label;
 mod peers;
 mod per_node_metrics;
 mod raw;
@@ -35,13 +36,14 @@ mod targets;
 
 pub use capacity::{Capacity, DescriptorUses};
 pub use certificates::{ClientAuth, CredentialFiles, HttpsCertificate};
-pub use cloud::CloudTargetSettings;
+pub use cloud::{CloudNodes, CloudTargetSettings};
 pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,
 };
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
+pub use node_label::NodeLabel;
 pub use peers::{PORT_PEERS, PeerSettings};
 pub use per_node_metrics::PerNodeMetrics;
 pub use raw::{RawCloudTarget, RawConfig, RawRecord, RawTcpService};
@@ -206,7 +208,7 @@ impl Config {
             connect: ConnectSettings::check(raw, &mut errors),
             status_page: StatusPageSettings::check(raw, &mut errors),
             peers: PeerSettings::check(raw, kubernetes.as_ref(), &mut errors),
-            cloud: cloud::check(raw, &mut errors),
+            cloud: cloud::check(raw, kubernetes.is_some(), &mut errors),
             drain_delay: errors.parse_with(
                 "--drain-delay",
                 raw.drain_delay.as_deref(),
@@ -265,6 +267,7 @@ impl Config {
             .into_iter()
             .chain(self.limits.hard_bound_warning())
             .chain(self.connect.as_ref().and_then(ConnectSettings::warning))
+            .chain(cloud::warnings(&self.cloud))
             .chain(unused_records)
             .collect()
     }

@@ -24,6 +24,7 @@ use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};
 
 use self::cloud::{CloudTargets, Target};
 use self::dial::CloudDialer;
+use self::labeled_nodes::LabeledNodes;
 use self::result::CloudResult;
 use crate::config::{CloudTargetSettings, Limit, Limits};
 use crate::metrics::Metrics;
@@ -31,6 +32,7 @@ use crate::routing::registry::AgentSession;
 
 mod cloud;
 mod dial;
+pub mod labeled_nodes;
 pub mod result;
 
 /// Serves the streams of agents to targets of the cloud.
@@ -56,13 +58,14 @@ static NO_HEADER_LOG_LIMIT: LogRateLimit = LogRateLimit::new("cloud streams with
 
 impl CloudEgress {
     /// Creates the egress, or returns `None` without targets. `own_ports` are those of this server's
-    /// listeners.
+    /// listeners, and `labeled_nodes` those with the labels of the targets.
     ///
     /// # Errors
     /// Returns a text if a target is a listener of this server, which would make a loop.
     pub fn new(
         targets: &[CloudTargetSettings],
         own_ports: Vec<Port>,
+        labeled_nodes: LabeledNodes,
         limits: &Limits,
         metrics: Metrics,
         shutdown: Shutdown,
@@ -78,7 +81,7 @@ impl CloudEgress {
         let share = u32::try_from(limits.cloud_streams_total / AGENT_SHARE).unwrap_or(u32::MAX);
         let share = share.max(1);
         Ok(Some(Self {
-            targets: CloudTargets::new(targets),
+            targets: CloudTargets::new(targets, labeled_nodes),
             dialer: CloudDialer::new(own_ports, limits.target_dial_timeout),
             total: Semaphore::new(limits.cloud_streams_total),
             per_agent: limits.cloud_streams_per_agent.min(share),
@@ -90,7 +93,7 @@ impl CloudEgress {
         }))
     }
 
-    /// Returns whether the agent of a node may reach a target.
+    /// Returns whether the agent of a node may reach a target, now or with another label.
     #[must_use]
     pub fn has_target(&self, node: &NodeName) -> bool {
         self.targets.has_target(node)

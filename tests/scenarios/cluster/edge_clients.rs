@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
+use tunnel_tests::checks::get_ok;
 use tunnel_tests::cluster::Cluster;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{Process, Program, ScratchDir, Server, ServerSetup};
+use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::or_skip;
 
 use super::ClusterEnv;
@@ -17,6 +19,7 @@ use super::kubectl::{Kubectl, kubectls};
 on_both!(
     kubectl_of_an_edge_reads_writes_and_watches_the_api_server,
     clients_of_an_edge_recover_from_a_restart_of_the_server,
+    label_of_the_node_grants_a_target_and_its_removal_refuses_new_streams,
 );
 
 /// A server that offers the API server of a cluster to its agents, and an agent with a listener for
@@ -125,4 +128,61 @@ async fn clients_of_an_edge_recover_from_a_restart_of_the_server(
     Ok(())
 }
 
+async fn label_of_the_node_grants_a_target_and_its_removal_refuses_new_streams(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    cluster_env.guide().await?;
+    let registry = Exporter::start("registry").await?;
+    let target = registry.addr();
+    let settings =
+        format!("cloud: [{{ name: registry, target: '{target}', label: {LABEL}=true }}]");
+    let file = cluster_env.scratch.file("server.yaml", settings)?;
+    let file = file.to_string_lossy();
+    let setup = cluster_env.setup("a")?.args(&["--config", &file]);
+    let server = setup.start().await?;
+    let folder = cluster_env.scratch.path().join("agent");
+    let setup = server.agent_setup("worker-1", &folder).await?;
+    let agent = setup.args(&["--cloud-listen", "registry=127.0.0.1:0"]);
+    let agent = agent.start()?;
+    let local = agent.log().find(cloud_listener).await;
+    server.wait_until_connected(&["worker-1"]).await;
+    for (value, is_granted) in [
+        (json!(null), false),
+        (json!("true"), true),
+        (json!("false"), false),
+        (json!("true"), true),
+        (json!(null), false),
+    ] {
+        let patch = json!({ "metadata": { "labels": { LABEL: value } } });
+        let path = "/api/v1/nodes/worker-1";
+        cluster_env.admin().merge(path, &patch).await?;
+        let what = format!("the effect of {patch}");
+        eventually(&what, LONG, async || {
+            let answer = get_ok(local, "registry", "/metrics").await;
+            ensure!(answer.is_ok() == is_granted, "{answer:?}");
+            anyhow::Ok(())
+        })
+        .await;
+    }
+    let is_refused = |line: &str| {
+        line.contains("\"code\":\"refused_by_policy\"")
+            .then_some(())
+    };
+    server.log().find(is_refused).await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn label_without_a_cluster_is_a_configuration_error() -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let settings = format!("cloud: [{{ name: a, target: 'a:1', label: {LABEL}=true }}]");
+    let file = scratch.file("server.yaml", settings)?;
+    let check = Program::ours("tunnel-server")?.args(["check-config", "--kubernetes", "off"]);
+    let check = check.arg("--data-dir").arg(scratch.path());
+    let finished = check.arg("--config").arg(file).run().await?;
+    finished.ensure_failed(64, &["cloud: a: label: needs a cluster"])
+}
+
+/// A label that kubelets cannot set.
+const LABEL: &str = "node-restriction.kubernetes.io/registry";
 const LONG: Duration = Duration::from_secs(30);

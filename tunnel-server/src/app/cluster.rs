@@ -60,6 +60,7 @@ pub(super) fn start_cluster(
         policy: context.policy.clone(),
         ranges: config.connect.is_some().then(|| context.ranges.clone()),
         dials_by_ranges: (config.connect.as_ref()).is_some_and(|connect| connect.direct.is_none()),
+        labeled_nodes: context.labeled_nodes.clone(),
         routing: context.routing(),
         metrics: context.metrics.clone(),
         readiness: context.readiness.clone(),

@@ -19,6 +19,7 @@ use tunnel_proto::wire::name::NodeName;
 use super::credential_watcher::CredentialWatcher;
 use crate::config::Config;
 use crate::dns::Records;
+use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::recent_requests::{RecentRequestLimits, RecentRequests};
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
@@ -61,6 +62,8 @@ pub(super) struct ServerContext {
     pub(super) policy: SharedPortPolicy,
     /// Networks of the cluster, for the dial policy of the CONNECT listeners.
     pub(super) ranges: LiveClusterNetworks,
+    /// Nodes with the labels that targets of the cloud name.
+    pub(super) labeled_nodes: LabeledNodes,
     /// Tracks the tasks that drive connections to targets.
     pub(super) drivers: TaskTracker,
     /// Lock of the data directory, held until the process ends: one server per data directory.
@@ -126,6 +129,7 @@ impl ServerContext {
         if config.kubernetes.is_none() {
             follow_peers(&peers, limits.directory_nodes, &routes, &metrics, &shutdown);
         }
+        let labeled_nodes = LabeledNodes::new(&config.cloud);
         Ok(Self {
             watcher: CredentialWatcher {
                 interval: limits.reload_every,
@@ -146,6 +150,7 @@ impl ServerContext {
             records: Records::default(),
             policy: SharedPortPolicy::default(),
             ranges: LiveClusterNetworks::default(),
+            labeled_nodes,
             drivers: TaskTracker::new(),
             _lock: lock,
         })

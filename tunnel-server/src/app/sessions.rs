@@ -54,6 +54,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
     let cloud = CloudEgress::new(
         &context.config.cloud,
         inputs.own_ports,
+        context.labeled_nodes.clone(),
         &Limits {
             cloud_streams_total: inputs.capacity.cloud_streams,
             ..*limits

@@ -3,7 +3,9 @@
 use kube::runtime::watcher::Event;
 use tunnel_proto::wire::name::{NodeName, Port};
 
+use crate::config::NodeLabel;
 use crate::dns::{Node as DnsNode, NodeLocation};
+use crate::egress::labeled_nodes::{LabeledNodes, NodesByLabel};
 use crate::routing::dial_policy::{ClusterNetworks, PodNetwork};
 use crate::routing::routes::RouteNode;
 
@@ -22,6 +24,7 @@ pub(super) struct NodeStore {
     facts: FactMap,
     listing: FactMap,
     aliases: AliasRules,
+    labeled_nodes: LabeledNodes,
 }
 
 impl NodeStore {
@@ -31,6 +34,15 @@ impl NodeStore {
             facts,
             listing: FactMap::new(),
             aliases,
+            labeled_nodes: LabeledNodes::default(),
+        }
+    }
+
+    /// Lets the facts say which Nodes have these labels.
+    pub(super) fn following(self, labeled_nodes: LabeledNodes) -> Self {
+        Self {
+            labeled_nodes,
+            ..self
         }
     }
 
@@ -77,7 +89,10 @@ impl NodeStore {
 
     fn prune(&self, mut node: NodeObject) -> Option<(Box<str>, NodeFacts)> {
         let name = node.metadata.name.take()?;
-        Some((name.into(), NodeFacts::of(node, &self.edge_label)))
+        let cloud_labels = facts::matching(&node.metadata, self.labeled_nodes.labels());
+        let mut facts = NodeFacts::of(node, &self.edge_label);
+        facts.cloud_labels = cloud_labels;
+        Some((name.into(), facts))
     }
 }
 
@@ -176,6 +191,16 @@ impl NodeSet {
                 .collect(),
             ..ClusterNetworks::default()
         }
+    }
+
+    /// Returns the nodes that have each of the labels.
+    pub(super) fn by_label(&self, labels: &[NodeLabel]) -> NodesByLabel {
+        let labels = labels.iter().map(|label| {
+            let nodes = self.nodes.iter();
+            let nodes = nodes.filter(|node| node.facts.has_cloud_label(label));
+            (label.clone(), nodes.map(|node| node.name.clone()).collect())
+        });
+        labels.collect()
     }
 
     /// Returns every node as seen by the records. `has_agent` marks a node without the label as an

@@ -16,6 +16,7 @@ use super::watches::Observed;
 use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 use crate::dns::{RecordSet, Records};
+use crate::egress::labeled_nodes::LabeledNodes;
 use crate::metrics::Metrics;
 use crate::policy::SharedPortPolicy;
 use crate::routing::Routing;
@@ -26,6 +27,7 @@ use crate::routing::routes::{RouteSource, Routes};
 pub(super) struct Publisher {
     pub(super) local_facts: LocalFacts,
     pub(super) routes: Routes,
+    pub(super) labeled_nodes: LabeledNodes,
     pub(super) records: Records,
     pub(super) policy: SharedPortPolicy,
     pub(super) ranges: Option<LiveClusterNetworks>,
@@ -81,6 +83,8 @@ impl Publisher {
             let table = self
                 .routes
                 .set(RouteSource::Cluster, observed.nodes.routes());
+            let labels = self.labeled_nodes.labels();
+            self.labeled_nodes.replace(observed.nodes.by_label(labels));
             self.route_metrics
                 .routes(table.len(), table.conflicts().len());
             self.conditions

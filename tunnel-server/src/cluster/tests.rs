@@ -75,6 +75,7 @@ fn fixture(data: &DataDir, nodes: &[Value]) -> Fixture {
         attestations: None,
         kubelet_client_ca: None,
         ranges: None,
+        labeled_nodes: LabeledNodes::default(),
         dials_by_ranges: false,
         signer: None,
     };

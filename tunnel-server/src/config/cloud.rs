@@ -8,6 +8,7 @@ use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
 use tunnel_proto::wire::name::{CloudTarget, NodeName};
 
 use super::listeners::host_and_port;
+use super::node_label::{NodeLabel, RESTRICTED};
 use super::raw::IN_CLUSTER;
 use super::{RawCloudTarget, RawConfig};
 
@@ -17,13 +18,25 @@ pub struct CloudTargetSettings {
     pub name: CloudTarget,
     /// Addresses HOST:PORT, of which one is dialed.
     pub addresses: Vec<String>,
-    /// The nodes whose agents may reach the target, or `None` for all nodes.
-    pub nodes: Option<BTreeSet<NodeName>>,
+    pub nodes: CloudNodes,
 }
 
-pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<CloudTargetSettings> {
+/// The nodes whose agents may reach a target of the cloud.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CloudNodes {
+    All,
+    Named(BTreeSet<NodeName>),
+    /// The nodes whose Node objects have the label, at each moment.
+    Labeled(NodeLabel),
+}
+
+pub(super) fn check(
+    raw: &RawConfig,
+    has_cluster: bool,
+    errors: &mut ConfigErrors,
+) -> Vec<CloudTargetSettings> {
     let listed = raw.cloud.iter();
-    let listed = listed.filter_map(|target| check_target(target, errors));
+    let listed = listed.filter_map(|target| check_target(target, has_cluster, errors));
     let mut targets: Vec<_> = listed.collect();
     targets.extend(apiserver(raw, errors));
     let mut names = BTreeSet::new();
@@ -41,6 +54,19 @@ pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<CloudTarg
     targets
 }
 
+/// Returns warnings about labels that nodes can give themselves.
+pub(super) fn warnings(targets: &[CloudTargetSettings]) -> impl Iterator<Item = String> {
+    targets.iter().filter_map(|target| match &target.nodes {
+        CloudNodes::Labeled(label) if !label.is_restricted() => Some(format!(
+            "cloud: {}: a kubelet can set the label {} on its own Node, and so get the target; \
+             use a label whose key begins with {RESTRICTED}/",
+            target.name,
+            label.key()
+        )),
+        CloudNodes::All | CloudNodes::Named(_) | CloudNodes::Labeled(_) => None,
+    })
+}
+
 /// Returns the target `apiserver` of `--cloud-apiserver`.
 fn apiserver(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<CloudTargetSettings> {
     let texts = raw.cloud_apiserver.iter().map(|text| text.trim());
@@ -54,7 +80,7 @@ fn apiserver(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<CloudTargetSe
             IN_CLUSTER => in_cluster_address(),
             text => address(text),
         }),
-        nodes: None,
+        nodes: CloudNodes::All,
     })
 }
 
@@ -75,7 +101,11 @@ fn in_cluster_address() -> Result<String, String> {
     })
 }
 
-fn check_target(raw: &RawCloudTarget, errors: &mut ConfigErrors) -> Option<CloudTargetSettings> {
+fn check_target(
+    raw: &RawCloudTarget,
+    has_cluster: bool,
+    errors: &mut ConfigErrors,
+) -> Option<CloudTargetSettings> {
     let setting = format!("cloud: {}", raw.name);
     let name = errors.ok_or_record(&setting, raw.name.parse::<CloudTarget>());
     let service = raw.service.as_deref().map(service_address);
@@ -89,22 +119,48 @@ fn check_target(raw: &RawCloudTarget, errors: &mut ConfigErrors) -> Option<Cloud
             "needs target (HOST:PORT) or service (NAMESPACE/NAME:PORT)",
         );
     }
-    if raw.nodes.is_empty() {
-        errors.add(
-            &setting,
-            "needs nodes: the names of those that may reach it, or \"*\" for all",
-        );
-    }
-    let is_for_all = raw.nodes.iter().any(|node| node == ALL_NODES);
-    let nodes = (!is_for_all).then(|| {
-        let parsed = errors.parse_list(&format!("{setting}: nodes"), &raw.nodes, parse_quoted);
-        parsed.into_iter().collect()
-    });
+    let nodes = check_nodes(raw, &setting, has_cluster, errors);
     Some(CloudTargetSettings {
         name: name?,
         addresses,
-        nodes,
+        nodes: nodes?,
     })
+}
+
+fn check_nodes(
+    raw: &RawCloudTarget,
+    setting: &str,
+    has_cluster: bool,
+    errors: &mut ConfigErrors,
+) -> Option<CloudNodes> {
+    if let Some(label) = &raw.label {
+        if !raw.nodes.is_empty() {
+            errors.add(setting, "has nodes and label; set one of the two");
+        }
+        let setting = format!("{setting}: label");
+        if !has_cluster {
+            errors.add(
+                &setting,
+                "needs a cluster, whose Nodes have the label (--kubernetes); without one, list nodes",
+            );
+        }
+        return errors
+            .ok_or_record(&setting, label.parse::<NodeLabel>())
+            .map(CloudNodes::Labeled);
+    }
+    if raw.nodes.is_empty() {
+        errors.add(
+            setting,
+            "needs nodes (the names of those that may reach it, or \"*\" for all) or label \
+             (KEY=VALUE of their Nodes)",
+        );
+        return None;
+    }
+    if raw.nodes.iter().any(|node| node == ALL_NODES) {
+        return Some(CloudNodes::All);
+    }
+    let names = errors.parse_list(&format!("{setting}: nodes"), &raw.nodes, parse_quoted);
+    Some(CloudNodes::Named(names.into_iter().collect()))
 }
 
 /// Returns the address of a Service of the cluster, by its DNS name.
@@ -140,7 +196,9 @@ const ALL_NODES: &str = "*";
 
 #[cfg(test)]
 mod tests {
-    use crate::config::tests::yaml;
+    use super::CloudNodes;
+    use crate::config::tests::{raw, yaml};
+    use crate::config::{Config, Environment};
     use crate::testing::assert_contains;
 
     #[test]
@@ -153,12 +211,38 @@ mod tests {
             panic!("{targets:?}");
         };
         assert_eq!(registry.addresses, ["registry.kube-system.svc:5000"]);
-        assert_eq!(registry.nodes.as_ref().map(|nodes| nodes.len()), Some(2));
+        let CloudNodes::Named(nodes) = &registry.nodes else {
+            panic!("{registry:?}");
+        };
+        assert_eq!(nodes.len(), 2);
         assert_eq!(metrics.addresses, ["127.0.0.1:9090"]);
-        assert!(metrics.nodes.is_none());
+        assert_eq!(metrics.nodes, CloudNodes::All);
         assert_eq!(apiserver.name.as_str(), "apiserver");
         assert_eq!(apiserver.addresses, ["10.0.0.1:6443", "api.example:443"]);
-        assert!(apiserver.nodes.is_none() && yaml("{}").unwrap().cloud.is_empty());
+        assert_eq!(apiserver.nodes, CloudNodes::All);
+        assert!(yaml("{}").unwrap().cloud.is_empty());
+    }
+
+    #[test]
+    fn label_needs_a_cluster_and_one_that_kubelets_can_set_is_a_warning() {
+        let check = |label: &str, in_cluster| {
+            let text = format!("cloud: [{{ name: a, target: 'x:1', label: '{label}' }}]");
+            Config::check(&raw(&text).unwrap(), Environment { in_cluster })
+        };
+        let restricted = "node-restriction.kubernetes.io/a=true";
+        let error = check(restricted, false).unwrap_err().to_string();
+        assert_contains(&error, "cloud: a: label: needs a cluster");
+        assert!(check("a b=c", true).is_err());
+        let config = check(restricted, true).unwrap();
+        assert!(
+            matches!(&config.cloud[0].nodes, CloudNodes::Labeled(label) if label.value() == "true")
+        );
+        let about_labels = |warning: &&String| warning.contains("on its own Node");
+        assert_eq!(config.warnings.iter().find(about_labels), None);
+        let warnings = check("zone=a", true).unwrap().warnings;
+        let warnings = warnings.iter().find(about_labels).unwrap();
+        assert_contains(warnings, "cloud: a: a kubelet can set the label zone");
+        assert_contains(warnings, "begins with node-restriction.kubernetes.io/");
     }
 
     #[test]
@@ -173,6 +257,10 @@ mod tests {
             (
                 "cloud: [{ name: a, target: 'x:1' }]",
                 "cloud: a: needs nodes",
+            ),
+            (
+                "cloud: [{ name: a, target: 'x:1', nodes: '*', label: a=b }]",
+                "set one of the two",
             ),
             ("cloud: [{ name: A, target: 'x:1' }]", "DNS label"),
             ("cloud: [{ name: a.b, target: 'x:1' }]", "DNS label"),
@@ -194,7 +282,7 @@ mod tests {
                 "did you mean nodes",
             ),
             (
-                "cloudApiserver: 'a:1'\ncloud: [{ name: apiserver, target: 'x:1' }]",
+                "cloudApiserver: 'a:1'\ncloud: [{ name: apiserver, target: 'x:1', nodes: '*' }]",
                 "named twice",
             ),
         ] {

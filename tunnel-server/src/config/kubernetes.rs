@@ -298,7 +298,7 @@ fn object_name(name: &str) -> Result<String, String> {
 }
 
 /// Returns whether `name` is a lower-case DNS subdomain (RFC 1123), like the names of objects.
-fn is_object_name(name: &str) -> bool {
+pub(super) fn is_object_name(name: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
     let is_label = |label: &str| {
         !label.is_empty()

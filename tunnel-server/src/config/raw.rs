@@ -409,4 +409,6 @@ pub struct RawCloudTarget {
     /// Nodes whose agents may reach the target; `*` is all nodes.
     #[serde(default)]
     pub nodes: Vec<String>,
+    /// `KEY=VALUE`: label of the Nodes whose agents may reach the target, instead of `nodes`.
+    pub label: Option<String>,
 }

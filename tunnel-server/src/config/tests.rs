@@ -4,7 +4,7 @@ use super::*;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::assert_contains;
 
-fn raw(text: &str) -> Result<RawConfig, String> {
+pub(super) fn raw(text: &str) -> Result<RawConfig, String> {
     let raw = yaml::parse::<RawConfig>(text).map_err(|error| error.to_string())?;
     Ok(raw.unwrap_or_default())
 }

@@ -9,11 +9,15 @@ use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};
 
-use crate::config::CloudTargetSettings;
+use super::labeled_nodes::LabeledNodes;
+use crate::config::{CloudNodes, CloudTargetSettings};
 
 /// The targets of the cloud by name.
 #[derive(Debug)]
-pub(super) struct CloudTargets(HashMap<CloudTarget, Target>);
+pub(super) struct CloudTargets {
+    targets: HashMap<CloudTarget, Target>,
+    labeled_nodes: LabeledNodes,
+}
 
 /// A target of the cloud.
 #[derive(Debug)]
@@ -24,7 +28,7 @@ pub(super) struct Target {
 }
 
 impl CloudTargets {
-    pub(super) fn new(targets: &[CloudTargetSettings]) -> Self {
+    pub(super) fn new(targets: &[CloudTargetSettings], labeled_nodes: LabeledNodes) -> Self {
         let targets = targets.iter().map(|settings| {
             let target = Target {
                 settings: settings.clone(),
@@ -32,38 +36,46 @@ impl CloudTargets {
             };
             (settings.name.clone(), target)
         });
-        Self(targets.collect())
+        Self {
+            targets: targets.collect(),
+            labeled_nodes,
+        }
     }
 
-    /// Returns whether the agent of a node may reach a target.
+    /// Returns whether the agent of a node may reach a target, now or with another label.
     pub(super) fn has_target(&self, node: &NodeName) -> bool {
-        self.0.values().any(|target| target.allows(node))
+        let mut targets = self.targets.values();
+        targets.any(|target| match &target.settings.nodes {
+            CloudNodes::All | CloudNodes::Labeled(_) => true,
+            CloudNodes::Named(nodes) => nodes.contains(node),
+        })
     }
 
     /// Returns the target that the agent of a node names.
     pub(super) fn find(&self, node: &NodeName, name: &CloudTarget) -> Result<&Target, Refusal> {
         let refusal = |code, detail| Refusal { code, detail };
-        let target = self.0.get(name).ok_or_else(|| {
+        let target = self.targets.get(name).ok_or_else(|| {
             let detail = format!(
                 "this server has no target {name}; --cloud-apiserver and the list \"cloud\" name them"
             );
             refusal(RefusalCode::UnknownTarget, detail)
         })?;
-        if target.allows(node) {
+        let (is_allowed, setting) = match &target.settings.nodes {
+            CloudNodes::All => (true, "nodes"),
+            CloudNodes::Named(nodes) => (nodes.contains(node), "nodes"),
+            CloudNodes::Labeled(label) => (self.labeled_nodes.has_label(node, label), "label"),
+        };
+        if is_allowed {
             Ok(target)
         } else {
-            let detail = format!("target {name} is not for {node} (nodes of the list \"cloud\")");
+            let detail =
+                format!("target {name} is not for {node} ({setting} of the list \"cloud\")");
             Err(refusal(RefusalCode::Policy, detail))
         }
     }
 }
 
 impl Target {
-    fn allows(&self, node: &NodeName) -> bool {
-        let nodes = self.settings.nodes.as_ref();
-        nodes.is_none_or(|nodes| nodes.contains(node))
-    }
-
     /// Returns the addresses with their indices, the one that worked last first.
     pub(super) fn addresses(&self) -> impl Iterator<Item = (usize, &str)> {
         let preferred = self.preferred.load(Ordering::Relaxed);
@@ -130,19 +142,29 @@ fn is_loopback_host(host: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
+    use crate::config::NodeLabel;
+    use crate::egress::labeled_nodes::NodesByLabel;
 
     fn target(name: &str, nodes: Option<&[&str]>) -> CloudTargetSettings {
         CloudTargetSettings {
             name: name.parse().unwrap(),
             addresses: vec!["a:1".into(), "b:2".into(), "c:3".into()],
-            nodes: nodes.map(|nodes| nodes.iter().map(|node| node.parse().unwrap()).collect()),
+            nodes: nodes.map_or(CloudNodes::All, |nodes| {
+                CloudNodes::Named(nodes.iter().map(|node| node.parse().unwrap()).collect())
+            }),
         }
+    }
+
+    fn listed(targets: &[CloudTargetSettings]) -> CloudTargets {
+        CloudTargets::new(targets, LabeledNodes::new(targets))
     }
 
     #[test]
     fn agent_reaches_the_targets_for_its_node_by_their_names_alone() {
-        let targets = CloudTargets::new(&[
+        let targets = listed(&[
             target("apiserver", None),
             target("registry", Some(&["worker-1"])),
         ]);
@@ -168,9 +190,34 @@ mod tests {
                 "{name}"
             );
         }
-        let only = CloudTargets::new(&[target("registry", Some(&["worker-1"]))]);
+        let only = listed(&[target("registry", Some(&["worker-1"]))]);
         assert!(only.has_target(&"worker-1".parse().unwrap()));
         assert!(!only.has_target(&"worker-2".parse().unwrap()));
+    }
+
+    #[test]
+    fn label_of_the_node_decides_at_each_stream() {
+        let label: NodeLabel = "example.com/registry=true".parse().unwrap();
+        let labeled = CloudTargetSettings {
+            nodes: CloudNodes::Labeled(label.clone()),
+            ..target("registry", None)
+        };
+        let labeled_nodes = LabeledNodes::new(&[labeled.clone(), labeled.clone()]);
+        assert_eq!(labeled_nodes.labels(), std::slice::from_ref(&label));
+        let targets = CloudTargets::new(&[labeled], labeled_nodes.clone());
+        let code = |node: &str| {
+            let found = targets.find(&node.parse().unwrap(), &"registry".parse().unwrap());
+            found.map(|_| ()).map_err(|refusal| refusal.code)
+        };
+        assert_eq!(code("worker-1"), Err(RefusalCode::Policy));
+        // The agent may ask again when its Node has the label.
+        assert!(targets.has_target(&"worker-1".parse().unwrap()));
+        let nodes = HashSet::from(["worker-1".parse().unwrap()]);
+        labeled_nodes.replace(NodesByLabel::from([(label, nodes)]));
+        assert_eq!(code("worker-1"), Ok(()));
+        assert_eq!(code("worker-2"), Err(RefusalCode::Policy));
+        labeled_nodes.replace(NodesByLabel::default());
+        assert_eq!(code("worker-1"), Err(RefusalCode::Policy));
     }
 
     #[test]
@@ -240,7 +287,7 @@ mod tests {
 
     #[test]
     fn address_that_worked_last_is_tried_first() {
-        let targets = CloudTargets::new(&[target("x", None)]);
+        let targets = listed(&[target("x", None)]);
         let node = "n".parse().unwrap();
         let target = targets.find(&node, &"x".parse().unwrap()).unwrap();
         let order = || target.addresses().map(|(_, text)| text).collect::<Vec<_>>();

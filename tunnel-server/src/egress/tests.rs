@@ -8,14 +8,28 @@ use tunnel_proto::wire::control::{CAPABILITY_CLOUD, ControlMessage};
 use tunnel_proto::wire::header::{StreamHeader, Target as PortTarget};
 
 use super::*;
+use crate::config::CloudNodes;
 use crate::testing::{Agent, Bench, WAIT_TIMEOUT, node, within};
 
 fn target(name: &str, address: SocketAddr, nodes: Option<&str>) -> CloudTargetSettings {
     CloudTargetSettings {
         name: name.parse().unwrap(),
         addresses: vec![address.to_string()],
-        nodes: nodes.map(|name| [name.parse().unwrap()].into()),
+        nodes: nodes.map_or(CloudNodes::All, |name| {
+            CloudNodes::Named([name.parse().unwrap()].into())
+        }),
     }
+}
+
+fn egress(
+    targets: &[CloudTargetSettings],
+    own_ports: Vec<Port>,
+    limits: &Limits,
+    metrics: Metrics,
+    shutdown: Shutdown,
+) -> Result<Option<CloudEgress>, String> {
+    let labeled_nodes = LabeledNodes::new(targets);
+    CloudEgress::new(targets, own_ports, labeled_nodes, limits, metrics, shutdown)
 }
 
 /// A server with targets of the cloud, and an agent of worker-1.
@@ -25,7 +39,7 @@ async fn server(targets: &[CloudTargetSettings], limits: Limits) -> (Bench, Agen
         bench.sessions.metrics.clone(),
         bench.sessions.shutdown.clone(),
     );
-    let egress = CloudEgress::new(targets, Vec::new(), &limits, metrics, shutdown);
+    let egress = egress(targets, Vec::new(), &limits, metrics, shutdown);
     bench.sessions.cloud = egress.unwrap().map(Arc::new);
     let agent = bench.agent(7).await;
     (bench, agent)
@@ -139,7 +153,7 @@ async fn streams_of_all_agents_hold_at_and_above_their_limit_and_one_agent_has_a
         bench.sessions.metrics.clone(),
         bench.sessions.shutdown.clone(),
     );
-    let egress = CloudEgress::new(&targets, Vec::new(), &limits, metrics, shutdown);
+    let egress = egress(&targets, Vec::new(), &limits, metrics, shutdown);
     let egress = egress.unwrap().unwrap();
     let name = "x".parse().unwrap();
     let admit = |node: u32| {
@@ -173,7 +187,7 @@ async fn capability_is_in_welcome_of_agents_that_have_a_target() {
             bench.sessions.shutdown.clone(),
         );
         let targets = [target("x", address, nodes)];
-        let egress = CloudEgress::new(&targets, Vec::new(), &Limits::default(), metrics, shutdown);
+        let egress = egress(&targets, Vec::new(), &Limits::default(), metrics, shutdown);
         bench.sessions.cloud = egress.unwrap().map(Arc::new);
         let (_agent, answer) = bench.connect_agent(7, 4096).await;
         let ControlMessage::Welcome(welcome) = answer else {
@@ -194,11 +208,11 @@ fn target_that_is_a_listener_of_this_server_is_refused_at_start() {
     for (address, is_refused) in [("127.0.0.1:10262", true), ("127.0.0.1:6443", false)] {
         let targets = [target("x", address.parse().unwrap(), None)];
         let limits = Limits::default();
-        let made = CloudEgress::new(&targets, own.clone(), &limits, metrics(), Shutdown::new());
+        let made = egress(&targets, own.clone(), &limits, metrics(), Shutdown::new());
         assert_eq!(made.is_err(), is_refused, "{address}");
     }
     assert!(
-        CloudTargets::new(&[])
+        CloudTargets::new(&[], LabeledNodes::default())
             .find(&node(), &"x".parse().unwrap())
             .is_err()
     );

@@ -12,6 +12,7 @@ use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::cluster::objects::EDGE_VALUE;
+use crate::config::NodeLabel;
 
 /// Maximum number of addresses of each type that are read. Kubelets write a few.
 const ADDRESSES_MAX: usize = 32;
@@ -107,6 +108,19 @@ pub(in crate::cluster) struct NodeFacts {
     /// kubelet.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) created: Option<i64>,
+    /// Labels of the settings that the Node has. No other label is stored.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) cloud_labels: Vec<Box<str>>,
+}
+
+/// Returns those of the labels that the object has.
+pub(super) fn matching(metadata: &ObjectMeta, labels: &[NodeLabel]) -> Vec<Box<str>> {
+    let own = metadata.labels.as_ref();
+    let labels = labels.iter().filter(|label| {
+        let value = own.and_then(|own| own.get(label.key()));
+        value.is_some_and(|value| value == label.value())
+    });
+    labels.map(|label| label.as_str().into()).collect()
 }
 
 impl NodeFacts {
@@ -145,7 +159,13 @@ impl NodeFacts {
                 .metadata
                 .creation_timestamp
                 .map(|at| at.0.as_second()),
+            cloud_labels: Vec::new(),
         }
+    }
+
+    pub(super) fn has_cloud_label(&self, label: &NodeLabel) -> bool {
+        let mut labels = self.cloud_labels.iter();
+        labels.any(|own| **own == *label.as_str())
     }
 
     pub(super) fn addresses(&self) -> impl Iterator<Item = IpAddr> {

@@ -3,9 +3,10 @@ use std::net::IpAddr;
 
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::*;
+use crate::config::{CloudNodes, CloudTargetSettings};
 use crate::dns::{Addresses, RecordSet};
 
 mod names;
@@ -66,6 +67,40 @@ fn parsed(hosts: &str) -> BTreeSet<(IpAddr, String)> {
 }
 
 /// DNS-1, from Node objects.
+#[test]
+fn only_labels_of_the_settings_are_stored_and_followed() {
+    let labeled = |labels: Value| -> NodeObject {
+        let metadata = json!({"name": "worker-1", "labels": labels});
+        serde_json::from_value(json!({ "metadata": metadata })).unwrap()
+    };
+    let target = CloudTargetSettings {
+        name: "registry".parse().unwrap(),
+        addresses: Vec::new(),
+        nodes: CloudNodes::Labeled("example.com/registry=true".parse().unwrap()),
+    };
+    let labeled_nodes = LabeledNodes::new(&[target]);
+    let mut store = store(&[]).following(labeled_nodes.clone());
+    let many: Map<String, Value> = (0..1000)
+        .map(|number| (format!("example.com/{number}"), "true".into()))
+        .collect();
+    for (labels, is_changed, nodes) in [
+        (json!({"example.com/registry": "true"}), true, 1),
+        (json!({"example.com/registry": "true", "a": "b"}), false, 1),
+        (json!({"example.com/registry": "false"}), true, 0),
+        (json!({"example.com/registry": "true"}), true, 1),
+        (json!({"Example.com/registry": "true"}), true, 0),
+        (Value::Object(many), false, 0),
+    ] {
+        let applied = store.apply(vec![Event::Apply(labeled(labels.clone()))]);
+        assert_eq!(applied.is_changed, is_changed, "{labels}");
+        let labels = labeled_nodes.labels();
+        let by_label = set(&store).by_label(labels);
+        assert_eq!(by_label[&labels[0]].len(), nodes);
+    }
+    let stored = serde_json::to_string(&store.facts).unwrap();
+    assert!(!stored.contains("example.com"), "{stored}");
+}
+
 #[test]
 fn nodes_become_the_guides_records() {
     let own = |address, name| [("InternalIP", address), ("Hostname", name)];

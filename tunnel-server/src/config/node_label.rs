@@ -1,0 +1,155 @@
+//! A label of Node objects that a setting names.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::kubernetes::is_object_name;
+
+/// A label of a Node with its value, `KEY=VALUE`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct NodeLabel(Box<str>);
+
+impl NodeLabel {
+    /// Returns the key, with its prefix.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        self.0.split_once('=').map_or("", |(key, _value)| key)
+    }
+
+    /// Returns the value, which may be empty.
+    #[must_use]
+    pub fn value(&self) -> &str {
+        self.0.split_once('=').map_or("", |(_key, value)| value)
+    }
+
+    /// Returns the text `KEY=VALUE`.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Returns whether the admission plugin `NodeRestriction` denies the label to kubelets. A
+    /// kubelet can set most other labels on its own Node.
+    #[must_use]
+    pub fn is_restricted(&self) -> bool {
+        let prefix = self.key().split_once('/').map(|(prefix, _name)| prefix);
+        let rest = prefix.and_then(|prefix| prefix.strip_suffix(RESTRICTED));
+        rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+    }
+}
+
+impl FromStr for NodeLabel {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let is_label = text.split_once('=').is_some_and(|(key, value)| {
+            let (prefix, name) = match key.split_once('/') {
+                Some((prefix, name)) => (Some(prefix), name),
+                None => (None, key),
+            };
+            prefix.is_none_or(is_object_name)
+                && is_label_text(name)
+                && (value.is_empty() || is_label_text(value))
+        });
+        if is_label {
+            Ok(Self(text.into()))
+        } else {
+            Err(format!(
+                "{text:?} is not KEY=VALUE of a label, as in {RESTRICTED}/registry=true"
+            ))
+        }
+    }
+}
+
+impl fmt::Display for NodeLabel {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// Returns whether the text is the name in a label's key, or a value that is not empty.
+fn is_label_text(text: &str) -> bool {
+    let is_inner = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    let ends = [text.bytes().next(), text.bytes().last()];
+    (1..=LABEL_TEXT_MAX).contains(&text.len())
+        && text.bytes().all(is_inner)
+        && ends
+            .iter()
+            .flatten()
+            .all(|byte| byte.is_ascii_alphanumeric())
+}
+
+/// Prefix of the labels that kubelets cannot set.
+pub(super) const RESTRICTED: &str = "node-restriction.kubernetes.io";
+/// Longest name in a key, and longest value.
+const LABEL_TEXT_MAX: usize = 63;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_of_kubernetes_are_parsed_and_other_texts_are_not() {
+        let longest = format!("{}/{}=1", "a".repeat(253), "b".repeat(63));
+        for (text, key, value) in [
+            ("zone=a", "zone", "a"),
+            (
+                "node-role.kubernetes.io/edge=",
+                "node-role.kubernetes.io/edge",
+                "",
+            ),
+            (
+                "example.com/A_b.c-d=1.2_3-X",
+                "example.com/A_b.c-d",
+                "1.2_3-X",
+            ),
+            (&longest, &longest[..317], "1"),
+        ] {
+            let label: NodeLabel = text.parse().unwrap();
+            assert_eq!((label.key(), label.value()), (key, value), "{text}");
+            assert_eq!(label.as_str(), text);
+        }
+        let long = format!("{}=1", "b".repeat(64));
+        for text in [
+            "",
+            "=",
+            "=a",
+            "a",
+            "a=b=c",
+            "a= b",
+            " a=b",
+            "a=b ",
+            "a/b/c=d",
+            "/a=b",
+            "a/=b",
+            "A/b=c",
+            "-a=b",
+            "a-=b",
+            "a=-b",
+            "a=b.",
+            "a=*",
+            "!a=b",
+            "ä=b",
+            "a=\u{430}",
+            "a=b\n",
+            &long,
+        ] {
+            assert!(text.parse::<NodeLabel>().is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn kubelets_cannot_set_labels_with_one_prefix_alone() {
+        for (text, expected) in [
+            ("node-restriction.kubernetes.io/a=b", true),
+            ("example.com.node-restriction.kubernetes.io/a=b", true),
+            ("xnode-restriction.kubernetes.io/a=b", false),
+            ("node-restriction.kubernetes.io.example/a=b", false),
+            ("node-restriction.kubernetes.io=b", false),
+            ("openyurt.io/is-edge-worker=true", false),
+        ] {
+            let label: NodeLabel = text.parse().unwrap();
+            assert_eq!(label.is_restricted(), expected, "{text}");
+        }
+    }
+}
