@@ -12,6 +12,7 @@ use tunnel_proto::wire::name::Port;
 use crate::config::Config;
 
 mod checks;
+mod cloud;
 mod credential;
 mod facts;
 mod probe;
@@ -121,5 +122,6 @@ mod tests {
         assert!(selected(&[]).is_empty());
         assert_eq!(selected(&["D20", "D19.udp"]), ["D19.udp", "D20"]);
         assert_eq!(selected(&["D19"]).len(), 8);
+        assert_eq!(selected(&["D16"]).len(), 5);
     }
 }

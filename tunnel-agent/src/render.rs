@@ -7,6 +7,10 @@ use std::net::{IpAddr, SocketAddr};
 
 use crate::cli::{EdgeApiserverArgs, EdgeApiserverFile};
 
+pub(crate) mod nft_table;
+
+use nft_table::{NFT_FILE, TABLE, family};
+
 /// The reason why the files cannot be rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
@@ -177,18 +181,6 @@ fn yurthub(listen: SocketAddr) -> String {
     )
 }
 
-/// Returns nft's name of the address family.
-fn family(ip: IpAddr) -> &'static str {
-    match ip {
-        IpAddr::V4(_) => "ip",
-        IpAddr::V6(_) => "ip6",
-    }
-}
-
-/// Name of the nft table, by which it is removed.
-const TABLE: &str = "culvert_edge_apiserver";
-/// File from which the unit loads the table.
-const NFT_FILE: &str = "/etc/culvert/edge-apiserver.nft";
 /// Ports of Yurthub's own listeners.
 const YURTHUB_PORTS: [u16; 3] = [10261, 10267, 10268];
 

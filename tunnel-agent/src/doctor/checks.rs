@@ -1,5 +1,5 @@
 //! The checks: pure functions from facts to faults. Those about the path to the servers are in
-//! [`network`].
+//! [`network`], those about listeners for targets of the cloud in [`cloud`].
 
 use std::time::Duration;
 
@@ -12,7 +12,9 @@ use super::report::{self, Fault};
 use crate::config::TransportChoice;
 use crate::connector::live::SESSION;
 use crate::connector::status::SessionReport;
+use crate::ingress::listeners::CONDITION;
 
+mod cloud;
 mod network;
 
 /// A check: the faults, or the reason why it cannot be done.
@@ -31,6 +33,11 @@ const CHECKS: &[(&Explanation, Check)] = &[
     (&report::NAME, name),
     (&report::PORTS, ports),
     (&report::AGENT, agent),
+    (&report::CLOUD_LISTEN, cloud::listen),
+    (&report::CLOUD_ADDRESS, cloud::address),
+    (&report::CLOUD_NFT, cloud::nft),
+    (&report::CLOUD_DATA_PATH, cloud::data_path),
+    (&report::CLOUD_SAN, cloud::san),
 ];
 
 /// Does all checks and returns their results.
@@ -284,9 +291,10 @@ fn running(facts: &Facts, agent: &RunningAgent) -> Result<Vec<Fault>, String> {
         what: format!("the agent is not ready: it waits for {component}"),
         fix: "journalctl -u tunnel-agent".to_owned(),
     }));
-    // The list of sessions has what the condition about them says.
+    // The list of sessions has what the condition about them says, and D16.listen the other one.
     let conditions = agent.conditions();
-    let others = conditions.filter(|condition| condition.component != SESSION);
+    let others =
+        conditions.filter(|condition| ![SESSION, CONDITION].contains(&condition.component));
     faults.extend(others.map(|condition| Fault {
         severity: Severity::Warning,
         object: format!("condition {}", condition.component),

@@ -14,6 +14,7 @@ use tunnel_proto::process::{disk, meta};
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
 
+use super::cloud::{self, CloudFacts};
 use super::credential::{self, CredentialFacts, CredentialFault};
 use super::probe::{Prober, ServerFacts};
 use crate::config::{Config, TransportChoice};
@@ -37,6 +38,7 @@ pub(super) struct Facts {
     pub(super) ports: Vec<PortFacts>,
     pub(super) host: HostFacts,
     pub(super) agent: AgentFacts,
+    pub(super) cloud: CloudFacts,
 }
 
 /// A port of --port, and the address where the agent dials it, or its refusal.
@@ -119,11 +121,12 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
     let limit = limit.saturating_sub(RESERVE).max(limit / 2);
     let within = config.limits.handshake_timeout.min(limit / STEPS);
     let now = SystemTime::now();
-    let ((credential, servers), ports, host, agent) = tokio::join!(
+    let ((credential, servers), ports, host, agent, cloud) = tokio::join!(
         Box::pin(network(config, now, within)),
         Box::pin(dial_ports(config, ports, within)),
         Box::pin(host(&config.data_dir, within)),
         Box::pin(agent(config.meta_listen, within)),
+        Box::pin(cloud::gather(&config.cloud_listeners, within)),
     );
     let streams = u64::from(config.limits.streams_per_agent);
     let sessions = u64::try_from(config.replicas).unwrap_or(u64::MAX);
@@ -140,6 +143,7 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
         ports,
         host,
         agent,
+        cloud,
     }
 }
 

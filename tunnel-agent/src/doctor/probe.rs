@@ -321,7 +321,11 @@ async fn recv_verdict(stream: &mut TlsStream<TcpStream>) -> io::Result<()> {
     }
 }
 
-async fn limited<T>(within: Duration, step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+/// Runs a step of a dial, for at most `within`.
+pub(super) async fn limited<T>(
+    within: Duration,
+    step: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
     let no_answer = || io::Error::new(io::ErrorKind::TimedOut, NO_ANSWER);
     let answer = timeout(within, step).await;
     answer.unwrap_or_else(|_elapsed| Err(no_answer()))

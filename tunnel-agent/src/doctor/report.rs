@@ -119,9 +119,73 @@ pub(super) const AGENT: Explanation = Explanation {
     link: "docs/how-to/troubleshooting.md",
 };
 
+pub(super) const CLOUD_LISTEN: Explanation = Explanation {
+    id: "D16.listen",
+    checks: "each address of --cloud-listen: whether the agent listens there, or another program, \
+             such as Yurthub on 10261, 10267 and 10268",
+    consequence: "clients on this node do not reach the target of the cloud, or reach another \
+                  program",
+    fix: "ss -ltnp\n\
+          Next to Yurthub: other ports in --cloud-listen, as in apiserver=127.0.0.1:10270\n\
+          systemctl restart tunnel-agent",
+    link: EDGE_APISERVER,
+};
+pub(super) const CLOUD_ADDRESS: Explanation = Explanation {
+    id: "D16.address",
+    checks: "whether an interface of this host has the link-local addresses of --cloud-listen",
+    consequence: "pods do not reach the target of the cloud",
+    fix: "systemctl enable --now culvert-edge-apiserver\n\
+          By hand: ip address replace 169.254.2.1/32 dev lo scope host",
+    link: EDGE_APISERVER,
+};
+pub(super) const CLOUD_NFT: Explanation = Explanation {
+    id: "D16.nft",
+    checks: "the nft table that redirects the Service kubernetes: there if its file is, in \
+             prerouting and output, before kube-proxy's rules, and to an address of --cloud-listen",
+    consequence: "pods reach the API server by the Service's address as without the tunnel, or not \
+                  at all",
+    fix: "tunnel-agent render edge-apiserver --way nft --service-ip IP > \
+          /etc/culvert/edge-apiserver.nft\n\
+          systemctl restart culvert-edge-apiserver",
+    link: EDGE_APISERVER,
+};
+pub(super) const CLOUD_DATA_PATH: Explanation = Explanation {
+    id: "D16.datapath",
+    checks: "with the nft table: whether an eBPF data path runs on this node that can translate \
+             the Service's address before the table sees it",
+    consequence: "pods reach the API server by the Service's address as without the tunnel",
+    fix: "For Cilium: cilium-dbg status | grep KubeProxyReplacement\n\
+          Where it is on, set the two variables: tunnel-agent render edge-apiserver --way env",
+    link: EDGE_APISERVER,
+};
+pub(super) const CLOUD_SAN: Explanation = Explanation {
+    id: "D16.san",
+    checks: "without the nft table: whether the API server's certificate has the link-local \
+             addresses of --cloud-listen, by a TLS handshake through the listener",
+    consequence: "pods that dial the address by the two variables refuse the certificate",
+    fix: "Add 169.254.2.1 to apiServer.certSANs of kubeadm and renew the certificate, or use the \
+          nft table: tunnel-agent render edge-apiserver --way nft --service-ip IP",
+    link: EDGE_APISERVER,
+};
+const EDGE_APISERVER: &str = "docs/how-to/edge-apiserver.md";
+
 /// The explanations of all checks, by id.
 pub(super) const EXPLANATIONS: &[Explanation] = &[
-    HOST, RESOLVE, TCP, UDP, PROXY, TLS, ALPN, NAME, PORTS, AGENT,
+    CLOUD_LISTEN,
+    CLOUD_ADDRESS,
+    CLOUD_NFT,
+    CLOUD_DATA_PATH,
+    CLOUD_SAN,
+    HOST,
+    RESOLVE,
+    TCP,
+    UDP,
+    PROXY,
+    TLS,
+    ALPN,
+    NAME,
+    PORTS,
+    AGENT,
 ];
 
 #[cfg(test)]

@@ -156,7 +156,7 @@ fn usual_user(port: u16) -> Option<&'static str> {
 }
 
 /// Name of the condition in `/readyz?verbose`.
-const CONDITION: &str = "cloud listeners";
+pub(crate) const CONDITION: &str = "cloud listeners";
 /// Name of the listeners in log lines.
 const LISTENER: &str = "cloud";
 /// Time between attempts to bind a listener.

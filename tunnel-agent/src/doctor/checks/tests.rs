@@ -10,6 +10,8 @@ use crate::doctor::credential::{CaSource, CredentialFacts};
 use crate::doctor::facts::{AgentFacts, HostFacts, UdpBuffer};
 use crate::doctor::probe::{EndpointFacts, QuicFacts, ServerFacts, TcpFacts, TlsFailure};
 
+mod cloud;
+
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// A change of the facts, and the only finding that it causes: id, severity, and text.
@@ -197,7 +199,11 @@ fn fault_of_the_host_of_a_port_or_of_the_agent_is_found() {
             "another program",
         ),
         (
-            |facts| facts.agent.answer = AgentAnswer::NotRunning,
+            |facts| {
+                facts.agent.answer = AgentAnswer::NotRunning;
+                facts.cloud.listeners.clear();
+                facts.cloud.rules.table = Ok(None);
+            },
             "D20",
             Severity::Error,
             "no agent runs",
@@ -331,6 +337,7 @@ fn healthy() -> Facts {
                 descriptors: Ok(Some(65_536)),
             }),
         },
+        cloud: cloud::healthy_cloud(),
     }
 }
 
