@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::config::RawConfig;
+use crate::config::{RawConfig, is_local};
 use crate::doctor::DoctorOptions;
 
 /// Edge side of Culvert: dials out to tunnel-server and connects its requests to this node's own
@@ -69,6 +69,12 @@ pub enum Command {
         /// The clients that the files are for.
         #[command(subcommand)]
         object: RenderObject,
+    },
+    /// Give an interface of this host a local address for --cloud-listen, or remove it
+    Address {
+        /// The change, with the address.
+        #[command(subcommand)]
+        change: AddressChange,
     },
     /// Print a shell completion script
     Completion {
@@ -144,6 +150,26 @@ pub struct DiagArgs {
     pub source: ConfigArgs,
 }
 
+/// The changes of `address`.
+#[derive(Debug, Subcommand)]
+pub enum AddressChange {
+    /// Add the address, unless the interface has it; needs the capability NET_ADMIN
+    Add(AddressArgs),
+    /// Remove the address, if the interface has it; needs the capability NET_ADMIN
+    Remove(AddressArgs),
+}
+
+/// The address and its interface.
+#[derive(Debug, Clone, clap::Args)]
+pub struct AddressArgs {
+    /// Loopback or link-local address, as in 169.254.2.1, without a prefix length
+    #[arg(value_name = "ADDR", value_parser = local_address)]
+    pub address: IpAddr,
+    /// Interface of this host
+    #[arg(long, value_name = "NAME", default_value = "lo")]
+    pub interface: String,
+}
+
 /// The values of `join`, and what it may do.
 #[derive(Debug, Clone, clap::Args)]
 pub struct JoinArgs {
@@ -216,6 +242,19 @@ pub enum StatusOutput {
     Json,
 }
 
+/// Parses an address that `--cloud-listen` accepts.
+fn local_address(text: &str) -> Result<IpAddr, String> {
+    let ip: IpAddr = text
+        .parse()
+        .map_err(|_syntax| "not an IP address".to_owned())?;
+    let ip = ip.to_canonical();
+    if is_local(ip) {
+        Ok(ip)
+    } else {
+        Err("neither a loopback nor a link-local address".to_owned())
+    }
+}
+
 /// Returns the command with all its flags, for completion and the generated reference.
 #[must_use]
 pub fn command() -> clap::Command {
@@ -257,6 +296,25 @@ mod tests {
             assert_eq!(variable, format!("TUNNEL_AGENT_{expected}"));
         }
         assert!(known_variables().contains("TUNNEL_AGENT_SERVER"));
+    }
+
+    #[test]
+    fn only_local_addresses_can_be_added() {
+        for (text, expected) in [
+            ("169.254.2.1", true),
+            ("127.0.0.9", true),
+            ("fe80::1", true),
+            ("::ffff:169.254.2.1", true),
+            ("0.0.0.0", false),
+            ("10.0.0.1", false),
+            ("169.254.2.1/32", false),
+            ("fe80::1%lo", false),
+            ("localhost", false),
+            ("2001:db8::1", false),
+        ] {
+            let parsed = Cli::try_parse_from(["tunnel-agent", "address", "add", text]);
+            assert_eq!(parsed.is_ok(), expected, "{text}");
+        }
     }
 
     #[test]

@@ -19,6 +19,7 @@ mod token;
 pub(crate) use checked::DEFAULT_DATA_DIR;
 pub use checked::{Config, TransportChoice, meta_address};
 pub use cloud::CloudListener;
+pub(crate) use cloud::is_local;
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::RawConfig;
 pub use secret::Secret;

@@ -4,6 +4,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`cli`] | verbs, flags and their help |
+//! | [`address`] | the verb that gives an interface an address for a listener |
 //! | [`config`] | layered settings, the typed configuration, the limits |
 //! | [`app`] | start-up and run loop; the entry point for tests and other programs |
 //! | [`diag`] | facts about an agent for a bug report |
@@ -30,6 +31,7 @@
 //! transport but `Stream`. `session` registers its live sessions with `ingress`, which opens streams
 //! over them.
 
+pub mod address;
 pub mod app;
 pub mod cli;
 pub mod config;

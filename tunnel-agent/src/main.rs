@@ -15,7 +15,7 @@ use tunnel_agent::cli::{
     StatusArgs, StatusOutput,
 };
 use tunnel_agent::config::{self, Config, RawConfig};
-use tunnel_agent::{diag, doctor, join, render, status};
+use tunnel_agent::{address, diag, doctor, join, render, status};
 use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry, terminal};
@@ -44,6 +44,7 @@ fn run_verb(verb: Command) -> anyhow::Result<ExitCode> {
         Command::Status(arguments) => show_status(arguments)?,
         Command::Diag(arguments) => run_diag(*arguments)?,
         Command::Render { object } => render_object(&object)?,
+        Command::Address { change } => runtime()?.block_on(address::change(&change))?,
         Command::Doctor(arguments) => return run_doctor(*arguments),
         Command::Completion { shell } => {
             let mut script = Vec::new();

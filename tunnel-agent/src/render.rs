@@ -132,11 +132,6 @@ table {family} {TABLE} {{
 
 fn unit(ip: IpAddr) -> String {
     let family = family(ip);
-    let (prefix, scope) = match ip {
-        // No other interface uses the address as a source.
-        IpAddr::V4(_) => (32, " scope host"),
-        IpAddr::V6(_) => (128, ""),
-    };
     format!(
         "\
 [Unit]
@@ -146,10 +141,10 @@ Before=kubelet.service
 [Service]
 Type=oneshot
 RemainAfterExit=yes
-ExecStart=/usr/bin/env ip address replace {ip}/{prefix} dev lo{scope}
+ExecStart=/usr/bin/env tunnel-agent address add {ip}
 ExecStart=/usr/bin/env nft -f {NFT_FILE}
 ExecStop=/usr/bin/env nft delete table {family} {TABLE}
-ExecStop=/usr/bin/env ip address del {ip}/{prefix} dev lo
+ExecStop=/usr/bin/env tunnel-agent address remove {ip}
 
 [Install]
 WantedBy=multi-user.target
@@ -223,10 +218,10 @@ mod tests {
     fn unit_removes_what_it_adds() {
         let text = rendered("--way unit").unwrap();
         for line in [
-            "ExecStart=/usr/bin/env ip address replace 169.254.2.1/32 dev lo scope host",
+            "ExecStart=/usr/bin/env tunnel-agent address add 169.254.2.1",
             "ExecStart=/usr/bin/env nft -f /etc/culvert/edge-apiserver.nft",
             "ExecStop=/usr/bin/env nft delete table ip culvert_edge_apiserver",
-            "ExecStop=/usr/bin/env ip address del 169.254.2.1/32 dev lo",
+            "ExecStop=/usr/bin/env tunnel-agent address remove 169.254.2.1",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}:\n{text}");
         }

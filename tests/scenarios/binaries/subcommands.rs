@@ -362,7 +362,7 @@ const HELP: &[(&str, &str, &str)] = &[
     (
         AGENT,
         "",
-        "run check-config join healthcheck status diag doctor completion version",
+        "run check-config join healthcheck status diag doctor address completion version",
     ),
     (
         AGENT,
@@ -370,6 +370,8 @@ const HELP: &[(&str, &str, &str)] = &[
         "--server --node-name --token-file --root --no-start --dry-run --yes",
     ),
     (AGENT, "diag", "--output --config --data-dir"),
+    (AGENT, "address", "add remove"),
+    (AGENT, "address add", "ADDR --interface"),
     (AGENT, "check-config", "--config"),
     (AGENT, "healthcheck", "--meta-listen"),
     (AGENT, "completion", "bash"),

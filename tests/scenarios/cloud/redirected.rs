@@ -2,6 +2,7 @@
 //! reach the API server, and callers in the cloud do not reach it through the node.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -10,10 +11,10 @@ use tunnel_tests::checks::get_ok;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace};
+use tunnel_tests::netns::{CLOUD_ADDRESS, Namespace, in_service_namespace};
 use tunnel_tests::process::Program;
 use tunnel_tests::targets::Exporter;
-use tunnel_tests::tools::Tool;
+use tunnel_tests::tools::{Tool, or_skip};
 
 use super::{HOST, NODE};
 
@@ -64,6 +65,39 @@ async fn redirected_dial() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn address_is_added_and_removed_once_and_a_missing_right_is_named() -> Result<()> {
+    let Some(namespace) = or_skip(Namespace::new("address", Path::new("/etc/hosts"))) else {
+        return Ok(());
+    };
+    for (verb, expected) in [("add", 1), ("remove", 0)] {
+        for _run in 0..2 {
+            let change = address(verb)?.inside(Some(&namespace));
+            change.run().await?.ok()?;
+            let listed = namespace.script("$IP -4 -o address show dev lo")?;
+            let found = listed.matches("inet 169.254.2.1/32 scope host lo").count();
+            ensure!(found == expected, "{verb}: {listed}");
+        }
+    }
+    let other = address("add")?.args(["--interface", "no-such"]);
+    let other = other.inside(Some(&namespace)).run().await?;
+    other.ensure_failed(1, &["there is no interface no-such"])?;
+    // A user namespace of its own has no right to the network.
+    let unshare = ["unshare", "-U"];
+    if or_skip(namespace.script("unshare -U true")).is_some() {
+        let denied = address("add")?.through(unshare).inside(Some(&namespace));
+        let denied = denied.run().await?;
+        denied.ensure_failed(1, &["not permitted", "NET_ADMIN"])?;
+    }
+    Ok(())
+}
+
+/// Returns the verb that adds or removes the agent's link-local address.
+fn address(change: &str) -> Result<Program> {
+    let program = Program::ours("tunnel-agent")?;
+    Ok(program.args(["address", change, "169.254.2.1"]))
+}
+
 fn service(name: &str, target: &str) -> RawTcpService {
     RawTcpService {
         name: name.into(),
@@ -76,9 +110,7 @@ fn service(name: &str, target: &str) -> RawTcpService {
 
 /// Adds the agent's link-local address and the rendered rules to this namespace.
 async fn redirect_to_the_agent() -> Result<()> {
-    let ip = Program::tool(Tool::Ip)?;
-    let add = ip.args("address add 169.254.2.1/32 dev lo".split(' '));
-    add.run().await?.ok()?;
+    address("add")?.run().await?.ok()?;
     let render = Program::ours("tunnel-agent")?.args(["render", "edge-apiserver"]);
     let render = render.args(["--way", "nft", "--service-ip", "10.96.0.1"]);
     let rules = render.run().await?.ok()?;

@@ -65,7 +65,7 @@ pub(super) fn listeners(
 }
 
 /// Returns whether only this host, or its link, can have connections to the address.
-fn is_local(ip: IpAddr) -> bool {
+pub(crate) fn is_local(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => v4.is_loopback() || v4.is_link_local(),
         IpAddr::V6(v6) => v6.is_loopback() || v6.is_unicast_link_local(),

@@ -135,7 +135,7 @@ pub(super) const CLOUD_ADDRESS: Explanation = Explanation {
     checks: "whether an interface of this host has the link-local addresses of --cloud-listen",
     consequence: "pods do not reach the target of the cloud",
     fix: "systemctl enable --now culvert-edge-apiserver\n\
-          By hand: ip address replace 169.254.2.1/32 dev lo scope host",
+          By hand: tunnel-agent address add 169.254.2.1",
     link: EDGE_APISERVER,
 };
 pub(super) const CLOUD_NFT: Explanation = Explanation {

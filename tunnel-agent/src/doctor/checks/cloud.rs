@@ -72,8 +72,7 @@ pub(super) fn address(facts: &Facts) -> Result<Vec<Fault>, String> {
             what: "no interface of this host has the address, so that pods do not reach it"
                 .to_owned(),
             fix: format!(
-                "systemctl enable --now culvert-edge-apiserver; by hand: ip address replace {ip}/32 \
-                 dev lo scope host"
+                "systemctl enable --now culvert-edge-apiserver; by hand: tunnel-agent address add {ip}"
             ),
         }
     });
