@@ -4,13 +4,14 @@
 //! The server serves, over TLS on a free loopback port, the kinds that a tunnel uses. Supported are
 //! get, list in pages, watch with resource versions, bookmarks and initial events, create, update,
 //! merge and strategic patches and delete; discovery, tables, field and label selectors. A
-//! server-side apply merges, without field managers and thus without conflicts. ServiceAccounts are
+//! server-side apply merges, without field managers and thus without conflicts. Users are
 //! authorized by the roles in the server. There are no controllers, so Endpoints are not created and
 //! garbage is not collected. Tests that must also hold against a
 //! real server use [`crate::cluster`], which has one interface for both. Those tests use this
 //! module only for faults and request counts.
 
 mod access;
+mod bootstrap;
 mod connection;
 mod defaulting;
 mod discovery;
@@ -44,6 +45,7 @@ use crate::process::ScratchDir;
 pub use access::User;
 pub use faults::{Cut, Fault, Presence};
 pub use record::RecordedRequest;
+pub(crate) use signing::{REQUESTS, sign};
 pub use status::Status;
 pub use tokens::{Reviewing, TokenClaims};
 
@@ -123,6 +125,9 @@ impl FakeApiServer {
                 None,
                 json!({ "metadata": { "name": namespace }, "status": { "phase": "Active" } }),
             )?;
+        }
+        for (plural, object) in bootstrap::roles() {
+            fake_api.put(plural, None, object)?;
         }
         // Published as in kube-apiserver
         // (`pkg/controlplane/controller/clusterauthenticationtrust`).

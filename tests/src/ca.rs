@@ -146,6 +146,10 @@ impl TestCa {
         &self.pem
     }
 
+    pub(crate) fn issuer(&self) -> &Issuer<'static, KeyPair> {
+        &self.issuer
+    }
+
     /// Issues a certificate for a new key.
     pub fn issue(&self, leaf: &Leaf) -> Result<Issued> {
         let mut params = CertificateParams::default();

@@ -5,6 +5,7 @@
 
 mod api;
 mod kubelet;
+mod kubelet_client;
 mod objects;
 mod real;
 

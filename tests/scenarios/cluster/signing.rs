@@ -10,9 +10,12 @@ use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::cluster::edge;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup};
+use tunnel_tests::manifests::repository;
+use tunnel_tests::process::{AgentSetup, Listener, Process, Program, Server, ServerSetup};
 use tunnel_tests::targets::{Access, FakeKubelet, TargetTls, sha256_hex};
+use tunnel_tests::tools::{Tool, or_skip, require};
 
+use super::kubectl::kustomizers;
 use super::{ClusterEnv, FIRST, READYZ, fetch_text, wait_for_text, wait_until_gone};
 
 const REQUESTS: &str = "/apis/certificates.k8s.io/v1/certificatesigningrequests";
@@ -193,4 +196,29 @@ async fn denied_request_is_reported_and_the_server_stays_ready() -> Result<()> {
         object["metadata"]["uid"]
     );
     Ok(())
+}
+
+on_both!(certificate_of_the_script_can_call_kubelets_and_nothing_else);
+
+/// Runs `deploy/kubelet-certificate.sh`, and asks the API server what the user of its certificate
+/// may do.
+async fn certificate_of_the_script_can_call_kubelets_and_nothing_else(
+    cluster_env: ClusterEnv,
+) -> Result<()> {
+    let needs = require(&[Tool::Bash, Tool::Openssl]);
+    let Some(files) = or_skip(needs.and_then(|()| kustomizers())) else {
+        return Ok(());
+    };
+    let kubectl = files.first().context("one at least")?;
+    let script = Program::tool(Tool::Bash)?
+        .arg(repository().join("deploy/kubelet-certificate.sh"))
+        .env("KUBECTL", kubectl)
+        .env("KUBECONFIG", cluster_env.cluster.admin_kubeconfig()?)
+        .env("HOME", cluster_env.scratch.path());
+    let finished = tokio::select! {
+        finished = script.run() => finished?,
+        never = cluster_env.cluster.sign_for_kubelets() => match never {},
+    };
+    finished.ok()?;
+    cluster_env.cluster.check_kubelet_client().await
 }

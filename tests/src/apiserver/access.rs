@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
-use super::kinds::{Address, Kind, VERSION};
+use super::kinds::{Address, Kind};
 use super::status::Status;
-use super::store::Content;
+use super::store::{Content, Key};
 use crate::manifests::items;
 
 /// The sender of a request.
@@ -35,6 +35,10 @@ impl User {
             name: format!("system:serviceaccount:{namespace}:{name}"),
             groups: groups.to_vec(),
         }
+    }
+
+    fn is_master(&self) -> bool {
+        self.groups.iter().any(|group| group == MASTERS)
     }
 
     fn is(&self, subject: &Value) -> bool {
@@ -100,15 +104,32 @@ impl Action {
     }
 
     fn allowed_by(&self, rule: &Value) -> bool {
-        let lists =
-            |list: &str, wanted: &str| items(&rule[list]).any(|item| item == wanted || item == "*");
         let mut names = items(&rule["resourceNames"]).peekable();
-        lists("verbs", &self.verb)
-            && lists("apiGroups", &self.group)
-            && lists("resources", &self.resource)
+        // A subresource also matches `*/SUBRESOURCE`.
+        let any_parent = self
+            .resource
+            .split_once('/')
+            .map(|(_, sub)| format!("*/{sub}"));
+        lists(&rule["verbs"], &self.verb)
+            && lists(&rule["apiGroups"], &self.group)
+            && (lists(&rule["resources"], &self.resource)
+                || any_parent.is_some_and(|any| lists(&rule["resources"], &any)))
             && (names.peek().is_none()
                 || names.any(|allowed| allowed.as_str() == self.name.as_deref()))
     }
+}
+
+fn lists(list: &Value, wanted: &str) -> bool {
+    items(list).any(|item| item == wanted || item == "*")
+}
+
+/// Returns whether a rule allows a path that is no resource, such as `/version`.
+fn allows_path(rule: &Value, verb: &str, path: &str) -> bool {
+    let is_listed = |url: &Value| {
+        let url = url.as_str().unwrap_or_default();
+        url == path || (url.strip_suffix('*')).is_some_and(|prefix| path.starts_with(prefix))
+    };
+    lists(&rule["verbs"], verb) && items(&rule["nonResourceURLs"]).any(is_listed)
 }
 
 /// Checks that a role bound to `user` allows the action.
@@ -116,73 +137,97 @@ impl Action {
 /// # Errors
 /// Returns 403 with the message of the real API server.
 pub(super) fn check(content: &Content, user: &User, action: &Action) -> Result<(), Status> {
-    if user.groups.iter().any(|group| group == MASTERS) || is_for_everybody(action) {
+    let namespace = action.namespace.as_deref();
+    if user.is_master() || rules(content, user, namespace).any(|rule| action.allowed_by(rule)) {
         return Ok(());
-    }
-    let everywhere = content
-        .collection("clusterrolebindings", None)
-        .map(|(_, binding)| binding);
-    let inside = action.namespace.as_deref();
-    let here = inside
-        .into_iter()
-        .flat_map(|namespace| content.collection("rolebindings", Some(namespace)))
-        .map(|(_, binding)| binding);
-    let bound = everywhere
-        .chain(here)
-        .filter(|binding| items(&binding["subjects"]).any(|subject| user.is(subject)));
-    for binding in bound {
-        let (storage, namespace) = match binding["roleRef"]["kind"].as_str() {
-            Some("Role") => ("roles", inside.unwrap_or_default()),
-            _ => ("clusterroles", ""),
-        };
-        let name = binding["roleRef"]["name"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
-        let role = content.get(&super::store::Key {
-            storage,
-            namespace: namespace.to_owned(),
-            name,
-        });
-        let mut rules = role.into_iter().flat_map(|role| items(&role["rules"]));
-        if rules.any(|rule| action.allowed_by(rule)) {
-            return Ok(());
-        }
     }
     Err(action.forbidden(user))
 }
 
-/// Returns whether everyone may do this: self-reviews are bound to `system:authenticated` in every
-/// cluster.
-fn is_for_everybody(action: &Action) -> bool {
-    action.verb == "create" && action.resource == "selfsubjectaccessreviews"
+/// Returns the rules of the roles that are bound to the user in the cluster and in `namespace`.
+fn rules<'a>(
+    content: &'a Content,
+    user: &'a User,
+    namespace: Option<&'a str>,
+) -> impl Iterator<Item = &'a Value> {
+    let everywhere = content.collection("clusterrolebindings", None);
+    let here = namespace
+        .into_iter()
+        .flat_map(move |namespace| content.collection("rolebindings", Some(namespace)));
+    everywhere
+        .chain(here)
+        .map(|(_, binding)| binding)
+        .filter(move |binding| items(&binding["subjects"]).any(|subject| user.is(subject)))
+        .filter_map(move |binding| {
+            let (storage, namespace) = match binding["roleRef"]["kind"].as_str() {
+                Some("Role") => ("roles", namespace.unwrap_or_default()),
+                _ => ("clusterroles", ""),
+            };
+            let name = binding["roleRef"]["name"].as_str().unwrap_or_default();
+            content.get(&Key {
+                storage,
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+            })
+        })
+        .flat_map(|role| items(&role["rules"]))
 }
 
-pub(super) fn review(content: &Content, user: &User, review: &Value) -> Value {
-    let asked = &review["spec"]["resourceAttributes"];
-    let text = |field: &str| {
-        asked[field]
-            .as_str()
-            .map(str::to_owned)
-            .filter(|text| !text.is_empty())
+/// Answers a SubjectAccessReview, or a SelfSubjectAccessReview of `user`.
+pub(super) fn review(content: &Content, user: &User, kind: &Kind, review: &Value) -> Value {
+    let spec = &review["spec"];
+    let user = match kind.kind {
+        "SubjectAccessReview" => User {
+            name: text(&spec["user"]).unwrap_or_default(),
+            groups: items(&spec["groups"]).filter_map(text).collect(),
+        },
+        _ => user.clone(),
     };
-    let resource = text("resource").unwrap_or_default();
-    let action = Action {
-        verb: text("verb").unwrap_or_default(),
-        group: text("group").unwrap_or_default(),
-        resource: text("subresource")
-            .map_or_else(|| resource.clone(), |sub| format!("{resource}/{sub}")),
-        namespace: text("namespace"),
-        name: text("name"),
+    let outcome = match text(&spec["nonResourceAttributes"]["path"]) {
+        Some(path) => {
+            let verb = text(&spec["nonResourceAttributes"]["verb"]).unwrap_or_default();
+            check_path(content, &user, &verb, &path)
+        }
+        None => check(content, &user, &asked(&spec["resourceAttributes"])),
     };
     let mut answer = review.clone();
-    answer["kind"] = "SelfSubjectAccessReview".into();
-    answer["apiVersion"] = format!("authorization.k8s.io/{VERSION}").into();
-    answer["status"] = match check(content, user, &action) {
+    answer["kind"] = kind.kind.into();
+    answer["apiVersion"] = kind.api_version().into();
+    answer["status"] = match outcome {
         Ok(()) => serde_json::json!({ "allowed": true }),
         Err(status) => serde_json::json!({ "allowed": false, "reason": status.message }),
     };
     answer
+}
+
+/// Paths that are no resources have no namespace, so only bindings of the cluster allow them.
+fn check_path(content: &Content, user: &User, verb: &str, path: &str) -> Result<(), Status> {
+    if user.is_master() || rules(content, user, None).any(|rule| allows_path(rule, verb, path)) {
+        return Ok(());
+    }
+    let message = format!("User {:?} cannot {verb} path {path:?}", user.name);
+    Err(Status::new(403, "Forbidden", message))
+}
+
+/// Returns the action of a review's `resourceAttributes`.
+fn asked(attributes: &Value) -> Action {
+    let resource = text(&attributes["resource"]).unwrap_or_default();
+    Action {
+        verb: text(&attributes["verb"]).unwrap_or_default(),
+        group: text(&attributes["group"]).unwrap_or_default(),
+        resource: text(&attributes["subresource"])
+            .map_or_else(|| resource.clone(), |sub| format!("{resource}/{sub}")),
+        namespace: text(&attributes["namespace"]),
+        name: text(&attributes["name"]),
+    }
+}
+
+/// Returns a text that is not empty.
+fn text(value: &Value) -> Option<String> {
+    value
+        .as_str()
+        .filter(|text| !text.is_empty())
+        .map(str::to_owned)
 }
 
 const MASTERS: &str = "system:masters";
@@ -191,7 +236,7 @@ const MASTERS: &str = "system:masters";
 mod tests {
     use serde_json::json;
 
-    use super::super::store::{Key, Store};
+    use super::super::store::Store;
     use super::*;
 
     fn put(store: &Store, storage: &'static str, namespace: &str, object: Value) {
@@ -250,5 +295,25 @@ mod tests {
             refused.message,
             "configmaps \"yours\" is forbidden: User \"system:serviceaccount:ns:sa\" cannot get resource \"configmaps\" in API group \"\" in the namespace \"ns\""
         );
+    }
+
+    #[test]
+    fn rules_match_subresources_and_paths_with_wildcards() {
+        let action = |resource: &str| Action {
+            verb: "get".into(),
+            group: String::new(),
+            resource: resource.into(),
+            namespace: None,
+            name: None,
+        };
+        let rule = json!({ "apiGroups": [""], "resources": ["*/log", "nodes"], "verbs": ["*"] });
+        assert!(action("nodes/log").allowed_by(&rule));
+        assert!(action("nodes").allowed_by(&rule));
+        assert!(!action("nodes/proxy").allowed_by(&rule));
+        let rule = json!({ "nonResourceURLs": ["/api", "/apis/*"], "verbs": ["get"] });
+        assert!(allows_path(&rule, "get", "/api"));
+        assert!(allows_path(&rule, "get", "/apis/apps/v1"));
+        assert!(!allows_path(&rule, "get", "/api/v1"));
+        assert!(!allows_path(&rule, "post", "/api"));
     }
 }

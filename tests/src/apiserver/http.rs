@@ -224,9 +224,10 @@ impl Service {
             };
             return Ok(json_body(201, &answer));
         }
+        let kind = request.address.kind;
         let answer = self
             .store
-            .read(|content| access::review(content, &request.user, &asked));
+            .read(|content| access::review(content, &request.user, kind, &asked));
         Ok(json_body(201, &answer))
     }
 }

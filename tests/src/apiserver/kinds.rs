@@ -52,6 +52,7 @@ policy poddisruptionbudgets PodDisruptionBudget pdb status generation
 networking.k8s.io networkpolicies NetworkPolicy netpol generation
 scheduling.k8s.io priorityclasses PriorityClass pc cluster generation
 authorization.k8s.io selfsubjectaccessreviews SelfSubjectAccessReview - cluster
+authorization.k8s.io subjectaccessreviews SubjectAccessReview - cluster
 authentication.k8s.io tokenreviews TokenReview - cluster
 certificates.k8s.io certificatesigningrequests CertificateSigningRequest csr cluster status
 ";
