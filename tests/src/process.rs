@@ -6,6 +6,7 @@ mod log;
 mod peering;
 mod running;
 mod scratch;
+mod terminal;
 
 pub use culvert::{AgentSetup, Listener, Server, ServerSetup};
 pub use fleet::Fleet;
@@ -13,3 +14,4 @@ pub use log::Log;
 pub use peering::Peering;
 pub use running::{Finished, Piped, Process, Program, Signal};
 pub use scratch::{ScratchDir, next_loopback, own_loopback};
+pub use terminal::Terminal;

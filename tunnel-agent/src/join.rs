@@ -3,12 +3,12 @@
 //!
 //! Every file is planned before one is written, so that a mistake or a refusal changes nothing.
 
-use std::io::{self, IsTerminal as _, Read as _, Write as _};
+use std::io::{self, IsTerminal as _, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use tunnel_proto::process::files;
-use tunnel_proto::process::terminal::Answer;
+use tunnel_proto::process::terminal::{Answer, read_secret};
 use tunnel_proto::wire::enroll::JoinToken;
 use tunnel_proto::wire::header::one_line;
 use zeroize::Zeroizing;
@@ -83,19 +83,18 @@ pub fn run(
     Ok(())
 }
 
-/// Reads the token from a file, or from standard input. From a terminal only one line is read.
+/// Reads the token from a file, or from standard input. From a terminal only one line is read, and
+/// not shown.
 fn read_token(file: Option<&Path>) -> Result<JoinToken, JoinCommandError> {
     let stdin = io::stdin();
     let text = match file {
         Some(path) if path != Path::new("-") => files::read_operator_file(path)?,
         None if stdin.is_terminal() => return Err(JoinCommandError::NoToken),
         Some(_) if stdin.is_terminal() => {
-            let mut stderr = io::stderr();
-            write!(stderr, "join token: ")?;
-            stderr.flush()?;
-            let mut line = Zeroizing::new(String::with_capacity(TOKEN_ROOM));
-            stdin.read_line(&mut line)?;
-            Zeroizing::new(std::mem::take(&mut *line).into_bytes())
+            read_secret("join token").map_err(|error| match error.kind() {
+                io::ErrorKind::Interrupted => JoinCommandError::Interrupted,
+                _ => JoinCommandError::File(error),
+            })?
         }
         Some(_) | None => {
             let mut text = Zeroizing::new(Vec::with_capacity(TOKEN_ROOM));

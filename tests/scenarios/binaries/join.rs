@@ -2,14 +2,17 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use tokio::task::spawn_blocking;
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::process::{Finished, Program, ScratchDir};
 
 use super::NODE;
 
 const SERVER: &str = "cloud.example.com:10262";
+const END: Duration = Duration::from_secs(5);
 const FILES: [(&str, u32); 3] = [
     ("etc/culvert/tunnel-agent.yaml", 0o644),
     ("etc/culvert/tunnel-agent.token", 0o600),
@@ -73,6 +76,29 @@ async fn other_values_need_consent_and_a_bad_token_writes_nothing() -> Result<()
     Ok(())
 }
 
+#[tokio::test]
+async fn token_typed_in_a_terminal_is_not_shown_and_the_terminal_is_restored() -> Result<()> {
+    let host = Host::new()?;
+    let token = host.create_token().await?;
+    let (half, _rest) = token.split_once('.').context("not a token")?;
+    for (typed, code) in [(format!("{half}\u{3}"), 1), (token.clone(), 0)] {
+        let join = host.program(&["--token-file", "-"])?;
+        let (mut process, mut terminal) = join.start_in_terminal()?;
+        let read = spawn_blocking(move || terminal.read_until("join token: ").map(|()| terminal));
+        let mut terminal = read.await??;
+        ensure!(terminal.modes()? == (false, false), "shown");
+        terminal.write(typed.as_bytes())?;
+        let status = process.end(END).await?;
+        ensure!(terminal.modes()? == (true, true), "not restored");
+        let shown = spawn_blocking(|| terminal.read_rest()).await??;
+        ensure!(!shown.contains(half), "{shown}");
+        ensure!(status.code() == Some(code), "{status}: {shown}");
+        ensure!(host.root.exists() == (code == 0), "{shown}");
+    }
+    ensure!(host.contents()?[1] == token.trim(), "another token");
+    Ok(())
+}
+
 /// A host below a directory, and the data directory of a server that does not run.
 struct Host {
     scratch: ScratchDir,
@@ -99,6 +125,10 @@ impl Host {
 
     /// Runs the verb with a token on standard input.
     async fn join(&self, token: &str, words: &[&str]) -> Result<Finished> {
+        self.program(words)?.run_with(token.as_bytes()).await
+    }
+
+    fn program(&self, words: &[&str]) -> Result<Program> {
         let join = [
             "join",
             "--server",
@@ -108,8 +138,7 @@ impl Host {
             "--no-start",
         ];
         let join = Program::ours("tunnel-agent")?.args(join).args(words);
-        let join = join.arg("--root").arg(&self.root);
-        join.run_with(token.as_bytes()).await
+        Ok(join.arg("--root").arg(&self.root))
     }
 
     fn contents(&self) -> Result<Vec<String>> {

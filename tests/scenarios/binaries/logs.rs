@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use rustix::pty::{OpenptFlags, ioctl_tiocgptpeer, openpt, unlockpt};
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -18,7 +17,7 @@ use tunnel_tests::checks::ensure_status;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::metrics::{meta_page, metric};
-use tunnel_tests::process::{Listener, Process, Program, Signal};
+use tunnel_tests::process::{Listener, Process, Program, Signal, Terminal};
 
 use super::{CONNECT, Stack};
 
@@ -48,13 +47,9 @@ impl Output {
                 Ok((writer.into(), Some(OwnedFd::from(reader).into())))
             }
             Self::StoppedTerminal => {
-                let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY;
-                let person = openpt(flags)?;
-                unlockpt(&person)?;
-                let terminal = ioctl_tiocgptpeer(&person, flags)?;
-                let mut person = File::from(person);
-                person.write_all(&[XOFF])?;
-                Ok((terminal.into(), Some(person)))
+                let (mut person, terminal) = Terminal::open()?;
+                person.write(&[XOFF])?;
+                Ok((terminal.into(), Some(person.into_file())))
             }
             Self::FullDisk => {
                 let full = File::options().write(true).open("/dev/full")?;

@@ -12,7 +12,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::Log;
+use super::{Log, Terminal};
 use crate::eventually::scaled;
 use crate::netns::Namespace;
 use crate::tools::{Skip, Tool, bin_dir};
@@ -126,6 +126,13 @@ impl Program {
             stdin,
             stdout,
         })
+    }
+
+    /// Starts the program with a terminal as its standard input and error.
+    pub fn start_in_terminal(self) -> Result<(Process, Terminal)> {
+        let (terminal, program) = Terminal::open()?;
+        let child = self.spawn(program.try_clone()?.into(), program.into())?;
+        Ok((self.logged(child), terminal))
     }
 
     /// Collects the output of the pipes that `child` still has.

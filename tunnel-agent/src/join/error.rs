@@ -30,6 +30,8 @@ pub enum JoinCommandError {
     Differs(String),
     #[error("nothing is changed: the answer was not yes")]
     Declined,
+    #[error("nothing is changed: interrupted before the token was read")]
+    Interrupted,
     #[error(
         "nothing is changed: systemd does not run on this host. Write the token to a file with mode 0600, and run the agent \
          under a supervisor of your own:\n  {0}\nor write the files of the service only, with --no-start"
@@ -70,6 +72,7 @@ impl JoinCommandError {
             | Self::ConfigUnreadable(_)
             | Self::Differs(_)
             | Self::Declined
+            | Self::Interrupted
             | Self::NoSystemd(_)
             | Self::Program(_)
             | Self::NoUser
