@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::Instant;
 use tracing::{info, warn};
+use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::authority::Authority;
@@ -34,30 +35,30 @@ pub(super) fn membership(
 }
 
 /// Reports a condition while this server has no connection to some of the others, or agents do not
-/// receive all servers and addresses.
-pub(super) fn report_unconnected(peers: Arc<Peers>, context: &ServerContext) {
+/// receive all servers and addresses. Without `has_peers` nothing changes after the start.
+pub(super) fn report_unconnected(peers: Arc<Peers>, has_peers: bool, context: &ServerContext) {
     let readiness = context.readiness.clone();
     context.shutdown.spawn_service(async move {
         let mut unconnected = Unconnected::default();
         let mut last: Vec<String> = Vec::new();
-        let mut interval = tokio::time::interval(POLL);
-        interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            interval.tick().await;
             let condition = unconnected.condition(&links(&peers), Instant::now());
             let left_out = peers.left_out().condition();
             let lines: Vec<_> = condition.into_iter().chain(left_out).collect();
-            if lines == last {
-                continue;
+            if lines != last {
+                for line in lines.iter().filter(|line| !last.contains(*line)) {
+                    warn!(condition = LABEL, "{line}");
+                }
+                if lines.is_empty() {
+                    info!(condition = LABEL, "condition cleared");
+                }
+                readiness.set_conditions(LABEL, lines.clone());
+                last = lines;
             }
-            for line in lines.iter().filter(|line| !last.contains(*line)) {
-                warn!(condition = LABEL, "{line}");
+            if !has_peers {
+                return;
             }
-            if lines.is_empty() {
-                info!(condition = LABEL, "condition cleared");
-            }
-            readiness.set_conditions(LABEL, lines.clone());
-            last = lines;
+            sleep_coalesced(POLL).await;
         }
     });
 }

@@ -28,7 +28,7 @@ pub(super) fn start(
     agents: &AgentAuth,
     context: &ServerContext,
 ) -> anyhow::Result<()> {
-    report_unconnected(context.peers.clone(), context);
+    report_unconnected(context.peers.clone(), listener.is_some(), context);
     let Some(listener) = listener else {
         return Ok(());
     };
