@@ -32,6 +32,8 @@ pub mod session;
 #[cfg(feature = "io")]
 pub mod tcp;
 #[cfg(feature = "io")]
+pub mod timers;
+#[cfg(feature = "io")]
 pub mod tls;
 #[cfg(feature = "io")]
 pub mod transport;

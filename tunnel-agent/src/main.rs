@@ -19,6 +19,7 @@ use tunnel_agent::{address, diag, doctor, join, render, status};
 use tunnel_proto::process::diag::default_path;
 use tunnel_proto::process::metrics::COMMIT;
 use tunnel_proto::process::{meta, secrets, settings, shutdown, telemetry, terminal};
+use tunnel_proto::timers::record_runtime_start;
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -71,6 +72,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<()> {
     for variable in settings::unknown_variables(config::ENV_PREFIX, &cli::known_variables()) {
         warn!(variable, "unknown variable ignored");
     }
+    record_runtime_start();
     // On the current thread, tasks wake each other without a system call.
     let mut runtime = match config.worker_threads {
         1 => Builder::new_current_thread(),

@@ -21,6 +21,7 @@ use tunnel_proto::session::control::ControlReader;
 use tunnel_proto::session::{
     ControlSender, LivenessState, Observation, SessionMonitor, Transition,
 };
+use tunnel_proto::timers::coalesced;
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{
@@ -251,7 +252,7 @@ impl<'a> ActiveSession<'a> {
         let mut next_check = pin!(sleep_until(self.monitor.next_check()));
         let (mut withdrawn, mut replaced, mut listening) = (false, false, true);
         loop {
-            let check_at = self.monitor.next_check();
+            let check_at = coalesced(self.monitor.next_check());
             if next_check.deadline() != check_at {
                 next_check.as_mut().reset(check_at);
             }

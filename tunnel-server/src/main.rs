@@ -14,6 +14,7 @@ use tunnel_proto::process::secrets::forbid_core_dumps;
 use tunnel_proto::process::settings::{ConfigError, unknown_variables};
 use tunnel_proto::process::shutdown::{Shutdown, handle_signals};
 use tunnel_proto::process::telemetry;
+use tunnel_proto::timers::record_runtime_start;
 use tunnel_server::admin::doctor;
 use tunnel_server::admin::render::RenderError;
 use tunnel_server::admin::verbs::{VerbError, diag};
@@ -160,6 +161,7 @@ fn run(source: ConfigArgs) -> anyhow::Result<ExitCode> {
     for name in unknown_variables(ENV_PREFIX, &known_variables(&command())) {
         warn!(name, "unknown environment variable is ignored");
     }
+    record_runtime_start();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;

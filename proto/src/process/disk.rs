@@ -6,14 +6,15 @@ use std::time::Duration;
 
 use rustix::fs::{StatVfs, StatVfsMountFlags, statvfs};
 use tokio::task::spawn_blocking;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tracing::{info, warn};
 
 use super::meta::Readiness;
 use super::settings::format_size;
 use super::shutdown::Shutdown;
+use crate::timers::sleep_coalesced;
 
-/// Starts a task that checks the file system of `data_dir` every 10 s, and reports a full or
+/// Starts a task that checks the file system of `data_dir` every 10 s at least, and reports a full or
 /// read-only one as condition `disk` and in the log. A directory that does not exist has no
 /// condition.
 pub fn start(data_dir: PathBuf, readiness: Readiness, shutdown: &Shutdown) {
@@ -45,7 +46,7 @@ pub fn start(data_dir: PathBuf, readiness: Readiness, shutdown: &Shutdown) {
             }
             readiness.set_conditions(CONDITION, finding.iter().cloned().collect());
             reported = finding;
-            sleep(CHECK_INTERVAL).await;
+            sleep_coalesced(CHECK_INTERVAL).await;
         }
     });
 }

@@ -9,6 +9,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tracing::{debug, error, info};
 
+use crate::timers::sleep_coalesced;
+
 /// Delay before a second attempt. A file that is replaced together with another one may not match
 /// it for a moment.
 const RETRY_DELAY: Duration = Duration::from_millis(200);
@@ -63,7 +65,7 @@ impl FileWatcher {
         let mut last_error: Option<String> = None;
         loop {
             tokio::select! {
-                () = tokio::time::sleep(self.interval) => {}
+                () = sleep_coalesced(self.interval) => {}
                 Ok(()) = self.reload_signal.changed() => {
                     debug!(what, "reading files again on request");
                 }

@@ -33,6 +33,7 @@ mod session;
 mod socket;
 mod stateless_reset;
 mod stream;
+mod timer;
 
 use connection_id::PrefixedCidGenerator;
 use error::{dial_error, handshake_error};

@@ -11,6 +11,7 @@ use tokio::time::sleep;
 use tracing::{error, warn};
 use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::tls::files::{FileError, digest_of, load_roots};
 
 use super::initial_credentials::{InitialCredentials, enrollment};
@@ -77,7 +78,7 @@ impl CredentialTasks<'_> {
                     () = drain.cancelled() => return,
                     () = rotating_credentials.rejected() => {}
                     () = rotating_credentials.revoked() => is_revoked = true,
-                    () = sleep(until_expiry(rotating_credentials.not_after())) => {
+                    () = sleep_coalesced(until_expiry(rotating_credentials.not_after())) => {
                         rotating_credentials.save().await;
                         if rotating_credentials.not_after() > SystemTime::now() {
                             continue;

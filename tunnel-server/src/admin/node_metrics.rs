@@ -10,8 +10,8 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
-use tokio::time::{MissedTickBehavior, interval};
 use tunnel_proto::process::shutdown::Shutdown;
+use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::wire::name::NodeName;
 
 use crate::config::PerNodeMetrics;
@@ -172,17 +172,16 @@ impl Collector for ExampleNodeMetrics {
     }
 }
 
-/// Observes the round-trip time of each session every 10 s.
+/// Observes the round-trip time of each session every 10 s at least.
 pub(crate) fn observe_rtts(registry: Arc<Registry>, metrics: Metrics, shutdown: &Shutdown) {
     shutdown.spawn_service(async move {
-        let mut ticks = interval(RTT_INTERVAL);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            ticks.tick().await;
             let sessions = registry.all();
             for rtt in sessions.iter().filter_map(|session| measured_rtt(session)) {
                 metrics.agent_rtt(rtt);
             }
+            drop(sessions);
+            sleep_coalesced(RTT_INTERVAL).await;
         }
     });
 }

@@ -7,10 +7,10 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::time::sleep;
 use tracing::{info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::peer::RevokedNode;
 
@@ -48,7 +48,7 @@ fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdow
             }
             tokio::select! {
                 _ = changed.changed() => {}
-                () = sleep(POLL) => {}
+                () = sleep_coalesced(POLL) => {}
             }
         }
     });

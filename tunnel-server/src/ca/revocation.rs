@@ -13,6 +13,7 @@ use tracing::{info, warn};
 use tunnel_proto::identity::{BACKDATED, PeerIdentity, TrustDomain};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_proto::timers::sleep_coalesced;
 use tunnel_proto::tls::{RevocationCheck, Revoked};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::NodeName;
@@ -330,7 +331,7 @@ impl Revocations {
             loop {
                 tokio::select! {
                     _ = changed.changed() => {}
-                    () = tokio::time::sleep(POLL_INTERVAL) => {}
+                    () = sleep_coalesced(POLL_INTERVAL) => {}
                 }
                 // A write blocks, so it wakes another thread.
                 if revocations.has_unwritten() {

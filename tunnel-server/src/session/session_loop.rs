@@ -13,6 +13,7 @@ use tracing::{debug, info, warn};
 use tunnel_proto::session::{
     ControlSender, LivenessLimits, LivenessState, Observation, SessionMonitor, Transition,
 };
+use tunnel_proto::timers::coalesced;
 use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Member};
@@ -87,7 +88,7 @@ impl Sessions {
                 }
             }
             match self.check(&agent, &mut monitor, &control_sender) {
-                Ok(next) => next_poll.as_mut().reset(next),
+                Ok(next) => next_poll.as_mut().reset(coalesced(next)),
                 Err(silence) => break Err(silence),
             }
         };

@@ -25,7 +25,7 @@ use futures_util::stream::FuturesUnordered;
 use h2::{Ping, PingPong, Reason, RecvStream, SendStream};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep, interval, sleep};
+use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep, interval_at, sleep};
 use tracing::debug;
 
 use super::connection::{Connection, window_size};
@@ -35,6 +35,7 @@ use super::pump::{Input, Pump};
 use super::session::{Commands, SessionShared};
 use super::stream::{H2Stream, StreamShared};
 use super::wakeups::Wakeups;
+use crate::timers::{coalesced_period, current_slot};
 use crate::transport::SessionSettings;
 use crate::transport::flow::SessionFlow;
 use crate::wire::code::CloseCode;
@@ -107,8 +108,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             Some(every) => every.mul_f64(rand::random_range(0.8..1.2)),
             None => settings.idle_timeout / 4,
         };
-        let mut ticks = interval(every);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut ticks = interval_at(current_slot(), coalesced_period(every));
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         shared.conn_state.defer_eof();
         Self {
             pings: connection.ping_pong(),

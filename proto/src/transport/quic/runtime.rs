@@ -21,6 +21,7 @@ use tokio::task::coop;
 
 use super::backlog::{Backlog, EndpointEvents, LastRun, QueueState, RunOutcome};
 use super::receive_clock::{SampleSchedule, SessionSampler};
+use super::timer::ConnTimer;
 
 /// Datagrams that a connection sends one by one before it may send batches. They include the bursts
 /// of a handshake. Bulk transfers need a few more system calls.
@@ -184,7 +185,7 @@ impl Drop for Driver {
 
 impl Runtime for EndpointRuntime {
     fn new_timer(&self, at: Instant) -> Pin<Box<dyn AsyncTimer>> {
-        TokioRuntime.new_timer(at)
+        Box::pin(ConnTimer::new(at))
     }
 
     fn spawn(&self, mut future: Pin<Box<dyn Future<Output = ()> + Send>>) {
