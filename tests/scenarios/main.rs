@@ -32,9 +32,10 @@ mod namespaces;
 mod prometheus;
 mod request;
 mod retried;
-mod scripted;
 mod security;
 mod servers;
 mod ship;
 mod status_page;
 mod transports;
+
+use tunnel_tests::scripted;

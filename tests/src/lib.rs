@@ -25,6 +25,7 @@ pub mod netns;
 pub mod process;
 pub mod reference;
 pub mod scale;
+pub mod scripted;
 pub mod spdy;
 pub mod stats;
 pub mod strict_http;

@@ -1,48 +1,69 @@
 //! An agent that a test controls: real credentials and a real session, and messages of the test's
 //! choice.
 
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rcgen::{CertificateParams, KeyPair};
+use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
-use std::net::SocketAddr;
 use tokio::time::Instant;
 use tunnel_proto::session::control::{self, ControlReader, ControlWriter};
-use tunnel_proto::tcp::ServerAddr;
+use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
+use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
-use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
-use tunnel_proto::transport::{CloseReason, Dialer as _, Session, Stream};
-use tunnel_proto::wire::ALPN_SESSION;
+use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings, TransportKind};
+use tunnel_proto::transport::{CloseReason, Dialer, Session, Stream};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Hello};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
+use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use tunnel_server::ca::LocalCa;
-use tunnel_tests::env::TestEnv;
+use tunnel_server::store::data_dir::DataDir;
+
+use crate::env::TestEnv;
+
+mod flood;
+
+pub use flood::StreamFlood;
 
 /// A session that the test controls.
-pub(crate) struct ScriptedAgent {
+pub struct ScriptedAgent {
     session: Arc<dyn Session>,
     control: (ControlReader, ControlWriter),
-    _dialer: QuicDialer,
+    _dialer: Box<dyn Dialer>,
 }
 
 /// The server's answer to a Hello.
-pub(crate) enum Admission {
+#[derive(Debug)]
+pub enum Admission {
     Admitted(ScriptedAgent),
     Refused(CloseCode, String),
 }
 
+impl Admission {
+    /// Returns the agent, which must be admitted.
+    fn into_agent(self) -> Result<ScriptedAgent> {
+        match self {
+            Self::Admitted(agent) => Ok(agent),
+            Self::Refused(code, detail) => bail!("not admitted: {code} {detail}"),
+        }
+    }
+}
+
 /// Issues an agent certificate of the environment's CA.
-pub(crate) fn agent_key(env: &TestEnv, node: &str) -> Result<Arc<CertifiedKey>> {
+pub fn agent_key(env: &TestEnv, node: &str) -> Result<Arc<CertifiedKey>> {
     env.nodes().record(&node.parse()?, &[]);
     issue_agent_key(env.ca(), node)
 }
 
 /// Issues an agent certificate of a CA.
-pub(crate) fn issue_agent_key(ca: &LocalCa, node: &str) -> Result<Arc<CertifiedKey>> {
+pub fn issue_agent_key(ca: &LocalCa, node: &str) -> Result<Arc<CertifiedKey>> {
     let key = KeyPair::generate()?;
     let request = CertificateParams::default().serialize_request(&key)?;
     let issued = ca.issue_agent(request.der(), &node.parse()?)?;
@@ -51,7 +72,7 @@ pub(crate) fn issue_agent_key(ca: &LocalCa, node: &str) -> Result<Arc<CertifiedK
 }
 
 /// Returns an address in the form that dialers take.
-pub(crate) fn remote(address: SocketAddr) -> ServerAddr {
+pub fn remote(address: SocketAddr) -> ServerAddr {
     ServerAddr {
         name: address.to_string(),
         address: Some(address),
@@ -59,7 +80,7 @@ pub(crate) fn remote(address: SocketAddr) -> ServerAddr {
 }
 
 /// Returns the windows and timers of scripted sessions.
-pub(crate) fn settings() -> SessionSettings {
+pub fn settings() -> SessionSettings {
     SessionSettings {
         stream_window: 1 << 20,
         streams: 256,
@@ -71,19 +92,36 @@ pub(crate) fn settings() -> SessionSettings {
 }
 
 /// Dials the environment's server with a credential.
-pub(crate) async fn dial(
+pub async fn dial(
     env: &TestEnv,
     key: Arc<CertifiedKey>,
-) -> Result<(Arc<dyn Session>, QuicDialer)> {
-    let settings = settings();
-    let tls = tls::session_client(key, Trust::Roots(env.roots()?), ALPN_SESSION)?;
-    let dialer = QuicDialer::new(tls, settings)?;
-    let session = dialer.dial(&remote(env.bound().agents)).await?;
+) -> Result<(Arc<dyn Session>, Box<dyn Dialer>)> {
+    let (server, transport) = (env.bound().agents, TransportKind::Quic);
+    dial_server(server, env.roots()?, key, transport, settings()).await
+}
+
+/// Dials a server with a credential, over h2 or else over QUIC.
+async fn dial_server(
+    server: SocketAddr,
+    roots: Arc<RootCertStore>,
+    key: Arc<CertifiedKey>,
+    transport: TransportKind,
+    settings: SessionSettings,
+) -> Result<(Arc<dyn Session>, Box<dyn Dialer>)> {
+    let trust = Trust::Roots(roots);
+    let dialer: Box<dyn Dialer> = if transport == TransportKind::H2 {
+        let tls = tls::session_client(key, trust, ALPN_SESSION_TCP)?;
+        Box::new(H2Dialer::new(tls, settings, Arc::new(Direct)))
+    } else {
+        let tls = tls::session_client(key, trust, ALPN_SESSION)?;
+        Box::new(QuicDialer::new(tls, settings)?)
+    };
+    let session = dialer.dial(&remote(server)).await?;
     Ok((session, dialer))
 }
 
 /// Returns a Hello of `name`.
-pub(crate) fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
+pub fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
     let node_name: NodeName = name.parse()?;
     Ok(Hello {
         versions: (1, 1),
@@ -96,7 +134,7 @@ pub(crate) fn hello(name: &str, instance: [u8; 16]) -> Result<Hello> {
 }
 
 /// Sends a Hello on a session. Returns the session's control stream and the server's answer.
-pub(crate) async fn exchange_hello(
+pub async fn exchange_hello(
     session: &dyn Session,
     hello: Hello,
 ) -> Result<((ControlReader, ControlWriter), ControlMessage)> {
@@ -113,15 +151,13 @@ pub(crate) async fn exchange_hello(
 
 impl ScriptedAgent {
     /// Connects an agent that must be admitted.
-    pub(crate) async fn connect(env: &TestEnv, node: &str) -> Result<Self> {
-        match Self::handshake(env, agent_key(env, node)?, node, [7; 16]).await? {
-            Admission::Admitted(agent) => Ok(agent),
-            Admission::Refused(code, detail) => bail!("not admitted: {code} {detail}"),
-        }
+    pub async fn connect(env: &TestEnv, node: &str) -> Result<Self> {
+        let admission = Self::handshake(env, agent_key(env, node)?, node, [7; 16]);
+        admission.await?.into_agent()
     }
 
     /// Sends a Hello with a name that may differ from the credential's.
-    pub(crate) async fn handshake(
+    pub async fn handshake(
         env: &TestEnv,
         key: Arc<CertifiedKey>,
         name: &str,
@@ -131,12 +167,42 @@ impl ScriptedAgent {
     }
 
     /// Sends a Hello of the test's choice.
-    pub(crate) async fn handshake_with(
+    pub async fn handshake_with(
         env: &TestEnv,
         key: Arc<CertifiedKey>,
         hello: Hello,
     ) -> Result<Admission> {
         let (session, dialer) = dial(env, key).await?;
+        Self::admit(session, dialer, hello).await
+    }
+
+    /// Connects an agent to a server by the CA in the server's data directory. The agent must be
+    /// admitted.
+    pub async fn connect_to(
+        server: SocketAddr,
+        data_dir: &Path,
+        node: &str,
+        transport: TransportKind,
+    ) -> Result<Self> {
+        let ca = LocalCa::load_or_create(&DataDir::open_existing(data_dir)?)?;
+        let key = issue_agent_key(&ca, node)?;
+        let roots = tls::roots(ca.roots())?;
+        // Over h2 the initial limit of the agent's end holds for its own streams, too.
+        let settings = SessionSettings {
+            streams: STREAMS,
+            ..settings()
+        };
+        let (session, dialer) = dial_server(server, roots, key, transport, settings).await?;
+        let admission = Self::admit(session, dialer, hello(node, [7; 16])?);
+        admission.await?.into_agent()
+    }
+
+    /// Sends a Hello on a new session.
+    async fn admit(
+        session: Arc<dyn Session>,
+        dialer: Box<dyn Dialer>,
+        hello: Hello,
+    ) -> Result<Admission> {
         let (control, answer) = exchange_hello(&*session, hello).await?;
         match answer {
             ControlMessage::Welcome(welcome) => {
@@ -153,12 +219,12 @@ impl ScriptedAgent {
         }
     }
 
-    pub(crate) async fn send(&mut self, message: &ControlMessage) -> std::io::Result<()> {
+    pub async fn send(&mut self, message: &ControlMessage) -> std::io::Result<()> {
         self.control.1.send(message).await
     }
 
     /// Accepts the next stream of the server and reads its header.
-    pub(crate) async fn next_stream(&self) -> Result<Stream> {
+    pub async fn next_stream(&self) -> Result<Stream> {
         let incoming = self.session.accept().await?;
         Ok(incoming
             .header(Instant::now() + Duration::from_secs(30))
@@ -167,23 +233,34 @@ impl ScriptedAgent {
     }
 
     /// Closes the session and drops the agent.
-    pub(crate) async fn leave(self) {
+    pub async fn leave(self) {
         let session = self.session.clone();
         session.close(CloseCode::Normal, "test").await;
     }
 
     /// Closes the session with a reason.
-    pub(crate) async fn leave_with_reason(self, why: &str) {
+    pub async fn leave_with_reason(self, why: &str) {
         self.session.close(CloseCode::Normal, why).await;
     }
 
     /// Returns the reason for the end of the session.
-    pub(crate) async fn closed(&self) -> CloseReason {
+    pub async fn closed(&self) -> CloseReason {
         self.session.closed().await
     }
 
     /// Closes the session without dropping the agent.
-    pub(crate) async fn close(&self) {
+    pub async fn close(&self) {
         self.session.close(CloseCode::Normal, "test").await;
     }
 }
+
+impl fmt::Debug for ScriptedAgent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut agent = f.debug_struct("ScriptedAgent");
+        agent.field("session", &self.session);
+        agent.finish_non_exhaustive()
+    }
+}
+
+/// More streams than a server admits to targets of the cloud.
+const STREAMS: u32 = 4096;
