@@ -10,17 +10,17 @@ use tunnel_tests::checks::{ensure_contains, ensure_reset, get_ok};
 use tunnel_tests::client::{BodyEnd, ByteStream, RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::{
-    Log, Process, Program, ScratchDir, Server, ServerSetup, next_loopback,
+    Listener, Log, Process, Program, ScratchDir, Server, ServerSetup, next_loopback,
 };
 use tunnel_tests::targets::Exporter;
 
+mod flood;
 mod redirected;
 
 const NODE: &str = "worker-1";
 /// Name of the target in the host fields of requests.
 const HOST: &str = "apiserver";
-/// Ports of the agent's listeners, below those that the system assigns.
-const LOCAL_PORT: u16 = 21268;
+/// Port of the agent's second listener, below those that the system assigns.
 const UNKNOWN_PORT: u16 = 21267;
 /// Exit code for configuration errors.
 const USAGE: i32 = 64;
@@ -49,13 +49,18 @@ struct Edge {
 
 impl Edge {
     async fn start(transport: &str) -> Result<Self> {
+        Self::start_with(transport, &[]).await
+    }
+
+    /// Like [`Edge::start`], with more arguments of the server.
+    async fn start_with(transport: &str, arguments: &[&str]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let target = Exporter::start(HOST).await?;
         let setup = ServerSetup::on_loopback(&scratch.path().join("server"));
         let setup = setup.args(&["--cloud-apiserver", &target.addr().to_string()]);
-        let server = setup.start().await?;
+        let server = setup.args(arguments).start().await?;
         let address = next_loopback();
-        let local = SocketAddr::from((address, LOCAL_PORT));
+        let local = Listener::Cloud.on(address);
         let unknown = SocketAddr::from((address, UNKNOWN_PORT));
         let folder = scratch.path().join("agent");
         let agent = (server.agent_setup(NODE, &folder).await?)

@@ -1,6 +1,5 @@
 //! Clients on an edge reach the API server through the tunnel, over a listener of their agent.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use serde_json::{Value, json};
 use tunnel_tests::checks::get_ok;
 use tunnel_tests::cluster::Cluster;
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{Process, Program, ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{Listener, Process, Program, ScratchDir, Server, ServerSetup};
 use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::or_skip;
 
@@ -51,7 +50,7 @@ impl EdgePair {
             .args(&["--transport", transport])
             .args(&["--cloud-listen", "apiserver=127.0.0.1:0"]);
         let agent = setup.start()?;
-        let listener = agent.log().find(cloud_listener).await;
+        let listener = agent.log().find(|line| Listener::Cloud.opened(line)).await;
         server.wait_until_connected(&["worker-1"]).await;
         let cluster = &mut kubeconfig["clusters"][0]["cluster"];
         cluster["server"] = format!("https://{listener}").into();
@@ -64,16 +63,6 @@ impl EdgePair {
             _scratch: scratch,
         })
     }
-}
-
-/// Returns the address in the line of an agent that reports its listener for a target of the cloud.
-pub(super) fn cloud_listener(line: &str) -> Option<SocketAddr> {
-    let line: Value = serde_json::from_str(line).ok()?;
-    let fields = line.get("fields").unwrap_or(&line);
-    if fields["message"] != "listening" || fields["listener"] != "cloud" {
-        return None;
-    }
-    fields["address"].as_str()?.parse().ok()
 }
 
 async fn kubectl_of_an_edge_reads_writes_and_watches_the_api_server(
@@ -144,7 +133,7 @@ async fn label_of_the_node_grants_a_target_and_its_removal_refuses_new_streams(
     let setup = server.agent_setup("worker-1", &folder).await?;
     let agent = setup.args(&["--cloud-listen", "registry=127.0.0.1:0"]);
     let agent = agent.start()?;
-    let local = agent.log().find(cloud_listener).await;
+    let local = agent.log().find(|line| Listener::Cloud.opened(line)).await;
     server.wait_until_connected(&["worker-1"]).await;
     for (value, is_granted) in [
         (json!(null), false),

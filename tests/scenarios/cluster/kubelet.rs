@@ -14,7 +14,6 @@ use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
 use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
 use tunnel_tests::tools::{Skip, or_skip};
 
-use super::edge_clients::cloud_listener;
 use super::kubectl::{Kubectl, kubectls};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -45,7 +44,7 @@ async fn a_kubelet_behind_nat_is_ready_and_serves_logs_and_exec() -> Result<()> 
         .args(&["--token", &token])
         .args(&["--cloud-listen", "apiserver=127.0.0.1:0"])
         .start()?;
-    let listener = agent.log().find(cloud_listener).await;
+    let listener = agent.log().find(|line| Listener::Cloud.opened(line)).await;
     server.wait_until_connected(&[node]).await;
 
     let cluster = &mut kubeconfig["clusters"][0]["cluster"];

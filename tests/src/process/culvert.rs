@@ -313,7 +313,7 @@ impl AgentSetup {
     }
 }
 
-/// The listeners of a server, by the word in its log.
+/// The listeners of a server and of an agent, by the word in their logs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Listener {
     /// Agents, over UDP and TCP.
@@ -326,6 +326,8 @@ pub enum Listener {
     Dns,
     /// Other servers of the installation.
     Peers,
+    /// A target of the cloud, at an agent.
+    Cloud,
 }
 
 impl Listener {
@@ -340,6 +342,7 @@ impl Listener {
             Self::Meta => "meta",
             Self::Dns => "dns",
             Self::Peers => "peers",
+            Self::Cloud => "cloud",
         }
     }
 
@@ -351,6 +354,7 @@ impl Listener {
             Self::Meta => "--meta-listen",
             Self::Dns => "--dns-listen",
             Self::Peers => "--peer-listen",
+            Self::Cloud => "--cloud-listen",
         }
     }
 
@@ -364,6 +368,7 @@ impl Listener {
             Self::Meta => 21265,
             Self::Dns => 21253,
             Self::Peers => 21269,
+            Self::Cloud => 21268,
         };
         SocketAddr::from((address, port))
     }

@@ -19,6 +19,7 @@ use super::tls::TargetTls;
 pub struct Traffic {
     accepted: AtomicU64,
     open: AtomicU64,
+    most_open: AtomicU64,
     requests: AtomicU64,
     bytes_in: AtomicU64,
 }
@@ -32,6 +33,11 @@ impl Traffic {
     /// Returns the number of open connections.
     pub fn open(&self) -> u64 {
         self.open.load(SeqCst)
+    }
+
+    /// Returns the largest number of connections that were open at once.
+    pub fn most_open(&self) -> u64 {
+        self.most_open.load(SeqCst)
     }
 
     /// Returns the number of request heads read (HTTP targets only).
@@ -164,7 +170,8 @@ struct Open(Arc<Traffic>);
 impl Open {
     fn count(traffic: &Arc<Traffic>) -> Self {
         traffic.accepted.fetch_add(1, SeqCst);
-        traffic.open.fetch_add(1, SeqCst);
+        let open = traffic.open.fetch_add(1, SeqCst) + 1;
+        traffic.most_open.fetch_max(open, SeqCst);
         Self(Arc::clone(traffic))
     }
 }
