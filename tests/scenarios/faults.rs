@@ -16,3 +16,4 @@ mod path;
 mod size;
 mod soak;
 mod stopped;
+mod watches;

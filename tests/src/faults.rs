@@ -27,7 +27,7 @@ pub use clocks::Clocks;
 pub use flow::{Flow, FlowEnd, Load};
 pub use node_client::{NODE, NodeClient, RequestOutcome, Requester, TimedOutcome};
 pub use pipe::{Loads, Pipe};
-pub use replicas::{AgentPaths, Layout, Replicas};
+pub use replicas::{AgentPaths, Layout, Replicas, limits};
 pub use runs::{Run, Runs, TransportMode};
 pub use site::Site;
 pub use stack::{ProcessUsage, Stack};

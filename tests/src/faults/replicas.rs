@@ -195,7 +195,7 @@ impl Replicas {
 }
 
 /// Formats the limits as the section of a file.
-fn limits(yaml: &str) -> String {
+pub fn limits(yaml: &str) -> String {
     let indented: String = yaml.lines().map(|line| format!("  {line}\n")).collect();
     format!("limits:\n{indented}")
 }

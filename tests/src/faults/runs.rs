@@ -180,7 +180,7 @@ impl Run {
 
 impl TransportMode {
     /// Returns the value of `--transport`.
-    pub(super) fn setting(self) -> &'static str {
+    pub fn setting(self) -> &'static str {
         match self {
             Self::Quic => "quic",
             Self::H2 => "h2",
