@@ -45,7 +45,7 @@ soak: ## runs mixed faults on three servers for 30 minutes; MINUTES=30 SEED=1
 	CULVERT_SOAK_MINUTES=$(MINUTES) CULVERT_TEST_SEEDS=$(SEED) cargo test --release -p tunnel-tests --test scenarios \
 	  -- --ignored --nocapture faults::soak::
 
-bench: ## runs the benchmark, about 15 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/reference/benchmarks.md
+bench: ## runs the benchmark, about 17 minutes; CASE=1,8 ROUNDS=5 RATHOLE=path BINARIES=DIR; FULL=1 takes longer and writes docs/reference/benchmarks.md
 	cargo build --release -p tunnel-server -p tunnel-agent -p tunnel-bench --bin tunnel-server --bin tunnel-agent --bin bench
 	@set -e; target=$${CARGO_TARGET_DIR:-target}; binaries=$${BINARIES:-$(if $(FULL),$$(deploy/static.sh))}; \
 	  report=$$(env $${binaries:+CULVERT_BIN_DIR="$$binaries"} $$target/release/bench run --rounds $(ROUNDS) \

@@ -19,8 +19,8 @@ pub(crate) struct Options {
     pub(crate) agents: usize,
 }
 
-/// Factors for the duration of each measurement. With them, five rounds of all cases take about 15
-/// minutes, and about 26 minutes with `--full`.
+/// Factors for the duration of each measurement. With them, five rounds of all cases take about 17
+/// minutes, and about 29 minutes with `--full`.
 const QUICK: f64 = 0.6;
 const FULL: f64 = 1.1;
 

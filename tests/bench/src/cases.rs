@@ -6,6 +6,7 @@ use crate::bench::BenchRun;
 use crate::target::Target;
 
 mod bulk;
+mod cloud;
 mod growth;
 mod latency;
 mod memory;
@@ -85,6 +86,10 @@ pub(crate) const CASES: &[Case] = &[
         rounds_most: 5,
         ..case(15, "pages of the meta port with many nodes", pages::TARGETS)
     },
+    Case {
+        rounds_most: 3,
+        ..case(16, "edge to cloud", cloud::TARGETS)
+    },
 ];
 
 impl Case {
@@ -110,6 +115,7 @@ impl Case {
             13 => servers::memory(bench).await,
             14 => servers::herd(bench).await,
             15 => pages::run(bench).await,
+            16 => cloud::run(bench).await,
             other => anyhow::bail!("no case {other}"),
         }
     }

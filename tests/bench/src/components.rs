@@ -11,6 +11,7 @@ use tunnel_tests::process::{Process, Program};
 pub(crate) mod agents;
 pub(crate) mod directory;
 pub(crate) mod edge;
+pub(crate) mod hostile_agent;
 pub(crate) mod relay;
 pub(crate) mod transport_relay;
 

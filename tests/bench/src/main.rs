@@ -48,6 +48,8 @@ enum Verb {
     #[command(hide = true)]
     Agents(components::agents::Agents),
     #[command(hide = true)]
+    HostileAgent(components::hostile_agent::HostileAgent),
+    #[command(hide = true)]
     FillDirectory(components::directory::FillDirectory),
 }
 
@@ -62,6 +64,7 @@ async fn main() -> Result<ExitCode> {
         Verb::Relay(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::TransportRelay(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::Agents(part) => part.run().await.map(|()| ExitCode::SUCCESS),
+        Verb::HostileAgent(part) => part.run().await.map(|()| ExitCode::SUCCESS),
         Verb::FillDirectory(part) => part.run().map(|()| ExitCode::SUCCESS),
     }
 }

@@ -162,6 +162,12 @@ metrics! {
     HERD_SLOWEST = time("slowest request while a server is killed", "ms");
     METRICS_OF_10000 = time("metrics of 10000 nodes", "ms");
     DISCOVERY_OF_5000 = time("targets of 5000 nodes", "ms");
+    CLOUD_GET = time("to the cloud, GET over new TLS, less a round trip", "ms");
+    CLOUD_KUBECTL = time("to the cloud, kubectl get, less a round trip", "ms");
+    CLOUD_STREAM_SERVER = memory("an idle stream to the cloud, server, anonymous", "KiB");
+    CLOUD_STREAM_AGENT = memory("an idle stream to the cloud, agent, anonymous", "KiB");
+    CLOUD_LIST = rate("lists of 10 MiB to the edge, of the TCP service", "");
+    CLOUD_FLOODED = time("to the cloud, p99 beside a hostile agent, of without", "");
     SESSIONS_LOST = count("sessions lost");
     FAILED = count("failed");
 }

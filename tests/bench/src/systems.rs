@@ -60,6 +60,14 @@ impl Edge {
         })
     }
 
+    /// Returns the endpoint of the service with TLS at this or another address.
+    pub(crate) fn secure_at(&self, address: SocketAddr) -> Endpoint {
+        Endpoint {
+            tls: Some(self.tls.clone()),
+            ..plain(address)
+        }
+    }
+
     pub(crate) fn processes(&self) -> Vec<u32> {
         [&self.plain, &self.secure]
             .into_iter()
@@ -123,6 +131,8 @@ pub(crate) struct Culvert {
     /// TLS settings of a caller of the HTTPS listener, whose certificate the server's CA issues.
     https_tls: Arc<rustls::ClientConfig>,
     connect: SocketAddr,
+    /// Addresses of the agent's listeners for targets of the cloud, in the order of the targets.
+    pub(crate) cloud: Vec<SocketAddr>,
     pub(crate) agent_setup: AgentSetup,
     pub(crate) data: PathBuf,
     pub(crate) link: Option<Link>,
@@ -143,6 +153,12 @@ pub(crate) struct Shape<'a> {
     pub(crate) transport: &'a str,
     /// Lines of the `limits:` section of both files.
     pub(crate) limits: &'a [&'a str],
+    /// More lines of that section of the server's file.
+    pub(crate) server_limits: &'a [&'a str],
+    /// More lines of that section of the agent's file.
+    pub(crate) agent_limits: &'a [&'a str],
+    /// Names and addresses of targets of the cloud. The agent has a listener for each.
+    pub(crate) cloud: &'a [(&'a str, SocketAddr)],
     /// Seed of a link between the agent and the server; `None` for a direct connection.
     pub(crate) link: Option<u64>,
     /// Whether there is a second server, to which the agent is not connected.
@@ -157,7 +173,8 @@ impl Culvert {
             scratch.path().join("server.yaml"),
             scratch.path().join("agent.yaml"),
         );
-        std::fs::write(&agent_file, limits(shape))?;
+        let agent_limits = limits(&[shape.limits, shape.agent_limits]);
+        std::fs::write(&agent_file, agent_limits)?;
         let setup = peering.setup(0)?;
         let (server, [service, secure, connect]) = start_server(setup, edge, shape, &file).await?;
         let data = PathBuf::from(server.data_dir());
@@ -181,7 +198,16 @@ impl Culvert {
                 "--replicas",
                 "1",
             ]);
-        let agent = agent_setup.start()?;
+        let targets = shape.cloud.iter();
+        let agent_setup = targets.fold(agent_setup, |setup, (name, _)| {
+            setup.args(&["--cloud-listen", &format!("{name}=127.0.0.1:0")])
+        });
+        let mut agent = agent_setup.start()?;
+        let mut cloud = Vec::new();
+        for (name, _) in shape.cloud {
+            let find = |line: &str| opened(line, "name", name);
+            cloud.push(agent.wait_for_line(name, START, find).await?);
+        }
         server.wait_until_connected(&[NODE]).await;
         let hop = if shape.has_hop {
             let file = scratch.path().join("hop.yaml");
@@ -196,6 +222,7 @@ impl Culvert {
             https: server.address(Listener::Https),
             https_tls: client_tls(tls::files::chain(&std::fs::read(data.join("ca.crt"))?)?)?,
             connect,
+            cloud,
             server: Some(server),
             agent: Some(agent),
             hop,
@@ -305,18 +332,25 @@ fn server_yaml(edge: &Edge, shape: Shape<'_>, listen: [SocketAddr; 2]) -> String
             "- name: {name}\n  listen: {listen}\n  node: {NODE}\n  target: \"{port}\"\n"
         );
     }
-    yaml + &limits(shape)
+    if !shape.cloud.is_empty() {
+        yaml += "cloud:\n";
+    }
+    for (name, target) in shape.cloud {
+        let _infallible = write!(
+            yaml,
+            "- name: {name}\n  target: \"{target}\"\n  nodes: \"*\"\n"
+        );
+    }
+    yaml + &limits(&[shape.limits, shape.server_limits])
 }
 
-fn limits(shape: Shape<'_>) -> String {
-    if shape.limits.is_empty() {
+/// Formats the lines as the section of a file.
+fn limits(lines: &[&[&str]]) -> String {
+    let lines = lines.concat();
+    if lines.is_empty() {
         return String::new();
     }
-    let lines: Vec<_> = shape
-        .limits
-        .iter()
-        .map(|line| format!("  {line}\n"))
-        .collect();
+    let lines: Vec<_> = lines.iter().map(|line| format!("  {line}\n")).collect();
     format!("limits:\n{}", lines.concat())
 }
 
@@ -415,10 +449,7 @@ impl Systems {
     /// Returns the systems that carry bytes for callers.
     pub(crate) fn all(&mut self) -> Vec<System> {
         let edge = &self.edge;
-        let secure = |address| Endpoint {
-            tls: Some(edge.tls.clone()),
-            ..plain(address)
-        };
+        let secure = |address| edge.secure_at(address);
         let mut systems = vec![
             System {
                 name: DIRECT,

@@ -65,9 +65,8 @@ pub(super) async fn run(bench: &mut BenchRun, loss: f64) -> Result<()> {
     for (name, transport) in [(QUIC, "quic"), (H2, "h2")] {
         let shape = Shape {
             transport,
-            limits: &[],
             link: Some(seed),
-            has_hop: false,
+            ..Shape::default()
         };
         let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
         // The agent connects again over the long path, because BBR keeps the shortest round trip of
