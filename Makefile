@@ -34,7 +34,7 @@ test-all: tools ## runs all tests with full timers, all seeds and millions of fu
 	@tests/run.sh test-all
 	$(MAKE) faults images-test packages-test bench-guards bench
 
-faults: ## runs the fault matrix with full timers, about 11 minutes; ONLY=F06,F14 SEEDS=1,2,3 GEAR=quick
+faults: ## runs the fault matrix with full timers, about 15 minutes; ONLY=F06,F14 SEEDS=1,2,3 GEAR=quick
 	cargo build --release --bins
 	@echo "load: $$(cat /proc/loadavg)"
 	CULVERT_TEST_GEAR=$(GEAR) CULVERT_TEST_SEEDS=$(SEEDS) cargo nextest run --release --profile faults \
