@@ -12,7 +12,7 @@ SEED ?= 1
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test manifests install-yaml chart
+.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test upgrade-test manifests install-yaml chart
 
 help: ## lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -32,7 +32,7 @@ test: tools ## runs all tests and lists those that were skipped because this mac
 
 test-all: tools ## runs all tests with full timers, all seeds and millions of fuzz inputs, faults, images, packages, benchmark; takes hours
 	@tests/run.sh test-all
-	$(MAKE) faults images-test packages-test bench-guards bench
+	$(MAKE) faults images-test packages-test upgrade-test bench-guards bench
 
 faults: ## runs the fault matrix with full timers, about 15 minutes; ONLY=F06,F14 SEEDS=1,2,3 GEAR=quick
 	cargo build --release --bins
@@ -86,6 +86,11 @@ packages: ## builds the Debian packages of both programs and SHA256SUMS; BINARIE
 
 packages-test: ## builds the packages, and installs, upgrades, removes and purges them under a systemd of their own; BINARIES=DIR
 	@tests/packages.sh "$${BINARIES:-$$(deploy/static.sh 2>/dev/null)}" || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
+
+upgrade-test: ## upgrades a server and an agent from the previous release and back under 100 requests/s; REV=REVISION or OLD=DIR
+	cargo build -p tunnel-server -p tunnel-agent
+	@tests/upgrade.py "$${CARGO_TARGET_DIR:-target}/debug" $(if $(REV),--rev $(REV)) $(if $(OLD),--old $(OLD)) || \
+	  { code=$$?; [ $$code -eq 77 ] || exit $$code; }
 
 manifests: tools ## renders an overlay with the images of your registry; PREFIX=registry.example.com/culvert/ TAG=0.1.0 SERVER=HOST:PORT OVERLAY=plain
 	@mkdir -p $${CARGO_TARGET_DIR:-target}/manifests
