@@ -71,6 +71,8 @@ struct Connector {
     event_sender: mpsc::Sender<(Id, SessionEvent)>,
     session_event: mpsc::Receiver<(Id, SessionEvent)>,
     current: Option<CurrentSession>,
+    /// Time at which the last session ended because its server stops.
+    server_stopped_at: Option<Instant>,
     attempt: Option<Attempt>,
     /// Start of the next attempt, or of the next round of an attempt that is between rounds.
     retry_at: Option<Instant>,
@@ -140,6 +142,7 @@ impl Connector {
             event_sender,
             session_event,
             current: None,
+            server_stopped_at: None,
             attempt: None,
             retry_at: None,
             refresh_at: None,
@@ -494,6 +497,7 @@ impl Connector {
         if summary.reason.code == CloseCode::CredentialRevoked {
             self.context.rotating_credentials.revoke();
         }
+        self.server_stopped_at = (summary.reason.code == CloseCode::Draining).then_some(now);
         self.missing_reason = format!("session lost: {}", summary.reason);
         let event = ReconnectEvent::Lost {
             ready_for: summary.ready_for,

@@ -173,6 +173,10 @@ impl Connector {
                     .current
                     .as_ref()
                     .is_some_and(|current| current.draining);
+                let is_leaving = is_leaving
+                    || self
+                        .server_stopped_at
+                        .is_some_and(|at| now < at + STOPPED_REFUSES_FOR);
                 let reason = match code {
                     Some(CloseCode::Draining | CloseCode::Overloaded) if is_leaving => None,
                     code => code,
@@ -186,5 +190,8 @@ impl Connector {
     }
 }
 
+/// Time for which the socket of a stopped server may still refuse QUIC dials: the server sends its
+/// closes again where they were lost.
+const STOPPED_REFUSES_FOR: Duration = Duration::from_secs(1);
 /// Wait after a failed dial with new credentials, while the old session still serves.
 const REFRESH_RETRY: Duration = Duration::from_secs(5);

@@ -219,6 +219,17 @@ async fn refusal_of_the_server_ends_the_attempt_and_sets_the_backoff() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn refusal_of_a_stopped_server_does_not_delay_the_dial_to_the_next_one() {
+    let (mut env, peer) = TestEnv::ready(TransportKind::Quic).await;
+    peer.close(CloseCode::Draining).await;
+    let arrival = env.net.arrival().await;
+    reject(arrival, CloseCode::Overloaded).await;
+    env.lap();
+    let _peer = env.peer(TransportKind::Quic).await;
+    env.expect_lap(..0.11);
+}
+
+#[tokio::test(start_paused = true)]
 async fn last_ready_h2_is_dialed_first_and_quic_still_tried() {
     let (mut env, peer) = TestEnv::ready(TransportKind::H2).await;
     env.net.quic.dials();
