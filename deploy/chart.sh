@@ -16,7 +16,7 @@ for folder in deploy/manifests/overlays/*/; do
   PREFIX=culvert.invalid/ TAG=0 deploy/manifests.sh "$overlay" "$work/$overlay.yaml" >/dev/null 2>"$work/errors" ||
     { cat "$work/errors" >&2; exit 1; }
 done
-version=$(sed -n '/^\[workspace.package\]/,/^\[/ s/^version = "\(.*\)"/\1/p' Cargo.toml)
+. deploy/version.sh
 mkdir -p "$chart/templates"
 python3 deploy/chart.py "$work" deploy/examples/servicemonitor.yaml "$version" "$chart"
 echo "chart: wrote $chart"

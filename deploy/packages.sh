@@ -12,8 +12,8 @@
 #   MAINTAINER='N <A>'   maintainer in the packages; by default the author of the commit
 #   OUT=DIR              target/packages by default
 #
-# Completions come from the binaries. Packages of binaries that this machine cannot run have none;
-# qemu-user-static with binfmt-support can run them.
+# Completions come from the binaries, which qemu-user-static runs for another architecture. Without
+# it, packages for another architecture have no completions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 umask 022
@@ -23,16 +23,12 @@ say() { printf 'packages: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
 
 command -v dpkg-deb >/dev/null || fail "needs dpkg-deb"
-version=$(sed -n '/^\[workspace.package\]/,/^\[/ s/^version = "\(.*\)"/\1/p' Cargo.toml)
-SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null)} || fail "not a git clone: set SOURCE_DATE_EPOCH"
-export SOURCE_DATE_EPOCH
-commit_time() { date --utc --date="@$SOURCE_DATE_EPOCH" "$@"; }
+. deploy/version.sh
+. deploy/architecture.sh
+[ -n "$SOURCE_DATE_EPOCH" ] || fail "not a git clone: set SOURCE_DATE_EPOCH"
 if [ -z "${DEB_VERSION:-}" ]; then
-  DEB_VERSION=$version-1
-  commit=$(git rev-parse --short=8 HEAD 2>/dev/null) || fail "not a git clone: set DEB_VERSION"
-  if [ "$(git describe --tags --exact-match --match "v$version" 2>/dev/null)" != "v$version" ]; then
-    DEB_VERSION=$version~$(commit_time +%Y%m%d%H%M%S).$commit-1
-  fi
+  [ -n "$commit" ] || fail "not a git clone: set DEB_VERSION"
+  DEB_VERSION=$label-1
 fi
 MAINTAINER=${MAINTAINER:-$(git log -1 --format='%an <%ae>' 2>/dev/null)} || fail "not a git clone: set MAINTAINER"
 binaries=${BINARIES:-}
@@ -43,16 +39,6 @@ fi
 out=${OUT:-${CARGO_TARGET_DIR:-target}/packages}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-
-# architecture FILE: prints Debian's name of the machine in an ELF header, whose bytes 4 to 5 are
-# class and byte order, and 18 to 19 the machine.
-architecture() {
-  case $(od -An -v -tx1 -N20 "$1" | tr -d ' \n') in
-    7f454c460201*3e00) echo amd64 ;;
-    7f454c460201*b700) echo arm64 ;;
-    *) fail "$1 is not an ELF file for amd64 or arm64" ;;
-  esac
-}
 
 # libraries FILE: prints what a binary with shared libraries depends on.
 libraries() {
@@ -80,15 +66,16 @@ put() {
 
 # completions: writes the scripts that the binary prints.
 completions() {
-  local binary=$root/usr/bin/$program printed
-  if ! printed=$("$binary" version 2>/dev/null); then
+  local printed binary
+  mapfile -t binary < <(runner "$arch"; echo "$root/usr/bin/$program")
+  if ! printed=$("${binary[@]}" version 2>/dev/null); then
     say "this machine cannot run $program for $arch: $package has no completions"
     return 0
   fi
   [ "$printed" = "$program $version" ] || fail "the binary is '$printed', and this is version $version"
-  "$binary" completion bash | put 0644 "usr/share/bash-completion/completions/$program"
-  "$binary" completion zsh | put 0644 "usr/share/zsh/vendor-completions/_$program"
-  "$binary" completion fish | put 0644 "usr/share/fish/vendor_completions.d/$program.fish"
+  "${binary[@]}" completion bash | put 0644 "usr/share/bash-completion/completions/$program"
+  "${binary[@]}" completion zsh | put 0644 "usr/share/zsh/vendor-completions/_$program"
+  "${binary[@]}" completion fish | put 0644 "usr/share/fish/vendor_completions.d/$program.fish"
 }
 
 # documents: writes man page, changelogs and copyright.
@@ -110,7 +97,7 @@ END
 package() {
   program=$1 package=culvert-$1 root=$work/$1
   [ -f "$binaries/$program" ] || fail "$binaries/$program is missing"
-  arch=$(architecture "$binaries/$program")
+  arch=$(architecture "$binaries/$program") || fail "$arch"
   [ "${ARCH:-$arch}" = "$arch" ] || fail "$binaries/$program is for $arch, not for $ARCH"
   install -D -m 0755 "$binaries/$program" "$root/usr/bin/$program"
   # Static binaries name no loader.
