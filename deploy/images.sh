@@ -6,9 +6,9 @@
 #   PREFIX=localhost/culvert/       names images that no registry holds
 #   TAG=0.1.0                       the version by default
 #   BINARIES=DIR                    uses the static DIR/tunnel-server and DIR/tunnel-agent; otherwise
-#                                   builds static binaries for this machine first
+#                                   builds static binaries first
 #   ENGINE=podman                   uses this engine only
-#   TARGETARCH=arm64 BINARIES=DIR   builds for another architecture; needs its binaries
+#   TARGETARCH=arm64                builds for another architecture; see deploy/static.sh
 #
 # The images are ${PREFIX}tunnel-server:$TAG and ${PREFIX}tunnel-agent:$TAG. The script pushes
 # nothing.
@@ -21,7 +21,8 @@ say() { printf 'images: %s\n' "$*"; }
 fail() { say "$*" >&2; exit 1; }
 
 . deploy/image-names.sh
-version=$(sed -n '/^\[workspace.package\]/,/^\[/ s/^version = "\(.*\)"/\1/p' Cargo.toml)
+. deploy/version.sh
+. deploy/architecture.sh
 prefix=${PREFIX-}
 tag=${TAG:-$version}
 check_prefix "$prefix" || fail "images have no name"
@@ -44,17 +45,11 @@ else
   [ -n "$engine" ] || fail "needs docker (with its daemon running), buildah or podman; on Debian: apt-get install podman runc netavark"
 fi
 
-case $(uname -m) in
-  x86_64) host=amd64 ;;
-  aarch64) host=arm64 ;;
-  *) host=$(uname -m) ;;
-esac
-arch=${TARGETARCH:-$host}
+arch=${TARGETARCH:-$(this_architecture)}
 binaries=${BINARIES:-}
 if [ -z "$binaries" ]; then
-  [ "$arch" = "$host" ] || fail "BINARIES=DIR has to name static binaries for $arch: this machine builds for $host"
   say "building static binaries (the first time takes some minutes)"
-  binaries=$(deploy/static.sh)
+  binaries=$(deploy/static.sh "$(triple "$arch")")
 fi
 
 context=$target/images
@@ -62,6 +57,8 @@ rm -rf "$context"
 mkdir -p "$context/$arch" "$context/data"
 for name in tunnel-server tunnel-agent; do
   [ -f "$binaries/$name" ] || fail "$binaries/$name is missing"
+  found=$(architecture "$binaries/$name") || fail "$found"
+  [ "$found" = "$arch" ] || fail "$binaries/$name is for $found, not for $arch"
   if command -v file >/dev/null && file -bL "$binaries/$name" | grep -q 'dynamically linked'; then
     fail "$binaries/$name needs shared libraries, which the image does not have; deploy/static.sh builds one that does not"
   fi
@@ -77,8 +74,8 @@ for part in server agent; do
   say "building $name with $engine for $arch"
   case $engine in
     docker) docker build --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
-    buildah) buildah bud --format docker --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
-    podman) podman build --format docker --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
+    buildah) buildah bud --format docker ${SOURCE_DATE_EPOCH:+--timestamp "$SOURCE_DATE_EPOCH"} --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
+    podman) podman build --layers=false --format docker ${SOURCE_DATE_EPOCH:+--timestamp "$SOURCE_DATE_EPOCH"} --platform "linux/$arch" --target "$part" -t "$name" "${common[@]}" "$context" >/dev/null ;;
     *) fail "no such engine: $engine" ;;
   esac
   size=$(stat -c %s "$context/$arch/tunnel-$part")
