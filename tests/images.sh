@@ -10,6 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 binaries=$1
+. deploy/podman-store.sh
 export PATH=$PATH:/usr/sbin:/sbin
 
 skip() { echo "skip: $*"; exit 77; }
@@ -27,24 +28,7 @@ done
 [ -x "$binaries/tunnel-server" ] && [ -x "$binaries/tunnel-agent" ] || skip "needs static binaries: make static"
 
 store=$(mktemp -d)
-mkdir -p "$store"/{graph,run,tmp,networks}
-export CONTAINERS_STORAGE_CONF=$store/storage.conf CONTAINERS_CONF=$store/containers.conf
-cat >"$CONTAINERS_STORAGE_CONF" <<END
-[storage]
-driver = "vfs"
-graphroot = "$store/graph"
-runroot = "$store/run"
-END
-cat >"$CONTAINERS_CONF" <<END
-[engine]
-runtime = "$(command -v runc)"
-cgroup_manager = "cgroupfs"
-events_logger = "none"
-tmp_dir = "$store/tmp"
-[network]
-network_backend = "netavark"
-network_config_dir = "$store/networks"
-END
+podman_store "$store"
 cleanup() {
   podman rm -f -t 1 -a >/dev/null 2>&1 || true
   podman network rm -f culvert-test >/dev/null 2>&1 || true
