@@ -7,5 +7,6 @@ mod guides;
 mod images;
 mod manifests;
 mod monitoring;
+mod release;
 mod render;
 mod troubleshooting;
