@@ -12,10 +12,10 @@ SEED ?= 1
 PACKAGES := -p tunnel-proto -p tunnel-server -p tunnel-agent -p tunnel-tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test upgrade-test manifests install-yaml chart
+.PHONY: help demo check test test-all faults soak bench bench-compare bench-guards lint audit docs tools static images images-test packages packages-test upgrade-test dist dist-test arm64-test release manifests install-yaml chart
 
 help: ## lists the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 demo: ## runs the guided tour; ARGS=--once checks each answer and exits
 	@tests/tools.sh
@@ -32,7 +32,7 @@ test: tools ## runs all tests and lists those that were skipped because this mac
 
 test-all: tools ## runs all tests with full timers, all seeds and millions of fuzz inputs, faults, images, packages, benchmark; takes hours
 	@tests/run.sh test-all
-	$(MAKE) faults images-test packages-test upgrade-test bench-guards bench
+	$(MAKE) faults images-test packages-test upgrade-test arm64-test bench-guards bench
 
 faults: ## runs the fault matrix with full timers, about 15 minutes; ONLY=F06,F14 SEEDS=1,2,3 GEAR=quick
 	cargo build --release --bins
@@ -91,6 +91,20 @@ upgrade-test: ## upgrades a server and an agent from the previous release and ba
 	cargo build -p tunnel-server -p tunnel-agent
 	@tests/upgrade.py "$${CARGO_TARGET_DIR:-target}/debug" $(if $(REV),--rev $(REV)) $(if $(OLD),--old $(OLD)) || \
 	  { code=$$?; [ $$code -eq 77 ] || exit $$code; }
+
+dist: ## builds all files of a release in target/dist: binaries, packages, images, bills of materials, checksums; ARCH=arm64 VERSION=0.1.0 BINARIES=DIR
+	@deploy/dist.sh
+
+dist-test: ## checks that the files in target/dist are complete, of one version and commit, and within their sizes; ARCH=arm64 OUT=DIR
+	@exec python3 tests/dist.py "$${OUT:-$${CARGO_TARGET_DIR:-target}/dist}" $(ARCH)
+
+arm64-test: ## runs the binaries for arm64 under qemu, through an enrollment and a request at those for this machine; BINARIES=DIR as for dist
+	@here=$${BINARIES:+$$BINARIES/amd64} arm64=$${BINARIES:+$$BINARIES/arm64}; \
+	{ here=$${here:-$$(deploy/static.sh)} && arm64=$${arm64:-$$(deploy/static.sh aarch64-unknown-linux-gnu)} && \
+	  tests/arm64.sh "$$here" "$$arm64"; } || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
+
+release: ## makes the commit and the tag of a release after all checks, and pushes nothing; VERSION=0.1.0 ARGS=--dry-run
+	@deploy/release.sh "$(VERSION)" $(ARGS)
 
 manifests: tools ## renders an overlay with the images of your registry; PREFIX=registry.example.com/culvert/ TAG=0.1.0 SERVER=HOST:PORT OVERLAY=plain
 	@mkdir -p $${CARGO_TARGET_DIR:-target}/manifests
