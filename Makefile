@@ -18,8 +18,8 @@ help: ## lists the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 demo: ## runs the guided tour; ARGS=--once checks each answer and exits
-	@tests/tools.sh
-	cargo build $(PACKAGES) -p tunnel-demo --bins
+	@tests/tools.sh demo
+	cargo build $(PACKAGES) -p tunnel-demo --bin tunnel-server --bin tunnel-agent --bin fakes --bin demo
 	@target=$${CARGO_TARGET_DIR:-target}; exec $$target/debug/demo $(ARGS)
 
 check: ## checks formatting, clippy, and the tests that start no processes; for use while you work

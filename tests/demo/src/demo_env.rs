@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use tunnel_tests::fakes::{self, EXPORTER_PORT, KUBELET_PORT, site};
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
-use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup};
+use tunnel_tests::process::{AgentSetup, Listener, Process, Server, ServerSetup, Signal};
 use tunnel_tests::tools::{Tool, require};
 
 use super::folder::{Folder, binary, shell_line};
@@ -108,6 +108,56 @@ impl DemoEnv {
         let run = run_line("tunnel-agent", agent.arguments());
         terminal.command(&self.folder.inside(namespace, &run));
         self.agents.push(agent.start()?);
+        Ok(())
+    }
+
+    /// Returns the shell line of an agent with these name and token, next to the agent of the first
+    /// edge.
+    pub(super) fn agent_with_token(&self, node: &str, token_file: &str) -> String {
+        let (namespace, ip) = self.network.edge(0);
+        let server = self.address_at(CLOUD_ADDRESS, Listener::Agents);
+        let data = self.file("impostor");
+        let agent = AgentSetup::new(node, server, Path::new(&data), namespace)
+            .args(&["--token-file", token_file, "--node-ip", &ip.to_string()])
+            .args(&["--meta-listen", "off"]);
+        let run = run_line("tunnel-agent", agent.arguments());
+        self.folder.inside(namespace, &run)
+    }
+
+    /// Drops the datagrams of agents, or no longer does.
+    pub(super) fn drop_udp(&self, is_dropped: bool) -> Result<()> {
+        let topology = self.network.topology.as_ref();
+        let topology = topology.context("UDP is dropped in namespaces only")?;
+        let port = self.server.address(Listener::Agents).port();
+        let script = if is_dropped {
+            format!(
+                "$NFT add table inet demo\n\
+                 $NFT add chain inet demo block '{{ type filter hook input priority 0; }}'\n\
+                 $NFT add rule inet demo block udp dport {port} drop"
+            )
+        } else {
+            "$NFT delete table inet demo".to_owned()
+        };
+        topology.cloud().script(&script)?;
+        Ok(())
+    }
+
+    /// Sends SIGTERM to the server.
+    pub(super) fn terminate_server(&mut self, terminal: &Terminal) -> Result<()> {
+        let process = self.server.process();
+        let id = process.id().context("the server has ended")?;
+        terminal.command(&format!("kill -TERM {id}"));
+        process.signal(Signal::Term)
+    }
+
+    /// Starts the server again once it has ended, and waits until both agents are connected.
+    pub(super) async fn start_server_again(&mut self, terminal: &Terminal) -> Result<()> {
+        self.server.process().end(STOP_TIMEOUT).await?;
+        let setup = self.server.setup_for_restart();
+        let run = run_line("tunnel-server", setup.arguments());
+        terminal.command(&self.folder.inside(self.network.cloud(), &run));
+        self.server = setup.start().await?;
+        self.server.wait_until_connected(&NODES).await;
         Ok(())
     }
 

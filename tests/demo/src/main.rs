@@ -3,6 +3,8 @@
 
 mod demo_env;
 mod folder;
+mod output;
+mod promises;
 mod terminal;
 mod tour;
 
@@ -47,18 +49,21 @@ async fn run(arguments: &[String]) -> Result<ExitCode> {
 async fn guide(once: bool) -> Result<ExitCode> {
     let mut interrupt = signal(SignalKind::interrupt()).context("listen for Ctrl-C")?;
     let mut terminate = signal(SignalKind::terminate()).context("listen for TERM")?;
+    // Of a terminal that is closed.
+    let mut hangup = signal(SignalKind::hangup()).context("listen for HUP")?;
     let stop_signal = async {
         tokio::select! {
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
         }
     };
     tokio::pin!(stop_signal);
     let terminal = Terminal::new();
     terminal.title("Culvert: requests by node name reach edges behind NAT");
     let shown = async {
-        let demo_env = DemoEnv::start(&terminal).await?;
-        let failures = tour::show(&terminal, &demo_env).await?;
+        let mut demo_env = DemoEnv::start(&terminal).await?;
+        let failures = tour::show(&terminal, &mut demo_env).await?;
         anyhow::Ok((demo_env, failures))
     };
     let (demo_env, failures) = tokio::select! {

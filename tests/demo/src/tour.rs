@@ -1,16 +1,15 @@
-//! The steps of the tour: shell lines and their expected answers.
+//! The steps of the tour, in their order.
 
-use std::process::{Output, Stdio};
-use std::time::Duration;
+use std::time::Instant;
 
-use anyhow::{Context, Result};
-use tokio::process::Command;
-use tokio::time::timeout;
+use anyhow::Result;
 use tunnel_tests::netns::{EDGE_ADDRESS, NODES};
 use tunnel_tests::process::Listener;
 
 use super::demo_env::DemoEnv;
 use super::folder::shell_line;
+use super::output::{Tally, TourStep};
+use super::promises;
 use super::terminal::Terminal;
 
 /// Steps with a common heading.
@@ -19,34 +18,30 @@ struct Section {
     steps: Vec<TourStep>,
 }
 
-/// One shell line, shown and run.
-struct TourStep {
-    /// The shell line, exactly as run.
-    line: String,
-    /// Texts that the answer must contain.
-    expected: Vec<String>,
-    /// Whether the line must fail.
-    fails: bool,
-}
-
 /// Shows all steps and returns the number of failures.
-pub(super) async fn show(terminal: &Terminal, demo_env: &DemoEnv) -> Result<usize> {
-    let (mut failures, mut shown) = (0, 0);
+pub(super) async fn show(terminal: &Terminal, demo_env: &mut DemoEnv) -> Result<usize> {
+    let begin = Instant::now();
+    let mut tally = Tally::default();
     for section in sections(demo_env) {
         terminal.heading(section.heading);
         for step in section.steps {
-            terminal.command(&step.line);
-            let output = run(&step.line).await?;
-            terminal.output(&printed(&output));
-            let verdict = step.check(&output);
-            terminal.verdict(&verdict);
-            failures += usize::from(verdict.is_err());
-            shown += 1;
+            step.show(terminal, &mut tally).await?;
         }
     }
-    terminal.message(&format!("\n{} of {shown} steps passed", shown - failures));
+    if demo_env.has_equal_addresses() {
+        promises::block_udp(terminal, demo_env, &mut tally).await?;
+    }
+    promises::restart_server(terminal, demo_env, &mut tally).await?;
+    let Tally { failures, shown } = tally;
+    let (passed, seconds) = (shown - failures, begin.elapsed().as_secs());
+    terminal.message(&format!(
+        "\n{passed} of {shown} steps passed, in {seconds} s"
+    ));
     if !demo_env.has_equal_addresses() {
-        terminal.message("NOT shown by this run: two edges with the same address (see the note at the beginning)");
+        terminal.message(
+            "NOT shown by this run: two edges with the same address, and a link without UDP (see the note at the \
+             beginning)",
+        );
     }
     Ok(failures)
 }
@@ -109,14 +104,19 @@ fn sections(demo_env: &DemoEnv) -> Vec<Section> {
              allowed",
             refusals(demo_env),
         ),
+        Section::new(
+            "A body that its target cuts is an error for the caller, and no clean end",
+            [cut(demo_env)],
+        ),
+        Section::new(
+            "An impostor with the join token of another node gets no certificate",
+            impostor(demo_env),
+        ),
     ];
     if demo_env.has_equal_addresses() {
         let url = format!("http://{EDGE_ADDRESS}:{port}/metrics");
         let line = demo_env.curl(&["-sS", "--connect-timeout", "1", &url]);
-        let direct = TourStep {
-            fails: true,
-            ..TourStep::new(line, &[])
-        };
+        let direct = TourStep::new(line, &[]).failing();
         sections.push(Section::new(
             "Without the tunnel the cloud does not reach the edges",
             [direct],
@@ -191,15 +191,33 @@ fn refusals(demo_env: &DemoEnv) -> Vec<TourStep> {
     ]
 }
 
+/// Returns the request for a body of 1000 bytes, of which the exporter sends 500.
+fn cut(demo_env: &DemoEnv) -> TourStep {
+    let [node, _] = NODES;
+    let host = format!("{node}:{}", demo_env.exporter_port());
+    let request = demo_env.over_http("-sS", &host, "/short");
+    TourStep::new(format!("{request} -o /dev/null"), &["curl: ("]).failing()
+}
+
+fn impostor(demo_env: &DemoEnv) -> Vec<TourStep> {
+    let [claimed, own] = NODES;
+    let file = demo_env.file("impostor.token");
+    let create = demo_env.server_verb(&["token", "create", "--node", own]);
+    let run = demo_env.agent_with_token(claimed, &file);
+    let refused = TourStep::new(run, &["wrong_node"]).failing();
+    let create = format!("{create} >{}", shell_line([file]));
+    vec![TourStep::new(create, &[]), refused]
+}
+
 impl DemoEnv {
     /// Returns the shell line of a request over the HTTP listener.
-    fn over_http(&self, flags: &str, host: &str, path: &str) -> String {
+    pub(super) fn over_http(&self, flags: &str, host: &str, path: &str) -> String {
         let url = format!("http://{}{path}", self.listener_addr(Listener::Http));
         self.curl(&[flags, "-H", &format!("Host: {host}"), &url])
     }
 
     /// Returns the shell line of a request to the kubelet of `node` over the HTTPS listener.
-    fn over_https(&self, flags: &[&str], node: &str, path: &str) -> String {
+    pub(super) fn over_https(&self, flags: &[&str], node: &str, path: &str) -> String {
         let ca = self.file(CA_FILE);
         let to_listener = format!("::{}", self.listener_addr(Listener::Https));
         let url = format!("https://{node}:{}{path}", self.kubelet_port());
@@ -226,54 +244,5 @@ impl Section {
     }
 }
 
-impl TourStep {
-    fn new(line: String, expected: &[&str]) -> Self {
-        let expected = expected.iter().map(|text| (*text).to_owned()).collect();
-        Self {
-            line,
-            expected,
-            fails: false,
-        }
-    }
-
-    /// Creates a step whose answer is the metrics of `node`.
-    fn metrics(node: &str, line: String) -> Self {
-        Self::new(line, &[&format!("node=\"{node}\"")])
-    }
-
-    fn check(&self, output: &Output) -> Result<(), String> {
-        if output.status.success() == self.fails {
-            return Err(format!("ended with {}", output.status));
-        }
-        let text = printed(output);
-        let mut expected = self.expected.iter();
-        match expected.find(|part| !text.contains(part.as_str())) {
-            Some(missing) => Err(format!("no {missing:?} in the answer")),
-            None => Ok(()),
-        }
-    }
-}
-
-async fn run(line: &str) -> Result<Output> {
-    let mut shell = Command::new("sh");
-    shell
-        .args(["-c", line])
-        .stdin(Stdio::null())
-        .kill_on_drop(true);
-    let output = timeout(STEP_TIMEOUT, shell.output()).await;
-    output
-        .with_context(|| format!("no end of {line}"))?
-        .context("run sh")
-}
-
-fn printed(output: &Output) -> String {
-    let both =
-        [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    both.concat().replace('\r', "")
-}
-
 /// Name of the file with the server's CA.
 const CA_FILE: &str = "ca.crt";
-
-/// Each step takes well under a second. The tunnel itself gives up on a target sooner than this.
-const STEP_TIMEOUT: Duration = Duration::from_secs(20);
