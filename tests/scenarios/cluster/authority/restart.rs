@@ -42,7 +42,7 @@ fn replica(cluster_env: &ClusterEnv, name: &str) -> Result<Value> {
 }
 
 /// Ends a server at once and returns the setup for its restart.
-async fn kill(mut server: Server) -> Result<ServerSetup> {
+pub(super) async fn kill(mut server: Server) -> Result<ServerSetup> {
     let setup = server.setup_for_restart();
     server.process().signal(Signal::Kill)?;
     server.process().end(FIRST).await?;

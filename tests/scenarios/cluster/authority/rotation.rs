@@ -13,9 +13,12 @@ use tunnel_tests::client::{ByteStream, ClientTls, Endpoint};
 use tunnel_tests::cluster::{Objects, edge};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
+use tunnel_tests::load::Load;
+use tunnel_tests::process::{Listener, Server};
 use tunnel_tests::targets::FakeKubelet;
 
-use super::super::GUIDE_IP;
+use super::super::{ClusterEnv, GUIDE_IP, Site};
+use super::restart::kill;
 use super::{Exec, ca_secret, cluster, server, set_ca};
 
 /// Agents renew certificates of this lifetime about every three seconds. With a renewal they also
@@ -97,6 +100,82 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
     let sessions = one.registry().of_node(&"worker-1".parse()?);
     ensure!(sessions.iter().any(|session| !session.is_withdrawn()));
     Ok(())
+}
+
+/// The server is killed and loses its disk in each step, before the agent has renewed. The next
+/// process continues with the step of the Secret.
+#[tokio::test(flavor = "multi_thread")]
+async fn f20_replacement_of_the_secrets_ca_resumes_in_each_step_without_a_failed_request()
+-> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    cluster_env.guide().await?;
+    let limits = "limits: { certificateLife: 12s }\n";
+    let limits = cluster_env.scratch.file("limits.yaml", limits)?;
+    let setup = cluster_env.setup("a")?.args(&["--single-replica"]);
+    let setup = setup.args(&["--config", &limits.to_string_lossy()]);
+    let mut server = setup.start().await?;
+    let site = Site::serving(&cluster_env, &server).await?;
+    let cluster = &cluster_env.cluster;
+    let old = cluster.objects().secret(&ca_secret()).await?;
+    let next = CaMaterial::generate(SystemTime::now())?;
+    let both = format!("{}{}", old["ca.crt"], next.certificates_pem());
+    let known = cluster_env.scratch.path().join("agent-worker-1/ca.crt");
+    for (key, text, roots) in [
+        ("ca.crt", both.as_str(), 2),
+        ("ca.key", next.key_pem(), 2),
+        ("ca.crt", next.certificates_pem(), 1),
+    ] {
+        let load = loaded(&server, &site).await?;
+        set_ca(cluster, key, text).await?;
+        answers(&load).await;
+        load.end().await?.check()?;
+
+        let setup = kill(server).await?;
+        std::fs::remove_dir_all(cluster_env.scratch.path().join("a"))?;
+        server = setup.start().await?;
+        server.wait_until_connected(&["worker-1"]).await;
+        let load = loaded(&server, &site).await?;
+        let before = renewal(&server).await?;
+        eventually("the agent has renewed", RENEWAL, async || {
+            // While two CAs are trusted, an agent connects again with its new certificate.
+            let now = renewal(&server).await?;
+            let is_renewed = roots == 1 || (now[0] != before[0] && now[1] != before[1]);
+            let known = std::fs::read_to_string(&known)?;
+            let known = known.matches("BEGIN CERTIFICATE").count();
+            ensure!(
+                is_renewed && known == roots,
+                "renewed: {is_renewed}, {known} roots"
+            );
+            Ok(())
+        })
+        .await;
+        answers(&load).await;
+        load.end().await?.check()?;
+    }
+    Ok(())
+}
+
+/// Returns the end of the agent's certificate, and the begin of its session.
+async fn renewal(server: &Server) -> Result<[Value; 2]> {
+    let nodes = server.nodes().await?;
+    let node = nodes.iter().find(|node| node["node"] == "worker-1");
+    let node = node.context("no node")?;
+    Ok(["certificateNotAfter", "connectedSince"].map(|field| node[field].clone()))
+}
+
+/// Starts load once the server answers for the site.
+async fn loaded(server: &Server, site: &Site) -> Result<Load> {
+    eventually("the site", WAIT_TIMEOUT, async || site.serves(server).await).await;
+    Load::start(server.address(Listener::Http).into(), &[site.host()], 2).await
+}
+
+/// Waits until 20 more requests have been answered.
+async fn answers(load: &Load) {
+    let before = load.answered();
+    eventually("requests go on", WAIT_TIMEOUT, async || {
+        (load.answered() > before + 20).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
