@@ -16,7 +16,7 @@ pub struct Terminal(File);
 impl Terminal {
     /// Opens a pseudoterminal. Returns the end of a program, too.
     pub fn open() -> Result<(Self, OwnedFd)> {
-        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY;
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let person = openpt(flags)?;
         unlockpt(&person)?;
         let program = ioctl_tiocgptpeer(&person, flags)?;
