@@ -100,7 +100,7 @@ dist-test: ## checks that the files in target/dist are complete, of one version 
 
 arm64-test: ## runs the binaries for arm64 under qemu, through an enrollment and a request at those for this machine; BINARIES=DIR as for dist
 	@here=$${BINARIES:+$$BINARIES/amd64} arm64=$${BINARIES:+$$BINARIES/arm64}; \
-	{ here=$${here:-$$(deploy/static.sh)} && arm64=$${arm64:-$$(deploy/static.sh aarch64-unknown-linux-gnu)} && \
+	{ arm64=$${arm64:-$$(deploy/static.sh aarch64-unknown-linux-gnu)} && here=$${here:-$$(deploy/static.sh)} && \
 	  tests/arm64.sh "$$here" "$$arm64"; } || { code=$$?; [ $$code -eq 77 ] || exit $$code; }
 
 release: ## makes the commit and the tag of a release after all checks, and pushes nothing; VERSION=0.1.0 ARGS=--dry-run
