@@ -28,6 +28,8 @@ use crate::wire::header::{StreamHeader, StreamKind, Target};
 use crate::wire::name::Port;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// Streams that a peer may open at once.
+const LIMIT: u32 = 256;
 const BULK: usize = 8 << 20;
 
 /// Returns the two ends and the server's address.
@@ -130,6 +132,26 @@ async fn peer_may_open_few_streams_until_more_are_in_use() {
     }
     let more = tokio::time::timeout(TEST_TIMEOUT, connection.open_bi()).await;
     more.unwrap().unwrap();
+}
+
+/// A peer that keeps all streams but one open can open and close the last one again and again.
+#[tokio::test]
+async fn last_stream_of_a_peer_becomes_free_again() {
+    let (connection, session, _acceptor) = joined().await;
+    session.set_max_concurrent_streams(LIMIT);
+    let open = async || {
+        let opened = tokio::time::timeout(TEST_TIMEOUT, connection.open_bi()).await;
+        let (mut send, recv) = opened.expect("a free stream").unwrap();
+        send.write_all(&header()).await.unwrap();
+        (send, recv, session.accept().await.unwrap())
+    };
+    let mut kept = Vec::new();
+    for _ in 1..LIMIT {
+        kept.push(open().await);
+    }
+    for _ in 0..LIMIT {
+        drop(open().await);
+    }
 }
 
 /// Returns the time from the first packet of a dial to its next packet when nothing answers.

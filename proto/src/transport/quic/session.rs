@@ -262,7 +262,10 @@ impl Session for QuicSession {
     }
 
     fn set_max_concurrent_streams(&self, count: u32) {
-        self.stream_limit_max.store(count, Ordering::Relaxed);
+        // quinn announces streams that have become free only when they are more than an eighth of the
+        // limit. Without the addition, a peer with seven eighths in use could open no more.
+        let limit = count.saturating_add(count / 7 + 1);
+        self.stream_limit_max.store(limit, Ordering::Relaxed);
         self.raise_stream_limit();
     }
 
