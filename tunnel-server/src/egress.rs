@@ -11,7 +11,7 @@ use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, SemaphorePermit};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tracing::info;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::host::is_own_address;
@@ -104,20 +104,25 @@ impl CloudEgress {
         let transport_limit = self.per_agent.saturating_add(WITHOUT_PERMIT);
         agent.session.set_max_concurrent_streams(transport_limit);
         while let Ok(incoming) = agent.session.accept().await {
-            let (egress, agent) = (self.clone(), agent.clone());
+            let is_in_rate = self.rate.check_key(&agent.node).is_ok();
+            let (egress, serving) = (self.clone(), agent.clone());
             self.shutdown
-                .spawn_work(async move { egress.serve(incoming, &agent).await });
+                .spawn_work(async move { egress.serve(incoming, &serving, is_in_rate).await });
+            if !is_in_rate {
+                // Each refusal costs time that the streams of other agents need.
+                sleep(REFUSAL_INTERVAL).await;
+            }
         }
     }
 
-    async fn serve(&self, incoming: IncomingStream, agent: &AgentSession) {
+    async fn serve(&self, incoming: IncomingStream, agent: &AgentSession, is_in_rate: bool) {
         let began = Instant::now();
         let _counted = agent.count_stream();
         let _open = self.metrics.cloud_stream();
         let (name, outcome) = match incoming.header(began + self.header_timeout).await {
             Ok((header, stream)) => match header.kind {
                 StreamKind::Cloud(name) => {
-                    let outcome = self.answer(&name, stream, agent).await;
+                    let outcome = self.answer(&name, stream, agent, is_in_rate).await;
                     (Some(name), outcome)
                 }
                 _ => {
@@ -163,8 +168,13 @@ impl CloudEgress {
         name: &CloudTarget,
         mut stream: Stream,
         agent: &AgentSession,
+        is_in_rate: bool,
     ) -> StreamOutcome {
-        let admitted = self.admit(&agent.node, name, agent.session.has_room());
+        let admitted = if is_in_rate {
+            self.admit(&agent.node, name, agent.session.has_room())
+        } else {
+            Err(self.too_many(Limit::CloudStreamRate))
+        };
         let (target, _permits) = match admitted {
             Ok(admitted) => admitted,
             Err(refusal) => return StreamOutcome::refuse(stream, refusal).await,
@@ -205,25 +215,24 @@ impl CloudEgress {
                 detail: "server is stopping".to_owned(),
             });
         }
-        let too_many = |limit: Limit| {
-            self.metrics.limit(limit);
-            Refusal {
-                code: RefusalCode::TooManyStreams,
-                detail: format!("server's limits.{} is reached", limit.name()),
-            }
-        };
-        if self.rate.check_key(node).is_err() {
-            return Err(too_many(Limit::CloudStreamRate));
-        }
         let target = self.targets.find(node, name)?;
         if !has_room {
-            return Err(too_many(Limit::BufferPool));
+            return Err(self.too_many(Limit::BufferPool));
         }
         let of_node = NodePermit::acquire(&self.open, node, self.per_agent);
-        let of_node = of_node.ok_or_else(|| too_many(Limit::CloudStreamsPerAgent))?;
+        let of_node = of_node.ok_or_else(|| self.too_many(Limit::CloudStreamsPerAgent))?;
         let total = self.total.try_acquire();
-        let total = total.map_err(|_none_left| too_many(Limit::CloudStreamsTotal))?;
+        let total = total.map_err(|_none_left| self.too_many(Limit::CloudStreamsTotal))?;
         Ok((target, (of_node, total)))
+    }
+
+    /// Counts a stream above a limit, and returns its refusal.
+    fn too_many(&self, limit: Limit) -> Refusal {
+        self.metrics.limit(limit);
+        Refusal {
+            code: RefusalCode::TooManyStreams,
+            detail: format!("server's limits.{} is reached", limit.name()),
+        }
     }
 }
 
@@ -321,6 +330,8 @@ fn refuse_own(target: &CloudTargetSettings, own_ports: &[Port]) -> Result<(), St
 
 /// Streams of a session that may wait for their header or their refusal, in addition to those with a permit.
 const WITHOUT_PERMIT: u32 = 32;
+/// Least time between two streams that an agent opens above its rate.
+const REFUSAL_INTERVAL: Duration = Duration::from_millis(1);
 /// Divisor for the part of all streams that one agent may have.
 const AGENT_SHARE: usize = 8;
 /// Streams that a node may open at once, in multiples of the rate.
