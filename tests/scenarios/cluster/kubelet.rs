@@ -10,14 +10,16 @@ use serde_json::{Value, json};
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::cluster::{Families, Kubelet, Real};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Namespace, Topology};
-use tunnel_tests::process::{AgentSetup, Listener, Program, ScratchDir, ServerSetup};
-use tunnel_tests::tools::{Skip, or_skip};
+use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, Namespace, Topology};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, Program, ScratchDir, Server, ServerSetup,
+};
+use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip};
 
 use super::kubectl::{Kubectl, kubectls};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_kubelet_behind_nat_is_ready_and_serves_logs_and_exec() -> Result<()> {
+async fn kubelet_and_pod_behind_nat_use_the_api_server_and_serve_logs_and_exec() -> Result<()> {
     let Some(site) = or_skip(Site::new()) else {
         return Ok(());
     };
@@ -26,64 +28,102 @@ async fn a_kubelet_behind_nat_is_ready_and_serves_logs_and_exec() -> Result<()> 
     let socket = scratch.path().join("connect.sock");
     let api = api_server(&site.binaries, &socket, &scratch, cloud).await?;
     let mut kubeconfig: Value = serde_json::from_slice(&std::fs::read(api.admin_kubeconfig())?)?;
-    let url = &kubeconfig["clusters"][0]["cluster"]["server"];
-    let target = url.as_str().and_then(|url| url.strip_prefix("https://"));
+    let cluster = &mut kubeconfig["clusters"][0]["cluster"];
+    let ca = cluster["certificate-authority"].as_str();
+    let ca = ca.context("no CA")?.to_owned();
+    let target = cluster["server"].as_str();
+    let target = target.and_then(|url| url.strip_prefix("https://"));
     let server = ServerSetup::new(&scratch.path().join("server"), Some(cloud))
         .args(&["--connect-uds", &socket.to_string_lossy()])
         .args(&["--cloud-apiserver", target.context("no server")?])
         .start()
         .await?;
-    let node = edge.node_name();
-    let token = server.token(node, Some(EDGE_ADDRESS.into())).await?;
-    let endpoint = SocketAddr::new(
-        CLOUD_ADDRESS.into(),
-        server.address(Listener::Agents).port(),
-    );
-    let folder = scratch.path().join("agent");
-    let agent = AgentSetup::new(node, endpoint, &folder, Some(edge.node()))
-        .args(&["--token", &token])
-        .args(&["--cloud-listen", "apiserver=127.0.0.1:0"])
-        .start()?;
-    let listener = agent.log().find(|line| Listener::Cloud.opened(line)).await;
-    server.wait_until_connected(&[node]).await;
-
-    let cluster = &mut kubeconfig["clusters"][0]["cluster"];
+    let (_agent, listener) = agent(&server, edge, scratch.path()).await?;
     cluster["server"] = format!("https://{listener}").into();
     cluster["tls-server-name"] = "kubernetes.default.svc".into();
     let kubeconfig = scratch.file("kubelet.kubeconfig", kubeconfig.to_string())?;
     let ip = EDGE_ADDRESS.to_string();
     let _kubelet = Kubelet::start(&site.kubelet, edge, &kubeconfig, &ip).await?;
 
-    let kubectl = Operator {
-        kubectl: Kubectl::new(site.kubectl, api.admin_kubeconfig())?,
+    let operator = Kubectl::new(site.kubectl.clone(), api.admin_kubeconfig())?;
+    let operator = Operator {
+        kubectl: operator,
         namespace: cloud,
     };
-    kubectl.wait_until_ready(&format!("node/{node}")).await;
-    kubectl.create(&pod(node)).await?;
-    kubectl.wait_until_ready("pod/web").await;
-    kubectl.logs_and_exec().await?;
+    let node = edge.node_name();
+    operator.wait_until_ready(&format!("node/{node}")).await;
+    operator.create(&pod("web", node, &web())).await?;
+    operator.wait_until_ready("pod/web").await;
+    operator.logs_and_exec().await?;
+    let on_the_edge = Operator {
+        kubectl: Kubectl::new(site.kubectl, kubeconfig)?,
+        namespace: edge.node(),
+    };
+    on_the_edge.logs_and_exec().await?;
+    redirect_pods(edge).await?;
+    operator.start_client(node, &ca).await?;
+    let audit = std::fs::read_to_string(scratch.path().join(AUDIT_LOG))?;
+    let user = r#""username":"system:serviceaccount:default:client""#;
+    let is_create = |line: &str| line.contains(r#""verb":"create""#) && line.contains(user);
+    ensure!(audit.lines().any(is_create), "no ConfigMap of the Pod");
 
     let lease = format!("get lease -n kube-node-lease {node} -o jsonpath={{.spec.renewTime}}");
     eventually("the first Lease", TIMEOUT, async || {
-        kubectl.ok(&lease).await.map(|_| ())
+        operator.ok(&lease).await.map(|_| ())
     })
     .await;
     let setup = server.setup_for_restart();
     server.into_process().kill().await?;
-    let before = kubectl.ok(&lease).await?;
+    let before = operator.ok(&lease).await?;
+    operator.ok("create configmap meanwhile").await?;
     let _server = setup.start().await?;
     eventually("a renewed Lease after the restart", TIMEOUT, async || {
-        let now = kubectl.ok(&lease).await?;
+        let now = operator.ok(&lease).await?;
         ensure!(now != before, "{now}");
         Ok(())
     })
     .await;
     eventually("logs after the restart", TIMEOUT, async || {
-        kubectl.logs_and_exec().await
+        operator.logs_and_exec().await
     })
     .await;
-    kubectl.ok("delete pod web --timeout=30s").await?;
+    operator.wait_until_client_sees("meanwhile").await;
+    operator.ok("delete pod web client --timeout=30s").await?;
     Ok(())
+}
+
+/// Starts an agent with listeners for the API server, one for programs of the host and one for Pods.
+/// Returns the agent and the address of the former.
+async fn agent(server: &Server, edge: &Edge, folder: &Path) -> Result<(Process, SocketAddr)> {
+    let node = edge.node_name();
+    let token = server.token(node, Some(EDGE_ADDRESS.into())).await?;
+    let port = server.address(Listener::Agents).port();
+    let endpoint = SocketAddr::new(CLOUD_ADDRESS.into(), port);
+    let agent = AgentSetup::new(node, endpoint, &folder.join("agent"), Some(edge.node()))
+        .args(&["--token", &token])
+        .args(&["--cloud-listen", "apiserver=127.0.0.1:0"])
+        .args(&["--cloud-listen", "apiserver=169.254.2.1:10268"])
+        .start()?;
+    let listener = agent.log().find(|line| {
+        let opened = Listener::Cloud.opened(line);
+        opened.filter(|address| address.ip().is_loopback())
+    });
+    let listener = listener.await;
+    server.wait_until_connected(&[node]).await;
+    Ok((agent, listener))
+}
+
+/// Leads Pods of the edge that dial the Service `kubernetes` to the agent.
+async fn redirect_pods(edge: &Edge) -> Result<()> {
+    let agent = || Program::ours("tunnel-agent");
+    let add = agent()?.args(["address", "add", "169.254.2.1"]);
+    add.inside(Some(edge.node())).run().await?.ok()?;
+    let render = agent()?.args(["render", "edge-apiserver", "--way", "nft"]);
+    let render = render.args(["--service-ip", "10.96.0.1"]);
+    let rules = render.run().await?.ok()?;
+    let nft = Program::tool(Tool::Nft)?.args(["-f", "-"]);
+    let nft = nft.inside(Some(edge.node()));
+    nft.run_with(rules.as_bytes()).await?.ok().map(drop)
 }
 
 /// What the scenario needs of the machine.
@@ -125,11 +165,20 @@ async fn api_server(
         .await?
         .ok()?;
     let selector = scratch.file("egress.yaml", selector)?;
-    let flag = format!("--egress-selector-config-file={}", selector.display());
-    Real::start_with(binaries, Families::V4, &[flag], Some(cloud)).await
+    let policy = json!({
+        "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [{ "level": "Metadata" }],
+    });
+    let policy = scratch.file("audit.yaml", policy.to_string())?;
+    let flags = [
+        ("egress-selector-config-file", selector),
+        ("audit-policy-file", policy),
+        ("audit-log-path", scratch.path().join(AUDIT_LOG)),
+    ];
+    let flags = flags.map(|(flag, file)| format!("--{flag}={}", file.display()));
+    Real::start_with(binaries, Families::V4, &flags, Some(cloud)).await
 }
 
-/// kubectl in the cloud.
+/// kubectl in the cloud or on the edge.
 struct Operator<'a> {
     kubectl: Kubectl,
     namespace: &'a Namespace,
@@ -172,19 +221,79 @@ impl Operator<'_> {
     }
 }
 
-/// A Pod whose container logs a line and has a script that ends with code 7.
-fn pod(node: &str) -> Value {
-    json!({
-        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "web" },
+/// A container that logs a line and has a script that ends with code 7.
+fn web() -> Value {
+    json!({ "command": ["sh", "-c", "echo 'exit 7' >/exit; echo started; sleep 1000000"] })
+}
+
+/// A Pod on the network of its node, of a container with these fields.
+fn pod(name: &str, node: &str, container: &Value) -> Value {
+    let mut pod = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name },
         "spec": {
             "nodeName": node, "hostNetwork": true, "automountServiceAccountToken": false,
             "terminationGracePeriodSeconds": 0, "tolerations": [{ "operator": "Exists" }],
-            "containers": [{
-                "name": "app", "image": Kubelet::IMAGE, "imagePullPolicy": "Never",
-                "command": ["sh", "-c", "echo 'exit 7' >/exit; echo started; sleep 1000000"],
-            }],
+            "containers": [container],
         },
-    })
+    });
+    let container = &mut pod["spec"]["containers"][0];
+    container["name"] = "app".into();
+    container["image"] = Kubelet::IMAGE.into();
+    container["imagePullPolicy"] = "Never".into();
+    pod
 }
+
+impl Operator<'_> {
+    /// Starts the Pod `client` with the files of a ServiceAccount and kube's default configuration,
+    /// and waits until it has seen the ConfigMap that it creates.
+    async fn start_client(&self, node: &str, ca: &str) -> Result<()> {
+        for line in [
+            "create serviceaccount client",
+            "create role client --verb=get,list,watch,create --resource=configmaps",
+            "create rolebinding client --role=client --serviceaccount=default:client",
+            &format!("create configmap ca --from-file=ca.crt={ca}"),
+        ] {
+            self.ok(line).await?;
+        }
+        let binaries = bin_dir().context("folder of the binaries")?;
+        let account = "/var/run/secrets/kubernetes.io/serviceaccount";
+        let folders = [
+            ("binaries", binaries.as_path(), "/binaries"),
+            ("usr", Path::new("/usr"), "/usr"),
+            ("lib", Path::new("/usr/lib"), "/lib"),
+            ("lib64", Path::new("/usr/lib64"), "/lib64"),
+        ];
+        let mut mounts = vec![json!({ "name": "account", "mountPath": account })];
+        let mut volumes = vec![json!({ "name": "account", "projected": { "sources": [
+            { "serviceAccountToken": { "path": "token" } },
+            { "configMap": { "name": "ca" } },
+            { "downwardAPI": { "items": [
+                { "path": "namespace", "fieldRef": { "fieldPath": "metadata.namespace" } },
+            ] } },
+        ] } })];
+        for (name, path, target) in folders {
+            mounts.push(json!({ "name": name, "mountPath": target, "readOnly": true }));
+            volumes.push(json!({ "name": name, "hostPath": { "path": path } }));
+        }
+        let container = json!({ "command": ["/binaries/incluster"], "volumeMounts": mounts });
+        let mut pod = pod("client", node, &container);
+        pod["spec"]["serviceAccountName"] = "client".into();
+        pod["spec"]["volumes"] = volumes.into();
+        self.create(&pod).await?;
+        self.wait_until_client_sees("from-the-pod").await;
+        Ok(())
+    }
+
+    async fn wait_until_client_sees(&self, object: &str) {
+        eventually(&format!("{object} at the Pod"), TIMEOUT, async || {
+            let printed = self.ok("logs client").await?;
+            ensure_contains(&printed, &[&format!("applied {object}")])
+        })
+        .await;
+    }
+}
+
+/// Name of the audit log.
+const AUDIT_LOG: &str = "audit.log";
 
 const TIMEOUT: Duration = Duration::from_secs(60);

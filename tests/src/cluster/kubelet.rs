@@ -1,9 +1,10 @@
 //! A real kubelet with containerd, from the directory in `KUBEBUILDER_ASSETS`.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde_json::json;
 
 use crate::netns::Edge;
@@ -36,6 +37,7 @@ impl Kubelet {
             Tool::Runc,
             Tool::Busybox,
             Tool::Unshare,
+            Tool::Nsenter,
         ])?;
         let file = binaries.join("kubelet");
         if !file.is_file() {
@@ -83,7 +85,7 @@ impl Kubelet {
                 format!("--hostname-override={}", edge.node_name()),
                 format!("--node-ip={ip}"),
             ])
-            .inside(Some(edge.node()))
+            .through(namespaces_of(&containerd)?)
             .start()?;
         Ok(Self {
             _kubelet: kubelet,
@@ -91,6 +93,19 @@ impl Kubelet {
             _scratch: scratch,
         })
     }
+}
+
+/// Returns the command prefix that runs a program in the namespaces of containerd, which has the
+/// mounts of the kubelet's volumes only then.
+fn namespaces_of(containerd: &Process) -> Result<Vec<OsString>> {
+    let parent = containerd.id().context("containerd has ended")?;
+    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"))?;
+    let nsenter = Tool::Nsenter
+        .find()
+        .unwrap_or_else(|| Tool::Nsenter.program().into());
+    let mut argv = vec![nsenter.into_os_string()];
+    argv.extend(["-t", children.trim(), "-m", "-n", "-p", "--"].map(OsString::from));
+    Ok(argv)
 }
 
 /// Starts containerd, with all its containers in a PID namespace that ends with containerd, and
