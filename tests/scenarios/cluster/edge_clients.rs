@@ -1,5 +1,8 @@
 //! Clients on an edge reach the API server through the tunnel, over a listener of their agent.
 
+mod pods;
+
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -17,7 +20,6 @@ use super::kubectl::{Kubectl, kubectls};
 
 on_both!(
     kubectl_of_an_edge_reads_writes_and_watches_the_api_server,
-    clients_of_an_edge_recover_from_a_restart_of_the_server,
     label_of_the_node_grants_a_target_and_its_removal_refuses_new_streams,
 );
 
@@ -31,7 +33,8 @@ struct EdgePair {
 }
 
 impl EdgePair {
-    async fn start(cluster: &Cluster, transport: &str) -> Result<Self> {
+    /// Starts both. `arguments` are added to the agent's `run`.
+    async fn start(cluster: &Cluster, transport: &str, arguments: &[&str]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let mut kubeconfig: Value =
             serde_json::from_slice(&std::fs::read(cluster.admin_kubeconfig()?)?)?;
@@ -42,15 +45,17 @@ impl EdgePair {
             .to_owned();
         let server = ServerSetup::on_loopback(&scratch.path().join("server"))
             .args(&["--cloud-apiserver", &api])
+            .args(&["--drain-delay", "0s", "--drain-timeout", "1s"])
             .start()
             .await?;
         let setup = server
             .agent_setup("worker-1", &scratch.path().join("agent"))
             .await?
             .args(&["--transport", transport])
-            .args(&["--cloud-listen", "apiserver=127.0.0.1:0"]);
+            .args(&["--cloud-listen", "apiserver=127.0.0.1:0"])
+            .args(arguments);
         let agent = setup.start()?;
-        let listener = agent.log().find(|line| Listener::Cloud.opened(line)).await;
+        let listener = agent.log().find(loopback_listener).await;
         server.wait_until_connected(&["worker-1"]).await;
         let cluster = &mut kubeconfig["clusters"][0]["cluster"];
         cluster["server"] = format!("https://{listener}").into();
@@ -65,6 +70,13 @@ impl EdgePair {
     }
 }
 
+/// Returns the address in the line of an agent that reports its loopback listener for a target of the
+/// cloud.
+pub(super) fn loopback_listener(line: &str) -> Option<SocketAddr> {
+    let opened = Listener::Cloud.opened(line);
+    opened.filter(|address| address.ip().is_loopback())
+}
+
 async fn kubectl_of_an_edge_reads_writes_and_watches_the_api_server(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
@@ -72,7 +84,7 @@ async fn kubectl_of_an_edge_reads_writes_and_watches_the_api_server(
         return Ok(());
     };
     for transport in ["quic", "h2"] {
-        let pair = EdgePair::start(&cluster_env.cluster, transport).await?;
+        let pair = EdgePair::start(&cluster_env.cluster, transport, &[]).await?;
         for (number, file) in files.iter().enumerate() {
             let kubectl = Kubectl::new(file.clone(), pair.kubeconfig.clone())?;
             let name = format!("{transport}-{number}");
@@ -92,31 +104,6 @@ async fn kubectl_of_an_edge_reads_writes_and_watches_the_api_server(
     Ok(())
 }
 
-async fn clients_of_an_edge_recover_from_a_restart_of_the_server(
-    cluster_env: ClusterEnv,
-) -> Result<()> {
-    let Some(files) = or_skip(kubectls()) else {
-        return Ok(());
-    };
-    let pair = EdgePair::start(&cluster_env.cluster, "auto").await?;
-    let file = files.into_iter().next().context("a kubectl")?;
-    let kubectl = Kubectl::new(file, pair.kubeconfig.clone())?;
-    kubectl.ok("get nodes").await?;
-    let setup = pair.server.setup_for_restart();
-    pair.server.into_process().kill().await?;
-    kubectl
-        .program("get nodes")
-        .run()
-        .await?
-        .ensure_failed(1, &[])?;
-    let _server = setup.start().await?;
-    eventually("the API server over a new session", LONG, async || {
-        kubectl.ok("get nodes").await.map(|_| ())
-    })
-    .await;
-    Ok(())
-}
-
 async fn label_of_the_node_grants_a_target_and_its_removal_refuses_new_streams(
     cluster_env: ClusterEnv,
 ) -> Result<()> {
@@ -133,7 +120,7 @@ async fn label_of_the_node_grants_a_target_and_its_removal_refuses_new_streams(
     let setup = server.agent_setup("worker-1", &folder).await?;
     let agent = setup.args(&["--cloud-listen", "registry=127.0.0.1:0"]);
     let agent = agent.start()?;
-    let local = agent.log().find(|line| Listener::Cloud.opened(line)).await;
+    let local = agent.log().find(loopback_listener).await;
     server.wait_until_connected(&["worker-1"]).await;
     for (value, is_granted) in [
         (json!(null), false),

@@ -34,7 +34,11 @@ impl Pki {
             KeyUsagePurpose::DigitalSignature,
         ];
         let ca = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
-        let names = ["127.0.0.1", "localhost", "kubernetes.default.svc"].map(str::to_owned);
+        let names = ["127.0.0.1", "localhost", "kubernetes.default.svc"];
+        // The address of the Service, and the address of an agent's listener for pods.
+        let addresses = ["10.96.0.1", "169.254.2.1"];
+        let names = [&names[..], &addresses].concat();
+        let names: Vec<_> = names.into_iter().map(str::to_owned).collect();
         let mut params = CertificateParams::new(names)?;
         params
             .distinguished_name
