@@ -15,6 +15,7 @@ mod bootstrap;
 mod connection;
 mod defaulting;
 mod discovery;
+mod exec;
 mod faults;
 mod http;
 mod kinds;
@@ -108,6 +109,8 @@ impl FakeApiServer {
             tokens: users,
             signer: tokens::Signer::new(),
             families: setup.service_ranges,
+            egress: Mutex::default(),
+            execs: Mutex::default(),
         });
         let listening = Listening::start(Arc::clone(&service), &pki)?;
         let addr = listening.addr();
@@ -153,6 +156,11 @@ impl FakeApiServer {
     /// Sets how this server reviews tokens.
     pub fn review_as(&self, reviewing: Reviewing) {
         self.service.signer.set(reviewing);
+    }
+
+    /// Reaches kubelets through the CONNECT listener on this Unix socket.
+    pub async fn set_egress(&self, socket: &Path) {
+        *self.service.egress.lock().await = Some(socket.to_owned());
     }
 
     /// Returns the listen address.

@@ -128,7 +128,10 @@ async fn serve(tcp: TcpStream, tls: TlsAcceptor, users: Users, service: Arc<Serv
     let answer = service_fn(move |request| Arc::clone(&service).answer(request, user.clone()));
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new());
-    let _ended = server.serve_connection(TokioIo::new(tls), answer).await;
+    let _ended = server
+        .serve_connection(TokioIo::new(tls), answer)
+        .with_upgrades()
+        .await;
 }
 
 const BACKLOG: i32 = 1024;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,6 +15,8 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited, StreamBody};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
 
 use super::access::{self, User};
 use super::defaulting::key;
@@ -39,6 +42,10 @@ pub(super) struct Service {
     pub(super) signer: Signer,
     /// First addresses of the Service ranges, the primary family first.
     pub(super) families: Vec<IpAddr>,
+    /// CONNECT listener through which kubelets are reached.
+    pub(super) egress: Mutex<Option<PathBuf>>,
+    /// Running commands in pods.
+    pub(super) execs: Mutex<JoinSet<()>>,
 }
 
 pub(super) type Body = UnsyncBoxBody<Bytes, io::Error>;
@@ -54,7 +61,7 @@ impl Service {
         let here = presence.wait_for(|presence| *presence == Presence::Here);
         here.await
             .map_err(|_closed| io::Error::from(io::ErrorKind::ConnectionAborted))?;
-        let (head, body) = request.into_parts();
+        let (mut head, body) = request.into_parts();
         let user = certified.or_else(|| self.bearer(&head.headers));
         let route = ApiRoute::of(head.uri.path());
         let query = Query::parse(head.uri.query().unwrap_or_default());
@@ -72,6 +79,9 @@ impl Service {
                 "RequestEntityTooLarge",
                 "Request entity too large: limit is 3145728",
             )),
+            (Some(user), None, Ok(_)) if let Some(address) = exec_address(&route) => {
+                self.exec(&user, verb, address, &mut head).await
+            }
             (Some(user), None, Ok(body)) => {
                 let request = |address: Address| Request {
                     user,
@@ -240,6 +250,15 @@ pub(super) fn shown(kind: &Kind, object: &Value) -> Value {
     object
 }
 
+/// Returns the pod of an exec.
+fn exec_address(route: &ApiRoute) -> Option<&Address> {
+    let ApiRoute::Objects(address) = route else {
+        return None;
+    };
+    let is_exec = address.subresource.as_deref() == Some("exec");
+    (is_exec && address.kind.plural == "pods").then_some(address)
+}
+
 fn verb(method: &Method, route: &ApiRoute, query: &Query) -> &'static str {
     let named = matches!(route, ApiRoute::Objects(address) if address.name.is_some());
     match (method.as_str(), named) {
@@ -273,6 +292,7 @@ fn recorded(
         verb: verb.to_owned(),
         method: head.method.to_string(),
         resource: address.map_or_else(String::new, |address| address.kind.plural.to_owned()),
+        subresource: part(address.and_then(|address| address.subresource.as_ref())),
         namespace: part(address.and_then(|address| address.namespace.as_ref())),
         name: part(address.and_then(|address| address.name.as_ref())),
         path: head.uri.to_string(),

@@ -13,6 +13,8 @@ pub struct RecordedRequest {
     pub method: String,
     /// Plural name of the kind, empty for discovery requests.
     pub resource: String,
+    /// Subresource, empty for the object itself.
+    pub subresource: String,
     /// Namespace, empty for cluster-scoped requests.
     pub namespace: String,
     /// Name of the object, empty for collections.
