@@ -22,7 +22,7 @@ pub use objects::{
     Node, Objects, SERVICE_ACCOUNT, cloud, edge, empty_secrets, endpoints, internal_service,
     server_roles, server_roles_of, shipped,
 };
-pub use real::Real;
+pub use real::{Real, egress_flag};
 
 /// The API server that a scenario runs against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

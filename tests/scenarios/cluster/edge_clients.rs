@@ -33,8 +33,13 @@ struct EdgePair {
 }
 
 impl EdgePair {
-    /// Starts both. `arguments` are added to the agent's `run`.
-    async fn start(cluster: &Cluster, transport: &str, arguments: &[&str]) -> Result<Self> {
+    /// Starts both, with further arguments of their `run`.
+    async fn start(
+        cluster: &Cluster,
+        transport: &str,
+        server_args: &[&str],
+        agent_args: &[&str],
+    ) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let mut kubeconfig: Value =
             serde_json::from_slice(&std::fs::read(cluster.admin_kubeconfig()?)?)?;
@@ -45,7 +50,7 @@ impl EdgePair {
             .to_owned();
         let server = ServerSetup::on_loopback(&scratch.path().join("server"))
             .args(&["--cloud-apiserver", &api])
-            .args(&["--drain-delay", "0s", "--drain-timeout", "1s"])
+            .args(server_args)
             .start()
             .await?;
         let setup = server
@@ -53,7 +58,7 @@ impl EdgePair {
             .await?
             .args(&["--transport", transport])
             .args(&["--cloud-listen", "apiserver=127.0.0.1:0"])
-            .args(arguments);
+            .args(agent_args);
         let agent = setup.start()?;
         let listener = agent.log().find(loopback_listener).await;
         server.wait_until_connected(&["worker-1"]).await;
@@ -84,7 +89,7 @@ async fn kubectl_of_an_edge_reads_writes_and_watches_the_api_server(
         return Ok(());
     };
     for transport in ["quic", "h2"] {
-        let pair = EdgePair::start(&cluster_env.cluster, transport, &[]).await?;
+        let pair = EdgePair::start(&cluster_env.cluster, transport, &[], &[]).await?;
         for (number, file) in files.iter().enumerate() {
             let kubectl = Kubectl::new(file.clone(), pair.kubeconfig.clone())?;
             let name = format!("{transport}-{number}");

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tunnel_tests::ca::{Issued, Leaf, TestCa};
 use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::client::{ClientTls, EgressDialer, Tunnel, ask_through, over_tls};
-use tunnel_tests::cluster::{Cluster, Real};
+use tunnel_tests::cluster::{Cluster, Real, egress_flag};
 use tunnel_tests::env::{Agent, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::process::ScratchDir;
@@ -166,24 +166,17 @@ async fn p04a_a_real_kube_apiserver_with_the_egress_file_alone_reads_logs() -> R
     }
     let site = KubeletSite::start().await?;
     let scratch = ScratchDir::new()?;
-    let selector = json!({
-        "apiVersion": "apiserver.k8s.io/v1beta1",
-        "kind": "EgressSelectorConfiguration",
-        "egressSelections": [{ "name": "cluster", "connection": {
-            "proxyProtocol": "HTTPConnect",
-            "transport": { "uds": { "udsName": site.fixture.socket } },
-        } }],
-    });
-    let selector = scratch.file("egress.yaml", selector.to_string())?;
     let ca = scratch.file("kubelets.crt", site.ca.pem())?;
     let (certificate, key) = site.caller.write(scratch.path(), "apiserver")?;
     let flags = [
-        ("egress-selector-config-file", selector),
         ("kubelet-certificate-authority", ca),
         ("kubelet-client-certificate", certificate),
         ("kubelet-client-key", key),
     ];
-    let flags = flags.map(|(flag, file)| format!("--{flag}={}", file.display()));
+    let mut flags = flags
+        .map(|(flag, file)| format!("--{flag}={}", file.display()))
+        .to_vec();
+    flags.push(egress_flag(&scratch, &site.fixture.socket)?);
     let Some(cluster) = Cluster::real_with(&flags).await? else {
         return Ok(());
     };

@@ -161,6 +161,21 @@ impl Real {
     }
 }
 
+/// Returns the flag of kube-apiserver that sends the connections to kubelets through the CONNECT
+/// listener on `socket`.
+pub fn egress_flag(scratch: &ScratchDir, socket: &Path) -> Result<String> {
+    let selector = json!({
+        "apiVersion": "apiserver.k8s.io/v1beta1",
+        "kind": "EgressSelectorConfiguration",
+        "egressSelections": [{ "name": "cluster", "connection": {
+            "proxyProtocol": "HTTPConnect",
+            "transport": { "uds": { "udsName": socket } },
+        } }],
+    });
+    let file = scratch.file("egress.yaml", selector.to_string())?;
+    Ok(format!("--egress-selector-config-file={}", file.display()))
+}
+
 async fn serving(program: &Program) -> Result<Process> {
     let mut apiserver = program.clone().start()?;
     let serving = |line: &str| line.contains(SERVING).then_some(());

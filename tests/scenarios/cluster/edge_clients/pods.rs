@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use tunnel_tests::cluster::{Api, Cluster, Kind, Real, SERVICE_ACCOUNT};
+use tunnel_tests::cluster::{Api, Cluster, Kind, Real, SERVICE_ACCOUNT, egress_flag};
 use tunnel_tests::netns::in_service_namespace;
 use tunnel_tests::process::{Process, Program, ScratchDir};
+use tunnel_tests::targets::{FakeKubelet, TargetTls};
 use tunnel_tests::tools::{Tool, or_skip};
 
 use super::{Duration, EdgePair, Kubectl, LONG, kubectls};
@@ -34,38 +35,60 @@ async fn clients(kind: Kind) -> Result<()> {
     };
     let scratch = ScratchDir::new()?;
     let audit = scratch.path().join("audit.log");
+    let socket = scratch.path().join("egress.sock");
     let cluster = match kind {
         Kind::FakeApiServer => Cluster::start(kind).await?,
-        Kind::Real => Cluster::real_with(&audit_flags(&scratch, &audit)?).await?,
+        Kind::Real => {
+            let mut flags = audit_flags(&scratch, &audit)?;
+            flags.push(egress_flag(&scratch, &socket)?);
+            Cluster::real_with(&flags).await?
+        }
     };
     let Some(cluster) = cluster else {
         return Ok(());
     };
     grant(cluster.admin()).await?;
     mount_account(&cluster).await?;
+    let _kubelet = create_pod(cluster.admin()).await?;
+    if let Ok(fake_api) = cluster.fake_api() {
+        fake_api.set_egress(&socket).await;
+    }
     let unit = Unit::rendered(&scratch).await?;
     let before = network().await?;
     unit.run("ExecStart=").await?;
     ensure!(network().await? != before, "no rule was added");
     let file = files.into_iter().next().context("a kubectl")?;
     for transport in ["quic", "h2"] {
-        let done = informers_recover(&cluster, transport, &file).await;
+        let done = informers_recover(&cluster, transport, &socket, &file).await;
         done.context(transport)?;
     }
     unit.run("ExecStop=").await?;
     let after = network().await?;
     ensure!(after == before, "{after}\nis not\n{before}");
     let found = audited(&cluster, &audit);
-    let wanted = ["create", "delete", "get", "list", "watch"].map(str::to_owned);
-    ensure!(found == BTreeSet::from(wanted), "{found:?}");
+    for verb in ["create", "delete", "get", "list", "watch"] {
+        ensure!(found.contains(&format!("{verb} configmaps/")), "{found:?}");
+    }
+    // The verb of an exec is that of its HTTP method.
+    let is_exec = |action: &String| action.ends_with(" pods/exec");
+    ensure!(found.iter().any(is_exec), "{found:?}");
     Ok(())
 }
 
 /// Restarts the server below informers that dial the address of the Service, and the address of
 /// the agent's listener where that is a SAN of the API server.
-async fn informers_recover(cluster: &Cluster, transport: &str, kubectl: &Path) -> Result<()> {
+async fn informers_recover(
+    cluster: &Cluster,
+    transport: &str,
+    socket: &Path,
+    kubectl: &Path,
+) -> Result<()> {
     let listen = format!("apiserver={POD_LISTEN}:{POD_PORT}");
-    let mut pair = EdgePair::start(cluster, transport, &["--cloud-listen", &listen]).await?;
+    let socket = socket.to_string_lossy();
+    let server_args = ["--drain-delay", "0s", "--drain-timeout", "1s"];
+    let server_args = [&server_args[..], &["--connect-uds", &socket]].concat();
+    let agent_args = ["--cloud-listen", &listen];
+    let mut pair = EdgePair::start(cluster, transport, &server_args, &agent_args).await?;
     let mut targets = vec![(SERVICE_IP, "443")];
     if cluster.fake_api().is_ok() {
         targets.push((POD_LISTEN, POD_PORT));
@@ -90,6 +113,7 @@ async fn informers_recover(cluster: &Cluster, transport: &str, kubectl: &Path) -
     );
     let read = get.clone().run().await?.ok()?;
     ensure!(read.contains(&created), "{read}");
+    exec(&kubectl, &pair.kubeconfig).await?;
     let setup = pair.server.setup_for_restart();
     pair.server.into_process().stop(LONG).await?;
     get.run().await?.ensure_failed(1, &[])?;
@@ -100,6 +124,41 @@ async fn informers_recover(cluster: &Cluster, transport: &str, kubectl: &Path) -
         wait_for(informer, &format!("applied {created}")).await?;
     }
     Ok(())
+}
+
+/// Runs a command in the pod by both addresses of the API server. The exit code comes back.
+async fn exec(kubectl: &Kubectl, kubeconfig: &Path) -> Result<()> {
+    let program = kubectl.program(&format!("exec -i -n {} web -- exit-3", SERVICE_ACCOUNT.0));
+    let by_listener = program.clone().env("KUBECONFIG", kubeconfig);
+    let by_service = in_pod(program, (SERVICE_IP, "443"));
+    for program in [by_listener, by_service] {
+        let finished = program.run_with(b"hello").await?;
+        finished.ensure_failed(3, &["exit code 3"])?;
+        ensure!(finished.out == "hello", "{finished}");
+    }
+    Ok(())
+}
+
+/// Creates the Node of the agent and a Pod on the Node, and starts their kubelet.
+async fn create_pod(admin: &Api) -> Result<FakeKubelet> {
+    let tls = TargetTls::self_signed(&[NODE])?;
+    let listen = ([127, 0, 0, 1], KUBELET_PORT).into();
+    let kubelet = FakeKubelet::start_on(listen, NODE, Some(tls)).await?;
+    let node = json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": { "name": NODE },
+        "status": {
+            "addresses": [{ "type": "Hostname", "address": NODE }],
+            "daemonEndpoints": { "kubeletEndpoint": { "Port": KUBELET_PORT } },
+        },
+    });
+    admin.create("/api/v1/nodes", &node).await?;
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "web" },
+        "spec": { "nodeName": NODE, "containers": [{ "name": "app", "image": "none" }] },
+    });
+    let pods = format!("/api/v1/namespaces/{}/pods", SERVICE_ACCOUNT.0);
+    admin.create(&pods, &pod).await?;
+    Ok(kubelet)
 }
 
 /// Gives a program the variables of a pod for this host and port.
@@ -120,12 +179,13 @@ async fn create(admin: &Api, name: &str) -> Result<()> {
     admin.create(&path, &map).await.map(drop)
 }
 
-/// Lets the ServiceAccount do everything with ConfigMaps of its namespace.
+/// Lets the ServiceAccount change ConfigMaps and run commands in its namespace.
 async fn grant(admin: &Api) -> Result<()> {
     let (namespace, account) = SERVICE_ACCOUNT;
     let path = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}");
     let metadata = json!({ "name": "pods-of-the-edge" });
-    let rules = json!([{ "apiGroups": [""], "resources": ["configmaps"], "verbs": ["*"] }]);
+    let resources = ["configmaps", "pods", "pods/exec"];
+    let rules = json!([{ "apiGroups": [""], "resources": resources, "verbs": ["*"] }]);
     let role = json!({ "metadata": metadata, "rules": rules });
     admin.create(&format!("{path}/roles"), &role).await?;
     let binding = json!({
@@ -200,35 +260,39 @@ async fn network() -> Result<String> {
 }
 
 /// Returns the flags of kube-apiserver that write an audit log to `log`.
-fn audit_flags(scratch: &ScratchDir, log: &Path) -> Result<[String; 2]> {
+fn audit_flags(scratch: &ScratchDir, log: &Path) -> Result<Vec<String>> {
     let policy = json!({
         "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [{ "level": "Metadata" }],
     });
     let policy = scratch.file("audit.yaml", policy.to_string())?;
-    Ok([
+    Ok(vec![
         format!("--audit-policy-file={}", policy.display()),
         format!("--audit-log-path={}", log.display()),
     ])
 }
 
-/// Returns the verbs of the ServiceAccount's requests for ConfigMaps, by the audit log of the API
+/// Returns `VERB RESOURCE/SUBRESOURCE` of the ServiceAccount's requests, by the audit log of the API
 /// server.
 fn audited(cluster: &Cluster, log: &Path) -> BTreeSet<String> {
     let user = Cluster::server_user();
     if let Ok(fake_api) = cluster.fake_api() {
         let requests = fake_api.requests().into_iter();
         let own = requests.filter(|request| request.user == user);
-        let own = own.filter(|request| request.resource == "configmaps");
-        return own.map(|request| request.verb).collect();
+        return own
+            .map(|own| format!("{} {}/{}", own.verb, own.resource, own.subresource))
+            .collect();
     }
     let lines = std::fs::read_to_string(log).unwrap_or_default();
     let events = lines
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let own = events.filter(|event| event["user"]["username"] == user.as_str());
-    let own = own.filter(|event| event["objectRef"]["resource"] == "configmaps");
-    own.filter_map(|event| event["verb"].as_str().map(str::to_owned))
-        .collect()
+    own.map(|event| {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let [resource, sub] = ["resource", "subresource"].map(|of| text(&event["objectRef"][of]));
+        format!("{} {resource}/{sub}", text(&event["verb"]))
+    })
+    .collect()
 }
 
 /// Address of the Service `kubernetes`.
@@ -236,4 +300,6 @@ const SERVICE_IP: &str = "10.96.0.1";
 /// The agent's listener for pods.
 const POD_LISTEN: &str = "169.254.2.1";
 const POD_PORT: &str = "10268";
+const NODE: &str = "worker-1";
+const KUBELET_PORT: u16 = 10250;
 const LIMIT: Duration = Duration::from_secs(120);

@@ -12,7 +12,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tunnel_tests::cluster::{Cluster, Real};
+use tunnel_tests::cluster::{Cluster, Real, egress_flag};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace};
@@ -96,20 +96,6 @@ async fn rolling_restart() -> Result<()> {
     let open = running.len() + execs.len();
     ensure!(open == 0, "{open} on new servers");
     callers.end().await?.ensure_served(100)
-}
-
-/// Returns the flag of kube-apiserver that names its egress file.
-fn egress_flag(scratch: &ScratchDir, socket: &Path) -> Result<String> {
-    let selector = json!({
-        "apiVersion": "apiserver.k8s.io/v1beta1",
-        "kind": "EgressSelectorConfiguration",
-        "egressSelections": [{ "name": "cluster", "connection": {
-            "proxyProtocol": "HTTPConnect",
-            "transport": { "uds": { "udsName": socket } },
-        } }],
-    });
-    let file = scratch.file("egress.yaml", selector.to_string())?;
-    Ok(format!("--egress-selector-config-file={}", file.display()))
 }
 
 /// Starts the kubelet of all nodes, which have the address of their agents. The namespace of the
