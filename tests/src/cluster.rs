@@ -4,6 +4,7 @@
 //! and counts, are behind [`Cluster::fake_api`].
 
 mod api;
+mod audit;
 mod kubelet;
 mod kubelet_client;
 mod objects;
@@ -17,6 +18,7 @@ use serde_json::{Value, json};
 use crate::apiserver::{FakeApiServer, Setup};
 
 pub use api::{Api, is_status};
+pub use audit::AuditLog;
 pub use kubelet::Kubelet;
 pub use objects::{
     Node, Objects, SERVICE_ACCOUNT, cloud, edge, empty_secrets, endpoints, internal_service,

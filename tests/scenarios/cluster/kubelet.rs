@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tunnel_tests::checks::ensure_contains;
-use tunnel_tests::cluster::{Families, Kubelet, Real};
+use tunnel_tests::cluster::{AuditLog, Families, Kubelet, Real, egress_flag};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, Namespace, Topology};
 use tunnel_tests::process::{
@@ -16,6 +16,7 @@ use tunnel_tests::process::{
 };
 use tunnel_tests::tools::{Skip, Tool, bin_dir, or_skip};
 
+use super::edge_clients::loopback_listener;
 use super::kubectl::{Kubectl, kubectls};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -26,7 +27,8 @@ async fn kubelet_and_pod_behind_nat_use_the_api_server_and_serve_logs_and_exec()
     let (cloud, [edge, _]) = (site.sites.cloud(), site.sites.edges());
     let scratch = ScratchDir::new()?;
     let socket = scratch.path().join("connect.sock");
-    let api = api_server(&site.binaries, &socket, &scratch, cloud).await?;
+    let audit = AuditLog::new()?;
+    let api = api_server(&site.binaries, &socket, &audit, cloud).await?;
     let mut kubeconfig: Value = serde_json::from_slice(&std::fs::read(api.admin_kubeconfig())?)?;
     let cluster = &mut kubeconfig["clusters"][0]["cluster"];
     let ca = cluster["certificate-authority"].as_str();
@@ -62,10 +64,9 @@ async fn kubelet_and_pod_behind_nat_use_the_api_server_and_serve_logs_and_exec()
     on_the_edge.logs_and_exec().await?;
     redirect_pods(edge).await?;
     operator.start_client(node, &ca).await?;
-    let audit = std::fs::read_to_string(scratch.path().join(AUDIT_LOG))?;
-    let user = r#""username":"system:serviceaccount:default:client""#;
-    let is_create = |line: &str| line.contains(r#""verb":"create""#) && line.contains(user);
-    ensure!(audit.lines().any(is_create), "no ConfigMap of the Pod");
+    let events = audit.events_of("default", "client")?;
+    let is_create = |event: &Value| event["verb"] == "create";
+    ensure!(events.iter().any(is_create), "{events:?}");
 
     let lease = format!("get lease -n kube-node-lease {node} -o jsonpath={{.spec.renewTime}}");
     eventually("the first Lease", TIMEOUT, async || {
@@ -104,11 +105,7 @@ async fn agent(server: &Server, edge: &Edge, folder: &Path) -> Result<(Process, 
         .args(&["--cloud-listen", "apiserver=127.0.0.1:0"])
         .args(&["--cloud-listen", "apiserver=169.254.2.1:10268"])
         .start()?;
-    let listener = agent.log().find(|line| {
-        let opened = Listener::Cloud.opened(line);
-        opened.filter(|address| address.ip().is_loopback())
-    });
-    let listener = listener.await;
+    let listener = agent.log().find(loopback_listener).await;
     server.wait_until_connected(&[node]).await;
     Ok((agent, listener))
 }
@@ -155,26 +152,12 @@ impl Site {
 async fn api_server(
     binaries: &Path,
     socket: &Path,
-    scratch: &ScratchDir,
+    audit: &AuditLog,
     cloud: &Namespace,
 ) -> Result<Real> {
-    let selector = Program::ours("tunnel-server")?
-        .args(["render", "egress-selector", "--uds"])
-        .arg(socket)
-        .run()
-        .await?
-        .ok()?;
-    let selector = scratch.file("egress.yaml", selector)?;
-    let policy = json!({
-        "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [{ "level": "Metadata" }],
-    });
-    let policy = scratch.file("audit.yaml", policy.to_string())?;
-    let flags = [
-        ("egress-selector-config-file", selector),
-        ("audit-policy-file", policy),
-        ("audit-log-path", scratch.path().join(AUDIT_LOG)),
-    ];
-    let flags = flags.map(|(flag, file)| format!("--{flag}={}", file.display()));
+    let scratch = ScratchDir::new()?;
+    let mut flags = audit.flags().to_vec();
+    flags.push(egress_flag(&scratch, socket)?);
     Real::start_with(binaries, Families::V4, &flags, Some(cloud)).await
 }
 
@@ -249,7 +232,7 @@ impl Operator<'_> {
     async fn start_client(&self, node: &str, ca: &str) -> Result<()> {
         for line in [
             "create serviceaccount client",
-            "create role client --verb=get,list,watch,create --resource=configmaps",
+            "create role client --verb=get,list,watch,create,delete --resource=configmaps",
             "create rolebinding client --role=client --serviceaccount=default:client",
             &format!("create configmap ca --from-file=ca.crt={ca}"),
         ] {
@@ -275,7 +258,8 @@ impl Operator<'_> {
             mounts.push(json!({ "name": name, "mountPath": target, "readOnly": true }));
             volumes.push(json!({ "name": name, "hostPath": { "path": path } }));
         }
-        let container = json!({ "command": ["/binaries/incluster"], "volumeMounts": mounts });
+        let container =
+            json!({ "command": ["/binaries/informer", "from-the-pod"], "volumeMounts": mounts });
         let mut pod = pod("client", node, &container);
         pod["spec"]["serviceAccountName"] = "client".into();
         pod["spec"]["volumes"] = volumes.into();
@@ -292,8 +276,5 @@ impl Operator<'_> {
         .await;
     }
 }
-
-/// Name of the audit log.
-const AUDIT_LOG: &str = "audit.log";
 
 const TIMEOUT: Duration = Duration::from_secs(60);

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use tunnel_tests::cluster::{Api, Cluster, Kind, Real, SERVICE_ACCOUNT, egress_flag};
+use tunnel_tests::cluster::{Api, AuditLog, Cluster, Kind, Real, SERVICE_ACCOUNT, egress_flag};
+use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::in_service_namespace;
 use tunnel_tests::process::{Process, Program, ScratchDir};
 use tunnel_tests::targets::{FakeKubelet, TargetTls};
@@ -34,12 +35,12 @@ async fn clients(kind: Kind) -> Result<()> {
         return Ok(());
     };
     let scratch = ScratchDir::new()?;
-    let audit = scratch.path().join("audit.log");
+    let audit = AuditLog::new()?;
     let socket = scratch.path().join("egress.sock");
     let cluster = match kind {
         Kind::FakeApiServer => Cluster::start(kind).await?,
         Kind::Real => {
-            let mut flags = audit_flags(&scratch, &audit)?;
+            let mut flags = audit.flags().to_vec();
             flags.push(egress_flag(&scratch, &socket)?);
             Cluster::real_with(&flags).await?
         }
@@ -65,7 +66,7 @@ async fn clients(kind: Kind) -> Result<()> {
     unit.run("ExecStop=").await?;
     let after = network().await?;
     ensure!(after == before, "{after}\nis not\n{before}");
-    let found = audited(&cluster, &audit);
+    let found = audited(&cluster, &audit)?;
     for verb in ["create", "delete", "get", "list", "watch"] {
         ensure!(found.contains(&format!("{verb} configmaps/")), "{found:?}");
     }
@@ -111,8 +112,13 @@ async fn informers_recover(
         kubectl.program(&format!("get configmap {created} -o name")),
         (SERVICE_IP, "443"),
     );
-    let read = get.clone().run().await?.ok()?;
-    ensure!(read.contains(&created), "{read}");
+    // A new kube-apiserver grants discovery to all users some time after its port is open.
+    eventually("a ConfigMap that kubectl reads", LONG, async || {
+        let read = get.clone().run().await?.ok()?;
+        ensure!(read.contains(&created), "{read}");
+        Ok(())
+    })
+    .await;
     exec(&kubectl, &pair.kubeconfig).await?;
     let setup = pair.server.setup_for_restart();
     pair.server.into_process().stop(LONG).await?;
@@ -241,12 +247,12 @@ impl Unit {
             let rules = self.rules.to_string_lossy();
             let command = command.replace("/etc/culvert/edge-apiserver.nft", &rules);
             let mut words = command.split_whitespace().skip(1);
-            let tool = match words.next() {
-                Some("ip") => Tool::Ip,
-                Some("nft") => Tool::Nft,
+            let program = match words.next() {
+                Some("tunnel-agent") => Program::ours("tunnel-agent")?,
+                Some("nft") => Program::tool(Tool::Nft)?,
                 _ => bail!("unknown program in {command}"),
             };
-            Program::tool(tool)?.args(words).run().await?.ok()?;
+            program.args(words).run().await?.ok()?;
         }
         Ok(())
     }
@@ -259,40 +265,25 @@ async fn network() -> Result<String> {
     Ok(rules.run().await?.ok()? + &addresses.run().await?.ok()?)
 }
 
-/// Returns the flags of kube-apiserver that write an audit log to `log`.
-fn audit_flags(scratch: &ScratchDir, log: &Path) -> Result<Vec<String>> {
-    let policy = json!({
-        "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [{ "level": "Metadata" }],
-    });
-    let policy = scratch.file("audit.yaml", policy.to_string())?;
-    Ok(vec![
-        format!("--audit-policy-file={}", policy.display()),
-        format!("--audit-log-path={}", log.display()),
-    ])
-}
-
 /// Returns `VERB RESOURCE/SUBRESOURCE` of the ServiceAccount's requests, by the audit log of the API
 /// server.
-fn audited(cluster: &Cluster, log: &Path) -> BTreeSet<String> {
-    let user = Cluster::server_user();
+fn audited(cluster: &Cluster, audit: &AuditLog) -> Result<BTreeSet<String>> {
     if let Ok(fake_api) = cluster.fake_api() {
+        let user = Cluster::server_user();
         let requests = fake_api.requests().into_iter();
         let own = requests.filter(|request| request.user == user);
-        return own
+        return Ok(own
             .map(|own| format!("{} {}/{}", own.verb, own.resource, own.subresource))
-            .collect();
+            .collect());
     }
-    let lines = std::fs::read_to_string(log).unwrap_or_default();
-    let events = lines
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let own = events.filter(|event| event["user"]["username"] == user.as_str());
-    own.map(|event| {
+    let (namespace, account) = SERVICE_ACCOUNT;
+    let events = audit.events_of(namespace, account)?.into_iter();
+    let actions = events.map(|event| {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let [resource, sub] = ["resource", "subresource"].map(|of| text(&event["objectRef"][of]));
         format!("{} {resource}/{sub}", text(&event["verb"]))
-    })
-    .collect()
+    });
+    Ok(actions.collect())
 }
 
 /// Address of the Service `kubernetes`.
