@@ -44,13 +44,14 @@ async fn watched(run: Run) -> Result<()> {
     let mut edge = Edge::start(run).await?;
     edge.recovered("the start").await?;
     let began = Instant::now();
+    if run.transport_mode == TransportMode::Auto {
+        // Once, and first: an agent waits minutes before it tries QUIC again after it was lost soon.
+        edge.block_udp().await?;
+    }
     loop {
         edge.cut().await?;
         edge.restart(Signal::Term).await?;
         edge.restart(Signal::Kill).await?;
-        if run.transport_mode == TransportMode::Auto {
-            edge.block_udp().await?;
-        }
         if began.elapsed() >= run.clocks.pick(LENGTH, Duration::ZERO) {
             break;
         }
