@@ -1,5 +1,7 @@
 //! Replaces what looks like a secret in a document.
 
+use std::borrow::Cow;
+
 use serde_json::Value;
 
 /// Text in place of a secret.
@@ -28,6 +30,10 @@ pub(in crate::process) fn redact(text: &str) -> String {
     if text.contains("PRIVATE KEY-----") {
         return REDACTED.to_owned();
     }
+    let text: String = text
+        .split_inclusive(is_boundary)
+        .map(without_user)
+        .collect();
     let mut redacted = String::with_capacity(text.len());
     let mut is_after_scheme = false;
     for piece in text.split_inclusive(is_delimiter) {
@@ -37,7 +43,7 @@ pub(in crate::process) fn redact(text: &str) -> String {
             if is_after_scheme || is_token(word) {
                 redacted.push_str(REDACTED);
             } else {
-                redacted.push_str(&without_user(word));
+                redacted.push_str(word);
             }
             is_after_scheme = ["basic", "bearer"].contains(&word.to_ascii_lowercase().as_str());
         }
@@ -46,12 +52,19 @@ pub(in crate::process) fn redact(text: &str) -> String {
     redacted
 }
 
-/// Returns a URL or an address without its user and password. A user alone may be a token.
-fn without_user(word: &str) -> String {
-    match word.rsplit_once('@') {
-        Some((user, rest)) if user.contains(':') => format!("{REDACTED}@{rest}"),
-        Some(_) | None => word.to_owned(),
-    }
+/// Returns a text with a URL or an address without its user and password. A user alone may be a
+/// token, and a password may contain delimiters.
+fn without_user(text: &str) -> Cow<'_, str> {
+    let credentials = text.rsplit_once('@');
+    let Some((before, host)) = credentials.and_then(|(credentials, host)| {
+        let (before, _password) = credentials.split_once(':')?;
+        Some((before, host))
+    }) else {
+        return text.into();
+    };
+    let user = before.rsplit(is_delimiter).next().unwrap_or_default();
+    let prefix = before.strip_suffix(user).unwrap_or_default();
+    format!("{prefix}{REDACTED}@{host}").into()
 }
 
 /// Returns whether a word has the form of a join token, or of a JSON web token such as that of a
@@ -64,6 +77,11 @@ fn is_token(word: &str) -> bool {
         secret.len() >= SECRET_HEX_MIN && is_hex
     });
     is_join_token || (word.starts_with("eyJ") && third.is_some())
+}
+
+/// Returns whether a character ends a URL (RFC 3986, appendix C).
+fn is_boundary(letter: char) -> bool {
+    letter.is_whitespace() || "\"`<>\\".contains(letter)
 }
 
 fn is_delimiter(letter: char) -> bool {
@@ -85,6 +103,17 @@ mod tests {
                 "url: \"[redacted]@proxy/\"",
             ),
             ("user:canary@proxy:3128", "[redacted]@proxy:3128"),
+            ("http://u:ca;na,ry(=@proxy:3128", "[redacted]@proxy:3128"),
+            (
+                "--proxy=u:canary,canary@proxy --x",
+                "--proxy=[redacted]@proxy --x",
+            ),
+            ("Some(http://u:canary'canary@p), n", "Some([redacted]@p), n"),
+            ("http://a:canary@p,http://b:canary@q", "[redacted]@q"),
+            (
+                "{\"url\":\"http://u:can/ary;@p\"}",
+                "{\"url\":\"[redacted]@p\"}",
+            ),
             (
                 "Authorization: Bearer canary",
                 "Authorization: Bearer [redacted]",
