@@ -38,7 +38,7 @@ fn promtool_accepts_the_alerts_and_their_tests_pass() -> Result<()> {
 fn each_alert_has_a_test_and_a_section_that_says_what_to_do() -> Result<()> {
     let tests = page(RULES_TEST)?;
     let alerts = alerts()?;
-    ensure!(alerts.len() == 7, "{} alerts", alerts.len());
+    ensure!(alerts.len() == 8, "{} alerts", alerts.len());
     for alert in alerts {
         let name = alert["alert"].as_str().context("no name")?;
         let link = alert["annotations"]["runbook_url"].as_str();
@@ -265,15 +265,24 @@ impl Pair {
         let cluster = Cluster::start(Kind::FakeApiServer).await?;
         let cluster = cluster.context("no fake API server")?;
         cluster.objects().add(&edge(NODE)).await?;
-        let files = TestCa::new("ours")?.issue(&Leaf::target(NODE))?;
-        let (certificate, key) = files.write(scratch.path(), "https")?;
+        let ca = TestCa::new("ours")?;
+        let client_ca = scratch.file("client-ca.crt", ca.pem())?;
+        let (certificate, key) = ca
+            .issue(&Leaf::target(NODE))?
+            .write(scratch.path(), "https")?;
+        let caller = ca.issue(&Leaf::caller("apiserver"))?;
+        let (client, client_key) = caller.write(scratch.path(), "client")?;
         let data = scratch.path().join("server");
         // The Service of the listeners is missing, which is a condition.
         let setup = ServerSetup::in_cluster(&data, &cluster.server_kubeconfig()?)
             .args(&["--namespace", "kube-system", "--dns-listen", "127.0.0.1:0"])
             .args(&["--dns-upstream", "off"])
             .args(&["--https-cert-file", &certificate.to_string_lossy()])
-            .args(&["--https-key-file", &key.to_string_lossy()]);
+            .args(&["--https-key-file", &key.to_string_lossy()])
+            .args(&["--client-ca", &client_ca.to_string_lossy()])
+            .args(&["--target-cert-file", &client.to_string_lossy()])
+            .args(&["--target-key-file", &client_key.to_string_lossy()])
+            .args(&["--delegation-allowed-callers", "apiserver"]);
         let server = setup.start().await?;
         let folder = scratch.path().join("agent");
         let mut agent = server.agent_setup(NODE, &folder).await?.start()?;

@@ -24,7 +24,7 @@ use super::failure::{ApiError, ApiErrorKind, Backoff};
 use super::objects::KUBELET_CLIENT_NAME;
 use crate::ingress::target_tls::TargetTls;
 use crate::metrics::Metrics;
-use crate::store::data_dir::DataDir;
+use crate::store::data_dir::{DataDir, rfc3339};
 
 mod snapshot;
 
@@ -118,11 +118,11 @@ impl KubeletClientCertificateTask {
                     request = name,
                     signer, "requested a client certificate for kubelets"
                 );
-                self.set_conditions(vec![approval_condition(&name)]);
+                self.set_conditions(vec![approval_condition(&name, credential)]);
                 Ok(POLL_INTERVAL)
             }
             RequestState::Pending => {
-                self.set_conditions(vec![approval_condition(&name)]);
+                self.set_conditions(vec![approval_condition(&name, credential)]);
                 Ok(POLL_INTERVAL)
             }
             RequestState::Approved => {
@@ -198,10 +198,15 @@ impl KubeletClientCertificateTask {
     }
 }
 
-fn approval_condition(name: &str) -> String {
+fn approval_condition(name: &str, credential: &KubeletClientCredential) -> String {
+    let current = credential.certificate.as_deref().and_then(not_after);
+    let valid = current.filter(|until| *until > SystemTime::now());
+    let consequence = valid.map_or_else(
+        || "until then client-certificate delegation is off".to_owned(),
+        |until| format!("the current certificate ends at {}", rfc3339(until)),
+    );
     format!(
-        "CertificateSigningRequest {name} is not approved yet; until then client-certificate delegation is off; approve: kubectl certificate \
-         approve {name}"
+        "CertificateSigningRequest {name} is not approved yet; {consequence}; approve: kubectl certificate approve {name}"
     )
 }
 
