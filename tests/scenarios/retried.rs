@@ -4,6 +4,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use tunnel_proto::transport::Stream;
+use tunnel_proto::wire::control::ControlMessage;
 use tunnel_tests::checks::ensure_refused;
 use tunnel_tests::client::{Exchange, RawRequest, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
@@ -97,5 +98,30 @@ async fn post_and_exec_are_not_repeated() -> Result<()> {
     }
     let retried = env.metric("tunnel_server_requests_retried_total").await?;
     ensure!(retried == 0, "{retried}");
+    Ok(())
+}
+
+/// The session lives on, so that its end cannot be the reason.
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_get_is_answered_over_the_other_session_of_a_suspect_agent() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let mut silent = ScriptedAgent::connect(&env, "worker-1").await?;
+    let page = RawRequest::get(HOST, "/metrics");
+    let moves = async {
+        let (_stream, _head) = receive(&silent).await?;
+        let other = ScriptedAgent::connect(&env, "worker-1").await?;
+        silent.send(&ControlMessage::Suspect(true)).await?;
+        let head = timeout(WAIT_TIMEOUT, serve(&other))
+            .await
+            .context("GET")??;
+        ensure!(head.starts_with("GET /metrics "), "{head}");
+        anyhow::Ok(other)
+    };
+    let (reply, other) = tokio::join!(request(env.http(), &page), moves);
+    let _other = other?;
+    let reply = reply?;
+    ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+    let retried = env.metric("tunnel_server_requests_retried_total").await?;
+    ensure!(retried == 1, "{retried}");
     Ok(())
 }

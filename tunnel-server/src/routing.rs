@@ -1,10 +1,12 @@
 //! Routing: the node that a request is for, the sessions of connected agents, the other servers, and
 //! the addresses that the server may dial without an agent.
 
+use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::sleep;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::NodeName;
 
@@ -120,6 +122,32 @@ impl Routing {
         }
     }
 
+    /// Waits until the session that carries a stream is suspect, and another session or server takes
+    /// new streams. Never ends for a stream over another server: that server knows the session.
+    ///
+    /// Cancel-safe.
+    pub async fn replaceable(&self, node: &NodeName, via: &Via) {
+        let Via::Local(session) = via else {
+            return pending().await;
+        };
+        let carrier = self
+            .registry
+            .of_node(node)
+            .into_iter()
+            .find(|agent| agent.id == *session);
+        let Some(carrier) = carrier else {
+            // The stream reports the end of the session.
+            return pending().await;
+        };
+        loop {
+            carrier.suspected().await;
+            if self.active(node).is_some_and(|active| active != *via) {
+                return;
+            }
+            sleep(REPLACEMENT_INTERVAL).await;
+        }
+    }
+
     /// Returns whether an idle stream over `via` can be kept for another request, see
     /// [`Registry::can_reuse`].
     #[must_use]
@@ -161,6 +189,10 @@ impl Routing {
         }
     }
 }
+
+/// Interval at which a request over a suspect session looks for another session. A session that is
+/// live again causes no notification.
+const REPLACEMENT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A receiver of the changes of the nodes that any server holds.
 #[derive(Debug)]

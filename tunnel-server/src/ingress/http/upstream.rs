@@ -1,8 +1,11 @@
 //! One exchange with a target: a stream through the node's agent, TLS inside the stream for HTTPS
 //! listeners, and an HTTP connection on top, or an idle connection that is used again. An agent that
 //! is draining has not started anything, so the server tries another session of the node once. A
-//! request whose session was lost is sent once more if its method is safe (`resend.rs`).
+//! request whose session was lost, or is suspect, is sent once more if its method is safe
+//! (`resend.rs`).
 
+use std::future::pending;
+use std::pin::pin;
 use std::sync::Arc;
 
 use http::request::Parts;
@@ -34,7 +37,7 @@ mod resend;
 use connection::{Carrier, SendError, SentBody, Upstream};
 pub(in crate::ingress) use opener::StreamOpener;
 pub(crate) use pool::{PoolKey, UpstreamPool};
-use resend::{FailedRequest, can_resend};
+use resend::{FailedRequest, can_resend, is_safe};
 
 /// The destination of a request and the parameters of the connection to it.
 #[derive(Debug)]
@@ -61,7 +64,8 @@ impl UpstreamRequest<'_> {
     /// if a pooled connection ended before the target sent any byte about the request. Servers
     /// close idle connections, so a client that reuses one must be able to retry (RFC 9112, section
     /// 9.3.1). A request whose session was lost is sent once more where [`can_resend`] permits it and
-    /// another session of the node takes it, at this server or at another one.
+    /// another session of the node takes it, at this server or at another one. Where there is such
+    /// a session, a suspect session counts as lost.
     ///
     /// # Errors
     /// Returns a [`ProxyError`] with the response for the caller.
@@ -80,7 +84,8 @@ impl UpstreamRequest<'_> {
         {
             let via = upstream.carrier.via.clone();
             access_log.carried(via.clone(), upstream.carrier.bytes.clone());
-            match upstream.send(request, self.destination).await {
+            let sent = self.send(&mut upstream, request, retry_head.as_ref());
+            match sent.await {
                 Ok(response) => return Ok((response, upstream)),
                 Err(send_error) => {
                     let is_lost =
@@ -121,7 +126,8 @@ impl UpstreamRequest<'_> {
                 opener.retry_on_other_session(failure, via, forwarded)?;
                 continue;
             }
-            let send_error = match self.attempt(opened, request).await {
+            let resendable = retry_head.as_ref().filter(|_| !is_resent);
+            let send_error = match self.attempt(opened, request, resendable).await {
                 Ok(complete) => return Ok(complete),
                 Err(send_error) => send_error,
             };
@@ -160,18 +166,48 @@ impl UpstreamRequest<'_> {
         })
     }
 
+    /// Sends a request over a new stream. `head` is that of a request that may be sent again.
     async fn attempt(
         &self,
         opened: Opened,
         request: Request<SentBody>,
+        head: Option<&Parts>,
     ) -> Result<(Response<Incoming>, Upstream), Box<SendError>> {
+        let via = opened.via.clone();
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
         };
-        let mut upstream = self.connect(opened.stream, carrier).await?;
-        let response = upstream.send(request, self.destination).await?;
+        let mut upstream = tokio::select! {
+            biased;
+            connected = self.connect(opened.stream, carrier) => connected?,
+            () = self.moves(head, Some(&via)) => return Err(SendError::moved(self.destination)),
+        };
+        let response = self.send(&mut upstream, request, head).await?;
         Ok((response, upstream))
+    }
+
+    async fn send(
+        &self,
+        upstream: &mut Upstream,
+        request: Request<SentBody>,
+        head: Option<&Parts>,
+    ) -> Result<Response<Incoming>, Box<SendError>> {
+        let via = upstream.carrier.via.clone();
+        let moves = pin!(self.moves(head, via.as_ref()));
+        upstream.send(request, self.destination, moves).await
+    }
+
+    /// Waits until a request should not wait over `via` any longer: the session is suspect, and
+    /// another one takes the request. Never ends for a request that is not sent again.
+    async fn moves(&self, head: Option<&Parts>, via: Option<&Via>) {
+        match (head, via) {
+            (Some(head), Some(via)) if is_safe(head) => {
+                let routing = &self.ingress.routing;
+                routing.replaceable(&self.destination.node, via).await;
+            }
+            _ => pending().await,
+        }
     }
 
     /// Prepares a stream for a request. On plain listeners this method does not wait for the
@@ -231,7 +267,8 @@ pub(super) async fn exchange_direct(
         bytes: socket.bytes(),
     };
     let mut upstream = Upstream::start(socket, carrier, &ingress.drivers, target_label).await?;
-    let sent = upstream.send(request.map(Either::Left), target_label).await;
+    let request = request.map(Either::Left);
+    let sent = upstream.send(request, target_label, pin!(pending())).await;
     Ok((sent.map_err(|send_error| send_error.failure)?, upstream))
 }
 

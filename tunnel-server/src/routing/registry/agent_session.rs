@@ -33,6 +33,7 @@ pub struct AgentSession {
     withdrawn: AtomicBool,
     yielded: AtomicBool,
     suspect_reason: Mutex<Option<SuspectReason>>,
+    becomes_suspect: Notify,
     streams: Arc<AtomicUsize>,
     busy: Notify,
     closing: OnceLock<CloseReason>,
@@ -91,6 +92,7 @@ impl AgentSession {
             withdrawn: AtomicBool::new(false),
             yielded: AtomicBool::new(false),
             suspect_reason: Mutex::default(),
+            becomes_suspect: Notify::new(),
             streams: Arc::default(),
             busy: Notify::new(),
             closing: OnceLock::new(),
@@ -166,6 +168,21 @@ impl AgentSession {
     /// continue.
     pub fn set_suspect_reason(&self, suspect_reason: Option<SuspectReason>) {
         *self.lock_suspect_reason() = suspect_reason;
+        if suspect_reason.is_some() {
+            self.becomes_suspect.notify_waiters();
+        }
+    }
+
+    /// Waits until the session is suspect. Cancel-safe.
+    pub async fn suspected(&self) {
+        loop {
+            // Receives each notification from here on.
+            let becomes_suspect = self.becomes_suspect.notified();
+            if self.suspect_reason().is_some() {
+                return;
+            }
+            becomes_suspect.await;
+        }
     }
 
     /// Returns the reason why the session is suspect, if it is.

@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
+use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::code::ResetCode;
 
 use super::fixture::{Agent, Fixture, HI, expect_hi, get, head};
@@ -22,6 +23,20 @@ async fn loses(agent: &Agent, answer: &str) {
     // The paused clock advances when every task waits: the server has read the answer by then.
     sleep(Duration::from_millis(1)).await;
     stream.reset(ResetCode::SessionLost);
+}
+
+/// Accepts a request over the node's oldest live session and sends `answer`. The session is then
+/// suspect.
+async fn becomes_suspect(fixture: &Fixture, agent: &Agent, answer: &str) -> Stream {
+    let mut stream = agent.accepts().await;
+    head(&mut stream).await;
+    stream.write_all(answer.as_bytes()).await.unwrap();
+    sleep(Duration::from_millis(1)).await;
+    let sessions = fixture.registry.of_node(&node());
+    let mut oldest_first = sessions.iter().rev();
+    let live = oldest_first.find(|session| session.is_routable()).unwrap();
+    live.set_suspect_reason(Some(SuspectReason::PeerHearsNothing));
+    stream
 }
 
 #[tokio::test(start_paused = true)]
@@ -131,5 +146,68 @@ async fn timeout_is_repeated_only_if_the_session_is_suspect() {
             assert!(answer.contains(code), "{answer}");
             assert!(other.is_left_alone().await);
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiting_get_leaves_a_suspect_session_when_there_is_another() {
+    let (fixture, silent) = Fixture::with_agent();
+    let began = Instant::now();
+    let target = async {
+        let stream = becomes_suspect(&fixture, &silent, "").await;
+        sleep(Duration::from_secs(2)).await;
+        let other = fixture.agent();
+        let head = other.answers().await;
+        (stream, other, head)
+    };
+    let (answer, (_stream, _other, head)) = tokio::join!(fixture.ask(GET), target);
+    assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+    assert!(head.starts_with("GET /a HTTP/1.1\r\n"), "{head}");
+    assert!(began.elapsed() < Duration::from_secs(3));
+    assert_eq!(fixture.metric(RETRIED), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn request_leaves_one_suspect_session_and_no_second_one() {
+    let fixture = Fixture::new();
+    let (first, second, third) = (fixture.agent(), fixture.agent(), fixture.agent());
+    let targets = async {
+        let left = becomes_suspect(&fixture, &first, "").await;
+        let mut waits = becomes_suspect(&fixture, &second, "").await;
+        assert!(third.is_left_alone().await);
+        waits.write_all(HI.as_bytes()).await.unwrap();
+        waits.shutdown().await.unwrap();
+        (left, waits)
+    };
+    let (answer, _streams) = tokio::join!(fixture.ask(GET), targets);
+    assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+    assert_eq!(fixture.metric(RETRIED), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_requests_and_begun_answers_stay_with_a_suspect_session() {
+    let upgrade = GET.replace(
+        "Connection: close",
+        "Connection: Upgrade\r\nUpgrade: SPDY/3.1",
+    );
+    let post = GET.replace("GET", "POST");
+    let get_body = GET.replace("\r\n\r\n", "\r\nContent-Length: 2\r\n\r\nab");
+    for (request, answer) in [
+        (&*upgrade, ""),
+        (&*post, ""),
+        (&*get_body, ""),
+        (GET, "HTTP/1.1 2"),
+        (GET, "HTTP/1.1 100 Continue\r\n\r\n"),
+    ] {
+        let fixture = Fixture::new();
+        let (silent, other) = (fixture.agent(), fixture.agent());
+        let target = async {
+            let stream = becomes_suspect(&fixture, &silent, answer).await;
+            assert!(other.is_left_alone().await, "{request:?}");
+            stream.reset(ResetCode::SessionLost);
+        };
+        let (got, ()) = tokio::join!(fixture.ask(request), target);
+        assert!(got.starts_with("HTTP/1.1 502"), "{request:?}: {got}");
+        assert_eq!(fixture.metric(RETRIED), 0, "{request:?}");
     }
 }

@@ -1,6 +1,7 @@
 //! A connection to a target: an HTTP client on top of a stream or a socket.
 
 use std::fmt;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use tokio::time::timeout;
 use tokio_util::io::InspectReader;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
-use tunnel_proto::transport::ByteCount;
+use tunnel_proto::transport::{ByteCount, StreamCut};
 
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::headers::StrippedBody;
@@ -75,6 +76,14 @@ struct TargetInput {
     is_alert: AtomicBool,
 }
 
+impl TargetInput {
+    /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
+    /// target has not responded at all to a request.
+    fn bytes_read(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
 /// A request that received no response on a connection.
 pub(super) struct SendError {
     pub(super) failure: ProxyError,
@@ -82,6 +91,14 @@ pub(super) struct SendError {
     pub(super) unsent: Option<Request<SentBody>>,
     /// A byte of an answer arrived.
     pub(super) has_answer: bool,
+}
+
+impl SendError {
+    /// Returns the error of a request that leaves a suspect session.
+    pub(super) fn moved(target_label: &TargetLabel<'_>) -> Box<Self> {
+        let lost = Outcome::AgentLost;
+        ProxyError::from_stream(&StreamCut::SessionLost, target_label, lost).into()
+    }
 }
 
 impl From<ProxyError> for Box<SendError> {
@@ -133,19 +150,15 @@ impl Upstream {
         })
     }
 
-    /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
-    /// target has not responded at all to a request.
-    fn bytes_read(&self) -> u64 {
-        self.input.bytes.load(Ordering::Relaxed)
-    }
-
-    /// Sends a request and waits for the final response head.
+    /// Sends a request and waits for the final response head. Gives up when `moves` ends before a
+    /// byte of an answer has arrived.
     pub(super) async fn send(
         &mut self,
         mut request: Request<SentBody>,
         target_label: &TargetLabel<'_>,
+        mut moves: Pin<&mut impl Future<Output = ()>>,
     ) -> Result<Response<Incoming>, Box<SendError>> {
-        let before = self.bytes_read();
+        let before = self.input.bytes_read();
         let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
         let notify = too_many.clone();
         hyper::ext::on_informational(&mut request, move |_| {
@@ -153,17 +166,27 @@ impl Upstream {
                 notify.notify_one();
             }
         });
-        let sent = tokio::select! {
-            biased;
-            sent = self.sender.try_send_request(request) => sent,
-            () = too_many.notified() => {
-                let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
-                let failure = ProxyError::new(Outcome::TargetBadResponse, text);
-                return Err(Box::new(SendError {
-                    failure,
-                    unsent: None,
-                    has_answer: true,
-                }));
+        let mut can_move = true;
+        let mut sending = pin!(self.sender.try_send_request(request));
+        let sent = loop {
+            tokio::select! {
+                biased;
+                sent = &mut sending => break sent,
+                () = too_many.notified() => {
+                    let text = format!("{target_label}: the target sent more than {INTERIM_MAX} interim answers");
+                    let failure = ProxyError::new(Outcome::TargetBadResponse, text);
+                    return Err(Box::new(SendError {
+                        failure,
+                        unsent: None,
+                        has_answer: true,
+                    }));
+                }
+                () = &mut moves, if can_move => {
+                    if self.input.bytes_read() == before {
+                        return Err(SendError::moved(target_label));
+                    }
+                    can_move = false;
+                }
             }
         };
         sent.map_err(|mut error| {
@@ -176,7 +199,7 @@ impl Upstream {
             Box::new(SendError {
                 failure,
                 unsent,
-                has_answer: self.bytes_read() != before,
+                has_answer: self.input.bytes_read() != before,
             })
         })
     }

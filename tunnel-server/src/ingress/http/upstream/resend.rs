@@ -24,8 +24,6 @@ pub(super) struct FailedRequest<'a> {
 /// served it, so the method must be safe (RFC 9110, section 9.2.1). An upgrade is not: `exec` of a
 /// kubelet is a GET.
 pub(super) fn can_resend(request: FailedRequest<'_>) -> bool {
-    let is_safe = matches!(request.head.method, Method::GET | Method::HEAD)
-        && !request.head.headers.contains_key(UPGRADE);
     let is_lost = match request.cut {
         Some(StreamCut::SessionLost) => true,
         // A live session would have delivered a reply, so the agent or its target is slow.
@@ -33,7 +31,12 @@ pub(super) fn can_resend(request: FailedRequest<'_>) -> bool {
         // The agent or the target ended the stream.
         Some(StreamCut::Reset(_) | StreamCut::Stopped(_) | StreamCut::NoReply) | None => false,
     };
-    is_safe && is_lost && !request.has_answer && !request.is_resent
+    is_safe(request.head) && is_lost && !request.has_answer && !request.is_resent
+}
+
+/// Returns whether a target may serve a request without a body twice.
+pub(super) fn is_safe(head: &Parts) -> bool {
+    matches!(head.method, Method::GET | Method::HEAD) && !head.headers.contains_key(UPGRADE)
 }
 
 #[cfg(test)]
