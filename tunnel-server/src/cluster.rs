@@ -160,7 +160,8 @@ pub fn start(
         persisted.nodes.clone(),
         aliases,
     )
-    .following(inputs.labeled_nodes.clone());
+    .following(inputs.labeled_nodes.clone())
+    .with_labels(settings.node_labels.clone());
     let state = watch::Sender::new(ClusterState::persisted(persisted, nodes.nodes()));
     let desired = watch::Sender::new(DesiredState::default());
     let writing = start_writers(settings, &cluster, &state, &desired, &shutdown);

@@ -25,6 +25,7 @@ mod cloud;
 mod connect;
 mod dns;
 mod kubernetes;
+mod label_key;
 mod limits;
 mod listeners;
 mod node_label;
@@ -41,6 +42,7 @@ pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,
 };
+pub use label_key::{LabelKey, is_label_value, prometheus_label_name};
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use listeners::{LOCALHOST_PORTS, ListenerSettings, ProxyPortListen};
 pub use node_label::NodeLabel;

@@ -1,10 +1,13 @@
 //! The document of `/sd/prometheus`: the nodes as targets for Prometheus' HTTP service discovery. All
 //! functions are pure.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 use tunnel_proto::wire::name::{Port, PortError, ReplicaId};
 
 use crate::admin::status::NodeStatus;
+use crate::config::prometheus_label_name;
 use crate::policy::{PortPolicy, PortPolicyError};
 
 /// A request for the document.
@@ -112,6 +115,9 @@ struct TargetLabels<'a> {
     transport: &'a str,
     #[serde(rename = "__scheme__", skip_serializing_if = "Option::is_none")]
     scheme: Option<&'static str>,
+    /// The labels of the Node, and which of them it has: their values may be empty.
+    #[serde(flatten)]
+    node_labels: BTreeMap<String, &'a str>,
 }
 
 /// Returns one group for each node, in the order of `nodes`. The target is the node's name and the
@@ -139,9 +145,25 @@ pub fn target_groups<'a>(
                 },
                 transport: node.transport.as_deref().unwrap_or_default(),
                 scheme: query.scheme,
+                node_labels: node_labels(node),
             },
         })
         .collect()
+}
+
+/// Returns the labels of a Node with the names that Prometheus' Kubernetes discovery gives them.
+fn node_labels(node: &NodeStatus) -> BTreeMap<String, &str> {
+    let labels = node.labels.iter().flat_map(|(key, value)| {
+        let name = prometheus_label_name(key);
+        [
+            (format!("__meta_kubernetes_node_label_{name}"), &**value),
+            (
+                format!("__meta_kubernetes_node_labelpresent_{name}"),
+                "true",
+            ),
+        ]
+    });
+    labels.collect()
 }
 
 #[cfg(test)]
@@ -202,6 +224,28 @@ mod tests {
         assert_eq!((names(0), names(1)), (&json!("edge-1"), &json!("edge-2")));
         assert_eq!(connected.as_array().map(Vec::len), Some(2));
         assert_eq!(connected[0]["labels"]["__scheme__"], "https");
+    }
+
+    #[test]
+    fn labels_of_the_node_have_the_names_of_the_kubernetes_discovery() {
+        let labels = [
+            ("topology.kubernetes.io/zone".into(), "north-1".into()),
+            ("empty".into(), "".into()),
+        ];
+        let node = NodeStatus {
+            labels: labels.into(),
+            ..node("edge-1", Some("quic"), None)
+        };
+        let group = groups("port=9100", std::slice::from_ref(&node))[0].clone();
+        for (name, value) in [
+            ("label_topology_kubernetes_io_zone", "north-1"),
+            ("labelpresent_topology_kubernetes_io_zone", "true"),
+            ("label_empty", ""),
+            ("labelpresent_empty", "true"),
+        ] {
+            let name = format!("__meta_kubernetes_node_{name}");
+            assert_eq!(group["labels"][&name], value, "{group}");
+        }
     }
 
     #[test]

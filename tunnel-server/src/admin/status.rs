@@ -12,7 +12,7 @@ use crate::ca::revocation::Revocations;
 use crate::routing::known_nodes::{EnrollmentKind, KnownNodes};
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, LastClose, Registry};
-use crate::routing::routes::RouteNode;
+use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::store::data_dir::rfc3339;
 
 mod version_skew;
@@ -89,6 +89,9 @@ pub struct NodeStatus {
     /// nodes that have it.
     #[serde(default)]
     pub address_conflicts: BTreeMap<IpAddr, Vec<String>>,
+    /// The labels of `--node-label` that the Node object has.
+    #[serde(default)]
+    pub labels: NodeLabels,
 }
 
 /// The end of a session.
@@ -157,6 +160,8 @@ pub fn list(
         .filter(|node| !node.is_edge && !known.contains_key(&node.name))
         .map(|node| &node.name)
         .collect();
+    let labels = cluster.iter().map(|node| (&node.name, &node.labels));
+    let labels: BTreeMap<&NodeName, &NodeLabels> = labels.collect();
     addresses
         .into_iter()
         .map(|(name, addresses)| {
@@ -176,6 +181,7 @@ pub fn list(
                     .filter_map(|address| Some((*address, owners.get(address)?.clone())))
                     .collect(),
                 addresses,
+                labels: labels.get(name).copied().cloned().unwrap_or_default(),
                 ..NodeStatus::default()
             };
             let sessions = registry.of_node(name);
@@ -297,6 +303,7 @@ mod tests {
             addresses: addresses.to_vec(),
             kubelet_port: None,
             is_edge: true,
+            labels: [("zone".into(), name.into())].into(),
         };
         let cluster = [
             of_cluster("worker-1", &[address(1), address(2)]),
@@ -311,6 +318,7 @@ mod tests {
         assert_eq!(names, ["worker-1", "worker-2", "worker-3"]);
         let edges: Vec<_> = shown.iter().map(|node| node.is_edge).collect();
         assert_eq!(edges, [true, true, false]);
+        assert_eq!(shown[1].labels, [("zone".into(), "worker-2".into())].into());
         assert_eq!(shown[0].addresses, [address(1), address(2)]);
         let both = vec!["worker-1".to_owned(), "worker-2".to_owned()];
         assert_eq!(

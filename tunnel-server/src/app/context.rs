@@ -28,7 +28,7 @@ use crate::routing::dial_policy::LiveClusterNetworks;
 use crate::routing::known_nodes::KnownNodes;
 use crate::routing::peers::{PeerLimits, PeerMetrics, Peers};
 use crate::routing::registry::{Registry, RegistryLimits};
-use crate::routing::routes::{RouteNode, RouteSource, Routes};
+use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
 use crate::store::data_dir::DataDir;
 
 /// The context of the process before the state of the server is loaded.
@@ -188,6 +188,7 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
             addresses: node.addresses.clone(),
             kubelet_port: None,
             is_edge: true,
+            labels: NodeLabels::new(),
         });
         let table = routes.set(RouteSource::Known, known.collect());
         metrics.routes(table.len(), table.conflicts().len());
@@ -236,6 +237,7 @@ fn held_nodes(names: impl Iterator<Item = NodeName>, nodes_max: usize) -> Vec<Ro
         addresses: Vec::new(),
         kubelet_port: None,
         is_edge: true,
+        labels: NodeLabels::new(),
     });
     nodes.collect()
 }

@@ -3,7 +3,7 @@
 use kube::runtime::watcher::Event;
 use tunnel_proto::wire::name::{NodeName, Port};
 
-use crate::config::NodeLabel;
+use crate::config::{LabelKey, NodeLabel};
 use crate::dns::{Node as DnsNode, NodeLocation};
 use crate::egress::labeled_nodes::{LabeledNodes, NodesByLabel};
 use crate::routing::dial_policy::{ClusterNetworks, PodNetwork};
@@ -25,6 +25,7 @@ pub(super) struct NodeStore {
     listing: FactMap,
     aliases: AliasRules,
     labeled_nodes: LabeledNodes,
+    labels: Vec<LabelKey>,
 }
 
 impl NodeStore {
@@ -35,6 +36,7 @@ impl NodeStore {
             listing: FactMap::new(),
             aliases,
             labeled_nodes: LabeledNodes::default(),
+            labels: Vec::new(),
         }
     }
 
@@ -44,6 +46,15 @@ impl NodeStore {
             labeled_nodes,
             ..self
         }
+    }
+
+    /// Lets the facts contain these labels of the Nodes.
+    pub(super) fn with_labels(mut self, labels: Vec<LabelKey>) -> Self {
+        for facts in self.facts.values_mut() {
+            facts.retain_labels(&labels);
+        }
+        self.labels = labels;
+        self
     }
 
     /// Returns the validated nodes. An alias stays with the node that had it at the previous call.
@@ -89,9 +100,10 @@ impl NodeStore {
 
     fn prune(&self, mut node: NodeObject) -> Option<(Box<str>, NodeFacts)> {
         let name = node.metadata.name.take()?;
+        let labels = facts::selected_labels(&node.metadata, &self.labels);
         let cloud_labels = facts::matching(&node.metadata, self.labeled_nodes.labels());
         let mut facts = NodeFacts::of(node, &self.edge_label);
-        facts.cloud_labels = cloud_labels;
+        (facts.labels, facts.cloud_labels) = (labels, cloud_labels);
         Some((name.into(), facts))
     }
 }
@@ -158,6 +170,7 @@ impl NodeSet {
                 addresses: [&*node.facts.internal, &*node.facts.external].concat(),
                 kubelet_port: node.facts.kubelet_port.and_then(Port::new),
                 is_edge: node.facts.is_edge,
+                labels: node.facts.labels.clone(),
             })
             .collect()
     }

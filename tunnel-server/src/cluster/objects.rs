@@ -153,7 +153,7 @@ pub const RIGHTS: &[Right] = &[
         resource: "nodes",
         scope: Scope::Cluster,
         verbs: &["list", "watch"],
-        purpose: "names, addresses, edge label, kubelet port and Pods' networks of nodes",
+        purpose: "names, addresses, edge label and those of `--node-label`, kubelet port and Pods' networks of nodes",
     },
     Right {
         group: "networking.k8s.io",

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use tunnel_proto::process::settings::{ConfigErrors, parse_quoted};
 
 use super::RawConfig;
+use super::label_key::{self, LabelKey, is_object_name};
 use crate::dns::NamePattern;
 
 /// Environment variable that is set in every container of a cluster.
@@ -45,6 +46,8 @@ pub struct KubernetesSettings {
     /// `--record-names`: additional host names that Nodes may have, besides those made of their own
     /// names.
     pub record_names: Vec<NamePattern>,
+    /// `--node-label`: keys of the Nodes' labels that discovery and `nodes --selector` use.
+    pub node_labels: Vec<LabelKey>,
     /// `--pod-lookup`: whether the cluster is asked for a pod's node.
     pub pod_lookup: bool,
     /// ServiceAccount tokens with which agents enroll.
@@ -162,6 +165,7 @@ impl KubernetesSettings {
                 edge_by_agent,
             ),
             record_names: errors.parse_list("--record-names", &raw.record_names, parse_quoted),
+            node_labels: label_key::check(&raw.node_labels, errors),
             pod_lookup: errors.parse("--pod-lookup", raw.pod_lookup.as_deref(), true),
             agent_tokens: AgentTokens::check(raw, errors),
             single_replica: errors.parse("--single-replica", raw.single_replica.as_deref(), false),
@@ -295,16 +299,4 @@ fn object_name(name: &str) -> Result<String, String> {
         ));
     }
     Ok(name.to_owned())
-}
-
-/// Returns whether `name` is a lower-case DNS subdomain (RFC 1123), like the names of objects.
-pub(super) fn is_object_name(name: &str) -> bool {
-    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    let is_label = |label: &str| {
-        !label.is_empty()
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-            && label.bytes().all(inner)
-    };
-    name.len() <= 253 && name.split('.').all(is_label)
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::kubernetes::is_object_name;
+use super::label_key::{LabelKey, is_label_value};
 
 /// A label of a Node with its value, `KEY=VALUE`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -42,15 +42,9 @@ impl FromStr for NodeLabel {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let is_label = text.split_once('=').is_some_and(|(key, value)| {
-            let (prefix, name) = match key.split_once('/') {
-                Some((prefix, name)) => (Some(prefix), name),
-                None => (None, key),
-            };
-            prefix.is_none_or(is_object_name)
-                && is_label_text(name)
-                && (value.is_empty() || is_label_text(value))
-        });
+        let is_label = text
+            .split_once('=')
+            .is_some_and(|(key, value)| key.parse::<LabelKey>().is_ok() && is_label_value(value));
         if is_label {
             Ok(Self(text.into()))
         } else {
@@ -67,22 +61,8 @@ impl fmt::Display for NodeLabel {
     }
 }
 
-/// Returns whether the text is the name in a label's key, or a value that is not empty.
-fn is_label_text(text: &str) -> bool {
-    let is_inner = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    let ends = [text.bytes().next(), text.bytes().last()];
-    (1..=LABEL_TEXT_MAX).contains(&text.len())
-        && text.bytes().all(is_inner)
-        && ends
-            .iter()
-            .flatten()
-            .all(|byte| byte.is_ascii_alphanumeric())
-}
-
 /// Prefix of the labels that kubelets cannot set.
 pub(super) const RESTRICTED: &str = "node-restriction.kubernetes.io";
-/// Longest name in a key, and longest value.
-const LABEL_TEXT_MAX: usize = 63;
 
 #[cfg(test)]
 mod tests {

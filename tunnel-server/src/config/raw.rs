@@ -179,6 +179,16 @@ tunnel_proto::layered! {
         /// repeatable [default: none]
         #[arg(long, value_name = "PATTERN", env = "TUNNEL_SERVER_RECORD_NAMES", value_delimiter = ',', help_heading = "Kubernetes")]
         pub record_names: Vec<String>,
+        /// Key of a label of the Nodes that /sd/prometheus shows and nodes --selector accepts, as in
+        /// topology.kubernetes.io/zone; repeatable, at most 16, in the file a list "nodeLabels".
+        /// Other labels are not stored [default: none]
+        #[arg(
+            long = "node-label", value_name = "KEY", env = "TUNNEL_SERVER_NODE_LABELS",
+            value_delimiter = ',',
+            help_heading = "Kubernetes"
+        )]
+        #[serde(alias = "nodeLabel")]
+        pub node_labels: Vec<String>,
         /// ConfigMap to which the records are written, for CoreDNS [default: yurt-tunnel-nodes]
         #[arg(long, value_name = "NAME", env = "TUNNEL_SERVER_NODES_CONFIG_MAP", help_heading = "Kubernetes")]
         pub nodes_config_map: Option<String>,

@@ -42,6 +42,9 @@ pub enum RouteError {
     AmbiguousAddress(IpAddr, Vec<NodeName>),
 }
 
+/// Labels of a Node, by key.
+pub type NodeLabels = BTreeMap<Box<str>, Box<str>>;
+
 /// A node, according to one source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RouteNode {
@@ -54,6 +57,8 @@ pub struct RouteNode {
     /// Whether the node is reached through the tunnel. In a cluster the label of the Node says so,
     /// and other nodes are edge nodes.
     pub is_edge: bool,
+    /// The labels of `--node-label` that the Node has.
+    pub labels: NodeLabels,
 }
 
 impl RouteTable {
@@ -64,6 +69,7 @@ impl RouteTable {
             addresses: addresses.to_vec(),
             kubelet_port: None,
             is_edge: true,
+            labels: NodeLabels::new(),
         });
         Self::merge(&nodes.collect::<Vec<_>>())
     }
@@ -281,6 +287,7 @@ mod tests {
             addresses: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
             kubelet_port: None,
             is_edge: true,
+            labels: NodeLabels::new(),
         }
     }
 

@@ -12,7 +12,8 @@ use tunnel_proto::process::networks::{Cidr, effective_ip, forbidden_kind};
 use tunnel_proto::wire::name::NodeName;
 
 use crate::cluster::objects::EDGE_VALUE;
-use crate::config::NodeLabel;
+use crate::config::{LabelKey, NodeLabel, is_label_value};
+use crate::routing::routes::NodeLabels;
 
 /// Maximum number of addresses of each type that are read. Kubelets write a few.
 const ADDRESSES_MAX: usize = 32;
@@ -111,6 +112,9 @@ pub(in crate::cluster) struct NodeFacts {
     /// Labels of the settings that the Node has. No other label is stored.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) cloud_labels: Vec<Box<str>>,
+    /// The labels of `--node-label` that the Node has.
+    #[serde(skip_serializing_if = "NodeLabels::is_empty")]
+    pub(super) labels: NodeLabels,
 }
 
 /// Returns those of the labels that the object has.
@@ -121,6 +125,16 @@ pub(super) fn matching(metadata: &ObjectMeta, labels: &[NodeLabel]) -> Vec<Box<s
         value.is_some_and(|value| value == label.value())
     });
     labels.map(|label| label.as_str().into()).collect()
+}
+
+/// Returns the labels with these keys. A value that Kubernetes would refuse is left out.
+pub(super) fn selected_labels(metadata: &ObjectMeta, keys: &[LabelKey]) -> NodeLabels {
+    let own = metadata.labels.as_ref();
+    let selected = keys.iter().filter_map(|key| {
+        let value = own?.get(key.as_str())?;
+        is_label_value(value).then(|| (key.as_str().into(), value.as_str().into()))
+    });
+    selected.collect()
 }
 
 impl NodeFacts {
@@ -160,12 +174,20 @@ impl NodeFacts {
                 .creation_timestamp
                 .map(|at| at.0.as_second()),
             cloud_labels: Vec::new(),
+            labels: NodeLabels::new(),
         }
     }
 
     pub(super) fn has_cloud_label(&self, label: &NodeLabel) -> bool {
         let mut labels = self.cloud_labels.iter();
         labels.any(|own| **own == *label.as_str())
+    }
+
+    /// Removes other labels, and values that Kubernetes would refuse.
+    pub(super) fn retain_labels(&mut self, keys: &[LabelKey]) {
+        self.labels.retain(|own, value| {
+            keys.iter().any(|key| key.as_str() == &**own) && is_label_value(value)
+        });
     }
 
     pub(super) fn addresses(&self) -> impl Iterator<Item = IpAddr> {

@@ -1,4 +1,4 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use rand::rngs::StdRng;
@@ -147,6 +147,38 @@ fn label_and_addresses_count_and_heartbeats_do_not() {
         store.apply(vec![Event::Apply(other)]);
         assert_eq!(hosts(&store), "1.2.3.4\ta", "label {value:?}");
     }
+}
+
+#[test]
+fn only_labels_of_the_setting_with_valid_values_are_stored() {
+    let labeled = |labels: Value| -> NodeObject {
+        let metadata = json!({"name": "worker-1", "labels": labels});
+        serde_json::from_value(json!({ "metadata": metadata })).unwrap()
+    };
+    let keys = ["zone", "example.com/rack"].map(|key| key.parse().unwrap());
+    let mut store = store(&[]).with_labels(keys.to_vec());
+    let long = "a".repeat(64);
+    let many: BTreeMap<String, &str> = (0..1000).map(|n| (format!("label-{n}"), "a")).collect();
+    for (labels, is_changed, expected) in [
+        (json!({"zone": "a", "example.com/rack": ""}), true, 2),
+        (
+            json!({"zone": "a", "example.com/rack": "", "b": "c"}),
+            false,
+            2,
+        ),
+        (json!({"zone": "b"}), true, 1),
+        (json!({"zone": "<b>\u{202e}"}), true, 0),
+        (json!({"zone": long}), false, 0),
+        (json!(many), false, 0),
+        (json!({"zone": "b"}), true, 1),
+    ] {
+        let applied = store.apply(vec![Event::Apply(labeled(labels.clone()))]);
+        assert_eq!(applied.is_changed, is_changed, "{labels}");
+        assert_eq!(set(&store).routes()[0].labels.len(), expected, "{labels}");
+    }
+    let other = NodeStore::new(LABEL.into(), store.facts, AliasRules::default());
+    let other = other.with_labels(vec!["other".parse().unwrap()]);
+    assert!(set(&other).routes()[0].labels.is_empty(), "of a file");
 }
 
 #[test]

@@ -31,7 +31,7 @@ use crate::routing::Routing;
 use crate::routing::destination::Scheme;
 use crate::routing::peers::Peers;
 use crate::routing::registry::{AgentSession, Registration, Registry, RegistryLimits};
-use crate::routing::routes::{RouteNode, RouteSource, Routes};
+use crate::routing::routes::{NodeLabels, RouteNode, RouteSource, Routes};
 use crate::testing::{POOL, STREAMS, WAIT_TIMEOUT, node, within};
 
 /// A plain HTTP listener, and agents that the test controls.
@@ -113,6 +113,7 @@ impl Fixture {
             addresses: Vec::new(),
             kubelet_port: None,
             is_edge: true,
+            labels: NodeLabels::new(),
         };
         routes.set(RouteSource::Known, vec![known]);
         let policy = SharedPortPolicy::default();

@@ -202,7 +202,7 @@ async fn other_requests_and_begun_answers_stay_with_a_suspect_session() {
         let fixture = Fixture::new();
         let (silent, other) = (fixture.agent(), fixture.agent());
         let target = async {
-            let stream = becomes_suspect(&fixture, &silent, answer).await;
+            let mut stream = becomes_suspect(&fixture, &silent, answer).await;
             assert!(other.is_left_alone().await, "{request:?}");
             stream.reset(ResetCode::SessionLost);
         };

@@ -9,7 +9,7 @@ use tunnel_proto::wire::name::Port;
 
 use super::fixture::{Agent, Fixture};
 use crate::routing::pod_lookup::{PodLookupError, PodLookupRequest, PodResolver};
-use crate::routing::routes::{RouteNode, RouteSource};
+use crate::routing::routes::{NodeLabels, RouteNode, RouteSource};
 use crate::testing::{assert_contains, node};
 
 const EXEC: &str = "POST /exec/default/web-0/nginx?command=ls HTTP/1.1\r\nHost: 10.77.100.3:6443\r\n\
@@ -26,6 +26,7 @@ fn fixture() -> (Fixture, Agent, Receiver<PodLookupRequest>) {
         addresses: vec!["10.0.0.1".parse().unwrap()],
         kubelet_port: Port::new(10350),
         is_edge: true,
+        labels: NodeLabels::new(),
     };
     let routes = &fixture.ingress.routes;
     routes.set(RouteSource::Cluster, vec![of_cluster]);

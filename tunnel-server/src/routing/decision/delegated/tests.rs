@@ -6,7 +6,7 @@ use super::*;
 use crate::policy::PortPolicy;
 use crate::policy::authorize_node;
 use crate::routing::destination::{AgentTarget, Scheme};
-use crate::routing::routes::RouteNode;
+use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::testing::assert_contains;
 
 const WITHOUT: &str = "bad_request: --kubelet-certificate-authority";
@@ -28,6 +28,7 @@ fn routes() -> RouteTable {
             addresses: addresses.collect(),
             kubelet_port: port.and_then(Port::new),
             is_edge: true,
+            labels: NodeLabels::new(),
         }
     };
     let shared = "192.168.33.221";
