@@ -62,6 +62,8 @@ pub struct AdminState {
     pub rotator: Result<Arc<CaRotator>, NoRotation>,
     /// List of nodes in the form of the meta endpoint.
     pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
+    /// Keys of the Nodes' labels that the list has.
+    pub node_labels: Vec<String>,
     /// Addresses that agents should dial, HOST:PORT.
     pub advertised: Vec<String>,
     /// Whether tokens can be exchanged for certificates; `false` with `--agent-ca`.
@@ -171,6 +173,7 @@ async fn answer(
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
         ("GET", ["nodes"]) => value(StatusCode::OK, &(state.status)()),
+        ("GET", ["node-labels"]) => value(StatusCode::OK, &state.node_labels),
         ("DELETE", ["nodes", name]) => {
             let node = node_name(name)?;
             blocking(state, move |state| forget_node(&state, &node)).await??;
@@ -208,7 +211,13 @@ async fn answer(
         }
         ("GET", ["ca"]) => Ok(text(StatusCode::OK, state.ca.root_pem())),
         ("GET", ["diag"]) => value(StatusCode::OK, &RunningServer::of(&state.settings)),
-        (_, ["tokens" | "nodes" | "revocations" | "ca" | "diag", ..]) => Err(RequestError {
+        (
+            _,
+            [
+                "tokens" | "nodes" | "node-labels" | "revocations" | "ca" | "diag",
+                ..,
+            ],
+        ) => Err(RequestError {
             status: StatusCode::METHOD_NOT_ALLOWED,
             problem: format!("{} {path} is not offered", method(request.method())),
         }),

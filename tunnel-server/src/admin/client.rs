@@ -99,6 +99,11 @@ impl AdminClient {
         parse(&self.call(Method::GET, "/nodes", Vec::new()).await?)
     }
 
+    /// Returns the keys of the Nodes' labels that the server stores.
+    pub async fn node_labels(&self) -> Result<Vec<String>, AdminError> {
+        parse(&self.call(Method::GET, "/node-labels", Vec::new()).await?)
+    }
+
     /// Removes a node that is not connected from the known nodes. Returns `false` if the node is
     /// unknown.
     pub async fn forget_node(&self, node: &NodeName) -> Result<bool, AdminError> {

@@ -32,6 +32,7 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
             status["connected"] = true.into();
             vec![status]
         }),
+        node_labels: vec!["zone".into()],
         advertised: vec!["tunnel.example:10262".into()],
         can_issue: true,
         tunnels: None,

@@ -20,6 +20,7 @@ pub mod diag;
 mod healthcheck;
 mod nodes;
 mod rotate;
+mod selector;
 mod table;
 
 pub use args::{
@@ -27,6 +28,7 @@ pub use args::{
     TokenVerb,
 };
 use connect::ConnectArgs;
+pub use selector::{LabelSelector, UnknownLabel};
 
 /// The reason why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +49,8 @@ pub enum VerbError {
     UnknownToken(String),
     #[error("no node has the name {0}; 'tunnel-server nodes' lists the known nodes")]
     UnknownNode(NodeName),
+    #[error(transparent)]
+    UnknownLabel(#[from] UnknownLabel),
     #[error("{0} is not revoked; 'tunnel-server nodes revocations' lists the revoked nodes")]
     NotRevoked(NodeName),
     /// The server does not run or is not ready.
@@ -116,7 +120,7 @@ impl VerbError {
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Token(CreateTokenError::InvalidTtl) => 64,
+            Self::Token(CreateTokenError::InvalidTtl) | Self::UnknownLabel(_) => 64,
             Self::Server(AdminError::Refused { status, .. })
                 if *status == http::StatusCode::BAD_REQUEST =>
             {

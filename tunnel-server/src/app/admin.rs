@@ -39,6 +39,7 @@ pub(super) fn start(
         revocations: authority.revocations.clone(),
         rotator: rotator(authority, context),
         status: list.clone(),
+        node_labels: node_labels(context),
         advertised,
         can_issue: context.config.agent_files.is_none(),
         tunnels: Some(tunnels),
@@ -71,6 +72,14 @@ fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotat
     }
     let (ca, dir) = (authority.ca.clone(), context.data.clone());
     Ok(Arc::new(CaRotator::new(ca, dir, context.nodes.clone())))
+}
+
+fn node_labels(context: &ServerContext) -> Vec<String> {
+    let kubernetes = context.config.kubernetes.iter();
+    kubernetes
+        .flat_map(|kubernetes| &kubernetes.node_labels)
+        .map(ToString::to_string)
+        .collect()
 }
 
 fn node_metrics(context: &ServerContext) -> NodeMetrics {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tunnel_proto::wire::PORT_SERVER_META;
 use tunnel_proto::wire::name::NodeName;
 
+use super::selector::LabelSelector;
 use crate::ca::client::CallerName;
 
 /// The argument that names the data directory.
@@ -101,6 +102,10 @@ pub struct NodesArgs {
     /// List only nodes without a connected agent
     #[arg(long)]
     pub away: bool,
+    /// List only nodes whose Node object has these labels, as in zone=north,edge,!test or
+    /// "zone in (north, south)"; only labels of --node-label of the server
+    #[arg(short = 'l', long)]
+    pub selector: Option<LabelSelector>,
     /// Continue, and print the nodes that changed; streams, bytes and times alone are no change
     #[arg(short, long)]
     pub watch: bool,

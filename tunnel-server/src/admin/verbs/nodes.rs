@@ -50,7 +50,7 @@ impl NodesArgs {
                 let text = format!("no tunnel-server runs with {path}");
                 return Err(VerbError::NotReady(text));
             };
-            let nodes = self.select(server.nodes().await?)?;
+            let nodes = self.listed(&server).await?;
             let totals = Totals::of(&nodes);
             let changed = watch.observe(nodes);
             if changed.is_empty() && !is_first {
@@ -85,10 +85,15 @@ impl NodesArgs {
     ) -> Result<VerbOutput, VerbError> {
         let is_running = server.is_some();
         let nodes = match server {
-            Some(server) => server.nodes().await?,
-            None => stored_nodes(&KnownNodes::open(dir)?, &stored_revocations(dir)?),
+            Some(server) => self.listed(&server).await?,
+            None if self.selector.is_some() => {
+                return Err(VerbError::NotRunning(dir.path().to_owned()));
+            }
+            None => {
+                let known = KnownNodes::open(dir)?;
+                self.select(stored_nodes(&known, &stored_revocations(dir)?))?
+            }
         };
-        let nodes = self.select(nodes)?;
         Ok(VerbOutput {
             out: self.format(&nodes, Totals::of(&nodes), SystemTime::now())?,
             err: if is_running {
@@ -97,6 +102,14 @@ impl NodesArgs {
                 format!("no tunnel-server runs with {}\n", dir.path().display())
             },
         })
+    }
+
+    /// Returns the nodes of the running server that the arguments select.
+    async fn listed(&self, server: &AdminClient) -> Result<Vec<NodeStatus>, VerbError> {
+        if let Some(selector) = &self.selector {
+            selector.check(&server.node_labels().await?)?;
+        }
+        self.select(server.nodes().await?)
     }
 
     /// Returns the nodes that the arguments select, in the order of the list.
@@ -116,6 +129,9 @@ impl NodesArgs {
         if self.away {
             nodes.retain(|node| !node.connected);
         }
+        if let Some(selector) = &self.selector {
+            nodes.retain(|node| selector.matches(&node.labels));
+        }
         Ok(nodes)
     }
 
@@ -128,7 +144,11 @@ impl NodesArgs {
     ) -> Result<String, VerbError> {
         Ok(match self.output {
             NodesOutput::Table | NodesOutput::Wide if nodes.is_empty() => {
-                let text = if self.away { NONE_AWAY } else { NONE_KNOWN };
+                let text = match &self.selector {
+                    Some(_) => NONE_SELECTED,
+                    None if self.away => NONE_AWAY,
+                    None => NONE_KNOWN,
+                };
                 text.to_owned()
             }
             NodesOutput::Table => {
@@ -363,6 +383,7 @@ pub(super) fn stored_nodes(nodes: &KnownNodes, revocations: &[RevocationInfo]) -
 }
 
 const NONE_KNOWN: &str = "no node is known; 'tunnel-server token create --node NAME' makes one\n";
+const NONE_SELECTED: &str = "no such node has these labels\n";
 const NONE_AWAY: &str = "no node is away\n";
 /// Interval at which `--watch` asks the server.
 const WATCH_INTERVAL: Duration = Duration::from_secs(2);
@@ -388,6 +409,7 @@ mod tests {
             node: name.to_owned(),
             connected,
             state: state.map(str::to_owned),
+            labels: [("zone".into(), name.into())].into(),
             // The session of the first node has a later certificate.
             revoked_at: (name != "worker-2").then(|| rfc3339(SystemTime::UNIX_EPOCH)),
             ..NodeStatus::default()
@@ -409,6 +431,9 @@ mod tests {
             ("-o name Worker-2", "worker-2\n"),
             ("-o name --away worker-1", ""),
             ("--away worker-1", "no node is away\n"),
+            ("-o name --selector zone!=worker-2", "worker-1\nworker-3\n"),
+            ("-o name -l zone!=worker-2 --away", "worker-3\n"),
+            ("-l zone=a", "no such node has these labels\n"),
         ] {
             assert_eq!(listed(arguments).unwrap(), expected, "{arguments}");
         }

@@ -53,6 +53,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
         let nodes = stored_nodes(&listed, &[]);
         nodes.iter().map(|node| serde_json::json!(node)).collect()
     });
+    state.node_labels = vec!["zone".into()];
     state.advertised = vec!["running.example:10262".into()];
     admin::start(state.clone(), dir, shutdown).unwrap();
     state
@@ -263,6 +264,10 @@ async fn verbs_work_through_a_running_server() {
     let shutdown = Shutdown::new();
     let state = start(&scratch, &shutdown);
     tour(&scratch, "running.example:10262").await;
+    out(&scratch, "nodes -l !zone").await;
+    let refused = error(&scratch, "nodes -l rack").await;
+    assert_contains(&refused, "it stores only zone");
+    assert_eq!(refused.exit_code(), 64);
     let known = state.tokens.list(SystemTime::now());
     assert_eq!(known.len(), 2, "the server knows them");
     let refused = error(&scratch, "token create --node a --ttl 1000d").await;
@@ -325,6 +330,8 @@ async fn directory_without_a_server_gets_no_ca_by_accident() {
     assert!(!missing.exists());
     let listed = verb(&scratch, "nodes").await.unwrap();
     assert_contains(&listed.err, "no tunnel-server runs with");
+    let refused = error(&scratch, "nodes --selector zone").await;
+    assert!(matches!(refused, VerbError::NotRunning(_)), "{refused}");
     out(&scratch, "ca --offline").await;
     out(&scratch, "token create --node worker-1").await;
 }
