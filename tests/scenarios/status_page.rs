@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rustls::RootCertStore;
 use serde_json::Value;
 use tunnel_server::config::RawConfig;
@@ -109,6 +110,59 @@ async fn wide_page_serves_only_callers_with_a_certificate() -> Result<()> {
             .await
             .is_err()
     );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wide_page_serves_callers_with_a_password_and_limits_guesses() -> Result<()> {
+    let ca = TestCa::new("callers")?;
+    let scratch = ScratchDir::new()?;
+    let passwords = scratch.file("passwords", "operator:0123456789abcdef\n")?;
+    let (certificate, key) = ca
+        .issue(&Leaf::target(SERVER_NAME))?
+        .write(scratch.path(), "https")?;
+    let text = |path: &Path| Some(path.to_string_lossy().into_owned());
+    let env = TestEnv::start_with(|settings| {
+        settings.status_listen = Some("0.0.0.0:0".into());
+        settings.status_auth = text(&passwords);
+        settings.https_cert_file = text(&certificate);
+        settings.https_key_file = text(&key);
+    })
+    .await?;
+    let port = env.bound().status.context("no status page")?.port();
+    let address = SocketAddr::from(([127, 0, 0, 1], port));
+    let get = async |credentials: Option<&str>| -> Result<HttpReply> {
+        let mut roots = RootCertStore::empty();
+        roots.add(ca.root().clone())?;
+        let tls = ClientTls::verifying(SERVER_NAME, roots, None)?;
+        let mut page = RawRequest::get(SERVER_NAME, "/");
+        if let Some(credentials) = credentials {
+            let encoded = BASE64_STANDARD.encode(credentials);
+            page = page.header("Authorization", &format!("Basic {encoded}"));
+        }
+        request(Endpoint::tls(address, tls), &page).await
+    };
+    let reply = get(None).await?;
+    let challenge = reply.header("www-authenticate").unwrap_or_default();
+    let is_asked = reply.status == 401 && challenge.starts_with("Basic ");
+    ensure!(is_asked && !reply.text().contains("Nodes"), "{reply:?}");
+    let reply = get(Some("operator:0123456789abcdef")).await?;
+    ensure!(
+        reply.status == 200 && reply.text().contains("Nodes"),
+        "{reply:?}"
+    );
+    let mut guesses = 0;
+    // A slow machine needs more of them: each further one extends the time.
+    let reply = loop {
+        let reply = get(Some("operator:guess")).await?;
+        if reply.status != 401 {
+            break reply;
+        }
+        guesses += 1;
+        ensure!(guesses < 20, "{reply:?}");
+    };
+    let is_limited = reply.status == 429 && reply.header("retry-after").is_some();
+    ensure!(is_limited && guesses >= 5, "{guesses}: {reply:?}");
     Ok(())
 }
 

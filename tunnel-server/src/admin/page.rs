@@ -1,19 +1,19 @@
 //! The status page: nodes, other servers and conditions as HTML or JSON, over HTTP/1.1. Read-only,
 //! without scripts and cookies. On a loopback address there is no TLS; elsewhere each caller needs
-//! a client certificate.
+//! a client certificate, or a name and a password.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use http::header::{
-    ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY, VARY,
+    AUTHORIZATION, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY, VARY,
     X_CONTENT_TYPE_OPTIONS,
 };
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Request, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -26,7 +26,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 use tunnel_proto::identity::{CallerError, caller_name};
-use tunnel_proto::process::conn_limiter::ConnLimits;
+use tunnel_proto::process::conn_limiter::{ConnLimits, source};
 use tunnel_proto::process::meta::{FullResponse, Readiness};
 use tunnel_proto::process::serve_bounded::serve_bounded;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -34,6 +34,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use crate::admin::status::{NodeList, NodeStatus};
 use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials};
 use crate::ingress::recent_requests::RecentRequests;
 use crate::routing::peers::Peers;
 use crate::routing::registry::Registry;
@@ -60,8 +61,10 @@ pub(crate) struct PageSources {
     pub(crate) peers: Arc<Peers>,
     pub(crate) readiness: Readiness,
     pub(crate) recent: Arc<RecentRequests>,
-    /// TLS with a required client certificate, or `None` on a loopback address.
+    /// TLS, or `None` on a loopback address.
     pub(crate) tls: Option<Arc<ListenerTls>>,
+    /// Passwords of callers without a certificate.
+    pub(crate) passwords: Option<Arc<BasicAuth>>,
 }
 
 /// The status page of a running server.
@@ -76,6 +79,24 @@ struct StatusPage {
 struct CachedNodes {
     at: Instant,
     nodes: Arc<Vec<NodeStatus>>,
+}
+
+/// The caller of one connection.
+struct PageCaller {
+    access: PageAccess,
+    source: IpAddr,
+    /// The last credentials that were accepted on the connection.
+    credentials: Mutex<Option<Credentials>>,
+}
+
+impl PageCaller {
+    fn new(access: PageAccess, peer: SocketAddr) -> Self {
+        Self {
+            access,
+            source: source(peer.ip()),
+            credentials: Mutex::default(),
+        }
+    }
 }
 
 /// Serves the status page on `listener` until `stop`.
@@ -101,13 +122,14 @@ pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shut
 
 async fn serve(page: Arc<StatusPage>, socket: TcpStream, peer: SocketAddr) {
     let Some(tls) = page.sources.tls.clone() else {
-        return serve_http(page, socket, PageAccess::Loopback).await;
+        let caller = PageCaller::new(PageAccess::Loopback, peer);
+        return serve_http(page, socket, caller).await;
     };
     let handshake = TlsAcceptor::from(tls.config()).accept(socket);
     match timeout(HEAD_TIMEOUT, handshake).await {
         Ok(Ok(stream)) => {
-            let access = certificate_access(stream.get_ref().1);
-            serve_http(page, stream, access).await;
+            let access = access_over_tls(stream.get_ref().1, page.sources.passwords.is_some());
+            serve_http(page, stream, PageCaller::new(access, peer)).await;
         }
         Ok(Err(error)) => debug!(%error, %peer, "TLS handshake of a status connection failed"),
         Err(_elapsed) => debug!(%peer, "TLS handshake of a status connection timed out"),
@@ -115,21 +137,24 @@ async fn serve(page: Arc<StatusPage>, socket: TcpStream, peer: SocketAddr) {
 }
 
 /// Returns how a caller may use the page after a handshake. TLS has verified the certificate.
-fn certificate_access(tls: &ServerConnection) -> PageAccess {
+fn access_over_tls(tls: &ServerConnection, has_passwords: bool) -> PageAccess {
     let leaf = tls.peer_certificates().and_then(<[_]>::first);
+    if leaf.is_none() && has_passwords {
+        return PageAccess::Password;
+    }
     match leaf.map_or(Err(CallerError::NoSingleName), caller_name) {
         Ok(_name) => PageAccess::Certificate,
         Err(error) => PageAccess::NoCaller(error),
     }
 }
 
-async fn serve_http<S>(page: Arc<StatusPage>, stream: S, access: PageAccess)
+async fn serve_http<S>(page: Arc<StatusPage>, stream: S, caller: PageCaller)
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let service = service_fn(async |request: Request<Incoming>| {
         let (head, _body) = request.into_parts();
-        Ok::<_, Infallible>(answer(&page, head, access).await)
+        Ok::<_, Infallible>(answer(&page, head, &caller).await)
     });
     let mut server = hyper::server::conn::http1::Builder::new();
     server
@@ -143,8 +168,9 @@ where
 
 /// Answers a request. Rendering takes milliseconds with many nodes, so it runs outside the
 /// runtime's own threads.
-async fn answer(page: &Arc<StatusPage>, head: Parts, access: PageAccess) -> FullResponse {
-    let parsed = PageRequest::parse(&head, access);
+async fn answer(page: &Arc<StatusPage>, head: Parts, caller: &PageCaller) -> FullResponse {
+    let admitted = page.authenticate(&head.headers, caller);
+    let parsed = admitted.and_then(|()| PageRequest::parse(&head, caller.access));
     let rendered = match parsed {
         Ok(page_request) => {
             let page = page.clone();
@@ -160,9 +186,8 @@ async fn answer(page: &Arc<StatusPage>, head: Parts, access: PageAccess) -> Full
         let text = format!("{refusal}\n");
         let mut response = response("text/plain; charset=utf-8", text);
         *response.status_mut() = refusal.status();
-        if refusal == PageRefusal::Method {
-            let methods = HeaderValue::from_static("GET, HEAD");
-            response.headers_mut().insert(ALLOW, methods);
+        if let Some((name, value)) = refusal.header() {
+            response.headers_mut().insert(name, value);
         }
         response
     })
@@ -174,6 +199,23 @@ impl StatusPage {
             throughput: Arc::new(ThroughputSampler::new(sources.registry.clone())),
             sources,
             cached: Mutex::default(),
+        }
+    }
+
+    /// Checks the name and the password of a request from a caller without a certificate.
+    fn authenticate(&self, headers: &HeaderMap, caller: &PageCaller) -> Result<(), PageRefusal> {
+        let needs_password = match caller.access {
+            PageAccess::Loopback | PageAccess::Password => true,
+            PageAccess::Certificate | PageAccess::NoCaller(_) => false,
+        };
+        let Some(passwords) = self.sources.passwords.as_ref().filter(|_| needs_password) else {
+            return Ok(());
+        };
+        let shown = &caller.credentials;
+        match passwords.authenticate(AUTHORIZATION, headers, caller.source, shown) {
+            Ok(_user) => Ok(()),
+            Err(BasicAuthError::Missing | BasicAuthError::Wrong) => Err(PageRefusal::Password),
+            Err(BasicAuthError::Throttled(left)) => Err(PageRefusal::Throttled(left.as_secs() + 1)),
         }
     }
 

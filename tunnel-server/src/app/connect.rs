@@ -9,18 +9,15 @@ use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
 use tokio::net::{TcpListener, UnixListener};
 use tracing::info;
-use tunnel_proto::process::file_watch::Loaded;
-use tunnel_proto::process::settings::ConfigError;
 use tunnel_proto::process::unix_socket::{self, SocketFile, SocketPermissions};
 use tunnel_proto::wire::name::Port;
 
 use super::bind::listen;
 use super::context::ServerContext;
 use super::credential_watcher::CredentialWatcher;
-use super::serving::{CallerCa, listener_tls};
+use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
 use crate::config::ConnectSettings;
 use crate::ingress::client_auth::ListenerTls;
-use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
 use crate::ingress::connect::{AdminTunnels, DirectDialer};
 use crate::ingress::{ConnectProxy, HttpListener, IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::destination::Scheme;
@@ -102,7 +99,16 @@ impl ConnectSockets {
             })
         };
         if let (Some(listener), Some(settings)) = (self.tcp, settings) {
-            let passwords = passwords(settings, watcher)?;
+            let auth = settings.auth.as_deref();
+            let passwords = auth.map(|path| {
+                let file = PasswordFile {
+                    what: "connect_auth",
+                    setting: "--connect-auth",
+                    path,
+                };
+                passwords(&file, watcher)
+            });
+            let passwords = passwords.transpose()?;
             let is_tls_optional = passwords.is_some();
             let tls = caller_tls(settings, certificates, !is_tls_optional, watcher)?;
             ingress.start(
@@ -133,31 +139,4 @@ fn caller_tls(
         is_required,
     };
     listener_tls(certificates, Some(callers), watcher).map(Some)
-}
-
-/// Loads the passwords and watches their file.
-fn passwords(
-    settings: &ConnectSettings,
-    watcher: &CredentialWatcher,
-) -> anyhow::Result<Option<Arc<BasicAuth>>> {
-    let Some(path) = settings.auth.clone() else {
-        return Ok(None);
-    };
-    let (digest, first) =
-        BasicAuthUsers::load(&path).map_err(|error| match error.is_in_content() {
-            true => anyhow::Error::from(ConfigError(vec![format!("--connect-auth: {error}")])),
-            false => anyhow::Error::from(error).context("--connect-auth"),
-        })?;
-    let live = Arc::new(BasicAuth::new(first));
-    let swapped = live.clone();
-    let load = move || {
-        let (digest, value) = BasicAuthUsers::load(&path)?;
-        Ok::<_, BasicAuthFileError>(Loaded { digest, value })
-    };
-    let apply = move |passwords| {
-        swapped.replace(passwords);
-        Ok(())
-    };
-    watcher.watch("connect_auth", digest, load, apply);
-    Ok(Some(live))
 }

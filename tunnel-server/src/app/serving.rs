@@ -1,4 +1,4 @@
-//! Names and certificates of the HTTPS and CONNECT listeners.
+//! Names and certificates of the HTTPS and CONNECT listeners, and the passwords of callers.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
@@ -6,13 +6,16 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use rustls::server::ResolvesServerCert;
+use tunnel_proto::process::file_watch::Loaded;
 use tunnel_proto::process::host::{host_name, primary_address};
+use tunnel_proto::process::settings::ConfigError;
 
 use super::context::ServerContext;
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use crate::ca::{LocalCa, ServingNames};
 use crate::config::Config;
 use crate::ingress::client_auth::ListenerTls;
+use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthFileError, BasicAuthUsers};
 
 /// The names, certificates and TLS configuration of the listeners.
 pub(super) struct ServingCredentials {
@@ -28,6 +31,14 @@ pub(super) struct CallerCa<'a> {
     pub(super) path: &'a Path,
     /// Whether callers need a certificate.
     pub(super) is_required: bool,
+}
+
+/// The password file of a setting.
+pub(super) struct PasswordFile<'a> {
+    /// Name under which the file is watched.
+    pub(super) what: &'static str,
+    pub(super) setting: &'static str,
+    pub(super) path: &'a Path,
 }
 
 impl ServingCredentials {
@@ -127,6 +138,31 @@ pub(super) fn listener_tls(
     let apply = move |roots| swapped.trust(roots);
     watcher.watch_roots(callers.what, callers.path, roots.digest, apply);
     Ok(tls)
+}
+
+/// Loads the passwords and watches their file.
+pub(super) fn passwords(
+    file: &PasswordFile<'_>,
+    watcher: &CredentialWatcher,
+) -> anyhow::Result<Arc<BasicAuth>> {
+    let (setting, path) = (file.setting, file.path.to_owned());
+    let (digest, first) =
+        BasicAuthUsers::load(&path).map_err(|error| match error.is_in_content() {
+            true => anyhow::Error::from(ConfigError(vec![format!("{setting}: {error}")])),
+            false => anyhow::Error::from(error).context(setting),
+        })?;
+    let live = Arc::new(BasicAuth::new(first));
+    let swapped = live.clone();
+    let load = move || {
+        let (digest, value) = BasicAuthUsers::load(&path)?;
+        Ok::<_, BasicAuthFileError>(Loaded { digest, value })
+    };
+    let apply = move |passwords| {
+        swapped.replace(passwords);
+        Ok(())
+    };
+    watcher.watch(file.what, digest, load, apply);
+    Ok(live)
 }
 
 const CERTIFICATE: &str = "https_certificate";

@@ -1,4 +1,4 @@
-//! The status page: its TLS configuration, and the state that it shows.
+//! The status page: its TLS configuration, its passwords, and the state that it shows.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use super::admin::node_list;
 use super::authority::Authority;
 use super::context::ServerContext;
-use super::serving::{CallerCa, listener_tls};
+use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
 use crate::admin::page::{self, PageSources};
 
 /// Starts the status page if it is on. `certificates` are those of the HTTPS listener.
@@ -26,9 +26,20 @@ pub(super) fn start(
     let callers = settings.client_ca.as_deref().map(|path| CallerCa {
         what: "status_client_ca",
         path,
-        is_required: true,
+        is_required: settings.auth.is_none(),
     });
-    let tls = callers.map(|callers| listener_tls(certificates, Some(callers), &context.watcher));
+    let watcher = &context.watcher;
+    let tls = settings
+        .has_tls
+        .then(|| listener_tls(certificates, callers, watcher));
+    let passwords = settings.auth.as_deref().map(|path| {
+        let file = PasswordFile {
+            what: "status_auth",
+            setting: "--status-auth",
+            path,
+        };
+        passwords(&file, watcher)
+    });
     let sources = PageSources {
         nodes: node_list(authority, context),
         registry: context.registry.clone(),
@@ -36,6 +47,7 @@ pub(super) fn start(
         readiness: context.readiness.clone(),
         recent: recent.clone(),
         tls: tls.transpose()?,
+        passwords: passwords.transpose()?,
     };
     page::start(sources, listener, &context.shutdown);
     Ok(())

@@ -39,10 +39,15 @@ tunnel_proto::layered! {
         pub meta_listen: Option<String>,
         /// Status page: nodes with their last requests, other servers and conditions, as HTML or
         /// JSON; read-only. On a loopback address over HTTP, on another one over HTTPS for callers
-        /// with a certificate of --client-ca, which is then required. "off" disables it [default:
-        /// off]
+        /// with a certificate of --client-ca or a password of --status-auth. "off" disables it
+        /// [default: off]
         #[arg(long, value_name = "ADDR", env = "TUNNEL_SERVER_STATUS_LISTEN", help_heading = "Listeners")]
         pub status_listen: Option<String>,
+        /// File with a line NAME:PASSWORD for each caller of --status-listen that presents no
+        /// certificate, in the form of --connect-auth; read again every few seconds and on SIGHUP. A
+        /// page on a loopback address asks for passwords too, over HTTP [default: none]
+        #[arg(long, value_name = "FILE", env = "TUNNEL_SERVER_STATUS_AUTH", help_heading = "Listeners")]
+        pub status_auth: Option<String>,
         /// Metrics with a series for each node: on, off, or auto, which is on up to 2,000 nodes
         /// [default: auto]
         #[arg(long, value_name = "MODE", env = "TUNNEL_SERVER_METRICS_PER_NODE", help_heading = "Process")]

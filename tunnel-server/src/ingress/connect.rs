@@ -7,6 +7,7 @@
 //! `proxy_url` sends CONNECT for https targets, and the whole URL for http targets. TLS inside a
 //! tunnel is between the caller and the target.
 
+use http::header::PROXY_AUTHORIZATION;
 use http::{Request, Response};
 use hyper::body::Incoming;
 use tunnel_proto::process::conn_limiter::source;
@@ -48,7 +49,12 @@ impl ConnectProxy {
             return Ok(caller.identity.clone());
         };
         let source = source(caller.peer.source());
-        let admitted = passwords.authenticate(request.headers(), source, &caller.credentials);
+        let admitted = passwords.authenticate(
+            PROXY_AUTHORIZATION,
+            request.headers(),
+            source,
+            &caller.credentials,
+        );
         caller.ingress.metrics.password(match admitted {
             Ok(_) => "right",
             Err(BasicAuthError::Missing) => "missing",

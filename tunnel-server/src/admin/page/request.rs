@@ -3,10 +3,10 @@
 
 use std::net::IpAddr;
 
-use http::header::{ACCEPT, HOST};
+use http::header::{ACCEPT, ALLOW, HOST, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::request::Parts;
 use http::uri::Authority;
-use http::{Method, StatusCode};
+use http::{HeaderName, HeaderValue, Method, StatusCode};
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::wire::name::NodeName;
 
@@ -17,6 +17,8 @@ pub(super) enum PageAccess {
     Loopback,
     /// With the certificate of a caller.
     Certificate,
+    /// Over TLS without a certificate: each request has a name and a password.
+    Password,
     /// With a certificate that is none of a caller.
     NoCaller(CallerError),
 }
@@ -63,6 +65,11 @@ pub(super) enum PageRefusal {
     Host,
     #[error("{0}")]
     Caller(CallerError),
+    #[error("send a name and password of --status-auth")]
+    Password,
+    /// Number of seconds until the next attempt is checked.
+    #[error("too many wrong passwords from this address; retry in {0} s")]
+    Throttled(u64),
     #[error("not found; use /, /node/NAME, /servers or /conditions")]
     NotFound,
     #[error("no node has this name")]
@@ -83,9 +90,28 @@ impl PageRefusal {
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
             Self::Host => StatusCode::MISDIRECTED_REQUEST,
             Self::Caller(_) => StatusCode::FORBIDDEN,
+            Self::Password => StatusCode::UNAUTHORIZED,
+            Self::Throttled(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::NotFound | Self::UnknownNode => StatusCode::NOT_FOUND,
             Self::Parameter | Self::PageNumber | Self::Search => StatusCode::BAD_REQUEST,
             Self::Render => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+
+    /// Returns the header field that the status requires.
+    pub(super) fn header(&self) -> Option<(HeaderName, HeaderValue)> {
+        match self {
+            Self::Method => Some((ALLOW, HeaderValue::from_static("GET, HEAD"))),
+            Self::Password => Some((WWW_AUTHENTICATE, HeaderValue::from_static(CHALLENGE))),
+            Self::Throttled(seconds) => Some((RETRY_AFTER, HeaderValue::from(*seconds))),
+            Self::Host
+            | Self::Caller(_)
+            | Self::NotFound
+            | Self::UnknownNode
+            | Self::Parameter
+            | Self::PageNumber
+            | Self::Search
+            | Self::Render => None,
         }
     }
 }
@@ -99,7 +125,7 @@ impl PageRequest {
         match access {
             PageAccess::Loopback if !is_local(head) => return Err(PageRefusal::Host),
             PageAccess::NoCaller(error) => return Err(PageRefusal::Caller(error)),
-            PageAccess::Loopback | PageAccess::Certificate => {}
+            PageAccess::Loopback | PageAccess::Certificate | PageAccess::Password => {}
         }
         if head.method != Method::GET && head.method != Method::HEAD {
             return Err(PageRefusal::Method);
@@ -178,6 +204,8 @@ fn is_local(head: &Parts) -> bool {
     })
 }
 
+/// Browsers then ask for a name and a password (RFC 7617, section 2).
+const CHALLENGE: &str = "Basic realm=\"tunnel-server\", charset=\"UTF-8\"";
 /// Maximum length of a node's name (RFC 1035, section 2.3.4).
 const SEARCH_MAX_BYTES: usize = 253;
 

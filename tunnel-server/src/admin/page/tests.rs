@@ -123,10 +123,14 @@ async fn conditions_servers_and_refusals_have_the_same_policy() {
     }
     let request = Request::post("/").body(()).unwrap();
     let (head, ()) = request.into_parts();
-    let refused = answer(&page, head, PageAccess::Certificate).await;
+    let refused = answer(&page, head, &caller(PageAccess::Certificate)).await;
     assert_eq!(refused.status(), StatusCode::METHOD_NOT_ALLOWED);
-    assert_eq!(refused.headers()[ALLOW], "GET, HEAD");
+    assert_eq!(refused.headers()[http::header::ALLOW], "GET, HEAD");
     assert_eq!(refused.headers()[CONTENT_SECURITY_POLICY], POLICY);
+}
+
+fn caller(access: PageAccess) -> PageCaller {
+    PageCaller::new(access, "192.0.2.1:1".parse().unwrap())
 }
 
 struct Reply {
@@ -138,7 +142,7 @@ struct Reply {
 async fn get(page: &Arc<StatusPage>, target: &str, accept: &str) -> Reply {
     let request = Request::get(target).header("accept", accept);
     let (head, ()) = request.body(()).unwrap().into_parts();
-    let response = answer(page, head, PageAccess::Loopback).await;
+    let response = answer(page, head, &caller(PageAccess::Loopback)).await;
     assert_eq!(response.headers()[CONTENT_SECURITY_POLICY], POLICY);
     let content_type = response.headers()[CONTENT_TYPE].to_str().unwrap();
     let content_type = content_type.to_owned();
@@ -160,6 +164,7 @@ fn page(bench: &Bench, nodes: Vec<NodeStatus>) -> Arc<StatusPage> {
         readiness: Readiness::default(),
         recent: Arc::new(RecentRequests::new(RecentRequestLimits::default())),
         tls: None,
+        passwords: None,
     }))
 }
 

@@ -10,8 +10,7 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use base64::prelude::{BASE64_STANDARD, Engine as _};
-use http::HeaderMap;
-use http::header::PROXY_AUTHORIZATION;
+use http::{HeaderMap, HeaderName};
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use tunnel_proto::identity::sha256;
@@ -20,7 +19,7 @@ use zeroize::Zeroizing;
 
 use super::throttle::{AttemptResult, NameDigest, PasswordThrottle};
 
-/// The entries of the file of `--connect-auth`. A user can have several entries, for a change of
+/// The entries of the file of `--connect-auth` or `--status-auth`. A user can have several entries, for a change of
 /// its password.
 #[derive(Clone)]
 pub struct BasicAuthUsers(Vec<Entry>);
@@ -128,7 +127,7 @@ impl BasicAuthUsers {
 
 /// The user name and the credentials of a request, as digests.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(in crate::ingress) struct Credentials {
+pub(crate) struct Credentials {
     name: NameDigest,
     digest: [u8; 32],
 }
@@ -140,10 +139,10 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// Returns the credentials of a request. Returns `None` if there is more than one field, or if
-    /// the field has another scheme or is not valid base64.
-    fn of(headers: &HeaderMap) -> Option<Self> {
-        let mut values = headers.get_all(PROXY_AUTHORIZATION).iter();
+    /// Returns the credentials in a field of a request. Returns `None` if the field occurs more than
+    /// once, has another scheme or is not valid base64.
+    fn of(headers: &HeaderMap, field: HeaderName) -> Option<Self> {
+        let mut values = headers.get_all(field).iter();
         let (Some(value), None) = (values.next(), values.next()) else {
             return None;
         };
@@ -163,7 +162,7 @@ impl Credentials {
 
 /// Reason why a request is not authenticated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum BasicAuthError {
+pub(crate) enum BasicAuthError {
     Missing,
     Wrong,
     /// Too many attempts were wrong. The next attempt is checked after this time.
@@ -190,16 +189,17 @@ impl BasicAuth {
         self.passwords.store(Arc::new(passwords));
     }
 
-    /// Returns the user of a request from `source`. `shown` contains the last credentials that were
+    /// Returns the user of a request from `source`, whose credentials are in `field`. `shown` contains the last credentials that were
     /// accepted on the request's connection. These credentials are never throttled, because an
     /// attacker that guesses passwords of this user is not on that connection.
-    pub(super) fn authenticate(
+    pub(crate) fn authenticate(
         &self,
+        field: HeaderName,
         headers: &HeaderMap,
         source: IpAddr,
         shown: &Mutex<Option<Credentials>>,
     ) -> Result<Arc<str>, BasicAuthError> {
-        let credentials = Credentials::of(headers).ok_or(BasicAuthError::Missing)?;
+        let credentials = Credentials::of(headers, field).ok_or(BasicAuthError::Missing)?;
         let passwords = self.passwords.load();
         let mut shown = shown.lock();
         if *shown == Some(credentials)
@@ -233,13 +233,15 @@ const PASSWORD_MIN_CHARS: usize = 16;
 #[cfg(test)]
 mod tests {
     use http::HeaderValue;
+    use http::header::PROXY_AUTHORIZATION;
 
     use super::*;
 
     fn user(passwords: &BasicAuthUsers, value: &str) -> Option<String> {
         let mut headers = HeaderMap::new();
         headers.insert(PROXY_AUTHORIZATION, HeaderValue::from_str(value).unwrap());
-        let user = Credentials::of(&headers).and_then(|shown| passwords.user(&shown));
+        let user =
+            Credentials::of(&headers, PROXY_AUTHORIZATION).and_then(|shown| passwords.user(&shown));
         user.map(|user| user.to_string())
     }
 
@@ -268,7 +270,7 @@ mod tests {
             let value = HeaderValue::from_str(&basic(other)).unwrap();
             twice.append(PROXY_AUTHORIZATION, value);
         }
-        assert!(Credentials::of(&twice).is_none());
+        assert!(Credentials::of(&twice, PROXY_AUTHORIZATION).is_none());
         let shown = format!("{passwords:?}");
         assert!(!shown.contains("old") && !shown.contains("new"), "{shown}");
     }
@@ -306,7 +308,7 @@ mod tests {
             let mut headers = HeaderMap::new();
             let value = format!("Basic {}", BASE64_STANDARD.encode(pair));
             headers.insert(PROXY_AUTHORIZATION, value.parse().unwrap());
-            live.authenticate(&headers, site, shown)
+            live.authenticate(PROXY_AUTHORIZATION, &headers, site, shown)
                 .map(|user| user.to_string())
         };
         let (right, other) = ("prometheus:0123456789abcdef", "other:fedcba9876543210");
