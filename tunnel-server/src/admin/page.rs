@@ -32,7 +32,7 @@ use tunnel_proto::process::serve_bounded::serve_bounded;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::name::NodeName;
 
-use crate::admin::status::{NodeList, NodeStatus};
+use crate::admin::status::{NodeList, NodeStatus, NodeTotals};
 use crate::ingress::client_auth::ListenerTls;
 use crate::ingress::connect::basic_auth::{BasicAuth, BasicAuthError, Credentials};
 use crate::ingress::recent_requests::RecentRequests;
@@ -48,7 +48,7 @@ mod visible;
 
 use facts::{
     ConditionFacts, ConditionsDocument, Document, NodeDocument, NodeFacts, NodesDocument,
-    SCHEMA_VERSION, ServersDocument,
+    SCHEMA_VERSION, ServersDocument, TotalFacts,
 };
 use html::PageHead;
 use request::{Format, NodesQuery, PageAccess, PageRefusal, PageRequest, View};
@@ -252,6 +252,11 @@ impl StatusPage {
             page: page.page,
             pages: page.pages,
             nodes: page.nodes.iter().map(|node| self.facts(node)).collect(),
+            totals: TotalFacts {
+                nodes: NodeTotals::of(&nodes),
+                streams: nodes.iter().map(|node| node.streams).sum(),
+                throughput: self.throughput.total(),
+            },
         }
     }
 

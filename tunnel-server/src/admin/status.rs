@@ -15,8 +15,10 @@ use crate::routing::registry::{AgentSession, LastClose, Registry};
 use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::store::data_dir::rfc3339;
 
+mod totals;
 mod version_skew;
 
+pub use totals::NodeTotals;
 pub use version_skew::VersionSkew;
 
 /// Lists the nodes with their status.

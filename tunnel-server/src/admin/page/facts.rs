@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::request::NodesQuery;
 use super::throughput::Throughput;
-use crate::admin::status::NodeStatus;
+use crate::admin::status::{NodeStatus, NodeTotals};
 use crate::ingress::recent_requests::RecentRequest;
 use crate::routing::peers::{PeerState, PeerStatus};
 use crate::store::data_dir::rfc3339;
@@ -33,6 +33,17 @@ pub(super) struct NodesDocument {
     pub(super) page: usize,
     pub(super) pages: usize,
     pub(super) nodes: Vec<NodeFacts>,
+    /// Totals of all nodes, whatever the search.
+    pub(super) totals: TotalFacts,
+}
+
+/// Totals of all nodes, with the streams and the throughput of the sessions with this server.
+#[derive(Debug, Serialize)]
+pub(super) struct TotalFacts {
+    #[serde(flatten)]
+    pub(super) nodes: NodeTotals,
+    pub(super) streams: u64,
+    pub(super) throughput: Throughput,
 }
 
 /// One node with its last requests.

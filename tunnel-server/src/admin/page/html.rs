@@ -8,7 +8,7 @@ use tunnel_proto::wire::name::NodeName;
 
 use super::facts::{
     ConditionsDocument, Document, NodeDocument, NodeFacts, NodesDocument, RequestFacts,
-    ServersDocument,
+    ServersDocument, TotalFacts,
 };
 use super::visible::VisibleText;
 use crate::admin::status::NodeStatus;
@@ -62,6 +62,7 @@ struct NodesHtml<'a> {
     head: PageHead,
     document: &'a NodesDocument,
     search: VisibleText,
+    totals: String,
     rows: Vec<NodeRow>,
     /// Links to the pages around this one; empty where there is none.
     previous: String,
@@ -80,6 +81,7 @@ impl<'a> NodesHtml<'a> {
         Self {
             head,
             search: VisibleText::new(&document.search),
+            totals: totals(&document.totals),
             rows: document.nodes.iter().map(NodeRow::new).collect(),
             previous: if page > 1 {
                 link(page - 1)
@@ -272,6 +274,18 @@ fn state(status: &NodeStatus) -> &'static str {
         None if status.is_edge => "away",
         None => "not-edge",
     }
+}
+
+/// Returns the totals of all nodes in one line.
+fn totals(totals: &TotalFacts) -> String {
+    let throughput = totals.throughput;
+    format!(
+        "{}; streams: {}; last minute: in {}, out {}",
+        totals.nodes,
+        totals.streams,
+        rate(throughput.bytes_in_per_second),
+        rate(throughput.bytes_out_per_second)
+    )
 }
 
 /// Returns the failed requests by code, as in `no_agent 3, cut 1`.

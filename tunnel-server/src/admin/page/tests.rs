@@ -43,6 +43,9 @@ async fn page_of_twenty_thousand_hostile_names_is_text_and_takes_less_than_200_m
     assert!(fastest < Duration::from_millis(200), "{fastest:?}");
     check_html(&shown);
     assert!(shown.contains("20000 nodes, page 100 of 100"), "{shown}");
+    let totals = "<p>total: 20000; connected: 0 (suspect: 0); away: 20000 (revoked: 0); streams: 0; \
+                  last minute: in 0 B/s, out 0 B/s</p>";
+    assert!(shown.contains(totals), "{shown}");
     let is_escaped = ["&lt;script&gt;", "&#60;script&#62;"];
     assert!(
         is_escaped.iter().any(|text| shown.contains(text)),
@@ -101,6 +104,8 @@ async fn page_of_a_node_has_its_last_requests_as_html_and_as_json() {
     let list: serde_json::Value = serde_json::from_str(&list).unwrap();
     assert_eq!(list["nodes"][0]["node"], node().as_str());
     assert_eq!(list["matching"], 1);
+    assert_eq!(list["totals"]["nodes"], 1);
+    assert_eq!(list["totals"]["throughput"]["bytesInPerSecond"], 0);
 }
 
 #[tokio::test]

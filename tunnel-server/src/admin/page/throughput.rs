@@ -80,10 +80,18 @@ impl ThroughputSampler {
             .collect();
     }
 
+    /// Returns the throughput of all sessions with this server.
+    pub(super) fn total(&self) -> Throughput {
+        self.of_sessions(&self.registry.all()).unwrap_or_default()
+    }
+
     /// Returns the throughput of all sessions of a node, or `None` without a session.
     pub(super) fn of_node(&self, node: &NodeName) -> Option<Throughput> {
+        self.of_sessions(&self.registry.of_node(node))
+    }
+
+    fn of_sessions(&self, sessions: &[Arc<AgentSession>]) -> Option<Throughput> {
         let now = Instant::now();
-        let sessions = self.registry.of_node(node);
         let samples = self.samples.lock();
         let of_session = |session: &Arc<AgentSession>| {
             let own = samples.get(&session.id);

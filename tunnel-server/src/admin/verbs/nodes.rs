@@ -2,7 +2,6 @@
 //! a node.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::io;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
@@ -16,7 +15,7 @@ use super::{
     NodesArgs, NodesOutput, NodesVerb, OutputFormat, VerbError, VerbOutput, json,
     require_standalone, write_all,
 };
-use crate::admin::status::{CONFLICTS_MAX, NodeStatus};
+use crate::admin::status::{CONFLICTS_MAX, NodeStatus, NodeTotals};
 use crate::admin::{self, AdminClient, RevocationInfo};
 use crate::ca::revocation::Revocations;
 use crate::ca::tokens::TokenStore;
@@ -51,7 +50,7 @@ impl NodesArgs {
                 return Err(VerbError::NotReady(text));
             };
             let nodes = self.listed(&server).await?;
-            let totals = Totals::of(&nodes);
+            let totals = NodeTotals::of(&nodes);
             let changed = watch.observe(nodes);
             if changed.is_empty() && !is_first {
                 continue;
@@ -95,7 +94,7 @@ impl NodesArgs {
             }
         };
         Ok(VerbOutput {
-            out: self.format(&nodes, Totals::of(&nodes), SystemTime::now())?,
+            out: self.format(&nodes, NodeTotals::of(&nodes), SystemTime::now())?,
             err: if is_running {
                 String::new()
             } else {
@@ -139,7 +138,7 @@ impl NodesArgs {
     fn format(
         &self,
         nodes: &[NodeStatus],
-        totals: Totals,
+        totals: NodeTotals,
         now: SystemTime,
     ) -> Result<String, VerbError> {
         Ok(match self.output {
@@ -216,46 +215,8 @@ struct RevocationListDocument<'a> {
 struct NodeListDocument<'a> {
     /// Raised when a field is removed or changes its meaning.
     schema_version: u32,
-    totals: Totals,
+    totals: NodeTotals,
     nodes: &'a [NodeStatus],
-}
-
-/// Numbers of listed nodes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Totals {
-    nodes: usize,
-    /// Nodes with an agent, suspect ones included.
-    connected: usize,
-    suspect: usize,
-    away: usize,
-    /// Nodes that are away and revoked.
-    revoked: usize,
-}
-
-impl Totals {
-    fn of(nodes: &[NodeStatus]) -> Self {
-        let count = |is_counted: fn(&NodeStatus) -> bool| {
-            nodes.iter().filter(|node| is_counted(node)).count()
-        };
-        Self {
-            nodes: nodes.len(),
-            connected: count(|node| node.connected),
-            suspect: count(|node| node.state.as_deref() == Some("suspect")),
-            away: count(|node| !node.connected),
-            revoked: count(NodeStatus::is_revoked),
-        }
-    }
-}
-
-impl fmt::Display for Totals {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            formatter,
-            "total: {}; connected: {} (suspect: {}); away: {} (revoked: {})",
-            self.nodes, self.connected, self.suspect, self.away, self.revoked
-        )
-    }
 }
 
 async fn revoke(
@@ -419,7 +380,7 @@ mod tests {
             status("worker-2", true, Some("suspect")),
             status("worker-3", false, None),
         ])?;
-        args.format(&nodes, Totals::of(&nodes), SystemTime::UNIX_EPOCH)
+        args.format(&nodes, NodeTotals::of(&nodes), SystemTime::UNIX_EPOCH)
     }
 
     #[test]
