@@ -37,7 +37,7 @@ mod targets;
 
 pub use capacity::{Capacity, DescriptorUses};
 pub use certificates::{ClientAuth, CredentialFiles, HttpsCertificate};
-pub use cloud::{CloudNodes, CloudTargetSettings};
+pub use cloud::{APISERVER_TARGET, CloudNodes, CloudTargetSettings};
 pub use connect::{ConnectSettings, UnixListenerSettings};
 pub use kubernetes::{
     AgentTokens, EDGE_LABEL, Environment, KubeletClientCa, KubernetesSettings, ObjectNames,

@@ -20,6 +20,7 @@ mod listeners;
 mod loop_detection;
 mod names;
 mod pattern;
+mod response_time;
 mod server;
 mod tcp;
 mod udp;
@@ -30,6 +31,7 @@ pub use listeners::{Dns, DnsInputs, DnsSockets, restore};
 pub use loop_detection::LoopError;
 pub use names::{NameResolution, Names};
 pub use pattern::{NamePattern, NamePatternError};
+pub(crate) use response_time::response_times;
 pub use server::DnsMetrics;
 pub use udp::DnsSocket;
 

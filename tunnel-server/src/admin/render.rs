@@ -24,6 +24,8 @@ pub use values::{
     ServerAddressError, UpstreamResolver,
 };
 
+pub(in crate::admin) use values::shell;
+
 use check::Format;
 use output::{finish, write_or_print};
 

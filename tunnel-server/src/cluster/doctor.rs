@@ -16,17 +16,26 @@ use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
 use super::client::connect;
 use super::nodes::{AliasOwners, AliasRules, FactMap, NodeObject, NodeSet, NodeStore};
-use super::objects::{RECORDS_KEY, SERVICE_NAME_LABEL};
+use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, RECORDS_KEY, SERVICE_NAME_LABEL};
 use super::service::{self, ListenerPorts};
 use super::state::{ClusterState, Derived, LocalFacts};
 use super::watches::Observed;
 use crate::config::{Config, KubernetesSettings, ObjectNames};
 
+mod addons;
 mod control_plane;
+mod monitors;
 mod reader;
 mod rights;
 
+pub(crate) use addons::AddonFacts;
+use addons::{AddonObjects, SYSTEM_PODS};
+#[cfg(test)]
+pub(crate) use addons::{ClusterDnsFacts, RecordsMount, ServerWorkload};
 pub(crate) use control_plane::ApiServerFacts;
+#[cfg(test)]
+pub(crate) use monitors::{AddressRule, MonitorKind};
+pub(crate) use monitors::{EndpointFacts, MonitorFacts};
 pub(crate) use reader::Fact;
 use reader::Reader;
 
@@ -44,6 +53,7 @@ pub(crate) struct ClusterObjects {
     denied: Fact<Vec<String>>,
     apiserver_pods: Fact<Vec<Value>>,
     coredns_map: Fact<Option<ConfigMap>>,
+    addons: AddonObjects,
 }
 
 /// What the checks need to know about the cluster.
@@ -70,6 +80,7 @@ pub(crate) struct ClusterFacts {
     pub(crate) apiservers: Fact<Vec<ApiServerFacts>>,
     /// The configuration of CoreDNS. `None` if the ConfigMap does not exist.
     pub(crate) corefile: Fact<Option<String>>,
+    pub(crate) addons: AddonFacts,
 }
 
 /// The Nodes of the cluster.
@@ -87,6 +98,8 @@ pub(crate) struct ReportedNode {
     pub(crate) hostname: Option<String>,
     pub(crate) internal: Vec<IpAddr>,
     pub(crate) is_edge: bool,
+    /// Port of the kubelet, if the Node says so.
+    pub(crate) kubelet_port: Option<u16>,
 }
 
 /// The Service of the listeners.
@@ -114,6 +127,8 @@ pub(crate) struct PortListsFacts {
     pub(crate) mistakes: Vec<String>,
     /// Ports in the lists of both http and https.
     pub(crate) in_both: Vec<u16>,
+    /// The lists of http and https without mistakes and without ports in both, by key.
+    pub(crate) corrected: BTreeMap<&'static str, String>,
 }
 
 impl ClusterObjects {
@@ -132,12 +147,13 @@ impl ClusterObjects {
         let records_map = format!("{core}/configmaps/{}", names.nodes_config_map);
         let ports_map = format!("{core}/configmaps/{}", names.ports_config_map);
         let needed = rights::needed(config, settings, &namespace);
-        let (clock_ahead, nodes, services, service, endpoint_slices) = tokio::join!(
+        let (clock_ahead, nodes, services, service, endpoint_slices, addons) = tokio::join!(
             Box::pin(reader.clock_ahead()),
             Box::pin(reader.list("/api/v1/nodes", "")),
             Box::pin(reader.list("/api/v1/services", "")),
             Box::pin(reader.get(&service)),
             Box::pin(reader.list(&slices, &of_service)),
+            Box::pin(AddonObjects::read(&reader, &namespace)),
         );
         // An API server that does not answer costs each group one limit.
         let (records_map, ports_map, denied, apiserver_pods, coredns_map) = tokio::join!(
@@ -159,6 +175,7 @@ impl ClusterObjects {
             denied,
             apiserver_pods,
             coredns_map,
+            addons,
         })
     }
 
@@ -184,7 +201,7 @@ impl ClusterObjects {
         let has_agent = |node: &NodeName| settings.edge_by_agent && has_agent(node);
         let derived = state.derive(&local_facts, has_agent);
         let port_lists = (self.ports_map.as_ref())
-            .map(|map| map.as_ref().map(|_map| port_lists(&derived)))
+            .map(|map| map.as_ref().map(|map| port_lists(&derived, map)))
             .map_err(Clone::clone);
         let expected = expected_ports(config, self.ports_map.is_ok().then_some(&derived));
         ClusterFacts {
@@ -201,6 +218,7 @@ impl ClusterObjects {
             apiservers: (self.apiserver_pods)
                 .map(|pods| pods.iter().filter_map(ApiServerFacts::of_pod).collect()),
             corefile: self.coredns_map.map(|map| value_of(map?, COREFILE_KEY)),
+            addons: self.addons.facts(&settings.names.nodes_config_map),
         }
     }
 }
@@ -240,6 +258,7 @@ fn reported(set: &NodeSet) -> NodesFacts {
         hostname: facts.hostname.map(String::from),
         internal: facts.internal,
         is_edge: facts.is_edge,
+        kubelet_port: facts.kubelet_port,
     });
     NodesFacts {
         nodes: nodes.collect(),
@@ -324,19 +343,38 @@ fn value_of(map: ConfigMap, key: &str) -> Option<String> {
     map.data?.remove(key)
 }
 
-fn port_lists(derived: &Derived) -> PortListsFacts {
+fn port_lists(derived: &Derived, map: &ConfigMap) -> PortListsFacts {
     let (http, https) = (&derived.policy.http, &derived.policy.https);
     let in_both = http.ports().filter(|port| https.contains(*port));
     PortListsFacts {
         mistakes: derived.mistakes.clone(),
         in_both: in_both.map(|port| port.get()).collect(),
+        corrected: corrected_lists(map),
     }
+}
+
+/// Returns the lists of http and https with the ports that count.
+fn corrected_lists(map: &ConfigMap) -> BTreeMap<&'static str, String> {
+    let ports = |key: &str| -> Vec<u16> {
+        let text = map.data.as_ref().and_then(|data| data.get(key));
+        let entries = text.into_iter().flat_map(|text| text.split(','));
+        let ports = entries.filter_map(|entry| entry.trim().parse().ok());
+        ports.filter(|port| *port > 0).collect()
+    };
+    let (mut http, https) = (ports(HTTP_PORTS_KEY), ports(HTTPS_PORTS_KEY));
+    http.retain(|port| !https.contains(port));
+    let join = |ports: &[u16]| {
+        let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
+        ports.join(", ")
+    };
+    BTreeMap::from([
+        (HTTP_PORTS_KEY, join(&http)),
+        (HTTPS_PORTS_KEY, join(&https)),
+    ])
 }
 
 const NO_CLUSTER: &str = "no cluster is configured; give --kubeconfig FILE";
 const NO_RECORDS: &str = "there are no records without an address of the Service and a Node";
-/// Pods of the control plane. A static Pod has a mirror Pod here.
-const SYSTEM_PODS: &str = "/api/v1/namespaces/kube-system/pods";
 /// Label of kubeadm's Pods of kube-apiserver.
 const APISERVER_LABEL: &str = "component=kube-apiserver";
 const COREDNS_MAP: &str = "/api/v1/namespaces/kube-system/configmaps/coredns";

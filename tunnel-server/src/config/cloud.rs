@@ -75,7 +75,7 @@ fn apiserver(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<CloudTargetSe
         return None;
     }
     Some(CloudTargetSettings {
-        name: errors.ok_or_record(APISERVER, "apiserver".parse())?,
+        name: errors.ok_or_record(APISERVER, APISERVER_TARGET.parse())?,
         addresses: errors.parse_list(APISERVER, texts, |text| match text {
             IN_CLUSTER => in_cluster_address(),
             text => address(text),
@@ -191,6 +191,8 @@ fn address(text: &str) -> Result<String, String> {
 }
 
 const APISERVER: &str = "--cloud-apiserver";
+/// Name of the target of `--cloud-apiserver`.
+pub const APISERVER_TARGET: &str = "apiserver";
 /// Entry of `nodes` for all nodes.
 const ALL_NODES: &str = "*";
 

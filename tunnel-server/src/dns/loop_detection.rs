@@ -137,7 +137,7 @@ fn probe_names(names: &Names) -> Vec<(SocketAddr, Name)> {
         .collect()
 }
 
-fn question(name: Name) -> Message {
+pub(super) fn question(name: Name) -> Message {
     let mut message = Message::query();
     message.metadata.recursion_desired = true;
     message.add_query(Query::query(name, RecordType::TXT));

@@ -4,13 +4,16 @@ use std::time::{Duration, SystemTime};
 
 use tunnel_proto::process::doctor::{Explanation, Report, Severity};
 
-use super::facts::{Facts, ServerAnswer};
+use super::facts::{Facts, Link, ServerAnswer};
 use super::report::{self, Fault};
+use crate::admin::render::shell;
 use crate::admin::status::{NodeStatus, VersionSkew};
 use crate::cluster::doctor::Fact;
 
+mod addons;
 mod cluster;
 mod control_plane;
+mod dialed;
 
 /// A check: the faults, or the reason why it cannot be done.
 type Check = fn(&Facts) -> Fact<Vec<Fault>>;
@@ -19,14 +22,24 @@ const CHECKS: &[(&Explanation, Check)] = &[
     (&report::D01, control_plane::kubelet_path),
     (&report::D02, control_plane::resolver),
     (&report::D03, control_plane::kubelet_ca),
+    (&report::D03, dialed::kubelet_certificates),
     (&report::D04, cluster::service),
     (&report::D05, cluster::records),
     (&report::D06, control_plane::corefile),
+    (&report::D06, addons::records_mounts),
     (&report::D07, cluster::port_lists),
     (&report::D08, cluster::node_names),
     (&report::D09, agents),
+    (&report::D09, dialed::kubelets),
     (&report::D09, server),
+    (&report::D10, addons::dns_endpoints),
     (&report::D11, cluster::rights),
+    (&report::D12, addons::monitors),
+    (&report::D13, dialed::agent_port),
+    (&report::D14, dialed::pod_resolver),
+    (&report::D14, dialed::upstreams),
+    (&report::D15, addons::yurthub),
+    (&report::D16, dialed::edge_apiserver),
     (&report::D17, servers),
     (&report::D18, host),
     (&report::D18, clock),
@@ -235,6 +248,7 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
             Err(reason) => unknown.push(reason.clone()),
         }
     }
+    faults.extend(small_links(&facts.host.links));
     match &facts.host.descriptors {
         Ok(files) if *files < DESCRIPTORS_MIN => faults.push(Fault {
             severity: Severity::Warning,
@@ -264,6 +278,20 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
         return Err(unknown.join("; "));
     }
     Ok(faults)
+}
+
+/// Returns the faults of interfaces over which QUIC does not connect.
+fn small_links(links: &[Link]) -> impl Iterator<Item = Fault> {
+    let small = links.iter().filter(|link| link.mtu < MTU_MIN_BYTES);
+    small.map(|link| Fault {
+        severity: Severity::Warning,
+        place: format!("interface {}", link.name),
+        what: format!(
+            "packets of at most {} bytes; agents behind it use h2, and not QUIC",
+            link.mtu
+        ),
+        fix: format!("ip link set dev {} mtu {MTU_MIN_BYTES}", shell(&link.name)),
+    })
 }
 
 /// D18: the clock of this host against the API server's.
@@ -308,6 +336,9 @@ const OF_OTHER_CHECKS: &[&str] = &[
 const RTT_MAX_MILLIS: u64 = 1000;
 /// UDP buffer with which QUIC fills a link of 500 Mbit/s over 120 ms.
 const BUFFER_MIN_BYTES: u64 = 7_500_000;
+/// Packet of IPv6 that every link passes (RFC 8200, section 5). QUIC's packets have at least 1,200
+/// bytes of payload (RFC 9000, section 14).
+const MTU_MIN_BYTES: u32 = 1280;
 /// Open files for some ten thousand callers.
 const DESCRIPTORS_MIN: u64 = 65_536;
 /// Certificates are valid from some minutes before their issue; leases and records are compared in

@@ -8,17 +8,22 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use tokio::net::UnixStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tunnel_proto::process::doctor::Severity;
 use tunnel_proto::process::{disk, meta};
 use tunnel_proto::wire::name::NodeName;
 
+use self::dialed::DialedFacts;
+use self::kubelets::KubeletProbe;
 use super::report::Fault;
 use crate::admin::status::NodeStatus;
 use crate::admin::{AdminClient, AdminError};
 use crate::cluster::doctor::{ClusterFacts, ClusterObjects, Fact};
 use crate::config::Config;
 use crate::store::data_dir::DataDir;
+
+pub(super) mod dialed;
+pub(super) mod kubelets;
 
 /// The facts for all checks.
 pub(super) struct Facts {
@@ -29,6 +34,9 @@ pub(super) struct Facts {
     pub(super) readiness: Fact<Vec<String>>,
     pub(super) host: HostFacts,
     pub(super) cluster: Fact<ClusterFacts>,
+    /// Connections to kubelets of connected edge nodes.
+    pub(super) kubelets: Fact<Vec<KubeletProbe>>,
+    pub(super) dialed: DialedFacts,
     /// Remaining validity of a certificate below which its renewal is overdue.
     pub(super) renewal_margin: Duration,
     pub(super) now: SystemTime,
@@ -49,6 +57,8 @@ pub(super) enum ServerAnswer {
 /// Facts about this host.
 pub(super) struct HostFacts {
     pub(super) buffers: Vec<UdpBuffer>,
+    /// Largest packets of the network interfaces.
+    pub(super) links: Vec<Link>,
     /// Maximum number of open files of the server.
     pub(super) descriptors: Fact<u64>,
     /// Why the data directory cannot be written.
@@ -62,20 +72,32 @@ pub(super) struct UdpBuffer {
     pub(super) bytes: Fact<u64>,
 }
 
+/// A network interface other than loopback.
+pub(super) struct Link {
+    pub(super) name: String,
+    /// Maximum size of a packet in bytes.
+    pub(super) mtu: u32,
+}
+
 /// Gathers the facts within `limit`.
 pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Duration) -> Facts {
     // The report is printed within the limit too.
     let limit = limit.saturating_sub(RESERVE).max(limit / 2);
-    let (server, readiness, host, objects) = tokio::join!(
+    let end = Instant::now() + limit;
+    let (server, readiness, host, dialed, objects) = tokio::join!(
         Box::pin(server(&config.data_dir, limit)),
         Box::pin(readiness(config.meta_listen, limit)),
         Box::pin(host(&config.data_dir, limit)),
+        Box::pin(DialedFacts::gather(config)),
         Box::pin(within(limit, ClusterObjects::read(config))),
     );
     let cluster = objects.and_then(|objects| {
         let settings = config.kubernetes.as_ref().ok_or(NO_ANSWER)?;
-        Ok(objects.facts(config, settings, |node| server.is_connected(node)))
+        Ok(objects.facts(config, settings, |node| server.is_connected(node.as_str())))
     });
+    let nodes = kubelets::sample(&cluster, |node| server.is_connected(node), only_nodes);
+    let left = end.saturating_duration_since(Instant::now());
+    let kubelets = within(left, Box::pin(kubelets::probe_all(config, nodes))).await;
     Facts {
         only_nodes: only_nodes.to_vec(),
         data_dir: config.data_dir.clone(),
@@ -83,6 +105,8 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
         readiness,
         host,
         cluster,
+        kubelets,
+        dialed,
         renewal_margin: (config.limits.certificate_life / 4).min(RENEWAL_MARGIN_MAX),
         now: SystemTime::now(),
     }
@@ -131,11 +155,9 @@ impl Facts {
 }
 
 impl ServerAnswer {
-    fn is_connected(&self, name: &NodeName) -> bool {
+    fn is_connected(&self, name: &str) -> bool {
         match self {
-            Self::Nodes(nodes) => nodes
-                .iter()
-                .any(|node| node.connected && node.node == name.as_str()),
+            Self::Nodes(nodes) => nodes.iter().any(|node| node.connected && node.node == name),
             Self::NotRunning | Self::NoAnswer(_) | Self::Unknown(_) => false,
         }
     }
@@ -222,6 +244,7 @@ async fn host(data_dir: &Path, limit: Duration) -> HostFacts {
     let (disk, descriptors) = tokio::join!(disk, descriptors);
     HostFacts {
         buffers: BUFFERS.map(udp_buffer).into(),
+        links: links(Path::new("/sys/class/net")),
         descriptors,
         disk,
     }
@@ -237,6 +260,18 @@ fn udp_buffer(setting: &'static str) -> UdpBuffer {
             bytes.map_err(|_error| format!("{path}: not a number"))
         }),
     }
+}
+
+/// Returns the network interfaces that can be read.
+fn links(folder: &Path) -> Vec<Link> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let links = entries.take(LINKS_MAX).filter_map(|entry| {
+        let name = entry.file_name().into_string().ok()?;
+        let mtu = fs::read_to_string(entry.path().join("mtu")).ok()?;
+        let mtu = mtu.trim().parse().ok()?;
+        (name != "lo").then_some(Link { name, mtu })
+    });
+    links.collect()
 }
 
 /// Returns the maximum number of open files of the server that answers on the admin socket.
@@ -268,6 +303,8 @@ async fn within<T>(limit: Duration, fact: impl Future<Output = Fact<T>>) -> Fact
     fact.unwrap_or_else(|_elapsed| Err(NO_ANSWER.to_owned()))
 }
 
+/// Maximum number of network interfaces that are read.
+const LINKS_MAX: usize = 256;
 const NO_ANSWER: &str = "no answer in time";
 const NO_PROCESS: &str = "the server's process is in another container";
 const BUFFERS: [&str; 2] = ["net.core.rmem_max", "net.core.wmem_max"];

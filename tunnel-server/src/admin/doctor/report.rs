@@ -44,10 +44,13 @@ pub(super) const D02: Explanation = Explanation {
 };
 pub(super) const D03: Explanation = Explanation {
     id: "D03",
-    checks: "the kubelet CA of a kube-apiserver that dials nodes by name",
-    consequence: "kube-apiserver refuses the certificate of the HTTPS listener",
+    checks: "the kubelet CA of a kube-apiserver that dials nodes by name; a TLS handshake with the \
+             kubelets of up to 16 connected edge nodes, by --target-ca if it is set",
+    consequence: "kube-apiserver or the server refuses the certificate",
     fix: "Add Culvert's CA to the file of --kubelet-certificate-authority:\n\
-          kubectl -n kube-system get configmap tunnel-ca -o jsonpath='{.data.ca\\.crt}'",
+          kubectl -n kube-system get configmap tunnel-ca -o jsonpath='{.data.ca\\.crt}'\n\
+          On the node: serverTLSBootstrap: true in the kubelet's configuration, a restart, and\n\
+          kubectl certificate approve NAME",
     link: "docs/how-to/kube-apiserver.md",
 };
 pub(super) const D04: Explanation = Explanation {
@@ -69,10 +72,11 @@ pub(super) const D05: Explanation = Explanation {
 };
 pub(super) const D06: Explanation = Explanation {
     id: "D06",
-    checks: "the Corefile of CoreDNS in kube-system: its hosts block for the records",
+    checks: "the Corefile of CoreDNS in kube-system: its hosts block for the records, and the mount \
+             of the ConfigMap of the records",
     consequence: "names that are not nodes fail, or those of nodes are resolved too late",
     fix: "kubectl -n kube-system edit configmap coredns\n\
-          Put fallthrough into the hosts block.",
+          Put fallthrough into the hosts block. Mount the ConfigMap as a directory, without subPath.",
     link: "docs/how-to/dns.md",
 };
 pub(super) const D07: Explanation = Explanation {
@@ -93,11 +97,23 @@ pub(super) const D08: Explanation = Explanation {
 pub(super) const D09: Explanation = Explanation {
     id: "D09",
     checks: "the running server and its conditions; each edge node: its agent is connected and \
-             answers, round-trip time, version, expiry of the certificate",
+             answers, round-trip time, version, expiry of the certificate; the agents of up to 16 \
+             Nodes connect to the kubelet",
     consequence: "requests for the node fail, or soon will",
     fix: "On the node: tunnel-agent status; journalctl -u tunnel-agent\n\
           On the server: tunnel-server nodes NAME -o wide",
     link: "docs/how-to/troubleshooting.md",
+};
+pub(super) const D10: Explanation = Explanation {
+    id: "D10",
+    checks: "the endpoints of Service kube-system/kube-dns: those on edge nodes are reached from \
+             other nodes unless the Service has a traffic policy",
+    consequence: "Pods ask CoreDNS on nodes that they cannot reach, and some of their names fail",
+    fix: "With CoreDNS on every node:\n\
+          kubectl -n kube-system patch service kube-dns \
+          -p '{\"spec\":{\"internalTrafficPolicy\":\"Local\"}}'\n\
+          Otherwise keep CoreDNS off edge nodes by a nodeAffinity of its workload.",
+    link: "docs/how-to/dns.md",
 };
 pub(super) const D11: Explanation = Explanation {
     id: "D11",
@@ -106,6 +122,51 @@ pub(super) const D11: Explanation = Explanation {
     consequence: "the server cannot follow the cluster, or cannot write records",
     fix: "kubectl apply -f install.yaml",
     link: "docs/reference/kubernetes.md",
+};
+pub(super) const D12: Explanation = Explanation {
+    id: "D12",
+    checks: "monitors of kubelets and node exporters of the Prometheus operator: a proxyUrl, or a \
+             rule that writes the name of the node, with a regex that leaves other targets alone",
+    consequence: "edge nodes are scraped by address past the tunnel, and are down",
+    fix: "tunnel-server render prometheus\n\
+          Add the rule to each endpoint of the monitor, with (.+) for the name of the node.",
+    link: "docs/how-to/prometheus.md",
+};
+pub(super) const D13: Explanation = Explanation {
+    id: "D13",
+    checks: "the port of agents: TCP connections to the own address and to those of --advertise; the \
+             names in the certificate of --agent-cert-file",
+    consequence: "agents cannot connect",
+    fix: "Let TCP and UDP 10262 through to the server. Set --advertise to an address that leads to it,\n\
+          and to a name in the certificate.",
+    link: "docs/how-to/agents.md",
+};
+pub(super) const D14: Explanation = Explanation {
+    id: "D14",
+    checks: "the server's DNS: dnsPolicy of its workload, and the time in which its resolvers answer",
+    consequence: "queries loop between CoreDNS and the server, or other names resolve late or never",
+    fix: "kubectl -n kube-system patch deployment tunnel-server \
+          -p '{\"spec\":{\"template\":{\"spec\":{\"dnsPolicy\":\"Default\"}}}}'\n\
+          Set --dns-upstream to resolvers that answer.",
+    link: "docs/reference/dns.md",
+};
+pub(super) const D15: Explanation = Explanation {
+    id: "D15",
+    checks: "YurtHub: the name of the server's Service, which YurtHub hides from edge nodes, and the \
+             source of kube-proxy's endpoints",
+    consequence: "kube-proxy on edge nodes leads callers to servers that they cannot reach",
+    fix: "Keep the Service name x-tunnel-server-internal-svc, without --internal-service.",
+    link: "docs/how-to/openyurt.md",
+};
+pub(super) const D16: Explanation = Explanation {
+    id: "D16",
+    checks: "the API server of --cloud-apiserver: it answers, and its certificate is for \
+             kubernetes.default.svc",
+    consequence: "kubelets and Pods on edge nodes cannot use the API server",
+    fix: "Set --cloud-apiserver to an address that the server can dial. With kubeadm, add the name to\n\
+          apiServer.certSANs, remove apiserver.crt and apiserver.key, and: \
+          kubeadm init phase certs apiserver",
+    link: "docs/how-to/edge-apiserver.md",
 };
 pub(super) const D17: Explanation = Explanation {
     id: "D17",
@@ -116,8 +177,8 @@ pub(super) const D17: Explanation = Explanation {
 };
 pub(super) const D18: Explanation = Explanation {
     id: "D18",
-    checks: "this host: UDP buffers, open files of the server, the disk of the data directory, \
-             the clock",
+    checks: "this host: UDP buffers, packet sizes of the interfaces, open files of the server, the \
+             disk of the data directory, the clock",
     consequence: "slow transfers, refused connections, lost state, or invalid certificates",
     fix: "sysctl -w net.core.rmem_max=7500000 net.core.wmem_max=7500000\n\
           In the unit of the server: LimitNOFILE=1048576\n\
@@ -126,8 +187,9 @@ pub(super) const D18: Explanation = Explanation {
 };
 
 /// The explanations of all checks, by id.
-pub(super) const EXPLANATIONS: &[Explanation] =
-    &[D01, D02, D03, D04, D05, D06, D07, D08, D09, D11, D17, D18];
+pub(super) const EXPLANATIONS: &[Explanation] = &[
+    D01, D02, D03, D04, D05, D06, D07, D08, D09, D10, D11, D12, D13, D14, D15, D16, D17, D18,
+];
 
 #[cfg(test)]
 mod tests {

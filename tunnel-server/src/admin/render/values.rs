@@ -170,7 +170,7 @@ fn is_plain_yaml(text: &str) -> bool {
 }
 
 /// Returns a word of the shell with the value `text`.
-pub(super) fn shell(text: &str) -> String {
+pub(in crate::admin) fn shell(text: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_./:@%+,-".contains(&byte);
     if !text.is_empty() && text.bytes().all(is_plain) {
         return text.to_owned();

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use http::{Method, Request, StatusCode};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::client::conn::http1;
+use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
@@ -120,47 +121,60 @@ impl ConnectArgs {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let (mut sender, connection) = http1::handshake(TokioIo::new(socket))
-            .await
-            .map_err(ConnectError::InvalidResponse)?;
-        let target = format!("{}:{}", self.node, self.port);
-        let mut request = Request::new(Empty::<Bytes>::new());
-        *request.method_mut() = Method::CONNECT;
-        // A host name and a port always form a valid authority.
-        *request.uri_mut() = target.parse().unwrap_or_default();
-        if let Ok(host) = target.parse() {
-            request.headers_mut().insert(http::header::HOST, host);
+        relay_stdio(open_tunnel(socket, &self.node, self.port).await?).await
+    }
+}
+
+/// Sends CONNECT for a port of a node over a connection to the server. Returns the byte stream to
+/// the node.
+pub(in crate::admin) async fn open_tunnel<S>(
+    socket: S,
+    node: &NodeName,
+    port: Port,
+) -> Result<TokioIo<Upgraded>, ConnectError>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let (mut sender, connection) = http1::handshake(TokioIo::new(socket))
+        .await
+        .map_err(ConnectError::InvalidResponse)?;
+    let target = format!("{node}:{port}");
+    let mut request = Request::new(Empty::<Bytes>::new());
+    *request.method_mut() = Method::CONNECT;
+    // A host name and a port always form a valid authority.
+    *request.uri_mut() = target.parse().unwrap_or_default();
+    if let Ok(host) = target.parse() {
+        request.headers_mut().insert(http::header::HOST, host);
+    }
+    let requesting = async {
+        let response = sender.send_request(request).await;
+        let mut response = response.map_err(ConnectError::InvalidResponse)?;
+        let status = response.status();
+        if status == StatusCode::OK {
+            let upgraded = hyper::upgrade::on(&mut response).await;
+            return upgraded.map_err(ConnectError::InvalidResponse);
         }
-        let requesting = async {
-            let response = sender.send_request(request).await;
-            let mut response = response.map_err(ConnectError::InvalidResponse)?;
-            let status = response.status();
-            if status == StatusCode::OK {
-                let upgraded = hyper::upgrade::on(&mut response).await;
-                return upgraded.map_err(ConnectError::InvalidResponse);
-            }
-            let body = Limited::new(response.into_body(), REASON_MAX_BYTES);
-            let reason = match body.collect().await {
-                Ok(body) => String::from_utf8_lossy(&body.to_bytes()).trim().to_owned(),
-                Err(_cut) => format!("the server refused {target}"),
-            };
-            Err(ConnectError::Refused { status, reason })
+        let body = Limited::new(response.into_body(), REASON_MAX_BYTES);
+        let reason = match body.collect().await {
+            Ok(body) => String::from_utf8_lossy(&body.to_bytes()).trim().to_owned(),
+            Err(_cut) => format!("the server refused {target}"),
         };
-        let driving = async {
-            // The request or the upgrade reports the end of the connection.
-            let _told = connection.with_upgrades().await;
-            std::future::pending().await
-        };
-        let asked = async {
-            tokio::select! {
-                asked = requesting => asked,
-                never = driving => never,
-            }
-        };
-        match tokio::time::timeout(RESPONSE_TIMEOUT, asked).await {
-            Ok(tunnel) => relay_stdio(TokioIo::new(tunnel?)).await,
-            Err(_elapsed) => Err(ConnectError::Timeout),
+        Err(ConnectError::Refused { status, reason })
+    };
+    let driving = async {
+        // The request or the upgrade reports the end of the connection.
+        let _told = connection.with_upgrades().await;
+        std::future::pending().await
+    };
+    let asked = async {
+        tokio::select! {
+            asked = requesting => asked,
+            never = driving => never,
         }
+    };
+    match tokio::time::timeout(RESPONSE_TIMEOUT, asked).await {
+        Ok(tunnel) => Ok(TokioIo::new(tunnel?)),
+        Err(_elapsed) => Err(ConnectError::Timeout),
     }
 }
 

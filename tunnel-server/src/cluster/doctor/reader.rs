@@ -54,6 +54,24 @@ impl Reader {
         path: &str,
         selector: &str,
     ) -> Fact<Vec<T>> {
+        let listed = self.pages(path, selector).await;
+        listed.map_err(|failure| failure.to_string())
+    }
+
+    /// Returns all objects of a path, none if the API server does not serve their kind.
+    pub(super) async fn list_served<T: DeserializeOwned>(&self, path: &str) -> Fact<Vec<T>> {
+        match self.pages(path, "").await {
+            Ok(items) => Ok(items),
+            Err(failure) if failure.kind == ApiErrorKind::NotFound => Ok(Vec::new()),
+            Err(failure) => Err(failure.to_string()),
+        }
+    }
+
+    async fn pages<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        selector: &str,
+    ) -> Result<Vec<T>, ApiError> {
         let listing = async {
             let (mut items, mut next) = (Vec::new(), String::new());
             loop {
@@ -64,14 +82,17 @@ impl Reader {
                 let target = format!("{path}?{}", query.finish());
                 let page: Page<T> = self.call(Method::GET, &target, Vec::new()).await?;
                 items.extend(page.items);
+                if items.len() > ITEMS_MAX {
+                    let text = format!("{path} has more than {ITEMS_MAX} objects");
+                    return Err(ApiError::new(ApiErrorKind::Invalid, text));
+                }
                 match page.metadata.next.filter(|token| !token.is_empty()) {
                     Some(token) => next = token,
                     None => return Ok::<_, ApiError>(items),
                 }
             }
         };
-        let listed = with_limit(LIST_LIMIT, listing).await;
-        listed.map_err(|failure| failure.to_string())
+        with_limit(LIST_LIMIT, listing).await
     }
 
     /// Posts an object that the API server answers and does not store.
@@ -118,6 +139,8 @@ fn clock_ahead(date: &str, now: SystemTime) -> Fact<i64> {
 const NO_DATE: &str = "the API server's answer has no date";
 /// Number of objects in a page.
 const PAGE_SIZE: &str = "500";
+/// Maximum number of objects of a list: more than a cluster of supported size has.
+const ITEMS_MAX: usize = 100_000;
 /// Time limit of one call.
 const CALL_LIMIT: Duration = Duration::from_secs(6);
 /// Time limit of all pages of a list. Two lists in a row fit into the 30 s of the command.

@@ -57,6 +57,18 @@ fn objects() -> ClusterObjects {
         denied: Ok(Vec::new()),
         apiserver_pods: Ok(Vec::new()),
         coredns_map: Ok(Some(config_map("Corefile", ".:53 {}"))),
+        addons: AddonObjects {
+            dns_deployments: Ok(Vec::new()),
+            dns_daemon_sets: Ok(Vec::new()),
+            dns_service: Ok(None),
+            dns_slices: Ok(Vec::new()),
+            server_deployments: Ok(Vec::new()),
+            server_daemon_sets: Ok(Vec::new()),
+            service_monitors: Ok(Vec::new()),
+            pod_monitors: Ok(Vec::new()),
+            yurthub_pods: Ok(Vec::new()),
+            kube_proxy_map: Ok(None),
+        },
     }
 }
 
@@ -78,7 +90,13 @@ fn facts_follow_from_the_objects() {
     assert_eq!(service.expected.get(&9100), Some(&10263));
     assert_eq!(facts.ready_endpoints, Ok(2));
     let lists = facts.port_lists.unwrap().unwrap();
-    assert_eq!((lists.in_both, lists.mistakes.len()), (vec![9100], 1));
+    assert_eq!(lists.in_both, [9100]);
+    assert_eq!(lists.mistakes.len(), 1);
+    let corrected = BTreeMap::from([
+        ("http-proxy-ports", String::new()),
+        ("https-proxy-ports", "9100".to_owned()),
+    ]);
+    assert_eq!(lists.corrected, corrected);
     let nodes = facts.nodes.unwrap().nodes;
     assert_eq!((nodes[0].is_edge, nodes[1].is_edge), (true, false));
     assert_eq!(nodes[0].hostname.as_deref(), Some("a"));

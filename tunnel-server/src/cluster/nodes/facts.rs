@@ -102,7 +102,7 @@ pub(in crate::cluster) struct NodeFacts {
     pub(in crate::cluster) internal: Vec<IpAddr>,
     pub(super) external: Vec<IpAddr>,
     pub(in crate::cluster) is_edge: bool,
-    pub(super) kubelet_port: Option<u16>,
+    pub(in crate::cluster) kubelet_port: Option<u16>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pod_networks: Vec<Box<str>>,
     /// Creation time of the object in seconds of Unix time. The API server sets it, not the

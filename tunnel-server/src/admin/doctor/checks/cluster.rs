@@ -3,10 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use serde_json::json;
 use tunnel_proto::process::doctor::Severity;
 
 use crate::admin::doctor::facts::{Facts, ServerAnswer};
 use crate::admin::doctor::report::Fault;
+use crate::admin::render::shell;
 use crate::cluster::doctor::{ClusterFacts, Fact, ServiceFacts};
 
 /// D04: the Service of the listeners.
@@ -33,8 +35,15 @@ pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
         faults.push(fault("has no cluster address".to_owned(), fix));
     }
     let of_ports = port_faults(service).into_iter();
-    faults.extend(of_ports.map(|what| {
-        let fix = format!("kubectl -n {namespace} edit service {name}; see the leader's log");
+    faults.extend(of_ports.map(|(what, port, target)| {
+        // Ports are merged by their number. A new port needs a name.
+        let mut entry = json!({"port": port, "targetPort": target});
+        if !service.ports.contains_key(&port) {
+            entry["name"] = format!("tcp-{port}").into();
+        }
+        let patch = json!({"spec": {"ports": [entry]}});
+        let patch = shell(&patch.to_string());
+        let fix = format!("kubectl -n {namespace} patch service {name} -p {patch}");
         fault(what, fix)
     }));
     match &cluster.ready_endpoints {
@@ -49,19 +58,18 @@ pub(super) fn service(facts: &Facts) -> Fact<Vec<Fault>> {
 }
 
 /// Compares the ports of the Service with those that it should have. A target with a name is not
-/// checked.
-fn port_faults(service: &ServiceFacts) -> Vec<String> {
-    let wrong =
-        service
-            .expected
-            .iter()
-            .filter_map(|(port, target)| match service.ports.get(port) {
-                None => Some(format!("port {port} is missing; its target is {target}")),
-                Some(Some(actual)) if actual != target => {
-                    Some(format!("port {port} leads to {actual} and not to {target}"))
-                }
-                Some(_) => None,
-            });
+/// checked. Returns what is wrong, the port and its target.
+fn port_faults(service: &ServiceFacts) -> Vec<(String, u16, u16)> {
+    let wrong = service.expected.iter().filter_map(|(port, target)| {
+        let what = match service.ports.get(port) {
+            None => format!("port {port} is missing; its target is {target}"),
+            Some(Some(actual)) if actual != target => {
+                format!("port {port} leads to {actual} and not to {target}")
+            }
+            Some(_) => return None,
+        };
+        Some((what, *port, *target))
+    });
     wrong.collect()
 }
 
@@ -130,11 +138,12 @@ pub(super) fn port_lists(facts: &Facts) -> Fact<Vec<Fault>> {
         return Ok(Vec::new());
     };
     let (namespace, name) = (&cluster.namespace, &cluster.names.ports_config_map);
+    let patch = shell(&json!({"data": lists.corrected}).to_string());
     let fault = |what: String| Fault {
         severity: Severity::Warning,
         place: format!("ConfigMap {namespace}/{name}"),
         what,
-        fix: format!("kubectl -n {namespace} edit configmap {name}"),
+        fix: format!("kubectl -n {namespace} patch configmap {name} --type merge -p {patch}"),
     };
     let in_both = lists
         .in_both

@@ -157,11 +157,7 @@ pub(super) fn corefile(facts: &Facts) -> Fact<Vec<Fault>> {
                 "hosts {} has no fallthrough: all other names fail",
                 block.file
             );
-            fault(
-                Severity::Error,
-                what,
-                "add a line fallthrough to the hosts block",
-            )
+            fault(Severity::Error, what, ADD_FALLTHROUGH)
         });
     Ok(faults.collect())
 }
@@ -206,6 +202,9 @@ fn hosts_blocks(corefile: &str) -> Vec<HostsBlock<'_>> {
     blocks
 }
 
+const ADD_FALLTHROUGH: &str = "kubectl -n kube-system get configmap coredns -o yaml | \
+                               sed '/hosts .*tunnel-nodes/a\\        fallthrough' | \
+                               kubectl replace -f -";
 const NO_POD: &str =
     "there is no Pod of kube-apiserver in kube-system: its flags are not visible here";
 const HOSTNAME_FIRST: &str = "add --egress-selector-config-file, or \

@@ -1,14 +1,18 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tunnel_proto::process::doctor::Finding;
 
 use super::*;
+use crate::admin::doctor::facts::dialed::{Dialed, DialedFacts};
+use crate::admin::doctor::facts::kubelets::{KubeletAnswer, KubeletProbe};
 use crate::admin::doctor::facts::{HostFacts, UdpBuffer};
 use crate::cluster::doctor::{
-    ApiServerFacts, ClusterFacts, NodesFacts, PortListsFacts, RecordsFacts, ReportedNode,
-    ServiceFacts,
+    AddonFacts, ApiServerFacts, ClusterDnsFacts, ClusterFacts, NodesFacts, PortListsFacts,
+    RecordsFacts, ReportedNode, ServiceFacts,
 };
 use crate::config::ObjectNames;
+
+mod addons;
 
 const NOW: &str = "2026-01-01T00:00:00Z";
 
@@ -30,6 +34,14 @@ fn reported(name: &str, address: &str) -> ReportedNode {
         hostname: Some(name.to_owned()),
         internal: vec![address.parse().unwrap()],
         is_edge: true,
+        kubelet_port: None,
+    }
+}
+
+fn dialed(address: &str, error: Option<&str>) -> Dialed {
+    Dialed {
+        address: address.to_owned(),
+        error: error.map(str::to_owned),
     }
 }
 
@@ -68,6 +80,14 @@ fn healthy_cluster() -> ClusterFacts {
             ..ApiServerFacts::default()
         }]),
         corefile: Ok(Some(".:53 {\n    forward . 10.96.0.8\n}\n".to_owned())),
+        addons: AddonFacts {
+            records_mounts: Ok(Vec::new()),
+            cluster_dns: Ok(Some(ClusterDnsFacts::default())),
+            server_workloads: Ok(Vec::new()),
+            monitors: Ok(Vec::new()),
+            yurthub_nodes: Ok(BTreeSet::new()),
+            kube_proxy_server: Ok(None),
+        },
     }
 }
 
@@ -83,10 +103,27 @@ fn healthy() -> Facts {
         readiness: Ok(vec!["[+] nodes".to_owned(), "ok".to_owned()]),
         host: HostFacts {
             buffers: vec![buffer("net.core.rmem_max"), buffer("net.core.wmem_max")],
+            links: vec![Link {
+                name: "eth0".to_owned(),
+                mtu: MTU_MIN_BYTES,
+            }],
             descriptors: Ok(DESCRIPTORS_MIN),
             disk: Ok(None),
         },
         cluster: Ok(healthy_cluster()),
+        kubelets: Ok(vec![KubeletProbe {
+            node: "a".to_owned(),
+            port: 10250,
+            answer: KubeletAnswer::Certificate { is_for_node: true },
+        }]),
+        dialed: DialedFacts {
+            own: vec![dialed("127.0.0.1:10262", None)],
+            advertised: Vec::new(),
+            uncovered: Ok(Vec::new()),
+            apiservers: Vec::new(),
+            resolvers: Ok(Vec::new()),
+            has_dns: true,
+        },
         renewal_margin: Duration::from_secs(7 * 24 * 60 * 60),
         now: humantime::parse_rfc3339(NOW).unwrap(),
     }
@@ -138,7 +175,8 @@ fn installation_without_a_cluster_skips_what_needs_one() {
     assert!(report.findings.is_empty(), "{report:?}");
     let ids: Vec<&str> = report.skipped.iter().map(|skipped| skipped.id).collect();
     let expected = [
-        "D01", "D02", "D03", "D04", "D05", "D06", "D07", "D08", "D11", "D18",
+        "D01", "D02", "D03", "D04", "D05", "D06", "D06", "D07", "D08", "D10", "D11", "D12", "D15",
+        "D18",
     ];
     assert_eq!(ids, expected);
 }
@@ -255,11 +293,11 @@ fn d07_mistakes_and_ports_in_both_lists_are_found() {
     for lists in [
         PortListsFacts {
             mistakes: vec!["\"x\" is not a port".to_owned()],
-            in_both: Vec::new(),
+            ..PortListsFacts::default()
         },
         PortListsFacts {
-            mistakes: Vec::new(),
             in_both: vec![9100],
+            ..PortListsFacts::default()
         },
     ] {
         let findings = in_cluster(|cluster| cluster.port_lists = Ok(Some(lists)));
@@ -384,6 +422,8 @@ fn d18_host_is_checked() {
     ensure_only(&descriptors, "D18", Severity::Warning);
     let disk = findings(|facts| facts.host.disk = Ok(Some("the disk is full".to_owned())));
     ensure_only(&disk, "D18", Severity::Error);
+    let link = findings(|facts| facts.host.links[0].mtu = 1200);
+    ensure_only(&link, "D18", Severity::Warning);
     let condition = findings(|facts| facts.readiness = Ok(vec!["[!] disk: full".to_owned()]));
     ensure_only(&condition, "D18", Severity::Error);
     let clock = in_cluster(|cluster| cluster.clock_ahead = Ok(-3600));

@@ -1,0 +1,41 @@
+//! The time that other resolvers take to answer, for `doctor`.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use hickory_proto::rr::Name;
+use tokio::time::Instant;
+
+use super::answer::Transport;
+use super::loop_detection::question;
+use super::{DnsSettings, Resolvers, upstream};
+
+/// Asks the resolvers to which queries are forwarded for the root, all at the same time. Returns
+/// the time until the answer of each, or `None` if there was no answer in 2 s.
+///
+/// # Errors
+/// Returns an error if the resolvers of this host are not known.
+pub(crate) async fn response_times(
+    settings: &DnsSettings,
+) -> io::Result<Vec<(SocketAddr, Option<Duration>)>> {
+    let mut resolvers = match &settings.default_resolvers {
+        Resolvers::Host => upstream::host_resolvers(Path::new(RESOLV_CONF))?,
+        Resolvers::These(resolvers) => resolvers.clone(),
+    };
+    resolvers.truncate(RESOLVERS_MAX);
+    let asking = resolvers.into_iter().map(async |resolver| {
+        let (started, message) = (Instant::now(), question(Name::root()));
+        let answer = upstream::resolve(&[resolver], &message, Transport::Udp, LIMIT).await;
+        (resolver, answer.map(|_message| started.elapsed()))
+    });
+    Ok(join_all(asking).await)
+}
+
+const RESOLV_CONF: &str = "/etc/resolv.conf";
+/// Maximum number of resolvers that are asked. A host has at most three.
+const RESOLVERS_MAX: usize = 8;
+/// Clients ask again, or elsewhere, after a few seconds.
+const LIMIT: Duration = Duration::from_secs(2);
