@@ -3,7 +3,7 @@
 //!
 //! The server serves, over TLS on a free loopback port, the kinds that a tunnel uses. Supported are
 //! get, list in pages, watch with resource versions, bookmarks and initial events, create, update,
-//! merge and strategic patches and delete; discovery, tables, field and label selectors. A
+//! JSON, merge and strategic patches and delete; discovery, tables, field and label selectors. A
 //! server-side apply merges, without field managers and thus without conflicts. Users are
 //! authorized by the roles in the server. There are no controllers, so Endpoints are not created and
 //! garbage is not collected. Tests that must also hold against a

@@ -54,6 +54,8 @@ scheduling.k8s.io priorityclasses PriorityClass pc cluster generation
 authorization.k8s.io selfsubjectaccessreviews SelfSubjectAccessReview - cluster
 authorization.k8s.io subjectaccessreviews SubjectAccessReview - cluster
 authentication.k8s.io tokenreviews TokenReview - cluster
+monitoring.coreos.com servicemonitors ServiceMonitor smon generation
+monitoring.coreos.com podmonitors PodMonitor pmon generation
 certificates.k8s.io certificatesigningrequests CertificateSigningRequest csr cluster status
 ";
 

@@ -356,9 +356,15 @@ impl Request {
         {
             "application/merge-patch+json" | APPLY => json_patch::merge(&mut new, &patch),
             "application/strategic-merge-patch+json" => patch::strategic(&mut new, &patch),
+            "application/json-patch+json" => {
+                let operations: json_patch::Patch = serde_json::from_value(patch)
+                    .map_err(|error| Status::bad_request(error.to_string()))?;
+                json_patch::patch(&mut new, &operations)
+                    .map_err(|error| Status::new(422, "Invalid", error.to_string()))?;
+            }
             other => {
                 let message = format!(
-                    "the body of the request was in an unknown format - accepted media types include: application/merge-patch+json, application/strategic-merge-patch+json, {APPLY}; got {other}"
+                    "the body of the request was in an unknown format - accepted media types include: application/json-patch+json, application/merge-patch+json, application/strategic-merge-patch+json, {APPLY}; got {other}"
                 );
                 return Err(Status::new(415, "UnsupportedMediaType", message));
             }
