@@ -358,7 +358,7 @@ fn corrected_lists(map: &ConfigMap) -> BTreeMap<&'static str, String> {
     let ports = |key: &str| -> Vec<u16> {
         let text = map.data.as_ref().and_then(|data| data.get(key));
         let entries = text.into_iter().flat_map(|text| text.split(','));
-        let ports = entries.filter_map(|entry| entry.trim().parse().ok());
+        let ports = entries.filter_map(|entry| entry.trim().parse::<u16>().ok());
         ports.filter(|port| *port > 0).collect()
     };
     let (mut http, https) = (ports(HTTP_PORTS_KEY), ports(HTTPS_PORTS_KEY));

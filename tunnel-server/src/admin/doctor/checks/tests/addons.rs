@@ -11,14 +11,13 @@ fn in_addons(change: impl FnOnce(&mut AddonFacts)) -> Vec<Finding> {
 
 /// Returns the findings with this answer of the kubelet, where kube-apiserver verifies kubelets.
 fn with_answer(answer: KubeletAnswer) -> Vec<Finding> {
-    let findings = findings(|facts| {
+    findings(|facts| {
         let apiservers = &mut facts.cluster.as_mut().unwrap().apiservers;
         let apiserver = &mut apiservers.as_mut().unwrap()[0];
         apiserver.egress_selector = Some("/e".to_owned());
         apiserver.kubelet_ca = Some("/ca.crt".to_owned());
         facts.kubelets.as_mut().unwrap()[0].answer = answer;
-    });
-    findings
+    })
 }
 
 #[test]
