@@ -25,6 +25,7 @@ macro_rules! on_both {
 mod absent;
 mod agents;
 mod authority;
+mod doctor_table;
 mod edge_clients;
 mod hosts_file;
 mod install;
