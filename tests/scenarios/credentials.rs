@@ -2,7 +2,7 @@
 //! that the operator provides, and refused peers.
 
 pub(crate) mod attacks;
-mod ca_rotation;
+pub(crate) mod ca_rotation;
 mod client_ca;
 mod credential_files;
 mod delegation;

@@ -17,6 +17,12 @@ use tunnel_tests::targets::Exporter;
 const START: Duration = Duration::from_secs(15);
 /// Certificates of 12 s are renewed after about 6 s. Each stage waits for one renewal.
 const RENEWAL: Duration = Duration::from_secs(40);
+/// The commands of a rotation, and the stage that each enters.
+pub(crate) const STAGES: [(&[&str], &str); 3] = [
+    (&["ca", "rotate"], "stage: announced"),
+    (&["ca", "rotate", "--next"], "stage: issuing"),
+    (&["ca", "rotate", "--next"], "stage: none"),
+];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f20_ca_rotate_under_requests_resumes_in_each_stage() -> Result<()> {
@@ -33,11 +39,7 @@ async fn f20_ca_rotate_under_requests_resumes_in_each_stage() -> Result<()> {
     server.wait_until_connected(&["worker-1"]).await;
     let old = std::fs::read(scratch.path().join("server/ca.crt"))?;
     let host = format!("worker-1:{port}");
-    for (verb, stage) in [
-        (&["ca", "rotate"][..], "stage: announced"),
-        (&["ca", "rotate", "--next"], "stage: issuing"),
-        (&["ca", "rotate", "--next"], "stage: none"),
-    ] {
+    for (verb, stage) in STAGES {
         answered(server.address(Listener::Http), &host).await;
         let hosts = [host.clone()];
         let load = Load::start(server.address(Listener::Http).into(), &hosts, 2).await?;
@@ -53,8 +55,7 @@ async fn f20_ca_rotate_under_requests_resumes_in_each_stage() -> Result<()> {
         }
         load.end().await?.check()?;
         server = restart(server).await?;
-        let status = server.verb(&["ca", "rotate", "--status"])?;
-        let status = status.run().await?.ok()?;
+        let status = rotation_status(&server).await?;
         ensure!(status.contains(stage), "{status}");
         server.wait_until_connected(&["worker-1"]).await;
     }
@@ -86,11 +87,15 @@ async fn answered(endpoint: SocketAddr, host: &str) {
     .await;
 }
 
+pub(crate) async fn rotation_status(server: &Server) -> Result<String> {
+    let status = server.verb(&["ca", "rotate", "--status"])?;
+    status.run().await?.ok()
+}
+
 /// Waits until the agent has a certificate of the stage.
-async fn renewed(server: &Server) {
+pub(crate) async fn renewed(server: &Server) {
     eventually("the agent has renewed", RENEWAL, async || {
-        let status = server.verb(&["ca", "rotate", "--status"])?;
-        let status = status.run().await?.ok()?;
+        let status = rotation_status(server).await?;
         let is_done = status.contains("1 renewed since then, 0 pending");
         ensure!(is_done, "{status}");
         Ok(())
@@ -99,7 +104,7 @@ async fn renewed(server: &Server) {
 }
 
 /// Waits until a file has only these certificates.
-async fn trusts_only(file: &Path, pem: &[u8]) {
+pub(crate) async fn trusts_only(file: &Path, pem: &[u8]) {
     eventually("the agent trusts only the new CA", RENEWAL, async || {
         let known = chain(&std::fs::read(file)?)?;
         ensure!(known == chain(pem)?, "{} roots", known.len());
@@ -109,7 +114,7 @@ async fn trusts_only(file: &Path, pem: &[u8]) {
 }
 
 /// Returns whether a certificate of an agent is of this CA.
-fn is_of(leaf: &[u8], ca: &[u8]) -> Result<bool> {
+pub(crate) fn is_of(leaf: &[u8], ca: &[u8]) -> Result<bool> {
     let roots = roots(chain(ca)?)?;
     let trust = AgentTrust::new(roots.clone(), Arc::new(|_| Ok(())))?;
     // Without a replacement, the check is left to the handshake.

@@ -38,6 +38,7 @@ pub(super) fn start(
         nodes: context.nodes.clone(),
         revocations: authority.revocations.clone(),
         rotator: rotator(authority, context),
+        other_servers: other_servers(authority, context),
         status: list.clone(),
         node_labels: node_labels(context),
         advertised,
@@ -64,14 +65,23 @@ pub(super) fn start(
 }
 
 fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotator>, NoRotation> {
-    if context.config.kubernetes.is_some() {
-        return Err(NoRotation::InCluster);
-    }
     if context.config.agent_files.is_some() {
         return Err(NoRotation::OwnCertificates);
     }
-    let (ca, dir) = (authority.ca.clone(), context.data.clone());
-    Ok(Arc::new(CaRotator::new(ca, dir, context.nodes.clone())))
+    let (ca, nodes) = (authority.ca.clone(), context.nodes.clone());
+    Ok(Arc::new(match &authority.ca_secret {
+        Some(secret) => CaRotator::of_secret(ca, secret.clone(), nodes),
+        None => CaRotator::new(ca, context.data.clone(), nodes),
+    }))
+}
+
+/// Returns the counter of the other servers with the CA of the cluster.
+fn other_servers(
+    authority: &Authority,
+    context: &ServerContext,
+) -> Arc<dyn Fn() -> usize + Send + Sync> {
+    let peers = authority.ca_secret.is_some().then(|| context.peers.clone());
+    Arc::new(move || peers.as_ref().map_or(0, |peers| peers.expected()))
 }
 
 fn node_labels(context: &ServerContext) -> Vec<String> {

@@ -23,6 +23,7 @@ use super::context::{ProcessContext, ServerContext};
 use super::credential_watcher::{CredentialWatcher, read_roots, watch_pair};
 use crate::ca::renewal::Renewals;
 use crate::ca::revocation::Revocations;
+use crate::ca::rotation::CaSecret;
 use crate::ca::tokens::TokenStore;
 use crate::ca::{LocalCa, distrusted};
 use crate::cluster::{ClusterHandle, QuicKeyLease};
@@ -31,6 +32,8 @@ use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings
 /// The credentials of the server and the state by which it admits agents.
 pub(super) struct Authority {
     pub(super) ca: Arc<LocalCa>,
+    /// The Secret of the CA, or `None` for a standalone server.
+    pub(super) ca_secret: Option<Arc<dyn CaSecret>>,
     pub(super) tokens: Arc<TokenStore>,
     pub(super) revocations: Arc<Revocations>,
     pub(super) keys: QuicKeys,
@@ -59,6 +62,7 @@ impl Authority {
         let ca = LocalCa::load_or_create(data)?;
         Ok(Self {
             ca: Arc::new(ca.with_life(config.limits.certificate_life)),
+            ca_secret: None,
             tokens: Arc::new(TokenStore::open(data)?),
             revocations: Arc::new(Revocations::open(data, is_issuer(config))?),
             keys: data.quic_keys()?,
@@ -96,6 +100,7 @@ impl Authority {
         let (tokens, revocations) = (shared.tokens, shared.revocations);
         Ok(Self {
             ca: shared.ca,
+            ca_secret: Some(shared.ca_secret),
             tokens: Arc::new(TokenStore::from_document(tokens)?),
             revocations: Arc::new(Revocations::from_document(revocations, is_issuer(config))?),
             keys: shared.keys,

@@ -1,5 +1,5 @@
-//! Rotation of the local CA of a standalone server, in stages that survive a restart. From
-//! `Announced` on both CAs are trusted, and agents receive both with each certificate.
+//! Rotation of the local CA, in stages that survive a restart. From `Announced` on both CAs are
+//! trusted, and agents receive both with each certificate.
 //!
 //! ```text
 //!        begin             next               next
@@ -10,8 +10,9 @@
 //!                  └──────────────────────────────────▶
 //! ```
 //!
-//! The stage is persisted first, and the two files of the CA follow. A server that starts repeats
-//! what an interrupted one left out.
+//! A standalone server persists the stage first, and the two files of the CA follow. A server that
+//! starts repeats what an interrupted one left out. In a cluster one update of the Secret has both,
+//! and every server follows the Secret.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -26,11 +27,13 @@ use crate::routing::known_nodes::KnownNodes;
 use crate::store::data_dir::{DataDir, whole_seconds};
 
 mod persisted;
+mod secret;
 mod stage;
 mod status;
 
-use persisted::Rotation;
+pub(crate) use persisted::Rotation;
 pub(super) use persisted::{remove, resume};
+pub(crate) use secret::{CaSecret, SharedCa};
 pub use stage::RotationStage;
 use stage::Signer;
 pub use status::{AgentCounts, RotationProgress, RotationStatus};
@@ -63,6 +66,9 @@ pub enum RotationError {
     InProgress,
     #[error("the server returns to the old CA already; --next ends this")]
     AlreadyReturning,
+    /// The Secret has another version than the one that was read.
+    #[error("the CA was changed meanwhile; run the command again")]
+    Changed,
     /// Agents with a valid certificate would be refused.
     #[error(
         "agents without a certificate of this stage, which would be refused: {pending}; wait until --status shows none, forget \
@@ -71,24 +77,60 @@ pub enum RotationError {
     Pending { pending: usize },
 }
 
-/// Rotates the CA of a standalone server. Calls block the thread.
+/// Rotates the CA. Calls block the thread.
 #[derive(Debug)]
 pub struct CaRotator {
     ca: Arc<LocalCa>,
-    dir: DataDir,
+    store: RotationStore,
     nodes: Arc<KnownNodes>,
     /// Held during a change, so that changes do not overlap.
     changing: Mutex<()>,
 }
 
+/// Where the rotation is persisted.
+#[derive(Debug)]
+enum RotationStore {
+    /// Files of a standalone server.
+    Files(DataDir),
+    /// Secret of all servers of a cluster.
+    Secret(Arc<dyn CaSecret>),
+}
+
 impl CaRotator {
+    /// Creates the rotator of a standalone server.
     #[must_use]
     pub fn new(ca: Arc<LocalCa>, dir: DataDir, nodes: Arc<KnownNodes>) -> Self {
+        Self::with_store(ca, RotationStore::Files(dir), nodes)
+    }
+
+    /// Creates a rotator of the CA that the servers of a cluster share. Only the agents that this
+    /// server knows are counted.
+    pub(crate) fn of_secret(
+        ca: Arc<LocalCa>,
+        secret: Arc<dyn CaSecret>,
+        nodes: Arc<KnownNodes>,
+    ) -> Self {
+        Self::with_store(ca, RotationStore::Secret(secret), nodes)
+    }
+
+    fn with_store(ca: Arc<LocalCa>, store: RotationStore, nodes: Arc<KnownNodes>) -> Self {
         Self {
             ca,
-            dir,
+            store,
             nodes,
             changing: Mutex::default(),
+        }
+    }
+
+    /// Returns the CA of the current stage and the rotation in progress, if any.
+    fn load(&self) -> Result<SharedCa, CaError> {
+        match &self.store {
+            RotationStore::Files(dir) => Ok(SharedCa {
+                material: self.ca.material.load_full(),
+                rotation: Rotation::load(dir)?,
+                version: None,
+            }),
+            RotationStore::Secret(secret) => secret.read(),
         }
     }
 
@@ -97,18 +139,23 @@ impl CaRotator {
     /// # Errors
     /// Returns a [`CaError`] if the persisted rotation cannot be used.
     pub fn status(&self) -> Result<RotationStatus, CaError> {
-        let rotation = Rotation::load(&self.dir)?;
-        self.status_of(rotation.as_ref(), SystemTime::now())
+        let stored = self.load()?;
+        self.status_of(stored.rotation.as_ref(), SystemTime::now())
     }
 
     /// Changes the stage.
     ///
     /// # Errors
     /// Returns a [`RotationError`]. If a file cannot be written, the stage is unchanged, or the next
-    /// start of the server completes the change.
+    /// start of the server completes the change. If the API server does not answer, the Secret may
+    /// have the stage.
     pub fn act(&self, action: RotationAction) -> Result<RotationStatus, RotationError> {
         let _changing = self.changing.lock();
-        let current = Rotation::load(&self.dir)?;
+        let SharedCa {
+            material,
+            rotation: current,
+            version,
+        } = self.load()?;
         let now = SystemTime::now();
         let step = decide(action, current.as_ref().map(|rotation| rotation.stage))?;
         if let (RotationAction::Next, Some(rotation)) = (action, &current) {
@@ -120,15 +167,15 @@ impl CaRotator {
         let rotation = match (step, current) {
             (StageChange::Begin, _) => {
                 let new = CaMaterial::generate(now)?;
-                let rotation = Rotation::new(&self.ca.material.load(), &new, now);
-                Some(self.enter(rotation)?)
+                let rotation = Rotation::new(&material, &new, now);
+                Some(self.enter(rotation, version)?)
             }
             (StageChange::Enter(stage), Some(mut current)) => {
                 current.stage = stage;
-                Some(self.enter(current)?)
+                Some(self.enter(current, version)?)
             }
             (StageChange::End(signer), Some(current)) => {
-                self.end(&current, signer)?;
+                self.end(&current, signer, version)?;
                 None
             }
             (StageChange::Enter(_) | StageChange::End(_), None) => {
@@ -142,28 +189,70 @@ impl CaRotator {
     }
 
     /// Uses both CAs as the stage of `rotation` says, and persists the stage.
-    fn enter(&self, mut rotation: Rotation) -> Result<Rotation, CaError> {
-        let _changing = self.dir.lock_files()?;
+    fn enter(
+        &self,
+        mut rotation: Rotation,
+        version: Option<String>,
+    ) -> Result<Rotation, RotationError> {
         let material = Arc::new(rotation.material()?);
-        // While the stage is being persisted, the CA of the previous stage signs.
-        let persisted = whole_seconds(SystemTime::now()) + PERSISTED_WITHIN;
+        let (_changing, followed_within) = match &self.store {
+            RotationStore::Files(dir) => {
+                let lock = dir.lock_files().map_err(CaError::from)?;
+                (Some(lock), PERSISTED_WITHIN)
+            }
+            RotationStore::Secret(_) => (None, FOLLOWED_WITHIN),
+        };
+        // Until all servers follow the stage, the CA of the previous stage signs.
+        let followed = whole_seconds(SystemTime::now()) + followed_within;
         // Certificates of the previous stage are older, also when that was short.
-        rotation.since = persisted.max(rotation.since + Duration::from_secs(1));
+        rotation.since = followed.max(rotation.since + Duration::from_secs(1));
         let longest = longest_remaining(&self.nodes.snapshot(), rotation.since);
         rotation.life = self.ca.life().max(longest);
         // No certificate of a stage exists that a crash would undo.
-        rotation.save(&self.dir)?;
-        self.ca.replace(material.clone());
-        persisted::write_ca(&self.dir, &material)?;
+        match &self.store {
+            RotationStore::Files(dir) => {
+                rotation.save(dir)?;
+                self.ca.replace(material.clone());
+                persisted::write_ca(dir, &material)?;
+            }
+            RotationStore::Secret(secret) => {
+                self.replace(secret.as_ref(), material, Some(&rotation), version)?;
+            }
+        }
         Ok(rotation)
     }
 
     /// Trusts only the CA `signer` of the rotation, and removes the rotation.
-    fn end(&self, rotation: &Rotation, signer: Signer) -> Result<(), CaError> {
+    fn end(
+        &self,
+        rotation: &Rotation,
+        signer: Signer,
+        version: Option<String>,
+    ) -> Result<(), RotationError> {
         let material = Arc::new(rotation.ca(signer).material()?);
-        let _changing = self.dir.lock_files()?;
-        persisted::write_ca(&self.dir, &material)?;
-        remove(&self.dir)?;
+        match &self.store {
+            RotationStore::Files(dir) => {
+                let _changing = dir.lock_files().map_err(CaError::from)?;
+                persisted::write_ca(dir, &material)?;
+                remove(dir)?;
+                self.ca.replace(material);
+                Ok(())
+            }
+            RotationStore::Secret(secret) => self.replace(secret.as_ref(), material, None, version),
+        }
+    }
+
+    /// Writes the Secret, and uses its CA without waiting for the watch.
+    fn replace(
+        &self,
+        secret: &dyn CaSecret,
+        material: Arc<CaMaterial>,
+        rotation: Option<&Rotation>,
+        version: Option<String>,
+    ) -> Result<(), RotationError> {
+        if !secret.replace(material.clone(), rotation, version)? {
+            return Err(RotationError::Changed);
+        }
         self.ca.replace(material);
         Ok(())
     }
@@ -190,6 +279,7 @@ impl CaRotator {
         Ok(RotationStatus {
             signer: hex(&self.ca.spki_sha256()),
             in_progress: in_progress.transpose()?,
+            other_servers: 0,
         })
     }
 
@@ -232,6 +322,9 @@ fn decide(
 /// Time within which a stage is persisted, with a margin for slow disks. Certificates that are issued
 /// in it do not count as those of the stage.
 const PERSISTED_WITHIN: Duration = Duration::from_secs(3);
+/// Like [`PERSISTED_WITHIN`], for the write of the Secret and the watches of the other servers, which
+/// take at most two seconds while the API server answers.
+const FOLLOWED_WITHIN: Duration = Duration::from_secs(10);
 /// Part of a certificate's lifetime after which an agent has renewed it.
 const RENEWED_BY: f64 = 0.6;
 

@@ -25,6 +25,8 @@ pub const CLIENT_CA_KEY: &str = "client-ca-file";
 pub const CA_CERTIFICATE_KEY: &str = "ca.crt";
 /// Key of the CA's private key in the CA Secret.
 pub const CA_PRIVATE_KEY: &str = "ca.key";
+/// Key of the rotation in progress in the CA Secret: the stage, and both CAs with their keys.
+pub const CA_ROTATION_KEY: &str = "ca-rotation.json";
 /// Annotation of the Service with additional names and addresses of the HTTPS listener, separated
 /// by commas.
 pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";

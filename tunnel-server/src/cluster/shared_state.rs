@@ -4,6 +4,7 @@
 //!
 //! ```text
 //! Secret ca    ──▶ CaReconciler ──▶ LocalCa (issuer, listeners, agent trust), CA bundle ConfigMap
+//!              ◀─▶ RotatedSecret ◀─▶ CaRotator (compare-and-swap)
 //! Secret state ◀─▶ SharedDocuments ◀─▶ TokenStore, Revocations (compare-and-swap, no Lease)
 //! ```
 //!
@@ -20,6 +21,7 @@ use tunnel_proto::transport::quic::QuicKeys;
 
 use super::client::ClusterHandle;
 use super::lease::identity;
+use crate::ca::rotation::CaSecret;
 use crate::ca::{CaError, CaMaterial, LocalCa};
 use crate::config::KubernetesSettings;
 use crate::store::data_dir::DataDir;
@@ -30,6 +32,7 @@ mod ca_bundle;
 mod cluster_objects;
 mod documents;
 mod quic_key_lease;
+mod rotated_secret;
 mod snapshot;
 
 use ca::CaReconciler;
@@ -37,12 +40,15 @@ use cluster_objects::ClusterObjects;
 use documents::{REVOKED, SharedDocuments, TOKENS};
 pub use quic_key_lease::QuicKeyLease;
 use quic_key_lease::QuicKeyLeases;
+use rotated_secret::RotatedSecret;
 
 /// State that one server shares with the other servers of its cluster.
 #[derive(Debug)]
 pub(crate) struct SharedState {
     /// The CA. Replaced when the Secret changes.
     pub(crate) ca: Arc<LocalCa>,
+    /// The Secret of the CA, to rotate it.
+    pub(crate) ca_secret: Arc<dyn CaSecret>,
     pub(crate) tokens: SharedDocument,
     pub(crate) revocations: SharedDocument,
     /// Keys for QUIC stateless resets and connection ids.
@@ -99,6 +105,11 @@ impl ClusterHandle {
         snapshot::publish(data, material.clone()).await;
         let ca = Arc::new(LocalCa::new(material)?.with_life(life));
         follow(&ca, known, shutdown);
+        let ca_secret = Arc::new(RotatedSecret {
+            cluster_objects: cluster_objects.clone(),
+            name: names.ca_secret.clone(),
+            shutdown: shutdown.clone(),
+        });
         let key_leases = QuicKeyLeases {
             cluster_objects,
             lease: names.replica_lease.clone(),
@@ -111,6 +122,7 @@ impl ClusterHandle {
             .map(|claim| key_leases.renew_until_released(claim, shutdown));
         Ok(SharedState {
             ca,
+            ca_secret,
             tokens: documents.document(TOKENS),
             revocations: documents.document(REVOKED),
             keys: claimed.keys,

@@ -8,7 +8,7 @@ use rustls::RootCertStore;
 use serde_json::{Value, json};
 use tunnel_proto::identity::PeerIdentity;
 use tunnel_server::ca::CaMaterial;
-use tunnel_server::cluster::objects::NAMES_ANNOTATION;
+use tunnel_server::cluster::objects::{CA_ROTATION_KEY, NAMES_ANNOTATION};
 use tunnel_tests::client::{ByteStream, ClientTls, Endpoint};
 use tunnel_tests::cluster::{Objects, edge};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
@@ -17,9 +17,10 @@ use tunnel_tests::load::Load;
 use tunnel_tests::process::{Listener, Server};
 use tunnel_tests::targets::FakeKubelet;
 
-use super::super::{ClusterEnv, GUIDE_IP, Site};
+use super::super::{ClusterEnv, FIRST, GUIDE_IP, READYZ, Site, wait_for_text};
 use super::restart::kill;
 use super::{Exec, ca_secret, cluster, server, set_ca};
+use crate::credentials::ca_rotation::{STAGES, is_of, renewed, rotation_status, trusts_only};
 
 /// Agents renew certificates of this lifetime about every three seconds. With a renewal they also
 /// receive a new CA.
@@ -102,11 +103,10 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
     Ok(())
 }
 
-/// The server is killed and loses its disk in each step, before the agent has renewed. The next
-/// process continues with the step of the Secret.
+/// The server is killed and loses its disk in each stage, before the agent has renewed. The next
+/// process continues with the stage of the Secret.
 #[tokio::test(flavor = "multi_thread")]
-async fn f20_replacement_of_the_secrets_ca_resumes_in_each_step_without_a_failed_request()
--> Result<()> {
+async fn f20_ca_rotate_in_a_cluster_resumes_in_each_stage_without_a_failed_request() -> Result<()> {
     let cluster_env = ClusterEnv::fake().await?;
     cluster_env.guide().await?;
     let limits = "limits: { certificateLife: 12s }\n";
@@ -115,18 +115,12 @@ async fn f20_replacement_of_the_secrets_ca_resumes_in_each_step_without_a_failed
     let setup = setup.args(&["--config", &limits.to_string_lossy()]);
     let mut server = setup.start().await?;
     let site = Site::serving(&cluster_env, &server).await?;
-    let cluster = &cluster_env.cluster;
-    let old = cluster.objects().secret(&ca_secret()).await?;
-    let next = CaMaterial::generate(SystemTime::now())?;
-    let both = format!("{}{}", old["ca.crt"], next.certificates_pem());
-    let known = cluster_env.scratch.path().join("agent-worker-1/ca.crt");
-    for (key, text, roots) in [
-        ("ca.crt", both.as_str(), 2),
-        ("ca.key", next.key_pem(), 2),
-        ("ca.crt", next.certificates_pem(), 1),
-    ] {
+    let secret = async || cluster_env.objects().secret(&ca_secret()).await;
+    let old = secret().await?;
+    for (command, stage) in STAGES {
         let load = loaded(&server, &site).await?;
-        set_ca(cluster, key, text).await?;
+        let printed = verb(&server, command).await?;
+        ensure!(printed.contains(stage), "{printed}");
         answers(&load).await;
         load.end().await?.check()?;
 
@@ -135,32 +129,83 @@ async fn f20_replacement_of_the_secrets_ca_resumes_in_each_step_without_a_failed
         server = setup.start().await?;
         server.wait_until_connected(&["worker-1"]).await;
         let load = loaded(&server, &site).await?;
-        let before = renewal(&server).await?;
-        eventually("the agent has renewed", RENEWAL, async || {
-            // While two CAs are trusted, an agent connects again with its new certificate.
-            let now = renewal(&server).await?;
-            let is_renewed = roots == 1 || (now[0] != before[0] && now[1] != before[1]);
-            let known = std::fs::read_to_string(&known)?;
-            let known = known.matches("BEGIN CERTIFICATE").count();
-            ensure!(
-                is_renewed && known == roots,
-                "renewed: {is_renewed}, {known} roots"
-            );
-            Ok(())
-        })
-        .await;
+        let status = rotation_status(&server).await?;
+        ensure!(status.contains(stage), "{status}");
+        if stage != "stage: none" {
+            renewed(&server).await;
+        }
         answers(&load).await;
         load.end().await?.check()?;
     }
+    let new = secret().await?;
+    ensure!(!new.contains_key(CA_ROTATION_KEY), "the rotation remains");
+    let [old, new] = [&old["ca.crt"], &new["ca.crt"]].map(|pem| pem.as_bytes());
+    let files = cluster_env.scratch.path().join("agent-worker-1");
+    trusts_only(&files.join("ca.crt"), new).await;
+    let leaf = std::fs::read(files.join("agent.crt"))?;
+    ensure!(is_of(&leaf, new)?, "the agent's certificate is not new");
+    ensure!(!is_of(&leaf, old)?, "the agent's certificate is old");
     Ok(())
 }
 
-/// Returns the end of the agent's certificate, and the begin of its session.
-async fn renewal(server: &Server) -> Result<[Value; 2]> {
-    let nodes = server.nodes().await?;
-    let node = nodes.iter().find(|node| node["node"] == "worker-1");
-    let node = node.context("no node")?;
-    Ok(["certificateNotAfter", "connectedSince"].map(|field| node[field].clone()))
+#[tokio::test(flavor = "multi_thread")]
+async fn f20_servers_show_one_stage_and_keep_their_ca_if_the_rotation_is_damaged() -> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    let (one, other) = (
+        cluster_env.server("a").await?,
+        cluster_env.server("b").await?,
+    );
+    let secret = async || cluster_env.objects().secret(&ca_secret()).await;
+    let followed = async || {
+        eventually("both servers follow", WAIT_TIMEOUT, async || {
+            let secret = secret().await?;
+            let certificates = &secret["ca.crt"];
+            for server in [&one, &other] {
+                let printed = verb(server, &["ca"]).await?;
+                ensure!(printed.trim() == certificates.trim(), "{printed}");
+            }
+            let bundle = cluster_env.objects().bundle().await?;
+            ensure!(bundle == *certificates, "{bundle}");
+            Ok(())
+        })
+        .await;
+    };
+    let old = secret().await?;
+    verb(&one, &["ca", "rotate"]).await?;
+    for server in [&one, &other] {
+        let status = rotation_status(server).await?;
+        ensure!(status.contains("stage: announced"), "{status}");
+    }
+    followed().await;
+    let announced = secret().await?;
+    ensure!(announced["ca.crt"].matches("BEGIN CERTIFICATE").count() == 2);
+
+    let next = CaMaterial::generate(SystemTime::now())?;
+    let hostile = [
+        (CA_ROTATION_KEY, "{}"),
+        ("ca.crt", next.certificates_pem()),
+        ("ca.key", next.key_pem()),
+    ];
+    let objects = cluster_env.objects();
+    objects.set_secret(&ca_secret(), &hostile).await?;
+    for server in [&one, &other] {
+        let condition = "ca-rotation.json holds no usable rotation";
+        wait_for_text(server, READYZ, FIRST, condition).await;
+        let printed = verb(server, &["ca"]).await?;
+        ensure!(printed.trim() == announced["ca.crt"].trim(), "{printed}");
+    }
+    let values = ["ca.crt", "ca.key", CA_ROTATION_KEY].map(|key| (key, announced[key].as_str()));
+    objects.set_secret(&ca_secret(), &values).await?;
+    verb(&other, &["ca", "rotate", "--abort"]).await?;
+    followed().await;
+    ensure!(secret().await? == old, "not the old CA alone");
+    let status = rotation_status(&one).await?;
+    ensure!(status.contains("stage: none"), "{status}");
+    Ok(())
+}
+
+async fn verb(server: &Server, arguments: &[&str]) -> Result<String> {
+    server.verb(arguments)?.run().await?.ok()
 }
 
 /// Starts load once the server answers for the site.

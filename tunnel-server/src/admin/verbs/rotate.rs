@@ -41,6 +41,13 @@ fn describe(status: &RotationStatus) -> String {
         agents.expired,
         agents.kubelets,
     );
+    if status.other_servers > 0 {
+        let _infallible = writeln!(
+            text,
+            "servers: {}; agents of the other servers are not counted: run 'tunnel-server ca rotate --status' at each",
+            status.other_servers + 1
+        );
+    }
     if !agents.pending_nodes.is_empty() {
         let more = if agents.pending > agents.pending_nodes.len() {
             ", ..."
@@ -96,6 +103,7 @@ mod tests {
         let mut status = RotationStatus {
             signer: "ab".repeat(32),
             in_progress: None,
+            other_servers: 0,
         };
         assert_contains(&describe(&status), "stage: none; the CA abababababababab");
         for stage in [
@@ -123,6 +131,10 @@ mod tests {
                 assert_contains(&text, "ca rotate --next'");
                 assert_eq!(text.contains("wait for"), pending > 0);
                 assert_eq!(text.contains("worker-1, ..."), pending > 0);
+                assert!(!text.contains("servers:"));
+                status.other_servers = 2;
+                assert_contains(&describe(&status), "servers: 3; agents of the other");
+                status.other_servers = 0;
             }
         }
     }

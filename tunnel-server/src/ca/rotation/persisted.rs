@@ -1,6 +1,7 @@
-//! The persisted rotation: both CAs with their keys and the stage, in one file. The functions that
-//! write expect the caller to hold the lock of the directory's files.
+//! The persisted rotation: both CAs with their keys and the stage, in one file or in one key of a
+//! Secret. The functions that write expect the caller to hold the lock of the directory's files.
 
+use std::fmt;
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -20,7 +21,7 @@ use crate::store::data_dir::{DataDir, time_text, wiped_text};
 /// A rotation in progress.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Rotation {
+pub(crate) struct Rotation {
     pub(super) stage: RotationStage,
     /// Certificates that were issued at this time or later are those of the stage.
     #[serde(with = "time_text")]
@@ -42,7 +43,7 @@ pub(super) struct CaPem {
 
 impl Rotation {
     /// Creates a rotation from `old` to `new` in its first stage.
-    pub(super) fn new(old: &CaMaterial, new: &CaMaterial, now: SystemTime) -> Self {
+    pub(crate) fn new(old: &CaMaterial, new: &CaMaterial, now: SystemTime) -> Self {
         Self {
             stage: RotationStage::Announced,
             since: now,
@@ -58,17 +59,55 @@ impl Rotation {
         let Some(content) = files::read_secret(&path)? else {
             return Ok(None);
         };
-        let rotation = serde_json::from_slice(&content).map_err(|error| CaError::Damaged {
-            name: path.display().to_string(),
-            what: "rotation",
-            problem: error.to_string(),
-        })?;
-        Ok(Some(rotation))
+        Self::parse(&content, &path.display().to_string()).map(Some)
+    }
+
+    /// Parses the rotation of a Secret and checks it against the CA of that Secret. `name` and `key`
+    /// name the rotation and the CA's key in errors.
+    pub(crate) fn of_secret(
+        content: &[u8],
+        name: &str,
+        key: &str,
+        ca: &CaMaterial,
+    ) -> Result<Self, CaError> {
+        if content.len() > ROTATION_MAX_BYTES {
+            let problem = format!("{} bytes, at most {ROTATION_MAX_BYTES}", content.len());
+            return Err(damaged(name, problem));
+        }
+        let rotation = Self::parse(content, name)?;
+        let (old, new) = (rotation.old.material()?, rotation.new.material()?);
+        if old.spki_sha256 == new.spki_sha256 {
+            return Err(damaged(name, "both CAs have the same key".to_owned()));
+        }
+        if rotation.life > LIFE_MAX {
+            return Err(damaged(name, "life is too long".to_owned()));
+        }
+        if !rotation.material()?.is_same(ca) {
+            return Err(CaError::OtherRotation(name.to_owned(), key.to_owned()));
+        }
+        Ok(rotation)
+    }
+
+    fn parse(content: &[u8], name: &str) -> Result<Self, CaError> {
+        serde_json::from_slice(content).map_err(|error| {
+            // The text of the error may have a part of a key.
+            let (line, column) = (error.line(), error.column());
+            damaged(name, format!("error at line {line} column {column}"))
+        })
+    }
+
+    /// Returns the persisted form.
+    pub(crate) fn to_json(&self) -> Result<Zeroizing<Vec<u8>>, CaError> {
+        let content = Zeroizing::new(serde_json::to_vec(self).map_err(io::Error::other)?);
+        if content.len() > ROTATION_MAX_BYTES {
+            let problem = "the certificates of the CA are too large to replace it in stages";
+            return Err(io::Error::other(problem).into());
+        }
+        Ok(content)
     }
 
     pub(super) fn save(&self, dir: &DataDir) -> Result<(), CaError> {
-        let content = Zeroizing::new(serde_json::to_vec(self).map_err(io::Error::other)?);
-        Ok(files::replace(&dir.ca_rotation(), &content)?)
+        Ok(files::replace(&dir.ca_rotation(), &self.to_json()?)?)
     }
 
     pub(super) fn ca(&self, signer: Signer) -> &CaPem {
@@ -87,6 +126,24 @@ impl Rotation {
             RotationStage::Issuing => new,
         };
         CaMaterial::parse(both.as_bytes(), signer.key.as_bytes(), NAMES)
+    }
+}
+
+impl fmt::Debug for Rotation {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("Rotation")
+            .field("stage", &self.stage)
+            .field("since", &self.since)
+            .finish_non_exhaustive()
+    }
+}
+
+fn damaged(name: &str, problem: String) -> CaError {
+    CaError::Damaged {
+        name: name.to_owned(),
+        what: "rotation",
+        problem,
     }
 }
 
@@ -159,6 +216,10 @@ fn sync_parent(path: &Path) {
     }
 }
 
+/// Maximum size of a persisted rotation in bytes. Two CAs with a certificate each have about 3 KiB.
+const ROTATION_MAX_BYTES: usize = 256 * 1024;
+/// Maximum of [`Rotation::life`]: a hundred years, so that times can be calculated.
+const LIFE_MAX: Duration = Duration::from_secs(36_525 * 24 * 60 * 60);
 const NAMES: SourceNames<'_> = SourceNames {
     certificates: "the certificate in ca-rotation.json",
     key: "the key in ca-rotation.json",

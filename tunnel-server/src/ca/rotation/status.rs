@@ -15,6 +15,9 @@ pub struct RotationStatus {
     /// SHA-256 of the public key of the CA that signs, hex.
     pub signer: String,
     pub in_progress: Option<RotationProgress>,
+    /// Number of other servers that share the CA. Their agents are not counted.
+    #[serde(default)]
+    pub other_servers: usize,
 }
 
 /// A rotation in progress, and the agents that it waits for.

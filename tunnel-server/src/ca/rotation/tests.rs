@@ -1,4 +1,5 @@
 use std::fs;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::CertificateDer;
@@ -229,4 +230,103 @@ fn counts_are_by_the_issue_time_of_the_certificate_that_was_presented() {
         kubelets: 1,
     };
     assert_eq!(agents, expected);
+}
+
+/// A Secret in memory.
+#[derive(Debug)]
+struct MemorySecret {
+    material: Mutex<Arc<CaMaterial>>,
+    rotation: Mutex<Option<Vec<u8>>>,
+    version: AtomicU64,
+    /// Number of writes by others after each read.
+    writes_by_others: AtomicU64,
+}
+
+impl MemorySecret {
+    fn version(&self) -> Option<String> {
+        Some(self.version.load(Ordering::Relaxed).to_string())
+    }
+}
+
+impl CaSecret for MemorySecret {
+    fn read(&self) -> Result<SharedCa, CaError> {
+        let material = self.material.lock().clone();
+        let check = |content: &Vec<u8>| Rotation::of_secret(content, "", "", &material);
+        let rotation = self.rotation.lock().as_ref().map(check).transpose()?;
+        let version = self.version();
+        let others = self.writes_by_others.load(Ordering::Relaxed);
+        self.version.fetch_add(others, Ordering::Relaxed);
+        Ok(SharedCa {
+            material,
+            rotation,
+            version,
+        })
+    }
+
+    fn replace(
+        &self,
+        material: Arc<CaMaterial>,
+        rotation: Option<&Rotation>,
+        version: Option<String>,
+    ) -> Result<bool, CaError> {
+        if version != self.version() {
+            return Ok(false);
+        }
+        let rotation = rotation.map(Rotation::to_json).transpose()?;
+        *self.material.lock() = material;
+        *self.rotation.lock() = rotation.map(|content| content.to_vec());
+        self.version.fetch_add(1, Ordering::Relaxed);
+        Ok(true)
+    }
+}
+
+#[test]
+fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing() {
+    let now = SystemTime::now();
+    let old = Arc::new(CaMaterial::generate(now).unwrap());
+    let secret = Arc::new(MemorySecret {
+        material: Mutex::new(old.clone()),
+        rotation: Mutex::default(),
+        version: AtomicU64::new(1),
+        writes_by_others: AtomicU64::new(0),
+    });
+    let scratch = Scratch::new();
+    let server = || {
+        let ca = Arc::new(LocalCa::new(old.clone()).unwrap());
+        let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
+        CaRotator::of_secret(ca, secret.clone(), nodes)
+    };
+    let (one, other) = (server(), server());
+    let stages = || {
+        let progress = [&one, &other].map(|server| server.status().unwrap().in_progress);
+        progress.map(|progress| progress.map(|progress| progress.stage))
+    };
+    let (issued, not_after) = (now, now + one.ca.life());
+    one.nodes.record_connection(&node(), issued, not_after);
+    one.act(Begin).unwrap();
+    assert_eq!(stages(), [Some(RotationStage::Announced); 2]);
+    let again = other.act(Begin).unwrap_err();
+    assert!(matches!(again, RotationError::InProgress));
+    // Each server counts its own agents.
+    let pending = one.act(Next).unwrap_err();
+    assert!(matches!(pending, RotationError::Pending { pending: 1 }));
+
+    secret.writes_by_others.store(1, Ordering::Relaxed);
+    let conflict = other.act(Next).unwrap_err();
+    assert_contains(&conflict, "changed meanwhile; run the command again");
+    assert_eq!(stages(), [Some(RotationStage::Announced); 2]);
+    assert_eq!(other.ca.roots().len(), 1);
+
+    secret.writes_by_others.store(0, Ordering::Relaxed);
+    other.act(Next).unwrap();
+    assert_eq!(stages(), [Some(RotationStage::Issuing); 2]);
+    assert_ne!(other.ca.spki_sha256(), old.spki_sha256);
+    assert_eq!(other.ca.roots().len(), 2);
+    one.act(ForceNext).unwrap();
+    assert_eq!(stages(), [None; 2]);
+    assert!(secret.rotation.lock().is_none());
+    assert_eq!(one.ca.roots().len(), 1);
+    assert!(secret.material.lock().is_same(&one.ca.material.load()));
+    let text = format!("{:?}", Rotation::new(&old, &old, now));
+    assert!(!text.contains("PRIVATE"), "{text}");
 }

@@ -14,11 +14,12 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::{ApiError, ApiErrorKind, Backoff};
-use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, Object};
+use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, CA_ROTATION_KEY, Object};
 use super::super::watches::{Observed, follow_one};
 use super::ca_bundle;
 use super::cluster_objects::{ClusterObjects, conflicts};
-use crate::ca::{CaMaterial, SourceNames};
+use crate::ca::rotation::{Rotation, SharedCa};
+use crate::ca::{CaError, CaMaterial, SourceNames};
 use crate::cluster::conditions::Condition;
 
 /// Interval at which the Secret and the ConfigMap are read again, in addition to the watches.
@@ -26,9 +27,9 @@ const RESYNC: Duration = Duration::from_secs(300);
 
 /// Pure decision on the observed Secret.
 #[derive(Debug)]
-enum Plan {
+pub(super) enum Plan {
     /// The Secret contains a CA.
-    Adopt(Box<CaMaterial>),
+    Adopt(SharedCa),
     /// The Secret is empty.
     Fill,
     /// The Secret contains something else, which must not be overwritten.
@@ -160,7 +161,7 @@ impl CaReconciler {
                 && ca_bundle::is_filled(&self.cluster_objects, &self.map).await?;
             let mut secret = self.cluster_objects.secret(&self.secret).await?;
             match plan(&secret, &self.cluster_objects.describe_secret(&self.secret)) {
-                Plan::Adopt(material) => return Ok(Arc::from(material)),
+                Plan::Adopt(ca) => return Ok(ca.material),
                 Plan::Refuse(condition) => {
                     return Err(ApiError::new(ApiErrorKind::Invalid, condition));
                 }
@@ -181,7 +182,7 @@ impl CaReconciler {
                         .map_err(|error| ApiError::new(ApiErrorKind::Invalid, error.to_string()))?,
                 ),
             };
-            fill(&mut secret, &material);
+            put(&mut secret, &material, None);
             // The resource version makes the API server reject this write if another writer was
             // faster.
             let parameters = PostParams::default();
@@ -199,16 +200,23 @@ impl CaReconciler {
     }
 }
 
-fn plan(secret: &Secret, name: &str) -> Plan {
+pub(super) fn plan(secret: &Secret, name: &str) -> Plan {
     let value = |key: &str| {
         let data = secret.data.as_ref()?;
         let value = &data.get(key)?.0;
         Some(value.as_slice()).filter(|value| !value.trim_ascii().is_empty())
     };
     let (certificates, key) = (value(CA_CERTIFICATE_KEY), value(CA_PRIVATE_KEY));
+    let rotation = value(CA_ROTATION_KEY);
     let (certificates, key) = match (certificates, key) {
         (Some(certificates), Some(key)) => (certificates, key),
-        (None, None) => return Plan::Fill,
+        (None, None) if rotation.is_none() => return Plan::Fill,
+        (None, None) => {
+            return Plan::Refuse(format!(
+                "keys {CA_CERTIFICATE_KEY} and {CA_PRIVATE_KEY} are missing; add them next to {CA_ROTATION_KEY}, or remove it, \
+                 too, to create a new CA"
+            ));
+        }
         (Some(_), None) => {
             return Plan::Refuse(format!(
                 "key {CA_PRIVATE_KEY} is missing; add it next to {CA_CERTIFICATE_KEY}, or remove both to create a new CA"
@@ -224,17 +232,34 @@ fn plan(secret: &Secret, name: &str) -> Plan {
         certificates: &format!("{name}, key {CA_CERTIFICATE_KEY}"),
         key: &format!("{name}, key {CA_PRIVATE_KEY}"),
     };
-    match CaMaterial::parse(certificates, key, names) {
-        Ok(material) => Plan::Adopt(Box::new(material)),
+    let parse = || {
+        let material = CaMaterial::parse(certificates, key, names)?;
+        let rotation_name = format!("{name}, key {CA_ROTATION_KEY}");
+        let check = |content| Rotation::of_secret(content, &rotation_name, names.key, &material);
+        let rotation = rotation.map(check).transpose()?;
+        Ok::<_, CaError>(SharedCa {
+            material: Arc::new(material),
+            rotation,
+            version: secret.metadata.resource_version.clone(),
+        })
+    };
+    match parse() {
+        Ok(ca) => Plan::Adopt(ca),
         Err(error) => Plan::Refuse(error.to_string()),
     }
 }
 
-fn fill(secret: &mut Secret, material: &CaMaterial) {
+/// Puts the CA and the rotation in progress, if any, into the Secret.
+pub(super) fn put(secret: &mut Secret, material: &CaMaterial, rotation: Option<&[u8]>) {
     let data = secret.data.get_or_insert_default();
-    let put = |text: &str| ByteString(text.as_bytes().to_vec());
-    data.insert(CA_CERTIFICATE_KEY.into(), put(material.certificates_pem()));
-    data.insert(CA_PRIVATE_KEY.into(), put(material.key_pem()));
+    let put = |content: &[u8]| ByteString(content.to_vec());
+    let certificates = material.certificates_pem().as_bytes();
+    data.insert(CA_CERTIFICATE_KEY.into(), put(certificates));
+    data.insert(CA_PRIVATE_KEY.into(), put(material.key_pem().as_bytes()));
+    match rotation {
+        Some(rotation) => data.insert(CA_ROTATION_KEY.into(), put(rotation)),
+        None => data.remove(CA_ROTATION_KEY),
+    };
 }
 
 #[cfg(test)]
@@ -255,6 +280,13 @@ mod tests {
         CaMaterial::generate(SystemTime::now()).unwrap()
     }
 
+    fn adopted(secret: &Secret) -> SharedCa {
+        match plan(secret, "Secret ns/ca") {
+            Plan::Adopt(ca) => ca,
+            other => panic!("{other:?}"),
+        }
+    }
+
     fn refused(secret: &Secret) -> String {
         match plan(secret, "Secret ns/ca") {
             Plan::Refuse(condition) => condition,
@@ -269,11 +301,8 @@ mod tests {
         assert!(matches!(plan(&empty, ""), Plan::Fill));
         let blank = secret(&[(CA_CERTIFICATE_KEY, ""), (CA_PRIVATE_KEY, "\n"), ("x", "y")]);
         assert!(matches!(plan(&blank, ""), Plan::Fill));
-        fill(&mut empty, &ca);
-        let Plan::Adopt(adopted) = plan(&empty, "") else {
-            panic!("not adopted");
-        };
-        assert!(adopted.is_same(&ca));
+        put(&mut empty, &ca, None);
+        assert!(adopted(&empty).material.is_same(&ca));
     }
 
     #[test]
@@ -301,12 +330,43 @@ mod tests {
         let both = format!("{}{}", old.certificates_pem(), new.certificates_pem());
         let by = |key: &str| {
             let secret = secret(&[(CA_CERTIFICATE_KEY, &both), (CA_PRIVATE_KEY, key)]);
-            let Plan::Adopt(material) = plan(&secret, "") else {
-                panic!("not adopted");
-            };
-            material
+            adopted(&secret).material
         };
         assert!(!by(old.key_pem()).is_same(&by(new.key_pem())));
         assert!(!by(old.key_pem()).is_same(&old));
+    }
+
+    #[test]
+    fn rotation_is_adopted_with_its_ca_alone_and_a_hostile_one_is_refused() {
+        let (old, new) = (generate(), generate());
+        let both = format!("{}{}", old.certificates_pem(), new.certificates_pem());
+        let json = Rotation::new(&old, &new, SystemTime::now()).to_json();
+        let json = String::from_utf8(json.unwrap().to_vec()).unwrap();
+        let with = |key: &str, rotation: &str| {
+            secret(&[
+                (CA_CERTIFICATE_KEY, &both),
+                (CA_PRIVATE_KEY, key),
+                (CA_ROTATION_KEY, rotation),
+            ])
+        };
+        let mut announced = with(old.key_pem(), &json);
+        assert!(adopted(&announced).rotation.is_some());
+        assert!(adopted(&with(old.key_pem(), "\n")).rotation.is_none());
+        let other_stage = refused(&with(new.key_pem(), &json));
+        assert!(other_stage.contains("does not belong to the key Secret ns/ca, key ca.key"));
+        let secret_text = r#"{"stage":"announced","new":"private"}"#;
+        let long_life = json.replace("\"secs\":0", "\"secs\":99999999999");
+        let one_ca = Rotation::new(&old, &old, SystemTime::now()).to_json();
+        let one_ca = String::from_utf8(one_ca.unwrap().to_vec()).unwrap();
+        let large = " ".repeat(1 << 20) + &json;
+        for hostile in ["{}", "\0", secret_text, &*long_life, &*one_ca, &*large] {
+            let condition = refused(&with(old.key_pem(), hostile));
+            assert!(condition.contains("key ca-rotation.json holds no usable"));
+            assert!(!condition.contains("private\""), "{condition}");
+        }
+        let alone = secret(&[(CA_ROTATION_KEY, &json)]);
+        assert!(refused(&alone).contains("next to ca-rotation.json"));
+        put(&mut announced, &new, None);
+        assert!(adopted(&announced).rotation.is_none());
     }
 }

@@ -1,0 +1,31 @@
+//! The Secret with the CA that the servers of a cluster share, and its rotation.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::Rotation;
+use crate::ca::{CaError, CaMaterial};
+
+/// The CA of a stage, and the rotation in progress.
+#[derive(Debug)]
+pub(crate) struct SharedCa {
+    pub(crate) material: Arc<CaMaterial>,
+    pub(crate) rotation: Option<Rotation>,
+    /// Version of the Secret that was read. `None` for files.
+    pub(crate) version: Option<String>,
+}
+
+/// The Secret. Calls block the thread.
+pub(crate) trait CaSecret: fmt::Debug + Send + Sync {
+    /// Reads and checks the content.
+    fn read(&self) -> Result<SharedCa, CaError>;
+
+    /// Replaces the CA and the rotation in one update. Returns `false`, without a change, if the
+    /// Secret has another version than `version`.
+    fn replace(
+        &self,
+        material: Arc<CaMaterial>,
+        rotation: Option<&Rotation>,
+        version: Option<String>,
+    ) -> Result<bool, CaError>;
+}

@@ -1,0 +1,96 @@
+//! Access of `ca rotate` to the CA Secret. The [`CaReconciler`](super::ca::CaReconciler) of every
+//! server follows what is written here.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+
+use kube::api::PostParams;
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
+use super::super::failure::{ApiError, ApiErrorKind};
+use super::super::objects::Object;
+use super::ca::{Plan, plan, put};
+use super::cluster_objects::ClusterObjects;
+use crate::ca::rotation::{CaSecret, Rotation, SharedCa};
+use crate::ca::{CaError, CaMaterial};
+
+/// The CA Secret, for a thread that may block.
+pub(super) struct RotatedSecret {
+    pub(super) cluster_objects: ClusterObjects,
+    /// Name of the Secret.
+    pub(super) name: String,
+    /// Runs the calls.
+    pub(super) shutdown: Shutdown,
+}
+
+impl RotatedSecret {
+    /// Runs a call to the API server, and waits for its result.
+    fn wait<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+    ) -> Result<T, CaError> {
+        let (done, answer) = sync_channel(1);
+        self.shutdown.spawn_service(async move {
+            let _nobody_waits_any_more = done.try_send(call.await);
+        });
+        let problem = match answer.recv() {
+            Ok(Ok(value)) => return Ok(value),
+            Ok(Err(failure)) => failure.to_string(),
+            Err(_dropped) => "the server is stopping".to_owned(),
+        };
+        let name = self.cluster_objects.describe_secret(&self.name);
+        Err(io::Error::other(format!("{name}: {problem}")).into())
+    }
+}
+
+impl CaSecret for RotatedSecret {
+    fn read(&self) -> Result<SharedCa, CaError> {
+        let (cluster_objects, name) = (self.cluster_objects.clone(), self.name.clone());
+        self.wait(async move {
+            let secret = cluster_objects.secret(&name).await?;
+            match plan(&secret, &cluster_objects.describe_secret(&name)) {
+                Plan::Adopt(ca) => Ok(ca),
+                Plan::Fill => Err(ApiError::new(ApiErrorKind::Invalid, "it is empty")),
+                Plan::Refuse(condition) => Err(ApiError::new(ApiErrorKind::Invalid, condition)),
+            }
+        })
+    }
+
+    fn replace(
+        &self,
+        material: Arc<CaMaterial>,
+        rotation: Option<&Rotation>,
+        version: Option<String>,
+    ) -> Result<bool, CaError> {
+        let rotation = rotation.map(Rotation::to_json).transpose()?;
+        let (cluster_objects, name) = (self.cluster_objects.clone(), self.name.clone());
+        self.wait(async move {
+            let mut secret = cluster_objects.secret(&name).await?;
+            if secret.metadata.resource_version != version {
+                return Ok(false);
+            }
+            put(
+                &mut secret,
+                &material,
+                rotation.as_ref().map(|content| content.as_slice()),
+            );
+            let parameters = PostParams::default();
+            let replaced = cluster_objects.secrets.replace(&name, &parameters, &secret);
+            let written = with_limit(CALL_LIMIT, replaced).await;
+            let metrics = &cluster_objects.cluster.metrics;
+            Ok(count_write(metrics, Object::Ca, written)?.is_some())
+        })
+    }
+}
+
+impl fmt::Debug for RotatedSecret {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("RotatedSecret")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
