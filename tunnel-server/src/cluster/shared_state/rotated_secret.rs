@@ -22,7 +22,7 @@ pub(super) struct RotatedSecret {
     pub(super) cluster_objects: ClusterObjects,
     /// Name of the Secret.
     pub(super) name: String,
-    /// Runs the calls.
+    /// Runs the calls to the API server.
     pub(super) shutdown: Shutdown,
 }
 
