@@ -13,6 +13,7 @@ use tunnel_tests::env::TestEnv;
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::netns::{CLOUD_ADDRESS, EDGE_ADDRESS, Edge, NODES, Namespace, Topology};
 use tunnel_tests::process::{Fleet, Listener, Process, Program, ScratchDir};
+use tunnel_tests::prometheus::query_path;
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 use crate::namespaces::get;
@@ -303,8 +304,7 @@ pub(super) async fn active_targets(namespace: &Namespace) -> Result<Vec<Value>> 
 
 /// Returns the answer of the Prometheus inside `namespace` to a PromQL query.
 pub(super) async fn query_prometheus(namespace: &Namespace, query: &str) -> Result<Value> {
-    let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
-    ask_prometheus(namespace, &format!("/api/v1/query?query={encoded}")).await
+    ask_prometheus(namespace, &query_path(query)).await
 }
 
 async fn ask_prometheus(namespace: &Namespace, path: &str) -> Result<Value> {

@@ -23,6 +23,7 @@ pub mod metrics;
 pub mod mutation;
 pub mod netns;
 pub mod process;
+pub mod prometheus;
 pub mod reference;
 pub mod scale;
 pub mod scripted;

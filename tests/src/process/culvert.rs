@@ -285,6 +285,14 @@ impl AgentSetup {
         Self::new(node, server, data_dir, None).args(&loopback)
     }
 
+    /// Creates an agent like [`Self::on_loopback`], whose meta port is [`Listener::Meta`] on a
+    /// loopback address of its own, so that the agent has the same port after a restart.
+    pub fn on_address(node: &str, server: SocketAddr, data_dir: &Path, address: Ipv4Addr) -> Self {
+        let meta = Listener::Meta.on(address).to_string();
+        let loopback = ["--node-ip", "127.0.0.1", "--meta-listen", &meta];
+        Self::new(node, server, data_dir, None).args(&loopback)
+    }
+
     pub fn arguments(&self) -> &[String] {
         &self.arguments
     }
