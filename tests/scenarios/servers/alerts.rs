@@ -1,191 +1,256 @@
-//! The alerts of `deploy/monitoring` in a real Prometheus: each fires with its fault and ends after
+//! Each alert of `deploy/monitoring` in a real Prometheus: it fires with its fault and ends after
 //! it.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use anyhow::{Result, ensure};
 use tunnel_tests::ca::{Leaf, TestCa, replace};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::guides::page;
-use tunnel_tests::manifests::items;
-use tunnel_tests::process::{Listener, Process, Program, ScratchDir, next_loopback};
+use tunnel_tests::link::{Impairment, Link, TrafficClass};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup, Signal, next_loopback,
+};
+use tunnel_tests::prometheus::{Prometheus, alerts, shortened_rules};
 use tunnel_tests::tools::{Tool, or_skip, require};
 
-use super::{NODE, Servers, follow};
+use super::{NODE, Servers, follow, wait_for, wait_for_route};
 
+/// An alert without a fault here fails the test.
 #[tokio::test(flavor = "multi_thread")]
-async fn node_without_an_agent_and_sessions_over_h2_are_alerts() -> Result<()> {
+async fn each_alert_fires_with_its_fault_and_ends_after_it() -> Result<()> {
     if or_skip(require(&[Tool::Prometheus])).is_none() {
         return Ok(());
     }
-    let servers = Servers::start(2, &[]).await?;
-    let prometheus = Prometheus::start(&servers)?;
-    let setup = servers.agent(0).await?;
-    let agent = setup.clone().args(&["--transport", "h2"]).start()?;
-    prometheus.wait_for(&["CulvertFallback"]).await;
-    // The end of a process ends its TCP connections at once.
-    agent.kill().await?;
-    prometheus.wait_for(&["CulvertNodeGone"]).await;
-    let _agent = setup.start()?;
-    prometheus.wait_for(&[]).await;
+    let mut monitored = Monitored::start().await?;
+    monitored.block_udp_and_kill_the_agent().await?;
+    monitored.kill_a_server().await?;
+    monitored.reach_limits().await?;
+    monitored.expire_and_break_certificate_files().await?;
+    let alerts = alerts()?;
+    let names = alerts.iter().filter_map(|alert| alert["alert"].as_str());
+    let names: BTreeSet<_> = names.collect();
+    let fired = &monitored.fired;
+    ensure!(*fired == names, "{fired:?} fired, not {names:?}");
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn server_that_has_lost_all_others_is_an_alert() -> Result<()> {
-    if or_skip(require(&[Tool::Prometheus])).is_none() {
-        return Ok(());
-    }
-    let mut servers = Servers::start(2, &[]).await?;
-    let prometheus = Prometheus::start(&servers)?;
-    let other = servers.servers.pop().context("two servers")?;
-    let setup = other.setup_for_restart();
-    other.into_process().kill().await?;
-    let lost = ["CulvertPeerLost", "CulvertServerAlone"];
-    prometheus.wait_for(&lost).await;
-    servers.servers.push(setup.start().await?);
-    prometheus.wait_for(&[]).await;
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn certificate_files_that_expire_or_are_unusable_are_alerts() -> Result<()> {
-    if or_skip(require(&[Tool::Prometheus])).is_none() {
-        return Ok(());
-    }
-    let scratch = ScratchDir::new()?;
-    let ca = TestCa::new("ours")?;
-    // Valid for a day.
-    let mut leaf = Leaf::target(NODE);
-    let (certificate, key) = ca.issue(&leaf)?.write(scratch.path(), "https")?;
-    let config = scratch.file("server.yaml", "limits:\n  reloadEvery: 100ms\n")?;
-    let files = [&config, &certificate, &key].map(|file| file.to_string_lossy());
-    let [config_file, certificate_file, key_file] = &files;
-    let arguments: [&str; 6] = [
-        "--config",
-        config_file,
-        "--https-cert-file",
-        certificate_file,
-        "--https-key-file",
-        key_file,
-    ];
-    let servers = Servers::start(1, &arguments).await?;
-    let prometheus = Prometheus::start(&servers)?;
-    prometheus.wait_for(&["CulvertCertificateExpires"]).await;
-    replace(&certificate, b"no certificate")?;
-    let both = ["CulvertCertificateExpires", "CulvertCondition"];
-    prometheus.wait_for(&both).await;
-    leaf.until += Duration::from_secs(30 * 86400);
-    ca.issue(&leaf)?.write(scratch.path(), "https")?;
-    prometheus.wait_for(&[]).await;
-    Ok(())
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn limit_that_is_reached_is_an_alert() -> Result<()> {
-    if or_skip(require(&[Tool::Prometheus])).is_none() {
-        return Ok(());
-    }
-    let scratch = ScratchDir::new()?;
-    let config = scratch.file("server.yaml", "limits:\n  peerStreams: 1\n")?;
-    let config = config.to_string_lossy();
-    let servers = Servers::start(2, &["--config", &config]).await?;
-    let _agent = servers.agent_at(0).await?;
-    let mut followed = follow(&servers, 1).await?;
-    let prometheus = Prometheus::start(&servers)?;
-    // An increase is visible after the first scrape only, so the requests go on until the alert.
-    eventually("the alert", ALERT, async || {
-        let get = RawRequest::get(&servers.host(), "/metrics");
-        let reply = request(servers.http(1), &get).await?;
-        ensure!(reply.status == 503, "{}", reply.status);
-        prometheus.check(&["CulvertLimitReached"]).await
-    })
-    .await;
-    servers.kubelet.end_follows();
-    followed.finish().await?;
-    prometheus.wait_for(&[]).await;
-    Ok(())
-}
-
-/// A Prometheus that scrapes servers and evaluates the alerts.
-struct Prometheus {
-    process: Process,
-    api: SocketAddr,
+/// Two servers with an agent, and a server and an agent with certificate files, all scraped.
+struct Monitored {
+    servers: Servers,
+    /// Connects the agent to the first server. UDP is blocked at first.
+    link: Link,
+    setup: AgentSetup,
+    agent: Process,
+    operated: Operated,
+    prometheus: Prometheus,
+    fired: BTreeSet<&'static str>,
     _scratch: ScratchDir,
 }
 
-impl Prometheus {
-    /// Starts a Prometheus that scrapes the meta ports of the servers.
-    fn start(servers: &Servers) -> Result<Self> {
+impl Monitored {
+    async fn start() -> Result<Self> {
         let scratch = ScratchDir::new()?;
-        let rules = page("deploy/monitoring/rules.yaml")?;
-        scratch.file("rules.yaml", shortened(&rules))?;
-        let servers = servers.servers.iter();
-        let targets: Vec<_> = servers
-            .map(|server| format!("\"{}\"", server.address(Listener::Meta)))
-            .collect();
-        let configuration = CONFIGURATION.replace("TARGETS", &targets.join(", "));
-        let configuration = scratch.file("prometheus.yml", configuration)?;
-        let data = scratch.path().join("data");
-        let api = SocketAddr::from((next_loopback(), PORT));
-        let program = Program::tool(Tool::Prometheus)?
-            .arg(format!("--config.file={}", configuration.display()))
-            .arg(format!("--storage.tsdb.path={}", data.display()))
-            .arg(format!("--web.listen-address={api}"));
+        let limits = scratch.file("server.yaml", "limits:\n  peerStreams: 1\n")?;
+        let servers = Servers::start(2, &["--config", &limits.to_string_lossy()]).await?;
+        let first = &servers.servers[0];
+        let link = Link::start(first.address(Listener::Agents), SEED)?;
+        link.set(TrafficClass::UDP, Impairment::black_hole());
+        let limits = scratch.file("agent.yaml", "limits:\n  streamsPerAgent: 1\n")?;
+        let (token, address) = (first.token(NODE, None).await?, next_loopback());
+        let folder = scratch.path().join("agent");
+        let setup = AgentSetup::on_address(NODE, link.addr(), &folder, address)
+            .args(&["--token", &token, "--replicas", "1"])
+            .args(&["--config", &limits.to_string_lossy()]);
+        let operated = Operated::start().await?;
+        let metas = servers.servers.iter();
+        let metas = metas.map(|server| (SERVER, server.address(Listener::Meta)));
+        let mut targets: Vec<_> = metas.collect();
+        targets.extend([
+            (AGENT, Listener::Meta.on(address)),
+            (OPERATED_SERVER, operated.server.address(Listener::Meta)),
+            (OPERATED_AGENT, operated.agent_meta),
+        ]);
         Ok(Self {
-            process: program.start()?,
-            api,
+            servers,
+            link,
+            agent: setup.start()?,
+            setup,
+            operated,
+            prometheus: Prometheus::start(&targets, &shortened_rules()?)?,
+            fired: BTreeSet::new(),
             _scratch: scratch,
         })
     }
 
-    /// Waits until exactly these alerts fire, in alphabetical order.
-    async fn wait_for(&self, alerts: &[&str]) {
+    /// Waits until exactly these alerts fire. Each has its job.
+    async fn fires(&mut self, alerts: &[Firing]) {
+        let prometheus = &self.prometheus;
         let what = format!("alerts {alerts:?}");
-        eventually(&what, ALERT, async || self.check(alerts).await).await;
+        eventually(&what, ALERT, async || check(prometheus, alerts).await).await;
+        self.fired.extend(alerts.iter().map(|alert| alert.0));
     }
 
-    /// Fails unless exactly these alerts fire, in alphabetical order.
-    async fn check(&self, alerts: &[&str]) -> Result<()> {
-        let get = RawRequest::get("prometheus", "/api/v1/alerts");
-        let reply = request(self.api, &get).await?;
-        let answer: Value = serde_json::from_str(&reply.text()).context("no JSON")?;
-        ensure!(answer["status"] == "success", "{answer}");
-        let firing = items(&answer["data"]["alerts"]).filter(|alert| alert["state"] == "firing");
-        let firing: BTreeSet<_> = firing
-            .filter_map(|alert| alert["labels"]["alertname"].as_str())
-            .collect();
-        ensure!(firing.iter().eq(alerts), "{answer}; {}", self.process);
+    /// The agent falls back to h2. The end of its process ends its TCP connections at once.
+    async fn block_udp_and_kill_the_agent(&mut self) -> Result<()> {
+        self.fires(&[("CulvertFallback", SERVER)]).await;
+        self.agent.signal(Signal::Kill)?;
+        self.fires(&[("CulvertNodeGone", SERVER)]).await;
+        self.link.heal();
+        self.agent = self.setup.start()?;
+        self.fires(&[]).await;
+        Ok(())
+    }
+
+    async fn kill_a_server(&mut self) -> Result<()> {
+        let other = &mut self.servers.servers[1];
+        let setup = other.setup_for_restart();
+        other.process().signal(Signal::Kill)?;
+        let lost = ["CulvertPeerLost", "CulvertServerAlone"];
+        self.fires(&lost.map(|alert| (alert, SERVER))).await;
+        self.servers.servers[1] = setup.start().await?;
+        self.fires(&[]).await;
+        Ok(())
+    }
+
+    /// The second server reaches its limit of streams to the first one, and the agent its own.
+    async fn reach_limits(&mut self) -> Result<()> {
+        let servers = &self.servers;
+        wait_for(&servers.servers[1], "tunnel_server_directory_nodes", 1).await;
+        wait_for_route(servers.http(1).into()).await;
+        let mut followed = follow(servers, 1).await?;
+        let get = RawRequest::get(&servers.host(), "/metrics");
+        let prometheus = &self.prometheus;
+        let reached = [AGENT, SERVER].map(|job| ("CulvertLimitReached", job));
+        // An increase is visible after the first scrape only, so the requests go on until the alert.
+        eventually("the alerts of limits", ALERT, async || {
+            for server in 0..2 {
+                let reply = request(servers.http(server), &get).await?;
+                ensure!(reply.status == 503, "{}: {}", reply.status, reply.text());
+            }
+            check(prometheus, &reached).await
+        })
+        .await;
+        self.fires(&reached).await;
+        self.servers.kubelet.end_follows();
+        followed.finish().await?;
+        self.fires(&[]).await;
+        Ok(())
+    }
+
+    async fn expire_and_break_certificate_files(&mut self) -> Result<()> {
+        let expiring = [
+            ("CulvertCertificateExpires", OPERATED_AGENT),
+            ("CulvertCertificateExpires", OPERATED_SERVER),
+            ("CulvertKubeletCertificateExpires", OPERATED_SERVER),
+        ];
+        self.operated.issue(1)?;
+        self.fires(&expiring).await;
+        for name in ["agent.crt", "https.crt"] {
+            replace(&self.operated.scratch.path().join(name), b"no certificate")?;
+        }
+        let unusable = [OPERATED_AGENT, OPERATED_SERVER].map(|job| ("CulvertCondition", job));
+        self.fires(&[&expiring[..], &unusable].concat()).await;
+        self.operated.issue(30)?;
+        self.fires(&[]).await;
         Ok(())
     }
 }
 
-/// Returns the rules with one second in place of the time that an alert waits, and with a short
-/// window for limits.
-fn shortened(rules: &str) -> String {
-    let lines = rules.lines().map(|line| match line.split_once("for: ") {
-        Some((indent, _minutes)) if indent.trim().is_empty() => format!("{indent}for: 1s"),
-        _ => line.to_owned(),
-    });
-    let lines: Vec<_> = lines.collect();
-    lines.join("\n").replace("[10m]", "[10s]")
+/// A server and an agent with certificate files of an operator.
+struct Operated {
+    agents: TestCa,
+    callers: TestCa,
+    server: Server,
+    _agent: Process,
+    agent_meta: SocketAddr,
+    scratch: ScratchDir,
 }
 
-/// Configuration of Prometheus. `TARGETS` are the meta ports.
-const CONFIGURATION: &str = "
-global: { scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s }
-rule_files: [rules.yaml]
-scrape_configs:
-  - job_name: tunnel-server
-    static_configs: [{ targets: [TARGETS] }]
-";
+impl Operated {
+    async fn start() -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let (agents, callers) = (TestCa::new("agents")?, TestCa::new("callers")?);
+        scratch.file("agents-ca.crt", agents.pem())?;
+        scratch.file("callers-ca.crt", callers.pem())?;
+        issue(&agents, &callers, &scratch, 30)?;
+        scratch.file("limits.yaml", "limits:\n  reloadEvery: 100ms\n")?;
+        let file = |name: &str| scratch.path().join(name).to_string_lossy().into_owned();
+        let folder = scratch.path().join("server");
+        let server = ServerSetup::on_loopback(&folder)
+            .args(&["--config", &file("limits.yaml")])
+            .args(&["--agent-ca", &file("agents-ca.crt")])
+            .args(&["--agent-cert-file", &file("server.crt")])
+            .args(&["--agent-key-file", &file("server.key")])
+            .args(&["--https-cert-file", &file("https.crt")])
+            .args(&["--https-key-file", &file("https.key")])
+            .args(&["--client-ca", &file("callers-ca.crt")])
+            .args(&["--target-cert-file", &file("client.crt")])
+            .args(&["--target-key-file", &file("client.key")])
+            .start()
+            .await?;
+        let (agent, address) = (server.address(Listener::Agents), next_loopback());
+        let folder = scratch.path().join("agent");
+        let agent = AgentSetup::on_address(OPERATED_NODE, agent, &folder, address)
+            .args(&["--config", &file("limits.yaml")])
+            .args(&["--cert-file", &file("agent.crt")])
+            .args(&["--key-file", &file("agent.key")])
+            .args(&["--ca-file", &file("agents-ca.crt"), "--transport", "quic"])
+            .start()?;
+        server.wait_until_connected(&[OPERATED_NODE]).await;
+        Ok(Self {
+            agents,
+            callers,
+            server,
+            _agent: agent,
+            agent_meta: Listener::Meta.on(address),
+            scratch,
+        })
+    }
 
-/// Port of Prometheus on a loopback address of its own, below those that Linux assigns.
-const PORT: u16 = 21290;
+    /// Replaces all certificates by others that are valid for so many days.
+    fn issue(&self, days: u64) -> Result<()> {
+        issue(&self.agents, &self.callers, &self.scratch, days)
+    }
+}
+
+/// Writes all certificates, which are valid for so many days.
+fn issue(agents: &TestCa, callers: &TestCa, scratch: &ScratchDir, days: u64) -> Result<()> {
+    let until = SystemTime::now() + Duration::from_secs(days * 86400);
+    for (ca, name, leaf) in [
+        (agents, "server", Leaf::server()),
+        (agents, "agent", Leaf::agent(OPERATED_NODE)),
+        (callers, "https", Leaf::target(OPERATED_NODE)),
+        (callers, "client", Leaf::caller("server")),
+    ] {
+        let leaf = Leaf { until, ..leaf };
+        ca.issue(&leaf)?.write(scratch.path(), name)?;
+    }
+    Ok(())
+}
+
+/// Fails unless exactly these alerts fire.
+async fn check(prometheus: &Prometheus, alerts: &[Firing]) -> Result<()> {
+    let firing = prometheus.firing().await?;
+    let expected = alerts.iter().copied().collect::<BTreeSet<_>>();
+    let found = firing.iter().map(|(alert, job)| (&**alert, &**job));
+    let is_right = found.eq(expected);
+    ensure!(is_right, "{firing:?} fire; {}", prometheus.process());
+    Ok(())
+}
+
+/// The name and the job of an alert that fires.
+type Firing = (&'static str, &'static str);
+
+const SERVER: &str = "tunnel-server";
+const AGENT: &str = "tunnel-agent";
+const OPERATED_SERVER: &str = "operated-server";
+const OPERATED_AGENT: &str = "operated-agent";
+const OPERATED_NODE: &str = "worker-2";
+
+const SEED: u64 = 1;
 
 /// Time limit for a fault to be scraped and evaluated, and for the window of limits.
 const ALERT: Duration = Duration::from_secs(45);
