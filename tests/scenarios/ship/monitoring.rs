@@ -1,5 +1,5 @@
-//! The alerts and the dashboard use metrics that exist, and the links of the alerts lead to
-//! sections of the guides.
+//! The alerts and the dashboard use metrics that exist, the panels have values in a real
+//! Prometheus, and the links of the alerts lead to sections of the guides.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -7,13 +7,19 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use tunnel_tests::ca::{Leaf, TestCa};
+use tunnel_tests::ca::{Issued, Leaf, TestCa};
+use tunnel_tests::client::{ClientTls, Endpoint, RawRequest, request};
 use tunnel_tests::cluster::{Cluster, Kind, edge};
+use tunnel_tests::dns::{Behavior, DnsClient, FakeResolver, RecordType};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::guides::page;
-use tunnel_tests::manifests::{documents, find, items, render, repository};
+use tunnel_tests::manifests::{find, items, render, repository};
 use tunnel_tests::metrics::meta_page;
-use tunnel_tests::process::{Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup, Signal, next_loopback,
+};
+use tunnel_tests::prometheus::{Prometheus, RULES, alerts, shortened_rules};
+use tunnel_tests::targets::Exporter;
 use tunnel_tests::tools::{Tool, or_skip, require};
 
 use crate::cluster::kustomizers;
@@ -132,6 +138,75 @@ async fn alerts_and_panels_use_series_of_a_server_and_an_agent() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn each_panel_has_values_in_prometheus_after_requests_and_a_reconnect() -> Result<()> {
+    if or_skip(require(&[Tool::Prometheus])).is_none() {
+        return Ok(());
+    }
+    let mut pair = Pair::start().await?;
+    let prometheus = Prometheus::start(&pair.targets(), &page(RULES)?)?;
+    eventually("both scrapes", SERIES, async || {
+        let up = prometheus.query("up == 1").await?;
+        ensure!(up.len() == 2, "{up:?}; {}", prometheus.process());
+        Ok(())
+    })
+    .await;
+    pair.reconnect().await?;
+    let dashboard = dashboard()?;
+    let titles = items(&dashboard["panels"]).filter_map(|panel| panel["title"].as_str());
+    let titles: Vec<_> = titles.collect();
+    let mut rising = RISING.iter();
+    ensure!(rising.all(|title| titles.contains(title)), "{titles:?}");
+    eventually("a value of each query", SERIES, async || {
+        pair.send_requests().await?;
+        for panel in items(&dashboard["panels"]) {
+            let title = panel["title"].as_str().unwrap_or_default();
+            for target in items(&panel["targets"]) {
+                let query = target["expr"].as_str().context("no query")?;
+                // Grafana's value for all jobs, and a range since the start of this Prometheus.
+                let query = query.replace("$job", ".+");
+                let query = query.replace("$__rate_interval", "5m");
+                let series = prometheus.query(&query).await?;
+                let values = series.iter().map(|series| &series["value"][1]);
+                let mut values = values.filter_map(|value| value.as_str()?.parse::<f64>().ok());
+                let is_shown =
+                    |value: f64| value > 0.0 || !(RISING.contains(&title) || value.is_nan());
+                ensure!(values.any(is_shown), "{title}: {query}: {series:?}");
+            }
+        }
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// The scenario of all alerts has the other conditions: files of certificates.
+#[tokio::test(flavor = "multi_thread")]
+async fn condition_of_the_cluster_is_an_alert_until_it_is_fixed() -> Result<()> {
+    if or_skip(require(&[Tool::Prometheus])).is_none() {
+        return Ok(());
+    }
+    let pair = Pair::start().await?;
+    let prometheus = Prometheus::start(&pair.targets(), &shortened_rules()?)?;
+    wait_for_condition(&prometheus, true).await;
+    let add_address = |service: &mut Value| service["spec"]["clusterIP"] = "10.106.217.16".into();
+    pair.cluster.objects().create_service(add_address).await?;
+    wait_for_condition(&prometheus, false).await;
+    Ok(())
+}
+
+/// Waits until the server's alert of a condition fires, or until it does not.
+async fn wait_for_condition(prometheus: &Prometheus, expected: bool) {
+    let alert = ("CulvertCondition".to_owned(), SERVER.to_owned());
+    eventually("the alert or its end", SERIES, async || {
+        let firing = prometheus.firing().await?;
+        let is_right = firing.contains(&alert) == expected;
+        ensure!(is_right, "{firing:?} fire; {}", prometheus.process());
+        Ok(())
+    })
+    .await;
+}
+
 /// Fails unless each selector of a query has a series. `shown` are labels of the result that a text
 /// shows.
 fn check_query(query: &str, shown: &[&str], series: &[Series<'_>]) -> Result<()> {
@@ -236,15 +311,6 @@ fn anchors(page: &str) -> BTreeSet<String> {
     anchors.collect()
 }
 
-fn alerts() -> Result<Vec<Value>> {
-    let rules = documents(&page(RULES)?)?.pop().context("no rules")?;
-    let groups = items(&rules["groups"]);
-    Ok(groups
-        .flat_map(|group| items(&group["rules"]))
-        .cloned()
-        .collect())
-}
-
 fn dashboard() -> Result<Value> {
     serde_json::from_str(&page(DASHBOARD)?).context(DASHBOARD)
 }
@@ -252,10 +318,15 @@ fn dashboard() -> Result<Value> {
 /// An agent, and its server in a cluster. The server has certificate files, DNS and a condition, so
 /// that all series exist.
 struct Pair {
-    _agent: Process,
+    agent: Process,
+    agent_setup: AgentSetup,
     agent_meta: SocketAddr,
     server: Server,
-    _cluster: Cluster,
+    dns: DnsClient,
+    caller: Issued,
+    exporter: Exporter,
+    _resolver: FakeResolver,
+    cluster: Cluster,
     _scratch: ScratchDir,
 }
 
@@ -265,6 +336,8 @@ impl Pair {
         let cluster = Cluster::start(Kind::FakeApiServer).await?;
         let cluster = cluster.context("no fake API server")?;
         cluster.objects().add(&edge(NODE)).await?;
+        let resolver = FakeResolver::start(Behavior::Answers(1)).await?;
+        let exporter = Exporter::start(NODE).await?;
         let ca = TestCa::new("ours")?;
         let client_ca = scratch.file("client-ca.crt", ca.pem())?;
         let (certificate, key) = ca
@@ -276,26 +349,72 @@ impl Pair {
         // The Service of the listeners is missing, which is a condition.
         let setup = ServerSetup::in_cluster(&data, &cluster.server_kubeconfig()?)
             .args(&["--namespace", "kube-system", "--dns-listen", "127.0.0.1:0"])
-            .args(&["--dns-upstream", "off"])
+            .args(&["--dns-upstream", &resolver.address().to_string()])
+            .args(&["--http-proxy-ports", &exporter.addr().port().to_string()])
+            .args(&["--proxy-port-listen", "off"])
             .args(&["--https-cert-file", &certificate.to_string_lossy()])
             .args(&["--https-key-file", &key.to_string_lossy()])
             .args(&["--client-ca", &client_ca.to_string_lossy()])
             .args(&["--target-cert-file", &client.to_string_lossy()])
             .args(&["--target-key-file", &client_key.to_string_lossy()])
             .args(&["--delegation-allowed-callers", "apiserver"]);
-        let server = setup.start().await?;
+        let mut server = setup.start().await?;
+        let opened = |line: &str| Listener::Dns.opened(line);
+        let dns = server
+            .process()
+            .wait_for_line("DNS", SERIES, opened)
+            .await?;
+        let (token, address) = (server.token(NODE, None).await?, next_loopback());
+        let agents = server.address(Listener::Agents);
         let folder = scratch.path().join("agent");
-        let mut agent = server.agent_setup(NODE, &folder).await?.start()?;
-        let opened = |line: &str| Listener::Meta.opened(line);
-        let agent_meta = agent.wait_for_line("meta", SERIES, opened).await?;
+        let agent_setup = AgentSetup::on_address(NODE, agents, &folder, address);
+        let agent_setup = agent_setup.args(&["--token", &token]);
+        let agent = agent_setup.start()?;
         server.wait_until_connected(&[NODE]).await;
         Ok(Self {
-            _agent: agent,
-            agent_meta,
+            agent,
+            agent_setup,
+            agent_meta: Listener::Meta.on(address),
             server,
-            _cluster: cluster,
+            dns: DnsClient::new(dns),
+            caller,
+            exporter,
+            _resolver: resolver,
+            cluster,
             _scratch: scratch,
         })
+    }
+
+    /// Returns the meta ports with the names of their jobs.
+    fn targets(&self) -> [(&'static str, SocketAddr); 2] {
+        let server = self.server.address(Listener::Meta);
+        [(SERVER, server), ("tunnel-agent", self.agent_meta)]
+    }
+
+    /// Ends the agent and starts it again.
+    async fn reconnect(&mut self) -> Result<()> {
+        self.agent.signal(Signal::Term)?;
+        self.agent.end(SERIES).await?;
+        self.agent = self.agent_setup.start()?;
+        self.server.wait_until_connected(&[NODE]).await;
+        Ok(())
+    }
+
+    /// Sends a query of another name, and requests that are served, fail at the agent and are
+    /// refused.
+    async fn send_requests(&self) -> Result<()> {
+        self.dns.ask("example.com", RecordType::A).await?;
+        let host = format!("{NODE}:{}", self.exporter.addr().port());
+        self.server.get_ok(&host, "/metrics").await?;
+        let tls = ClientTls::insecure(NODE, Some(self.caller.presented()?))?;
+        let https = Endpoint::tls(self.server.address(Listener::Https), tls);
+        let unserved = RawRequest::get(&format!("{NODE}:10250"), "/healthz");
+        let reply = request(https, &unserved).await?;
+        ensure!(reply.status == 502, "{}: {}", reply.status, reply.text());
+        let unknown = RawRequest::get("worker-2:9100", "/metrics");
+        let reply = request(self.server.address(Listener::Http), &unknown).await?;
+        ensure!(reply.status == 400, "{}: {}", reply.status, reply.text());
+        Ok(())
     }
 
     /// Returns the metrics of both processes.
@@ -305,14 +424,29 @@ impl Pair {
     }
 }
 
-const RULES: &str = "deploy/monitoring/rules.yaml";
 const RULES_TEST: &str = "deploy/monitoring/rules_test.yaml";
 const DASHBOARD: &str = "deploy/monitoring/dashboard.json";
 const DATA_SOURCE: &str = "${datasource}";
 const NODE: &str = "worker-1";
+const SERVER: &str = "tunnel-server";
+
+/// Panels whose values are above zero after the requests and the reconnect.
+const RISING: [&str; 11] = [
+    "Agent sessions by server",
+    "Bytes at the agents",
+    "Bytes of callers' streams",
+    "Closed sessions by code",
+    "Conditions",
+    "Failed dials to targets",
+    "Failed requests by code",
+    "Failed streams at the agents",
+    "Queries by outcome",
+    "Requests and streams of callers",
+    "Time to open a stream",
+];
 
 /// Labels that Prometheus and its operator add.
 const TARGET_LABELS: [&str; 3] = ["instance", "job", "namespace"];
 
-/// Time limit for a start, for the first writes to the cluster, and for the first round-trip time.
+/// Time limit for a start, for the first writes to the cluster, and for the round-trip times.
 const SERIES: Duration = Duration::from_secs(30);
