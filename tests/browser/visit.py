@@ -72,7 +72,7 @@ class Browser:
             ready, _, _ = select.select([self.events], [], [], max(0.0, deadline - time.monotonic()))
             data = os.read(self.events, 1 << 16) if ready else b""
             if not data:
-                raise Unexpected("Chromium says nothing more")
+                raise Unexpected("Chromium sends no message")
             self.received += data
         message, self.received = self.received.split(b"\0", 1)
         return json.loads(message)
