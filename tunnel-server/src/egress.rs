@@ -170,12 +170,8 @@ impl CloudEgress {
         agent: &AgentSession,
         is_in_rate: bool,
     ) -> StreamOutcome {
-        let admitted = if is_in_rate {
-            self.admit(&agent.node, name, agent.session.has_room())
-        } else {
-            Err(self.too_many(Limit::CloudStreamRate))
-        };
-        let (target, _permits) = match admitted {
+        let has_room = agent.session.has_room();
+        let (target, _permits) = match self.admit(&agent.node, name, is_in_rate, has_room) {
             Ok(admitted) => admitted,
             Err(refusal) => return StreamOutcome::refuse(stream, refusal).await,
         };
@@ -207,6 +203,7 @@ impl CloudEgress {
         &self,
         node: &NodeName,
         name: &CloudTarget,
+        is_in_rate: bool,
         has_room: bool,
     ) -> Result<(&Target, Permits<'_>), Refusal> {
         if self.shutdown.drain().is_cancelled() {
@@ -214,6 +211,9 @@ impl CloudEgress {
                 code: RefusalCode::Draining,
                 detail: "server is stopping".to_owned(),
             });
+        }
+        if !is_in_rate {
+            return Err(self.too_many(Limit::CloudStreamRate));
         }
         let target = self.targets.find(node, name)?;
         if !has_room {
@@ -328,9 +328,12 @@ fn refuse_own(target: &CloudTargetSettings, own_ports: &[Port]) -> Result<(), St
     Ok(())
 }
 
-/// Streams of a session that may wait for their header or their refusal, in addition to those with a permit.
+/// Streams of a session that may wait for their header or their refusal, in addition to those with a
+/// permit. Over QUIC there may be more, see
+/// [`tunnel_proto::transport::Session::set_max_concurrent_streams`].
 const WITHOUT_PERMIT: u32 = 32;
-/// Least time between two streams that an agent opens above its rate.
+/// Least time between two streams that a session opens above the rate of its node. The streams of a
+/// session are accepted in order, so one within the rate waits behind those that are refused.
 const REFUSAL_INTERVAL: Duration = Duration::from_millis(1);
 /// Divisor for the part of all streams that one agent may have.
 const AGENT_SHARE: usize = 8;

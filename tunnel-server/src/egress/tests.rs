@@ -117,6 +117,23 @@ async fn streams_to_nothing_that_is_offered_are_refused() {
     assert_eq!(draining, Err(RefusalCode::Draining));
 }
 
+/// An agent tries again at another server after `Draining`, not after `TooManyStreams`.
+#[tokio::test]
+async fn server_that_stops_says_so_to_an_agent_above_its_rate() {
+    let limits = Limits {
+        cloud_stream_rate: 1,
+        ..Limits::default()
+    };
+    let (bench, agent) = server(&[target("echo", echo().await, None)], limits).await;
+    let unknown = header("unknown");
+    while open(&agent, &unknown).await.map(|_| ()) != Err(RefusalCode::TooManyStreams) {}
+    bench.sessions.shutdown.drain().cancel();
+    for _ in 0..5 {
+        let draining = open(&agent, &header("echo")).await.map(|_| ());
+        assert_eq!(draining, Err(RefusalCode::Draining));
+    }
+}
+
 #[tokio::test]
 async fn agent_that_opens_too_many_streams_or_too_fast_is_refused() {
     let limits = Limits {
@@ -159,7 +176,7 @@ async fn streams_of_all_agents_hold_at_and_above_their_limit_and_one_agent_has_a
     let admit = |node: u32| {
         let node = format!("worker-{node}").parse().unwrap();
         egress
-            .admit(&node, &name, true)
+            .admit(&node, &name, true, true)
             .map_err(|refusal| refusal.code)
     };
     let mut streams = Vec::new();
