@@ -77,8 +77,8 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     /// Makes every later [`Session::open`] fail. Open streams continue.
     fn stop_opening(&self);
 
-    /// Sets how many streams the peer may have open at once. Until the server's end calls this
-    /// function, its agent may open none.
+    /// Sets how many streams the peer may have open at once. Over QUIC it may have up to a seventh
+    /// more, and one. Until the server's end calls this function, its agent may open none.
     fn set_max_concurrent_streams(&self, count: u32);
 
     /// Returns whether the memory held by stalled readers leaves room for new streams, see
