@@ -1,6 +1,6 @@
 //! Timers that may fire early, so that an idle process wakes less often.
 //!
-//! tokio sorts timers into slots of 1 ms, 64 ms and 4,096 ms since the start of the runtime. A
+//! tokio 1.54 sorts timers into slots of 1 ms, 64 ms and 4,096 ms since the start of the runtime. A
 //! thread wakes at the start of each slot that has a timer, and moves the timer into a smaller slot.
 //! A timer of 5 s therefore causes three wakeups. A timer that is due at the start of a slot is not
 //! moved into a smaller one, and all that are due at the start of a large slot share one wakeup.
@@ -61,12 +61,12 @@ pub(crate) fn coalesced_period(period: Duration) -> Duration {
         .unwrap_or(period)
 }
 
-/// Sleeps for at most `duration`. The sleeps of several tasks end together. A sleep of at least
-/// 4.1 s may be that much shorter. Cancel-safe.
+/// Sleeps for at most `duration`. The sleeps of several tasks end together. A sleep of 8.2 s or more
+/// may be 4.1 s shorter, another one 64 ms. Cancel-safe.
 pub async fn sleep_coalesced(duration: Duration) {
     let now = Instant::now();
     let at = now + duration;
-    let large = (duration > LARGE_SLOT).then_some(LARGE_SLOT);
+    let large = (duration >= 2 * LARGE_SLOT).then_some(LARGE_SLOT);
     let start = large
         .into_iter()
         .chain([SLOT])
