@@ -54,11 +54,11 @@ pub(super) fn check(
     targets
 }
 
-/// Returns warnings about labels that nodes can give themselves.
+/// Returns warnings about labels that nodes may be able to give themselves.
 pub(super) fn warnings(targets: &[CloudTargetSettings]) -> impl Iterator<Item = String> {
     targets.iter().filter_map(|target| match &target.nodes {
         CloudNodes::Labeled(label) if !label.is_restricted() => Some(format!(
-            "cloud: {}: a kubelet can set the label {} on its own Node, and so get the target; \
+            "cloud: {}: a kubelet may be able to set the label {} on its own Node, and so get the target; \
              use a label whose key begins with {RESTRICTED}/",
             target.name,
             label.key()
@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(config.warnings.iter().find(about_labels), None);
         let warnings = check("zone=a", true).unwrap().warnings;
         let warnings = warnings.iter().find(about_labels).unwrap();
-        assert_contains(warnings, "cloud: a: a kubelet can set the label zone");
+        assert_contains(warnings, "cloud: a: a kubelet may be able to set the label zone");
         assert_contains(warnings, "begins with node-restriction.kubernetes.io/");
     }
 

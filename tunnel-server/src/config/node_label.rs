@@ -28,8 +28,8 @@ impl NodeLabel {
         &self.0
     }
 
-    /// Returns whether the admission plugin `NodeRestriction` denies the label to kubelets. A
-    /// kubelet can set most other labels on its own Node.
+    /// Returns whether Kubernetes promises that the admission plugin `NodeRestriction` denies the
+    /// label to kubelets. It denies some others, too.
     #[must_use]
     pub fn is_restricted(&self) -> bool {
         let prefix = self.key().split_once('/').map(|(prefix, _name)| prefix);
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn kubelets_cannot_set_labels_with_one_prefix_alone() {
+    fn labels_with_one_prefix_are_denied_to_kubelets() {
         for (text, expected) in [
             ("node-restriction.kubernetes.io/a=b", true),
             ("example.com.node-restriction.kubernetes.io/a=b", true),
