@@ -160,7 +160,7 @@ pub fn start(
         persisted.nodes.clone(),
         aliases,
     )
-    .following(inputs.labeled_nodes.clone())
+    .with_cloud_labels(inputs.labeled_nodes.clone())
     .with_labels(settings.node_labels.clone());
     let state = watch::Sender::new(ClusterState::persisted(persisted, nodes.nodes()));
     let desired = watch::Sender::new(DesiredState::default());

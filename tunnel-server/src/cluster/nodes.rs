@@ -40,8 +40,8 @@ impl NodeStore {
         }
     }
 
-    /// Lets the facts say which Nodes have these labels.
-    pub(super) fn following(self, labeled_nodes: LabeledNodes) -> Self {
+    /// Lets the facts say which Nodes have the labels of the cloud targets.
+    pub(super) fn with_cloud_labels(self, labeled_nodes: LabeledNodes) -> Self {
         Self {
             labeled_nodes,
             ..self

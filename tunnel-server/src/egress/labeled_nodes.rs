@@ -1,5 +1,5 @@
 //! Nodes with the labels that targets of the cloud name. The controllers of the cluster follow the
-//! Node objects and fill the cell.
+//! Node objects and replace the shared map.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::config::{CloudNodes, CloudTargetSettings, NodeLabel};
 /// The nodes with each label.
 pub type NodesByLabel = HashMap<NodeLabel, HashSet<NodeName>>;
 
-/// The labels of the settings, and the nodes that have them. Clones share the nodes.
+/// The labels of the settings, and the nodes that have them. Clones share the map of nodes.
 #[derive(Debug, Clone, Default)]
 pub struct LabeledNodes {
     labels: Arc<[NodeLabel]>,
@@ -20,7 +20,7 @@ pub struct LabeledNodes {
 }
 
 impl LabeledNodes {
-    /// Creates the cell for the labels of these targets, without nodes.
+    /// Creates the map for the labels of these targets, without nodes.
     #[must_use]
     pub fn new(targets: &[CloudTargetSettings]) -> Self {
         let labels = targets.iter().filter_map(|target| match &target.nodes {

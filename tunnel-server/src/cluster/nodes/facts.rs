@@ -109,7 +109,8 @@ pub(in crate::cluster) struct NodeFacts {
     /// kubelet.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) created: Option<i64>,
-    /// Labels of the settings that the Node has. No other label is stored.
+    /// The labels of the cloud targets that the Node has. Those on disk hold from a start of the
+    /// server to its first list.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) cloud_labels: Vec<Box<str>>,
     /// The labels of `--node-label` that the Node has.

@@ -66,7 +66,6 @@ fn parsed(hosts: &str) -> BTreeSet<(IpAddr, String)> {
     entries
 }
 
-/// DNS-1, from Node objects.
 #[test]
 fn only_labels_of_the_settings_are_stored_and_followed() {
     let labeled = |labels: Value| -> NodeObject {
@@ -79,7 +78,7 @@ fn only_labels_of_the_settings_are_stored_and_followed() {
         nodes: CloudNodes::Labeled("example.com/registry=true".parse().unwrap()),
     };
     let labeled_nodes = LabeledNodes::new(&[target]);
-    let mut store = store(&[]).following(labeled_nodes.clone());
+    let mut store = store(&[]).with_cloud_labels(labeled_nodes.clone());
     let many: Map<String, Value> = (0..1000)
         .map(|number| (format!("example.com/{number}"), "true".into()))
         .collect();
@@ -101,6 +100,7 @@ fn only_labels_of_the_settings_are_stored_and_followed() {
     assert!(!stored.contains("example.com"), "{stored}");
 }
 
+/// DNS-1, from Node objects.
 #[test]
 fn nodes_become_the_guides_records() {
     let own = |address, name| [("InternalIP", address), ("Hostname", name)];
