@@ -151,7 +151,7 @@ class Load:
 
     def __init__(self, stack):
         self.stack = stack
-        # Times at which a request was sent, with what failed, or None.
+        # Times at which a request was sent and ended, with what failed, or None.
         self.results = []
         self.tasks = set()
         self.sending = asyncio.create_task(self.send())
@@ -172,7 +172,7 @@ class Load:
             await asyncio.wait_for(self.stack.get("/"), 10)
         except Exception as error:  # Any failure counts.
             failure = f"{type(error).__name__}: {error}"
-        self.results.append((sent, failure))
+        self.results.append((sent, time.monotonic(), failure))
 
     async def end(self):
         self.sending.cancel()
@@ -256,16 +256,23 @@ async def opened(stack):
 
 
 def report(stack, results, gaps):
-    failures = [(sent, failure) for sent, failure in results if failure]
+    failures = [(sent, ended, failure) for sent, ended, failure in results if failure]
+    beyond = failures
     for name, begin, end in gaps:
-        inside = [sent for sent, _ in failures if begin <= sent <= end]
-        print(f"{name}: {len(inside)} requests failed in the {end - begin:.1f} s until the first answer")
+        # A request that was on its way at the SIGTERM ends after it.
+        inside = [failed for failed in failures if failed[0] <= end and failed[1] >= begin]
+        before = sum(sent < begin for sent, _, _ in inside)
+        print(
+            f"{name}: {len(inside)} requests failed in the {end - begin:.1f} s until the first answer,"
+            f" {before} of them on their way at the SIGTERM"
+        )
         ensure(end - begin <= LIMIT, f"longer than {LIMIT:.0f} s", stack)
-    beyond = [
-        failure for sent, failure in failures if not any(begin <= sent <= end for _, begin, end in gaps)
-    ]
+        beyond = [failed for failed in beyond if failed not in inside]
     print(f"{len(results)} requests, {len(failures)} failed, {len(beyond)} of them beyond these times")
-    ensure(not beyond, f"failures: {sorted(set(beyond))}", stack)
+    for sent, ended, failure in beyond:
+        name, begin, _ = min(gaps, key=lambda gap: abs(sent - gap[1]))
+        print(f"sent {sent - begin:+.3f} s, ended {ended - begin:+.3f} s from the SIGTERM of {name}: {failure}")
+    ensure(not beyond, "requests failed beyond these times", stack)
     answers = len(results) - len(failures)
     ensure(answers > RATE * 4 * STEADY, "too few answers", stack)
 
