@@ -146,6 +146,7 @@ impl Run {
             round: 0,
             errors: Vec::new(),
         };
+        let mut exit = ExitCode::SUCCESS;
         for round in 0..self.rounds {
             for case in &cases {
                 if round >= case.rounds_most {
@@ -159,14 +160,17 @@ impl Run {
                     "{at:>5} s  round {}: case {number}, {title}",
                     round + 1
                 )?;
-                case.run(&mut bench)
-                    .await
-                    .with_context(|| format!("case {number}"))?;
+                if let Err(error) = case.run(&mut bench).await {
+                    let error = format!("case {number}, round {}: {error:#}", round + 1);
+                    writeln!(std::io::stderr(), "{error}")?;
+                    bench.errors.push(error);
+                    exit = ExitCode::FAILURE;
+                }
             }
         }
         let report = self.report(&bench, began.elapsed(), [load_before, machine::load()]);
         self.write(&report)?;
-        Ok(ExitCode::SUCCESS)
+        Ok(exit)
     }
 
     /// Returns the conditions of the run, the definitions of its figures, and the samples. `load`

@@ -19,9 +19,10 @@ pub fn own_loopback() -> Ipv4Addr {
 /// ports below those that the system assigns, so it can return to them after a restart.
 pub fn next_loopback() -> Ipv4Addr {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    // Processes that run at the same time seldom have IDs with the same low 15 bits.
-    let process = (std::process::id() & 0x7fff) << 8;
-    let number = NEXT.fetch_add(1, Ordering::Relaxed) & 0x7f;
+    // Processes that run at the same time seldom have IDs with the same low 11 bits. The benchmark
+    // starts more than a hundred servers.
+    let process = (std::process::id() & 0x7ff) << 12;
+    let number = NEXT.fetch_add(1, Ordering::Relaxed) & 0xfff;
     Ipv4Addr::from(0x7f80_0000 | process | number)
 }
 
