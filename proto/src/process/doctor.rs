@@ -179,8 +179,8 @@ impl Report {
             writeln!(out, "  fix: {}", line(&finding.fix))?;
             writeln!(out, "  see: {link}")?;
         }
-        for Skipped { id, reason } in &self.skipped {
-            writeln!(out, "skipped {id}: {}", line(reason))?;
+        for (reason, ids) in self.skipped_by_reason() {
+            writeln!(out, "skipped {}: {}", ids.join(", "), line(reason))?;
         }
         writeln!(
             out,
@@ -190,6 +190,22 @@ impl Report {
             self.count(Severity::Info),
             self.skipped.len()
         )
+    }
+
+    /// Returns each reason with the ids of the checks that could not be done.
+    fn skipped_by_reason(&self) -> Vec<(&str, Vec<&str>)> {
+        let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+        for Skipped { id, reason } in &self.skipped {
+            match reasons
+                .iter_mut()
+                .find(|(found, _)| *found == reason.as_str())
+            {
+                Some((_, ids)) if ids.last() == Some(id) => {}
+                Some((_, ids)) => ids.push(id),
+                None => reasons.push((reason.as_str(), vec![*id])),
+            }
+        }
+        reasons
     }
 
     fn count(&self, severity: Severity) -> usize {
@@ -358,6 +374,18 @@ mod tests {
         report.retain(&["d18".to_owned()]);
         assert_eq!(report.findings.len(), 1);
         assert!(report.skipped.is_empty());
+    }
+
+    #[test]
+    fn checks_that_were_skipped_for_one_reason_are_one_line() {
+        let mut report = Report::default();
+        for id in ["D04", "D06", "D06", "D10"] {
+            report.skip(id, "no API server");
+        }
+        report.skip("D18", "no rights");
+        let text = printed(&report, false);
+        let expected = "skipped D04, D06, D10: no API server\nskipped D18: no rights\n";
+        assert!(text.starts_with(expected), "{text}");
     }
 
     #[test]

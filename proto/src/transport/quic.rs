@@ -41,6 +41,7 @@ use receive_clock::SessionSampler;
 use rtt_cache::RttCache;
 use runtime::EndpointRuntime;
 use session::{FLUSH_LIMIT, INITIAL_STREAM_LIMIT, QuicSession, window};
+pub use socket::UDP_BUFFER_BYTES;
 use socket::udp_socket;
 use stateless_reset::ResetSender;
 pub use stateless_reset::ResetTarget;

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use tunnel_proto::process::doctor::{Explanation, Report, Severity};
+use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 use tunnel_proto::wire::code::RefusalCode;
 
 use super::credential::{CredentialFault, CredentialState};
@@ -63,13 +64,13 @@ fn host(facts: &Facts) -> Result<Vec<Fault>, String> {
     for buffer in buffers {
         let setting = buffer.setting;
         match &buffer.bytes {
-            Ok(bytes) if *bytes < BUFFER_MIN_BYTES => faults.push(Fault {
+            Ok(bytes) if *bytes < UDP_BUFFER_BYTES as u64 => faults.push(Fault {
                 severity: Severity::Warning,
                 object: setting.to_owned(),
                 what: format!(
-                    "a UDP buffer has at most {bytes} bytes; QUIC asks for {BUFFER_MIN_BYTES}"
+                    "a UDP buffer has at most {bytes} bytes; QUIC asks for {UDP_BUFFER_BYTES}"
                 ),
-                fix: format!("sysctl -w {setting}={BUFFER_BYTES}; and in /etc/sysctl.d"),
+                fix: format!("sysctl -w {setting}={UDP_BUFFER_BYTES}; and in /etc/sysctl.d"),
             }),
             Ok(_enough) => {}
             Err(reason) => unknown.push(reason.clone()),
@@ -304,10 +305,6 @@ fn running(facts: &Facts, agent: &RunningAgent) -> Result<Vec<Fault>, String> {
     Ok(faults)
 }
 
-/// Size of a UDP buffer for which sockets of QUIC ask.
-const BUFFER_MIN_BYTES: u64 = 4 << 20;
-/// Size that the page on limits recommends: it fills a link of 500 Mbit/s over 120 ms.
-const BUFFER_BYTES: u64 = 7_500_000;
 /// Certificates are renewed at half of their life, so the margin of a short life is a quarter.
 const RENEWAL_MARGIN_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 

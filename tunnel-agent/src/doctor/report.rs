@@ -32,7 +32,7 @@ pub(super) const HOST: Explanation = Explanation {
     checks: "this host: UDP buffers, open files of the agent, the disk of the data directory, and \
              the clock against the validity of certificates",
     consequence: "slow transfers, refused requests, lost state, or certificates that are refused",
-    fix: "sysctl -w net.core.rmem_max=7500000 net.core.wmem_max=7500000\n\
+    fix: "sysctl -w net.core.rmem_max=4194304 net.core.wmem_max=4194304\n\
           In the unit of the agent: LimitNOFILE=65536\n\
           timedatectl set-ntp true",
     link: "docs/reference/limits.md",

@@ -321,7 +321,7 @@ fn healthy() -> Facts {
         host: HostFacts {
             buffers: vec![UdpBuffer {
                 setting: "net.core.rmem_max",
-                bytes: Ok(BUFFER_BYTES),
+                bytes: Ok(UDP_BUFFER_BYTES as u64),
             }],
             disk: Ok(None),
         },

@@ -3,6 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use tunnel_proto::process::doctor::{Explanation, Report, Severity};
+use tunnel_proto::transport::quic::UDP_BUFFER_BYTES;
 
 use super::facts::{Facts, Link, ServerAnswer};
 use super::report::{self, Fault};
@@ -238,11 +239,13 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
     for buffer in &facts.host.buffers {
         let setting = buffer.setting;
         match &buffer.bytes {
-            Ok(bytes) if *bytes < BUFFER_MIN_BYTES => faults.push(Fault {
+            Ok(bytes) if *bytes < UDP_BUFFER_BYTES as u64 => faults.push(Fault {
                 severity: Severity::Warning,
                 place: setting.to_owned(),
-                what: format!("at most {bytes} bytes for a UDP buffer; set {BUFFER_MIN_BYTES}"),
-                fix: format!("sysctl -w {setting}={BUFFER_MIN_BYTES}; and in /etc/sysctl.d"),
+                what: format!(
+                    "a UDP buffer has at most {bytes} bytes; QUIC asks for {UDP_BUFFER_BYTES}"
+                ),
+                fix: format!("sysctl -w {setting}={UDP_BUFFER_BYTES}; and in /etc/sysctl.d"),
             }),
             Ok(_enough) => {}
             Err(reason) => unknown.push(reason.clone()),
@@ -334,8 +337,6 @@ const OF_OTHER_CHECKS: &[&str] = &[
 ];
 /// Round-trip time above which a transfer is slow over any transport.
 const RTT_MAX_MILLIS: u64 = 1000;
-/// UDP buffer with which QUIC fills a link of 500 Mbit/s over 120 ms.
-const BUFFER_MIN_BYTES: u64 = 7_500_000;
 /// Packet of IPv6 that every link passes (RFC 8200, section 5). QUIC's packets have at least 1,200
 /// bytes of payload (RFC 9000, section 14).
 const MTU_MIN_BYTES: u32 = 1280;

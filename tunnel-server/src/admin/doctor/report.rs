@@ -180,7 +180,7 @@ pub(super) const D18: Explanation = Explanation {
     checks: "this host: UDP buffers, packet sizes of the interfaces, open files of the server, the \
              disk of the data directory, the clock",
     consequence: "slow transfers, refused connections, lost state, or invalid certificates",
-    fix: "sysctl -w net.core.rmem_max=7500000 net.core.wmem_max=7500000\n\
+    fix: "sysctl -w net.core.rmem_max=4194304 net.core.wmem_max=4194304\n\
           In the unit of the server: LimitNOFILE=1048576\n\
           timedatectl set-ntp true",
     link: "docs/reference/limits.md",

@@ -94,7 +94,7 @@ fn healthy_cluster() -> ClusterFacts {
 fn healthy() -> Facts {
     let buffer = |setting| UdpBuffer {
         setting,
-        bytes: Ok(BUFFER_MIN_BYTES),
+        bytes: Ok(UDP_BUFFER_BYTES as u64),
     };
     Facts {
         only_nodes: Vec::new(),
