@@ -264,7 +264,8 @@ impl SessionTask {
 const UDP_ADVICE: &str = " (is UDP to the server's port blocked? --transport auto also tries TCP)";
 /// Advice when the server's certificate is of a CA that this agent does not trust.
 const CA_ADVICE: &str = " (another CA issued the server's certificate: is this the right server? If it \
-    is, empty the agent's data directory and give the agent a new token)";
+    is, put the output of `tunnel-server ca` into the file of --ca-file, or without one empty the agent's \
+    data directory and give the agent a new token)";
 
 /// Sessions that are being dialed. The first that is ready wins.
 pub(super) struct Attempt {
