@@ -317,6 +317,7 @@ impl Sessions {
 
     async fn refuse(&self, session: &Arc<dyn Session>, node: &NodeName, error: AdmissionError) {
         let peer = session.stats().remote;
+        let is_refused = matches!(error, AdmissionError::Refused(..));
         let (code, reason) = match error {
             AdmissionError::Refused(code, detail) => (code, detail),
             AdmissionError::Control(error) => (
@@ -331,8 +332,9 @@ impl Sessions {
             warn!(%node, %peer, %code, error = reason, "agent not admitted");
         }
         session.close(code, &reason).await;
-        // The refusal of a second agent says nothing about the session of the first one.
-        if !self.registry.has(node) {
+        // The refusal of a second agent says nothing about the session of the first one, and
+        // `tunnel-agent doctor` ends its connection without a message.
+        if is_refused && !self.registry.has(node) {
             let by = ClosedBy::Local;
             let refusal = CloseReason { by, code, reason };
             let now = SystemTime::now();

@@ -97,6 +97,16 @@ async fn silent_session_gives_way_to_another_instance_after_a_second() {
     assert_eq!(closed_with(&bench, "superseded"), Some(1));
 }
 
+/// `tunnel-agent doctor` opens such a session.
+#[tokio::test(start_paused = true)]
+async fn session_that_ends_before_hello_is_not_the_last_close_of_its_node() {
+    let bench = Bench::new();
+    let (near, far) = memory::pair();
+    far.close(CloseCode::Normal, "").await;
+    bench.sessions.clone().serve(near).await;
+    assert!(bench.sessions.registry.last_close(&node()).is_none());
+}
+
 #[tokio::test(start_paused = true)]
 async fn instance_that_withdrew_yields_without_a_probe() {
     let (bench, mut first) = Bench::with_agent().await;
