@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use tokio::time::timeout;
 use tunnel_tests::checks::ensure_refused;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::process::{Listener, Signal};
+use tunnel_tests::process::{Listener, Server, Signal};
 
 use super::{CONNECT, Servers, wait_for};
 
@@ -34,6 +35,34 @@ async fn node_with_one_session_is_refused_at_once_until_its_agent_has_moved() ->
     })
     .await;
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn doctor_finds_a_killed_server_until_it_is_back() -> Result<()> {
+    let mut servers = Servers::start(2, &[]).await?;
+    wait_for_findings(&servers.servers[0], &[]).await;
+    let setup = servers.servers[1].setup_for_restart();
+    servers.servers[1].process().signal(Signal::Kill)?;
+    wait_for_findings(&servers.servers[0], &["D17"]).await;
+    servers.servers[1] = setup.start().await?;
+    wait_for_findings(&servers.servers[0], &[]).await;
+    Ok(())
+}
+
+/// Waits until `doctor` has exactly the findings with these ids. D18 is the host's.
+async fn wait_for_findings(server: &Server, expected: &[&str]) {
+    let meta = server.address(Listener::Meta).to_string();
+    let doctor = ["doctor", "--json", "--kubernetes", "off"];
+    let only = ["--only", "D09,D17", "--meta-listen", &meta];
+    eventually("the findings", CONNECT, async || {
+        let printed = server.verb(&[doctor, only].concat())?.run().await?;
+        let document: Value = serde_json::from_str(&printed.out)?;
+        let findings = document["findings"].as_array().context("no findings")?;
+        let ids: Vec<&Value> = findings.iter().map(|finding| &finding["id"]).collect();
+        ensure!(ids == expected, "{document:#}");
+        Ok(())
+    })
+    .await;
 }
 
 /// Far below `limits.openTimeout`, 10 s: no connected server holds the node.
