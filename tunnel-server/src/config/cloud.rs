@@ -243,7 +243,10 @@ mod tests {
         assert_eq!(config.warnings.iter().find(about_labels), None);
         let warnings = check("zone=a", true).unwrap().warnings;
         let warnings = warnings.iter().find(about_labels).unwrap();
-        assert_contains(warnings, "cloud: a: a kubelet may be able to set the label zone");
+        assert_contains(
+            warnings,
+            "cloud: a: a kubelet may be able to set the label zone",
+        );
         assert_contains(warnings, "begins with node-restriction.kubernetes.io/");
     }
 
