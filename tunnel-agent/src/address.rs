@@ -20,6 +20,15 @@ pub enum AddressError {
     NotPermitted(String),
     #[error("there is no interface {0}; --interface needs a name that `ip link` shows")]
     NoInterface(String),
+    #[error(
+        "{interface} has {address}/{prefix}, which this command did not add; to remove it: ip address del \
+         {address}/{prefix} dev {interface}"
+    )]
+    OtherPrefix {
+        interface: String,
+        address: IpAddr,
+        prefix: u8,
+    },
     #[error("cannot change the addresses of {0}")]
     Refused(String, #[source] io::Error),
     #[error("cannot ask the kernel over netlink")]
@@ -65,15 +74,45 @@ async fn send(handle: &Handle, change: &AddressChange) -> Result<(), AddressErro
     };
     match (failure.kind(), change) {
         (io::ErrorKind::PermissionDenied, _) => Err(AddressError::NotPermitted(interface.clone())),
-        (io::ErrorKind::AddrNotAvailable, AddressChange::Remove(_)) => Ok(()),
+        (io::ErrorKind::AddrNotAvailable, AddressChange::Remove(_)) => {
+            match prefix_of(handle, index, *address).await? {
+                None => Ok(()),
+                Some(prefix) => Err(AddressError::OtherPrefix {
+                    interface: interface.clone(),
+                    address: *address,
+                    prefix,
+                }),
+            }
+        }
         _ => Err(AddressError::Refused(interface.clone(), failure)),
     }
 }
 
 async fn index(handle: &Handle, interface: &str) -> Result<u32, AddressError> {
     let mut links = handle.link().get().match_name(interface).execute();
+    let no_interface = || AddressError::NoInterface(interface.to_owned());
     match links.try_next().await {
         Ok(Some(link)) => Ok(link.header.index),
-        Ok(None) | Err(_) => Err(AddressError::NoInterface(interface.to_owned())),
+        Ok(None) => Err(no_interface()),
+        Err(Error::NetlinkError(message)) if message.raw_code() == -NO_DEVICE => {
+            Err(no_interface())
+        }
+        Err(other) => Err(AddressError::Netlink(io::Error::other(other))),
     }
 }
+
+/// Returns the length of the prefix with which an interface has an address.
+async fn prefix_of(
+    handle: &Handle,
+    index: u32,
+    address: IpAddr,
+) -> Result<Option<u8>, AddressError> {
+    let request = handle.address().get().set_link_index_filter(index);
+    let mut found = request.set_address_filter(address).execute();
+    let found = found.try_next().await;
+    let found = found.map_err(|error| AddressError::Netlink(io::Error::other(error)))?;
+    Ok(found.map(|message| message.header.prefix_len))
+}
+
+/// `ENODEV` of Linux.
+const NO_DEVICE: i32 = 19;

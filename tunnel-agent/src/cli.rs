@@ -1,6 +1,6 @@
 //! The command line: verbs, flags and their help.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -248,7 +248,14 @@ fn local_address(text: &str) -> Result<IpAddr, String> {
         .parse()
         .map_err(|_syntax| "not an IP address".to_owned())?;
     let ip = ip.to_canonical();
-    if is_local(ip) {
+    if [
+        IpAddr::from(Ipv4Addr::LOCALHOST),
+        Ipv6Addr::LOCALHOST.into(),
+    ]
+    .contains(&ip)
+    {
+        Err("every host has this address; use another one, such as 169.254.2.1".to_owned())
+    } else if is_local(ip) {
         Ok(ip)
     } else {
         Err("neither a loopback nor a link-local address".to_owned())
@@ -304,6 +311,8 @@ mod tests {
             ("169.254.2.1", true),
             ("127.0.0.9", true),
             ("fe80::1", true),
+            ("127.0.0.1", false),
+            ("::1", false),
             ("::ffff:169.254.2.1", true),
             ("0.0.0.0", false),
             ("10.0.0.1", false),

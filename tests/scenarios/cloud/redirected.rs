@@ -79,6 +79,9 @@ async fn address_is_added_and_removed_once_and_a_missing_right_is_named() -> Res
             ensure!(found == expected, "{verb}: {listed}");
         }
     }
+    namespace.script("$IP address add 169.254.2.1/16 dev lo")?;
+    let other = address("remove")?.inside(Some(&namespace)).run().await?;
+    other.ensure_failed(1, &["lo has 169.254.2.1/16"])?;
     let other = address("add")?.args(["--interface", "no-such"]);
     let other = other.inside(Some(&namespace)).run().await?;
     other.ensure_failed(1, &["there is no interface no-such"])?;
