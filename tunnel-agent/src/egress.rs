@@ -1,11 +1,12 @@
 //! Connects streams of the tunnel to local sockets. One task per stream reads the header, checks
 //! the dial policy, dials, replies and relays.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -231,11 +232,14 @@ impl Egress {
         };
         match dial(target, &context).await {
             Ok((tcp, address)) => {
-                let Some(_open) = self.loop_detector.dialed(&tcp, address) else {
-                    drop(tcp);
-                    let refusal = redirected(address);
-                    stream.refuse(refusal.code, &refusal.detail).await;
-                    return StreamOutcome::refused(refusal);
+                let open_end = self.loop_detector.dialed(&tcp, address);
+                let _open = match open_end {
+                    Ok(Some(open_end)) => open_end,
+                    Ok(None) => return refuse_dialed(tcp, stream, redirected(address)).await,
+                    Err(error) => {
+                        let refusal = not_relayed(address, &error);
+                        return refuse_dialed(tcp, stream, refusal).await;
+                    }
                 };
                 let socket = TargetSocket::new(tcp, self.metrics.bytes());
                 let outcome = relay_stream(stream, socket, &address.to_string()).await;
@@ -256,6 +260,20 @@ impl Egress {
 }
 
 /// Returns the refusal of a target whose connections a rule of this host redirects to the agent.
+/// Closes a dialed connection and refuses its stream.
+async fn refuse_dialed(tcp: TcpStream, stream: Stream, refusal: Refusal) -> StreamOutcome {
+    drop(tcp);
+    stream.refuse(refusal.code, &refusal.detail).await;
+    StreamOutcome::refused(refusal)
+}
+
+fn not_relayed(address: SocketAddr, error: &io::Error) -> Refusal {
+    Refusal {
+        code: RefusalCode::TargetRefused,
+        detail: format!("{address}: the connection has no local address: {error}"),
+    }
+}
+
 fn redirected(address: SocketAddr) -> Refusal {
     Refusal {
         code: RefusalCode::Policy,

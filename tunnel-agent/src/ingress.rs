@@ -95,19 +95,23 @@ impl Ingress {
         let open_end = self.loop_detector.accepted(&tcp, peer);
         let socket = TargetSocket::new(tcp, ByteCount::default());
         // Without a stream, the socket resets before the line is logged.
-        let outcome = match self.limiter.acquire(peer.ip()) {
-            Ok(_) if open_end.is_none() => {
+        let outcome = match (self.limiter.acquire(peer.ip()), &open_end) {
+            (Ok(_), Ok(None)) => {
                 drop(socket);
                 let end = StreamEnd::Refused(RefusalCode::Policy);
                 ConnOutcome::without_bytes(None, end, REDIRECTED.to_owned())
             }
-            Ok(permit) => {
+            (Ok(_), Err(error)) => {
+                drop(socket);
+                ConnOutcome::without_bytes(None, StreamEnd::CutByCaller, error.to_string())
+            }
+            (Ok(permit), Ok(Some(_open))) => {
                 let permit = Arc::new(permit);
                 let _in_use = permit.in_use();
                 let _open = self.metrics.cloud_stream();
                 self.connect(socket, target).await
             }
-            Err(reached) => {
+            (Err(reached), _) => {
                 drop(socket);
                 self.metrics.limit(Limit::CloudStreams);
                 let detail = match reached {

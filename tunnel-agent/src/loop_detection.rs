@@ -6,6 +6,7 @@
 //! it relays, and the second one to do so finds the first one.
 
 use std::collections::HashMap;
+use std::io;
 use std::net::SocketAddr;
 
 use parking_lot::Mutex;
@@ -50,20 +51,30 @@ pub(crate) struct OpenEnd<'a> {
 impl LoopDetector {
     /// Registers a connection that the egress has dialed, or returns `None` if a listener of this
     /// agent has accepted the connection.
+    ///
+    /// # Errors
+    /// When the system does not return the address of the socket.
     pub(crate) fn dialed(
         &self,
         socket: &TcpStream,
         destination: SocketAddr,
-    ) -> Option<OpenEnd<'_>> {
-        let source = socket.local_addr().ok()?;
-        self.register(ConnAddrs::new(source, destination), End::Dialed)
+    ) -> io::Result<Option<OpenEnd<'_>>> {
+        let source = socket.local_addr()?;
+        Ok(self.register(ConnAddrs::new(source, destination), End::Dialed))
     }
 
     /// Registers a connection that a listener has accepted, or returns `None` if the egress of this
     /// agent has dialed the connection.
-    pub(crate) fn accepted(&self, socket: &TcpStream, peer: SocketAddr) -> Option<OpenEnd<'_>> {
-        let destination = original_destination(socket).ok()?;
-        self.register(ConnAddrs::new(peer, destination), End::Accepted)
+    ///
+    /// # Errors
+    /// When the system does not return the address of the socket.
+    pub(crate) fn accepted(
+        &self,
+        socket: &TcpStream,
+        peer: SocketAddr,
+    ) -> io::Result<Option<OpenEnd<'_>>> {
+        let destination = original_destination(socket)?;
+        Ok(self.register(ConnAddrs::new(peer, destination), End::Accepted))
     }
 
     fn register(&self, addresses: ConnAddrs, end: End) -> Option<OpenEnd<'_>> {
@@ -135,13 +146,13 @@ mod tests {
         let detector = LoopDetector::default();
         let (client, server, address) = connection().await;
         let peer = client.local_addr().unwrap();
-        let dialed = detector.dialed(&client, address);
+        let dialed = detector.dialed(&client, address).unwrap();
         assert!(dialed.is_some());
-        assert!(detector.accepted(&server, peer).is_none());
+        assert!(detector.accepted(&server, peer).unwrap().is_none());
         drop(dialed);
-        let accepted = detector.accepted(&server, peer);
+        let accepted = detector.accepted(&server, peer).unwrap();
         assert!(accepted.is_some());
-        assert!(detector.dialed(&client, address).is_none());
+        assert!(detector.dialed(&client, address).unwrap().is_none());
         drop(accepted);
         assert!(detector.0.lock().is_empty());
     }

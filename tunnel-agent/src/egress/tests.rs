@@ -135,7 +135,13 @@ async fn connection_is_known_to_the_loop_detector_before_it_is_relayed() {
     let mut stream = agent.open(Target::Node(port)).await;
     let (socket, peer) = timeout(LONG, listener.accept()).await.unwrap().unwrap();
     stream.accepted().await.unwrap();
-    assert!(agent.loop_detector.accepted(&socket, peer).is_none());
+    assert!(
+        agent
+            .loop_detector
+            .accepted(&socket, peer)
+            .unwrap()
+            .is_none()
+    );
 }
 
 #[tokio::test]

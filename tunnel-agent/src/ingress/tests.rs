@@ -175,7 +175,7 @@ async fn connection_of_the_agents_own_egress_is_reset_and_opens_no_stream() {
     let address = listener.local_addr().unwrap();
     let client = TcpStream::connect(address).await.unwrap();
     let loop_detector = agent.loop_detector.clone();
-    let dialed = loop_detector.dialed(&client, address);
+    let dialed = loop_detector.dialed(&client, address).unwrap();
     assert!(dialed.is_some());
     let (tcp, peer) = listener.accept().await.unwrap();
     let target = "apiserver".parse().unwrap();

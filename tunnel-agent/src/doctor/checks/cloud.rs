@@ -37,7 +37,10 @@ pub(super) fn listen(facts: &Facts) -> Result<Vec<Fault>, String> {
     });
     let found = facts.cloud.listeners.iter().filter_map(|listener| {
         let address = listener.listener.address.to_string();
-        if conditions.iter().any(|line| line.contains(&address)) {
+        if conditions
+            .iter()
+            .any(|line| line.split(' ').any(|word| word == address))
+        {
             return None;
         }
         match (&listener.answer, agent) {
