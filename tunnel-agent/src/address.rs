@@ -114,5 +114,5 @@ async fn prefix_of(
     Ok(found.map(|message| message.header.prefix_len))
 }
 
-/// `ENODEV` of Linux.
+/// `ENODEV` of Linux, for an interface that does not exist.
 const NO_DEVICE: i32 = 19;

@@ -54,7 +54,7 @@ pub(crate) struct RecordsMount {
     pub(crate) has_sub_path: bool,
 }
 
-/// The Service `kube-dns`.
+/// What the Service `kube-dns` and its endpoints say.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ClusterDnsFacts {
     /// Whether a field or an annotation prefers near endpoints.

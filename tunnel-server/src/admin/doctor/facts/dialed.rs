@@ -19,7 +19,7 @@ use crate::cluster::doctor::Fact;
 use crate::config::{APISERVER_TARGET, Config};
 use crate::dns::response_times;
 
-/// The answers.
+/// The answers of the addresses that the server or its agents dial.
 #[derive(Debug, Clone)]
 pub(in crate::admin::doctor) struct DialedFacts {
     /// Own addresses for agents.
@@ -142,7 +142,7 @@ async fn uncovered(config: &Config) -> Fact<Vec<String>> {
     found.await.map_err(|error| error.to_string())?
 }
 
-/// Blocks the thread.
+/// Returns the hosts for which the certificate is not valid. Blocks the thread.
 fn uncovered_by(pair: &KeyPairFiles, advertised: &[String]) -> Fact<Vec<String>> {
     let key = pair.load().map_err(|error| error.to_string())?;
     let leaf = key.end_entity_cert().map_err(|error| error.to_string())?;

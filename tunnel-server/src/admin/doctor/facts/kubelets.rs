@@ -35,7 +35,7 @@ pub(in crate::admin::doctor) struct KubeletProbe {
 pub(in crate::admin::doctor) enum KubeletAnswer {
     /// There was no connection.
     Unreachable(String),
-    /// The handshake failed.
+    /// The connection is there, but its TLS handshake failed.
     NoHandshake(String),
     /// The kubelet presented a certificate, which `--target-ca` verified if it is set.
     Certificate {
