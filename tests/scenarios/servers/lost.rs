@@ -54,7 +54,7 @@ async fn wait_for_findings(server: &Server, expected: &[&str]) {
     let meta = server.address(Listener::Meta).to_string();
     let doctor = ["doctor", "--json", "--kubernetes", "off"];
     let only = ["--only", "D09,D17", "--meta-listen", &meta];
-    eventually("the findings", CONNECT, async || {
+    eventually("the findings", REPORTED, async || {
         let printed = server.verb(&[doctor, only].concat())?.run().await?;
         let document: Value = serde_json::from_str(&printed.out)?;
         let findings = document["findings"].as_array().context("no findings")?;
@@ -67,3 +67,5 @@ async fn wait_for_findings(server: &Server, expected: &[&str]) {
 
 /// Far below `limits.openTimeout`, 10 s: no connected server holds the node.
 const AT_ONCE: Duration = Duration::from_secs(2);
+/// The server reports another one 30 s after the connection was lost.
+const REPORTED: Duration = Duration::from_secs(45);
