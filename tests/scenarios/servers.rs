@@ -36,7 +36,9 @@ impl Servers {
         let peering = Peering::new(count, scratch.path());
         let mut servers = Vec::new();
         for number in 0..count {
+            let status = peering.address(number, Listener::Status).to_string();
             let setup = (peering.setup(number)?)
+                .args(&["--status-listen", &status])
                 .args(&["--http-proxy-ports", "1024-65535"])
                 .args(&["--proxy-port-listen", "off"])
                 .args(arguments);

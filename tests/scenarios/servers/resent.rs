@@ -2,11 +2,12 @@
 //! with another server.
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use tokio::task::JoinSet;
 use tunnel_tests::checks::ensure_refused;
 use tunnel_tests::client::{HttpReply, RawRequest, request};
 use tunnel_tests::eventually::eventually;
-use tunnel_tests::process::{Peering, Signal};
+use tunnel_tests::process::{Listener, Peering, Signal};
 use tunnel_tests::targets::Exporter;
 
 use super::{AGENTS, CONNECT, NODE, Servers, wait_for, wait_for_route};
@@ -68,8 +69,8 @@ async fn next(replies: &mut JoinSet<Result<HttpReply>>) -> Result<HttpReply> {
     replies.join_next().await.context("no request")??
 }
 
-/// Waits until all servers but one have a session of the agent, and that one knows the node. Returns
-/// that one.
+/// Waits until all servers but one have a session of the agent, and that one knows each of the
+/// sessions. Returns that one.
 async fn server_without_session(servers: &Servers) -> Result<usize> {
     let find = async || {
         let mut without = Vec::new();
@@ -87,13 +88,17 @@ async fn server_without_session(servers: &Servers) -> Result<usize> {
     })
     .await;
     let without = *find().await?.first().context("no server without")?;
-    let holders = async || {
-        let listed = servers.servers[without].nodes().await?;
-        let replica = listed.first().and_then(|node| node["replica"].as_str());
-        ensure!(replica.is_some(), "{listed:?}");
+    let page = servers.peering.address(without, Listener::Status);
+    let shown = RawRequest::get("localhost", "/servers").header("Accept", "application/json");
+    eventually("the node at both servers", CONNECT, async || {
+        let reply = request(page, &shown).await?;
+        let document: Value = serde_json::from_str(&reply.text())?;
+        let others = document["servers"].as_array().context("no servers")?;
+        let is_known = others.iter().all(|other| other["nodes"] == 1);
+        ensure!(is_known && others.len() == SERVERS - 1, "{document}");
         Ok(())
-    };
-    eventually("the node at other servers", CONNECT, holders).await;
+    })
+    .await;
     Ok(without)
 }
 

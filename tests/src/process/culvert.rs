@@ -334,6 +334,8 @@ pub enum Listener {
     Dns,
     /// Other servers of the installation.
     Peers,
+    /// The status page.
+    Status,
     /// A target of the cloud, at an agent.
     Cloud,
 }
@@ -350,6 +352,7 @@ impl Listener {
             Self::Meta => "meta",
             Self::Dns => "dns",
             Self::Peers => "peers",
+            Self::Status => "status",
             Self::Cloud => "cloud",
         }
     }
@@ -362,6 +365,7 @@ impl Listener {
             Self::Meta => "--meta-listen",
             Self::Dns => "--dns-listen",
             Self::Peers => "--peer-listen",
+            Self::Status => "--status-listen",
             Self::Cloud => "--cloud-listen",
         }
     }
@@ -376,6 +380,7 @@ impl Listener {
             Self::Meta => 21265,
             Self::Dns => 21253,
             Self::Peers => 21269,
+            Self::Status => 21266,
             Self::Cloud => 21268,
         };
         SocketAddr::from((address, port))
