@@ -111,8 +111,16 @@ pub(super) fn shell_line<W: AsRef<str>>(words: impl IntoIterator<Item = W>) -> S
 
 /// Returns `path` relative to the current directory if it lies in it.
 fn shorten(path: &Path) -> PathBuf {
-    let here = std::env::current_dir().unwrap_or_default();
-    path.strip_prefix(&here).unwrap_or(path).to_owned()
+    relative_to(&std::env::current_dir().unwrap_or_default(), path)
+}
+
+/// Returns `.` for the directory itself: a shell looks for a program without a slash in `PATH`.
+fn relative_to(here: &Path, path: &Path) -> PathBuf {
+    match path.strip_prefix(here) {
+        Ok(rest) if rest.as_os_str().is_empty() => PathBuf::from("."),
+        Ok(rest) => rest.to_owned(),
+        Err(_) => path.to_owned(),
+    }
 }
 
 /// Quotes `arg` for a shell.
@@ -128,6 +136,14 @@ fn quote(arg: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn paths_are_relative_to_the_current_directory_and_keep_a_slash() {
+        let shorten = |path: &str| relative_to(Path::new("/a"), Path::new(path)).join("agent");
+        assert_eq!(shorten("/a"), Path::new("./agent"));
+        assert_eq!(shorten("/a/target"), Path::new("target/agent"));
+        assert_eq!(shorten("/b"), Path::new("/b/agent"));
+    }
 
     #[test]
     fn arguments_are_quoted_where_a_shell_needs_it() {
