@@ -44,6 +44,8 @@ pub(super) const TARGETS: &[Target] = &[
 
 const STREAMS: usize = 1000;
 const LIMITS: [&str; 1] = ["streamsPerAgent: 2048"];
+/// Few callers, so that 20,000 open files are enough for 10,000 agents over TCP.
+const FEW_CALLERS: [&str; 1] = ["callersTotal: 256"];
 /// Time after which processes, agents and streams are idle once they have started.
 const SETTLE_TIME: Duration = Duration::from_secs(1);
 const GIVE_BACK: Duration = Duration::from_secs(10);
@@ -153,6 +155,7 @@ async fn agents(
 ) -> Result<()> {
     let shape = Shape {
         transport,
+        server_limits: &FEW_CALLERS,
         ..Shape::default()
     };
     let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
