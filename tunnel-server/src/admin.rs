@@ -60,8 +60,6 @@ pub struct AdminState {
     pub revocations: Arc<Revocations>,
     /// Rotation of the CA.
     pub rotator: Result<Arc<CaRotator>, NoRotation>,
-    /// Counts the other servers that share the CA.
-    pub other_servers: Arc<dyn Fn() -> usize + Send + Sync>,
     /// List of nodes in the form of the meta endpoint.
     pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
     /// Keys of the Nodes' labels that the list has.
@@ -331,31 +329,23 @@ fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> 
 /// Returns the stage of the rotation of the CA. Blocks the thread.
 fn rotation_status(state: &AdminState) -> Result<RotationStatus, RequestError> {
     let rotator = state.rotator.as_ref().map_err(RequestError::conflict)?;
-    let status = rotator.status();
-    status
-        .map(|status| with_other_servers(state, status))
+    rotator
+        .status()
         .map_err(|error| RequestError::internal(&error))
 }
 
 /// Changes the stage of the rotation of the CA. Blocks the thread.
 fn rotate_ca(state: &AdminState, action: RotationAction) -> Result<RotationStatus, RequestError> {
     let rotator = state.rotator.as_ref().map_err(RequestError::conflict)?;
-    let status = rotator.act(action).map_err(|error| match error {
+    rotator.act(action).map_err(|error| match error {
         RotationError::Ca(error) => RequestError::internal(&error),
         RotationError::Changed
         | RotationError::NotInProgress
         | RotationError::InProgress
         | RotationError::AlreadyReturning
-        | RotationError::Pending { .. } => RequestError::conflict(&error),
-    })?;
-    Ok(with_other_servers(state, status))
-}
-
-fn with_other_servers(state: &AdminState, status: RotationStatus) -> RotationStatus {
-    RotationStatus {
-        other_servers: (state.other_servers)(),
-        ..status
-    }
+        | RotationError::Pending { .. }
+        | RotationError::OthersNotCounted { .. } => RequestError::conflict(&error),
+    })
 }
 
 /// Runs work that accesses files outside the runtime's own threads.

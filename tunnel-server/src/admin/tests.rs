@@ -23,7 +23,6 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
             dir.clone(),
             nodes.clone(),
         ))),
-        other_servers: Arc::new(|| 2),
         ca,
         tokens: Arc::new(TokenStore::open(dir).unwrap()),
         nodes,

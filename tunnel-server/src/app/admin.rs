@@ -38,7 +38,6 @@ pub(super) fn start(
         nodes: context.nodes.clone(),
         revocations: authority.revocations.clone(),
         rotator: rotator(authority, context),
-        other_servers: other_servers(authority, context),
         status: list.clone(),
         node_labels: node_labels(context),
         advertised,
@@ -70,18 +69,13 @@ fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotat
     }
     let (ca, nodes) = (authority.ca.clone(), context.nodes.clone());
     Ok(Arc::new(match &authority.ca_secret {
-        Some(secret) => CaRotator::of_secret(ca, secret.clone(), nodes),
+        Some(secret) => {
+            let peers = context.peers.clone();
+            let other_servers = Arc::new(move || peers.expected());
+            CaRotator::of_secret(ca, secret.clone(), nodes, other_servers)
+        }
         None => CaRotator::new(ca, context.data.clone(), nodes),
     }))
-}
-
-/// Returns the counter of the other servers with the CA of the cluster.
-fn other_servers(
-    authority: &Authority,
-    context: &ServerContext,
-) -> Arc<dyn Fn() -> usize + Send + Sync> {
-    let peers = authority.ca_secret.is_some().then(|| context.peers.clone());
-    Arc::new(move || peers.as_ref().map_or(0, |peers| peers.expected()))
 }
 
 fn node_labels(context: &ServerContext) -> Vec<String> {

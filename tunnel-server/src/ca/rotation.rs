@@ -14,6 +14,7 @@
 //! starts repeats what an interrupted one left out. In a cluster one update of the Secret has both,
 //! and every server follows the Secret.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -24,7 +25,7 @@ use tunnel_proto::wire::enroll::hex;
 
 use super::{CaError, CaMaterial, LocalCa};
 use crate::routing::known_nodes::KnownNodes;
-use crate::store::data_dir::{DataDir, whole_seconds};
+use crate::store::data_dir::{DataDir, rfc3339, whole_seconds};
 
 mod persisted;
 mod secret;
@@ -75,14 +76,27 @@ pub enum RotationError {
          nodes that are gone, or add --force"
     )]
     Pending { pending: usize },
+    /// Agents of other servers may not have renewed yet.
+    #[error(
+        "agents of the other servers ({others}) are not counted here; wait until {}, when every agent that stays connected \
+         has renewed, or add --force once --status at each server shows no pending agent",
+        rfc3339(*.renewed_by)
+    )]
+    OthersNotCounted {
+        others: usize,
+        renewed_by: SystemTime,
+    },
 }
 
+/// Returns the number of other servers that share the CA.
+pub(crate) type OtherServers = Arc<dyn Fn() -> usize + Send + Sync>;
+
 /// Rotates the CA. Calls block the thread.
-#[derive(Debug)]
 pub struct CaRotator {
     ca: Arc<LocalCa>,
     store: RotationStore,
     nodes: Arc<KnownNodes>,
+    other_servers: OtherServers,
     /// Held during a change, so that changes do not overlap.
     changing: Mutex<()>,
 }
@@ -100,7 +114,7 @@ impl CaRotator {
     /// Creates the rotator of a standalone server.
     #[must_use]
     pub fn new(ca: Arc<LocalCa>, dir: DataDir, nodes: Arc<KnownNodes>) -> Self {
-        Self::with_store(ca, RotationStore::Files(dir), nodes)
+        Self::with_store(ca, RotationStore::Files(dir), nodes, Arc::new(|| 0))
     }
 
     /// Creates a rotator of the CA that the servers of a cluster share. Only the agents that this
@@ -109,15 +123,22 @@ impl CaRotator {
         ca: Arc<LocalCa>,
         secret: Arc<dyn CaSecret>,
         nodes: Arc<KnownNodes>,
+        other_servers: OtherServers,
     ) -> Self {
-        Self::with_store(ca, RotationStore::Secret(secret), nodes)
+        Self::with_store(ca, RotationStore::Secret(secret), nodes, other_servers)
     }
 
-    fn with_store(ca: Arc<LocalCa>, store: RotationStore, nodes: Arc<KnownNodes>) -> Self {
+    fn with_store(
+        ca: Arc<LocalCa>,
+        store: RotationStore,
+        nodes: Arc<KnownNodes>,
+        other_servers: OtherServers,
+    ) -> Self {
         Self {
             ca,
             store,
             nodes,
+            other_servers,
             changing: Mutex::default(),
         }
     }
@@ -159,10 +180,7 @@ impl CaRotator {
         let now = SystemTime::now();
         let step = decide(action, current.as_ref().map(|rotation| rotation.stage))?;
         if let (RotationAction::Next, Some(rotation)) = (action, &current) {
-            let pending = self.count(rotation, now).pending;
-            if pending > 0 {
-                return Err(RotationError::Pending { pending });
-            }
+            self.check_renewed(rotation, now)?;
         }
         let rotation = match (step, current) {
             (StageChange::Begin, _) => {
@@ -186,6 +204,19 @@ impl CaRotator {
         let stage = rotation.map_or("none", |rotation| rotation.stage.label());
         info!(ca = ?self.ca, stage, "the rotation of the CA has another stage");
         Ok(status)
+    }
+
+    /// Checks that the next stage refuses no agent.
+    fn check_renewed(&self, rotation: &Rotation, now: SystemTime) -> Result<(), RotationError> {
+        let pending = self.count(rotation, now).pending;
+        if pending > 0 {
+            return Err(RotationError::Pending { pending });
+        }
+        let (others, renewed_by) = ((self.other_servers)(), rotation.renewed_by());
+        if others > 0 && now < renewed_by {
+            return Err(RotationError::OthersNotCounted { others, renewed_by });
+        }
+        Ok(())
     }
 
     /// Uses both CAs as the stage of `rotation` says, and persists the stage.
@@ -270,7 +301,7 @@ impl CaRotator {
             Ok::<_, CaError>(RotationProgress {
                 stage: rotation.stage,
                 since: rotation.since,
-                renewed_by: rotation.since + rotation.life.mul_f64(RENEWED_BY),
+                renewed_by: rotation.renewed_by(),
                 old: spki(Signer::Old)?,
                 new: spki(Signer::New)?,
                 agents: self.count(rotation, now),
@@ -279,12 +310,22 @@ impl CaRotator {
         Ok(RotationStatus {
             signer: hex(&self.ca.spki_sha256()),
             in_progress: in_progress.transpose()?,
-            other_servers: 0,
+            other_servers: (self.other_servers)(),
         })
     }
 
     fn count(&self, rotation: &Rotation, now: SystemTime) -> AgentCounts {
         count(&self.nodes.snapshot(), rotation.since, now)
+    }
+}
+
+impl fmt::Debug for CaRotator {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("CaRotator")
+            .field("ca", &self.ca)
+            .field("store", &self.store)
+            .finish_non_exhaustive()
     }
 }
 
@@ -325,8 +366,6 @@ const PERSISTED_WITHIN: Duration = Duration::from_secs(3);
 /// Like [`PERSISTED_WITHIN`], for the write of the Secret and the watches of the other servers, which
 /// take at most two seconds while the API server answers.
 const FOLLOWED_WITHIN: Duration = Duration::from_secs(10);
-/// Part of a certificate's lifetime after which an agent has renewed it.
-const RENEWED_BY: f64 = 0.6;
 
 #[cfg(test)]
 mod tests;

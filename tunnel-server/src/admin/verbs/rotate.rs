@@ -44,8 +44,9 @@ fn describe(status: &RotationStatus) -> String {
     if status.other_servers > 0 {
         let _infallible = writeln!(
             text,
-            "servers: {}; agents of the other servers are not counted: run 'tunnel-server ca rotate --status' at each",
-            status.other_servers + 1
+            "servers: {}; agents of the other servers are not counted: before {}, --next needs --force",
+            status.other_servers + 1,
+            rfc3339(progress.renewed_by)
         );
     }
     if !agents.pending_nodes.is_empty() {

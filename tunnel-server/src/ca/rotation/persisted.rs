@@ -53,6 +53,11 @@ impl Rotation {
         }
     }
 
+    /// Returns the time at which every agent that is connected without interruption has renewed.
+    pub(super) fn renewed_by(&self) -> SystemTime {
+        self.since + self.life.mul_f64(RENEWED_BY)
+    }
+
     /// Loads the rotation of a data directory, if one is in progress.
     pub(super) fn load(dir: &DataDir) -> Result<Option<Self>, CaError> {
         let path = dir.ca_rotation();
@@ -216,6 +221,8 @@ fn sync_parent(path: &Path) {
     }
 }
 
+/// Part of a certificate's lifetime after which an agent has renewed it.
+const RENEWED_BY: f64 = 0.6;
 /// Maximum size of a persisted rotation in bytes. Two CAs with a certificate each have about 3 KiB.
 const ROTATION_MAX_BYTES: usize = 256 * 1024;
 /// Maximum of [`Rotation::life`]: a hundred years, so that times can be calculated.

@@ -291,12 +291,12 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
         writes_by_others: AtomicU64::new(0),
     });
     let scratch = Scratch::new();
-    let server = || {
+    let server = |others| {
         let ca = Arc::new(LocalCa::new(old.clone()).unwrap());
         let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
-        CaRotator::of_secret(ca, secret.clone(), nodes)
+        CaRotator::of_secret(ca, secret.clone(), nodes, Arc::new(move || others))
     };
-    let (one, other) = (server(), server());
+    let (one, other) = (server(0), server(0));
     let stages = || {
         let progress = [&one, &other].map(|server| server.status().unwrap().in_progress);
         progress.map(|progress| progress.map(|progress| progress.stage))
@@ -310,6 +310,17 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
     // Each server counts its own agents.
     let pending = one.act(Next).unwrap_err();
     assert!(matches!(pending, RotationError::Pending { pending: 1 }));
+    let of_three = server(2);
+    let not_counted = of_three.act(Next).unwrap_err();
+    assert_contains(
+        &not_counted,
+        "of the other servers (2) are not counted here; wait until ",
+    );
+    let progress = of_three.status().unwrap().in_progress.unwrap();
+    let rotation = of_three.load().unwrap().rotation.unwrap();
+    let is_checked = |now| of_three.check_renewed(&rotation, now).is_ok();
+    let second = Duration::from_secs(1);
+    assert!(!is_checked(progress.renewed_by - second) && is_checked(progress.renewed_by));
 
     secret.writes_by_others.store(1, Ordering::Relaxed);
     let conflict = other.act(Next).unwrap_err();
