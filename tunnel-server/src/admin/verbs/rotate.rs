@@ -44,9 +44,8 @@ fn describe(status: &RotationStatus) -> String {
     if status.other_servers > 0 {
         let _infallible = writeln!(
             text,
-            "servers: {}; agents of the other servers are not counted: before {}, --next needs --force",
-            status.other_servers + 1,
-            rfc3339(progress.renewed_by)
+            "servers: {}; agents of the other servers are not counted here",
+            status.other_servers + 1
         );
     }
     if !agents.pending_nodes.is_empty() {
@@ -58,17 +57,20 @@ fn describe(status: &RotationStatus) -> String {
         let names = agents.pending_nodes.join(", ");
         let _infallible = writeln!(text, "pending: {names}{more}");
     }
-    let _infallible = writeln!(text, "next: {}", advice(progress));
+    let _infallible = writeln!(text, "next: {}", advice(progress, status.other_servers));
     text
 }
 
 /// Returns what the operator should do next.
-fn advice(progress: &RotationProgress) -> String {
-    let wait = match progress.agents.pending {
-        0 => String::new(),
+fn advice(progress: &RotationProgress, other_servers: usize) -> String {
+    let renewed_by = rfc3339(progress.renewed_by);
+    let wait = match (progress.agents.pending, other_servers) {
+        (0, 0) => String::new(),
+        (0, _) => format!(
+            "wait until {renewed_by}, or until --status shows no pending agent at any server and add --force; then "
+        ),
         _ => format!(
-            "wait for the pending agents, which renew by {} while they are connected; then ",
-            rfc3339(progress.renewed_by)
+            "wait for the pending agents, which renew by {renewed_by} while they are connected; then "
         ),
     };
     let then = match progress.stage {
@@ -135,6 +137,7 @@ mod tests {
                 assert!(!text.contains("servers:"));
                 status.other_servers = 2;
                 assert_contains(&describe(&status), "servers: 3; agents of the other");
+                assert_contains(&describe(&status), "next: wait");
                 status.other_servers = 0;
             }
         }
