@@ -9,9 +9,9 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use crate::relay::{RelayEnd, RelaySide, Socket, relay};
-use crate::tcp::{abort_on_close, configure};
-use crate::transport::{ByteCount, Stream};
+use crate::relay::{PollCut, RelayEnd, RelaySide, Socket, relay};
+use crate::tcp::{ConnError, abort_behind, abort_on_close, configure};
+use crate::transport::{ByteCount, CUT_LIMIT, Stream};
 use crate::wire::code::ResetCode;
 
 /// A connection to a target. Dropping it resets the connection unless it was finished and shut
@@ -22,6 +22,7 @@ pub struct TargetSocket {
     bytes: ByteCount,
     is_finished: bool,
     is_shut_down: bool,
+    conn_error: ConnError,
 }
 
 impl TargetSocket {
@@ -34,6 +35,7 @@ impl TargetSocket {
             bytes,
             is_finished: false,
             is_shut_down: false,
+            conn_error: ConnError::default(),
         }
     }
 
@@ -47,12 +49,31 @@ impl TargetSocket {
     pub fn finish(&mut self) {
         self.is_finished = true;
     }
+
+    /// Resets the connection behind the bytes that were written to it, as far as the peer takes them
+    /// in time.
+    pub async fn abort(self) {
+        abort_behind(&self.tcp, CUT_LIMIT).await;
+    }
+
+    fn record<T>(&mut self, written: io::Result<T>) -> io::Result<T> {
+        written.inspect_err(|error| self.conn_error.record(error))
+    }
 }
 
 impl Drop for TargetSocket {
     fn drop(&mut self) {
         if !(self.is_finished && self.is_shut_down) {
             let _gone_anyway = abort_on_close(&self.tcp);
+        }
+    }
+}
+
+impl PollCut for TargetSocket {
+    fn poll_cut(&mut self, _cx: &mut Context<'_>) -> Poll<io::Error> {
+        match self.conn_error.check(&self.tcp) {
+            Some(error) => Poll::Ready(error),
+            None => Poll::Pending,
         }
     }
 }
@@ -65,7 +86,11 @@ impl AsyncRead for TargetSocket {
     ) -> Poll<io::Result<()>> {
         let before = out.filled().len();
         ready!(Pin::new(&mut self.tcp).poll_read(cx, out))?;
-        self.bytes.add_received(out.filled().len() - before);
+        let count = out.filled().len() - before;
+        self.bytes.add_received(count);
+        if count == 0 && out.remaining() > 0 {
+            self.conn_error.end_of_input()?;
+        }
         Poll::Ready(Ok(()))
     }
 }
@@ -76,7 +101,8 @@ impl AsyncWrite for TargetSocket {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let count = ready!(Pin::new(&mut self.tcp).poll_write(cx, data))?;
+        let written = ready!(Pin::new(&mut self.tcp).poll_write(cx, data));
+        let count = self.record(written)?;
         self.bytes.add_sent(count);
         Poll::Ready(Ok(count))
     }
@@ -86,7 +112,8 @@ impl AsyncWrite for TargetSocket {
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let count = ready!(Pin::new(&mut self.tcp).poll_write_vectored(cx, data))?;
+        let written = ready!(Pin::new(&mut self.tcp).poll_write_vectored(cx, data));
+        let count = self.record(written)?;
         self.bytes.add_sent(count);
         Poll::Ready(Ok(count))
     }
@@ -133,7 +160,8 @@ pub enum SocketRelayEnd {
 }
 
 /// Relays between a stream and a socket until both sides have ended or one was cut. The other side
-/// of a cut sees a reset. Dropping the future resets both.
+/// of a cut gets the bytes before the cut, as far as it takes them in time, and then sees a reset.
+/// Dropping the future resets both.
 pub async fn relay_socket(mut stream: Stream, mut socket: TargetSocket) -> SocketRelay {
     let relayed = relay(&mut stream, &mut Socket(&mut socket)).await;
     let (end, detail) = match relayed.end {
@@ -145,11 +173,16 @@ pub async fn relay_socket(mut stream: Stream, mut socket: TargetSocket) -> Socke
             socket.finish();
             (SocketRelayEnd::ReaderClosed, String::new())
         }
-        // The socket is dropped and resets here, the stream below.
-        RelayEnd::Cut(RelaySide::Left, error) => (SocketRelayEnd::StreamCut, error.to_string()),
-        RelayEnd::Cut(RelaySide::Right, error) => {
+        RelayEnd::Cut(RelaySide::Left, cut) => {
+            drop(stream);
+            if !cut.is_reader_stalled {
+                socket.abort().await;
+            }
+            (SocketRelayEnd::StreamCut, cut.error.to_string())
+        }
+        RelayEnd::Cut(RelaySide::Right, cut) => {
             stream.reset(ResetCode::PeerCut);
-            (SocketRelayEnd::SocketCut, error.to_string())
+            (SocketRelayEnd::SocketCut, cut.error.to_string())
         }
     };
     SocketRelay {

@@ -3,9 +3,12 @@
 //!
 //! - End of input on one side becomes `shutdown` of the other side. The opposite direction
 //!   continues.
-//! - A failed read means that bytes may be missing. The relay ends at once with [`RelayEnd::Cut`],
-//!   and the caller drops both sides such that each peer sees a cut (a stream resets on drop; a TCP
-//!   socket needs zero linger).
+//! - A failed read means that bytes may be missing. The relay ends with [`RelayEnd::Cut`], and the
+//!   caller drops both sides such that each peer sees a cut (a stream resets on drop; a TCP socket
+//!   needs zero linger). The bytes that were read before the cut are written first, as long as the
+//!   reader takes bytes (`CUT_LIMIT`, `CUT_STALL_LIMIT`).
+//! - A reader that takes no bytes does not hide the cut of the other side: while a write is blocked
+//!   for long, the relay asks its input for a cut, without reading ahead.
 //! - A failed write ends only its direction. The other side may still be sending a complete answer
 //!   (a server that answers and closes before it has read the whole request).
 //!
@@ -17,18 +20,20 @@ use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::io::poll_read_buf;
 
 use crate::buffers::{BUFFER_BYTES, Buffer};
-use crate::transport::Stream;
+use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, Stream};
 
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
 pub trait RelayIo {
     /// The type that reads and writes bytes.
-    type Io: AsyncRead + AsyncWrite + Unpin + ?Sized;
+    type Io: AsyncRead + AsyncWrite + PollCut + Unpin + ?Sized;
     /// Returns the value that reads and writes bytes.
     fn io(&mut self) -> &mut Self::Io;
     /// Returns the stream, if this side is one. A stream sends and receives `Bytes`.
@@ -39,7 +44,7 @@ pub trait RelayIo {
 #[derive(Debug)]
 pub struct Socket<'a, T: ?Sized>(pub &'a mut T);
 
-impl<T: AsyncRead + AsyncWrite + Unpin + ?Sized> RelayIo for Socket<'_, T> {
+impl<T: AsyncRead + AsyncWrite + PollCut + Unpin + ?Sized> RelayIo for Socket<'_, T> {
     type Io = T;
 
     fn io(&mut self) -> &mut T {
@@ -48,6 +53,38 @@ impl<T: AsyncRead + AsyncWrite + Unpin + ?Sized> RelayIo for Socket<'_, T> {
 
     fn stream(&mut self) -> Option<&mut Stream> {
         None
+    }
+}
+
+/// A connection that reports its cut even if bytes before the cut are unread.
+pub trait PollCut {
+    /// Completes when the peer has cut the connection: a reset, and no FIN, which ends one
+    /// direction. Takes no byte. A stream wakes the task; a socket is asked again, every
+    /// [`CUT_CHECK_INTERVAL`]. A later read returns the bytes before the cut, and then an error.
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
+}
+
+impl PollCut for Stream {
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.poll_cut(cx)
+    }
+}
+
+impl<T: PollCut + ?Sized> PollCut for Box<T> {
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        (**self).poll_cut(cx)
+    }
+}
+
+impl<T: PollCut> PollCut for tokio_rustls::server::TlsStream<T> {
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.get_mut().0.poll_cut(cx)
+    }
+}
+
+impl<T: PollCut> PollCut for tokio_rustls::client::TlsStream<T> {
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.get_mut().0.poll_cut(cx)
     }
 }
 
@@ -68,8 +105,17 @@ pub enum RelayEnd {
     /// Both inputs ended, but this side stopped reading before it had received everything, as TCP
     /// peers may.
     ReaderClosed(RelaySide),
-    /// A read from this side failed. Bytes may be missing on the other side.
-    Cut(RelaySide, io::Error),
+    /// This side was cut. Bytes may be missing on the other side.
+    Cut(RelaySide, Cut),
+}
+
+/// The cut of one side of a relay.
+#[derive(Debug)]
+pub struct Cut {
+    /// The error of the side that was cut.
+    pub error: io::Error,
+    /// Whether the other side took no bytes any more, so that some before the cut are lost.
+    pub is_reader_stalled: bool,
 }
 
 /// The totals and the end of a relay.
@@ -90,14 +136,16 @@ pub struct RelayOutcome {
 pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> RelayOutcome {
     let (mut left_to_right, mut right_to_left) = (Direction::new(), Direction::new());
     let end = poll_fn(|cx| {
-        let first = left_to_right
-            .poll(cx, left, right)
-            .map_err(|error| RelayEnd::Cut(RelaySide::Left, error));
-        let second = right_to_left
-            .poll(cx, right, left)
-            .map_err(|error| RelayEnd::Cut(RelaySide::Right, error));
+        let first = left_to_right.poll(cx, left, right);
+        // A side that was cut takes no bytes either.
+        let second = if left_to_right.is_cut() {
+            Poll::Pending
+        } else {
+            right_to_left.poll(cx, right, left)
+        };
         match (first, second) {
-            (Poll::Ready(Err(end)), _) | (_, Poll::Ready(Err(end))) => Poll::Ready(end),
+            (Poll::Ready(Err(cut)), _) => Poll::Ready(RelayEnd::Cut(RelaySide::Left, cut)),
+            (_, Poll::Ready(Err(cut))) => Poll::Ready(RelayEnd::Cut(RelaySide::Right, cut)),
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => {
                 Poll::Ready(if left_to_right.reader_closed {
                     RelayEnd::ReaderClosed(RelaySide::Right)
@@ -118,10 +166,17 @@ pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> Relay
     }
 }
 
-/// The states of one direction: copying until the input ends, shutting down the output, done.
+/// The states of one direction.
+///
+/// ```text
+/// Copying --end of input--> ShuttingDown --> Done
+/// Copying --failed read---> Flushing(error) -> the relay ends
+/// ```
 enum Phase {
     Copying,
     ShuttingDown,
+    /// The input was cut, and all bytes before the cut were written.
+    Flushing(io::Error),
     Done,
 }
 
@@ -131,6 +186,8 @@ struct Direction {
     bytes_copied: u64,
     unflushed: bool,
     reader_closed: bool,
+    /// Boxed, because most relays never wait for their reader.
+    write_monitor: Option<Box<WriteMonitor>>,
 }
 
 impl Direction {
@@ -141,7 +198,13 @@ impl Direction {
             bytes_copied: 0,
             unflushed: false,
             reader_closed: false,
+            write_monitor: None,
         }
+    }
+
+    /// Returns whether the input was cut, and the bytes before the cut are on their way.
+    fn is_cut(&self) -> bool {
+        matches!(self.phase, Phase::Flushing(_))
     }
 
     /// Polls one direction. Returns an error only if the input was cut.
@@ -150,20 +213,24 @@ impl Direction {
         cx: &mut Context<'_>,
         input: &mut I,
         output: &mut O,
-    ) -> Poll<io::Result<()>> {
+    ) -> Poll<Result<(), Cut>> {
         // A fast direction must not starve the other direction or other tasks.
         let coop = ready!(tokio::task::coop::poll_proceed(cx));
         loop {
-            match self.phase {
+            match &mut self.phase {
                 Phase::Copying => {
                     while !self.unsent.is_empty() {
-                        match ready!(self.unsent.poll_write(cx, output)) {
-                            Ok(count) if count > 0 => {
+                        match self.unsent.poll_write(cx, output) {
+                            Poll::Ready(Ok(count)) if count > 0 => {
                                 self.bytes_copied += count as u64;
                                 self.unflushed = true;
+                                if let Some(write_monitor) = &mut self.write_monitor {
+                                    write_monitor.progressed();
+                                }
                                 coop.made_progress();
                             }
-                            Ok(_) | Err(_) => return self.reader_closed(),
+                            Poll::Ready(Ok(_) | Err(_)) => return self.reader_closed(),
+                            Poll::Pending => return self.poll_stalled(cx, input),
                         }
                     }
                     match self.unsent.poll_read(cx, input) {
@@ -171,19 +238,35 @@ impl Direction {
                             self.phase = Phase::ShuttingDown;
                         }
                         Poll::Ready(Ok(())) => coop.made_progress(),
-                        Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                        Poll::Ready(Err(error)) => self.phase = Phase::Flushing(error),
                         Poll::Pending => {
                             // The input is idle, so written data must not stay in the output's
                             // buffers.
                             if self.unflushed {
-                                if ready!(Pin::new(output.io()).poll_flush(cx)).is_err() {
-                                    return self.reader_closed();
+                                match Pin::new(output.io()).poll_flush(cx) {
+                                    Poll::Ready(Ok(())) => self.unflushed = false,
+                                    Poll::Ready(Err(_)) => return self.reader_closed(),
+                                    Poll::Pending => return self.poll_stalled(cx, input),
                                 }
-                                self.unflushed = false;
                             }
                             return Poll::Pending;
                         }
                     }
+                }
+                Phase::Flushing(_) => {
+                    let flushed = Pin::new(output.io()).poll_flush(cx);
+                    let is_reader_stalled = flushed.is_pending();
+                    if is_reader_stalled {
+                        let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
+                        ready!(write_monitor.poll_cut(cx));
+                    }
+                    return match std::mem::replace(&mut self.phase, Phase::Done) {
+                        Phase::Flushing(error) => Poll::Ready(Err(Cut {
+                            error,
+                            is_reader_stalled,
+                        })),
+                        Phase::Copying | Phase::ShuttingDown | Phase::Done => Poll::Ready(Ok(())),
+                    };
                 }
                 Phase::ShuttingDown => {
                     if ready!(Pin::new(output.io()).poll_shutdown(cx)).is_err() {
@@ -196,11 +279,101 @@ impl Direction {
         }
     }
 
-    fn reader_closed(&mut self) -> Poll<io::Result<()>> {
+    /// Waits for the reader, and returns the cut of an input that the reader hides.
+    fn poll_stalled<I: RelayIo>(
+        &mut self,
+        cx: &mut Context<'_>,
+        input: &mut I,
+    ) -> Poll<Result<(), Cut>> {
+        let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
+        let error = ready!(write_monitor.poll(cx, input.io()));
+        Poll::Ready(Err(Cut {
+            error,
+            is_reader_stalled: true,
+        }))
+    }
+
+    fn reader_closed(&mut self) -> Poll<Result<(), Cut>> {
         self.reader_closed = true;
         self.phase = Phase::Done;
         self.unsent = Unsent::empty();
+        self.write_monitor = None;
         Poll::Ready(Ok(()))
+    }
+}
+
+/// Time for which a write is blocked before the input is asked whether it was cut, and the time
+/// between two questions.
+pub const CUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Watches the input of a direction whose writes are blocked.
+#[derive(Default)]
+struct WriteMonitor {
+    blocked_since: Option<Instant>,
+    /// When the cut of the input was observed, and its error.
+    cut: Option<(Instant, io::Error)>,
+    /// The next check. It stays while bytes flow, so that not each blocked write needs a timer.
+    check: Option<Pin<Box<Sleep>>>,
+}
+
+impl WriteMonitor {
+    fn progressed(&mut self) {
+        self.blocked_since = None;
+    }
+
+    /// Completes with the error of the input when the input was cut and the output has not taken
+    /// bytes for long. To be polled while a write is blocked.
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        input: &mut (impl PollCut + ?Sized),
+    ) -> Poll<io::Error> {
+        loop {
+            let now = Instant::now();
+            let blocked_since = *self.blocked_since.get_or_insert(now);
+            if self.cut.is_none()
+                && now >= blocked_since + CUT_CHECK_INTERVAL
+                && let Poll::Ready(error) = input.poll_cut(cx)
+            {
+                self.cut = Some((now, error));
+            }
+            let next = match &self.cut {
+                Some((seen, _)) => (blocked_since + CUT_STALL_LIMIT).min(*seen + CUT_LIMIT),
+                None => now + CUT_CHECK_INTERVAL,
+            };
+            if next <= now
+                && let Some((_, error)) = self.cut.take()
+            {
+                return Poll::Ready(error);
+            }
+            ready!(self.poll_check(cx, next));
+        }
+    }
+
+    /// Completes when the output takes no more of the bytes before a cut. To be polled while a flush
+    /// is blocked.
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            let now = Instant::now();
+            let deadline = *self.blocked_since.get_or_insert(now) + CUT_STALL_LIMIT;
+            if deadline <= now {
+                return Poll::Ready(());
+            }
+            ready!(self.poll_check(cx, deadline));
+        }
+    }
+
+    /// Waits until `next`, or for a shorter time.
+    fn poll_check(&mut self, cx: &mut Context<'_>, next: Instant) -> Poll<()> {
+        let check = self
+            .check
+            .get_or_insert_with(|| Box::pin(sleep_until(next)));
+        if check.deadline() > next {
+            check.as_mut().reset(next);
+        }
+        ready!(check.as_mut().poll(cx));
+        self.check = None;
+        Poll::Ready(())
     }
 }
 
@@ -336,6 +509,18 @@ mod tests {
             relay(&mut Socket(&mut left_inner), &mut Socket(&mut right_inner)).await
         });
         (left, right, AbortOnDropHandle::new(task))
+    }
+
+    impl PollCut for DuplexStream {
+        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+            Poll::Pending
+        }
+    }
+
+    impl<R, W> PollCut for tokio::io::Join<R, W> {
+        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+            Poll::Pending
+        }
     }
 
     #[tokio::test]

@@ -7,7 +7,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+#[cfg(any(target_os = "linux", target_os = "android"))]
+use tokio::io::Interest;
+#[cfg(any(target_os = "linux", target_os = "android"))]
+use tokio::io::unix::AsyncFd;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
 
 /// The address of a server, as configured and as resolved.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -174,8 +179,76 @@ pub fn abort_on_close(socket: &TcpStream) -> io::Result<()> {
     SockRef::from(socket).set_linger(Some(Duration::ZERO))
 }
 
+/// Aborts a connection behind the bytes that were written to it: waits until the peer has
+/// acknowledged nearly all of them (less than a segment may be under way), for at most `limit`. The
+/// socket then closes with a reset, also if the future or the process ends before.
+///
+/// Elsewhere than on Linux the function does not wait.
+pub async fn abort_behind(socket: &impl AsFd, limit: Duration) {
+    let _gone_anyway = SockRef::from(socket).set_linger(Some(Duration::ZERO));
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    if let Ok(acknowledged) = acknowledged(socket) {
+        let _elapsed_or_gone = timeout(limit, acknowledged).await;
+    }
+    #[cfg(not(any(target_os = "linux", target_os = "android")))]
+    let _not_used = limit;
+}
+
+/// Returns a future that completes when the peer has acknowledged nearly all written bytes, or the
+/// connection is closed. No more than some bytes should be written after this call, because it makes
+/// the send buffer as small as possible: a socket is writable when two thirds of the buffer are free
+/// and nothing is unsent.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn acknowledged(
+    socket: &impl AsFd,
+) -> io::Result<impl Future<Output = io::Result<()>> + Send + 'static> {
+    let options = SockRef::from(socket);
+    options.set_send_buffer_size(1)?;
+    options.set_tcp_notsent_lowat(1)?;
+    // A registration of its own, because the one of the socket has another idea of what is writable.
+    let shared = socket.as_fd().try_clone_to_owned()?;
+    let registered = AsyncFd::with_interest(shared, Interest::WRITABLE)?;
+    Ok(async move { registered.writable().await.map(drop) })
+}
+
+/// What is known of a connection that its peer has reset. The kernel reports the error once, to
+/// whichever call comes first, and an end of input from then on: without this, a reset that a write
+/// has reported would be a clean end for the reader.
+#[derive(Debug, Default)]
+pub struct ConnError(Option<io::ErrorKind>);
+
+impl ConnError {
+    /// Records the error of a write. `EPIPE` means that the peer has ended its direction before it
+    /// closed, so that what it sent is complete.
+    pub fn record(&mut self, error: &io::Error) {
+        let kind = error.kind();
+        if !matches!(kind, io::ErrorKind::BrokenPipe | io::ErrorKind::WouldBlock) {
+            self.0.get_or_insert(kind);
+        }
+    }
+
+    /// Asks whether the peer has reset the connection, even if bytes before that are unread. A FIN is
+    /// no reset.
+    pub fn check(&mut self, socket: &impl AsFd) -> Option<io::Error> {
+        if let Ok(Some(error)) = SockRef::from(socket).take_error() {
+            self.record(&error);
+        }
+        self.0.map(io::Error::from)
+    }
+
+    /// Returns the error in place of an end of input, if there is one.
+    ///
+    /// # Errors
+    /// The recorded error.
+    pub fn end_of_input(&self) -> io::Result<()> {
+        self.0.map_or(Ok(()), |kind| Err(kind.into()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt;
+
     use super::*;
 
     const CONFIGURES: [fn(&TcpStream) -> io::Result<()>; 2] = [configure, configure_session];
@@ -229,6 +302,78 @@ mod tests {
         let first = listen_freebind(([127, 0, 0, 1], 0).into()).unwrap();
         let second = listen_freebind(first.local_addr().unwrap());
         assert_eq!(second.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+    }
+
+    async fn connected() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (connected, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+        (connected.unwrap(), accepted.unwrap().0)
+    }
+
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    #[tokio::test]
+    async fn abort_waits_for_the_reader_and_loses_nothing() {
+        let (mut writer, mut reader) = connected().await;
+        let mut sent = 0_u64;
+        while let Ok(count) = writer.try_write(&[7; 64 << 10]) {
+            sent += count as u64;
+            tokio::task::yield_now().await;
+        }
+        let aborting = async {
+            abort_behind(&writer, Duration::from_secs(60)).await;
+            drop(writer);
+        };
+        let mut got = Vec::new();
+        let ((), read) = tokio::join!(aborting, reader.read_to_end(&mut got));
+        assert_eq!(got.len() as u64, sent);
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn abort_does_not_wait_longer_than_its_limit() {
+        let (writer, _reader) = connected().await;
+        while writer.try_write(&[7; 64 << 10]).is_ok() {
+            tokio::task::yield_now().await;
+        }
+        let began = tokio::time::Instant::now();
+        abort_behind(&writer, Duration::from_secs(5)).await;
+        assert!(began.elapsed() <= Duration::from_secs(6));
+    }
+
+    #[tokio::test]
+    async fn reset_that_a_write_reports_is_no_end_of_input() {
+        for must_write in [false, true] {
+            let (mut socket, peer) = connected().await;
+            let mut conn_error = ConnError::default();
+            assert!(conn_error.check(&socket).is_none());
+            abort_on_close(&peer).unwrap();
+            drop(peer);
+            if must_write {
+                socket.ready(tokio::io::Interest::ERROR).await.unwrap();
+                conn_error.record(&socket.try_write(b"x").unwrap_err());
+            } else {
+                while conn_error.check(&socket).is_none() {
+                    tokio::task::yield_now().await;
+                }
+            }
+            assert_eq!(socket.read(&mut [0]).await.unwrap(), 0);
+            let kind = conn_error.end_of_input().unwrap_err().kind();
+            assert_eq!(kind, io::ErrorKind::ConnectionReset);
+        }
+    }
+
+    #[tokio::test]
+    async fn fin_is_no_reset() {
+        let (mut socket, peer) = connected().await;
+        drop(peer);
+        assert_eq!(socket.read(&mut [0]).await.unwrap(), 0);
+        let mut conn_error = ConnError::default();
+        // The peer answers with a reset, since nobody reads there any more.
+        while socket.try_write(b"x").is_ok() {
+            tokio::task::yield_now().await;
+        }
+        assert!(conn_error.check(&socket).is_none() && conn_error.end_of_input().is_ok());
     }
 
     #[cfg(any(target_os = "linux", target_os = "android"))]

@@ -8,8 +8,9 @@
 //! - The opener may send data directly after the header. The accepting end answers with a
 //!   [`StreamReply`](crate::wire::header::StreamReply), which the opener's first read consumes. A
 //!   refusal becomes a [`Refusal`](crate::wire::header::Refusal) error.
-//! - A half ends cleanly only by `shutdown`. A stream that is dropped before that is reset, and
-//!   only a reset means that the stream was cut.
+//! - A half ends cleanly only by `shutdown`. A stream that is dropped before that is cut.
+//! - A cut stays behind the bytes that were written before it, for as long as the reader takes bytes
+//!   (5 s at most). A reader that is busy elsewhere can ask whether the stream was cut.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -41,6 +42,11 @@ pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
     ByteCount, IncomingStream, RawStream, Stream, StreamCut, Traffic, find_cause, read_frame,
 };
+
+/// Longest time in which the bytes before a cut are delivered. Then they are discarded.
+pub(crate) const CUT_LIMIT: Duration = Duration::from_secs(5);
+/// A reader that takes no byte for this time gets no further bytes before a cut.
+pub(crate) const CUT_STALL_LIMIT: Duration = Duration::from_secs(1);
 
 /// A multiplexed, authenticated connection to one peer.
 #[async_trait]

@@ -3,6 +3,7 @@
 pub mod close;
 pub mod code;
 pub mod control;
+pub mod cut;
 pub mod enroll;
 pub mod frame;
 pub mod header;

@@ -5,6 +5,7 @@
 //! and the agent's end does. The transport provides a function that creates two connected sessions.
 //! The rules about streams also hold if another server forwards them.
 
+use std::future::poll_fn;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -228,6 +229,36 @@ async fn dropped_stream_is_a_cut_and_never_a_clean_end(pair: Pair) {
     opened.write_all(&pattern(1000)).await.unwrap();
     drop(opened);
     assert!(read_all(&mut accepted).await.is_err());
+}
+
+/// The reader begins after the cut.
+async fn cut_stays_behind_the_bytes_before_it(pair: Pair) {
+    for length in [1, 200_003] {
+        for is_opener in [false, true] {
+            let (opened, accepted) = pair.stream().await;
+            let (mut reader, mut writer) = if is_opener {
+                (accepted, opened)
+            } else {
+                (opened, accepted)
+            };
+            let sent = pattern(length);
+            writer.write_all(&sent).await.unwrap();
+            writer.reset(ResetCode::PeerCut);
+            drop(writer);
+            within(poll_fn(|cx| reader.poll_cut(cx))).await;
+            let mut got = Vec::new();
+            let error = within(reader.read_to_end(&mut got)).await.unwrap_err();
+            assert!(got == sent, "{} of {length} bytes", got.len());
+            let cut = find_cause::<StreamCut>(&error).unwrap();
+            assert!(matches!(cut, StreamCut::Reset(_)), "{cut}");
+        }
+    }
+    within(async {
+        while pair.opener.stats().streams + pair.peer.stats().streams > 0 {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
 }
 
 async fn reset_cuts_both_directions_with_its_code(pair: Pair) {
@@ -466,6 +497,7 @@ macro_rules! contract {
                     data_may_follow_the_header_before_the_reply,
                     refusal_arrives_with_its_detail_after_optimistic_data,
                     dropped_stream_is_a_cut_and_never_a_clean_end,
+                    cut_stays_behind_the_bytes_before_it,
                     finished_half_survives_the_drop_of_its_stream,
                     reply_that_does_not_come_is_given_up,
                     many_streams_run_at_once,
@@ -485,6 +517,7 @@ macro_rules! contract {
                 data_may_follow_the_header_before_the_reply,
                 refusal_arrives_with_its_detail_after_optimistic_data,
                 dropped_stream_is_a_cut_and_never_a_clean_end,
+                cut_stays_behind_the_bytes_before_it,
                 reset_cuts_both_directions_with_its_code,
                 finished_half_survives_the_drop_of_its_stream,
                 reply_that_does_not_come_is_given_up,

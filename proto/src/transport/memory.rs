@@ -424,6 +424,28 @@ impl RawStream for MemoryStream {
         self.stop(code);
     }
 
+    fn cut(&mut self, code: ResetCode) {
+        let mut outbound = self.outbound.lock();
+        if !outbound.finished {
+            outbound.reset.get_or_insert(code);
+        }
+        outbound.wake();
+        drop(outbound);
+        self.stop(code);
+    }
+
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let mut pipe = self.inbound.lock();
+        if let Some(code) = pipe.reset {
+            return Poll::Ready(StreamCut::Reset(code).into());
+        }
+        if self.is_closed() && !pipe.finished {
+            return Poll::Ready(StreamCut::SessionLost.into());
+        }
+        pipe.reader = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
     fn stop(&mut self, code: ResetCode) {
         let mut inbound = self.inbound.lock();
         if !inbound.drained {
@@ -440,10 +462,10 @@ impl AsyncRead for MemoryStream {
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let mut pipe = self.inbound.lock();
-        if let Some(code) = pipe.reset {
-            return Poll::Ready(Err(StreamCut::Reset(code).into()));
-        }
         if pipe.bytes.is_empty() {
+            if let Some(code) = pipe.reset {
+                return Poll::Ready(Err(StreamCut::Reset(code).into()));
+            }
             if pipe.finished {
                 pipe.drained = true;
                 pipe.wake();

@@ -22,6 +22,7 @@ use crate::tcp::ServerAddr;
 
 mod backlog;
 mod connection_id;
+mod cuts;
 mod error;
 mod flood_detector;
 mod receive_clock;
@@ -331,7 +332,7 @@ fn transport_config(settings: &SessionSettings, streams: u32) -> TransportConfig
         .stream_receive_window(settings.stream_window.into())
         .receive_window(window(flow::connection_window(settings.stream_window, 0)))
         .max_concurrent_bidi_streams(streams.into())
-        .max_concurrent_uni_streams(0u8.into())
+        .max_concurrent_uni_streams(cuts::ANNOUNCEMENTS_MAX.into())
         .datagram_receive_buffer_size(Some(DATAGRAM_BUFFER_BYTES))
         .datagram_send_buffer_size(DATAGRAM_BUFFER_BYTES)
         .keep_alive_interval(settings.keep_alive)

@@ -33,8 +33,15 @@ pub use traffic::{ByteCount, Traffic};
 /// or write fails because the peer reset or stopped the half, the `io::Error` contains a
 /// [`StreamCut`].
 pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
-    /// Cuts both directions at once.
+    /// Cuts both directions at once. The peer may lose bytes that it has not read.
     fn reset(&mut self, code: ResetCode);
+    /// Cuts both directions. The peer reads the written bytes before the cut, if it takes them in
+    /// time ([`CUT_LIMIT`](super::CUT_LIMIT)). The transport delivers them even after the stream is
+    /// dropped.
+    fn cut(&mut self, code: ResetCode);
+    /// Completes when the peer has cut the stream or the session was lost, even if bytes before that
+    /// are unread. Takes no byte, and never completes after a clean end.
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
     /// Asks the peer to stop sending, because this end reads no more.
     fn stop(&mut self, code: ResetCode);
     /// Writes bytes from the front of `data`, like `poll_write`, and removes them from `data`. A
@@ -202,9 +209,14 @@ impl Stream {
         self.attachment = Some(Box::new((self.attachment.take(), value)));
     }
 
-    /// Cuts both directions with `code`.
+    /// Cuts both directions with `code`. The cut stays behind the bytes that were written.
     pub fn reset(&mut self, code: ResetCode) {
-        self.raw.reset(code);
+        if self.bytes.read().1 == 0 {
+            // There is nothing but a header or a reply, which a cut may overtake.
+            self.raw.reset(code);
+        } else {
+            self.raw.cut(code);
+        }
         self.read_ended = true;
         self.shut_down = true;
     }
@@ -325,6 +337,15 @@ impl Stream {
             self.count_received(pieces.iter().map(Bytes::len).sum());
         }
         Poll::Ready(Ok(pieces))
+    }
+
+    /// Completes when the peer has cut the stream or the session was lost, even if bytes before that
+    /// are unread.
+    pub(crate) fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        if self.read_ended {
+            return Poll::Pending;
+        }
+        self.raw.poll_cut(cx)
     }
 
     fn count_received(&self, count: usize) {
@@ -486,7 +507,7 @@ impl Drop for Stream {
             self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
         }
         if !self.shut_down {
-            self.raw.reset(ResetCode::Dropped);
+            self.reset(ResetCode::Dropped);
         } else if !self.read_ended {
             self.raw.stop(ResetCode::Dropped);
         }

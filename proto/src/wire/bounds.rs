@@ -3,6 +3,7 @@
 use bytes::BytesMut;
 
 use super::control::ControlMessage;
+use super::cut::CutAnnouncement;
 use super::enroll::{EnrollReply, EnrollRequest};
 use super::frame::encode_length_prefix;
 use super::header::{StreamHeader, StreamReply};
@@ -40,7 +41,11 @@ fn decode_all(message: &[u8]) -> usize {
     });
     let request = EnrollRequest::decode(message).map(|_taken| String::new());
     let answer = EnrollReply::decode(message).map(|_taken| String::new());
-    let outputs = [header, reply, control, request, answer];
+    let cut = CutAnnouncement::decode(message).map(|decoded| {
+        decoded.encode(&mut BytesMut::new()).unwrap();
+        format!("{decoded:?}")
+    });
+    let outputs = [header, reply, control, request, answer, cut];
     outputs.iter().flatten().count()
 }
 

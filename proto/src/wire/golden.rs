@@ -9,6 +9,7 @@ use bytes::BytesMut;
 use super::close::SessionClose;
 use super::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
 use super::control::{ControlMessage, Hello, Member, Welcome};
+use super::cut::{CUT_MESSAGE_MAX, CutAnnouncement};
 use super::enroll::{EnrollReply, EnrollRequest, RenewalProof, decode_hex, hex};
 use super::frame::{
     self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX, STREAM_MESSAGE_MAX,
@@ -292,6 +293,24 @@ fn close_of_a_session_is_as_captured() {
             framed.extend_from_slice(content);
             Ok(SessionClose::take(&mut framed).unwrap())
         },
+    );
+}
+
+#[test]
+fn cut_of_a_stream_is_as_captured() {
+    let cut = |stream, offset, code| CutAnnouncement {
+        stream,
+        offset,
+        code,
+    };
+    check(
+        &[
+            ("00", cut(0, 0, ResetCode::Dropped)),
+            ("0808051083a20c1801", cut(5, 200_963, ResetCode::PeerCut)),
+        ],
+        (CUT_MESSAGE_MAX, Inside::Value),
+        |cut, out| cut.encode(out).unwrap(),
+        CutAnnouncement::decode,
     );
 }
 

@@ -4,8 +4,9 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use bytes::BytesMut;
-use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode};
+use tunnel_proto::wire::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::control::{ControlMessage, Hello, Member, Welcome};
+use tunnel_proto::wire::cut::{CUT_MESSAGE_MAX, CutAnnouncement};
 use tunnel_proto::wire::enroll::{EnrollReply, EnrollRequest, RenewalProof};
 use tunnel_proto::wire::frame::{
     self, CONTROL_MESSAGE_MAX, ENROLL_MESSAGE_MAX, FrameError, PEER_MESSAGE_MAX, STREAM_MESSAGE_MAX,
@@ -250,6 +251,12 @@ pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
     ] {
         corpus.push(content(STREAM_MESSAGE_MAX, |out| reply.encode(out))?);
     }
+    let cut = CutAnnouncement {
+        stream: 5,
+        offset: 200_963,
+        code: ResetCode::PeerCut,
+    };
+    corpus.push(content(CUT_MESSAGE_MAX, |out| cut.encode(out))?);
     Ok(corpus)
 }
 
@@ -266,6 +273,10 @@ pub(super) fn check_stream(input: &[u8]) -> Result<()> {
             StreamReply::Refused(refusal) => &refusal.detail,
         };
         ensure!(!text.chars().any(char::is_control), "{text:?} forges lines");
+    }
+    if let Ok(cut) = CutAnnouncement::decode(input) {
+        let again = content(CUT_MESSAGE_MAX, |out| cut.encode(out))?;
+        ensure!(CutAnnouncement::decode(&again)? == cut, "{cut:?}");
     }
     Ok(())
 }

@@ -10,11 +10,12 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::{Reason, RecvStream, SendStream};
 use parking_lot::Mutex;
+use tokio::time::{Instant, Sleep, sleep};
 
 use super::bulk_queue::{BULK_MIN_BYTES, BulkQueue};
 use super::stream::{BulkState, Output, StreamShared, StreamState};
 use crate::buffers::BUFFER_BYTES;
-use crate::transport::StreamCut;
+use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamCut};
 use crate::wire::code::ResetCode;
 
 /// Offset of our reset codes on the wire, so that they do not collide with HTTP/2's own.
@@ -59,6 +60,8 @@ pub(super) struct Pump {
     input: Input,
     queued: Arc<Queued>,
     bulk_queue: Arc<BulkQueue>,
+    /// Limits the time before a cut. Boxed, because few streams are cut.
+    cut_timer: Option<Box<CutTimer>>,
     /// Counts the stream under the limit on the peer's streams.
     _permit: Option<Arc<()>>,
 }
@@ -77,6 +80,7 @@ impl Pump {
             input,
             queued,
             bulk_queue,
+            cut_timer: None,
             _permit: None,
         }
     }
@@ -190,7 +194,11 @@ impl Pump {
             }
             let piece = state.take_unsent(room);
             granted = granted.saturating_sub(piece.len());
-            let last = state.unsent() == 0 && state.output == Output::Finishing;
+            if let Some(cut_timer) = &mut self.cut_timer {
+                cut_timer.progressed();
+            }
+            let last =
+                state.unsent() == 0 && state.output == Output::Finishing && state.cut.is_none();
             self.submit(state, piece, last);
             if last {
                 return;
@@ -198,17 +206,33 @@ impl Pump {
             state.wake_writer();
         }
         self.send.reserve_capacity(0);
-        if state.output == Output::Finishing {
-            self.submit(state, Bytes::new(), true);
+        match (state.output, state.cut) {
+            (Output::Finishing, None) => self.submit(state, Bytes::new(), true),
+            // A reset clears h2's send queue, so it waits until the queue was written.
+            (Output::Finishing, Some(_)) => self.end_in_queue(state),
+            (Output::Open | Output::Queued | Output::Flushed | Output::Cut(_), _) => {}
+        }
+    }
+
+    fn end_in_queue(&self, state: &mut StreamState) {
+        self.shared.set_output(state, Output::Queued);
+        self.queued.push(self.shared.clone());
+    }
+
+    /// Resets a stream that is to be cut if its peer takes no data in time.
+    fn limit_cut(&mut self, state: &mut StreamState, cx: &mut Context<'_>) {
+        let Some(code) = state.cut else {
+            return;
+        };
+        let cut_timer = self.cut_timer.get_or_insert_with(CutTimer::start);
+        if cut_timer.poll(cx).is_ready() {
+            state.reset.get_or_insert(code);
         }
     }
 
     fn submit(&mut self, state: &mut StreamState, piece: Bytes, last: bool) {
         match self.send.send_data(piece, last) {
-            Ok(()) if last => {
-                self.shared.set_output(state, Output::Queued);
-                self.queued.push(self.shared.clone());
-            }
+            Ok(()) if last => self.end_in_queue(state),
             Ok(()) => {}
             Err(error) => {
                 let cut = stream_cut(&error, StreamCut::Stopped);
@@ -232,6 +256,7 @@ impl Future for Pump {
         let shared = this.shared.clone();
         let mut state = shared.lock();
         state.pump = Some(cx.waker().clone());
+        this.limit_cut(&mut state, cx);
         if let Some(code) = state.reset {
             this.send
                 .send_reset(Reason::from(code.number().saturating_add(CODE_OFFSET)));
@@ -272,6 +297,31 @@ impl Drop for Pump {
         if !done {
             self.shared.mark_lost();
         }
+    }
+}
+
+/// The time in which the peer must take the data before a cut.
+struct CutTimer {
+    deadline: Instant,
+    stalled: Pin<Box<Sleep>>,
+}
+
+impl CutTimer {
+    fn start() -> Box<Self> {
+        Box::new(Self {
+            deadline: Instant::now() + CUT_LIMIT,
+            stalled: Box::pin(sleep(CUT_STALL_LIMIT)),
+        })
+    }
+
+    /// Records that the peer takes data.
+    fn progressed(&mut self) {
+        let at = Instant::now() + CUT_STALL_LIMIT;
+        self.stalled.as_mut().reset(at.min(self.deadline));
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.stalled.as_mut().poll(cx)
     }
 }
 

@@ -56,6 +56,9 @@ pub(super) struct StreamState {
     pub(super) bulk: BulkState,
     /// A code with which the driver must cut both directions.
     pub(super) reset: Option<ResetCode>,
+    /// A code with which the driver must cut both directions when the unsent data was written to the
+    /// socket. The sent half is then [`Output::Finishing`] or [`Output::Queued`].
+    pub(super) cut: Option<ResetCode>,
     writer: Option<Waker>,
     pub(super) pump: Option<Waker>,
 }
@@ -64,9 +67,9 @@ pub(super) struct StreamState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     Open,
-    /// The half ends after the unsent data.
+    /// The half ends after the unsent data, in a clean end or a cut.
     Finishing,
-    /// The end of the half is in h2's send queue.
+    /// The end of the half, or all data before its cut, is in h2's send queue.
     Queued,
     /// The end of the half was written to the socket.
     Flushed,
@@ -177,6 +180,7 @@ impl StreamShared {
                 output: Output::Open,
                 bulk: BulkState::default(),
                 reset: None,
+                cut: None,
                 writer: None,
                 pump: None,
             }),
@@ -230,11 +234,14 @@ impl StreamShared {
         wake(&mut state.writer);
     }
 
-    /// Records that the end of the sent half was written to the socket.
+    /// Records that the end of the sent half, or all bytes before a cut, were written to the socket.
     pub(super) fn flushed(&self) {
         let mut state = self.lock();
         if state.output == Output::Queued {
-            self.set_output(&mut state, Output::Flushed);
+            match state.cut {
+                Some(code) => state.reset = state.reset.or(Some(code)),
+                None => self.set_output(&mut state, Output::Flushed),
+            }
             wake(&mut state.pump);
         }
     }
@@ -357,27 +364,52 @@ fn register_waker(slot: &mut Option<Waker>, cx: &Context<'_>) {
 #[derive(Debug)]
 pub(super) struct H2Stream(pub(super) Arc<StreamShared>);
 
-impl RawStream for H2Stream {
-    fn reset(&mut self, code: ResetCode) {
-        let mut state = self.0.lock();
+impl H2Stream {
+    /// Drops received data, from here on and what is unread.
+    fn discard_input(&self, state: &mut StreamState) {
         state.is_discarding = true;
         let unread = state.read_buffer.clear();
         state.release_capacity(unread);
+        self.0.read_monitor.set_unread(0);
+        state.wake_pump();
+    }
+}
+
+impl RawStream for H2Stream {
+    fn reset(&mut self, code: ResetCode) {
+        let mut state = self.0.lock();
         if state.output != Output::Flushed || state.input_end.is_none() {
             state.reset.get_or_insert(code);
         }
-        self.0.read_monitor.set_unread(0);
-        state.wake_pump();
+        self.discard_input(&mut state);
+    }
+
+    fn cut(&mut self, code: ResetCode) {
+        let mut state = self.0.lock();
+        if state.output == Output::Open && !matches!(state.input_end, Some(Err(_))) {
+            state.cut = Some(code);
+            self.0.set_output(&mut state, Output::Finishing);
+            return self.discard_input(&mut state);
+        }
+        drop(state);
+        self.reset(code);
+    }
+
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let mut state = self.0.lock();
+        match state.input_end {
+            Some(Err(cut)) => Poll::Ready(cut.into()),
+            Some(Ok(())) => Poll::Pending,
+            None => {
+                register_waker(&mut state.reader, cx);
+                Poll::Pending
+            }
+        }
     }
 
     /// Discards received data. HTTP/2 has no message for this before the sent half has ended.
     fn stop(&mut self, _code: ResetCode) {
-        let mut state = self.0.lock();
-        state.is_discarding = true;
-        let unread = state.read_buffer.clear();
-        state.release_capacity(unread);
-        self.0.read_monitor.set_unread(0);
-        state.wake_pump();
+        self.discard_input(&mut self.0.lock());
     }
 
     fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {

@@ -11,15 +11,16 @@ use parking_lot::Mutex;
 use quinn::{Connection, ConnectionError, ConnectionStats, VarInt};
 use rustls_pki_types::CertificateDer;
 use tokio::time::Instant;
-use tokio_util::task::TaskTracker;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::connection_id::CONNECTION_ID_BYTES;
+use super::cuts::{PeerCut, receive_cuts};
 use super::error;
 use super::flood_detector::{FLOOD_REASON, FloodDetector, FrameCounts};
 use super::receive_clock::{ReceiveClock, SessionSampler, received_frames};
 use super::rtt_cache::RttCache;
 use super::stateless_reset::ResetTarget;
-use super::stream::QuicStream;
+use super::stream::{QuicStream, StreamSession};
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::transport::flow::{SessionFlow, StreamWindow, connection_window};
 use crate::transport::{
@@ -37,8 +38,8 @@ pub(super) struct QuicSession {
     peer: PeerIdentity,
     traffic: Arc<Traffic>,
     flow: Arc<SessionFlow>,
-    /// Tasks that wait until the peer has acknowledged halves that dropped streams had shut down.
-    flushing: TaskTracker,
+    streams: StreamSession,
+    _cut_receiver: AbortOnDropHandle<()>,
     opening: AtomicBool,
     stream_limit: AtomicU32,
     stream_limit_max: AtomicU32,
@@ -91,12 +92,19 @@ impl QuicSession {
             connection_handle.set_receive_window(window(windows.connection + charged / 7));
         });
         let (received, now) = (received_frames(&connection.stats()), Instant::now());
+        let streams = StreamSession {
+            connection: connection.clone(),
+            peer_cuts: Arc::default(),
+            flushing: TaskTracker::new(),
+        };
+        let receiving = receive_cuts(connection.clone(), streams.peer_cuts.clone());
         let session = Arc::new(Self {
             connection,
             peer,
             flow,
             traffic: Arc::default(),
-            flushing: TaskTracker::new(),
+            streams,
+            _cut_receiver: AbortOnDropHandle::new(TaskTracker::new().spawn(receiving)),
             opening: AtomicBool::new(true),
             stream_limit: AtomicU32::new(stream_limit),
             stream_limit_max: AtomicU32::new(stream_limit),
@@ -130,8 +138,13 @@ impl QuicSession {
         SocketAddr::new(remote.ip().to_canonical(), remote.port())
     }
 
-    fn stream(&self, send: quinn::SendStream, recv: quinn::RecvStream) -> Box<dyn RawStream> {
-        Box::new(QuicStream::new(send, recv, self.flushing.clone()))
+    fn stream(
+        &self,
+        send: quinn::SendStream,
+        recv: quinn::RecvStream,
+        peer_cut: Arc<PeerCut>,
+    ) -> Box<dyn RawStream> {
+        Box::new(QuicStream::new(send, recv, peer_cut, self.streams.clone()))
     }
 
     /// Closes a session whose peer floods it with frames. The check runs whenever the session's
@@ -199,8 +212,9 @@ impl Session for QuicSession {
         let opened = self.connection.open_bi().await;
         let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
         // From this point on, the call is cancel-safe, because dropping the stream resets it.
+        let peer_cut = self.streams.peer_cuts.opened(recv.id());
         let mut stream = Stream::opened(
-            self.stream(send, recv),
+            self.stream(send, recv, peer_cut),
             self.traffic.clone(),
             self.flow.read_monitor(),
             reply_timeout,
@@ -217,8 +231,9 @@ impl Session for QuicSession {
     async fn accept(&self) -> Result<IncomingStream, SessionError> {
         let accepted = self.connection.accept_bi().await;
         let (send, recv) = accepted.map_err(|error| self.close_reason(error))?;
+        let peer_cut = self.streams.peer_cuts.accepted(recv.id());
         let incoming = IncomingStream::new(
-            self.stream(send, recv),
+            self.stream(send, recv, peer_cut),
             self.traffic.clone(),
             self.flow.read_monitor(),
         );
@@ -275,10 +290,10 @@ impl Session for QuicSession {
 
     async fn close(&self, code: CloseCode, reason: &str) {
         self.stop_opening();
-        self.flushing.close();
+        self.streams.flushing.close();
         // A dead peer acknowledges nothing.
         if code != CloseCode::Dead {
-            let _elapsed = tokio::time::timeout(FLUSH_LIMIT, self.flushing.wait()).await;
+            let _elapsed = tokio::time::timeout(FLUSH_LIMIT, self.streams.flushing.wait()).await;
         }
         self.connection
             .close(code.number().into(), reason.as_bytes());

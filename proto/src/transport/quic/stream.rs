@@ -1,15 +1,17 @@
 //! One QUIC stream: combines quinn's two halves. The sent half ends with the peer's
-//! acknowledgement.
+//! acknowledgement, or in a cut behind the bytes that were written (`cuts.rs`).
 
 use std::io;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use quinn::{ReadError, StoppedError, VarInt, WriteError};
+use quinn::{Connection, ReadError, ResetError, StoppedError, VarInt, WriteError};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::task::TaskTracker;
 
+use super::cuts::{PeerCut, PeerCuts, cut_behind};
 use crate::transport::{RawStream, StreamCut};
 use crate::wire::code::ResetCode;
 
@@ -17,32 +19,97 @@ type Acknowledged =
     Pin<Box<dyn Future<Output = Result<Option<VarInt>, StoppedError>> + Send + Sync>>;
 
 pub(super) struct QuicStream {
-    send: quinn::SendStream,
+    /// `None` once the stream was cut.
+    send: Option<quinn::SendStream>,
     recv: quinn::RecvStream,
+    /// Bytes written and read, headers and replies included.
+    written: u64,
+    read: u64,
+    peer_cut: Arc<PeerCut>,
+    /// Why the received half ended other than by a clean end.
+    input_cut: Option<StreamCut>,
     /// Set when the sent half was finished. Resolves when the peer has received everything.
     acknowledged: Option<Acknowledged>,
-    flushing: TaskTracker,
+    session: StreamSession,
+}
+
+/// What a stream shares with its session.
+#[derive(Clone)]
+pub(super) struct StreamSession {
+    pub(super) connection: Connection,
+    pub(super) peer_cuts: Arc<PeerCuts>,
+    /// Tasks that wait for what dropped streams had sent.
+    pub(super) flushing: TaskTracker,
+}
+
+impl StreamSession {
+    fn can_spawn(&self) -> bool {
+        !self.flushing.is_closed() && tokio::runtime::Handle::try_current().is_ok()
+    }
 }
 
 impl QuicStream {
     pub(super) fn new(
         send: quinn::SendStream,
         recv: quinn::RecvStream,
-        flushing: TaskTracker,
+        peer_cut: Arc<PeerCut>,
+        session: StreamSession,
     ) -> Self {
         Self {
-            send,
+            send: Some(send),
             recv,
+            written: 0,
+            read: 0,
+            peer_cut,
+            input_cut: None,
             acknowledged: None,
-            flushing,
+            session,
         }
+    }
+
+    /// Ends the received half with a cut.
+    fn end_input(&mut self, cut: StreamCut) -> io::Error {
+        if let StreamCut::Reset(code) = cut {
+            // The peer resets a half behind whose bytes it has announced a cut.
+            self.stop(code);
+        }
+        self.input_cut.get_or_insert(cut);
+        cut.into()
+    }
+
+    fn poll_write_with(
+        &mut self,
+        write: impl FnOnce(&mut quinn::SendStream) -> Poll<Result<usize, WriteError>>,
+    ) -> Poll<io::Result<usize>> {
+        let Some(send) = &mut self.send else {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        };
+        let count = ready!(write(send)).map_err(write_error)?;
+        self.written += count as u64;
+        Poll::Ready(Ok(count))
     }
 }
 
 impl RawStream for QuicStream {
     fn reset(&mut self, code: ResetCode) {
         self.acknowledged = None;
-        let _already_ended = self.send.reset(code.number().into());
+        if let Some(send) = &mut self.send {
+            let _already_ended = send.reset(code.number().into());
+        }
+        self.stop(code);
+    }
+
+    fn cut(&mut self, code: ResetCode) {
+        // A peer that has cut the stream, or has received all of a finished half, waits for nothing.
+        let is_open = self.acknowledged.is_none() && self.input_cut.is_none();
+        if !is_open || !self.session.can_spawn() {
+            return self.reset(code);
+        }
+        if let Some(send) = self.send.take() {
+            let connection = self.session.connection.clone();
+            let cutting = cut_behind(connection, send, self.written, code);
+            self.session.flushing.spawn(cutting);
+        }
         self.stop(code);
     }
 
@@ -50,9 +117,27 @@ impl RawStream for QuicStream {
         let _already_ended = self.recv.stop(code.number().into());
     }
 
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.peer_cut.register(cx);
+        if let Some(code) = self.peer_cut.announced() {
+            return Poll::Ready(StreamCut::Reset(code).into());
+        }
+        let cut = match ready!(pin!(self.recv.received_reset()).poll(cx)) {
+            Ok(Some(code)) => StreamCut::Reset(reset_code(code)),
+            Err(ResetError::ConnectionLost(_)) => StreamCut::SessionLost,
+            // The half has ended, or this end has stopped it.
+            Ok(None) | Err(ResetError::ZeroRttRejected) => return Poll::Pending,
+        };
+        // quinn reports a reset once.
+        Poll::Ready(self.end_input(cut))
+    }
+
     fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {
-        let written = ready!(pin!(self.send.write_chunks(std::slice::from_mut(data))).poll(cx));
-        Poll::Ready(written.map(|written| written.bytes).map_err(write_error))
+        self.poll_write_with(|send| {
+            pin!(send.write_chunks(std::slice::from_mut(data)))
+                .poll(cx)
+                .map_ok(|written| written.bytes)
+        })
     }
 }
 
@@ -62,17 +147,33 @@ impl AsyncRead for QuicStream {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.recv
-            .poll_read_buf(cx, out)
-            .map_err(|error| match error {
-                ReadError::Reset(code) => StreamCut::Reset(reset_code(code)).into(),
-                ReadError::ConnectionLost(_) => StreamCut::SessionLost.into(),
-                ReadError::ClosedStream
-                | ReadError::IllegalOrderedRead
-                | ReadError::ZeroRttRejected => {
-                    io::Error::from(StreamCut::Reset(ResetCode::Dropped))
-                }
-            })
+        let this = &mut *self;
+        if let Some(cut) = this.input_cut {
+            return Poll::Ready(Err(cut.into()));
+        }
+        let before = out.filled().len();
+        let error = match this.recv.poll_read_buf(cx, out) {
+            Poll::Ready(Ok(())) => {
+                this.read += (out.filled().len() - before) as u64;
+                return Poll::Ready(Ok(()));
+            }
+            Poll::Ready(Err(error)) => error,
+            Poll::Pending => {
+                this.peer_cut.register(cx);
+                return match this.peer_cut.after(this.read) {
+                    Some(code) => Poll::Ready(Err(this.end_input(StreamCut::Reset(code)))),
+                    None => Poll::Pending,
+                };
+            }
+        };
+        let cut = match error {
+            ReadError::Reset(code) => StreamCut::Reset(reset_code(code)),
+            ReadError::ConnectionLost(_) => StreamCut::SessionLost,
+            ReadError::ClosedStream
+            | ReadError::IllegalOrderedRead
+            | ReadError::ZeroRttRejected => StreamCut::Reset(ResetCode::Dropped),
+        };
+        Poll::Ready(Err(this.end_input(cut)))
     }
 }
 
@@ -82,9 +183,7 @@ impl AsyncWrite for QuicStream {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.send)
-            .poll_write(cx, data)
-            .map_err(write_error)
+        self.poll_write_with(|send| Pin::new(send).poll_write(cx, data))
     }
 
     fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -93,11 +192,14 @@ impl AsyncWrite for QuicStream {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
+        let Some(send) = &mut this.send else {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        };
         let acknowledged = this.acknowledged.get_or_insert_with(|| {
             // An error means that the half was already stopped or reset. The future below returns
             // the reason.
-            let _already_ended = this.send.finish();
-            Box::pin(this.send.stopped())
+            let _already_ended = send.finish();
+            Box::pin(send.stopped())
         });
         let outcome = ready!(acknowledged.as_mut().poll(cx));
         // The future must not be polled again, and a finished half stays finished.
@@ -112,11 +214,12 @@ impl AsyncWrite for QuicStream {
 
 impl Drop for QuicStream {
     fn drop(&mut self) {
+        self.session.peer_cuts.remove(self.recv.id());
         if let Some(acknowledged) = self.acknowledged.take()
-            && !self.flushing.is_closed()
-            && tokio::runtime::Handle::try_current().is_ok()
+            && self.session.can_spawn()
         {
-            self.flushing.spawn(async move { drop(acknowledged.await) });
+            let flushing = async move { drop(acknowledged.await) };
+            self.session.flushing.spawn(flushing);
         }
     }
 }

@@ -28,6 +28,10 @@ impl NonReadingPeer {
 
 impl RawStream for NonReadingPeer {
     fn reset(&mut self, _code: ResetCode) {}
+    fn cut(&mut self, _code: ResetCode) {}
+    fn poll_cut(&mut self, _cx: &mut Context<'_>) -> Poll<io::Error> {
+        Poll::Pending
+    }
     fn stop(&mut self, _code: ResetCode) {}
 }
 
