@@ -154,9 +154,9 @@ async fn s40_request_behind_an_upgrade_that_was_not_granted_reaches_nobody() -> 
     let answer = |status: u16| format!("HTTP/1.1 {status} X\r\nContent-Length: 3\r\n\r\nabc");
     let wrong_protocol = "HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: other/1\r\n\r\n";
     for (sent, status) in [
-        (answer(200), 502),
-        (answer(204), 502),
-        (answer(302), 502),
+        (answer(200), 200),
+        (answer(204), 204),
+        (answer(302), 302),
         (answer(400), 400),
         (answer(403), 403),
         (answer(500), 500),
@@ -210,7 +210,7 @@ async fn is_closed_untouched(target: &HostileTarget) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn s41_redirects_are_passed_or_refused_and_never_followed() -> Result<()> {
+async fn s41_redirects_are_passed_and_never_followed() -> Result<()> {
     let env = TestEnv::start().await?;
     let _agent = env.agent("worker-1").await?;
     let elsewhere = RecordingTarget::start("elsewhere").await?;
@@ -232,9 +232,8 @@ async fn s41_redirects_are_passed_or_refused_and_never_followed() -> Result<()> 
         let upgrade =
             UpgradeClient::spdy(&host, "/exec/a/b/c").header("Authorization", "Bearer secret");
         let reply = upgrade.connect(env.http()).await?.refused()?;
-        let code = reply.header("x-tunnel-error");
-        assert_eq!((reply.status, code), (502, Some("target_bad_response")));
-        assert_eq!(reply.header("location"), None);
+        assert_eq!(reply.status, status);
+        assert_eq!(reply.header("location"), Some(location.as_str()));
     }
     assert_eq!(elsewhere.traffic().accepted(), 0);
     Ok(())

@@ -21,7 +21,7 @@ pub(crate) const ERROR_HEADER: HeaderName = HeaderName::from_static("x-tunnel-er
 
 /// Hop-by-hop fields (RFC 9110, section 7.6.1). The server does not forward them in either
 /// direction.
-const HOP_BY_HOP: [HeaderName; 8] = [
+const HOP_BY_HOP: [HeaderName; 9] = [
     CONNECTION,
     TRANSFER_ENCODING,
     UPGRADE,
@@ -30,6 +30,7 @@ const HOP_BY_HOP: [HeaderName; 8] = [
     PROXY_AUTHORIZATION,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
+    HeaderName::from_static("http2-settings"),
 ];
 
 /// Returns the caller's trace context (W3C Trace Context) for the agent's access log. Returns an
@@ -50,15 +51,17 @@ pub(crate) fn requested_upgrade(version: Version, headers: &HeaderMap) -> Option
     if version < Version::HTTP_11 || !list_contains(headers, &CONNECTION, "upgrade") {
         return None;
     }
-    let mut protocols = headers.get_all(UPGRADE).iter();
-    let first = protocols.next()?;
-    // Several field lines form one list.
-    let joined = protocols.fold(first.as_bytes().to_vec(), |mut list, more| {
-        list.extend_from_slice(b", ");
-        list.extend_from_slice(more.as_bytes());
-        list
-    });
-    HeaderValue::from_bytes(&joined).ok()
+    // Several field lines form one list. HTTP/2 is between the caller and its next hop.
+    let lines = headers.get_all(UPGRADE).iter().map(HeaderValue::as_bytes);
+    let protocols = lines.flat_map(|line| line.split(|byte| *byte == b','));
+    let offered: Vec<_> = protocols
+        .map(<[u8]>::trim_ascii)
+        .filter(|protocol| !protocol.is_empty() && !protocol.eq_ignore_ascii_case(b"h2c"))
+        .collect();
+    if offered.is_empty() {
+        return None;
+    }
+    HeaderValue::from_bytes(&offered.join(&b", "[..])).ok()
 }
 
 /// Returns whether a target's response switches to a protocol that the request asked for. Returns
@@ -73,11 +76,8 @@ pub(crate) fn validate_response<B>(
         (_, StatusCode::SWITCHING_PROTOCOLS) => {
             return Err("switched to a protocol that was not requested".into());
         }
-        // Guards against CVE-2018-1002105: any response other than a refusal would leave a
-        // connection to the target open.
-        (Some(_), status) if status.as_u16() < 400 => {
-            return Err(format!("answered {status} to an upgrade request"));
-        }
+        // A target may ignore the offer (RFC 9110, section 7.8). Its answer is framed, and both
+        // connections end with it, so that nothing is spliced (see CVE-2018-1002105).
         (Some(_) | None, _) => false,
     };
     if !has_supported_coding(headers) {
@@ -311,6 +311,7 @@ mod tests {
         assert!(asked(&[("connection", "keep-alive, Upgrade"), protocol]));
         assert!(!asked(&[("connection", "keep-alive"), protocol]));
         assert!(!asked(&[("connection", "upgrade")]));
+        assert!(!asked(&[("connection", "upgrade"), ("upgrade", "h2c")]));
     }
 
     #[test]
