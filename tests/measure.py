@@ -22,9 +22,6 @@ from pathlib import Path
 
 # `--check` enforces the bounds.
 BOUNDS = {
-    "product files: p90 of lines": 330,
-    "functions: p99 of lines": 55,
-    "functions: max of lines": 80,
     "functions with a tuple as parameter": 0,
     "unwrap and expect per 1,000 product lines": 0.5,
     "doc blocks of three words or fewer, product": 0,
@@ -32,10 +29,15 @@ BOUNDS = {
     "circles of files": 0,
 }
 # Goals are printed only.
-GOALS = {"all tests per product line": 1.5}
+GOALS = {
+    "all tests per product line": 1.5,
+    "product files: p90 of lines": 330,
+    "functions: p99 of lines": 55,
+    "functions: max of lines": 80,
+}
 CRATES = ("proto", "tunnel-server", "tunnel-agent")
 TEST_FOLDERS = ("src", "scenarios", "bench", "demo")
-LONG_FUNCTION = BOUNDS["functions: max of lines"]
+LONG_FUNCTION = GOALS["functions: max of lines"]
 SHORT_DOC_WORDS = 3
 
 # A comment, a string or a character. A lifetime has no closing quote and does not match.
