@@ -88,6 +88,21 @@ impl<T: PollCut> PollCut for tokio_rustls::client::TlsStream<T> {
     }
 }
 
+/// An upgraded connection of hyper does not report what happens below hyper.
+impl PollCut for hyper_util::rt::TokioIo<hyper::upgrade::Upgraded> {
+    fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+        Poll::Pending
+    }
+}
+
+/// A pipe has no cut.
+#[cfg(any(test, feature = "test-util"))]
+impl PollCut for tokio::io::DuplexStream {
+    fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+        Poll::Pending
+    }
+}
+
 /// A side of the relay, by argument position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RelaySide {
@@ -509,12 +524,6 @@ mod tests {
             relay(&mut Socket(&mut left_inner), &mut Socket(&mut right_inner)).await
         });
         (left, right, AbortOnDropHandle::new(task))
-    }
-
-    impl PollCut for DuplexStream {
-        fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
-            Poll::Pending
-        }
     }
 
     impl<R, W> PollCut for tokio::io::Join<R, W> {

@@ -7,10 +7,6 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
-#[cfg(any(target_os = "linux", target_os = "android"))]
-use tokio::io::Interest;
-#[cfg(any(target_os = "linux", target_os = "android"))]
-use tokio::io::unix::AsyncFd;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
@@ -207,8 +203,8 @@ fn acknowledged(
     options.set_tcp_notsent_lowat(1)?;
     // A registration of its own, because the one of the socket has another idea of what is writable.
     let shared = socket.as_fd().try_clone_to_owned()?;
-    let registered = AsyncFd::with_interest(shared, Interest::WRITABLE)?;
-    Ok(async move { registered.writable().await.map(drop) })
+    let registered = TcpStream::from_std(shared.into())?;
+    Ok(async move { registered.writable().await })
 }
 
 /// What is known of a connection that its peer has reset. The kernel reports the error once, to
@@ -314,7 +310,7 @@ mod tests {
     #[cfg(any(target_os = "linux", target_os = "android"))]
     #[tokio::test]
     async fn abort_waits_for_the_reader_and_loses_nothing() {
-        let (mut writer, mut reader) = connected().await;
+        let (writer, mut reader) = connected().await;
         let mut sent = 0_u64;
         while let Ok(count) = writer.try_write(&[7; 64 << 10]) {
             sent += count as u64;

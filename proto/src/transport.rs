@@ -40,13 +40,14 @@ mod stream;
 pub use flow::{BufferPool, ReadMonitor};
 pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
-    ByteCount, IncomingStream, RawStream, Stream, StreamCut, Traffic, find_cause, read_frame,
+    ByteCount, CutSignal, IncomingStream, RawStream, Stream, StreamCut, Traffic, find_cause,
+    read_frame,
 };
 
 /// Longest time in which the bytes before a cut are delivered. Then they are discarded.
-pub(crate) const CUT_LIMIT: Duration = Duration::from_secs(5);
+pub const CUT_LIMIT: Duration = Duration::from_secs(5);
 /// A reader that takes no byte for this time gets no further bytes before a cut.
-pub(crate) const CUT_STALL_LIMIT: Duration = Duration::from_secs(1);
+pub const CUT_STALL_LIMIT: Duration = Duration::from_secs(1);
 
 /// A multiplexed, authenticated connection to one peer.
 #[async_trait]

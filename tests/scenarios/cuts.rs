@@ -1,6 +1,9 @@
 //! A truncated answer never looks like a clean end, and a refusal arrives with its reason. The
 //! tests cover both HTTP listeners and TCP services.
 
+mod early;
+mod matrix;
+
 use std::io;
 
 use anyhow::{Context, Error, Result, ensure};

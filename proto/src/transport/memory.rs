@@ -17,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::stream::{IncomingStream, RawStream, Stream, StreamCut, Traffic};
+use super::stream::{CutSignal, IncomingStream, RawStream, Stream, StreamCut, Traffic};
 use super::{
     CloseReason, ClosedBy, Dialer, HandshakeError, Session, SessionError, SessionStats,
     TransportKind,
@@ -446,12 +446,26 @@ impl RawStream for MemoryStream {
         Poll::Pending
     }
 
+    fn cut_signal(&self) -> Arc<dyn CutSignal> {
+        Arc::new(MemoryCutSignal(self.inbound.clone(), self.closed.clone()))
+    }
+
     fn stop(&mut self, code: ResetCode) {
         let mut inbound = self.inbound.lock();
         if !inbound.drained {
             inbound.stopped.get_or_insert(code);
         }
         inbound.wake();
+    }
+}
+
+#[derive(Debug)]
+struct MemoryCutSignal(Arc<Pipe>, Arc<watch::Sender<Closed>>);
+
+impl CutSignal for MemoryCutSignal {
+    fn is_cut(&self) -> bool {
+        let pipe = self.0.lock();
+        pipe.reset.is_some() || (!pipe.finished && self.1.borrow().is_some())
     }
 }
 

@@ -44,6 +44,9 @@ pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
     /// Asks the peer to stop sending, because this end reads no more.
     fn stop(&mut self, code: ResetCode);
+    /// Returns a handle that tells whether the peer has cut the stream or the session was lost, for
+    /// an observer that does not read.
+    fn cut_signal(&self) -> Arc<dyn CutSignal>;
     /// Writes bytes from the front of `data`, like `poll_write`, and removes them from `data`. A
     /// transport that can queue [`Bytes`] does not copy them.
     fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {
@@ -55,6 +58,13 @@ pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     fn take_pieces(&mut self) -> VecDeque<Bytes> {
         VecDeque::new()
     }
+}
+
+/// The state of a stream for an observer that does not read it, because it waits for a reader itself.
+pub trait CutSignal: Send + Sync + std::fmt::Debug {
+    /// Returns whether the peer has cut the stream or the session was lost, even if bytes before that
+    /// are unread.
+    fn is_cut(&self) -> bool;
 }
 
 /// The reason why a stream was cut, by the peer or by the loss of the session.
@@ -346,6 +356,12 @@ impl Stream {
             return Poll::Pending;
         }
         self.raw.poll_cut(cx)
+    }
+
+    /// Returns a handle that tells whether the peer has cut the stream or the session was lost.
+    #[must_use]
+    pub fn cut_signal(&self) -> Arc<dyn CutSignal> {
+        self.raw.cut_signal()
     }
 
     fn count_received(&self, count: usize) {

@@ -2,6 +2,7 @@
 //! that a caller never takes an aborted response for a complete one. The socket also reports that
 //! the caller has disconnected, even while input is unread.
 
+use std::fmt;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,11 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Sleep, timeout};
 use tracing::debug;
-use tunnel_proto::tcp;
+use tunnel_proto::relay::PollCut;
+use tunnel_proto::tcp::{self, ConnError};
+use tunnel_proto::transport::CUT_LIMIT;
 
 /// Longest time for which the server discards the rest of a caller's input after the server's FIN.
 /// Closing with unread input would reset the connection and lose the end of the response.
@@ -34,7 +37,8 @@ pub struct CloseMode {
 }
 
 impl CloseMode {
-    /// Aborts the connection: the server sends no further byte, no close_notify and a TCP reset.
+    /// Aborts the connection: the server sends no further byte, no close_notify and a TCP reset. The
+    /// next write or shutdown waits until the caller has what was written before, and then fails.
     pub fn cut(&self) {
         self.cut.store(true, Ordering::Relaxed);
     }
@@ -56,7 +60,7 @@ impl CloseMode {
         }
     }
 
-    fn is_cut(&self) -> bool {
+    pub(super) fn is_cut(&self) -> bool {
         self.cut.load(Ordering::Relaxed)
     }
 }
@@ -156,16 +160,26 @@ impl CallerSocket {
             Self::Unix(_) => Ok(()),
         }
     }
+
+    /// Makes the socket close with a reset, once the caller has what was written.
+    async fn abort_behind(&self) {
+        match self {
+            Self::Tcp(socket) => tcp::abort_behind(socket, CUT_LIMIT).await,
+            Self::Unix(_) => {}
+        }
+    }
 }
 
 /// A caller's connection as an async byte stream.
-#[derive(Debug)]
 pub struct CallerStream {
     /// Shared only with [`CallerClosed`], which must not outlive the work on the connection.
     socket: Arc<CallerSocket>,
     close_mode: Arc<CloseMode>,
     fin_sent: bool,
     linger: Option<Pin<Box<Sleep>>>,
+    conn_error: ConnError,
+    /// Completes when the caller has the bytes before a cut.
+    aborting: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl CallerStream {
@@ -177,6 +191,8 @@ impl CallerStream {
             close_mode,
             fin_sent: false,
             linger: None,
+            conn_error: ConnError::default(),
+            aborting: None,
         }
     }
 
@@ -186,25 +202,35 @@ impl CallerStream {
         CallerClosed(Some(self.socket.clone()))
     }
 
-    fn aborted(&self) -> Option<io::Error> {
-        self.close_mode
-            .is_cut()
-            .then(|| io::Error::new(io::ErrorKind::ConnectionAborted, "response was aborted"))
+    /// Fails after a cut. Waits until the caller has the bytes before the cut, for at most
+    /// [`CUT_LIMIT`], because the connection is dropped after the error.
+    fn poll_not_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if !self.close_mode.is_cut() {
+            return Poll::Ready(Ok(()));
+        }
+        let aborting = self.aborting.get_or_insert_with(|| {
+            let socket = self.socket.clone();
+            Box::pin(async move { socket.abort_behind().await })
+        });
+        ready!(aborting.as_mut().poll(cx));
+        self.aborting = Some(Box::pin(std::future::ready(())));
+        let error = io::Error::new(io::ErrorKind::ConnectionAborted, "response was aborted");
+        Poll::Ready(Err(error))
     }
 
     fn poll_send(
-        &self,
+        &mut self,
         cx: &mut Context<'_>,
         mut send: impl FnMut(&CallerSocket) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
-        if let Some(error) = self.aborted() {
-            return Poll::Ready(Err(error));
-        }
+        ready!(self.poll_not_cut(cx))?;
         loop {
             ready!(self.socket.poll_write_ready(cx))?;
             match send(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                sent => return Poll::Ready(sent),
+                sent => {
+                    return Poll::Ready(sent.inspect_err(|error| self.conn_error.record(error)));
+                }
             }
         }
     }
@@ -273,19 +299,33 @@ impl CallerClosed {
     }
 }
 
+impl PollCut for CallerStream {
+    fn poll_cut(&mut self, _cx: &mut Context<'_>) -> Poll<io::Error> {
+        match on_either!(&*self.socket, socket => self.conn_error.check(socket)) {
+            Some(error) => Poll::Ready(error),
+            None => Poll::Pending,
+        }
+    }
+}
+
 impl AsyncRead for CallerStream {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.socket.poll_read(cx, out)
+        let before = out.filled().len();
+        ready!(self.socket.poll_read(cx, out))?;
+        if out.filled().len() == before && out.remaining() > 0 {
+            self.conn_error.end_of_input()?;
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for CallerStream {
     fn poll_write(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
@@ -296,7 +336,7 @@ impl AsyncWrite for CallerStream {
     }
 
     fn poll_write_vectored(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
@@ -313,9 +353,7 @@ impl AsyncWrite for CallerStream {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if let Some(error) = self.aborted() {
-            return Poll::Ready(Err(error));
-        }
+        ready!(self.poll_not_cut(cx))?;
         if !self.fin_sent {
             self.socket.finish()?;
             self.fin_sent = true;
@@ -324,6 +362,16 @@ impl AsyncWrite for CallerStream {
             ready!(self.poll_linger(cx));
         }
         Poll::Ready(Ok(()))
+    }
+}
+
+impl fmt::Debug for CallerStream {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("CallerStream")
+            .field("socket", &self.socket)
+            .field("close_mode", &self.close_mode)
+            .finish_non_exhaustive()
     }
 }
 
@@ -339,6 +387,12 @@ impl Drop for CallerStream {
             debug!(%error, "cannot configure the socket to reset on close");
         }
     }
+}
+
+/// Waits until a caller has the bytes before the cut of its connection, which is then dropped.
+pub async fn abort_behind<W: AsyncWrite + Unpin>(caller: &mut W) {
+    // The error is the cut.
+    let _cut = timeout(2 * CUT_LIMIT, caller.shutdown()).await;
 }
 
 /// Discards a caller's remaining input until its end, for at most 1 s. A close with unread input

@@ -10,10 +10,10 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tracing::debug;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::process::host::is_own_address;
-use tunnel_proto::relay::RelayEnd;
+use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
 
 use super::access_log::{AccessLog, ExchangeGuard};
-use super::caller_stream::discard_input;
+use super::caller_stream::{abort_behind, discard_input};
 use super::connect::dial::DirectDialer;
 use super::connect::request::ProxyRequest;
 use super::context::IngressContext;
@@ -248,7 +248,7 @@ pub(super) async fn relay_granted<C, E>(
     tunnel: Box<Tunnel>,
     exchange_guard: Box<ExchangeGuard>,
 ) where
-    C: AsyncRead + AsyncWrite + Send + Unpin,
+    C: AsyncRead + AsyncWrite + PollCut + Send + Unpin,
     E: std::fmt::Display,
 {
     match caller.await {
@@ -258,7 +258,7 @@ pub(super) async fn relay_granted<C, E>(
 }
 
 /// Relays bytes in both directions until both have ended or one is reset, and records the outcome.
-/// Half-closes are forwarded. A reset of one side resets the other.
+/// Half-closes are forwarded. A reset of one side resets the other, behind the bytes before it.
 ///
 /// The arguments are boxed, because a future holds each argument twice. The guard is the last
 /// argument and so is dropped first: an aborted relay ends in a reset.
@@ -267,7 +267,7 @@ pub(super) async fn relay_tunnel<C>(
     mut tunnel: Box<Tunnel>,
     mut exchange_guard: Box<ExchangeGuard>,
 ) where
-    C: AsyncRead + AsyncWrite + Send + Unpin,
+    C: AsyncRead + AsyncWrite + PollCut + Send + Unpin,
 {
     match tunnel.relay(&mut caller).await {
         RelayEnd::Clean => {
@@ -281,8 +281,12 @@ pub(super) async fn relay_tunnel<C>(
             discard_input(&mut caller).await;
             exchange_guard.response_guard.finish();
         }
-        RelayEnd::Cut(side, error) => {
-            debug!(?side, %error, "{} was reset", tunnel.name());
+        RelayEnd::Cut(side, cut) => {
+            let Cut {
+                error,
+                is_reader_stalled,
+            } = cut;
+            debug!(?side, %error, is_reader_stalled, "{} was reset", tunnel.name());
             let access_log = &mut exchange_guard.access_log;
             match &*tunnel {
                 Tunnel::Agent(_) | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
@@ -291,6 +295,17 @@ pub(super) async fn relay_tunnel<C>(
                 // The error can be the agent's refusal.
                 Tunnel::Pending { target_label, .. } => {
                     access_log.fail(&ProxyError::from_stream(&error, target_label, Outcome::Cut))
+                }
+            }
+            // Marks the caller's connection as cut, too.
+            drop(exchange_guard);
+            match side {
+                RelaySide::Left => tunnel.abort(is_reader_stalled).await,
+                RelaySide::Right => {
+                    drop(tunnel);
+                    if !is_reader_stalled {
+                        abort_behind(&mut caller).await;
+                    }
                 }
             }
         }

@@ -4,6 +4,7 @@
 pub(crate) mod exchange;
 pub(crate) mod head_check;
 pub(crate) mod headers;
+pub(crate) mod request_body;
 pub mod response;
 pub(crate) mod timeouts;
 pub(crate) mod upstream;
@@ -28,12 +29,13 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
 use tunnel_proto::process::telemetry::LogRateLimit;
+use tunnel_proto::relay::PollCut;
 
 use super::connect;
 use super::context::{CallerConn, HttpListener, IngressContext, ListenerLimits};
 use crate::config::Limit;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
-use crate::ingress::caller_stream::CallerClosed;
+use crate::ingress::caller_stream::{CallerClosed, abort_behind};
 use crate::ingress::dispatch::{
     self, IngressRequest, IngressTarget, relay_granted, relay_tunnel, route,
 };
@@ -45,7 +47,7 @@ use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::timeouts::{
     ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
 };
-use crate::ingress::http::upstream::UpstreamPool;
+use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
 use crate::ingress::outcome::Outcome;
 use crate::ingress::tunnel::Tunnel;
 use crate::policy::AccessCaller;
@@ -65,7 +67,7 @@ pub(super) async fn serve<S>(
     stream: S,
     conn: CallerConn,
 ) where
-    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
 {
     let CallerConn {
         peer,
@@ -131,6 +133,7 @@ pub(super) async fn serve<S>(
         }
         Err(ConnEnd::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
         Err(ConnEnd::TimedOut) => {}
+        Err(ConnEnd::Stalled) => debug!(%peer, "caller took nothing of a response that was cut"),
         Err(ConnEnd::Gone) => debug!(%peer, "caller disconnected"),
         Err(ConnEnd::Evicted) => caller.ingress.metrics.evicted_caller(),
     }
@@ -172,6 +175,8 @@ enum ConnEnd {
     Http(hyper::Error),
     /// The first request head did not arrive in time.
     TimedOut,
+    /// The target cut its connection behind bytes that the caller does not take.
+    Stalled,
     /// The caller closed its direction, or the connection, while a request was in progress.
     Gone,
     /// The connection was idle, and a newer connection needed its permit.
@@ -187,7 +192,7 @@ impl Caller {
         caller_closed: &CallerClosed,
     ) -> Result<Option<TimedStream<S>>, ConnEnd>
     where
-        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
         let answering = self.clone();
         let service = service_fn(move |request| {
@@ -208,6 +213,7 @@ impl Caller {
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut write_blocked = pin!(self.timeouts.write_blocked_for(self.ingress.limits.idle));
+        let mut cut_behind = pin!(self.timeouts.cut_behind_stalled_caller());
         let (mut draining, mut has_expired, mut evicted) = (false, false, false);
         loop {
             tokio::select! {
@@ -241,6 +247,10 @@ impl Caller {
                     self.close_mode.cut();
                     return Err(ConnEnd::TimedOut);
                 }
+                () = cut_behind.as_mut() => {
+                    self.close_mode.cut();
+                    return Err(ConnEnd::Stalled);
+                }
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(ConnEnd::Gone),
                 () = drain.cancelled(), if !draining => draining = true,
@@ -256,22 +266,22 @@ impl Caller {
         }
     }
 
-    /// Completes once the caller has disconnected while a request was in progress. Never completes
-    /// during a CONNECT.
+    /// Completes once the caller has disconnected while a response was in progress. Never completes
+    /// during a CONNECT, nor after the response while the body of the request goes on.
     async fn gone(&self, caller_closed: &CallerClosed) {
         caller_closed.closed().await;
         // Between requests, hyper detects the end after it has read the data that was sent before
         // the end.
         self.timeouts.wait_for_request().await;
-        if self.is_connecting.load(Ordering::Relaxed) {
+        if self.is_connecting.load(Ordering::Relaxed) || self.timeouts.is_answered() {
             std::future::pending().await
         }
     }
 
     /// Closes the connection after an error of hyper.
-    async fn fail<S>(&self, stream: TimedStream<S>, error: hyper::Error) -> ConnEnd
+    async fn fail<S>(&self, mut stream: TimedStream<S>, error: hyper::Error) -> ConnEnd
     where
-        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
         // hyper has answered a request that it could not parse. If output is still unwritten, the
         // connection is reset so that the caller notices the loss.
@@ -279,6 +289,8 @@ impl Caller {
             self.close_mode.cut();
         } else if error.is_parse() {
             close_gracefully(stream).await;
+        } else if self.close_mode.is_cut() {
+            abort_behind(&mut stream).await;
         }
         ConnEnd::Http(error)
     }
@@ -290,7 +302,7 @@ impl Caller {
         caller_closed: &CallerClosed,
     ) -> Result<Option<TimedStream<S>>, ConnEnd>
     where
-        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
         tokio::select! {
             biased;
@@ -315,7 +327,7 @@ impl Caller {
     /// Hands the connection to the upgrade that was granted, or shuts the connection down.
     async fn finish<S>(&self, stream: TimedStream<S>)
     where
-        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
         let granted = self.upgrade.lock().take();
         match granted {
@@ -330,7 +342,7 @@ impl Caller {
     /// use and continues.
     fn evict<S>(&self, mut stream: TimedStream<S>) -> ConnEnd
     where
-        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
         if let Some(granted) = self.upgrade.lock().take() {
             drop(granted.send(Box::new(stream)));
@@ -370,6 +382,8 @@ impl Caller {
             &self.ingress.metrics,
         );
         access_log.caller(&self.identity);
+        // A caller that gets no answer gets a reset.
+        let unanswered = self.close_mode.start();
         let wanted = requested_upgrade(request.version(), request.headers());
         let wanted = wanted.filter(|_| !is_connect);
         let forwarded = match (self.refusal(head_error), &self.listener.connect) {
@@ -406,6 +420,7 @@ impl Caller {
         if wanted.is_some() || (is_leaving && !is_connect) {
             close_unless_upgraded(&mut response);
         }
+        unanswered.finish();
         response.map(|body| body.with_request_guard(request_guard))
     }
 
@@ -482,8 +497,12 @@ impl ForwardedBody {
         let shutdown = &caller.ingress.shutdown;
         let in_use = caller.permit.in_use();
         match self {
-            Self::Body(body, upstream_guard) => {
-                return head.map(|()| ResponseBody::target(body, exchange_guard, upstream_guard));
+            Self::Body(body, upstream_guard, upload) => {
+                caller
+                    .timeouts
+                    .watch_target(upstream_guard.cut_signal().as_ref());
+                return head
+                    .map(|()| ResponseBody::target(body, exchange_guard, upstream_guard, upload));
             }
             Self::Upgraded {
                 caller: upgrade,
@@ -512,20 +531,37 @@ impl ForwardedBody {
     }
 }
 
+/// The reason why a target's connection cannot be upgraded.
+#[derive(Debug, thiserror::Error)]
+enum UpgradeError {
+    #[error("the connection ended before the upgrade")]
+    Target(#[source] hyper::Error),
+    #[error("hyper returned another connection")]
+    Foreign,
+}
+
 /// Relays bytes in both directions after a 101.
 async fn relay_upgraded(
     caller: CallerUpgrade,
     target: OnUpgrade,
     mut exchange_guard: Box<ExchangeGuard>,
 ) {
+    let target = async {
+        let upgraded = target.await.map_err(UpgradeError::Target)?;
+        TargetIo::from_upgraded(upgraded).map_err(|_other| UpgradeError::Foreign)
+    };
     match tokio::join!(caller, target) {
         (Ok(caller), Ok(target)) => {
-            let target = Box::new(Tunnel::Upgraded(TokioIo::new(target)));
-            relay_tunnel(caller, target, exchange_guard).await;
+            relay_tunnel(
+                caller,
+                Box::new(Tunnel::Upgraded(Box::new(target))),
+                exchange_guard,
+            )
+            .await;
         }
         (Err(error), _) => debug!(%error, "caller disconnected before the upgrade"),
         (Ok(_caller), Err(error)) => {
-            debug!(%error, "target connection failed before the upgrade");
+            debug!(?error, "target connection failed before the upgrade");
             exchange_guard.access_log.set_outcome(Outcome::Cut);
             // Dropped before the caller's connection, which therefore ends in a reset.
             drop(exchange_guard);

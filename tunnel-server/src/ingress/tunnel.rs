@@ -1,11 +1,11 @@
 //! Connections to targets that carry the bytes of a caller.
 
-use hyper::upgrade::Upgraded;
-use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tunnel_proto::egress::TargetSocket;
-use tunnel_proto::relay::{RelayEnd, Socket, relay};
+use tunnel_proto::relay::{PollCut, RelayEnd, Socket, relay};
 use tunnel_proto::transport::Stream;
+
+use super::http::upstream::TargetIo;
 
 /// An open connection to a target.
 #[derive(Debug)]
@@ -21,20 +21,31 @@ pub(super) enum Tunnel {
     /// A socket that the server dialed.
     Direct(TargetSocket),
     /// An HTTP connection after a 101.
-    Upgraded(TokioIo<Upgraded>),
+    Upgraded(Box<TargetIo>),
 }
 
 impl Tunnel {
     /// Relays bytes in both directions. Half-closes are forwarded.
     pub(super) async fn relay<C>(&mut self, caller: &mut C) -> RelayEnd
     where
-        C: AsyncRead + AsyncWrite + Unpin,
+        C: AsyncRead + AsyncWrite + PollCut + Unpin,
     {
         let caller = &mut Socket(caller);
         match self {
             Self::Agent(stream) | Self::Pending { stream, .. } => relay(caller, stream).await.end,
             Self::Direct(socket) => relay(caller, &mut Socket(socket)).await.end,
-            Self::Upgraded(target) => relay(caller, &mut Socket(target)).await.end,
+            Self::Upgraded(target) => relay(caller, &mut Socket(&mut **target)).await.end,
+        }
+    }
+
+    /// Cuts the connection. The target gets the bytes that were written before, unless it
+    /// `is_stalled`.
+    pub(super) async fn abort(self, is_stalled: bool) {
+        match self {
+            // A stream is cut behind its bytes when it is dropped.
+            Self::Agent(_) | Self::Pending { .. } | Self::Upgraded(_) => {}
+            Self::Direct(socket) if !is_stalled => socket.abort().await,
+            Self::Direct(_) => {}
         }
     }
 

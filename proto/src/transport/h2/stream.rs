@@ -18,7 +18,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::buffers::BUFFER_BYTES;
-use crate::transport::{RawStream, ReadMonitor, StreamCut};
+use crate::transport::{CutSignal, RawStream, ReadMonitor, StreamCut};
 use crate::wire::code::ResetCode;
 
 /// Bytes that may wait for the driver: one frame. A writer waits while so many are unsent.
@@ -259,6 +259,12 @@ impl StreamShared {
     }
 }
 
+impl CutSignal for StreamShared {
+    fn is_cut(&self) -> bool {
+        matches!(self.lock().input_end, Some(Err(_)))
+    }
+}
+
 impl StreamState {
     fn release_capacity(&mut self, bytes: usize) {
         if bytes > 0
@@ -405,6 +411,10 @@ impl RawStream for H2Stream {
                 Poll::Pending
             }
         }
+    }
+
+    fn cut_signal(&self) -> Arc<dyn CutSignal> {
+        self.0.clone()
     }
 
     /// Discards received data. HTTP/2 has no message for this before the sent half has ended.

@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::Context;
 
 use bytes::BytesMut;
@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use quinn::{Connection, SendStream, StreamId, VarInt};
 use tokio::time::timeout;
 
-use crate::transport::CUT_LIMIT;
+use crate::transport::{CUT_LIMIT, CutSignal};
 use crate::wire::code::ResetCode;
 use crate::wire::cut::{CUT_MESSAGE_MAX, CutAnnouncement};
 use crate::wire::frame;
@@ -36,7 +36,14 @@ const NO_OFFSET: u64 = u64::MAX;
 pub(super) struct PeerCut {
     offset: AtomicU64,
     code: AtomicU32,
+    is_lost: AtomicBool,
     reader: AtomicWaker,
+}
+
+impl CutSignal for PeerCut {
+    fn is_cut(&self) -> bool {
+        self.is_lost.load(Ordering::Relaxed) || self.announced().is_some()
+    }
 }
 
 impl PeerCut {
@@ -44,6 +51,7 @@ impl PeerCut {
         Self {
             offset: AtomicU64::new(NO_OFFSET),
             code: AtomicU32::new(0),
+            is_lost: AtomicBool::new(false),
             reader: AtomicWaker::new(),
         }
     }
@@ -150,6 +158,9 @@ pub(super) async fn receive_cuts(connection: Connection, cuts: Arc<PeerCuts>) {
         {
             cuts.announce(local, cut);
         }
+    }
+    for open in cuts.0.lock().open.values() {
+        open.is_lost.store(true, Ordering::Relaxed);
     }
 }
 

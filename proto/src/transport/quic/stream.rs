@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::task::TaskTracker;
 
 use super::cuts::{PeerCut, PeerCuts, cut_behind};
-use crate::transport::{RawStream, StreamCut};
+use crate::transport::{CutSignal, RawStream, StreamCut};
 use crate::wire::code::ResetCode;
 
 type Acknowledged =
@@ -130,6 +130,10 @@ impl RawStream for QuicStream {
         };
         // quinn reports a reset once.
         Poll::Ready(self.end_input(cut))
+    }
+
+    fn cut_signal(&self) -> Arc<dyn CutSignal> {
+        self.peer_cut.clone()
     }
 
     fn poll_send(&mut self, cx: &mut Context<'_>, data: &mut Bytes) -> Poll<io::Result<usize>> {

@@ -33,6 +33,18 @@ impl RawStream for NonReadingPeer {
         Poll::Pending
     }
     fn stop(&mut self, _code: ResetCode) {}
+    fn cut_signal(&self) -> Arc<dyn CutSignal> {
+        Arc::new(NeverCut)
+    }
+}
+
+#[derive(Debug)]
+struct NeverCut;
+
+impl CutSignal for NeverCut {
+    fn is_cut(&self) -> bool {
+        false
+    }
 }
 
 impl AsyncRead for NonReadingPeer {

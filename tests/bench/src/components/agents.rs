@@ -16,15 +16,16 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_agent::assignment::wanted_replicas;
 use tunnel_agent::backoff::{Backoff, ReconnectEvent};
+use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::host::raise_descriptor_limit;
-use tunnel_proto::relay::{Socket, relay};
 use tunnel_proto::session::control;
 use tunnel_proto::tcp::{Direct, ServerAddr};
 use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::transport::{
-    BufferPool, CongestionControl, Dialer, HandshakeError, IncomingStream, Session, SessionSettings,
+    BufferPool, ByteCount, CongestionControl, Dialer, HandshakeError, IncomingStream, Session,
+    SessionSettings,
 };
 use tunnel_proto::wire::control::{ControlMessage, Hello, Member};
 use tunnel_proto::wire::name::{InstanceId, NodeName};
@@ -336,10 +337,9 @@ impl Agent {
 /// Relays a stream to the target.
 async fn serve(incoming: IncomingStream, target: SocketAddr) -> Result<()> {
     let (_header, mut stream) = incoming.header(Instant::now() + BATCH).await?;
-    let mut socket = TcpStream::connect(target).await?;
-    socket.set_nodelay(true)?;
+    let socket = TcpStream::connect(target).await?;
     stream.accept("").await?;
-    relay(&mut stream, &mut Socket(&mut socket)).await;
+    relay_socket(stream, TargetSocket::new(socket, ByteCount::default())).await;
     Ok(())
 }
 

@@ -14,12 +14,14 @@ use tokio::sync::oneshot;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::process::conn_limiter::ConnPermit;
+use tunnel_proto::relay::PollCut;
 use tunnel_proto::wire::name::NodeName;
 
 use super::headers::{
-    StrippedBody, can_reuse_connection, has_conflicting_framing, rewrite_request, rewrite_response,
-    trace_parent, validate_response,
+    can_reuse_connection, has_conflicting_framing, rewrite_request, rewrite_response, trace_parent,
+    validate_response,
 };
+use super::request_body::{RequestBody, Upload, UploadHandle};
 use super::timeouts::ConnTimeouts;
 use super::upstream::{PoolKey, UpstreamBodyGuard, UpstreamPool, UpstreamRequest, exchange_direct};
 use crate::ingress::access_log::AccessLog;
@@ -44,7 +46,7 @@ pub(in crate::ingress) struct Forwarded {
     reason = "a body is the usual case, and its guard would be one more allocation"
 )]
 pub(in crate::ingress) enum ForwardedBody {
-    Body(Incoming, UpstreamBodyGuard),
+    Body(Incoming, UpstreamBodyGuard, Option<Arc<Upload>>),
     Upgraded {
         caller: CallerUpgrade,
         target: OnUpgrade,
@@ -94,9 +96,9 @@ impl Exchange<'_> {
             trace_parent: trace_parent(request.headers()),
             pool: pool_key.as_ref().map(|pool_key| (&*caller.pool, pool_key)),
         };
-        let (mut response, upstream) = upstream_request
-            .exchange(request.map(StrippedBody), access_log)
-            .await?;
+        let (request, upload) = with_upload(request);
+        let (mut response, mut upstream) = upstream_request.exchange(request, access_log).await?;
+        let upload = upload.map(|handle| upstream.outlast(handle));
         let switches = check_response(self.upgrade, &response, &destination)?;
         let switched = switches.then(|| hyper::upgrade::on(&mut response));
         let has_clear_framing = !has_conflicting_framing(response.headers());
@@ -115,6 +117,7 @@ impl Exchange<'_> {
                     ingress: caller.ingress.clone(),
                     reuse,
                 },
+                upload,
             ),
         };
         Ok(Forwarded {
@@ -136,9 +139,10 @@ pub(in crate::ingress) async fn forward_direct(
     access_log.dialed(socket.bytes());
     // The framing of the request marks its end.
     socket.finish();
-    let request = request.map(StrippedBody);
+    let (request, upload) = with_upload(request);
     let exchanged = exchange_direct(&caller.ingress, socket, request, target_label);
-    let (mut response, upstream) = exchanged.await?;
+    let (mut response, mut upstream) = exchanged.await?;
+    let upload = upload.map(|handle| upstream.outlast(handle));
     check_response(None, &response, &target_label)?;
     rewrite_response(&mut response, false);
     let (head, body) = response.into_parts();
@@ -149,8 +153,14 @@ pub(in crate::ingress) async fn forward_direct(
     };
     Ok(Forwarded {
         head: Response::from_parts(head, ()),
-        forwarded_body: ForwardedBody::Body(body, upstream_guard),
+        forwarded_body: ForwardedBody::Body(body, upstream_guard, upload),
     })
+}
+
+fn with_upload(request: Request<Incoming>) -> (Request<RequestBody>, Option<UploadHandle>) {
+    let (head, body) = request.into_parts();
+    let (body, upload) = RequestBody::new(body);
+    (Request::from_parts(head, body), upload)
 }
 
 /// Returns whether the response switches protocols. Fails if it does not match the request.
@@ -183,11 +193,11 @@ pub(in crate::ingress) type CallerUpgrade = oneshot::Receiver<UpgradedCaller>;
 
 /// The I/O traits of an upgraded connection.
 pub(in crate::ingress) trait CallerIo:
-    AsyncRead + AsyncWrite + Send + Unpin
+    AsyncRead + AsyncWrite + PollCut + Send + Unpin
 {
 }
 
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> CallerIo for S {}
+impl<S: AsyncRead + AsyncWrite + PollCut + Send + Unpin> CallerIo for S {}
 
 /// State of one caller's connection that its requests share.
 pub(in crate::ingress) struct Caller {

@@ -1,7 +1,9 @@
 //! Responses to callers: their bodies, which are short texts of the server or come from targets,
 //! and the responses for failures. A body detects that it was not forwarded completely.
 
+use std::fmt;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -12,6 +14,7 @@ use hyper::ext::ReasonPhrase;
 use tunnel_proto::wire::header::one_line;
 
 use super::headers::{ERROR_HEADER, StrippedBody};
+use super::request_body::Upload;
 use super::timeouts::RequestGuard;
 use super::upstream::UpstreamBodyGuard;
 use crate::ingress::access_log::ExchangeGuard;
@@ -22,7 +25,7 @@ use crate::ingress::outcome::Outcome;
 pub struct ResponseBody {
     inner: Inner,
     /// Ends the request on the caller's connection when dropped.
-    _request_guard: Option<RequestGuard>,
+    request_guard: Option<RequestEnd>,
 }
 
 #[derive(Debug)]
@@ -32,7 +35,6 @@ enum Inner {
 }
 
 /// A response body that is forwarded from a target to the caller.
-#[derive(Debug)]
 struct TargetBody {
     body: StrippedBody,
     /// `None` once the body has ended.
@@ -40,6 +42,31 @@ struct TargetBody {
     /// Dropping the guard before the end drops the connection to the target, which closes the
     /// target's side at once.
     upstream_guard: Option<UpstreamBodyGuard>,
+    /// The body of the request, which may go on after the response.
+    upload: Option<Arc<Upload>>,
+    failure: Option<BodyFailure>,
+}
+
+/// The error of a body that the target has cut. hyper drops what it has buffered with the error, so
+/// it first gets the time to hand all bytes before the cut to the socket.
+struct BodyFailure {
+    error: hyper::Error,
+    flushed: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+/// The end of a response, and of its request unless the body of the request goes on.
+#[derive(Debug)]
+struct RequestEnd {
+    request_guard: Option<RequestGuard>,
+    upload: Option<Arc<Upload>>,
+}
+
+impl Drop for RequestEnd {
+    fn drop(&mut self) {
+        if let (Some(request_guard), Some(upload)) = (self.request_guard.take(), &self.upload) {
+            upload.hold(request_guard);
+        }
+    }
 }
 
 impl ResponseBody {
@@ -54,33 +81,42 @@ impl ResponseBody {
         Self::new(Inner::Own(Full::default()))
     }
 
-    /// Creates a body that is forwarded from a target over `upstream_guard`.
+    /// Creates a body that is forwarded from a target over `upstream_guard`. `upload` is the body of
+    /// the request, if it has one.
     #[must_use]
     pub(crate) fn target(
         body: Incoming,
         exchange_guard: ExchangeGuard,
         upstream_guard: UpstreamBodyGuard,
+        upload: Option<Arc<Upload>>,
     ) -> Self {
         Self::new(Inner::Target(Box::new(TargetBody {
             body: StrippedBody(body),
             exchange_guard: Some(exchange_guard),
             upstream_guard: Some(upstream_guard),
+            upload,
+            failure: None,
         })))
     }
 
     /// Attaches the guard of the request that this body ends.
     #[must_use]
-    pub(crate) fn with_request_guard(self, request_guard: RequestGuard) -> Self {
-        Self {
-            inner: self.inner,
-            _request_guard: Some(request_guard),
-        }
+    pub(crate) fn with_request_guard(mut self, request_guard: RequestGuard) -> Self {
+        let upload = match &self.inner {
+            Inner::Own(_) => None,
+            Inner::Target(target) => target.upload.clone(),
+        };
+        self.request_guard = Some(RequestEnd {
+            request_guard: Some(request_guard),
+            upload,
+        });
+        self
     }
 
     fn new(inner: Inner) -> Self {
         Self {
             inner,
-            _request_guard: None,
+            request_guard: None,
         }
     }
 }
@@ -93,17 +129,28 @@ impl Body for ResponseBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match &mut self.inner {
+        let this = &mut *self;
+        match &mut this.inner {
             Inner::Own(body) => Pin::new(body)
                 .poll_frame(cx)
                 .map_err(|never| match never {}),
             Inner::Target(target) => {
-                let frame = ready!(Pin::new(&mut target.body).poll_frame(cx));
+                if target.failure.is_some() {
+                    return target.poll_failure(cx);
+                }
+                let frame = match ready!(Pin::new(&mut target.body).poll_frame(cx)) {
+                    Some(Err(error)) => {
+                        target.fail(error, this.request_guard.as_ref());
+                        // hyper flushes before it polls again.
+                        cx.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                    frame => frame,
+                };
                 match &frame {
                     // Nothing follows trailer fields, and hyper does not poll again.
                     Some(Ok(frame)) if frame.is_trailers() => target.finish(),
-                    Some(Ok(_)) => {}
-                    Some(Err(_)) => target.cut(),
+                    Some(Ok(_) | Err(_)) => {}
                     None => target.finish(),
                 }
                 Poll::Ready(frame)
@@ -131,15 +178,48 @@ impl TargetBody {
         if let Some(upstream_guard) = self.upstream_guard.take() {
             upstream_guard.complete();
         }
-        if let Some(exchange_guard) = self.exchange_guard.take() {
-            exchange_guard.finish();
+        let Some(exchange_guard) = self.exchange_guard.take() else {
+            return;
+        };
+        match &self.upload {
+            None => exchange_guard.finish(),
+            Some(upload) => upload.answered(exchange_guard),
         }
     }
 
-    fn cut(&mut self) {
-        if let Some(mut exchange_guard) = self.exchange_guard.take() {
+    fn fail(&mut self, error: hyper::Error, request_end: Option<&RequestEnd>) {
+        if let Some(exchange_guard) = &mut self.exchange_guard {
             exchange_guard.access_log.set_outcome(Outcome::Cut);
         }
+        let timeouts = request_end
+            .and_then(|end| end.request_guard.as_ref())
+            .map(RequestGuard::timeouts);
+        self.failure = Some(BodyFailure {
+            error,
+            flushed: Box::pin(async move {
+                if let Some(timeouts) = timeouts {
+                    timeouts.flushed().await;
+                }
+            }),
+        });
+    }
+
+    fn poll_failure<T>(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<T, hyper::Error>>> {
+        if let Some(failure) = &mut self.failure {
+            ready!(failure.flushed.as_mut().poll(cx));
+        }
+        // The caller's connection is cut from here on.
+        self.exchange_guard = None;
+        Poll::Ready(self.failure.take().map(|failure| Err(failure.error)))
+    }
+}
+
+impl fmt::Debug for TargetBody {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("TargetBody")
+            .field("exchange_guard", &self.exchange_guard)
+            .finish_non_exhaustive()
     }
 }
 
@@ -147,10 +227,19 @@ impl Drop for TargetBody {
     fn drop(&mut self) {
         // hyper does not poll a body of known length to its end, and does not poll the body of a
         // response to HEAD.
-        if self.body.is_end_stream() {
+        if self.body.is_end_stream() && self.failure.is_none() {
             self.finish();
+        } else if self.failure.is_some() {
+            // The outcome is set.
         } else if let Some(mut exchange_guard) = self.exchange_guard.take() {
-            exchange_guard.access_log.set_outcome(Outcome::CallerGone);
+            let signal = self.upstream_guard.as_ref();
+            let signal = signal.and_then(UpstreamBodyGuard::cut_signal);
+            let is_cut = signal.is_some_and(|signal| signal.is_cut());
+            exchange_guard.access_log.set_outcome(if is_cut {
+                Outcome::Cut
+            } else {
+                Outcome::CallerGone
+            });
         }
     }
 }

@@ -4,8 +4,8 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -13,8 +13,10 @@ use bytes::{Buf, Bytes};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tunnel_proto::process::conn_limiter::{ConnPermit, InUseGuard};
+use tunnel_proto::relay::{CUT_CHECK_INTERVAL, PollCut};
+use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, CutSignal};
 
 use super::head_check::{BodyFraming, HeadCheck, HeadError};
 
@@ -94,6 +96,8 @@ struct State {
     /// begun.
     body: bool,
     check: HeadCheck,
+    /// The response to the last request is complete, and the body of the request goes on.
+    is_answered: bool,
     /// Number of requests that have begun.
     requests: u64,
     /// [`ConnTimeouts::wait_for_request_end`] waits for the end of a request.
@@ -112,6 +116,7 @@ impl State {
 
     fn start(&mut self, body: bool) {
         self.body = body;
+        self.is_answered = false;
         self.requests += 1;
         let requests = match self.conn_state {
             ConnState::Busy { requests } => requests + 1,
@@ -158,6 +163,12 @@ pub(crate) struct ConnTimeouts {
     /// in use until they are sent.
     write_blocked: AtomicBool,
     blocked_write: Mutex<Option<BlockedWrite>>,
+    /// Notified when a write is no longer blocked.
+    write_unblocked: Notify,
+    /// Notified when a write is blocked.
+    write_stopped: Notify,
+    /// Tells whether the target of the response in progress has cut its connection.
+    target_cut: Mutex<Option<Weak<dyn CutSignal>>>,
 }
 
 impl ConnTimeouts {
@@ -170,6 +181,7 @@ impl ConnTimeouts {
             last_bytes: LastBytes::default(),
             body: false,
             check: HeadCheck::default(),
+            is_answered: false,
             requests: 0,
             is_end_awaited: false,
         };
@@ -181,6 +193,9 @@ impl ConnTimeouts {
             permit,
             write_blocked: AtomicBool::new(false),
             blocked_write: Mutex::default(),
+            write_unblocked: Notify::new(),
+            write_stopped: Notify::new(),
+            target_cut: Mutex::default(),
         })
     }
 
@@ -188,6 +203,11 @@ impl ConnTimeouts {
     pub(crate) async fn wait_for_request(&self) {
         self.wait_for_state(|conn_state| matches!(conn_state, ConnState::Busy { .. }))
             .await;
+    }
+
+    /// Returns whether the last response is complete while the body of its request goes on.
+    pub(crate) fn is_answered(&self) -> bool {
+        self.state.lock().is_answered
     }
 
     /// Starts a request whose head hyper has read. Returns a guard that ends the request when
@@ -291,6 +311,57 @@ impl ConnTimeouts {
                 since: Instant::now(),
                 _in_use: self.permit.in_use(),
             });
+            if blocked {
+                self.write_stopped.notify_one();
+            } else {
+                self.write_unblocked.notify_waiters();
+            }
+        }
+    }
+
+    /// Sets the handle that tells whether the target of the response in progress has cut its
+    /// connection.
+    pub(crate) fn watch_target(&self, target_cut: Option<&Arc<dyn CutSignal>>) {
+        *self.target_cut.lock() = target_cut.map(Arc::downgrade);
+    }
+
+    /// Waits until the target has cut its connection behind bytes that the caller does not take:
+    /// hyper does not ask for more of the response while the caller takes nothing. Cancel-safe.
+    pub(crate) async fn cut_behind_stalled_caller(&self) {
+        loop {
+            let since = self.blocked_write.lock().as_ref().map(|write| write.since);
+            let Some(since) = since else {
+                self.write_stopped.notified().await;
+                continue;
+            };
+            let now = Instant::now();
+            if now < since + CUT_STALL_LIMIT {
+                sleep_until(since + CUT_STALL_LIMIT).await;
+                continue;
+            }
+            let target_cut = self.target_cut.lock().as_ref().and_then(Weak::upgrade);
+            if target_cut.is_some_and(|signal| signal.is_cut()) {
+                return;
+            }
+            sleep_until(now + CUT_CHECK_INTERVAL).await;
+        }
+    }
+
+    /// Waits until hyper has handed the socket all bytes of a response, before the response is cut.
+    /// Gives up when the caller takes no bytes for [`CUT_STALL_LIMIT`], and after [`CUT_LIMIT`].
+    /// Cancel-safe.
+    pub(crate) async fn flushed(self: Arc<Self>) {
+        let deadline = Instant::now() + CUT_LIMIT;
+        loop {
+            let unblocked = self.write_unblocked.notified();
+            let since = self.blocked_write.lock().as_ref().map(|write| write.since);
+            let Some(since) = since else {
+                return;
+            };
+            let limit = (since + CUT_STALL_LIMIT).min(deadline);
+            if timeout_at(limit, unblocked).await.is_err() {
+                return;
+            }
         }
     }
 
@@ -357,6 +428,18 @@ pub(crate) struct RequestGuard {
     _in_use: InUseGuard,
 }
 
+impl RequestGuard {
+    /// Records that the response is complete while the body of the request goes on. The end of the
+    /// caller's direction is then the end of the body, and the caller is not gone.
+    pub(crate) fn answered(&self) {
+        self.timeouts.state.lock().is_answered = true;
+    }
+
+    pub(crate) fn timeouts(&self) -> Arc<ConnTimeouts> {
+        self.timeouts.clone()
+    }
+}
+
 impl Drop for RequestGuard {
     fn drop(&mut self) {
         let is_awaited = {
@@ -391,6 +474,12 @@ impl<S> TimedStream<S> {
     /// Puts back bytes that were read but not used.
     pub(crate) fn put_back(&mut self, unread: Bytes) {
         self.unread = unread;
+    }
+}
+
+impl<S: PollCut> PollCut for TimedStream<S> {
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.stream.poll_cut(cx)
     }
 }
 

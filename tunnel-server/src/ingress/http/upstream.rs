@@ -16,9 +16,9 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
-use tunnel_proto::transport::Stream;
+use tunnel_proto::transport::{CutSignal, Stream};
 
-use super::headers::StrippedBody;
+use super::request_body::RequestBody;
 use crate::config::Limit;
 use crate::ingress::access_log::AccessLog;
 use crate::ingress::context::IngressContext;
@@ -33,11 +33,13 @@ pub(crate) mod connection;
 mod opener;
 mod pool;
 mod resend;
+mod target_io;
 
 use connection::{Carrier, SendError, SentBody, Upstream};
 pub(in crate::ingress) use opener::StreamOpener;
 pub(crate) use pool::{PoolKey, UpstreamPool};
 use resend::{FailedRequest, can_resend, is_safe};
+pub(in crate::ingress) use target_io::{TargetConn, TargetIo};
 
 /// The destination of a request and the parameters of the connection to it.
 #[derive(Debug)]
@@ -71,7 +73,7 @@ impl UpstreamRequest<'_> {
     /// Returns a [`ProxyError`] with the response for the caller.
     pub(crate) async fn exchange(
         &self,
-        request: Request<StrippedBody>,
+        request: Request<RequestBody>,
         access_log: &mut AccessLog,
     ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
         let (head, body) = request.into_parts();
@@ -217,7 +219,10 @@ impl UpstreamRequest<'_> {
         let (limits, drivers) = (&self.ingress.limits, &self.ingress.drivers);
         let target_label = self.destination;
         match self.scheme {
-            Scheme::Http => Upstream::start(stream, carrier, drivers, target_label).await,
+            Scheme::Http => {
+                let conn = TargetConn::Stream(stream);
+                Upstream::start(conn, carrier, drivers, target_label).await
+            }
             Scheme::Https => {
                 let name = server_name(&self.destination.node);
                 let name = name.map_err(|error| {
@@ -239,7 +244,8 @@ impl UpstreamRequest<'_> {
                         return Err(failure.with_limit(Limit::HandshakeTimeout));
                     }
                 };
-                Upstream::start(stream, carrier, drivers, target_label).await
+                let conn = TargetConn::Tls(Box::new(stream));
+                Upstream::start(conn, carrier, drivers, target_label).await
             }
         }
     }
@@ -258,7 +264,7 @@ fn repeated(head: &Parts) -> Request<SentBody> {
 pub(super) async fn exchange_direct(
     ingress: &IngressContext,
     socket: TargetSocket,
-    request: Request<StrippedBody>,
+    request: Request<RequestBody>,
     target_label: &str,
 ) -> Result<(Response<Incoming>, Upstream), ProxyError> {
     let target_label = &target_label;
@@ -266,7 +272,13 @@ pub(super) async fn exchange_direct(
         via: None,
         bytes: socket.bytes(),
     };
-    let mut upstream = Upstream::start(socket, carrier, &ingress.drivers, target_label).await?;
+    let mut upstream = Upstream::start(
+        TargetConn::Direct(socket),
+        carrier,
+        &ingress.drivers,
+        target_label,
+    )
+    .await?;
     let request = request.map(Either::Left);
     let sent = upstream.send(request, target_label, pin!(pending())).await;
     Ok((sent.map_err(|send_error| send_error.failure)?, upstream))
@@ -284,6 +296,11 @@ pub(crate) struct UpstreamBodyGuard {
 }
 
 impl UpstreamBodyGuard {
+    /// Returns the handle that tells whether the target has cut its connection.
+    pub(crate) fn cut_signal(&self) -> Option<Arc<dyn CutSignal>> {
+        self.upstream.cut_signal.clone()
+    }
+
     /// Releases the connection after the end of the response.
     pub(crate) fn complete(self) {
         match self.reuse {

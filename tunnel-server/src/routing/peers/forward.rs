@@ -5,7 +5,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tracing::debug;
 use tunnel_proto::forward::forward;
-use tunnel_proto::relay::{RelayEnd, RelaySide};
+use tunnel_proto::relay::{Cut, RelayEnd, RelaySide};
 use tunnel_proto::transport::{IncomingStream, Stream, StreamCut, find_cause};
 use tunnel_proto::wire::code::{RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -68,7 +68,7 @@ pub(super) async fn serve_stream(
     let outcome = forward(&mut stream, &mut opened.stream).await;
     Some(match outcome.end {
         RelayEnd::Clean | RelayEnd::ReaderClosed(_) => ForwardResult::Ok,
-        RelayEnd::Cut(side, error) => {
+        RelayEnd::Cut(side, Cut { error, .. }) => {
             debug!(%node, ?side, %error, "forwarded stream was cut");
             let is_lost = find_cause::<StreamCut>(&error) == Some(&StreamCut::SessionLost);
             if is_lost && side == RelaySide::Right {

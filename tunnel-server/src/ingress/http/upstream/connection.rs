@@ -3,7 +3,7 @@
 use std::fmt;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,16 +12,15 @@ use http_body_util::{Either, Empty};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
 use tokio::time::timeout;
-use tokio_util::io::InspectReader;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
-use tunnel_proto::transport::{ByteCount, StreamCut};
+use tunnel_proto::transport::{ByteCount, CutSignal, StreamCut};
 
+use super::target_io::{TargetConn, TargetInput, TargetIo};
 use crate::ingress::error::ProxyError;
-use crate::ingress::http::headers::StrippedBody;
+use crate::ingress::http::request_body::{RequestBody, Upload, UploadHandle};
 use crate::ingress::outcome::Outcome;
 use crate::routing::via::Via;
 
@@ -35,15 +34,12 @@ const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
 /// Interim responses (1xx) to one request that are skipped. More are an error.
 const INTERIM_MAX: usize = 64;
 
-/// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
-const TLS_ALERT: [u8; 2] = [21, 3];
-
 /// Appended to the error for a target that answers plain HTTP with a TLS alert.
 const HTTPS_HINT: &str = "; the target speaks TLS: move its port to --https-proxy-ports, and send \
                           requests for it to the HTTPS listener";
 
 /// The caller's body, or an empty body for a request that is sent again.
-pub(super) type SentBody = Either<StrippedBody, Empty<Bytes>>;
+pub(super) type SentBody = Either<RequestBody, Empty<Bytes>>;
 
 /// Name of a target in errors. Most requests succeed, so the text is made only for an error.
 pub(super) type TargetLabel<'a> = dyn fmt::Display + Sync + 'a;
@@ -65,23 +61,9 @@ pub(crate) struct Upstream {
     driver: AbortOnDropHandle<()>,
     pub(super) carrier: Carrier,
     input: Arc<TargetInput>,
-}
-
-/// What is known about the bytes that a target has sent.
-#[derive(Debug, Default)]
-struct TargetInput {
-    /// Number of HTTP bytes. With TLS, the bytes inside TLS count.
-    bytes: AtomicU64,
-    /// Whether the first bytes were a TLS alert.
-    is_alert: AtomicBool,
-}
-
-impl TargetInput {
-    /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
-    /// target has not responded at all to a request.
-    fn bytes_read(&self) -> u64 {
-        self.bytes.load(Ordering::Relaxed)
-    }
+    pub(super) cut_signal: Option<Arc<dyn CutSignal>>,
+    /// The body of the request, if it has one.
+    upload: Option<UploadHandle>,
 }
 
 /// A request that received no response on a connection.
@@ -114,26 +96,16 @@ impl From<ProxyError> for Box<SendError> {
 
 impl Upstream {
     /// Starts an HTTP connection on a stream. A task of `drivers` drives the connection.
-    pub(super) async fn start<S>(
-        stream: S,
+    pub(super) async fn start(
+        conn: TargetConn,
         carrier: Carrier,
         drivers: &TaskTracker,
         target_label: &TargetLabel<'_>,
-    ) -> Result<Self, ProxyError>
-    where
-        S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-    {
+    ) -> Result<Self, ProxyError> {
         let input = Arc::<TargetInput>::default();
-        let reading = input.clone();
-        let stream = InspectReader::new(stream, move |data: &[u8]| {
-            let before = reading
-                .bytes
-                .fetch_add(data.len() as u64, Ordering::Relaxed);
-            if before == 0 && data.starts_with(&TLS_ALERT) {
-                reading.is_alert.store(true, Ordering::Relaxed);
-            }
-        });
-        let built = client().handshake(TokioIo::new(stream)).await;
+        let cut_signal = conn.cut_signal();
+        let target_io = TargetIo::new(conn, input.clone());
+        let built = client().handshake(TokioIo::new(target_io)).await;
         let (sender, connection) = built.map_err(|error| {
             ProxyError::from_stream(&error, target_label, Outcome::TargetBadResponse)
         })?;
@@ -147,6 +119,8 @@ impl Upstream {
             driver: AbortOnDropHandle::new(drivers.spawn(drive)),
             carrier,
             input,
+            cut_signal,
+            upload: None,
         })
     }
 
@@ -193,7 +167,7 @@ impl Upstream {
             let unsent = error.take_message();
             let bad = Outcome::TargetBadResponse;
             let mut failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
-            if failure.outcome == bad && self.input.is_alert.load(Ordering::Relaxed) {
+            if failure.outcome == bad && self.input.is_alert() {
                 failure.text.push_str(HTTPS_HINT);
             }
             Box::new(SendError {
@@ -204,13 +178,36 @@ impl Upstream {
         })
     }
 
-    /// Closes the connection gracefully, so that the target receives an end and not a reset. The
-    /// connection is aborted if the target does not read the rest of an obsolete request within
-    /// [`CLOSE_LIMIT`].
+    /// Keeps the connection after the response until the body of its request has ended.
+    pub(crate) fn outlast(&mut self, handle: UploadHandle) -> Arc<Upload> {
+        let upload = handle.upload.clone();
+        self.upload = Some(handle);
+        upload
+    }
+
+    /// Closes the connection gracefully, so that the target receives an end and not a reset. A request
+    /// body that is still under way goes on, until it ends or the caller is gone. The connection is
+    /// aborted if the target does not close within [`CLOSE_LIMIT`] after that.
     pub(crate) fn close(self, drivers: &TaskTracker) {
-        let Self { sender, driver, .. } = self;
+        let Self {
+            sender,
+            mut driver,
+            upload,
+            ..
+        } = self;
         drop(sender);
-        drivers.spawn(timeout(CLOSE_LIMIT, driver));
+        drivers.spawn(async move {
+            let Some(UploadHandle { upload, ended }) = upload else {
+                return drop(timeout(CLOSE_LIMIT, driver).await);
+            };
+            tokio::select! {
+                _ended = &mut driver => {}
+                () = upload.idle() => {}
+                _dropped = ended => drop(timeout(CLOSE_LIMIT, &mut driver).await),
+            }
+            drop(driver);
+            upload.close();
+        });
     }
 }
 

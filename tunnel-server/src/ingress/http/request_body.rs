@@ -1,0 +1,214 @@
+//! The body of a request on its way to a target. The body may go on after the response is complete:
+//! the exchange ends, and its record is written, when both directions have ended.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::body::{Body, Frame, Incoming, SizeHint};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use tokio::time::sleep;
+
+use super::headers::StrippedBody;
+use super::timeouts::RequestGuard;
+use crate::ingress::access_log::{AccessLog, ExchangeGuard};
+use crate::ingress::outcome::Outcome;
+
+/// The end of a request body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum UploadEnd {
+    /// The target's connection has taken all of the body.
+    Complete,
+    /// The target's connection takes no more of the body.
+    TargetClosed,
+    /// The caller did not send all of the body.
+    CallerGone,
+}
+
+/// The direction from the caller to the target of an exchange. Holds what ends with the exchange
+/// from the end of the response on.
+#[derive(Debug, Default)]
+pub(crate) struct Upload {
+    state: Mutex<UploadState>,
+    /// Number of parts of the body that the target's connection has taken.
+    parts: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct UploadState {
+    end: Option<UploadEnd>,
+    /// The connection to the target has ended.
+    is_closed: bool,
+    access_log: Option<AccessLog>,
+    request_guard: Option<RequestGuard>,
+}
+
+impl Upload {
+    /// Marks the response as complete. The record of the exchange is written when the connection to
+    /// the target has ended, too.
+    pub(crate) fn answered(&self, exchange_guard: ExchangeGuard) {
+        let ExchangeGuard {
+            response_guard,
+            mut access_log,
+        } = exchange_guard;
+        access_log.set_outcome(Outcome::Ok);
+        response_guard.finish();
+        let mut state = self.state.lock();
+        if state.is_closed {
+            let end = state.end;
+            drop(state);
+            record_end(&mut access_log, end);
+        } else {
+            state.access_log = Some(access_log);
+        }
+    }
+
+    /// Holds the guard of a request whose response is complete until the connection to the target
+    /// has ended.
+    pub(crate) fn hold(&self, request_guard: RequestGuard) {
+        let mut state = self.state.lock();
+        if !state.is_closed {
+            request_guard.answered();
+            state.request_guard = Some(request_guard);
+        }
+    }
+
+    /// Ends the exchange, because the connection to the target has ended.
+    pub(crate) fn close(&self) {
+        let (access_log, end, request_guard) = {
+            let mut state = self.state.lock();
+            state.is_closed = true;
+            (
+                state.access_log.take(),
+                state.end,
+                state.request_guard.take(),
+            )
+        };
+        drop(request_guard);
+        if let Some(mut access_log) = access_log {
+            record_end(&mut access_log, end);
+        }
+    }
+
+    /// Waits until no part of the body has passed for [`UPLOAD_IDLE_LIMIT`]. Cancel-safe.
+    pub(crate) async fn idle(&self) {
+        loop {
+            let before = self.parts.load(Ordering::Relaxed);
+            sleep(UPLOAD_IDLE_LIMIT).await;
+            if self.parts.load(Ordering::Relaxed) == before {
+                return;
+            }
+        }
+    }
+
+    fn ended(&self, end: UploadEnd) {
+        self.state.lock().end.get_or_insert(end);
+    }
+}
+
+/// A body that stops after a complete response ends after this time, or twice as long.
+const UPLOAD_IDLE_LIMIT: Duration = Duration::from_secs(10);
+
+/// A target that has answered may leave the rest of a body unread.
+fn record_end(access_log: &mut AccessLog, end: Option<UploadEnd>) {
+    match end {
+        Some(UploadEnd::Complete | UploadEnd::TargetClosed) | None => {}
+        Some(UploadEnd::CallerGone) => access_log.set_outcome(Outcome::CallerGone),
+    }
+}
+
+/// A caller's body without the trailers that must not be forwarded.
+#[derive(Debug)]
+pub(crate) struct RequestBody {
+    body: StrippedBody,
+    upload: Option<OpenUpload>,
+}
+
+/// A body that has not ended.
+#[derive(Debug)]
+struct OpenUpload {
+    upload: Arc<Upload>,
+    /// Dropped with the body.
+    _ended: oneshot::Sender<Infallible>,
+}
+
+/// The exchange's end of a [`RequestBody`].
+#[derive(Debug)]
+pub(crate) struct UploadHandle {
+    pub(crate) upload: Arc<Upload>,
+    /// Resolves when the body has ended.
+    pub(crate) ended: oneshot::Receiver<Infallible>,
+}
+
+impl RequestBody {
+    /// Wraps a body. Returns no handle for a request without a body.
+    pub(crate) fn new(body: Incoming) -> (Self, Option<UploadHandle>) {
+        let body = StrippedBody(body);
+        if body.is_end_stream() {
+            return (Self { body, upload: None }, None);
+        }
+        let (sender, ended) = oneshot::channel();
+        let upload = Arc::<Upload>::default();
+        let open = OpenUpload {
+            upload: upload.clone(),
+            _ended: sender,
+        };
+        let body = Self {
+            body,
+            upload: Some(open),
+        };
+        (body, Some(UploadHandle { upload, ended }))
+    }
+
+    fn ended(&mut self, end: UploadEnd) {
+        if let Some(open) = self.upload.take() {
+            open.upload.ended(end);
+        }
+    }
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        match &frame {
+            Some(Ok(_)) => {
+                if let Some(open) = &self.upload {
+                    open.upload.parts.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            Some(Err(_)) => self.ended(UploadEnd::CallerGone),
+            None => self.ended(UploadEnd::Complete),
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        // hyper does not poll a body of known length to its end.
+        self.ended(if self.body.is_end_stream() {
+            UploadEnd::Complete
+        } else {
+            UploadEnd::TargetClosed
+        });
+    }
+}

@@ -1,0 +1,167 @@
+//! The bytes of an HTTP connection to a target: a stream, TLS inside a stream, or a socket.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, Bytes};
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio_rustls::client::TlsStream;
+use tunnel_proto::egress::TargetSocket;
+use tunnel_proto::relay::PollCut;
+use tunnel_proto::transport::{CutSignal, Stream};
+
+/// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
+const TLS_ALERT: [u8; 2] = [21, 3];
+
+/// What is known about the bytes that a target has sent.
+#[derive(Debug, Default)]
+pub(super) struct TargetInput {
+    /// Number of HTTP bytes. With TLS, the bytes inside TLS count.
+    bytes: AtomicU64,
+    /// Whether the first bytes were a TLS alert.
+    is_alert: AtomicBool,
+}
+
+impl TargetInput {
+    /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
+    /// target has not responded at all to a request.
+    pub(super) fn bytes_read(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_alert(&self) -> bool {
+        self.is_alert.load(Ordering::Relaxed)
+    }
+
+    fn read(&self, data: &[u8]) {
+        let before = self.bytes.fetch_add(data.len() as u64, Ordering::Relaxed);
+        if before == 0 && data.starts_with(&TLS_ALERT) {
+            self.is_alert.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// What carries the bytes of a connection to a target.
+#[derive(Debug)]
+pub(in crate::ingress) enum TargetConn {
+    Stream(Stream),
+    Tls(Box<TlsStream<Stream>>),
+    /// A connection that the server dialed.
+    Direct(TargetSocket),
+}
+
+/// A connection to a target that counts what it reads.
+#[derive(Debug)]
+pub(in crate::ingress) struct TargetIo {
+    conn: TargetConn,
+    input: Arc<TargetInput>,
+    /// Bytes behind a 101, which hyper has read.
+    unread: Bytes,
+}
+
+/// Evaluates an expression for the connection of any kind.
+macro_rules! on_conn {
+    ($io:expr, $conn:ident => $action:expr) => {
+        match &mut $io.conn {
+            TargetConn::Stream($conn) => $action,
+            TargetConn::Tls($conn) => $action,
+            TargetConn::Direct($conn) => $action,
+        }
+    };
+}
+
+impl TargetConn {
+    /// Returns the handle that tells of a cut, if a stream carries the connection.
+    pub(super) fn cut_signal(&self) -> Option<Arc<dyn CutSignal>> {
+        match self {
+            Self::Stream(stream) => Some(stream.cut_signal()),
+            Self::Tls(tls) => Some(tls.get_ref().0.cut_signal()),
+            Self::Direct(_) => None,
+        }
+    }
+}
+
+impl TargetIo {
+    pub(super) fn new(conn: TargetConn, input: Arc<TargetInput>) -> Self {
+        Self {
+            conn,
+            input,
+            unread: Bytes::new(),
+        }
+    }
+
+    /// Takes the connection back from hyper after a 101.
+    ///
+    /// # Errors
+    /// The connection as it was, if it is no connection to a target.
+    pub(in crate::ingress) fn from_upgraded(upgraded: Upgraded) -> Result<Self, Upgraded> {
+        let parts = upgraded.downcast::<TokioIo<Self>>()?;
+        let mut io = parts.io.into_inner();
+        io.unread = parts.read_buf;
+        Ok(io)
+    }
+}
+
+impl PollCut for TargetIo {
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        on_conn!(self, conn => PollCut::poll_cut(conn, cx))
+    }
+}
+
+impl AsyncRead for TargetIo {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.unread.has_remaining() {
+            let count = self.unread.len().min(out.remaining());
+            out.put_slice(&self.unread.split_to(count));
+            return Poll::Ready(Ok(()));
+        }
+        let before = out.filled().len();
+        ready!(on_conn!(self, conn => Pin::new(conn).poll_read(cx, out)))?;
+        self.input
+            .read(out.filled().get(before..).unwrap_or_default());
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for TargetIo {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        on_conn!(self, conn => Pin::new(conn).poll_write(cx, data))
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        data: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        on_conn!(self, conn => Pin::new(conn).poll_write_vectored(cx, data))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match &self.conn {
+            TargetConn::Stream(conn) => conn.is_write_vectored(),
+            TargetConn::Tls(conn) => conn.is_write_vectored(),
+            TargetConn::Direct(conn) => conn.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        on_conn!(self, conn => Pin::new(conn).poll_flush(cx))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        on_conn!(self, conn => Pin::new(conn).poll_shutdown(cx))
+    }
+}
