@@ -528,6 +528,26 @@ fn only_servers_reach_the_port_for_servers() -> Result<()> {
     Ok(())
 }
 
+/// Whoever may create pods can set any label of them, so a label of the namespace is needed, too.
+#[test]
+fn callers_of_other_namespaces_need_a_label_of_their_namespace() -> Result<()> {
+    for (overlay, objects) in overlays()? {
+        let policy = find(&objects, "NetworkPolicy", "tunnel-server")?;
+        let rules = items(&policy["spec"]["ingress"]).filter(|rule| {
+            let mut ports = items(&rule["ports"]);
+            ports.any(|port| [10264, 10265].map(Value::from).contains(&port["port"]))
+        });
+        for source in rules.flat_map(|rule| items(&rule["from"])) {
+            let labels = |selector: &Value| selector["matchLabels"]["tunnel-caller"] == "true";
+            ensure!(labels(&source["podSelector"]), "{overlay}: {source}");
+            let namespaces = &source["namespaceSelector"];
+            let is_own = namespaces.is_null();
+            ensure!(is_own || labels(namespaces), "{overlay}: {source}");
+        }
+    }
+    Ok(())
+}
+
 /// The autoscaler never starts more servers than an installation can have, also during a rollout.
 #[test]
 fn the_autoscaler_stays_within_the_leases_of_the_servers() -> Result<()> {
