@@ -10,6 +10,7 @@ pub mod file_watch;
 pub mod files;
 pub mod host;
 pub mod limits;
+pub mod making;
 pub mod meta;
 pub mod metrics;
 pub mod networks;

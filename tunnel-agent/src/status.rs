@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 use tokio::time::Instant;
-use tunnel_proto::process::meta::{self, EndpointHandler};
+use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler};
 use tunnel_proto::wire::header::one_line;
 
 use crate::connector::status::{OLDER_SERVER, SessionReport, SessionStatuses};
@@ -15,12 +15,8 @@ use crate::connector::status::{OLDER_SERVER, SessionReport, SessionStatuses};
 /// Returns the handler of [`PATH`].
 pub(crate) fn endpoint(statuses: Arc<SessionStatuses>) -> EndpointHandler {
     Box::new(move |_| {
-        let report = serde_json::to_value(statuses.report(Instant::now()));
-        let (status, report) = match report {
-            Ok(report) => (StatusCode::OK, report),
-            Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, serde_json::Value::Null),
-        };
-        meta::json(status, &report)
+        let report = statuses.report(Instant::now());
+        EndpointAnswer::Now(meta::json(StatusCode::OK, &report))
     })
 }
 

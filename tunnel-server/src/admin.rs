@@ -22,6 +22,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::unix_socket::{self, SocketPermissions};
 use tunnel_proto::wire::name::NodeName;
 
+use crate::admin::status::NodeList;
 use crate::ca::LocalCa;
 use crate::ca::revocation::Revocations;
 use crate::ca::rotation::{CaRotator, RotationAction, RotationError, RotationStatus};
@@ -60,8 +61,8 @@ pub struct AdminState {
     pub revocations: Arc<Revocations>,
     /// Rotation of the CA.
     pub rotator: Result<Arc<CaRotator>, NoRotation>,
-    /// List of nodes in the form of the meta endpoint.
-    pub status: Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>,
+    /// List of nodes.
+    pub status: Arc<NodeList>,
     /// Keys of the Nodes' labels that the list has.
     pub node_labels: Vec<String>,
     /// Addresses that agents should dial, HOST:PORT.
@@ -167,7 +168,10 @@ async fn answer(
             blocking(state, move |state| revoke_token(&state, &id)).await??;
             Ok(text(StatusCode::NO_CONTENT, ""))
         }
-        ("GET", ["nodes"]) => value(StatusCode::OK, &(state.status)()),
+        ("GET", ["nodes"]) => {
+            let list = |state: Arc<AdminState>| value(StatusCode::OK, &*state.status.load());
+            blocking(state, list).await?
+        }
         ("GET", ["node-labels"]) => value(StatusCode::OK, &state.node_labels),
         ("DELETE", ["nodes", name]) => {
             let node = node_name(name)?;
@@ -309,9 +313,11 @@ fn unrevoke_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError
 
 /// Removes a node that is not connected from the known nodes. Blocks the thread.
 fn forget_node(state: &AdminState, node: &NodeName) -> Result<(), RequestError> {
-    let is_connected = (state.status)()
+    let is_connected = state
+        .status
+        .load()
         .iter()
-        .any(|status| status["node"] == node.as_str() && status["connected"] == true);
+        .any(|status| status.node == node.as_str() && status.connected);
     if is_connected {
         let problem = format!("{node} is connected; stop its agent first");
         return Err(RequestError::conflict(&problem));
@@ -376,10 +382,7 @@ async fn read<T: serde::de::DeserializeOwned>(
 }
 
 fn value(status: StatusCode, value: &impl Serialize) -> Result<FullResponse, RequestError> {
-    match serde_json::to_value(value) {
-        Ok(value) => Ok(json(status, &value)),
-        Err(error) => Err(RequestError::internal(&error)),
-    }
+    Ok(json(status, value))
 }
 
 /// Returns the method if it is common. An uncommon method is not repeated in the error.

@@ -1,5 +1,9 @@
 //! The meta port: `/livez`, `/readyz[?verbose]`, `/metrics`, and the endpoints that a binary adds.
-//! Plain HTTP/1.1, read-only.
+//! Plain HTTP/1.1, read-only, one request for each connection.
+//!
+//! Anybody who reaches the port may cause its work. So what grows with the number of nodes is made
+//! outside the runtime's own threads, is shared by the callers of a moment (`documents.rs`), and no
+//! connection holds it for longer than [`CONNECTION_TIMEOUT`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -21,13 +25,19 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
+use serde::Serialize;
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
+use self::documents::Documents;
 use super::conn_limiter::ConnLimits;
 use super::metrics::exposition::Exposition;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
+
+mod documents;
 
 /// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one
 /// or two scrapers need only a few.
@@ -37,6 +47,8 @@ const CONN_LIMITS: ConnLimits = ConnLimits {
 };
 /// Time limit for a caller to send its request head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit of a connection. The largest page is read in a second on a local network.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest response body that [`get`] accepts. The metrics of 10,000 nodes are about 3 MiB.
 const RESPONSE_MAX_BYTES: usize = 8 * 1024 * 1024;
 
@@ -52,8 +64,33 @@ pub struct EndpointRequest<'a> {
     pub query: &'a str,
 }
 
-/// The handler of an additional endpoint.
-pub type EndpointHandler = Box<dyn Fn(EndpointRequest<'_>) -> FullResponse + Send + Sync>;
+/// The answer of an additional endpoint.
+pub enum EndpointAnswer {
+    /// A small response that costs nothing to speak of.
+    Now(FullResponse),
+    /// A response whose size grows with the number of nodes. Callers of a moment share it.
+    Document {
+        /// Distinguishes the documents of one path. The number of variants must be bounded.
+        variant: String,
+        /// Makes the response. Runs outside the runtime's own threads.
+        make: Box<dyn FnOnce() -> FullResponse + Send>,
+    },
+}
+
+impl fmt::Debug for EndpointAnswer {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Now(response) => formatter.debug_tuple("Now").field(response).finish(),
+            Self::Document { variant, .. } => formatter
+                .debug_struct("Document")
+                .field("variant", variant)
+                .finish_non_exhaustive(),
+        }
+    }
+}
+
+/// The handler of an additional endpoint. Runs on the runtime's threads.
+pub type EndpointHandler = Box<dyn Fn(EndpointRequest<'_>) -> EndpointAnswer + Send + Sync>;
 
 /// The content of the meta port.
 pub struct Meta {
@@ -93,52 +130,18 @@ impl Meta {
 
     /// Serves on `listener` until `stop`.
     pub fn start(self, listener: TcpListener, shutdown: &Shutdown) {
-        let meta = Arc::new(self);
+        let server = Arc::new(MetaServer {
+            meta: Arc::new(self),
+            documents: Documents::new(shutdown.clone()),
+        });
         serve_bounded(
             listener,
             "meta",
             CONN_LIMITS,
+            CONNECTION_TIMEOUT,
             shutdown,
-            move |socket, peer| {
-                let meta = meta.clone();
-                async move { meta.serve(socket, peer).await }
-            },
+            move |socket, peer| server.clone().serve(socket, peer),
         );
-    }
-
-    async fn serve(&self, socket: TcpStream, peer: SocketAddr) {
-        let service = service_fn(async |request| Ok::<_, Infallible>(self.respond(&request, peer)));
-        let mut server = hyper::server::conn::http1::Builder::new();
-        server
-            .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_TIMEOUT);
-        if let Err(error) = server.serve_connection(TokioIo::new(socket), service).await {
-            debug!(%error, %peer, "meta connection ended");
-        }
-    }
-
-    fn respond(&self, request: &Request<Incoming>, peer: SocketAddr) -> FullResponse {
-        if request.method() != Method::GET && request.method() != Method::HEAD {
-            return text(
-                StatusCode::METHOD_NOT_ALLOWED,
-                "only GET and HEAD are supported\n",
-            );
-        }
-        match request.uri().path() {
-            "/livez" => text(StatusCode::OK, "ok\n"),
-            "/readyz" => self.ready(request.uri().query() == Some("verbose")),
-            "/metrics" => self.metrics(request),
-            path => match self.endpoints.iter().find(|(known, _)| *known == path) {
-                Some((_, endpoint)) => endpoint(EndpointRequest {
-                    peer,
-                    query: request.uri().query().unwrap_or_default(),
-                }),
-                None => text(
-                    StatusCode::NOT_FOUND,
-                    "not found; use /livez, /readyz or /metrics\n",
-                ),
-            },
-        }
     }
 
     fn ready(&self, verbose: bool) -> FullResponse {
@@ -167,9 +170,7 @@ impl Meta {
         text(status, body)
     }
 
-    fn metrics(&self, request: &Request<Incoming>) -> FullResponse {
-        let accept = request.headers().get_all(http::header::ACCEPT).iter();
-        let format = Exposition::negotiate(accept.filter_map(|value| value.to_str().ok()));
+    fn metrics(&self, format: Exposition) -> FullResponse {
         match format.encode(&self.metrics) {
             Ok(page) => response(StatusCode::OK, format.content_type(), page),
             Err(fmt::Error) => text(
@@ -180,16 +181,128 @@ impl Meta {
     }
 }
 
+/// The meta port while it serves.
+struct MetaServer {
+    meta: Arc<Meta>,
+    documents: Arc<Documents>,
+}
+
+/// Reports to the connection which document it sends: the token is canceled when the connection must
+/// end because its document is evicted.
+type SentDocument = Mutex<Option<oneshot::Sender<CancellationToken>>>;
+
+impl MetaServer {
+    async fn serve(self: Arc<Self>, socket: TcpStream, peer: SocketAddr) {
+        let (sender, sent) = oneshot::channel();
+        let sent_document = Arc::new(SentDocument::new(Some(sender)));
+        let service = service_fn(move |request| {
+            let (server, sent_document) = (self.clone(), sent_document.clone());
+            async move { Ok::<_, Infallible>(server.respond(&request, peer, &sent_document).await) }
+        });
+        let mut server = hyper::server::conn::http1::Builder::new();
+        server
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEAD_TIMEOUT)
+            // No pipelining: hyper would begin with the next request before the caller has read the
+            // response, and so hold as many documents as the caller asks for.
+            .keep_alive(false)
+            // A caller may close its direction before it has the response.
+            .half_close(true);
+        let evicted = async {
+            match sent.await {
+                Ok(evicted) => evicted.cancelled().await,
+                Err(_no_document) => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            ended = server.serve_connection(TokioIo::new(socket), service) => {
+                if let Err(error) = ended {
+                    debug!(%error, %peer, "meta connection ended");
+                }
+            }
+            () = evicted => debug!(%peer, "meta connection ended: its page took too much memory"),
+        }
+    }
+
+    async fn respond(
+        &self,
+        request: &Request<Incoming>,
+        peer: SocketAddr,
+        sent_document: &SentDocument,
+    ) -> FullResponse {
+        if request.method() != Method::GET && request.method() != Method::HEAD {
+            return text(
+                StatusCode::METHOD_NOT_ALLOWED,
+                "only GET and HEAD are supported\n",
+            );
+        }
+        let (path, variant, make) = match self.answer(request, peer) {
+            (_, EndpointAnswer::Now(response)) => return response,
+            (path, EndpointAnswer::Document { variant, make }) => (path, variant, make),
+        };
+        let Some(document) = self.documents.get((path, variant), make).await else {
+            let problem = "the page cannot be made\n";
+            return text(StatusCode::INTERNAL_SERVER_ERROR, problem);
+        };
+        if let Some(sender) = sent_document.lock().take() {
+            // The connection may have ended.
+            let _ended = sender.send(document.evicted.clone());
+        }
+        document.response.clone()
+    }
+
+    fn answer(
+        &self,
+        request: &Request<Incoming>,
+        peer: SocketAddr,
+    ) -> (&'static str, EndpointAnswer) {
+        let meta = &self.meta;
+        let response = match request.uri().path() {
+            "/livez" => text(StatusCode::OK, "ok\n"),
+            "/readyz" => meta.ready(request.uri().query() == Some("verbose")),
+            "/metrics" => return ("/metrics", self.metrics(request)),
+            path => match meta.endpoints.iter().find(|(known, _)| *known == path) {
+                Some((path, endpoint)) => {
+                    let query = request.uri().query().unwrap_or_default();
+                    return (path, endpoint(EndpointRequest { peer, query }));
+                }
+                None => text(
+                    StatusCode::NOT_FOUND,
+                    "not found; use /livez, /readyz or /metrics\n",
+                ),
+            },
+        };
+        ("", EndpointAnswer::Now(response))
+    }
+
+    /// The page has series for each node.
+    fn metrics(&self, request: &Request<Incoming>) -> EndpointAnswer {
+        let accept = request.headers().get_all(http::header::ACCEPT).iter();
+        let format = Exposition::negotiate(accept.filter_map(|value| value.to_str().ok()));
+        let meta = self.meta.clone();
+        EndpointAnswer::Document {
+            variant: format.content_type().to_owned(),
+            make: Box::new(move || meta.metrics(format)),
+        }
+    }
+}
+
 /// Returns a plain text response.
 #[must_use]
 pub fn text(status: StatusCode, body: impl Into<Bytes>) -> FullResponse {
     response(status, "text/plain; charset=utf-8", body)
 }
 
-/// Returns a JSON response.
+/// Returns a JSON response, or 500 if `value` has no JSON form.
 #[must_use]
-pub fn json(status: StatusCode, value: &serde_json::Value) -> FullResponse {
-    response(status, "application/json", format!("{value}\n"))
+pub fn json(status: StatusCode, value: &impl Serialize) -> FullResponse {
+    match serde_json::to_vec(value) {
+        Ok(mut body) => {
+            body.push(b'\n');
+            response(status, "application/json", body)
+        }
+        Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+    }
 }
 
 fn response(
@@ -371,6 +484,9 @@ impl Drop for ReadinessBlock {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::time::{Instant, sleep, timeout};
+
     use super::*;
 
     #[tokio::test]
@@ -399,6 +515,146 @@ mod tests {
         shutdown.finish().await;
         assert!(get(address, "/readyz").await.is_err());
     }
+
+    /// A meta port with the endpoint `/list`.
+    struct Fixture {
+        address: SocketAddr,
+        shutdown: Shutdown,
+    }
+
+    impl Fixture {
+        async fn start(make: impl Fn() -> FullResponse + Send + Sync + 'static) -> Self {
+            let shutdown = Shutdown::new();
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let make = Arc::new(make);
+            Meta::new(Readiness::default(), Registry::default())
+                .with(
+                    "/list",
+                    Box::new(move |request| {
+                        let make = make.clone();
+                        EndpointAnswer::Document {
+                            variant: request.query.to_owned(),
+                            make: Box::new(move || make()),
+                        }
+                    }),
+                )
+                .start(listener, &shutdown);
+            Self { address, shutdown }
+        }
+
+        async fn connect(&self, request: &str) -> TcpStream {
+            let mut socket = TcpStream::connect(self.address).await.unwrap();
+            socket.write_all(request.as_bytes()).await.unwrap();
+            socket
+        }
+    }
+
+    /// A body that counts how many responses still exist.
+    fn counted(exists: &Arc<()>, bytes: usize) -> FullResponse {
+        struct Counted(Vec<u8>, #[expect(dead_code, reason = "counts")] Arc<()>);
+        impl AsRef<[u8]> for Counted {
+            fn as_ref(&self) -> &[u8] {
+                &self.0
+            }
+        }
+        let body = Counted(vec![b'x'; bytes], exists.clone());
+        text(StatusCode::OK, Bytes::from_owner(body))
+    }
+
+    const LIST: &str = "GET /list HTTP/1.1\r\nHost: meta\r\n\r\n";
+
+    #[tokio::test]
+    async fn probe_is_answered_while_a_document_is_made() {
+        let (began, begun) = std::sync::mpsc::channel();
+        let (end, ends) = std::sync::mpsc::channel::<()>();
+        let ends = Mutex::new(ends);
+        let fixture = Fixture::start(move || {
+            // Only the first one is awaited.
+            let _awaited = began.send(());
+            let _ended: Result<(), _> = ends.lock().recv();
+            text(StatusCode::OK, "made")
+        })
+        .await;
+        let mut readers = Vec::new();
+        for _ in 0..10 {
+            readers.push(fixture.connect(LIST).await);
+        }
+        let begun = tokio::task::spawn_blocking(move || begun.recv());
+        begun.await.unwrap().unwrap();
+        let livez = get(fixture.address, "/livez").await.unwrap();
+        assert_eq!(livez, (StatusCode::OK, "ok\n".to_owned()));
+        drop(end);
+        for mut reader in readers {
+            let mut answer = String::new();
+            reader.read_to_string(&mut answer).await.unwrap();
+            assert!(answer.ends_with("\r\n\r\nmade"), "{answer}");
+        }
+    }
+
+    #[tokio::test]
+    async fn one_request_of_a_pipeline_is_answered() {
+        let fixture = Fixture::start(|| text(StatusCode::OK, "made")).await;
+        let mut caller = fixture.connect(&LIST.repeat(2)).await;
+        let mut answers = Vec::new();
+        // Unread requests may end the connection with a reset.
+        let _reset = caller.read_to_end(&mut answers).await;
+        let answers = String::from_utf8(answers).unwrap();
+        assert_eq!(answers.matches("HTTP/1.1 200").count(), 1, "{answers}");
+        assert!(answers.contains("connection: close"), "{answers}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn caller_that_does_not_read_holds_a_document_for_30_s() {
+        let exists = Arc::new(());
+        let of_endpoint = exists.clone();
+        let fixture = Fixture::start(move || counted(&of_endpoint, BYTES)).await;
+        let begin = Instant::now();
+        let mut reader = fixture.connect(LIST).await;
+        reader.readable().await.unwrap();
+        assert_eq!(Arc::strong_count(&exists), 3, "made and sent");
+        while Arc::strong_count(&exists) > 2 {
+            sleep(Duration::from_secs(1)).await;
+        }
+        let held = begin.elapsed();
+        assert!(held > Duration::from_secs(5), "{held:?}");
+        assert!(
+            held <= CONNECTION_TIMEOUT + Duration::from_secs(2),
+            "{held:?}"
+        );
+        let mut received = Vec::new();
+        let _cut = reader.read_to_end(&mut received).await;
+        assert!(received.len() < BYTES, "{} bytes", received.len());
+        fixture.shutdown.finish().await;
+    }
+
+    #[tokio::test]
+    async fn documents_of_callers_that_do_not_read_have_bounded_memory() {
+        let exists = Arc::new(());
+        let of_endpoint = exists.clone();
+        let fixture = Fixture::start(move || counted(&of_endpoint, BYTES)).await;
+        let mut readers = Vec::new();
+        for number in 0..12 {
+            let request = format!("GET /list?{number} HTTP/1.1\r\nHost: meta\r\n\r\n");
+            let reader = fixture.connect(&request).await;
+            reader.readable().await.unwrap();
+            readers.push(reader);
+        }
+        // Evicted connections end in tasks of their own.
+        let bound = timeout(Duration::from_secs(20), async {
+            while Arc::strong_count(&exists) > 2 + documents::DOCUMENTS_MIN {
+                tokio::task::yield_now().await;
+            }
+        });
+        bound.await.unwrap();
+        let mut last = readers.pop().unwrap();
+        let mut received = Vec::new();
+        last.read_to_end(&mut received).await.unwrap();
+        assert!(received.len() > BYTES, "the newest one is complete");
+    }
+
+    /// More than the kernel buffers for a caller.
+    const BYTES: usize = 16 * 1024 * 1024;
 
     #[test]
     fn readiness_waits_for_every_block() {

@@ -1,21 +1,29 @@
 //! The accept loop of the listeners for operators: a bounded number of connections, each in a task
-//! of its own.
+//! of its own and for a limited time.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
 use tracing::debug;
 
 use super::accept::RetryingListener;
 use super::conn_limiter::{ConnLimiter, ConnLimits};
 use super::shutdown::Shutdown;
+use crate::tcp::limit_send_buffer;
 
-/// Serves the connections of `listener` until `stop`. At a limit, a newer connection evicts the
-/// oldest one. Log lines name the listener `name`.
+/// Bytes of a response that wait in the kernel for a caller who does not read. The system would let
+/// the buffer grow to megabytes for each connection.
+const SEND_BUFFER_BYTES: usize = 64 * 1024;
+
+/// Serves the connections of `listener` until `stop`, each for at most `time_limit`. At a limit of
+/// connections, a newer connection evicts the oldest one. Log lines name the listener `name`.
 pub fn serve_bounded<F>(
     listener: TcpListener,
     name: &'static str,
     limits: ConnLimits,
+    time_limit: Duration,
     shutdown: &Shutdown,
     serve: impl Fn(TcpStream, SocketAddr) -> F + Send + 'static,
 ) where
@@ -31,10 +39,15 @@ pub fn serve_bounded<F>(
                 debug!(listener = name, %peer, "connection refused: too many connections");
                 continue;
             };
-            let connection = serve(socket, peer);
+            if let Err(error) = limit_send_buffer(&socket, SEND_BUFFER_BYTES) {
+                debug!(listener = name, %peer, %error, "cannot limit the send buffer");
+            }
+            let connection = timeout(time_limit, serve(socket, peer));
             tasks.spawn_service(async move {
                 tokio::select! {
-                    () = connection => {}
+                    ended = connection => if ended.is_err() {
+                        debug!(listener = name, %peer, "connection closed after its time limit");
+                    },
                     () = permit.evicted() => {
                         debug!(listener = name, %peer, "connection evicted by a newer one");
                     }

@@ -22,11 +22,12 @@ use parking_lot::Mutex;
 use rustls::ServerConnection;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 use tunnel_proto::identity::{CallerError, caller_name};
 use tunnel_proto::process::conn_limiter::{ConnLimits, source};
+use tunnel_proto::process::making;
 use tunnel_proto::process::meta::{FullResponse, Readiness};
 use tunnel_proto::process::serve_bounded::serve_bounded;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -56,7 +57,7 @@ use throughput::ThroughputSampler;
 
 /// What the status page reads.
 pub(crate) struct PageSources {
-    pub(crate) nodes: NodeList,
+    pub(crate) nodes: Arc<NodeList>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) peers: Arc<Peers>,
     pub(crate) readiness: Readiness,
@@ -71,14 +72,6 @@ pub(crate) struct PageSources {
 struct StatusPage {
     sources: PageSources,
     throughput: Arc<ThroughputSampler>,
-    /// The last list of nodes. The lock is held while the next list is made, so that there is one
-    /// at a time.
-    cached: Mutex<Option<CachedNodes>>,
-}
-
-struct CachedNodes {
-    at: Instant,
-    nodes: Arc<Vec<NodeStatus>>,
 }
 
 /// The caller of one connection.
@@ -107,16 +100,9 @@ pub(crate) fn start(sources: PageSources, listener: TcpListener, shutdown: &Shut
         listener,
         "status",
         CONN_LIMITS,
+        CONNECTION_TIMEOUT,
         shutdown,
-        move |socket, peer| {
-            let page = page.clone();
-            async move {
-                let connection = Box::pin(serve(page, socket, peer));
-                if timeout(CONNECTION_TIMEOUT, connection).await.is_err() {
-                    debug!(%peer, "status connection closed after its time limit");
-                }
-            }
-        },
+        move |socket, peer| Box::pin(serve(page.clone(), socket, peer)),
     );
 }
 
@@ -166,15 +152,14 @@ where
     }
 }
 
-/// Answers a request. Rendering takes milliseconds with many nodes, so it runs outside the
-/// runtime's own threads.
+/// Answers a request. Rendering takes milliseconds with many nodes.
 async fn answer(page: &Arc<StatusPage>, head: Parts, caller: &PageCaller) -> FullResponse {
     let admitted = page.authenticate(&head.headers, caller);
     let parsed = admitted.and_then(|()| PageRequest::parse(&head, caller.access));
     let rendered = match parsed {
         Ok(page_request) => {
             let page = page.clone();
-            let rendering = tokio::task::spawn_blocking(move || page.render(&page_request));
+            let rendering = making::make(move || page.render(&page_request));
             rendering.await.unwrap_or_else(|error| {
                 warn!(%error, "cannot render the status page");
                 Err(PageRefusal::Render)
@@ -198,7 +183,6 @@ impl StatusPage {
         Self {
             throughput: Arc::new(ThroughputSampler::new(sources.registry.clone())),
             sources,
-            cached: Mutex::default(),
         }
     }
 
@@ -243,7 +227,7 @@ impl StatusPage {
     }
 
     fn nodes(&self, query: &NodesQuery) -> NodesDocument {
-        let nodes = self.node_list();
+        let nodes = self.sources.nodes.load();
         let page = facts::nodes_page(&nodes, query);
         NodesDocument {
             schema_version: SCHEMA_VERSION,
@@ -261,7 +245,7 @@ impl StatusPage {
     }
 
     fn node(&self, name: &NodeName) -> Result<NodeDocument, PageRefusal> {
-        let nodes = self.node_list();
+        let nodes = self.sources.nodes.load();
         let status = nodes.iter().find(|status| status.node == name.as_str());
         let requests = self.sources.recent.of_node(name).into_iter();
         Ok(NodeDocument {
@@ -304,23 +288,6 @@ impl StatusPage {
                 .collect(),
         }
     }
-
-    /// Returns the list of nodes, at most [`CACHE_TIME`] old: with many nodes, making it takes
-    /// longer than a page.
-    fn node_list(&self) -> Arc<Vec<NodeStatus>> {
-        let mut cached = self.cached.lock();
-        if let Some(last) = &*cached
-            && last.at.elapsed() < CACHE_TIME
-        {
-            return last.nodes.clone();
-        }
-        let nodes = Arc::new((self.sources.nodes)());
-        *cached = Some(CachedNodes {
-            at: Instant::now(),
-            nodes: nodes.clone(),
-        });
-        nodes
-    }
 }
 
 fn cannot(error: &dyn std::error::Error) -> PageRefusal {
@@ -361,7 +328,6 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// this time.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 const HEAD_MAX_BYTES: usize = 16 * 1024;
-const CACHE_TIME: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests;

@@ -15,14 +15,13 @@ use crate::routing::registry::{AgentSession, LastClose, Registry};
 use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::store::data_dir::rfc3339;
 
+mod node_list;
 mod totals;
 mod version_skew;
 
+pub use node_list::NodeList;
 pub use totals::NodeTotals;
 pub use version_skew::VersionSkew;
-
-/// Lists the nodes with their status.
-pub(crate) type NodeList = Arc<dyn Fn() -> Vec<NodeStatus> + Send + Sync>;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

@@ -26,12 +26,16 @@ pub(super) fn state(dir: &DataDir) -> AdminState {
         ca,
         tokens: Arc::new(TokenStore::open(dir).unwrap()),
         nodes,
-        status: Arc::new(|| {
-            let mut status = serde_json::json!(status::NodeStatus::default());
-            status["node"] = "worker-9".into();
-            status["connected"] = true.into();
-            vec![status]
-        }),
+        status: NodeList::new(
+            || {
+                vec![status::NodeStatus {
+                    node: "worker-9".to_owned(),
+                    connected: true,
+                    ..status::NodeStatus::default()
+                }]
+            },
+            &Shutdown::new(),
+        ),
         node_labels: vec!["zone".into()],
         advertised: vec!["tunnel.example:10262".into()],
         can_issue: true,

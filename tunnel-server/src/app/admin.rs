@@ -7,8 +7,9 @@ use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
 use tunnel_proto::process::diag::settings_lines;
-use tunnel_proto::process::meta::{self, EndpointHandler, EndpointRequest, FullResponse, Meta};
-use tunnel_proto::wire::name::ReplicaId;
+use tunnel_proto::process::meta::{
+    self, EndpointAnswer, EndpointHandler, EndpointRequest, FullResponse, Meta,
+};
 
 use super::authority::Authority;
 use super::context::ServerContext;
@@ -24,21 +25,20 @@ use crate::routing::routes::RouteSource;
 /// Starts the admin socket, then the meta port.
 pub(super) fn start(
     authority: &Authority,
+    nodes: Arc<NodeList>,
     advertised: Vec<String>,
     tunnels: AdminTunnels,
     meta_listener: TcpListener,
     mut metrics_registry: MetricsRegistry,
     context: &ServerContext,
 ) -> io::Result<()> {
-    let nodes = node_list(authority, context);
-    let list = as_json(nodes.clone());
     let state = AdminState {
         ca: authority.ca.clone(),
         tokens: authority.tokens.clone(),
         nodes: context.nodes.clone(),
         revocations: authority.revocations.clone(),
         rotator: rotator(authority, context),
-        status: list.clone(),
+        status: nodes.clone(),
         node_labels: node_labels(context),
         advertised,
         can_issue: context.config.agent_files.is_none(),
@@ -54,10 +54,7 @@ pub(super) fn start(
         &context.shutdown,
     );
     Meta::new(context.readiness.clone(), metrics_registry)
-        .with(
-            "/nodes",
-            Box::new(move |request: EndpointRequest<'_>| nodes_endpoint(request, &list)),
-        )
+        .with("/nodes", nodes_endpoint(nodes.clone()))
         .with("/sd/prometheus", discovery_endpoint(nodes, context))
         .start(meta_listener, &context.shutdown);
     Ok(())
@@ -96,59 +93,58 @@ fn node_metrics(context: &ServerContext) -> NodeMetrics {
     }
 }
 
-/// Lists the nodes with their status, as JSON.
-type JsonList = Arc<dyn Fn() -> Vec<serde_json::Value> + Send + Sync>;
-
-pub(super) fn node_list(authority: &Authority, context: &ServerContext) -> NodeList {
+/// Returns the list of nodes that everything shows.
+pub(super) fn node_list(authority: &Authority, context: &ServerContext) -> Arc<NodeList> {
     let (nodes, routes) = (context.nodes.clone(), context.routes.clone());
     let (registry, peers) = (context.registry.clone(), context.peers.clone());
     let revocations = authority.revocations.clone();
-    Arc::new(move || {
+    let list = move || {
         let cluster = routes.of(RouteSource::Cluster);
         status::list(&nodes, &cluster, &registry, &peers, &revocations)
-    })
+    };
+    NodeList::new(list, &context.shutdown)
 }
 
-fn as_json(nodes: NodeList) -> JsonList {
-    Arc::new(move || {
-        // A structure of texts and numbers always has a JSON form.
-        let nodes = nodes().into_iter();
-        nodes
-            .filter_map(|node| serde_json::to_value(node).ok())
-            .collect()
+fn nodes_endpoint(nodes: Arc<NodeList>) -> EndpointHandler {
+    Box::new(move |request: EndpointRequest<'_>| {
+        if !request.peer.ip().to_canonical().is_loopback() {
+            let refused = "only for callers on this host\n";
+            return EndpointAnswer::Now(meta::text(StatusCode::FORBIDDEN, refused));
+        }
+        let nodes = nodes.clone();
+        EndpointAnswer::Document {
+            variant: String::new(),
+            make: Box::new(move || meta::json(StatusCode::OK, &*nodes.load())),
+        }
     })
-}
-
-fn nodes_endpoint(request: EndpointRequest<'_>, list: &JsonList) -> FullResponse {
-    if !request.peer.ip().to_canonical().is_loopback() {
-        return meta::text(StatusCode::FORBIDDEN, "only for callers on this host\n");
-    }
-    meta::json(StatusCode::OK, &list().into())
 }
 
 /// Returns the handler of `/sd/prometheus`. Every caller of the meta port may use it, since
 /// Prometheus is on another host.
-fn discovery_endpoint(nodes: NodeList, context: &ServerContext) -> EndpointHandler {
+fn discovery_endpoint(nodes: Arc<NodeList>, context: &ServerContext) -> EndpointHandler {
     let (policy, peers) = (context.policy.clone(), context.peers.clone());
     Box::new(move |request: EndpointRequest<'_>| {
-        discover(request, &policy.load(), &nodes, peers.own())
+        let query = match checked_query(request.query, &policy.load()) {
+            Ok(query) => query,
+            Err(refusal) => return EndpointAnswer::Now(refusal),
+        };
+        let (nodes, peers) = (nodes.clone(), peers.clone());
+        EndpointAnswer::Document {
+            variant: format!("{query:?}"),
+            make: Box::new(move || {
+                let nodes = nodes.load();
+                let groups = discovery::target_groups(&query, &nodes, peers.own());
+                meta::json(StatusCode::OK, &groups)
+            }),
+        }
     })
 }
 
-fn discover(
-    request: EndpointRequest<'_>,
-    policy: &PortPolicy,
-    nodes: &NodeList,
-    own: &ReplicaId,
-) -> FullResponse {
-    let query = match DiscoveryQuery::parse(request.query) {
-        Ok(query) => query,
-        Err(error) => return meta::text(StatusCode::BAD_REQUEST, format!("{error}\n")),
-    };
-    if let Err(refusal) = query.authorize(policy) {
-        return meta::text(StatusCode::FORBIDDEN, format!("{refusal}\n"));
-    }
-    let nodes = nodes();
-    let groups = discovery::target_groups(&query, &nodes, own);
-    meta::json(StatusCode::OK, &serde_json::json!(groups))
+fn checked_query(query: &str, policy: &PortPolicy) -> Result<DiscoveryQuery, FullResponse> {
+    let query = DiscoveryQuery::parse(query)
+        .map_err(|error| meta::text(StatusCode::BAD_REQUEST, format!("{error}\n")))?;
+    query
+        .authorize(policy)
+        .map_err(|refusal| meta::text(StatusCode::FORBIDDEN, format!("{refusal}\n")))?;
+    Ok(query)
 }

@@ -5,17 +5,16 @@ use std::sync::Arc;
 use rustls::server::ResolvesServerCert;
 use tokio::net::TcpListener;
 
-use super::admin::node_list;
-use super::authority::Authority;
 use super::context::ServerContext;
 use super::serving::{CallerCa, PasswordFile, listener_tls, passwords};
 use crate::admin::page::{self, PageSources};
+use crate::admin::status::NodeList;
 
 /// Starts the status page if it is on. `certificates` are those of the HTTPS listener.
 pub(super) fn start(
     listener: Option<TcpListener>,
     certificates: Arc<dyn ResolvesServerCert>,
-    authority: &Authority,
+    nodes: Arc<NodeList>,
     context: &ServerContext,
 ) -> anyhow::Result<()> {
     let (Some(listener), Some(settings), Some(recent)) =
@@ -41,7 +40,7 @@ pub(super) fn start(
         passwords(&file, watcher)
     });
     let sources = PageSources {
-        nodes: node_list(authority, context),
+        nodes,
         registry: context.registry.clone(),
         peers: context.peers.clone(),
         readiness: context.readiness.clone(),

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use http::StatusCode;
 use http_body_util::BodyExt;
+use tokio::time::Instant;
 
 use super::*;
 use crate::admin::status::CloseStatus;
@@ -163,7 +164,7 @@ async fn get(page: &Arc<StatusPage>, target: &str, accept: &str) -> Reply {
 fn page(bench: &Bench, nodes: Vec<NodeStatus>) -> Arc<StatusPage> {
     let sessions = &bench.sessions;
     Arc::new(StatusPage::new(PageSources {
-        nodes: Arc::new(move || nodes.clone()),
+        nodes: NodeList::new(move || nodes.clone(), &Shutdown::new()),
         registry: sessions.registry.clone(),
         peers: sessions.peers.clone(),
         readiness: Readiness::default(),

@@ -1,5 +1,4 @@
 use std::os::unix::fs::PermissionsExt as _;
-use std::sync::Arc;
 
 use clap::Parser;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -7,6 +6,7 @@ use tunnel_proto::process::terminal::Answer;
 
 use super::nodes::stored_nodes;
 use super::*;
+use crate::admin::status::NodeList;
 use crate::admin::{self, AdminState};
 use crate::ca::tokens::{TokenInfo, TokenState};
 use crate::store::data_dir::testing::Scratch;
@@ -49,10 +49,7 @@ fn start(scratch: &Scratch, shutdown: &Shutdown) -> AdminState {
     let dir = &scratch.0;
     let mut state = admin::tests::state(dir);
     let listed = state.nodes.clone();
-    state.status = Arc::new(move || {
-        let nodes = stored_nodes(&listed, &[]);
-        nodes.iter().map(|node| serde_json::json!(node)).collect()
-    });
+    state.status = NodeList::new(move || stored_nodes(&listed, &[]), shutdown);
     state.node_labels = vec!["zone".into()];
     state.advertised = vec!["running.example:10262".into()];
     admin::start(state.clone(), dir, shutdown).unwrap();
