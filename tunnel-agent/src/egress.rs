@@ -12,7 +12,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
-use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access, non_empty};
+use tunnel_proto::process::telemetry::{
+    ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
+};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
@@ -56,6 +58,10 @@ pub(crate) struct SessionParams {
 /// A server can open such streams faster than a disk can write lines, and each line has the same
 /// content.
 static NO_HEADER_LOG_LIMIT: LogRateLimit = LogRateLimit::new("streams without a header");
+
+/// Lines of refused streams. The callers behind a session are known to the server alone.
+static REFUSED_STREAMS: SourceBudget<SessionId> =
+    SourceBudget::new("access log lines of refused streams of a session");
 
 /// The end of a stream, for the access log.
 struct StreamOutcome {
@@ -143,12 +149,9 @@ impl Egress {
                 }
             };
         self.metrics.stream_ended(outcome.end);
-        if !admits_access(outcome.end != StreamEnd::Ok) {
+        let Some(form) = line_form(outcome.end, params.session) else {
             return;
-        }
-        if outcome.end == StreamEnd::NoHeader && !NO_HEADER_LOG_LIMIT.admit() {
-            return;
-        }
+        };
         info!(
             target: ACCESS,
             node = %self.node,
@@ -157,7 +160,7 @@ impl Egress {
             target,
             dialed = non_empty(&outcome.dialed),
             code = outcome.end.label(),
-            error = non_empty(&outcome.detail),
+            error = non_empty(form.of_error(&outcome.detail)),
             trace_parent = non_empty(&trace_parent),
             bytes_in = outcome.to_target,
             bytes_out = outcome.from_target,
@@ -256,6 +259,24 @@ impl Egress {
                 StreamOutcome::refused(refusal)
             }
         }
+    }
+}
+
+/// Returns the form of a stream's line in the access log, or `None` if there is none.
+fn line_form(end: StreamEnd, session: SessionId) -> Option<LineForm> {
+    if !admits_access(end != StreamEnd::Ok) {
+        return None;
+    }
+    match end {
+        StreamEnd::NoHeader => NO_HEADER_LOG_LIMIT.admit().then_some(LineForm::Full),
+        StreamEnd::Refused(_) => REFUSED_STREAMS.admit(session, end.label()),
+        StreamEnd::Ok
+        | StreamEnd::ReaderClosed
+        | StreamEnd::CutByPeer
+        | StreamEnd::CutByTarget
+        | StreamEnd::CutByCaller
+        | StreamEnd::NoSession
+        | StreamEnd::NoReply => Some(LineForm::Full),
     }
 }
 

@@ -5,7 +5,7 @@
 //! server refuses because it stops, or that is lost with its session before that, is opened over
 //! another session. A connection without a stream is reset at once: its client dials again.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,8 +13,10 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tracing::info;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
-use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached};
-use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access, non_empty};
+use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
+use tunnel_proto::process::telemetry::{
+    ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
+};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -44,6 +46,10 @@ pub(crate) struct Ingress {
 /// Clients dial again at once while there is no session.
 static RESET_LOG_LIMIT: LogRateLimit =
     LogRateLimit::new("connections to --cloud-listen that are reset at once");
+
+/// Lines of connections that no server accepted.
+static REFUSED_CONNECTIONS: SourceBudget<IpAddr> =
+    SourceBudget::new("access log lines of refused connections to --cloud-listen");
 
 /// The end of a connection, for the access log.
 struct ConnOutcome {
@@ -125,12 +131,9 @@ impl Ingress {
             }
         };
         self.metrics.cloud_stream_ended(outcome.end);
-        if !admits_access(outcome.end != StreamEnd::Ok) {
+        let Some(form) = line_form(&outcome, peer) else {
             return;
-        }
-        if outcome.session.is_none() && !RESET_LOG_LIMIT.admit() {
-            return;
-        }
+        };
         info!(
             target: ACCESS,
             node = %self.node,
@@ -140,7 +143,7 @@ impl Ingress {
             %peer,
             dialed = non_empty(&outcome.dialed),
             code = outcome.end.label(),
-            error = non_empty(&outcome.detail),
+            error = non_empty(form.of_error(&outcome.detail)),
             bytes_in = outcome.from_tunnel,
             bytes_out = outcome.to_tunnel,
             elapsed = began.elapsed().as_secs_f64(),
@@ -194,6 +197,27 @@ impl Ingress {
             }
         }
         Err(failure)
+    }
+}
+
+/// Returns the form of a connection's line in the access log, or `None` if there is none.
+fn line_form(outcome: &ConnOutcome, peer: SocketAddr) -> Option<LineForm> {
+    if !admits_access(outcome.end != StreamEnd::Ok) {
+        return None;
+    }
+    if outcome.session.is_none() {
+        return RESET_LOG_LIMIT.admit().then_some(LineForm::Full);
+    }
+    match outcome.end {
+        StreamEnd::Refused(_) | StreamEnd::NoSession | StreamEnd::NoReply => {
+            REFUSED_CONNECTIONS.admit(source(peer.ip()), outcome.end.label())
+        }
+        StreamEnd::Ok
+        | StreamEnd::ReaderClosed
+        | StreamEnd::CutByPeer
+        | StreamEnd::CutByTarget
+        | StreamEnd::CutByCaller
+        | StreamEnd::NoHeader => Some(LineForm::Full),
     }
 }
 

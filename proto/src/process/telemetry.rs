@@ -21,6 +21,7 @@ mod output;
 mod rate_limit;
 mod recent;
 mod sanitize;
+mod source_budget;
 
 use access::SWITCH;
 pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_access};
@@ -33,6 +34,7 @@ use output::LogOutput;
 pub use rate_limit::LogRateLimit;
 pub use recent::{enable_recent_lines, recent_lines};
 use sanitize::{MakeLineWriter, Sanitizer};
+pub use source_budget::{LineForm, SourceBudget};
 
 /// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

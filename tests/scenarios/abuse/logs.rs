@@ -7,6 +7,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tunnel_proto::process::telemetry::{self, AccessLogSettings, LogFormat};
 use tunnel_proto::tls;
 use tunnel_proto::wire::code::CloseCode;
@@ -184,6 +185,89 @@ async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
     // The last requests may end after this line is written.
     let suppressed = usize::try_from(suppressed)?;
     ensure!((FLOOD - 50..=FLOOD - 10).contains(&suppressed), "{rest}");
+    Ok(())
+}
+
+/// Number of refused requests in a flood of one caller.
+const REFUSED: usize = 20_000;
+
+/// Floods the server with refused requests of one caller: an unknown node, and a port that is not
+/// allowed. Requests that reach a target follow.
+async fn refused_flood() -> Result<()> {
+    let env = TestEnv::start().await?;
+    let _agent = env.agent("worker-1").await?;
+    for host in ["nobody:9100", "worker-1:81"] {
+        let requests = format!("GET /refused HTTP/1.1\r\nHost: {host}\r\n\r\n").repeat(REFUSED / 2);
+        let mut caller = ByteStream::connect(env.http()).await?;
+        let (mut reader, mut writer) = tokio::io::split(&mut caller);
+        let mut answers = BufReader::new(&mut reader).lines();
+        let read = async {
+            let mut refused = 0;
+            while refused < REFUSED / 2 {
+                let line = answers.next_line().await?.context("the connection ended")?;
+                refused += usize::from(line.starts_with("HTTP/1.1 40"));
+            }
+            anyhow::Ok(())
+        };
+        let written = async { writer.write_all(requests.as_bytes()).await.context("send") };
+        tokio::try_join!(read, written)?;
+    }
+    for _ in 0..REACHED {
+        // An allowed port where nothing listens.
+        let get = RawRequest::get("worker-1:10255", "/reached");
+        let reply = request(env.http(), &get).await?;
+        ensure!(reply.status == 502, "{reply:?}");
+    }
+    Ok(())
+}
+
+/// Number of requests that reach the node's agent.
+const REACHED: usize = 100;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn t23_refused_requests_of_a_caller_have_a_budget_of_lines() -> Result<()> {
+    if std::env::var_os(VICTIM).is_some() {
+        let settings = AccessLogSettings::default();
+        let _logs = telemetry::start("info".parse()?, LogFormat::Json, &settings)?;
+        return refused_flood().await;
+    }
+    let test = "t23_refused_requests_of_a_caller_have_a_budget_of_lines";
+    let began = std::time::Instant::now();
+    let log = run_as_victim(test, "json").await?;
+    let seconds = usize::try_from(began.elapsed().as_secs())? + 2;
+    report_figure(&format!(
+        "T23: {REFUSED} refused, {} bytes of log",
+        log.len()
+    ));
+    let lines: Vec<serde_json::Value> = log
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect();
+    let of_path = |path: &str| {
+        let request = format!("GET {path}");
+        let access = lines.iter().filter(move |line| line["request"] == *request);
+        access.collect::<Vec<_>>()
+    };
+    let refused = of_path("/refused");
+    ensure!(refused.len() <= 50 * seconds, "{} lines", refused.len());
+    let with_advice = |code: &str| {
+        let of_code = refused.iter().filter(|line| line["code"] == code);
+        let errors = of_code.filter_map(|line| line["error"].as_str());
+        errors.filter(|error| error.contains("; ")).count()
+    };
+    assert_eq!(with_advice("refused_by_policy"), 1, "advice once");
+    let suppressed = lines.iter().filter(|line| {
+        let kind = line["kind"].as_str();
+        kind.is_some_and(|kind| kind.contains("reached no node"))
+    });
+    let suppressed: u64 = suppressed
+        .filter(|line| line["source"] == "127.0.0.1")
+        .filter_map(|line| line["suppressed"].as_u64())
+        .sum();
+    let all = refused.len() + usize::try_from(suppressed)?;
+    assert_eq!(all, REFUSED, "each request has a line or is counted");
+    let at_server = of_path("/reached");
+    assert_eq!(at_server.len(), REACHED, "each stream has its line");
     Ok(())
 }
 

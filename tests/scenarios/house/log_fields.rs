@@ -19,16 +19,30 @@ const MACROS: &[&str] = &[
     "error_span!(",
 ];
 
+/// Fields that each JSON line, and the object of its span, has from the formatter.
+const LINE_FIELDS: [&str; 4] = ["timestamp", "level", "message", "span"];
+const SPAN_FIELDS: [&str; 1] = ["name"];
+
+#[test]
+fn no_json_line_has_a_field_twice() {
+    for source in sources() {
+        for (start, arguments) in events(&product(&source)) {
+            let names: Vec<_> = arguments.into_iter().filter_map(field_name).collect();
+            let distinct: BTreeSet<_> = names.iter().collect();
+            assert_eq!(distinct.len(), names.len(), "{start} {names:?}");
+            let is_span = start.ends_with("span!(");
+            let taken: &[&str] = if is_span { &SPAN_FIELDS } else { &LINE_FIELDS };
+            let has_taken = names.iter().any(|name| taken.contains(name));
+            assert!(!has_taken, "{start} {names:?}");
+        }
+    }
+}
+
 #[test]
 fn log_fields_of_the_sources_are_those_of_the_reference() {
     let mut used = BTreeSet::new();
-    for file in files_below(&["proto/src", "tunnel-server/src", "tunnel-agent/src"]).unwrap() {
-        let path = file.to_string_lossy();
-        let (_, path) = path.rsplit_once("/src/").unwrap();
-        if path.ends_with(".rs") && !path.contains("test") {
-            let source = std::fs::read_to_string(&file).unwrap();
-            used.extend(fields(&source));
-        }
+    for source in sources() {
+        used.extend(fields(&source));
     }
     let listed: Vec<&str> = LOG_FIELDS.iter().map(|(name, _)| *name).collect();
     let used: Vec<&str> = used.iter().map(String::as_str).collect();
@@ -47,20 +61,48 @@ fn fields_are_found_in_macros_and_not_in_messages_or_tests() {
     assert_eq!(found, ["count", "error", "node", "peer", "session"]);
 }
 
+/// Returns the sources of the product.
+fn sources() -> Vec<String> {
+    let files = files_below(&["proto/src", "tunnel-server/src", "tunnel-agent/src"]).unwrap();
+    let is_product = |file: &std::path::PathBuf| {
+        let path = file.to_string_lossy();
+        let (_, path) = path.rsplit_once("/src/").unwrap();
+        path.ends_with(".rs") && !path.contains("test")
+    };
+    let files = files.into_iter().filter(is_product);
+    files
+        .map(|file| std::fs::read_to_string(file).unwrap())
+        .collect()
+}
+
 /// Returns the fields that the tracing macros of a source name, without those of its tests.
 fn fields(source: &str) -> BTreeSet<String> {
+    let product = product(source);
+    let events = events(&product).into_iter();
+    events
+        .flat_map(|(_, arguments)| arguments)
+        .filter_map(field_name)
+        .map(str::to_owned)
+        .collect()
+}
+
+/// Returns a source without its tests and comments.
+fn product(source: &str) -> String {
     let product = source.split("mod tests {").next().unwrap_or_default();
     let lines = product
         .lines()
         .filter(|line| !line.trim().starts_with("//"));
-    let product: String = lines.flat_map(|line| [line, "\n"]).collect();
-    let mut found = BTreeSet::new();
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// Returns the tracing macros of a source with their arguments.
+fn events(product: &str) -> Vec<(&'static str, Vec<&str>)> {
+    let mut found = Vec::new();
     for start in MACROS {
         for (at, _) in product.match_indices(start) {
             let is_whole = !product[..at].ends_with(is_word);
             if is_whole {
-                let arguments = arguments(&product[at + start.len()..]).into_iter();
-                found.extend(arguments.filter_map(field_name).map(str::to_owned));
+                found.push((*start, arguments(&product[at + start.len()..])));
             }
         }
     }

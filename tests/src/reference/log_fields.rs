@@ -77,7 +77,7 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ),
     (
         "name",
-        "name of what the line reports: a variable, another server",
+        "name of what the line reports: a variable, a target of the cloud",
     ),
     ("names", "number of names of a certificate"),
     ("namespace", "namespace of the cluster"),
@@ -144,6 +144,10 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("signer", "signer of a CertificateSigningRequest"),
     ("silence", "time without a sign of life, in seconds"),
     ("software", "name and version of the agent's software"),
+    (
+        "source",
+        "source of suppressed lines: address (of IPv6 the /64), node or session",
+    ),
     ("stage", "stage of the rotation of the CA"),
     ("state", "state of a session"),
     ("status", "HTTP status of the response"),

@@ -1,14 +1,18 @@
 //! The access log: one line and one count for each request or stream of a caller, written when the
-//! request or stream ends. Heads that cannot be parsed are all counted, but only a sample of them
-//! is logged.
+//! request or stream ends. What reached neither a node nor another target has a budget of lines for
+//! each source, and only a sample of the heads that cannot be parsed is logged.
 
 use std::fmt::{self, Write as _};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use tokio::time::Instant;
 use tracing::info;
-use tunnel_proto::process::telemetry::{ACCESS, LogRateLimit, admits_access};
+use tunnel_proto::process::conn_limiter::source;
+use tunnel_proto::process::telemetry::{
+    ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
+};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -25,6 +29,10 @@ use crate::routing::via::Via;
 
 /// Longest text of a caller in an access log line, and of any kind in a recent request, in bytes.
 const FIELD_MAX_BYTES: usize = 256;
+
+/// Lines of requests that reached no target.
+static REFUSED_REQUESTS: SourceBudget<IpAddr> =
+    SourceBudget::new("access log lines of requests that reached no node");
 
 /// Capacity for the text of a destination, in bytes.
 const DESTINATION_CAPACITY: usize = 64;
@@ -54,6 +62,8 @@ pub struct AccessLog {
     /// The request was sent once more because its session was lost.
     is_retried: bool,
     lines: Option<&'static LogRateLimit>,
+    /// A stream or a dialed connection carries the request.
+    has_reached_target: bool,
     recent: Option<Arc<RecentRequests>>,
 }
 
@@ -87,6 +97,7 @@ impl AccessLog {
             open: None,
             is_retried: false,
             lines: None,
+            has_reached_target: false,
             recent: None,
         }
     }
@@ -98,6 +109,7 @@ impl AccessLog {
 
     /// Records that a connection which the server dialed carries the request.
     pub fn dialed(&mut self, bytes: ByteCount) {
+        self.has_reached_target = true;
         self.bytes = bytes;
         self.open = Some(self.metrics.dialed());
     }
@@ -136,6 +148,7 @@ impl AccessLog {
 
     /// Records the stream that carries the request. The stream may have carried earlier requests.
     pub fn carried(&mut self, via: Option<Via>, bytes: ByteCount) {
+        self.has_reached_target = true;
         self.via = via;
         self.before = bytes.read();
         self.bytes = bytes;
@@ -175,6 +188,20 @@ impl AccessLog {
         if let Some(limit) = failure.limit {
             self.metrics.limit(limit);
         }
+    }
+
+    /// Returns the form of the line, or `None` if there is none. A caller cannot cause requests that
+    /// reach a target faster than the target answers, but refusals cost it nothing.
+    fn line_form(&self) -> Option<LineForm> {
+        if !admits_access(self.outcome != Outcome::Ok)
+            || self.lines.is_some_and(|lines| !lines.admit())
+        {
+            return None;
+        }
+        if self.has_reached_target {
+            return Some(LineForm::Full);
+        }
+        REFUSED_REQUESTS.admit(source(self.peer.source()), self.outcome.label())
     }
 
     fn record_recent(&self, received: u64, sent: u64) {
@@ -224,12 +251,9 @@ impl Drop for AccessLog {
         let sent = sent.saturating_sub(self.before.1);
         self.metrics.ended(self.outcome, received, sent);
         self.record_recent(received, sent);
-        if !admits_access(self.outcome != Outcome::Ok) {
+        let Some(form) = self.line_form() else {
             return;
-        }
-        if self.lines.is_some_and(|lines| !lines.admit()) {
-            return;
-        }
+        };
         info!(
             target: ACCESS,
             listener = self.listener,
@@ -244,7 +268,7 @@ impl Drop for AccessLog {
             status = self.status,
             code = %self.outcome,
             retried = self.is_retried.then_some(true),
-            error = non_empty(&self.error),
+            error = non_empty(form.of_error(&self.error)),
             bytes_in = received,
             bytes_out = sent,
             elapsed = self.began.elapsed().as_secs_f64(),
@@ -264,8 +288,4 @@ fn field_length(text: &str) -> usize {
 
 fn field(text: &str) -> Box<str> {
     text.get(..field_length(text)).unwrap_or_default().into()
-}
-
-fn non_empty(text: &str) -> Option<&str> {
-    (!text.is_empty()).then_some(text)
 }

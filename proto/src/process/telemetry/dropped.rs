@@ -47,7 +47,8 @@ impl DropCounters {
         self.other.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a line that a [`LogRateLimit`](super::LogRateLimit) suppressed.
+    /// Counts a line that a [`LogRateLimit`](super::LogRateLimit) or a
+    /// [`SourceBudget`](super::SourceBudget) suppressed.
     pub(super) fn add_limited(&self) {
         self.limited.fetch_add(1, Ordering::Relaxed);
     }
@@ -91,7 +92,7 @@ pub struct DroppedLines;
 impl Collector for DroppedLines {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let help = "Number of log lines that were not written, by kind: access and other lines while standard error was blocked, \
-                    and lines suppressed by the rate limit of repeated lines";
+                    and lines suppressed by the limits of repeated lines and of the lines of a source";
         let mut family =
             encoder.encode_descriptor("log_lines_dropped", help, None, MetricType::Counter)?;
         let kinds = [

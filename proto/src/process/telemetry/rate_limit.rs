@@ -1,6 +1,8 @@
-//! Rate limits for log lines that others can cause at will: a few lines a minute are written, and
-//! one line reports how many more there were.
+//! Rate limits for log lines that others can cause at will: a few lines are written, and one line
+//! reports how many more there were. [`LogRateLimit`] limits the lines of one place in the code,
+//! [`SourceBudget`](super::SourceBudget) those that one source causes.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -8,14 +10,43 @@ use tracing::warn;
 
 use super::dropped::DROPPED;
 
-/// Lines of one kind that are written in one [`WINDOW`].
-const LINES_PER_WINDOW: u32 = 10;
-/// Length of a window. A window begins with the first line of a kind.
-const WINDOW: Duration = Duration::from_secs(60);
+/// The quota of a [`LogRateLimit`].
+const QUOTA: Quota = Quota {
+    lines: 10,
+    length: Duration::from_secs(60),
+};
 
-/// Limits whose window is open and used up. Their counts are reported when the window ends. The
-/// number of entries is bounded by the number of statics in the code.
-static EXHAUSTED: Mutex<Vec<&'static LogRateLimit>> = Mutex::new(Vec::new());
+/// Limits with a window that is open and used up. Their counts are reported when the window ends.
+/// The number of entries is bounded by the number of statics in the code.
+static USED_UP: Mutex<Vec<&'static dyn Suppressing>> = Mutex::new(Vec::new());
+
+/// A limit that suppresses lines.
+pub(super) trait Suppressing: fmt::Debug + Sync {
+    /// Returns the suppressed lines of windows that are over; with `is_last`, of every window.
+    fn take(&self, now: Instant, is_last: bool) -> (Vec<Suppressed>, WindowState);
+}
+
+/// Whether a limit has to be asked again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WindowState {
+    Open,
+    Over,
+}
+
+/// Lines that were not written.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Suppressed {
+    pub(super) kind: &'static str,
+    /// What caused the lines, if it is known.
+    pub(super) source: Option<String>,
+    pub(super) lines: u64,
+}
+
+/// Registers a limit whose window is used up. Call this before the last line of the window is
+/// logged, because that line wakes the thread that reports.
+pub(super) fn list(limit: &'static dyn Suppressing) {
+    USED_UP.lock().push(limit);
+}
 
 /// A limit of ten log lines of one kind per minute. When the minute is over, one WARN line reports
 /// how many more there were, if [`start`](super::start) was called. Use it for lines that a peer
@@ -23,15 +54,12 @@ static EXHAUSTED: Mutex<Vec<&'static LogRateLimit>> = Mutex::new(Vec::new());
 #[derive(Debug)]
 pub struct LogRateLimit {
     kind: &'static str,
-    window: Mutex<Window>,
+    state: Mutex<LimitState>,
 }
 
 #[derive(Debug)]
-struct Window {
-    started: Option<Instant>,
-    lines: u32,
-    /// Number of suppressed lines that are not reported yet.
-    suppressed: u64,
+struct LimitState {
+    window: Window,
     is_listed: bool,
 }
 
@@ -41,10 +69,8 @@ impl LogRateLimit {
     pub const fn new(kind: &'static str) -> Self {
         Self {
             kind,
-            window: Mutex::new(Window {
-                started: None,
-                lines: 0,
-                suppressed: 0,
+            state: Mutex::new(LimitState {
+                window: Window::new(QUOTA),
                 is_listed: false,
             }),
         }
@@ -54,16 +80,14 @@ impl LogRateLimit {
     #[must_use]
     pub fn admit(&'static self) -> bool {
         let (is_admitted, is_new) = {
-            let mut window = self.window.lock();
-            let is_admitted = window.admit(Instant::now());
-            // Register the limit before the line is logged, because the line wakes the thread that
-            // reports.
+            let mut state = self.state.lock();
+            let is_admitted = state.window.admit(Instant::now());
             let is_new =
-                window.lines == LINES_PER_WINDOW && !std::mem::replace(&mut window.is_listed, true);
+                state.window.is_used_up() && !std::mem::replace(&mut state.is_listed, true);
             (is_admitted, is_new)
         };
         if is_new {
-            EXHAUSTED.lock().push(self);
+            list(self);
         }
         if !is_admitted {
             DROPPED.add_limited();
@@ -72,32 +96,85 @@ impl LogRateLimit {
     }
 }
 
+impl Suppressing for LogRateLimit {
+    fn take(&self, now: Instant, is_last: bool) -> (Vec<Suppressed>, WindowState) {
+        let mut state = self.state.lock();
+        let Some(lines) = state.window.take(now, is_last) else {
+            return (Vec::new(), WindowState::Open);
+        };
+        state.is_listed = false;
+        let suppressed = Suppressed {
+            kind: self.kind,
+            source: None,
+            lines,
+        };
+        (vec![suppressed], WindowState::Over)
+    }
+}
+
+/// The lines that are written in one window.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quota {
+    pub(super) lines: u32,
+    /// Length of a window. A window begins with a line.
+    pub(super) length: Duration,
+}
+
+/// The lines of one window.
+#[derive(Debug)]
+pub(super) struct Window {
+    quota: Quota,
+    started: Option<Instant>,
+    lines: u32,
+    /// Number of suppressed lines that are not reported yet.
+    suppressed: u64,
+}
+
 impl Window {
-    fn admit(&mut self, now: Instant) -> bool {
+    pub(super) const fn new(quota: Quota) -> Self {
+        Self {
+            quota,
+            started: None,
+            lines: 0,
+            suppressed: 0,
+        }
+    }
+
+    pub(super) fn admit(&mut self, now: Instant) -> bool {
         if self.is_over(now) {
             self.started = Some(now);
             self.lines = 0;
         }
-        if self.lines < LINES_PER_WINDOW {
+        if self.lines < self.quota.lines {
             self.lines += 1;
             return true;
         }
-        self.suppressed += 1;
+        self.suppress(1);
         false
     }
 
-    fn is_over(&self, now: Instant) -> bool {
+    /// Counts lines that another limit suppressed.
+    pub(super) fn suppress(&mut self, lines: u64) {
+        self.suppressed = self.suppressed.saturating_add(lines);
+    }
+
+    pub(super) fn suppressed(&self) -> u64 {
+        self.suppressed
+    }
+
+    pub(super) fn is_used_up(&self) -> bool {
+        self.lines >= self.quota.lines
+    }
+
+    pub(super) fn is_over(&self, now: Instant) -> bool {
         self.started
-            .is_none_or(|started| now.saturating_duration_since(started) >= WINDOW)
+            .is_none_or(|started| now.saturating_duration_since(started) >= self.quota.length)
     }
 
     /// Returns the number of suppressed lines if the window is over.
-    fn take(&mut self, now: Instant, is_last: bool) -> Option<u64> {
-        if !is_last && !self.is_over(now) {
-            return None;
-        }
-        self.is_listed = false;
-        Some(std::mem::take(&mut self.suppressed))
+    pub(super) fn take(&mut self, now: Instant, is_last: bool) -> Option<u64> {
+        let is_due = is_last || self.is_over(now);
+        is_due.then(|| std::mem::take(&mut self.suppressed))
     }
 }
 
@@ -107,18 +184,25 @@ pub(super) fn report(is_last: bool) -> bool {
     let now = Instant::now();
     let mut ended = Vec::new();
     let is_open = {
-        let mut exhausted = EXHAUSTED.lock();
-        exhausted.retain(|limit| match limit.window.lock().take(now, is_last) {
-            Some(suppressed) => {
-                ended.push((limit.kind, suppressed));
-                false
-            }
-            None => true,
+        let mut used_up = USED_UP.lock();
+        used_up.retain(|limit| {
+            let (suppressed, state) = limit.take(now, is_last);
+            ended.extend(suppressed);
+            state == WindowState::Open
         });
-        !exhausted.is_empty()
+        !used_up.is_empty()
     };
-    for (kind, suppressed) in ended.into_iter().filter(|(_, suppressed)| *suppressed > 0) {
-        warn!(kind, suppressed, "{kind}: and {suppressed} more");
+    for Suppressed {
+        kind,
+        source,
+        lines,
+    } in ended.into_iter().filter(|ended| ended.lines > 0)
+    {
+        let suppressed = lines;
+        match source {
+            Some(source) => warn!(kind, source, suppressed, "{kind}: and {suppressed} more"),
+            None => warn!(kind, suppressed, "{kind}: and {suppressed} more"),
+        }
     }
     is_open
 }
@@ -129,7 +213,7 @@ mod tests {
 
     #[test]
     fn ten_lines_a_minute_are_admitted_and_the_rest_is_counted() {
-        let (mut window, start) = (LogRateLimit::new("x").window.into_inner(), Instant::now());
+        let (mut window, start) = (Window::new(QUOTA), Instant::now());
         let at = |second| start + Duration::from_secs(second);
         let admitted = (0..1000).filter(|_| window.admit(at(0)));
         assert_eq!(admitted.count(), 10);
@@ -146,11 +230,13 @@ mod tests {
     fn limit_is_listed_before_its_first_line_is_left_out_and_only_once() {
         static LIMIT: LogRateLimit = LogRateLimit::new("of a test");
         let listed = || {
-            let exhausted = EXHAUSTED.lock();
-            let of_test = exhausted.iter().filter(|limit| limit.kind == LIMIT.kind);
+            let used_up = USED_UP.lock();
+            let of_test = used_up
+                .iter()
+                .filter(|limit| std::ptr::addr_eq(**limit, &raw const LIMIT));
             of_test.count()
         };
-        for _ in 0..LINES_PER_WINDOW - 1 {
+        for _ in 0..QUOTA.lines - 1 {
             assert!(LIMIT.admit());
         }
         assert_eq!(listed(), 0);

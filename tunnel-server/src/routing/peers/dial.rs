@@ -68,7 +68,7 @@ pub(super) async fn dial_all(
                 task.run(address).await;
                 task_ended.notify_one();
             };
-            let span = info_span!("peer", name = %peer.id);
+            let span = info_span!("peer", peer = %peer.id);
             endpoint.shutdown.spawn_service(work.instrument(span));
         }
         tokio::select! {
