@@ -79,7 +79,8 @@ fn every_threat_has_a_row_whose_tests_exist() -> Result<()> {
     let by_id: BTreeMap<_, _> = rows.iter().map(|row| (row[0].as_str(), row)).collect();
     let mut wrong = Vec::new();
     for id in IDS.into_iter().chain([
-        "C1", "C2", "C12", "F36", "K01", "K02", "K03", "P10", "P11", "P12", "C14", "C15", "T24", "T25",
+        "C1", "C2", "C12", "F36", "K01", "K02", "K03", "P10", "P11", "P12", "C14", "C15", "T24",
+        "T25",
     ]) {
         let Some(row) = by_id.get(id) else {
             wrong.push(format!("{id} has no row"));

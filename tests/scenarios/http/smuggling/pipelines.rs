@@ -41,23 +41,45 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("a body that was not announced", unannounced, refused),
     ]);
     // The server checks the heads of later requests like the first one, wherever bodies end.
-    for (name, first) in [
-        ("a request", get.to_owned()),
-        ("a body", post(body, "abc")),
-        ("line ends", post("Content-Length: 4\r\n", "\n\na\n")),
+    for (name, first, recorded) in [
+        ("a request", get.to_owned(), ""),
+        ("a body", post(body, "abc"), "abc"),
+        (
+            "line ends",
+            post("Content-Length: 4\r\n", "\n\na\n"),
+            "\n\na\n",
+        ),
+        ("a chunked body", post(coding, chunks), "abc"),
+        ("an empty chunked body", post(coding, "0\r\n\r\n"), ""),
+        (
+            "a trailer",
+            post(coding, "3\r\nabc\r\n0\r\nX: y\r\n\r\n"),
+            "abc",
+        ),
+        (
+            "extensions",
+            post(coding, "3;a=b\r\nabc\r\n00;x\r\n\r\n"),
+            "abc",
+        ),
+        (
+            "an end within a chunk",
+            post(coding, "5\r\n0\r\n\r\n\r\n0\r\n\r\n"),
+            "0\r\n\r\n",
+        ),
     ] {
-        let (head, first_body) = first.split_once("\r\n\r\n").unwrap_or_default();
-        let mut words = head.split(' ');
+        let mut words = first.split(' ');
         let (method, target) = (words.next(), words.next());
         let want = Want::own(
             method.unwrap_or_default(),
             target.unwrap_or_default(),
-            first_body,
+            recorded,
         );
+        let both = "\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\nConn";
         let lengths = "\r\nContent-Length: 0\r\nContent-Length: 0\r\nConn";
         for (what, second) in [
             ("bare LF", HIDDEN.replace("\r\n", "\n")),
             ("two lengths", HIDDEN.replace("\r\nConn", lengths)),
+            ("two framings", HIDDEN.replace("\r\nConn", both)),
         ] {
             cases.push(Case::new(
                 &format!("{what} behind {name}"),

@@ -2,19 +2,22 @@
 //! with a bare LF, Content-Length next to Transfer-Encoding, and several Content-Length fields.
 //! hyper accepts all three and forwards one interpretation.
 //!
-//! The check observes the bytes that hyper reads and does not change them. The check looks for line
-//! ends and for the names of two fields, and does not read values. The only effect of the check is
-//! that a request is answered with 400. The check does not parse bodies. After a body, the next
-//! head begins after the number of bytes that hyper determined as the length of the body
-//! ([`BodyFraming::Length`]). If that length is unknown (chunked bodies, switched protocols), the
-//! check pauses until the connection is idle after bytes that end a message. Bytes of a body are
-//! therefore never taken for a head.
+//! The check observes the bytes that hyper reads and does not change them. It follows the framing of
+//! the whole connection by itself: heads, bodies of a length, and chunks (`head_check/chunks.rs`).
+//! For each head it compares the length of the body with the one that hyper has determined. If they
+//! differ, or if the bytes are no HTTP that the check can follow, every further request is refused
+//! with 400, which closes the connection: a check that does not know where a head begins must not go
+//! on.
 
-use bytes::{Buf as _, BytesMut};
+use std::collections::VecDeque;
+
 use http::{Method, Request};
 use hyper::body::Body;
 
+use self::chunks::{ChunkState, ChunkStep};
 use crate::ingress::http::headers::requested_upgrade;
+
+mod chunks;
 
 /// Reason why a head is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -30,6 +33,11 @@ pub(crate) enum HeadError {
     /// equal.
     #[error("the head has Content-Length more than once; send it once")]
     TwoLengths,
+    /// A parser in front of this server may find a head at another place.
+    #[error(
+        "the server does not know where the head begins or how long its body is; use another connection"
+    )]
+    Unframed,
 }
 
 /// The data that follows a head, as hyper has interpreted it.
@@ -59,114 +67,121 @@ impl BodyFraming {
 /// The check of one caller's connection.
 ///
 /// ```text
-///   Head ──empty line──▶ Ended ──hyper has the head: length──▶ Body ──end of body──▶ Head
-///                          ├─────────────────────── chunked──▶ Unknown ──idle after an end──▶ Head
-///                          └────────────── CONNECT, Upgrade──▶ Off
+///   Head ──empty line, no body──▶ Head        Head ──length──▶ Body ───end──▶ Head
+///                                             Head ─chunked──▶ Chunks ─end──▶ Head
+///   any ──bytes that are not HTTP──▶ Lost     CONNECT, Upgrade ──▶ Off
 /// ```
 #[derive(Debug)]
 pub(crate) struct HeadCheck {
     state: State,
-    /// The error in the last complete head.
-    head_error: Option<HeadError>,
+    /// The heads that hyper has not read yet. A caller may send several at once.
+    heads: VecDeque<CheckedHead>,
 }
 
 #[derive(Debug)]
 enum State {
     /// Within a head, or before one.
     Head(Head),
-    /// The head has ended. The value contains the bytes that followed it.
-    Ended(BytesMut),
     /// This many bytes of a body remain.
     Body(u64),
-    /// The start of the next head is unknown until the connection is idle after these bytes.
-    Unknown(Option<&'static [u8]>),
-    /// The check has ended.
+    /// Within a body in chunked coding.
+    Chunks(ChunkState),
+    /// The place of the next head is unknown.
+    Lost,
+    /// The connection has switched protocols.
     Off,
+}
+
+/// A complete head.
+#[derive(Debug, Clone, Copy)]
+struct CheckedHead {
+    /// `None` if the check cannot read the fields.
+    framing: Option<BodyFraming>,
+    head_error: Option<HeadError>,
 }
 
 impl Default for HeadCheck {
     fn default() -> Self {
         Self {
             state: State::Head(Head::default()),
-            head_error: None,
+            heads: VecDeque::new(),
         }
     }
 }
 
 impl HeadCheck {
-    pub(crate) fn read(&mut self, data: &[u8]) {
-        let rest = self.advance(data);
-        if !rest.is_empty()
-            && let State::Ended(pipelined) = &mut self.state
-        {
-            if pipelined.len() + rest.len() > PIPELINED_MAX_BYTES {
-                self.state = State::Unknown(None);
-            } else {
-                pipelined.extend_from_slice(rest);
-            }
-        }
-    }
-
-    /// Records that hyper has read a head. Must be called before hyper reads further. Returns the
-    /// error in that head, if any.
-    pub(crate) fn request(&mut self, framing: BodyFraming) -> Option<HeadError> {
-        let pipelined = match std::mem::replace(&mut self.state, State::Off) {
-            State::Ended(pipelined) => Some(pipelined),
-            State::Head(_) | State::Body(_) | State::Unknown(_) => None,
-            State::Off => return None,
-        };
-        self.state = match (framing, &pipelined) {
-            (BodyFraming::Opaque, _) => State::Off,
-            (BodyFraming::Chunked, _) => State::Unknown(Some(LAST_CHUNK)),
-            (BodyFraming::Length(0), Some(_)) => State::Head(Head::default()),
-            (BodyFraming::Length(length), Some(_)) => State::Body(length),
-            (BodyFraming::Length(0), None) => State::Unknown(Some(EMPTY_LINE)),
-            (BodyFraming::Length(_), None) => State::Unknown(None),
-        };
-        let head_error = self.head_error.take();
-        if let Some(mut pipelined) = pipelined {
-            let left = self.advance(&pipelined).len();
-            pipelined.advance(pipelined.len() - left);
-            if let State::Ended(rest) = &mut self.state {
-                *rest = pipelined;
-            }
-        }
-        head_error
-    }
-
-    /// Records that the connection is idle after these last bytes.
-    pub(crate) fn idle(&mut self, last: &[u8]) {
-        if let State::Unknown(Some(end)) = self.state
-            && last.ends_with(end)
-        {
-            self.state = State::Head(Head::default());
-        }
-    }
-
-    /// Consumes bytes up to the end of a head. Returns the bytes after it.
-    fn advance<'a>(&mut self, mut data: &'a [u8]) -> &'a [u8] {
+    /// Follows bytes that hyper reads.
+    pub(crate) fn read(&mut self, mut data: &[u8]) {
         while !data.is_empty() {
-            match &mut self.state {
-                State::Head(head) => {
-                    let Some(length) = data.iter().position(|byte| head.push(*byte)) else {
-                        return &[];
-                    };
-                    self.head_error = head.head_error;
-                    self.state = State::Ended(BytesMut::new());
-                    return data.get(length + 1..).unwrap_or_default();
-                }
+            let consumed = match &mut self.state {
+                State::Head(head) => match data.iter().position(|byte| head.push(*byte)) {
+                    Some(last) => {
+                        let head = head.checked();
+                        self.push(head);
+                        last + 1
+                    }
+                    None => return,
+                },
                 State::Body(left) => {
                     let here = usize::try_from(*left).unwrap_or(usize::MAX).min(data.len());
                     *left -= here as u64;
                     if *left == 0 {
                         self.state = State::Head(Head::default());
                     }
-                    data = data.get(here..).unwrap_or_default();
+                    here
                 }
-                State::Ended(_) | State::Unknown(_) | State::Off => return data,
-            }
+                State::Chunks(chunks) => {
+                    let (consumed, step) = chunks.read(data);
+                    match step {
+                        ChunkStep::Within => {}
+                        ChunkStep::End => self.state = State::Head(Head::default()),
+                        ChunkStep::Malformed => self.state = State::Lost,
+                    }
+                    consumed
+                }
+                State::Lost | State::Off => return,
+            };
+            data = data.get(consumed..).unwrap_or_default();
         }
-        data
+    }
+
+    /// Records that hyper has read a head, and how it frames the body. Returns the error in that
+    /// head, if any.
+    pub(crate) fn request(&mut self, framing: BodyFraming) -> Option<HeadError> {
+        if let State::Off = self.state {
+            return None;
+        }
+        let Some(head) = self.heads.pop_front() else {
+            self.state = State::Lost;
+            return Some(HeadError::Unframed);
+        };
+        if framing == BodyFraming::Opaque {
+            self.state = State::Off;
+            self.heads = VecDeque::new();
+            return head.head_error;
+        }
+        let is_other = head.framing.is_some_and(|own| own != framing);
+        if is_other {
+            self.state = State::Lost;
+            self.heads = VecDeque::new();
+        }
+        if self.heads.is_empty() {
+            self.heads.shrink_to(HEADS_RETAINED);
+        }
+        head.head_error.or(is_other.then_some(HeadError::Unframed))
+    }
+
+    fn push(&mut self, head: CheckedHead) {
+        self.state = match head.framing {
+            _ if self.heads.len() == HEADS_MAX => State::Lost,
+            Some(BodyFraming::Length(0)) => State::Head(Head::default()),
+            Some(BodyFraming::Length(length)) => State::Body(length),
+            Some(BodyFraming::Chunked) => State::Chunks(ChunkState::default()),
+            Some(BodyFraming::Opaque) | None => State::Lost,
+        };
+        if self.heads.len() < HEADS_MAX {
+            self.heads.push_back(head);
+        }
     }
 }
 
@@ -182,12 +197,76 @@ struct Head {
     /// The line has contained a colon.
     named: bool,
     cr: bool,
+    /// The field of the line, if the check reads its value.
+    field: Option<FramingField>,
+    /// The value of that field.
+    value: FieldValue,
     has_length: bool,
     has_coding: bool,
+    /// `None` if a value is not one that the check can read.
+    framing: Framing,
     head_error: Option<HeadError>,
 }
 
+#[derive(Debug, Clone, Copy)]
+enum FramingField {
+    ContentLength,
+    TransferEncoding,
+}
+
+/// The framing that the fields so far determine.
+#[derive(Debug, Clone, Copy)]
+struct Framing(Option<BodyFraming>);
+
+impl Default for Framing {
+    fn default() -> Self {
+        Self(Some(BodyFraming::Length(0)))
+    }
+}
+
+/// The beginning of a field's value.
+#[derive(Debug, Default)]
+struct FieldValue {
+    bytes: [u8; VALUE_MAX_BYTES],
+    length: usize,
+}
+
+impl FieldValue {
+    fn push(&mut self, byte: u8) {
+        if let Some(slot) = self.bytes.get_mut(self.length) {
+            *slot = byte;
+        }
+        self.length += 1;
+    }
+
+    /// Returns the value without the space around it, or `None` if it is too long.
+    fn text(&self) -> Option<&str> {
+        let value = self.bytes.get(..self.length)?;
+        str::from_utf8(value.trim_ascii()).ok()
+    }
+
+    fn as_length(&self) -> Option<BodyFraming> {
+        let digits = self.text().filter(|text| {
+            let mut bytes = text.bytes();
+            bytes.all(|byte| byte.is_ascii_digit())
+        });
+        digits?.parse().ok().map(BodyFraming::Length)
+    }
+
+    fn as_coding(&self) -> Option<BodyFraming> {
+        let is_chunked = self.text()?.eq_ignore_ascii_case("chunked");
+        is_chunked.then_some(BodyFraming::Chunked)
+    }
+}
+
 impl Head {
+    fn checked(&self) -> CheckedHead {
+        CheckedHead {
+            framing: self.framing.0,
+            head_error: self.head_error,
+        }
+    }
+
     /// Consumes a byte. Returns whether the head ends with this byte.
     fn push(&mut self, byte: u8) -> bool {
         match byte {
@@ -196,7 +275,9 @@ impl Head {
             b'\r' => self.length += usize::from(std::mem::replace(&mut self.cr, true)),
             _ => {
                 self.length += usize::from(std::mem::take(&mut self.cr));
-                if byte == b':' && !self.named {
+                if self.field.is_some() {
+                    self.value.push(byte);
+                } else if byte == b':' && !self.named {
                     self.named = true;
                     self.end_field_name();
                 } else if let Some(slot) = self.name.get_mut(self.length)
@@ -214,6 +295,14 @@ impl Head {
         if !self.cr {
             self.set_error(HeadError::BareLf);
         }
+        if let Some(field) = self.field.take() {
+            self.framing = Framing(match field {
+                FramingField::ContentLength => self.value.as_length(),
+                // A second coding is refused.
+                FramingField::TransferEncoding => self.value.as_coding(),
+            });
+            self.value = FieldValue::default();
+        }
         let is_empty = self.length == 0;
         // Empty lines before a request do not belong to the request (RFC 9112, section 2.2).
         let is_end = is_empty && self.in_fields;
@@ -230,8 +319,12 @@ impl Head {
                     self.set_error(HeadError::TwoLengths);
                 }
                 self.has_length = true;
+                self.field = Some(FramingField::ContentLength);
             }
-            Some(b"transfer-encoding") => self.has_coding = true,
+            Some(b"transfer-encoding") => {
+                self.has_coding = true;
+                self.field = Some(FramingField::TransferEncoding);
+            }
             Some(_) | None => {}
         }
         if self.has_length && self.has_coding {
@@ -246,14 +339,12 @@ impl Head {
 
 /// Length of `transfer-encoding`, the longest field name that the check recognizes.
 const NAME_MAX_BYTES: usize = 17;
-/// Largest number of bytes that arrive after a head before hyper has read that head: at most one
-/// read of hyper. With more bytes, the check stops.
-const PIPELINED_MAX_BYTES: usize = 64 * 1024;
-/// End of a request without a body.
-const EMPTY_LINE: &[u8] = b"\r\n\r\n";
-/// End of a chunked body without trailer fields. A chunk that contains a line of text ends like
-/// [`EMPTY_LINE`].
-const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
+/// Longest value that the check reads: the number of digits of a length, and some space around it.
+const VALUE_MAX_BYTES: usize = 32;
+/// Heads that may arrive before hyper has read the first one. hyper reads at most 400 KiB ahead.
+const HEADS_MAX: usize = 1024;
+/// Capacity for heads that a connection keeps.
+const HEADS_RETAINED: usize = 4;
 
 #[cfg(test)]
 mod tests;

@@ -69,8 +69,8 @@ pub(crate) struct TimeoutConfig {
 #[derive(Debug, Clone, Copy, Default)]
 struct LastBytes([u8; LAST_BYTES_LEN]);
 
-/// Number of bytes that [`HeadCheck::idle`] looks at.
-const LAST_BYTES_LEN: usize = 5;
+/// Length of an empty line with the end of the line before it.
+const LAST_BYTES_LEN: usize = 3;
 
 impl LastBytes {
     fn push(&mut self, data: &[u8]) {
@@ -108,7 +108,6 @@ impl State {
     fn read(&mut self, data: &[u8], now: Instant) {
         if let ConnState::Idle { .. } = self.conn_state {
             self.conn_state = ConnState::Head { since: now };
-            self.check.idle(&self.last_bytes.0);
         }
         self.last_bytes.push(data);
         self.check.read(data);
@@ -211,8 +210,8 @@ impl ConnTimeouts {
     }
 
     /// Starts a request whose head hyper has read. Returns a guard that ends the request when
-    /// dropped, and the error in the head, if any. `body` says whether the request has a body.
-    /// Must be called before hyper reads further.
+    /// dropped, and the error in the head, if any. `body` says whether the request has a body. Must
+    /// be called before hyper reads further.
     pub(crate) fn request(
         self: &Arc<Self>,
         body: bool,

@@ -8,7 +8,20 @@ fn head_error(head: &str, piece: usize) -> Option<HeadError> {
     for piece in head.as_bytes().chunks(piece) {
         check.read(piece);
     }
-    check.request(BodyFraming::Length(0))
+    let framing = check.heads.front().and_then(|head| head.framing);
+    check.request(framing.unwrap_or(BodyFraming::Chunked))
+}
+
+/// Sends requests on one connection in pieces, and returns the errors in their heads. Each request
+/// has the framing that hyper determines for it.
+fn errors(requests: &[(&str, BodyFraming)], piece: usize) -> Vec<Option<HeadError>> {
+    let mut check = HeadCheck::default();
+    let all: String = requests.iter().map(|(request, _)| *request).collect();
+    for piece in all.as_bytes().chunks(piece) {
+        check.read(piece);
+    }
+    let framings = requests.iter().map(|(_, framing)| *framing);
+    framings.map(|framing| check.request(framing)).collect()
 }
 
 #[test]
@@ -55,81 +68,99 @@ fn heads_with_two_readings_are_found_however_they_are_split() {
 }
 
 #[test]
-fn next_heads_are_found_behind_bodies_of_known_length() {
-    let body = "a\nb\n\nContent-Length: 1\nContent-Length: 1\r\n\r\n";
-    let bad = PLAIN.replace("\r\n", "\n");
-    for piece in [1, 3, 7, 64, 4096] {
-        for split in [false, true] {
-            let mut check = HeadCheck::default();
-            let mut rest = format!("{PLAIN}{body}{PLAIN}{bad}");
-            let mut faults = Vec::new();
-            // hyper finds a head and determines this length for its body.
-            for (length, head) in [(body.len(), PLAIN), (0, PLAIN), (0, &bad)] {
-                let (now, later) = rest.split_at(if split { head.len() } else { rest.len() });
-                for piece in now.as_bytes().chunks(piece) {
-                    check.read(piece);
-                }
-                rest = later.to_owned();
-                faults.push(check.request(BodyFraming::Length(length as u64)));
-                if split && length > 0 {
-                    let (now, later) = rest.split_at(length);
-                    check.read(now.as_bytes());
-                    rest = later.to_owned();
-                }
+fn heads_with_two_readings_are_found_behind_every_body() {
+    let post = |fields: &str, body: &str| {
+        let head = PLAIN.replace("GET", "POST");
+        format!(
+            "{}{fields}\r\n{body}",
+            head.trim_end_matches("\r\n").to_owned() + "\r\n"
+        )
+    };
+    let (length, coding) = ("Content-Length: 5\r\n", "Transfer-Encoding: chunked\r\n");
+    let before = [
+        (PLAIN.to_owned(), BodyFraming::Length(0)),
+        (post(length, "hello"), BodyFraming::Length(5)),
+        (post(length, "\n\na\r\n"), BodyFraming::Length(5)),
+        (post(coding, "0\r\n\r\n"), BodyFraming::Chunked),
+        (
+            post(coding, "5\r\nhello\r\n0\r\n\r\n"),
+            BodyFraming::Chunked,
+        ),
+        (
+            post(coding, "5\r\n0\r\n\r\n\r\n0\r\n\r\n"),
+            BodyFraming::Chunked,
+        ),
+        (
+            post(coding, "1;a=b\r\n\n\r\n00;x\r\n\r\n"),
+            BodyFraming::Chunked,
+        ),
+        (post(coding, "0\r\nX: y\r\n\r\n"), BodyFraming::Chunked),
+    ];
+    let bad = [
+        (PLAIN.replace("\r\n", "\n"), HeadError::BareLf),
+        (
+            post(&format!("{length}{coding}"), ""),
+            HeadError::TwoFramings,
+        ),
+        (
+            post(&format!("{coding}{length}"), ""),
+            HeadError::TwoFramings,
+        ),
+        (
+            post(&format!("{length}{length}"), ""),
+            HeadError::TwoLengths,
+        ),
+    ];
+    for (first, framing) in &before {
+        for (second, error) in &bad {
+            let requests = [
+                (&**first, *framing),
+                (&**first, *framing),
+                (second, BodyFraming::Chunked),
+            ];
+            for piece in [1, 2, 3, 7, 4096] {
+                let found = errors(&requests, piece);
+                let expected = [None, None, Some(*error)];
+                assert_eq!(found, expected, "{first:?} {second:?} by {piece}");
             }
-            let expected = [None, None, Some(HeadError::BareLf)];
-            assert_eq!(faults, expected, "{piece} {split}");
         }
     }
 }
 
 #[test]
-fn nothing_is_taken_for_a_head_where_its_beginning_is_unknown() {
+fn every_request_is_refused_where_the_beginning_of_a_head_is_unknown() {
+    let chunked = PLAIN.replace("\r\n\r\n", "\r\nTransfer-Encoding: chunked\r\n\r\n");
+    let malformed = format!("{chunked}1\r\nab\r\n0\r\n\r\n");
+    let long = PLAIN.replace("\r\n\r\n", "\r\nContent-Length: 9\r\n\r\n");
+    let gzip = PLAIN.replace("\r\n\r\n", "\r\nTransfer-Encoding: gzip\r\n\r\n");
+    let plain = (PLAIN, BodyFraming::Length(0));
+    let unframed = Some(HeadError::Unframed);
+    for (first, framing, error) in [
+        (&*malformed, BodyFraming::Chunked, None),
+        // hyper has determined another length.
+        (PLAIN, BodyFraming::Length(1), unframed),
+        (PLAIN, BodyFraming::Chunked, unframed),
+        (&long, BodyFraming::Length(8), unframed),
+        (&chunked, BodyFraming::Length(0), unframed),
+        // The server refuses this one for its coding.
+        (&gzip, BodyFraming::Chunked, None),
+    ] {
+        let found = errors(&[(first, framing), plain, plain], 4096);
+        assert_eq!(found[0], error, "{first:?}");
+        assert_eq!(found[2], unframed, "{first:?}");
+    }
+    let many: Vec<_> = (0..=HEADS_MAX).map(|_| plain).collect();
+    let found = errors(&many, usize::MAX);
+    assert!(found[..HEADS_MAX].iter().all(Option::is_none));
+    assert_eq!(found[HEADS_MAX], unframed, "too many heads at once");
+}
+
+#[test]
+fn nothing_is_checked_after_the_protocol_has_switched() {
     let bad = PLAIN.replace("\r\n", "\n");
-    let asked = |following, behind: &str, idle: Option<&str>| {
-        let mut check = HeadCheck::default();
-        check.read(PLAIN.as_bytes());
-        assert_eq!(check.request(following), None);
-        check.read(behind.as_bytes());
-        if let Some(last) = idle {
-            check.idle(last.as_bytes());
-        }
-        check.read(bad.as_bytes());
-        check.request(BodyFraming::Length(0))
-    };
-    let chunks = "5\r\nhello\r\n0\r\n\r\n";
-    // Pipelined after chunks, or after the bytes of another protocol.
-    assert_eq!(asked(BodyFraming::Chunked, chunks, None), None);
-    assert_eq!(asked(BodyFraming::Opaque, "", None), None);
-    assert_eq!(asked(BodyFraming::Opaque, "", Some("0\r\n\r\n")), None);
-    // A line of text within an upload that was answered early.
-    let text = asked(BodyFraming::Chunked, "6\r\nhello\n\r\n", Some("o\n\r\n"));
-    assert_eq!(text, None);
-    // The previous request was answered, and its last bytes are those of an end.
-    let next = asked(BodyFraming::Chunked, chunks, Some("0\r\n\r\n"));
-    assert_eq!(next, Some(HeadError::BareLf));
-}
-
-#[test]
-fn a_request_without_a_body_makes_the_beginning_known_again() {
-    let mut check = HeadCheck::default();
-    check.read(PLAIN.as_bytes());
-    assert_eq!(check.request(BodyFraming::Chunked), None);
-    check.read(b"0\r\nX: y\r\n\r\n");
-    check.idle(b"y\r\n\r\n");
-    check.read(PLAIN.as_bytes());
-    assert_eq!(check.request(BodyFraming::Length(0)), None);
-    check.idle(b"0\r\n\r\n");
-    check.read(PLAIN.replace("\r\n", "\n").as_bytes());
-    let error = check.request(BodyFraming::Length(0));
-    assert_eq!(error, Some(HeadError::BareLf));
-}
-
-#[test]
-fn bytes_behind_a_head_are_stored_up_to_a_bound() {
-    let mut check = HeadCheck::default();
-    check.read(PLAIN.as_bytes());
-    check.read(&vec![b'x'; PIPELINED_MAX_BYTES + 1]);
-    assert!(matches!(check.state, State::Unknown(None)));
-    assert_eq!(check.request(BodyFraming::Length(1)), None);
+    let opaque = BodyFraming::Opaque;
+    for piece in [1, 4096] {
+        let found = errors(&[(PLAIN, opaque), (&bad, opaque)], piece);
+        assert_eq!(found, [None, None], "{piece}");
+    }
 }
