@@ -124,15 +124,8 @@ impl App {
         sessions::start(inputs, &context)?;
         quic_sessions::start(&sockets.quic, &context);
         let nodes = admin::node_list(&authority, &context);
-        admin::start(
-            &authority,
-            nodes.clone(),
-            advertised,
-            tunnels,
-            meta_listener,
-            metrics_registry,
-            &context,
-        )?;
+        admin::start_socket(&authority, nodes.clone(), advertised, tunnels, &context)?;
+        admin::start_meta(nodes.clone(), meta_listener, metrics_registry, &context);
         status_page::start(sockets.status, serving.certificates, nodes, &context)?;
         if let Some(dns) = &dns {
             dns.start_loop_detection(&context.shutdown).await?;

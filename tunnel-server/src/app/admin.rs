@@ -7,9 +7,7 @@ use http::StatusCode;
 use prometheus_client::registry::Registry as MetricsRegistry;
 use tokio::net::TcpListener;
 use tunnel_proto::process::diag::settings_lines;
-use tunnel_proto::process::meta::{
-    self, EndpointAnswer, EndpointHandler, EndpointRequest, FullResponse, Meta,
-};
+use tunnel_proto::process::meta::{self, EndpointAnswer, EndpointHandler, EndpointRequest, Meta};
 
 use super::authority::Authority;
 use super::context::ServerContext;
@@ -22,14 +20,11 @@ use crate::ingress::connect::AdminTunnels;
 use crate::policy::PortPolicy;
 use crate::routing::routes::RouteSource;
 
-/// Starts the admin socket, then the meta port.
-pub(super) fn start(
+pub(super) fn start_socket(
     authority: &Authority,
     nodes: Arc<NodeList>,
     advertised: Vec<String>,
     tunnels: AdminTunnels,
-    meta_listener: TcpListener,
-    mut metrics_registry: MetricsRegistry,
     context: &ServerContext,
 ) -> io::Result<()> {
     let state = AdminState {
@@ -38,14 +33,22 @@ pub(super) fn start(
         nodes: context.nodes.clone(),
         revocations: authority.revocations.clone(),
         rotator: rotator(authority, context),
-        status: nodes.clone(),
+        status: nodes,
         node_labels: node_labels(context),
         advertised,
         can_issue: context.config.agent_files.is_none(),
         tunnels: Some(tunnels),
         settings: settings_lines(&context.config),
     };
-    admin::start(state, &context.data, &context.shutdown)?;
+    admin::start(state, &context.data, &context.shutdown)
+}
+
+pub(super) fn start_meta(
+    nodes: Arc<NodeList>,
+    listener: TcpListener,
+    mut metrics_registry: MetricsRegistry,
+    context: &ServerContext,
+) {
     let server_metrics = metrics_registry.sub_registry_with_prefix("tunnel_server");
     server_metrics.register_collector(Box::new(node_metrics(context)));
     observe_rtts(
@@ -56,8 +59,7 @@ pub(super) fn start(
     Meta::new(context.readiness.clone(), metrics_registry)
         .with("/nodes", nodes_endpoint(nodes.clone()))
         .with("/sd/prometheus", discovery_endpoint(nodes, context))
-        .start(meta_listener, &context.shutdown);
-    Ok(())
+        .start(listener, &context.shutdown);
 }
 
 fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotator>, NoRotation> {
@@ -126,7 +128,7 @@ fn discovery_endpoint(nodes: Arc<NodeList>, context: &ServerContext) -> Endpoint
     Box::new(move |request: EndpointRequest<'_>| {
         let query = match checked_query(request.query, &policy.load()) {
             Ok(query) => query,
-            Err(refusal) => return EndpointAnswer::Now(refusal),
+            Err((status, text)) => return EndpointAnswer::Now(meta::text(status, text)),
         };
         let (nodes, peers) = (nodes.clone(), peers.clone());
         EndpointAnswer::Document {
@@ -140,11 +142,14 @@ fn discovery_endpoint(nodes: Arc<NodeList>, context: &ServerContext) -> Endpoint
     })
 }
 
-fn checked_query(query: &str, policy: &PortPolicy) -> Result<DiscoveryQuery, FullResponse> {
+fn checked_query(query: &str, policy: &PortPolicy) -> Result<DiscoveryQuery, Refusal> {
     let query = DiscoveryQuery::parse(query)
-        .map_err(|error| meta::text(StatusCode::BAD_REQUEST, format!("{error}\n")))?;
+        .map_err(|error| (StatusCode::BAD_REQUEST, format!("{error}\n")))?;
     query
         .authorize(policy)
-        .map_err(|refusal| meta::text(StatusCode::FORBIDDEN, format!("{refusal}\n")))?;
+        .map_err(|refusal| (StatusCode::FORBIDDEN, format!("{refusal}\n")))?;
     Ok(query)
 }
+
+/// The status and the text of a response that refuses a request.
+type Refusal = (StatusCode, String);

@@ -168,7 +168,8 @@ impl HeadCheck {
         if self.heads.is_empty() {
             self.heads.shrink_to(HEADS_RETAINED);
         }
-        head.head_error.or(is_other.then_some(HeadError::Unframed))
+        head.head_error
+            .or_else(|| is_other.then_some(HeadError::Unframed))
     }
 
     fn push(&mut self, head: CheckedHead) {
