@@ -61,7 +61,7 @@ pub struct AdminState {
     pub revocations: Arc<Revocations>,
     /// Rotation of the CA.
     pub rotator: Result<Arc<CaRotator>, NoRotation>,
-    /// List of nodes.
+    /// The list of nodes that the meta port and the status page share.
     pub status: Arc<NodeList>,
     /// Keys of the Nodes' labels that the list has.
     pub node_labels: Vec<String>,

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Empty, Full, Limited};
+use http::{Method, Request, StatusCode};
+use http_body_util::{BodyExt, Empty, Limited};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -25,7 +25,6 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
-use serde::Serialize;
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
@@ -38,6 +37,10 @@ use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
 
 mod documents;
+mod response;
+
+use self::response::response;
+pub use self::response::{FullResponse, json, text};
 
 /// Maximum number of connections. At the limit, newer connections evict the oldest. Probes and one
 /// or two scrapers need only a few.
@@ -51,9 +54,6 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest response body that [`get`] accepts. The metrics of 10,000 nodes are about 3 MiB.
 const RESPONSE_MAX_BYTES: usize = 8 * 1024 * 1024;
-
-/// A response of the meta port.
-pub type FullResponse = Response<Full<Bytes>>;
 
 /// A request for an additional endpoint.
 #[derive(Debug, Clone, Copy)]
@@ -285,38 +285,6 @@ impl MetaServer {
             make: Box::new(move || meta.metrics(format)),
         }
     }
-}
-
-/// Returns a plain text response.
-#[must_use]
-pub fn text(status: StatusCode, body: impl Into<Bytes>) -> FullResponse {
-    response(status, "text/plain; charset=utf-8", body)
-}
-
-/// Returns a JSON response, or 500 if `value` has no JSON form.
-#[must_use]
-pub fn json(status: StatusCode, value: &impl Serialize) -> FullResponse {
-    match serde_json::to_vec(value) {
-        Ok(mut body) => {
-            body.push(b'\n');
-            response(status, "application/json", body)
-        }
-        Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
-    }
-}
-
-fn response(
-    status: StatusCode,
-    content_type: &'static str,
-    body: impl Into<Bytes>,
-) -> FullResponse {
-    let mut response = Response::new(Full::new(body.into()));
-    *response.status_mut() = status;
-    let content_type = http::HeaderValue::from_static(content_type);
-    response
-        .headers_mut()
-        .insert(http::header::CONTENT_TYPE, content_type);
-    response
 }
 
 /// Returns the address at which this host reaches a listener on `address`: loopback if the listener

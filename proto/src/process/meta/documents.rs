@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
-use super::FullResponse;
+use super::response::FullResponse;
 use crate::process::making::{self, DOCUMENT_MAX_AGE, MakingCost};
 use crate::process::shutdown::Shutdown;
 
@@ -215,7 +215,7 @@ mod tests {
     use http::StatusCode;
 
     use super::*;
-    use crate::process::meta::text;
+    use crate::process::meta::response::text;
 
     fn key(variant: &str) -> DocumentKey {
         ("/documents", variant.to_owned())

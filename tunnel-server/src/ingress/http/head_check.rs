@@ -92,7 +92,7 @@ enum State {
     Off,
 }
 
-/// A complete head.
+/// A head up to its empty line, as the check has read it.
 #[derive(Debug, Clone, Copy)]
 struct CheckedHead {
     /// `None` if the check cannot read the fields.

@@ -32,7 +32,7 @@ pub(super) enum ChunkState {
 pub(super) enum ChunkStep {
     /// Further bytes of the body.
     Within,
-    /// The next head.
+    /// The next head, since the body has ended.
     End,
     /// The bytes are not in chunked coding.
     Malformed,
