@@ -4,8 +4,8 @@
 //! I/O. The other modules need the feature `io`: [`transport`] (sessions and streams over QUIC),
 //! [`session`] (control messages and liveness of a session), [`tls`] and [`identity`]
 //! (authentication of the peer), [`relay`] (copying bytes in both directions), [`forward`] (streams
-//! of other servers), [`egress`] (the socket to a target), and [`process`] (signals, meta port, logs). [`process`] is not about the
-//! wire, but both binaries share it.
+//! of other servers), [`dial`] and [`egress`] (the connection to a target), and [`process`] (signals,
+//! meta port, logs). [`process`] is not about the wire, but both binaries share it.
 //!
 //! Features:
 //! - `io` (default): everything except [`wire`].
@@ -17,6 +17,8 @@ pub mod wire;
 
 #[cfg(feature = "io")]
 mod buffers;
+#[cfg(feature = "io")]
+pub mod dial;
 #[cfg(feature = "io")]
 pub mod egress;
 #[cfg(feature = "io")]

@@ -12,6 +12,7 @@ macro_rules! tests_of {
 }
 
 mod abuse;
+mod addresses;
 mod answers;
 mod binaries;
 mod cloud;

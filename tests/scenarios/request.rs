@@ -2,6 +2,7 @@
 //! receives.
 
 use anyhow::Result;
+use tunnel_agent::config::NodeIpSetting;
 use tunnel_tests::checks::{ensure_contains, ensure_status, get_ok};
 use tunnel_tests::client::{
     BodyEnd, ByteStream, Endpoint, Exchange, KeepAliveClient, RawRequest, request,
@@ -143,7 +144,7 @@ async fn loopback_class_reaches_what_listens_on_loopback_only() -> Result<()> {
     // exporter.
     let _agent = env
         .agent_with("worker-1", |config| {
-            config.node_ip = Some([127, 0, 0, 77].into());
+            config.node_ip = NodeIpSetting::Fixed([127, 0, 0, 77].into());
             config.dial_policy.localhost_ports = port.to_string().parse().unwrap();
         })
         .await?;

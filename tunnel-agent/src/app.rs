@@ -31,6 +31,7 @@ use crate::ingress::{Ingress, listeners};
 use crate::join::JoinCommandError;
 use crate::loop_detection::LoopDetector;
 use crate::metrics::Metrics;
+use crate::node_ip::NodeIpLookup;
 use crate::policy::DialPolicy;
 use crate::render::RenderError;
 use crate::session::SessionContext;
@@ -236,9 +237,17 @@ impl App {
             self.metrics.clone(),
             drain.clone(),
         );
+        let node_ip = NodeIpLookup::new(
+            config.node_name.clone(),
+            config.node_ip,
+            self.readiness.clone(),
+        );
+        let followed = node_ip.clone();
+        self.shutdown
+            .spawn_service(async move { followed.follow().await });
         let context = SessionContext {
             node: config.node_name.clone(),
-            node_ip: config.node_ip,
+            node_ip,
             instance: self.instance,
             limits: config.limits,
             egress: Arc::new(egress),

@@ -20,6 +20,7 @@ pub(crate) use checked::DEFAULT_DATA_DIR;
 pub use checked::{Config, TransportChoice, meta_address};
 pub use cloud::CloudListener;
 pub(crate) use cloud::is_local;
+pub use identity::NodeIpSetting;
 pub use limits::{LIMITS, Limit, Limits, RawLimits};
 pub use raw::RawConfig;
 pub use secret::Secret;
@@ -98,7 +99,7 @@ fn layered(
 ) -> Result<(RawConfig, Option<String>), LoadError> {
     let shared = RawConfig {
         node_name: variable("NODE_NAME").filter(|name| !name.is_empty()),
-        node_ip: variable("NODE_IP").filter(|ip| !ip.is_empty()),
+        initial_node_ip: variable("NODE_IP").filter(|ip| !ip.is_empty()),
         environment_proxy: EnvironmentProxy::from_variables(variable),
         ..RawConfig::default()
     };

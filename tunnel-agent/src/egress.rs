@@ -24,13 +24,14 @@ use crate::config::Limit;
 use crate::config::Limits;
 use crate::loop_detection::LoopDetector;
 use crate::metrics::{Metrics, StreamEnd};
+use crate::node_ip::SessionNodeIp;
 use crate::policy::DialPolicy;
 
 mod dial;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use dial::{DialContext, NodeIp, dial};
+pub(crate) use dial::{DialContext, dial};
 
 /// Serves the streams of all sessions.
 #[derive(Debug)]
@@ -46,11 +47,11 @@ pub(crate) struct Egress {
 }
 
 /// Parameters of one session's streams.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct SessionParams {
     pub(crate) session: SessionId,
     /// Address where targets of class node are dialed.
-    pub(crate) node_ip: Option<NodeIp>,
+    pub(crate) node_ip: SessionNodeIp,
     /// Time that the server waits for a dial; zero if the server did not send one.
     pub(crate) dial_timeout: Duration,
 }
@@ -228,7 +229,7 @@ impl Egress {
             self.dial_timeout.min(params.dial_timeout)
         };
         let context = DialContext {
-            node_ip: params.node_ip,
+            node_ip: params.node_ip.current(),
             dial_policy: &self.dial_policy,
             limit,
             metrics: &self.metrics,

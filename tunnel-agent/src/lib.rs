@@ -51,6 +51,7 @@ mod ingress;
 mod log_throttle;
 mod loop_detection;
 mod metrics;
+mod node_ip;
 mod proxy;
 mod session;
 #[cfg(test)]

@@ -31,9 +31,10 @@ use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::ReplicaId;
 
 use crate::config::Limit;
-use crate::egress::{NodeIp, SessionParams};
+use crate::egress::SessionParams;
 use crate::ingress::sessions::CloudSessionGuard;
 use crate::metrics::GaugeGuard;
+use crate::node_ip::{NodeIp, SessionNodeIp};
 
 mod admission;
 mod context;
@@ -66,13 +67,7 @@ impl AdmittedSession {
         context: &SessionContext,
         began: Instant,
     ) -> Result<Self, AdmitError> {
-        let node_ip = match context.node_ip {
-            Some(ip) => Some(NodeIp {
-                ip,
-                is_configured: true,
-            }),
-            None => NodeIp::for_route_to(session.stats().remote),
-        };
+        let node_ip = context.node_ip.current(session.stats().remote);
         let admitted = admit(&session, context, node_ip).await?;
         Ok(Self {
             session,
@@ -123,7 +118,12 @@ impl AdmittedSession {
         let ready = Instant::now();
         let params = SessionParams {
             session: welcome.session,
-            node_ip,
+            node_ip: SessionNodeIp::new(
+                context.node_ip.clone(),
+                welcome.session,
+                session.stats().remote,
+                node_ip,
+            ),
             dial_timeout: welcome.target_dial_timeout,
         };
         let (active, reader) = ActiveSession::new(session, admitted, params, context, handle);
@@ -249,6 +249,8 @@ impl<'a> ActiveSession<'a> {
         let opened = self.cloud.as_ref().map(CloudSessionGuard::opened);
         let opened = opened.unwrap_or_default();
         let mut stream_opened = pin!(opened.notified());
+        let params = self.params.clone();
+        let mut connection_lost = pin!(params.node_ip.follow(&*session));
         let mut next_check = pin!(sleep_until(self.monitor.next_check()));
         let (mut withdrawn, mut replaced, mut listening) = (false, false, true);
         loop {
@@ -282,12 +284,9 @@ impl<'a> ActiveSession<'a> {
                     stream_opened.set(opened.notified());
                     self.monitor.stream(Instant::now());
                 }
+                () = &mut connection_lost => return self.abandon(),
                 () = &mut next_check => match self.check().await {
-                    Transition::Dead => {
-                        context.metrics.limit(Limit::DeadAfter);
-                        let why = "no data received for too long (agent's limits.deadAfter)";
-                        return self.end(CloseCode::Dead, why).await;
-                    }
+                    Transition::Dead => return self.end_silent().await,
                     Transition::Finished => return self.graceful_shutdown(REPLACED).await,
                     Transition::Unchanged | Transition::Suspect | Transition::Live => {}
                 },
@@ -438,6 +437,20 @@ impl<'a> ActiveSession<'a> {
         transition
     }
 
+    /// Ends a session whose connection is lost, without waiting for the server.
+    fn abandon(mut self) -> CloseReason {
+        self.cloud = None;
+        let (session, code) = (self.session.clone(), CloseCode::Dead);
+        let reason = "this host has lost the address of the connection";
+        let close = async move { session.close(code, reason).await };
+        self.context.shutdown.spawn_service(close);
+        CloseReason {
+            by: ClosedBy::Local,
+            code,
+            reason: reason.to_owned(),
+        }
+    }
+
     fn set_live_for_cloud(&self, is_live: bool) {
         if let Some(cloud) = &self.cloud {
             cloud.set_live(is_live);
@@ -501,6 +514,12 @@ impl<'a> ActiveSession<'a> {
         warn!(node = %self.context.node, session = self.params.session.0, %error, "control stream failed");
         let reason = format!("control stream failed: {error}");
         self.end(CloseCode::Protocol, &reason).await
+    }
+
+    async fn end_silent(self) -> CloseReason {
+        self.context.metrics.limit(Limit::DeadAfter);
+        let why = "no data received for too long (agent's limits.deadAfter)";
+        self.end(CloseCode::Dead, why).await
     }
 
     async fn end(mut self, code: CloseCode, reason: &str) -> CloseReason {

@@ -10,16 +10,18 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, PublicKe
 use rcgen::{ExtendedKeyUsagePurpose, KeyUsagePurpose};
 use rustls_pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
-use crate::config::Limits;
+use crate::config::{Limits, NodeIpSetting};
 use crate::credentials::{CredentialStore, Credentials, RotatingCredentials, Stored};
 use crate::egress::Egress;
 use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
+use crate::node_ip::NodeIpLookup;
 use crate::policy::DialPolicy;
 use crate::session::SessionContext;
 
@@ -155,9 +157,11 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
         metrics.clone(),
         draining,
     );
+    let node_ip = NodeIpSetting::Fixed([127, 0, 0, 1].into());
+    let node_ip = NodeIpLookup::new(node.clone(), node_ip, Readiness::default());
     SessionContext {
         node,
-        node_ip: Some([127, 0, 0, 1].into()),
+        node_ip,
         instance: InstanceId::new([7; 16]),
         limits,
         egress: Arc::new(egress),

@@ -50,12 +50,19 @@ pub fn source_address(remote: SocketAddr) -> Option<IpAddr> {
     (!address.is_unspecified()).then_some(address)
 }
 
-/// Returns whether this host has the address. A host reaches its own addresses from themselves.
+/// Returns whether this host has the address.
 #[must_use]
 pub fn is_own_address(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
-    // The port does not matter because nothing is sent.
-    ip.is_loopback() || source_address((ip, 9).into()) == Some(ip)
+    // A host reaches its addresses from themselves, except for the second IPv4 address of a network,
+    // which it reaches from the first one. The port does not matter because nothing is sent.
+    ip.is_loopback() || source_address((ip, 9).into()) == Some(ip) || reaches_itself(ip)
+}
+
+/// Returns whether a socket with the IPv4 address can reach it. Where `net.ipv4.ip_nonlocal_bind` is
+/// set, a socket may have the address of another host, but reaches none.
+fn reaches_itself(ip: IpAddr) -> bool {
+    ip.is_ipv4() && UdpSocket::bind((ip, 0)).is_ok_and(|socket| socket.connect((ip, 9)).is_ok())
 }
 
 /// Returns the source address of the default route, IPv4 first.

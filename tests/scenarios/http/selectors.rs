@@ -4,7 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Result;
-use tunnel_agent::config::Config;
+use tunnel_agent::config::{Config, NodeIpSetting};
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv};
 use tunnel_tests::targets::RecordingTarget;
@@ -27,7 +27,7 @@ impl Site {
         let env = TestEnv::start().await?;
         let agent = async |node: &str, address: &str| -> Result<Agent> {
             let address: IpAddr = address.parse()?;
-            let own = |config: &mut Config| config.node_ip = Some(address);
+            let own = |config: &mut Config| config.node_ip = NodeIpSetting::Fixed(address);
             env.agent_with(node, own).await
         };
         let agents = [

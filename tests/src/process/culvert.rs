@@ -258,6 +258,7 @@ impl Server {
 pub struct AgentSetup {
     namespace: Option<Namespace>,
     arguments: Vec<String>,
+    environment: Vec<(String, String)>,
     own_group: bool,
 }
 
@@ -273,6 +274,7 @@ impl AgentSetup {
         Self {
             namespace: namespace.cloned(),
             arguments: Vec::new(),
+            environment: Vec::new(),
             own_group: false,
         }
         .args(&["--server", &server, "--node-name", node])
@@ -304,6 +306,12 @@ impl AgentSetup {
         self
     }
 
+    /// Sets an environment variable of `run`.
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self
@@ -312,6 +320,8 @@ impl AgentSetup {
     /// Starts the agent. The server reports whether the agent gets a session.
     pub fn start(&self) -> Result<Process> {
         let run = Program::ours("tunnel-agent")?.args(["run", "--log-format", "json"]);
+        let environment = self.environment.iter();
+        let run = environment.fold(run, |run, (name, value)| run.env(name, value));
         let program = run.args(&self.arguments).inside(self.namespace.as_ref());
         if self.own_group {
             program.in_own_group().start()

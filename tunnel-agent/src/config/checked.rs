@@ -1,7 +1,7 @@
 //! The typed configuration. All settings are checked together, so that all errors are reported at
 //! once.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::thread::available_parallelism;
@@ -15,7 +15,7 @@ use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 
 use super::limits::Limits;
-use super::{CloudListener, RawConfig, ServerAddress, TokenSource, cloud, identity};
+use super::{CloudListener, NodeIpSetting, RawConfig, ServerAddress, TokenSource, cloud, identity};
 use crate::credentials::CredentialFiles;
 use crate::policy::DialPolicy;
 use crate::proxy::ProxyChoice;
@@ -35,8 +35,7 @@ pub struct Config {
     pub proxy: ProxyChoice,
     pub quic_congestion: CongestionControl,
     pub node_name: NodeName,
-    /// Address of this node; `None` uses the route towards the server.
-    pub node_ip: Option<IpAddr>,
+    pub node_ip: NodeIpSetting,
     pub token: Option<TokenSource>,
     pub ca_file: Option<PathBuf>,
     /// CA certificates of `--ca-file`, as read at start.
@@ -124,7 +123,7 @@ impl Config {
             CongestionControl::default(),
         );
         let node_name = identity::node_name(settings.node_name.as_deref(), &mut errors);
-        let node_ip = identity::node_ip(settings.node_ip.as_deref(), &mut errors);
+        let node_ip = identity::node_ip(&settings, &mut errors);
         let token = TokenSource::check(&settings, &mut errors);
         let credential_files = identity::credential_files(&settings, &mut errors);
         let ca = identity::ca(&settings, token.as_ref(), &mut errors);

@@ -28,16 +28,36 @@ pub(super) fn node_name(setting: Option<&str>, errors: &mut ConfigErrors) -> Opt
     errors.ok_or_record("--node-name", parsed)
 }
 
-pub(super) fn node_ip(setting: Option<&str>, errors: &mut ConfigErrors) -> Option<IpAddr> {
-    let text = setting?;
-    let parsed = match text.trim().parse::<IpAddr>() {
+/// The setting of the node's address.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum NodeIpSetting {
+    /// `--node-ip`: the operator's word, whether this host has the address or not.
+    Fixed(IpAddr),
+    /// `NODE_IP`, the host's address when its Pod started: in use while this host has it.
+    Initial(IpAddr),
+    /// The address of the route to the server.
+    #[default]
+    Unset,
+}
+
+pub(super) fn node_ip(settings: &RawConfig, errors: &mut ConfigErrors) -> NodeIpSetting {
+    let mut parsed = |name, text: &Option<String>| {
+        let parsed = parse_node_ip(text.as_deref()?);
+        errors.ok_or_record(name, parsed)
+    };
+    let fixed = parsed("--node-ip", &settings.node_ip).map(NodeIpSetting::Fixed);
+    let initial = parsed("NODE_IP", &settings.initial_node_ip).map(NodeIpSetting::Initial);
+    fixed.or(initial).unwrap_or_default()
+}
+
+fn parse_node_ip(text: &str) -> Result<IpAddr, String> {
+    match text.trim().parse::<IpAddr>() {
         Ok(ip) if policy::is_never_dialed(ip) => Err(format!(
             "{ip} is never dialed: unspecified, link-local, multicast or metadata"
         )),
         Ok(ip) => Ok(ip.to_canonical()),
         Err(_syntax) => Err(format!("{text:?} is not an IP address")),
-    };
-    errors.ok_or_record("--node-ip", parsed)
+    }
 }
 
 /// Returns the files of --cert-file, and checks that --server-name is given only with them.

@@ -71,11 +71,13 @@ tunnel_proto::layered! {
         #[arg(long, env = "TUNNEL_AGENT_NODE_NAME", value_name = "NAME", help_heading = "Identity")]
         pub node_name: Option<String>,
 
-        /// Address of this node, where its own ports are dialed [default: address of the default
-        /// route]
+        /// Address of this node, where its own ports are dialed [default: address of the route to the
+        /// server, looked up for each request]
         ///
-        /// The variable NODE_IP is read as well. The address is never used for routing in the
-        /// cloud, so any number of sites may use the same address.
+        /// Without this setting, the variable NODE_IP is used while this host has the address. The
+        /// address is never used for routing in the cloud, so any number of sites may use the same
+        /// address. The agent dials this address even if the host does not have it, and says so in
+        /// /readyz.
         #[arg(long, env = "TUNNEL_AGENT_NODE_IP", value_name = "IP", help_heading = "Identity")]
         pub node_ip: Option<String>,
 
@@ -205,6 +207,11 @@ tunnel_proto::layered! {
         /// Limits and timers, set in the file only; see [`LIMITS`](super::LIMITS).
         #[arg(skip)]
         pub limits: Option<RawLimits>,
+
+        /// Value of the variable NODE_IP.
+        #[arg(skip)]
+        #[serde(skip)]
+        pub initial_node_ip: Option<String>,
 
         /// Values of HTTPS_PROXY and NO_PROXY; they have the lowest precedence.
         #[arg(skip)]

@@ -1,4 +1,3 @@
-use std::net::IpAddr;
 use std::time::Duration;
 
 use tunnel_proto::transport::CongestionControl;
@@ -98,9 +97,31 @@ fn flags_win_over_kubernetes_variables_and_those_over_the_file() {
     let config = load(flags, Some(&path), variable).unwrap();
     assert_eq!(config.servers[0].to_string(), "flag:2");
     assert_eq!(config.node_name.as_str(), "from-variable");
-    assert_eq!(config.node_ip, Some(IpAddr::from([10, 0, 0, 1])));
+    let from_file = NodeIpSetting::Fixed([10, 0, 0, 1].into());
+    assert_eq!(config.node_ip, from_file);
     assert_eq!(config.log_level, tracing::level_filters::LevelFilter::DEBUG);
     assert_eq!(config.limits.keep_alive, Duration::from_secs(1));
+}
+
+#[test]
+fn address_that_the_operator_set_wins_over_that_of_the_pod() {
+    let of_pod = |name: &str| (name == "NODE_IP").then(|| "10.0.0.2".to_owned());
+    let with = |node_ip: Option<&str>| {
+        let flags = RawConfig {
+            node_ip: node_ip.map(str::to_owned),
+            ..settings()
+        };
+        load(flags, None, of_pod).unwrap().node_ip
+    };
+    assert_eq!(with(None), NodeIpSetting::Initial([10, 0, 0, 2].into()));
+    let fixed = NodeIpSetting::Fixed([10, 0, 0, 1].into());
+    assert_eq!(with(Some("10.0.0.1")), fixed);
+    let unusable = |name: &str| (name == "NODE_IP").then(|| "169.254.1.1".to_owned());
+    let error = load(settings(), None, unusable).unwrap_err().to_string();
+    assert!(
+        error.contains("NODE_IP: 169.254.1.1 is never dialed"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -2,14 +2,15 @@
 //! time. A fact that cannot be obtained is the reason for that.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use http::StatusCode;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
-use tunnel_proto::process::host::{kernel_number, primary_address};
+use tunnel_proto::process::host::kernel_number;
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::{disk, meta};
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -18,9 +19,11 @@ use super::cloud::{self, CloudFacts};
 use super::credential::{self, CredentialFacts, CredentialFault};
 use super::probe::{Prober, ServerFacts};
 use crate::config::{Config, TransportChoice};
+use crate::connector::endpoint::resolve;
 use crate::connector::status::SessionReport;
-use crate::egress::{self, DialContext, NodeIp};
+use crate::egress::{self, DialContext};
 use crate::metrics::Metrics;
+use crate::node_ip::{NodeIp, NodeIpLookup};
 use crate::policy::DialPolicy;
 use crate::status;
 
@@ -176,16 +179,15 @@ async fn network(
 }
 
 async fn dial_ports(config: &Config, ports: &[Port], within: Duration) -> Vec<PortFacts> {
-    let node_ip = match config.node_ip {
-        Some(ip) => Some(NodeIp {
-            ip,
-            is_configured: true,
-        }),
-        None => primary_address().map(|ip| NodeIp {
-            ip,
-            is_configured: false,
-        }),
-    };
+    if ports.is_empty() {
+        return Vec::new();
+    }
+    let lookup = NodeIpLookup::new(
+        config.node_name.clone(),
+        config.node_ip,
+        Readiness::default(),
+    );
+    let node_ip = lookup.current(server(config, within).await);
     let mut dials = JoinSet::new();
     for port in ports {
         dials.spawn(dial_port(
@@ -196,6 +198,18 @@ async fn dial_ports(config: &Config, ports: &[Port], within: Duration) -> Vec<Po
         ));
     }
     dials.join_all().await
+}
+
+/// Returns an address of the first server that has one. The route to it leads to the node's address.
+async fn server(config: &Config, within: Duration) -> SocketAddr {
+    for server in &config.servers {
+        if let Ok(addresses) = resolve(server, within).await
+            && let Some(address) = addresses.first()
+        {
+            return *address;
+        }
+    }
+    SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
 }
 
 /// Dials a port of this node as the agent does for a request, and closes the connection.
@@ -309,6 +323,7 @@ mod tests {
         let node_ip = Some(NodeIp {
             ip: address.ip(),
             is_configured: true,
+            is_own: true,
         });
         let limit = Duration::from_secs(5);
         let dialed = dial_port(port, node_ip, DialPolicy::default(), limit)

@@ -1,18 +1,19 @@
-//! Dials a target: finds candidate addresses, checks the dial policy for each, and connects. The
-//! node's own address is configured or derived from the route.
+//! Dials a target: finds candidate addresses, checks the dial policy for each, and connects.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::{Instant, timeout_at};
-use tunnel_proto::process::host::{is_own_address, primary_address, source_address};
+use tunnel_proto::dial::{Source, connect};
+use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::Port;
 
 use crate::metrics::{DialResult, Metrics};
+use crate::node_ip::NodeIp;
 use crate::policy::{self, DialPolicy, TargetClass};
 
 /// Context of a dial apart from the target.
@@ -34,25 +35,29 @@ pub(crate) async fn dial(
     let candidates = candidates(target, context, deadline).await?;
     let mut allowed = Vec::new();
     let mut denied = None;
-    for (class, address) in candidates {
+    for candidate in candidates {
+        let Candidate { class, address, .. } = candidate;
         policy::check_cloud_listeners(address, context.dial_policy, is_own_address)
             .map_err(|own| refusal(RefusalCode::Policy, &own.to_string()))?;
         match policy::check(class, address, context.dial_policy) {
-            Ok(()) => allowed.push(address),
+            Ok(()) => allowed.push(candidate),
             Err(reason) => denied = denied.or(Some(reason)),
         }
     }
     let mut code = RefusalCode::TargetRefused;
     let mut failures = Vec::new();
-    for (index, address) in allowed.iter().enumerate() {
+    for (index, candidate) in allowed.iter().enumerate() {
+        let Candidate {
+            address, source, ..
+        } = *candidate;
         let now = Instant::now();
         let left = deadline.saturating_duration_since(now);
         // A silent address must leave time for those after it.
         let share = left / u32::try_from(allowed.len() - index).unwrap_or(u32::MAX);
-        let error = match timeout_at(now + share, TcpStream::connect(address)).await {
+        let error = match timeout_at(now + share, connect(address, source)).await {
             Ok(Ok(socket)) => {
                 context.metrics.dialed(DialResult::Connected);
-                return Ok((socket, *address));
+                return Ok((socket, address));
             }
             Ok(Err(error)) => error,
             Err(_elapsed) => io::ErrorKind::TimedOut.into(),
@@ -72,15 +77,37 @@ pub(crate) async fn dial(
     }
 }
 
+/// An address at which a target may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Candidate {
+    class: TargetClass,
+    address: SocketAddr,
+    source: Source,
+}
+
+impl Candidate {
+    fn loopback(address: SocketAddr) -> Self {
+        Self {
+            class: TargetClass::Loopback,
+            address,
+            source: Source::Target,
+        }
+    }
+}
+
 async fn candidates(
     target: &Target,
     context: &DialContext<'_>,
     deadline: Instant,
-) -> Result<Vec<(TargetClass, SocketAddr)>, Refusal> {
+) -> Result<Vec<Candidate>, Refusal> {
     match target {
         Target::Node(port) => {
-            let NodeIp { ip, is_configured } = context.node_ip.ok_or_else(|| {
-                let problem = "address of the node is unknown; set --node-ip on the agent";
+            let NodeIp {
+                ip,
+                is_configured,
+                is_own,
+            } = context.node_ip.ok_or_else(|| {
+                let problem = "the node has no address; set --node-ip on the agent";
                 refusal(RefusalCode::TargetRefused, problem)
             })?;
             // A host without a network has only loopback, and listeners on loopback are not meant
@@ -90,18 +117,19 @@ async fn candidates(
             } else {
                 TargetClass::Node
             };
-            let mut candidates = vec![(class, SocketAddr::new(ip, port.get()))];
+            let mut candidates = vec![Candidate {
+                class,
+                address: SocketAddr::new(ip, port.get()),
+                source: if is_own { Source::Target } else { Source::Any },
+            }];
             if KUBELET_PORTS.contains(&port.get()) {
-                candidates.push((TargetClass::Loopback, loopback_v4(*port)));
+                candidates.push(Candidate::loopback(loopback_v4(*port)));
             }
             Ok(candidates)
         }
         Target::Loopback(port) => {
             let v6 = SocketAddr::from((Ipv6Addr::LOCALHOST, port.get()));
-            Ok(vec![
-                (TargetClass::Loopback, loopback_v4(*port)),
-                (TargetClass::Loopback, v6),
-            ])
+            Ok([loopback_v4(*port), v6].map(Candidate::loopback).into())
         }
         Target::Host(host, port) => {
             let resolved = timeout_at(deadline, resolve(host, *port)).await;
@@ -113,12 +141,16 @@ async fn candidates(
     }
 }
 
-async fn resolve(host: &str, port: Port) -> Result<Vec<(TargetClass, SocketAddr)>, Refusal> {
+async fn resolve(host: &str, port: Port) -> Result<Vec<Candidate>, Refusal> {
     let problem = match lookup_host((host, port.get())).await {
         Ok(addresses) => {
             let found: Vec<_> = addresses
                 .take(ADDRESSES_MAX)
-                .map(|address| (TargetClass::Host, address))
+                .map(|address| Candidate {
+                    class: TargetClass::Host,
+                    address,
+                    source: Source::Any,
+                })
                 .collect();
             if !found.is_empty() {
                 return Ok(found);
@@ -150,8 +182,12 @@ fn explain(error: &io::Error, limit: Duration) -> (DialResult, String) {
     };
     match error.kind() {
         TimedOut => (DialResult::Timeout, format!("no answer within {limit:?}")),
+        AddrNotAvailable => (
+            DialResult::Refused,
+            "this host has no such address".to_owned(),
+        ),
         kind @ (ConnectionRefused | HostUnreachable | NetworkUnreachable | NetworkDown
-        | ConnectionReset | ConnectionAborted | AddrNotAvailable | PermissionDenied) => {
+        | ConnectionReset | ConnectionAborted | PermissionDenied) => {
             (DialResult::Refused, kind.to_string())
         }
         _ => (DialResult::Failed, error.to_string()),
@@ -163,40 +199,15 @@ const KUBELET_PORTS: [u16; 2] = [10250, 10255];
 /// Maximum number of addresses tried for one name.
 const ADDRESSES_MAX: usize = 8;
 
-/// The node's address, and whether the operator configured it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct NodeIp {
-    pub(crate) ip: IpAddr,
-    pub(crate) is_configured: bool,
-}
-
-impl NodeIp {
-    /// Returns the address from which this host reaches `remote`. If that is loopback, returns the
-    /// address of the default route.
-    pub(crate) fn for_route_to(remote: SocketAddr) -> Option<Self> {
-        let towards_server = source_address(remote);
-        towards_server
-            .filter(|ip| !ip.is_loopback())
-            .or_else(primary_address)
-            .or(towards_server)
-            .map(|ip| Self {
-                ip,
-                is_configured: false,
-            })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    async fn of_node(ip: &str, is_configured: bool, port: u16) -> Vec<(TargetClass, String)> {
+    /// Returns class, address and source of each candidate of a port of the node.
+    async fn of_node(node_ip: NodeIp, port: u16) -> Vec<(TargetClass, String, Source)> {
         let (dial_policy, metrics) = (DialPolicy::default(), Metrics::default());
         let context = DialContext {
-            node_ip: Some(NodeIp {
-                ip: ip.parse().unwrap(),
-                is_configured,
-            }),
+            node_ip: Some(node_ip),
             dial_policy: &dial_policy,
             limit: Duration::from_secs(1),
             metrics: &metrics,
@@ -204,37 +215,82 @@ mod tests {
         let target = Target::Node(Port::new(port).unwrap());
         let found = candidates(&target, &context, Instant::now()).await;
         let found = found.unwrap().into_iter();
-        found.map(|(class, at)| (class, at.to_string())).collect()
+        found
+            .map(|at| (at.class, at.address.to_string(), at.source))
+            .collect()
+    }
+
+    fn node_ip(ip: &str, is_configured: bool) -> NodeIp {
+        NodeIp {
+            ip: ip.parse().unwrap(),
+            is_configured,
+            is_own: true,
+        }
     }
 
     #[tokio::test]
     async fn kubelet_is_tried_at_the_node_address_and_then_at_loopback() {
+        let node_ip = node_ip("192.168.33.221", true);
+        let node = |port: u16| {
+            let address = format!("192.168.33.221:{port}");
+            (TargetClass::Node, address, Source::Target)
+        };
         for port in KUBELET_PORTS {
-            let node = (TargetClass::Node, format!("192.168.33.221:{port}"));
-            let loopback = (TargetClass::Loopback, format!("127.0.0.1:{port}"));
-            let found = of_node("192.168.33.221", true, port).await;
-            assert_eq!(found, [node, loopback]);
+            let address = format!("127.0.0.1:{port}");
+            let loopback = (TargetClass::Loopback, address, Source::Target);
+            assert_eq!(of_node(node_ip, port).await, [node(port), loopback]);
         }
-        let found = of_node("192.168.33.221", true, 9100).await;
-        let node = (TargetClass::Node, "192.168.33.221:9100".to_owned());
-        assert_eq!(found, [node]);
+        assert_eq!(of_node(node_ip, 9100).await, [node(9100)]);
+    }
+
+    #[tokio::test]
+    async fn address_of_this_host_is_dialed_from_itself_and_another_one_from_anywhere() {
+        for (is_own, source) in [(true, Source::Target), (false, Source::Any)] {
+            let node_ip = NodeIp {
+                is_own,
+                ..node_ip("192.168.33.221", true)
+            };
+            assert_eq!(of_node(node_ip, 9100).await[0].2, source);
+        }
     }
 
     #[tokio::test]
     async fn loopback_counts_as_the_node_address_only_when_it_was_given() {
-        let given = of_node("127.0.0.2", true, 9100).await;
+        let given = of_node(node_ip("127.0.0.2", true), 9100).await;
         assert_eq!(given[0].0, TargetClass::Node);
-        let found = of_node("127.0.0.1", false, 9100).await;
+        let found = of_node(node_ip("127.0.0.1", false), 9100).await;
         assert_eq!(found[0].0, TargetClass::Loopback);
     }
 
-    #[test]
-    fn loopback_is_the_last_resort() {
-        let found = NodeIp::for_route_to(([127, 0, 0, 1], 10262).into()).unwrap();
-        assert!(!found.is_configured);
-        assert_eq!(
-            found.ip,
-            primary_address().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
-        );
+    #[tokio::test]
+    async fn node_without_an_address_is_explained() {
+        let (dial_policy, metrics) = (DialPolicy::default(), Metrics::default());
+        let context = DialContext {
+            node_ip: None,
+            dial_policy: &dial_policy,
+            limit: Duration::from_secs(1),
+            metrics: &metrics,
+        };
+        let target = Target::Node(Port::new(9100).unwrap());
+        let refusal = dial(&target, &context).await.unwrap_err();
+        assert_eq!(refusal.code, RefusalCode::TargetRefused);
+        assert!(refusal.detail.contains("--node-ip"), "{}", refusal.detail);
+    }
+
+    /// The host loses its address between the lookup and the dial.
+    #[tokio::test]
+    async fn address_that_is_gone_is_refused_and_not_dialed() {
+        let (dial_policy, metrics) = (DialPolicy::default(), Metrics::default());
+        let context = DialContext {
+            node_ip: Some(node_ip("203.0.113.9", false)),
+            dial_policy: &dial_policy,
+            limit: Duration::from_secs(1),
+            metrics: &metrics,
+        };
+        let target = Target::Node(Port::new(9100).unwrap());
+        let refusal = dial(&target, &context).await.unwrap_err();
+        assert_eq!(refusal.code, RefusalCode::TargetRefused);
+        let detail = "203.0.113.9:9100: this host has no such address";
+        assert_eq!(refusal.detail, detail);
     }
 }

@@ -5,6 +5,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::memory::{self, MemorySession};
 use tunnel_proto::transport::{Session, StreamCut, find_cause};
@@ -12,6 +13,8 @@ use tunnel_proto::wire::code::ResetCode;
 use tunnel_proto::wire::name::Port;
 
 use super::*;
+use crate::config::NodeIpSetting;
+use crate::node_ip::NodeIpLookup;
 
 const LONG: Duration = Duration::from_secs(10);
 const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -51,12 +54,12 @@ impl Agent {
             metrics.clone(),
             draining.clone(),
         ));
+        let setting = node_ip.map_or(NodeIpSetting::Unset, NodeIpSetting::Fixed);
+        let node_ip = NodeIpLookup::new(egress.node.clone(), setting, Readiness::default());
+        let of_server = SocketAddr::from((LOCALHOST, 10262));
         let params = Arc::new(SessionParams {
             session: SessionId(1),
-            node_ip: node_ip.map(|ip| NodeIp {
-                ip,
-                is_configured: true,
-            }),
+            node_ip: SessionNodeIp::new(node_ip, SessionId(1), of_server, None),
             dial_timeout: Duration::ZERO,
         });
         let mut agent = Self {
@@ -260,14 +263,6 @@ async fn refusal_arrives_after_optimistic_data() {
     let mut stream = agent.open(Target::Node(unused_port().await)).await;
     stream.write_all(&[0; 64 * 1024]).await.unwrap();
     assert_eq!(refusal(stream).await.code, RefusalCode::TargetRefused);
-}
-
-#[tokio::test]
-async fn unknown_node_address_is_explained() {
-    let agent = Agent::with(DialPolicy::default(), None, 8);
-    let refusal = agent.refusal(Target::Node(Port::new(9100).unwrap())).await;
-    assert_eq!(refusal.code, RefusalCode::TargetRefused);
-    assert!(refusal.detail.contains("--node-ip"), "{}", refusal.detail);
 }
 
 #[tokio::test]

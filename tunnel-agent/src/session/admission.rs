@@ -13,7 +13,7 @@ use tunnel_proto::wire::header::StreamKind;
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN, negotiate_version};
 
 use super::context::SessionContext;
-use crate::egress::NodeIp;
+use crate::node_ip::NodeIp;
 
 /// The reason why a connection did not become a ready session.
 #[derive(Debug, thiserror::Error)]

@@ -1,6 +1,5 @@
 //! What the connector gives to each session: the state that all sessions share, and the link back.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,13 +15,13 @@ use crate::credentials::RotatingCredentials;
 use crate::egress::Egress;
 use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
+use crate::node_ip::NodeIpLookup;
 
 /// State shared by all sessions of an agent.
 #[derive(Debug)]
 pub(crate) struct SessionContext {
     pub(crate) node: NodeName,
-    /// The node's address, if the operator configured it.
-    pub(crate) node_ip: Option<IpAddr>,
+    pub(crate) node_ip: Arc<NodeIpLookup>,
     pub(crate) instance: InstanceId,
     pub(crate) limits: Limits,
     pub(crate) egress: Arc<Egress>,

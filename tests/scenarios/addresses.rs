@@ -1,0 +1,240 @@
+//! A node whose address changes under a running session, while another host takes its old address.
+
+use std::fs;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::fakes::{EXPORTER_PORT, KUBELET_PORT, site};
+use tunnel_tests::netns::Namespace;
+use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::tools::{Skip, Tool, or_skip, require};
+
+use super::namespaces::curl;
+
+/// One network with a server, a node and a third host:
+///
+/// ```text
+///   cloud 10.77.9.1    node 10.77.9.2, later .3    other: no address, later 10.77.9.2
+///        |                   |                       |
+///        +---------------- bridge -------------------+
+/// ```
+struct Segment {
+    cloud: Namespace,
+    node: Namespace,
+    other: Namespace,
+    scratch: ScratchDir,
+}
+
+impl Segment {
+    fn new() -> Result<Self, Skip> {
+        require(&[Tool::Curl])?;
+        let failed = |error: std::io::Error| Skip::because(format!("cannot write hosts: {error}"));
+        let scratch = ScratchDir::new().map_err(failed)?;
+        let hosts = scratch.path().join("hosts");
+        fs::write(&hosts, "127.0.0.1 localhost\n").map_err(failed)?;
+        let cloud = Namespace::new("cloud", &hosts)?;
+        let node = cloud.neighbor("node", &hosts)?;
+        let other = cloud.neighbor("other", &hosts)?;
+        cloud.script(&format!(
+            "$IP link add segment type bridge
+             $IP address add {CLOUD}/24 dev segment
+             $IP link set segment up
+             for host in {} {}; do
+               $IP link add port$host type veth peer name eth0 netns $host
+               $IP link set port$host master segment up
+             done",
+            node.holder(),
+            other.holder(),
+        ))?;
+        node.script(&format!(
+            "$IP link set eth0 up
+             $IP address add {OLD}/24 dev eth0"
+        ))?;
+        other.script("$IP link set eth0 up")?;
+        Ok(Self {
+            cloud,
+            node,
+            other,
+            scratch,
+        })
+    }
+
+    /// Moves the node to another address, and gives its old one to the other host.
+    fn readdress(&self) -> Result<(), Skip> {
+        self.node.script(&format!(
+            "$IP address del {OLD}/24 dev eth0
+             $IP address add {NEW}/24 dev eth0"
+        ))?;
+        self.other
+            .script(&format!("$IP address add {OLD}/24 dev eth0"))?;
+        Ok(())
+    }
+
+    /// Returns the number of connections that the other host has accepted.
+    fn accepted_by_other(&self) -> Result<u64> {
+        let counters = self.other.script("cat /proc/net/snmp")?;
+        let mut tcp = counters.lines().filter(|line| line.starts_with("Tcp:"));
+        let (names, values) = tcp.next().zip(tcp.next()).context("no counters of TCP")?;
+        let mut fields = names.split_whitespace().zip(values.split_whitespace());
+        let (_, value) = fields
+            .find(|(name, _)| *name == "PassiveOpens")
+            .context("no PassiveOpens")?;
+        Ok(value.parse()?)
+    }
+
+    async fn targets(&self) -> Result<[Process; 2]> {
+        let [exporter, kubelet] = [EXPORTER_PORT, KUBELET_PORT].map(any);
+        Ok([
+            site(NODE, exporter, kubelet, Some(&self.node)).await?,
+            site("other", exporter, kubelet, Some(&self.other)).await?,
+        ])
+    }
+
+    async fn server(&self) -> Result<Server> {
+        let setup = ServerSetup::new(&self.scratch.path().join("server"), Some(&self.cloud));
+        setup.args(&["--http-proxy-ports", "9100"]).start().await
+    }
+
+    async fn agent(&self, server: &Server, arguments: &[&str]) -> Result<AgentSetup> {
+        let endpoint = SocketAddr::new(CLOUD.parse()?, server.address(Listener::Agents).port());
+        let token = server.token(NODE, None).await?;
+        let data_dir = self.scratch.path().join("agent");
+        let setup = AgentSetup::new(NODE, endpoint, &data_dir, Some(&self.node));
+        Ok(setup.args(&["--token", &token]).args(arguments))
+    }
+
+    /// Requests a port of the node over HTTP, and one over HTTPS, with a credential.
+    async fn request(&self, server: &Server) -> Result<[String; 2]> {
+        let http = format!("http://{}/metrics", server.address(Listener::Http));
+        let https = format!("https://{}/healthz", server.address(Listener::Https));
+        let request = async |url: &str, port: u16| {
+            let curl = curl()?
+                .args(["-k", "-w", " %{http_code}"])
+                .args(["-H", "Authorization: Bearer secret"])
+                .args(["-H", &format!("Host: {NODE}:{port}"), url]);
+            curl.inside(Some(&self.cloud)).run().await?.ok()
+        };
+        let (http, https) =
+            tokio::join!(request(&http, EXPORTER_PORT), request(&https, KUBELET_PORT));
+        Ok([http?, https?])
+    }
+
+    /// Waits until both ports of the node answer.
+    async fn wait_until_answered(&self, server: &Server, agent: &Process) -> Result<()> {
+        eventually("answers of the node", TIMEOUT, async || {
+            let [http, https] = self.request(server).await?;
+            ensure!(
+                http.starts_with(&format!("# node {NODE}")),
+                "{http}; {agent}"
+            );
+            ensure!(https.ends_with(" 200"), "{https}; {agent}");
+            Ok(())
+        })
+        .await;
+        Ok(())
+    }
+
+    /// Returns the readiness page of the agent.
+    async fn readiness(&self) -> Result<String> {
+        let curl = curl()?.arg("http://127.0.0.1:10266/readyz?verbose");
+        curl.inside(Some(&self.node)).run().await?.ok()
+    }
+}
+
+tests_of! {
+    fn over_quic_a_session_outlives_the_address_and_no_other_host_gets_its_requests() =
+        address_changes("quic");
+    fn over_h2_another_session_follows_the_address_and_no_other_host_gets_its_requests() =
+        address_changes("h2");
+}
+
+async fn address_changes(transport: &str) -> Result<()> {
+    let Some(segment) = or_skip(Segment::new()) else {
+        return Ok(());
+    };
+    let _targets = segment.targets().await?;
+    let server = segment.server().await?;
+    // The agent sends nothing by itself within the patience of this test.
+    let config = segment.scratch.path().join("agent.yaml");
+    fs::write(
+        &config,
+        "limits: {keepAlive: 40s, suspectAfterIdle: 90s, deadAfter: 120s}\n",
+    )?;
+    let setup = segment.agent(&server, &["--transport", transport]).await?;
+    let setup = setup.args(&["--config", &config.to_string_lossy()]);
+    let agent = setup.start()?;
+    server.wait_until_connected(&[NODE]).await;
+    segment.wait_until_answered(&server, &agent).await?;
+
+    segment.readdress()?;
+    segment.wait_until_answered(&server, &agent).await?;
+    ensure!(segment.accepted_by_other()? == 0, "{agent}");
+    if transport == "quic" {
+        let lines = agent.log().lines();
+        let changes = lines.iter().filter(|line| line.contains(CHANGED)).count();
+        ensure!(changes == 1, "{changes} lines; {agent}");
+        let sessions = lines.iter().filter(|line| line.contains("session ready"));
+        ensure!(sessions.count() == 1, "{agent}");
+    }
+    Ok(())
+}
+
+/// `NODE_IP` is as old as its Pod, and `--node-ip` is the operator's word.
+#[tokio::test(flavor = "multi_thread")]
+async fn address_that_the_host_does_not_have_is_dialed_only_where_the_operator_set_it() -> Result<()>
+{
+    let Some(segment) = or_skip(Segment::new()) else {
+        return Ok(());
+    };
+    let _targets = segment.targets().await?;
+    let server = segment.server().await?;
+    segment.readdress()?;
+    let setup = segment.agent(&server, &[]).await?;
+    let agent = setup.clone().env("NODE_IP", OLD).start()?;
+    server.wait_until_connected(&[NODE]).await;
+    segment.wait_until_answered(&server, &agent).await?;
+    ensure!(segment.accepted_by_other()? == 0, "{agent}");
+    let page = segment.readiness().await?;
+    let line = format!("[!] node-ip: NODE_IP {OLD} is not an address of this host");
+    ensure!(page.contains(&line), "{page}");
+    agent.stop(TIMEOUT).await?;
+
+    let agent = setup.clone().args(&["--node-ip", OLD]).start()?;
+    server.wait_until_connected(&[NODE]).await;
+    eventually("answer of the other host", TIMEOUT, async || {
+        let [http, _https] = segment.request(&server).await?;
+        ensure!(http.starts_with("# node other"), "{http}; {agent}");
+        Ok(())
+    })
+    .await;
+    let page = segment.readiness().await?;
+    let line = format!("[!] node-ip: --node-ip {OLD} is not an address of this host");
+    ensure!(page.contains(&line), "{page}");
+    agent.stop(TIMEOUT).await?;
+
+    let second = "10.77.9.4";
+    segment
+        .node
+        .script(&format!("$IP address add {second}/24 dev eth0"))?;
+    let agent = setup.args(&["--node-ip", second]).start()?;
+    server.wait_until_connected(&[NODE]).await;
+    segment.wait_until_answered(&server, &agent).await?;
+    let page = segment.readiness().await?;
+    ensure!(!page.contains("[!] node-ip"), "{page}");
+    Ok(())
+}
+
+fn any(port: u16) -> SocketAddr {
+    SocketAddr::new(IpAddr::from([0, 0, 0, 0]), port)
+}
+
+const NODE: &str = "worker-1";
+const CLOUD: &str = "10.77.9.1";
+const OLD: &str = "10.77.9.2";
+const NEW: &str = "10.77.9.3";
+const CHANGED: &str = "address of the node has changed";
+
+/// Less than the agent's keep-alive.
+const TIMEOUT: Duration = Duration::from_secs(10);
