@@ -1,14 +1,16 @@
 //! A node whose address changes under a running session, while another host takes its old address.
 
 use std::fs;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::fakes::{EXPORTER_PORT, KUBELET_PORT, site};
 use tunnel_tests::netns::Namespace;
-use tunnel_tests::process::{AgentSetup, Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::process::{
+    AgentSetup, Listener, Process, Program, ScratchDir, Server, ServerSetup,
+};
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
 use super::namespaces::curl;
@@ -33,7 +35,9 @@ impl Segment {
         let failed = |error: std::io::Error| Skip::because(format!("cannot write hosts: {error}"));
         let scratch = ScratchDir::new().map_err(failed)?;
         let hosts = scratch.path().join("hosts");
-        fs::write(&hosts, "127.0.0.1 localhost\n").map_err(failed)?;
+        // Nobody has the first address of the name.
+        let names = format!("127.0.0.1 localhost\n2001:db8:77::1 {NAME}\n{CLOUD} {NAME}\n");
+        fs::write(&hosts, names).map_err(failed)?;
         let cloud = Namespace::new("cloud", &hosts)?;
         let node = cloud.neighbor("node", &hosts)?;
         let other = cloud.neighbor("other", &hosts)?;
@@ -226,10 +230,49 @@ async fn address_that_the_host_does_not_have_is_dialed_only_where_the_operator_s
     Ok(())
 }
 
+/// The server's name has an address of IPv6 that does not answer, and the target has only IPv6.
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_and_targets_are_found_at_the_address_of_the_other_family() -> Result<()> {
+    let Some(segment) = or_skip(Segment::new()) else {
+        return Ok(());
+    };
+    segment
+        .node
+        .script(&format!("$IP address add {V6}/64 dev eth0 nodad"))?;
+    let [exporter, kubelet] =
+        [EXPORTER_PORT, KUBELET_PORT].map(|port| SocketAddr::new(V6.into(), port));
+    let _target = site(NODE, exporter, kubelet, Some(&segment.node)).await?;
+    let server = segment.server().await?;
+    let endpoint = format!("{NAME}:{}", server.address(Listener::Agents).port());
+    let token = server.token(NODE, None).await?;
+    // One address after the other would take longer than this test waits.
+    let config = segment.scratch.path().join("agent.yaml");
+    fs::write(&config, "limits: {handshakeTimeout: 10m}\n")?;
+    let verb = |verb: &str| -> Result<Program> {
+        let program = Program::ours("tunnel-agent")?
+            .args([verb, "--server", &endpoint, "--node-name", NODE])
+            .args(["--token", &token, "--transport", "quic"])
+            .arg("--data-dir")
+            .arg(segment.scratch.path().join("agent"))
+            .arg("--config")
+            .arg(&config);
+        Ok(program.inside(Some(&segment.node)))
+    };
+    let agent = verb("run")?.start()?;
+    server.wait_until_connected(&[NODE]).await;
+    segment.wait_until_answered(&server, &agent).await?;
+    // There is no default route.
+    let doctor = verb("doctor")?.args(["--only", "D19.ports", "--port", "9100"]);
+    doctor.run().await?.ok()?;
+    Ok(())
+}
+
 fn any(port: u16) -> SocketAddr {
     SocketAddr::new(IpAddr::from([0, 0, 0, 0]), port)
 }
 
+const NAME: &str = "cloud.test";
+const V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x77, 0, 0, 0, 0, 2);
 const NODE: &str = "worker-1";
 const CLOUD: &str = "10.77.9.1";
 const OLD: &str = "10.77.9.2";

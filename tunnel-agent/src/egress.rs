@@ -11,6 +11,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
+use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::telemetry::{
     ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
@@ -42,6 +43,7 @@ pub(crate) struct Egress {
     head_timeout: Duration,
     dial_timeout: Duration,
     permits: Semaphore,
+    resolver: SystemResolver,
     metrics: Metrics,
     draining: CancellationToken,
 }
@@ -110,6 +112,7 @@ impl Egress {
             head_timeout: limits.request_head_timeout,
             dial_timeout: limits.target_dial_timeout,
             permits: Semaphore::new(limits.streams_per_agent as usize),
+            resolver: SystemResolver::new(LOOKUPS),
             metrics,
             draining,
         }
@@ -231,6 +234,7 @@ impl Egress {
         let context = DialContext {
             node_ip: params.node_ip.current(),
             dial_policy: &self.dial_policy,
+            resolver: &self.resolver,
             limit,
             metrics: &self.metrics,
         };
@@ -305,6 +309,9 @@ fn redirected(address: SocketAddr) -> Refusal {
         ),
     }
 }
+
+/// Concurrent name lookups. Each occupies a thread while the system's resolver works.
+const LOOKUPS: usize = 32;
 
 /// Accepts the stream and relays until both sides have ended or one was cut.
 async fn relay_stream(mut stream: Stream, socket: TargetSocket, dialed: &str) -> StreamOutcome {

@@ -21,9 +21,32 @@ mod changes;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NodeIp {
     pub(crate) ip: IpAddr,
-    pub(crate) is_configured: bool,
+    pub(crate) origin: NodeIpOrigin,
     /// Whether this host has the address.
     pub(crate) is_own: bool,
+}
+
+/// The reason why an address is the node's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NodeIpOrigin {
+    /// The operator set it.
+    Fixed,
+    /// It is that of the variable `NODE_IP`.
+    Initial,
+    /// The host has it.
+    Routed,
+}
+
+impl NodeIp {
+    /// Returns whether the operator, or the Pod, names the address.
+    pub(crate) fn is_configured(self) -> bool {
+        self.origin != NodeIpOrigin::Routed
+    }
+
+    /// Returns whether the node has no other address by the operator's word.
+    pub(crate) fn is_fixed(self) -> bool {
+        self.origin == NodeIpOrigin::Fixed
+    }
 }
 
 /// Looks up the node's address, and reports a setting that this host contradicts.
@@ -155,24 +178,14 @@ fn select(
     is_own: impl FnOnce(IpAddr) -> bool,
     routed: impl FnOnce() -> Option<IpAddr>,
 ) -> Option<NodeIp> {
-    let configured = match setting {
-        NodeIpSetting::Fixed(ip) | NodeIpSetting::Initial(ip) => Some(NodeIp {
-            ip,
-            is_configured: true,
-            is_own: is_own(ip),
-        }),
-        NodeIpSetting::Unset => None,
-    };
-    let is_fixed = matches!(setting, NodeIpSetting::Fixed(_));
-    configured
-        .filter(|node| node.is_own || is_fixed)
-        .or_else(|| {
-            routed().map(|ip| NodeIp {
-                ip,
-                is_configured: false,
-                is_own: true,
-            })
-        })
+    let node_ip = |ip, origin, is_own| NodeIp { ip, origin, is_own };
+    match setting {
+        NodeIpSetting::Fixed(ip) => Some(node_ip(ip, NodeIpOrigin::Fixed, is_own(ip))),
+        NodeIpSetting::Initial(ip) if is_own(ip) => Some(node_ip(ip, NodeIpOrigin::Initial, true)),
+        NodeIpSetting::Initial(_) | NodeIpSetting::Unset => {
+            routed().map(|ip| node_ip(ip, NodeIpOrigin::Routed, true))
+        }
+    }
 }
 
 /// Returns the condition of an address that is set and is not this host's.
@@ -182,12 +195,10 @@ fn problem(setting: NodeIpSetting, found: Option<NodeIp>) -> Option<String> {
             "--node-ip {ip} is not an address of this host, so requests for the node's own ports \
              leave the host; set one of its addresses, or none"
         )),
-        NodeIpSetting::Initial(ip) if !found.is_some_and(|node| node.is_configured) => {
-            Some(format!(
-                "NODE_IP {ip} is not an address of this host, which uses another one for the \
+        NodeIpSetting::Initial(ip) if !found.is_some_and(NodeIp::is_configured) => Some(format!(
+            "NODE_IP {ip} is not an address of this host, which uses another one for the \
                  node's own ports; restart the Pod, or set TUNNEL_AGENT_NODE_IP"
-            ))
-        }
+        )),
         NodeIpSetting::Fixed(_) | NodeIpSetting::Initial(_) | NodeIpSetting::Unset => None,
     }
 }
@@ -217,31 +228,19 @@ mod tests {
     #[test]
     fn setting_holds_as_long_as_it_should() {
         use NodeIpSetting::{Fixed, Initial, Unset};
-        let node = |ip, is_configured, is_own| NodeIp {
-            ip,
-            is_configured,
-            is_own,
-        };
-        let (set, routed) = (node(SET, true, true), node(ROUTED, false, true));
+        let node = |ip, origin, is_own| Some(NodeIp { ip, origin, is_own });
+        let routed = node(ROUTED, NodeIpOrigin::Routed, true);
+        let initial = node(SET, NodeIpOrigin::Initial, true);
+        let fixed = |is_own| node(SET, NodeIpOrigin::Fixed, is_own);
+        let replaced = "NODE_IP 10.77.0.2 is not";
+        let elsewhere = "--node-ip 10.77.0.2 is not";
         for (setting, own, route, found, condition) in [
-            (Fixed(SET), vec![SET], Some(ROUTED), Some(set), ""),
-            (
-                Fixed(SET),
-                vec![],
-                Some(ROUTED),
-                Some(node(SET, true, false)),
-                "--node-ip 10.77.0.2 is not",
-            ),
-            (Initial(SET), vec![SET], Some(ROUTED), Some(set), ""),
-            (
-                Initial(SET),
-                vec![],
-                Some(ROUTED),
-                Some(routed),
-                "NODE_IP 10.77.0.2 is not",
-            ),
-            (Initial(SET), vec![], None, None, "NODE_IP 10.77.0.2 is not"),
-            (Unset, vec![SET], Some(ROUTED), Some(routed), ""),
+            (Fixed(SET), vec![SET], Some(ROUTED), fixed(true), ""),
+            (Fixed(SET), vec![], Some(ROUTED), fixed(false), elsewhere),
+            (Initial(SET), vec![SET], Some(ROUTED), initial, ""),
+            (Initial(SET), vec![], Some(ROUTED), routed, replaced),
+            (Initial(SET), vec![], None, None, replaced),
+            (Unset, vec![SET], Some(ROUTED), routed, ""),
             (Unset, vec![SET], None, None, ""),
         ] {
             let selected = select(setting, |ip| own.contains(&ip), || route);

@@ -1,15 +1,16 @@
 //! TCP connections to servers through an HTTP proxy: CONNECT (RFC 9110, section 9.3.6).
 
+use std::convert::Infallible;
 use std::fmt;
 use std::io;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpStream, lookup_host};
-use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::net::TcpStream;
+use tokio::time::Instant;
 use tracing::debug;
+use tunnel_proto::dial::{Resolve as _, SystemResolver, dial};
 use tunnel_proto::tcp::{Connect, ServerAddr};
 use tunnel_proto::wire::name::Port;
 
@@ -129,11 +130,13 @@ impl HttpProxy {
         if target.is_empty() || !target.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(ProxyError::Target(target.to_owned()));
         }
-        let addresses = lookup_host((self.host.as_str(), self.port.get()))
-            .await
-            .map_err(ProxyError::Resolve)?;
-        let attempts = addresses.map(TcpStream::connect);
-        let mut socket = connect_any(attempts).await.map_err(ProxyError::Connect)?;
+        // One lookup for each connection that is dialed.
+        let resolver = SystemResolver::new(1);
+        let found = resolver.resolve(&self.host, self.port.get()).await;
+        let found = found.map_err(ProxyError::Resolve)?.into_iter();
+        let candidates = found.map(|address| Ok::<_, Infallible>(address.into()));
+        let dialed = dial(candidates, Instant::now() + DIAL_LIMIT).await;
+        let (mut socket, _) = dialed.map_err(|error| ProxyError::Connect(error.into()))?;
         socket.set_nodelay(true).map_err(ProxyError::Broken)?;
         let request = self.request(target);
         socket
@@ -160,32 +163,6 @@ impl HttpProxy {
         format!(
             "CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{authorization}User-Agent: {USER_AGENT}\r\n\r\n"
         )
-    }
-}
-
-/// Returns the first attempt that succeeds. The next attempt begins when one fails, or in parallel
-/// after the stagger delay.
-async fn connect_any<T, F>(attempts: impl Iterator<Item = F>) -> io::Result<T>
-where
-    T: Send + 'static,
-    F: Future<Output = io::Result<T>> + Send + 'static,
-{
-    let mut attempts = attempts.peekable();
-    let mut running = JoinSet::new();
-    let mut failure = io::Error::new(io::ErrorKind::NotFound, "proxy name has no address");
-    loop {
-        if let Some(attempt) = attempts.next() {
-            running.spawn(attempt);
-        }
-        tokio::select! {
-            ended = running.join_next() => match ended {
-                Some(Ok(Ok(connected))) => return Ok(connected),
-                Some(Ok(Err(error))) => failure = error,
-                Some(Err(panicked)) => failure = panicked.into(),
-                None => return Err(failure),
-            },
-            () = sleep(STAGGER), if attempts.peek().is_some() => {}
-        }
     }
 }
 
@@ -279,9 +256,8 @@ const HEAD_MAX: usize = 16 << 10;
 const REASON_MAX: usize = 120;
 const HTTP_1: &[u8] = b"HTTP/1.";
 const USER_AGENT: &str = concat!("tunnel-agent/", env!("CARGO_PKG_VERSION"));
-/// Delay between two attempts, as recommended by RFC 8305, section 5. An address that drops packets
-/// must not use up all the time.
-const STAGGER: Duration = Duration::from_millis(250);
+/// Longer than those who connect wait.
+const DIAL_LIMIT: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests;

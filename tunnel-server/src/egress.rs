@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, sleep};
 use tracing::info;
+use tunnel_proto::dial::split_host_port;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::process::shutdown::Shutdown;
@@ -340,7 +341,7 @@ fn refuse_own(target: &CloudTargetSettings, own_ports: &[Port]) -> Result<(), St
         let Ok(parsed) = address.parse() else {
             continue;
         };
-        let host = cloud::split(address).map_or("", |(host, _port)| host);
+        let host = split_host_port(address).map_or("", |(host, _port)| host);
         if let Err(refused) = cloud::check(parsed, host, own_ports, is_own_address) {
             return Err(format!("cloud target {}: {refused}", target.name));
         }

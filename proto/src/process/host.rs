@@ -5,14 +5,50 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 
+use nix::ifaddrs::getifaddrs;
+use nix::net::if_::InterfaceFlags;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use super::networks::forbidden_kind;
+
 const HOST_NAME_FILE: &str = "/proc/sys/kernel/hostname";
-/// Documentation addresses (RFC 5737, RFC 3849). Only the default route leads to them.
-const BEHIND_DEFAULT_ROUTE: [IpAddr; 2] = [
-    IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)),
-    IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1)),
-];
+
+/// A family of IP addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IpFamily {
+    /// IPv4, as in RFC 791.
+    V4,
+    /// IPv6, as in RFC 8200.
+    V6,
+}
+
+impl IpFamily {
+    /// Returns the family of an address.
+    #[must_use]
+    pub fn of(ip: IpAddr) -> Self {
+        match ip {
+            IpAddr::V4(_) => Self::V4,
+            IpAddr::V6(_) => Self::V6,
+        }
+    }
+
+    /// Returns the family that this one is not.
+    #[must_use]
+    pub fn other(self) -> Self {
+        match self {
+            Self::V4 => Self::V6,
+            Self::V6 => Self::V4,
+        }
+    }
+
+    /// Returns a documentation address (RFC 5737, RFC 3849). Only the default route leads to it.
+    fn behind_default_route(self) -> IpAddr {
+        match self {
+            Self::V4 => Ipv4Addr::new(192, 0, 2, 1).into(),
+            Self::V6 => Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into(),
+        }
+    }
+}
 
 /// Returns the host's name without surrounding white space.
 ///
@@ -65,13 +101,36 @@ fn reaches_itself(ip: IpAddr) -> bool {
     ip.is_ipv4() && UdpSocket::bind((ip, 0)).is_ok_and(|socket| socket.connect((ip, 9)).is_ok())
 }
 
-/// Returns the source address of the default route, IPv4 first.
+/// Returns the address of this host, IPv4 first.
 #[must_use]
 pub fn primary_address() -> Option<IpAddr> {
-    let sources = BEHIND_DEFAULT_ROUTE
-        .iter()
-        .filter_map(|remote| source_address((*remote, 9).into()));
-    sources.into_iter().find(|address| !address.is_loopback())
+    main_address(IpFamily::V4).or_else(|| main_address(IpFamily::V6))
+}
+
+/// Returns this host's address of one family: the source address of its default route, or else the
+/// first one of an interface. Loopback, link-local and similar addresses do not count.
+#[must_use]
+pub fn main_address(family: IpFamily) -> Option<IpAddr> {
+    let is_usable = |ip: &IpAddr| {
+        IpFamily::of(*ip) == family && !ip.is_loopback() && forbidden_kind(*ip).is_none()
+    };
+    source_address((family.behind_default_route(), 9).into())
+        .filter(is_usable)
+        .or_else(|| interface_addresses().into_iter().find(is_usable))
+}
+
+/// Returns the addresses of all interfaces that are up.
+fn interface_addresses() -> Vec<IpAddr> {
+    let Ok(interfaces) = getifaddrs() else {
+        return Vec::new();
+    };
+    let up = interfaces.filter(|interface| interface.flags.contains(InterfaceFlags::IFF_UP));
+    let addresses = up.filter_map(|interface| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|address| address.ip().into());
+        v4.or_else(|| address.as_sockaddr_in6().map(|address| address.ip().into()))
+    });
+    addresses.collect()
 }
 
 /// The resource limits of the process. `None` means that there is no limit, or that it cannot be
@@ -219,8 +278,16 @@ mod tests {
         if let Some(primary) = primary_address() {
             assert!(is_own_address(primary), "{primary}");
         }
-        for other in BEHIND_DEFAULT_ROUTE {
+        for family in [IpFamily::V4, IpFamily::V6] {
+            let other = family.behind_default_route();
             assert!(!is_own_address(other), "{other}");
+            if let Some(main) = main_address(family) {
+                assert!(is_own_address(main), "{main}");
+            }
         }
+        // The kernel tells a link-local address from those of other links by its interface.
+        let is_global = |ip: &IpAddr| forbidden_kind(*ip).is_none();
+        let mut global = interface_addresses().into_iter().filter(is_global);
+        assert_eq!(global.find(|ip| !is_own_address(*ip)), None);
     }
 }

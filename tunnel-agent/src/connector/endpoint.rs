@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::lookup_host;
 use tokio::time::timeout;
+use tunnel_proto::dial::{Resolve as _, SystemResolver};
 use tunnel_proto::tcp::ServerAddr;
 
 use crate::config::ServerAddress;
@@ -20,6 +20,8 @@ pub(crate) struct EndpointCursor {
     failed_addresses: usize,
     /// Whether the last dial was to the last address of the current server.
     is_last_address: bool,
+    /// The address after that of the last dial, if it is of the other family.
+    other_family: Option<SocketAddr>,
     /// Servers of which all addresses failed since the start of the list. A server that leaves the
     /// list and returns is not tried again before the end, so that it cannot keep the others from
     /// being tried.
@@ -57,6 +59,7 @@ impl EndpointCursor {
             match addresses.get(self.failed_addresses) {
                 Some(address) => {
                     self.is_last_address = self.failed_addresses + 1 == addresses.len();
+                    self.other_family = other_family(&addresses, self.failed_addresses);
                     return Ok(ServerAddr {
                         name: server.to_string(),
                         address: *address,
@@ -208,6 +211,15 @@ impl Endpoints {
         self.cursor.next(&self.servers, within, by_name).await
     }
 
+    /// Returns the address that may be dialed in addition to `remote`, the last one of
+    /// [`Self::next`], when that does not answer at once: the next one, if it is of the other family.
+    pub(super) fn other_family(&self, remote: &ServerAddr) -> Option<ServerAddr> {
+        self.cursor.other_family.map(|address| ServerAddr {
+            name: remote.name.clone(),
+            address: Some(address),
+        })
+    }
+
     /// Advances after a failure of the last address.
     pub(super) fn failed(&mut self) {
         if self.cursor.server(&self.servers).is_ok() {
@@ -240,38 +252,27 @@ pub(crate) async fn resolve(
     server: &ServerAddress,
     within: Duration,
 ) -> Result<Vec<SocketAddr>, ResolveError> {
-    let lookup = lookup_host((server.host.as_str(), server.port));
+    // One lookup for each dial.
+    let resolver = SystemResolver::new(1);
+    let lookup = resolver.resolve(&server.host, server.port);
+    let found = timeout(within, lookup).await;
     let server = server.clone();
-    match timeout(within, lookup).await {
-        Ok(Ok(found)) => {
-            let addresses = first_addresses(found);
-            if addresses.is_empty() {
-                return Err(ResolveError::Empty { server });
-            }
-            Ok(addresses)
-        }
+    match found {
+        Ok(Ok(found)) if found.is_empty() => Err(ResolveError::Empty { server }),
+        Ok(Ok(found)) => Ok(found),
         Ok(Err(source)) => Err(ResolveError::Lookup { server, source }),
         Err(_elapsed) => Err(ResolveError::Timeout { server }),
     }
 }
 
-/// Returns the addresses that are dialed, each once.
-fn first_addresses(found: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
-    let mut addresses = Vec::new();
-    for address in found {
-        if addresses.len() == ADDRESSES_MAX {
-            break;
-        }
-        if !addresses.contains(&address) {
-            addresses.push(address);
-        }
-    }
-    addresses
+/// Returns the address after that at `index`, if it is of the other family. `None` in `addresses` is
+/// a name that a proxy resolves.
+fn other_family(addresses: &[Option<SocketAddr>], index: usize) -> Option<SocketAddr> {
+    let address = (*addresses.get(index)?)?;
+    let following = (*addresses.get(index + 1)?)?;
+    (address.is_ipv6() != following.is_ipv6()).then_some(following)
 }
 
-/// Addresses of one name that are dialed, so that a name with many does not keep the agent from the
-/// next server. A balancer of a public cloud has up to eight in an answer.
-const ADDRESSES_MAX: usize = 16;
 /// Failed servers that are remembered after they left the list: those that the other connectors of
 /// a set may hold and lose, with some addresses each.
 const REMOVED_MAX: usize = 128;
@@ -352,12 +353,13 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_a_name_are_distinct_and_bounded() {
-        let address = |port: u16| SocketAddr::from(([192, 0, 2, 1], port));
-        let found = first_addresses([1, 2, 1].map(address).into_iter());
-        assert_eq!(found, [1, 2].map(address));
-        let many = first_addresses((1..1000).map(address));
-        assert_eq!(many.len(), ADDRESSES_MAX);
+    fn address_of_the_other_family_is_dialed_beside_a_silent_one() {
+        let addresses = ["[::1]:1", "1.1.1.1:1", "1.1.1.2:1"];
+        let addresses = addresses.map(|text| Some(text.parse().unwrap()));
+        assert_eq!(other_family(&addresses, 0), addresses[1]);
+        assert_eq!(other_family(&addresses, 1), None);
+        assert_eq!(other_family(&addresses, 2), None);
+        assert_eq!(other_family(&[None], 0), None);
     }
 
     #[tokio::test]

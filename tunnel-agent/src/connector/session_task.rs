@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::task::{self, Id};
 use tokio::time::{Instant, timeout};
+use tunnel_proto::dial::{ATTEMPT_DELAY, staggered};
 use tunnel_proto::tcp::ServerAddr;
 use tunnel_proto::transport::{ClosedBy, Dialer, HandshakeError, Session};
 use tunnel_proto::wire::code::CloseCode;
@@ -244,11 +245,22 @@ impl SessionTask {
     async fn connect(&mut self) -> Result<(ServerAddr, Arc<dyn Session>), ConnectError> {
         let within = self.context.limits.handshake_timeout;
         let remote = self.remote(within).await?;
-        let dialed = timeout(within, self.dialers.dialer(self.transport).dial(&remote)).await;
-        match dialed.unwrap_or(Err(HandshakeError::Timeout)) {
-            Ok(session) => Ok((remote, session)),
-            Err(source) => Err(ConnectError::Dial { remote, source }),
-        }
+        let other_family = self.endpoints.other_family(&remote);
+        let dialer = self.dialers.dialer(self.transport);
+        let attempts = std::iter::once(remote).chain(other_family);
+        let attempts = attempts.map(async |remote| {
+            let dialed = timeout(within, dialer.dial(&remote)).await;
+            match dialed.unwrap_or(Err(HandshakeError::Timeout)) {
+                Ok(session) => Ok((remote, session)),
+                Err(source) => Err(ConnectError::Dial { remote, source }),
+            }
+        });
+        let connected = staggered(attempts, ATTEMPT_DELAY).await;
+        // The server that said most. There was at least one attempt.
+        connected.map_err(|errors| {
+            let said_most = errors.into_iter().max_by_key(ConnectError::failure);
+            said_most.unwrap_or(ConnectError::Abandoned)
+        })
     }
 
     async fn remote(&mut self, within: Duration) -> Result<ServerAddr, ResolveError> {

@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 use http::StatusCode;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
+use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::process::host::kernel_number;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::{disk, meta};
@@ -223,6 +224,7 @@ async fn dial_port(
     let context = DialContext {
         node_ip,
         dial_policy: &dial_policy,
+        resolver: &SystemResolver::new(1),
         limit,
         metrics: &metrics,
     };
@@ -307,6 +309,7 @@ const DESCRIPTORS_OTHER: u64 = 64;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::node_ip::NodeIpOrigin;
 
     #[test]
     fn limit_of_open_files_is_read_from_the_metrics() {
@@ -322,7 +325,7 @@ mod tests {
         let port = Port::new(address.port()).unwrap();
         let node_ip = Some(NodeIp {
             ip: address.ip(),
-            is_configured: true,
+            origin: NodeIpOrigin::Fixed,
             is_own: true,
         });
         let limit = Duration::from_secs(5);

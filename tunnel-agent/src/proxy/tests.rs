@@ -1,6 +1,7 @@
-use std::future::{pending, ready};
+use std::future::ready;
 
 use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tunnel_proto::transport::TransportKind;
 
@@ -236,26 +237,6 @@ async fn dropped_attempt_closes_its_connection() {
     drop(attempt);
     let end = timeout(LONG, socket.read(&mut [0; 16])).await.unwrap();
     assert_eq!(end.unwrap(), 0);
-}
-
-#[tokio::test(start_paused = true)]
-async fn silent_and_failed_addresses_do_not_keep_from_the_next() {
-    type Attempt = std::pin::Pin<Box<dyn Future<Output = io::Result<u8>> + Send>>;
-    let silent = || -> Attempt { Box::pin(pending()) };
-    let refused = || -> Attempt { Box::pin(ready(Err(io::ErrorKind::ConnectionRefused.into()))) };
-    let fine = |which| -> Attempt { Box::pin(ready(Ok(which))) };
-    let began = tokio::time::Instant::now();
-    let found = connect_any([refused(), refused(), fine(3)].into_iter()).await;
-    assert_eq!(found.unwrap(), 3);
-    assert_eq!(began.elapsed(), Duration::ZERO);
-    let found = connect_any([silent(), silent(), fine(3), fine(4)].into_iter()).await;
-    assert_eq!(found.unwrap(), 3);
-    assert!((STAGGER * 2..STAGGER * 3).contains(&began.elapsed()));
-    let error = connect_any([refused()].into_iter()).await.unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
-    let none = connect_any(std::iter::empty::<Attempt>()).await;
-    let error = none.unwrap_err();
-    assert_eq!(error.kind(), io::ErrorKind::NotFound);
 }
 
 #[tokio::test]

@@ -83,7 +83,7 @@ pub struct NodeStatus {
     /// Addresses that an operator or the cluster assigned to the node. Routing uses only these.
     #[serde(default)]
     pub addresses: Vec<IpAddr>,
-    /// Address that the agent reports as its own. Routing does not use it.
+    /// Address that the agent reports as its own when its session begins. Routing does not use it.
     #[serde(default)]
     pub claimed_address: Option<String>,
     /// Addresses of the node that other nodes have too, each with the names of at most 16

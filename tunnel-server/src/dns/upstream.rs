@@ -6,16 +6,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
-use futures_util::stream::FuturesUnordered;
 use hickory_net::runtime::TokioRuntimeProvider;
 use hickory_net::tcp::TcpClientStream;
 use hickory_net::udp::UdpClientStream;
 use hickory_net::xfer::{DnsExchange, DnsRequestSender as _, FirstAnswer as _};
 use hickory_net::{DnsHandle as _, DnsMultiplexer, NetError};
 use hickory_proto::op::{DnsRequest, DnsRequestOptions, DnsResponse, Message, ResponseCode};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tracing::debug;
+use tunnel_proto::dial::staggered;
 
 use super::answer::Transport;
 
@@ -29,25 +28,18 @@ pub(super) async fn resolve(
     transport: Transport,
     budget: Duration,
 ) -> Option<Message> {
-    let resolve_all = async {
-        let mut waiting = resolvers.iter();
-        let mut running = FuturesUnordered::new();
-        let mut bad = None;
-        loop {
-            if let Some(next) = waiting.next() {
-                running.push(query_resolver(*next, message.clone(), transport, budget));
-            }
-            tokio::select! {
-                answer = running.next() => match answer {
-                    None => return bad,
-                    Some(Some(answer)) if is_good(&answer) => return Some(answer),
-                    Some(answer) => bad = answer.or(bad),
-                },
-                () = sleep(HEAD_START), if waiting.len() > 0 => {}
-            }
+    let attempts = resolvers.iter().map(async |resolver| {
+        let answer = query_resolver(*resolver, message.clone(), transport, budget).await;
+        match answer {
+            Some(answer) if is_good(&answer) => Ok(answer),
+            bad => Err(bad),
         }
-    };
-    timeout(budget, resolve_all).await.ok().flatten()
+    });
+    match timeout(budget, staggered(attempts, HEAD_START)).await {
+        Ok(Ok(answer)) => Some(answer),
+        Ok(Err(bad)) => bad.into_iter().flatten().next_back(),
+        Err(_elapsed) => None,
+    }
 }
 
 /// Another resolver may have a better answer than SERVFAIL or REFUSED.

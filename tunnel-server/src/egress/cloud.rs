@@ -130,12 +130,6 @@ pub(super) fn check(
     Ok(address)
 }
 
-/// Splits HOST:PORT. The host has no brackets.
-pub(super) fn split(address: &str) -> Option<(&str, u16)> {
-    let (host, port) = address.rsplit_once(':')?;
-    Some((host.trim_matches(['[', ']']), port.parse().ok()?))
-}
-
 fn is_loopback_host(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
@@ -337,12 +331,5 @@ mod tests {
             assert!(is_allowed(address, host), "{address}");
         }
         assert!(!is_allowed("127.0.0.1:10262", "127.0.0.1"));
-    }
-
-    #[test]
-    fn address_is_split_at_its_port() {
-        assert_eq!(split("[::1]:80"), Some(("::1", 80)));
-        assert_eq!(split("a.b:1"), Some(("a.b", 1)));
-        assert_eq!(split("a"), None);
     }
 }

@@ -2,24 +2,26 @@
 //! dialed.
 
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs as _};
-use std::sync::Arc;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
+use tunnel_proto::dial::{
+    ATTEMPT_DELAY, Candidate, DialError, Resolve as _, SystemResolver, dial, split_host_port,
+    staggered,
+};
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::Port;
 
-use super::cloud::{self, Target};
+use super::cloud::{self, AddressRefusal, Target};
 
 /// Dials the addresses of targets.
 #[derive(Debug)]
 pub(super) struct CloudDialer {
-    lookups: Arc<Semaphore>,
+    resolver: SystemResolver,
     own_ports: Vec<Port>,
     limit: Duration,
 }
@@ -28,7 +30,7 @@ impl CloudDialer {
     /// Creates a dialer that dials no listener of this server, and each target within `limit`.
     pub(super) fn new(own_ports: Vec<Port>, limit: Duration) -> Self {
         Self {
-            lookups: Arc::new(Semaphore::new(LOOKUPS)),
+            resolver: SystemResolver::new(LOOKUPS),
             own_ports,
             limit,
         }
@@ -37,82 +39,54 @@ impl CloudDialer {
     /// Connects to a target, or returns the refusal for the agent. Cancel-safe.
     pub(super) async fn dial(&self, target: &Target) -> Result<(TcpStream, SocketAddr), Refusal> {
         let deadline = Instant::now() + self.limit;
-        let mut failure = refusal(RefusalCode::TargetRefused, "no address".to_owned());
-        let addresses: Vec<_> = target.addresses().collect();
-        let mut left = u32::try_from(addresses.len()).unwrap_or(u32::MAX);
-        for (index, address) in addresses {
-            // An address that does not answer leaves time for those after it.
-            let now = Instant::now();
-            let share = now + deadline.saturating_duration_since(now) / left.max(1);
-            left = left.saturating_sub(1);
-            match timeout_at(share, self.connect(address, share)).await {
-                Ok(Ok(connected)) => {
-                    target.prefer(index);
-                    return Ok(connected);
-                }
-                Ok(Err(refused)) => failure = refused,
-                Err(_elapsed) => {
-                    let detail =
-                        format!("{address}: no answer in time (server's limits.targetDialTimeout)");
-                    failure = refusal(RefusalCode::TargetTimeout, detail);
-                }
-            }
-        }
-        Err(failure)
+        let attempts = target.addresses().map(async |(index, address)| {
+            let connected = self.connect(address, deadline).await?;
+            target.prefer(index);
+            Ok(connected)
+        });
+        let connected = staggered(attempts, ATTEMPT_DELAY).await;
+        connected.map_err(|refusals| {
+            let last = refusals.into_iter().next_back();
+            last.unwrap_or_else(|| refusal(RefusalCode::TargetRefused, "no address".to_owned()))
+        })
     }
 
+    /// Resolves HOST:PORT and connects to one of its addresses.
     async fn connect(
         &self,
-        address: &str,
+        text: &str,
         deadline: Instant,
     ) -> Result<(TcpStream, SocketAddr), Refusal> {
-        let found = self
-            .resolve(address)
-            .await
-            .map_err(|error| refusal(RefusalCode::TargetRefused, format!("{address}: {error}")))?;
-        let host = cloud::split(address).map_or(address, |(host, _port)| host);
-        let mut failure = refusal(RefusalCode::TargetRefused, format!("{address}: no address"));
-        let mut left = u32::try_from(found.len()).unwrap_or(u32::MAX);
-        for found in found {
-            let now = Instant::now();
-            let share = now + deadline.saturating_duration_since(now) / left.max(1);
-            left = left.saturating_sub(1);
-            let dialed = match cloud::check(found, host, &self.own_ports, is_own_address) {
-                Ok(dialed) => dialed,
-                Err(refused) => {
-                    failure = refusal(RefusalCode::Policy, refused.to_string());
-                    continue;
-                }
-            };
-            match timeout_at(share, TcpStream::connect(dialed)).await {
-                Ok(Ok(socket)) => return Ok((socket, dialed)),
-                Ok(Err(error)) => {
-                    failure = refusal(RefusalCode::TargetRefused, format!("{dialed}: {error}"));
-                }
-                Err(_elapsed) => {
-                    let detail = format!("{dialed}: no answer in time");
-                    failure = refusal(RefusalCode::TargetTimeout, detail);
-                }
-            }
-        }
-        Err(failure)
-    }
-
-    /// Resolves HOST:PORT by the system's resolver, whose thread keeps the permit when this future
-    /// is dropped.
-    async fn resolve(&self, address: &str) -> io::Result<Vec<SocketAddr>> {
-        if let Ok(literal) = address.parse() {
-            return Ok(vec![literal]);
-        }
-        let permit = self.lookups.clone().acquire_owned().await;
-        let permit = permit.map_err(io::Error::other)?;
-        let address = address.to_owned();
-        let lookup = tokio::task::spawn_blocking(move || {
-            let _permit = permit;
-            Ok(address.to_socket_addrs()?.take(ADDRESSES_MAX).collect())
+        let refused = |what: &str| refusal(RefusalCode::TargetRefused, format!("{text}: {what}"));
+        let (host, port) = split_host_port(text).ok_or_else(|| refused("is not HOST:PORT"))?;
+        let found = match timeout_at(deadline, self.resolver.resolve(host, port)).await {
+            Ok(Ok(found)) => found,
+            Ok(Err(error)) => return Err(refused(&error.to_string())),
+            Err(_elapsed) => return Err(no_answer(text)),
+        };
+        let candidates = found.into_iter().map(|address| {
+            cloud::check(address, host, &self.own_ports, is_own_address).map(Candidate::from)
         });
-        lookup.await.map_err(io::Error::other)?
+        let dialed = dial(candidates, deadline).await;
+        dialed.map_err(|error: DialError<AddressRefusal>| {
+            let DialError { failures, refusals } = error;
+            match (failures.into_iter().next_back(), refusals.first()) {
+                (Some((address, error)), _) if error.kind() == io::ErrorKind::TimedOut => {
+                    no_answer(&address.to_string())
+                }
+                (Some((address, error)), _) => {
+                    refusal(RefusalCode::TargetRefused, format!("{address}: {error}"))
+                }
+                (None, Some(refused)) => refusal(RefusalCode::Policy, refused.to_string()),
+                (None, None) => refused("no address"),
+            }
+        })
     }
+}
+
+fn no_answer(what: &str) -> Refusal {
+    let detail = format!("{what}: no answer in time (server's limits.targetDialTimeout)");
+    refusal(RefusalCode::TargetTimeout, detail)
 }
 
 fn refusal(code: RefusalCode, detail: String) -> Refusal {
@@ -121,5 +95,3 @@ fn refusal(code: RefusalCode, detail: String) -> Refusal {
 
 /// Concurrent name lookups. Each occupies a thread while the system's resolver works.
 const LOOKUPS: usize = 32;
-/// Addresses of one name that are dialed.
-const ADDRESSES_MAX: usize = 4;

@@ -16,8 +16,10 @@ use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::UnixStream;
+use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
+use tunnel_proto::dial::dial_host;
 use tunnel_proto::tls;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, load_roots};
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -95,7 +97,7 @@ impl ConnectArgs {
         let name = name.ok_or_else(|| ConnectError::Address(server.clone()))?;
         let reach = |error| ConnectError::Unreachable(server.clone(), error);
         let dialing = async {
-            let socket = TcpStream::connect(server.as_str()).await?;
+            let socket = dial_host(server, Instant::now() + RESPONSE_TIMEOUT).await?;
             tunnel_proto::tcp::configure(&socket)?;
             TlsConnector::from(tls).connect(name, socket).await
         };

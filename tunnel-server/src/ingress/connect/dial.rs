@@ -1,16 +1,12 @@
 //! Connections that the server dials. The server resolves a name once, checks the addresses, and
 //! dials only the addresses that passed the check.
 
-use std::fmt;
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs as _};
-use std::pin::Pin;
-use std::sync::Arc;
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use tokio::net::TcpStream;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
+use tunnel_proto::dial::{Candidate, Resolve, SystemResolver, dial, in_order_of_attempts};
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::name::Port;
@@ -26,50 +22,12 @@ const LOOKUPS: usize = 64;
 /// Longest time of a lookup and all of its dials. A scraper that gives up after 10 s receives the
 /// reason before that.
 const WHOLE_MAX: Duration = Duration::from_secs(8);
-/// Addresses of one name that the server tries.
-const ADDRESSES_MAX: usize = 4;
-
-pub(in crate::ingress) type ResolveFuture<'a> =
-    Pin<Box<dyn Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'a>>;
-
-pub(in crate::ingress) trait Resolve: fmt::Debug + Send + Sync {
-    /// Returns the addresses of a name. `permit` is held until the lookup ends. The lookup can
-    /// outlive the future that waits for it. Cancel-safe.
-    fn resolve<'a>(
-        &'a self,
-        name: &'a str,
-        port: u16,
-        permit: OwnedSemaphorePermit,
-    ) -> ResolveFuture<'a>;
-}
-
-#[derive(Debug)]
-pub(in crate::ingress) struct SystemResolver;
-
-impl Resolve for SystemResolver {
-    fn resolve<'a>(
-        &'a self,
-        name: &'a str,
-        port: u16,
-        permit: OwnedSemaphorePermit,
-    ) -> ResolveFuture<'a> {
-        let name = name.to_owned();
-        // A lookup by the system's resolver cannot be canceled. The thread of the lookup continues
-        // and keeps the permit.
-        let lookup = tokio::task::spawn_blocking(move || {
-            let _permit = permit;
-            Ok((name.as_str(), port).to_socket_addrs()?.collect())
-        });
-        Box::pin(async move { lookup.await.map_err(io::Error::other)? })
-    }
-}
 
 /// Dials targets that the dial policy allows.
 #[derive(Debug)]
 pub struct DirectDialer {
     dial_policy: DialPolicy,
     resolver: Box<dyn Resolve>,
-    lookups: Arc<Semaphore>,
     limit: Duration,
     own_ports: Vec<Port>,
 }
@@ -79,7 +37,8 @@ impl DirectDialer {
     /// dials within `limit`.
     #[must_use]
     pub fn new(dial_policy: DialPolicy, limit: Duration) -> Self {
-        Self::with_resolver(dial_policy, limit, Box::new(SystemResolver))
+        let resolver = Box::new(SystemResolver::new(LOOKUPS));
+        Self::with_resolver(dial_policy, limit, resolver)
     }
 
     pub(in crate::ingress) fn with_resolver(
@@ -90,7 +49,6 @@ impl DirectDialer {
         Self {
             dial_policy,
             resolver,
-            lookups: Arc::new(Semaphore::new(LOOKUPS)),
             limit,
             own_ports: Vec::new(),
         }
@@ -128,70 +86,55 @@ impl DirectDialer {
             );
             return Err(ProxyError::new(Outcome::RefusedByPolicy, text));
         }
-        let dialing = async {
-            let candidates = self
-                .candidates(dial_target, port, target_label, claims)
-                .await?;
-            let count = u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
-            let mut failure = ProxyError::new(
-                Outcome::TargetRefused,
-                format!("{target_label}: no address"),
-            );
-            for address in candidates {
-                match timeout(self.limit / count, TcpStream::connect(address)).await {
-                    Ok(Ok(tcp)) => return Ok(TargetSocket::new(tcp, ByteCount::default())),
-                    Ok(Err(error)) => {
-                        let text = format!("{target_label} ({address}): {error}");
-                        failure = ProxyError::new(Outcome::TargetRefused, text);
-                    }
-                    Err(_elapsed) => {
-                        failure = dial_timeout_error(&format!("{target_label} ({address})"))
-                    }
+        // The lookup and all addresses together.
+        let deadline = Instant::now() + (self.limit * 2).min(WHOLE_MAX);
+        let resolved = self.resolve(dial_target, port, target_label).await?;
+        let allowed = filter_allowed(&self.dial_policy, resolved, claims)
+            .map_err(|refused| refused.failure(target_label))?;
+        let deadline = deadline.min(Instant::now() + self.limit);
+        let candidates = allowed
+            .into_iter()
+            .map(|address| Ok::<_, DialRefusal>(Candidate::from(address)));
+        match dial(candidates, deadline).await {
+            Ok((tcp, _address)) => Ok(TargetSocket::new(tcp, ByteCount::default())),
+            Err(error) => Err(match error.into_last() {
+                Some((address, error)) if error.kind() == io::ErrorKind::TimedOut => {
+                    dial_timeout_error(&format!("{target_label} ({address})"))
                 }
-            }
-            Err(failure)
-        };
-        // The limit covers the lookup and all addresses together.
-        match timeout((self.limit * 2).min(WHOLE_MAX), dialing).await {
-            Ok(dialed) => dialed,
-            Err(_elapsed) => Err(dial_timeout_error(target_label)),
+                Some((address, error)) => {
+                    let text = format!("{target_label} ({address}): {error}");
+                    ProxyError::new(Outcome::TargetRefused, text)
+                }
+                None => {
+                    let text = format!("{target_label}: no address");
+                    ProxyError::new(Outcome::TargetRefused, text)
+                }
+            }),
         }
     }
 
-    async fn candidates(
+    async fn resolve(
         &self,
         dial_target: &DialTarget,
         port: Port,
         target_label: &str,
-        claims: &AddressClaims<'_>,
     ) -> Result<Vec<SocketAddr>, ProxyError> {
-        let resolved = match dial_target {
-            DialTarget::Addresses(addresses) => addresses
-                .iter()
-                .map(|ip| SocketAddr::new(*ip, port.get()))
-                .collect(),
-            DialTarget::Name(name) => {
-                let lookup = async {
-                    let permit = self.lookups.clone().acquire_owned().await;
-                    let permit = permit.map_err(io::Error::other)?;
-                    self.resolver
-                        .resolve(name.as_str(), port.get(), permit)
-                        .await
-                };
-                let unknown = |error: &dyn fmt::Display| {
-                    let text = format!("{target_label}: the name cannot be resolved: {error}");
-                    ProxyError::new(Outcome::TargetRefused, text)
-                };
-                match timeout(self.limit, lookup).await {
-                    Ok(resolved) => resolved.map_err(|error| unknown(&error))?,
-                    Err(_elapsed) => return Err(unknown(&"no answer in time")),
-                }
+        let name = match dial_target {
+            DialTarget::Addresses(addresses) => {
+                let addresses = addresses.iter();
+                let addresses = addresses.map(|ip| SocketAddr::new(*ip, port.get()));
+                return Ok(in_order_of_attempts(addresses));
             }
+            DialTarget::Name(name) => name,
         };
-        let mut addresses = filter_allowed(&self.dial_policy, resolved, claims)
-            .map_err(|refused| refused.failure(target_label))?;
-        addresses.truncate(ADDRESSES_MAX);
-        Ok(addresses)
+        let lookup = self.resolver.resolve(name.as_str(), port.get());
+        let problem = match timeout_at(Instant::now() + self.limit, lookup).await {
+            Ok(Ok(resolved)) => return Ok(resolved),
+            Ok(Err(error)) => error.to_string(),
+            Err(_elapsed) => "no answer in time".to_owned(),
+        };
+        let text = format!("{target_label}: the name cannot be resolved: {problem}");
+        Err(ProxyError::new(Outcome::TargetRefused, text))
     }
 }
 

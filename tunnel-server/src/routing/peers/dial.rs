@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustls_pki_types::ServerName;
-use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
+use tunnel_proto::dial::dial_host;
 use tunnel_proto::tcp::configure_session;
 use tunnel_proto::transport::{Session, h2};
 use tunnel_proto::wire::code::CloseCode;
@@ -218,7 +218,8 @@ impl PeerTask {
 
     async fn connect(&self, peer: &PeerAddress) -> Result<Established, LinkError> {
         let endpoint = &self.endpoint;
-        let socket = TcpStream::connect(peer.address.as_str()).await;
+        let deadline = Instant::now() + endpoint.handshake_limit;
+        let socket = dial_host(&peer.address, deadline).await;
         let socket = socket.map_err(LinkError::Connect)?;
         if let Err(error) = configure_session(&socket) {
             debug!(%error, "cannot set a socket option");

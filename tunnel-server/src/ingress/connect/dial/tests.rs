@@ -1,7 +1,9 @@
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::net::TcpListener;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
+use tunnel_proto::dial::ResolveFuture;
 
 use super::*;
 use crate::routing::dial_policy::LiveClusterNetworks;
@@ -16,12 +18,7 @@ struct Flipping {
 }
 
 impl Resolve for Flipping {
-    fn resolve<'a>(
-        &'a self,
-        _name: &'a str,
-        _port: u16,
-        _permit: OwnedSemaphorePermit,
-    ) -> ResolveFuture<'a> {
+    fn resolve<'a>(&'a self, _name: &'a str, _port: u16) -> ResolveFuture<'a> {
         let number = self.asked.fetch_add(1, Ordering::Relaxed);
         let answer = self.answers[number % self.answers.len()].clone();
         Box::pin(async move { Ok(answer) })
