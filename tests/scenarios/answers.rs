@@ -55,7 +55,8 @@ async fn addressing_answers() -> Result<()> {
     let at = |host: &str| RawRequest::get(host, "/");
     let closing = |request: RawRequest| request.header("Connection", "close");
     let node = "worker-1:9100";
-    let absolute = closing(RawRequest::new("GET", "http://worker-1:9100/", node));
+    let absolute = closing(RawRequest::new("GET", "http://worker-1:9100/", "nobody"));
+    let other_scheme = closing(RawRequest::new("GET", "https://worker-1:9100/", node));
     let connect = closing(RawRequest::new("CONNECT", node, node));
     let twice = at(node).header("Host", "worker-2:9100");
     let long = RawRequest::get(node, &format!("/{}", "x".repeat(8192)));
@@ -69,7 +70,8 @@ async fn addressing_answers() -> Result<()> {
         (at("worker-1:22"), 403, "refused_by_policy", &no_list),
         (at("a b"), 400, "bad_request", &["Host"]),
         (twice, 400, "bad_request", &["host"]),
-        (absolute, 400, "bad_request", &["absolute-form"]),
+        (absolute, 503, "no_agent", &["worker-1", "9100"]),
+        (other_scheme, 400, "bad_request", &["request target"]),
         (connect, 400, "bad_request", &["CONNECT"]),
         (long, 414, "uri_too_long", &["8192"]),
     ] {

@@ -138,20 +138,9 @@ pub(super) async fn forward(
                 key: &key,
                 upgrade: None,
             };
-            dispatch::forward(&exchange, route, in_origin_form(request), access_log).await
+            dispatch::forward(&exchange, route, request, access_log).await
         }
     }
-}
-
-/// Rewrites the request target to the origin form that targets expect (RFC 9112, section 3.2.1).
-fn in_origin_form(mut request: Request<Incoming>) -> Request<Incoming> {
-    let mut parts = http::uri::Parts::default();
-    parts.path_and_query = request.uri().path_and_query().cloned();
-    // A URI that consists of a path and a query only is always valid.
-    if let Ok(uri) = http::Uri::from_parts(parts) {
-        *request.uri_mut() = uri;
-    }
-    request
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use http::header::{HOST, TRANSFER_ENCODING};
+use http::uri::{Authority, Scheme as UriScheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use tunnel_proto::wire::name::{NodeName, Port};
 
@@ -42,6 +43,8 @@ pub fn decide(facts: &RequestFacts<'_>, routes: &RouteTable) -> Result<Requested
     check_form(facts)?;
     let host = single_value(facts.headers, &HOST)?
         .ok_or_else(|| bad_request("the request has no Host"))?;
+    // The authority of an absolute-form request replaces Host (RFC 9112, section 3.2.2).
+    let host = facts.uri.authority().map_or(host, Authority::as_str);
     let host = HostPort::parse(host)
         .ok_or_else(|| bad_request("Host is not a name or address with an optional port"))?;
     let select_host = single_value(facts.headers, &SELECT_HOST)?
@@ -73,14 +76,17 @@ pub fn decide(facts: &RequestFacts<'_>, routes: &RouteTable) -> Result<Requested
     Ok(RequestedNode { node, port })
 }
 
-/// Rejects requests that are not in origin form, because these listeners are not a forward proxy.
+/// Rejects requests that are in neither origin form nor the absolute form of plain HTTP, because
+/// these listeners are not a forward proxy.
 fn check_form(facts: &RequestFacts<'_>) -> Result<(), ProxyError> {
     if *facts.method == Method::CONNECT {
         return Err(bad_request("CONNECT is not supported on this port"));
     }
-    if facts.uri.scheme().is_some() || facts.uri.authority().is_some() {
+    let is_plain = facts.scheme == Scheme::Http && facts.uri.scheme() == Some(&UriScheme::HTTP);
+    let is_absolute = facts.uri.scheme().is_some() || facts.uri.authority().is_some();
+    if is_absolute && !is_plain {
         return Err(bad_request(
-            "absolute-form requests are not supported on this port; send the path and put the node in Host",
+            "this form of the request target is not supported on this port; send the path and put the node in Host",
         ));
     }
     check_path(facts.uri, facts.headers)
@@ -235,13 +241,13 @@ pub(crate) struct HostPort {
 
 impl HostPort {
     /// Parses `name`, `name:port`, `1.2.3.4`, `1.2.3.4:port`, `[v6]` or `[v6]:port` (RFC 9110,
-    /// section 7.2).
+    /// section 7.2). An empty port is none (RFC 3986, section 3.2.3).
     pub(crate) fn parse(text: &str) -> Option<Self> {
         if let Some(rest) = text.strip_prefix('[') {
             let (address, rest) = rest.split_once(']')?;
             let address: Ipv6Addr = address.parse().ok()?;
             let port = match rest {
-                "" => None,
+                "" | ":" => None,
                 rest => Some(rest.strip_prefix(':')?.parse().ok()?),
             };
             return Some(Self {
@@ -250,6 +256,7 @@ impl HostPort {
             });
         }
         let (host, port) = match text.split_once(':') {
+            Some((host, "")) => (host, None),
             Some((host, port)) => (host, Some(port.parse().ok()?)),
             None => (text, None),
         };

@@ -25,7 +25,19 @@ fn line(line: &str) -> String {
 }
 
 fn request_lines() -> Vec<Case> {
-    let mut cases = Vec::new();
+    // The authority of the absolute form replaces Host.
+    let other = Want {
+        own: false,
+        ..Want::own("GET", "/g", "")
+    };
+    let absolute = |node: &str, want| {
+        let bytes = line(&format!("GET http://{node}:@port/g HTTP/1.1"));
+        Case::new(&format!("URL of {node}"), bytes, Expect::Routed(vec![want]))
+    };
+    let mut cases = vec![
+        absolute("worker-1", Want::own("GET", "/g", "")),
+        absolute("worker-2", other),
+    ];
     for wrong in [
         "GET",
         "GET /",
@@ -58,8 +70,9 @@ fn request_lines() -> Vec<Case> {
         "GET * HTTP/1.1",
         "OPTIONS * HTTP/1.1",
         "GET worker-1:@port/g HTTP/1.1",
-        "GET http://worker-1:@port/g HTTP/1.1",
-        "GET http://worker-2:@port/g HTTP/1.1",
+        "GET http://user@worker-1:@port/g HTTP/1.1",
+        "GET http://worker-1:@port:1/g HTTP/1.1",
+        "GET http:///g HTTP/1.1",
         "GET https://worker-1:@port/g HTTP/1.1",
         "GET //worker-2:@port HTTP/1.1x",
         "GET ftp://worker-2:@port/ HTTP/1.1",
@@ -196,7 +209,6 @@ fn hosts() -> Vec<Case> {
         "worker-2@worker-1:@port",
         "worker-1:@port/",
         "worker-1:@port:@port",
-        "worker-1:",
         "worker-1:0",
         "worker-1:+80",
         "worker-1:99999",

@@ -83,9 +83,13 @@ impl ProxyRequest {
         if uri.scheme().is_some() || uri.path_and_query().is_some() {
             return Err(bad_request("CONNECT needs HOST:PORT and nothing else"));
         }
-        // The end of such a body and the beginning of the tunnel would be ambiguous (RFC 9110,
-        // section 9.3.6).
-        if headers.contains_key(TRANSFER_ENCODING) || headers.contains_key(CONTENT_LENGTH) {
+        // The end of a body and the beginning of the tunnel would be ambiguous (RFC 9110, section
+        // 9.3.6).
+        let has_length = headers
+            .get_all(CONTENT_LENGTH)
+            .iter()
+            .any(|length| length != "0");
+        if headers.contains_key(TRANSFER_ENCODING) || has_length {
             return Err(bad_request("CONNECT has no body"));
         }
         let (host, port) = host_and_port(uri)?;

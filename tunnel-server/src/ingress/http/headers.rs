@@ -9,7 +9,9 @@ use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE,
 };
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
+};
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
@@ -146,6 +148,15 @@ pub(crate) fn rewrite_request(
     last: bool,
 ) {
     *request.version_mut() = Version::HTTP_11;
+    if request.uri().authority().is_some() {
+        // Targets expect the origin form (RFC 9112, section 3.2.1).
+        let mut target = http::uri::Parts::default();
+        target.path_and_query = request.uri().path_and_query().cloned();
+        // A URI that consists of a path and a query only is always valid.
+        if let Ok(target) = Uri::from_parts(target) {
+            *request.uri_mut() = target;
+        }
+    }
     let body = request.body();
     let length = body.size_hint().exact();
     let unknown_length = !body.is_end_stream() && length.is_none();

@@ -72,7 +72,10 @@ fn host_by_name_or_unique_address_chooses_the_node() {
         ("1:9100", "unknown_node"),
         ("worker-1:22", "refused_by_policy"),
         ("worker-1:10264", "refused_by_policy"),
-        ("worker-1:", "bad_request"),
+        ("worker-1:", "worker-1 node:80"),
+        ("[::ffff:10.0.0.3]:", "edge.site-3 node:80"),
+        (":9100", "bad_request"),
+        (":", "bad_request"),
         ("worker-1:0", "bad_request"),
         ("worker-1:99999", "bad_request"),
         ("worker-1:9100:1", "bad_request"),
@@ -148,10 +151,17 @@ fn port_comes_from_host_then_from_the_listener_then_from_the_scheme() {
 }
 
 #[test]
-fn only_origin_form_requests_are_taken() {
+fn request_target_is_a_path_or_a_url_of_plain_http_whose_authority_replaces_host() {
     let long = |bytes: usize| format!("GET /{}", "x".repeat(bytes - 1));
     for (request, expected) in [
-        ("GET http://worker-1:9100/metrics", "bad_request"),
+        ("GET http://worker-2:9100/metrics", "worker-2 node:9100"),
+        ("GET HTTP://worker-2:9100", "worker-2 node:9100"),
+        ("GET http://10.0.0.3/", "edge.site-3 node:80"),
+        ("GET http://worker-3:9100/", "unknown_node"),
+        ("GET http://user@worker-2:9100/", "bad_request"),
+        ("GET https://worker-1:9443/", "bad_request"),
+        ("GET ftp://worker-1:9100/", "bad_request"),
+        ("GET worker-1:9100", "bad_request"),
         ("CONNECT worker-1:9100", "bad_request"),
         ("OPTIONS *", "bad_request"),
         (&*long(8192), "worker-1 node:9100"),
@@ -161,6 +171,18 @@ fn only_origin_form_requests_are_taken() {
         let answer = answer(request, host, Scheme::Http, None);
         assert_eq!(answer, expected, "{request}");
     }
+    let url = "GET http://worker-1:9443/";
+    let host = ("host", "worker-1:9443");
+    assert_eq!(answer(url, &[host], Scheme::Https, None), "bad_request");
+    let url = "GET http://worker-1:9100/";
+    assert_eq!(answer(url, &[], Scheme::Http, None), "bad_request");
+    assert_eq!(
+        answer(url, &[host, host], Scheme::Http, None),
+        "bad_request"
+    );
+    let selected = ("x-tunnel-proxy-host", "worker-2");
+    let answer = answer(url, &[host, selected], Scheme::Http, None);
+    assert_eq!(answer, "bad_request", "the selector names another node");
 }
 
 #[test]

@@ -33,6 +33,7 @@ fn connect_takes_its_target_from_the_request_line_alone() {
         ("192.0.2.1:443", Ok("192.0.2.1:443")),
         ("[2001:db8::1]:443", Ok("[2001:db8::1]:443")),
         ("worker-1", Err(Outcome::BadRequest)),
+        ("worker-1:", Err(Outcome::BadRequest)),
         ("worker-1:0", Err(Outcome::BadRequest)),
         ("user@worker-1:10250", Err(Outcome::BadRequest)),
         ("http://worker-1:10250/", Err(Outcome::BadRequest)),
@@ -47,6 +48,8 @@ fn connect_takes_its_target_from_the_request_line_alone() {
     }
     let with_body = |field| parse("CONNECT", "worker-1:1", &[field]);
     assert_eq!(with_body(("content-length", "5")), Err(Outcome::BadRequest));
+    assert_eq!(with_body(("content-length", "")), Err(Outcome::BadRequest));
+    assert!(with_body(("content-length", "0")).is_ok());
     let chunked = with_body(("transfer-encoding", "chunked"));
     assert_eq!(chunked, Err(Outcome::BadRequest));
 }

@@ -198,13 +198,18 @@ async fn serve(
                 let value = request.headers().get(name);
                 value.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned())
             };
+            let authority = request.uri().authority().map(ToString::to_string);
+            let path = request.uri().path_and_query();
             let mut routed = Routed {
                 number: exchanged.borrow().request_count,
-                host: text("host").unwrap_or_default(),
+                host: authority.or_else(|| text("host")).unwrap_or_default(),
                 selected: text("x-tunnel-proxy-host").is_some()
                     || text("x-tunnel-proxy-dest").is_some(),
                 method: request.method().to_string(),
-                target: request.uri().to_string().into_bytes(),
+                // The absolute form becomes the origin form.
+                target: path
+                    .map_or_else(|| request.uri().to_string(), |path| path.to_string())
+                    .into_bytes(),
                 wanted: wanted
                     .as_ref()
                     .map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned()),
