@@ -184,8 +184,8 @@ pub fn authorize<D>(
     }
 }
 
-/// Returns the target on a node. The port lists decide. A caller with delegation also reaches the
-/// kubelet on the port that the cluster says.
+/// Returns the target on a node. The port lists decide, except for the kubelet's port, which the
+/// cluster determines. A caller with delegation also reaches the kubelet by another port.
 pub(crate) fn authorize_node(
     policy: &PortPolicy,
     has_delegation: bool,
@@ -194,16 +194,17 @@ pub(crate) fn authorize_node(
     let node = requested.node;
     let port = match requested.port {
         RequestedPort::Named(port) => port,
-        RequestedPort::NamedOrKubelet { named, .. } if policy.target(named).is_ok() => named,
+        RequestedPort::NamedOrKubelet { named, .. }
+            if !has_delegation || policy.target(named).is_ok() =>
+        {
+            named
+        }
         RequestedPort::NamedOrKubelet { kubelet, .. } | RequestedPort::Kubelet(kubelet) => {
-            if has_delegation {
-                let target = policy.kubelet(kubelet);
-                return Ok(AgentTarget {
-                    destination: Destination { node, target },
-                    keeps_host: true,
-                });
-            }
-            kubelet
+            let target = policy.kubelet(kubelet);
+            return Ok(AgentTarget {
+                destination: Destination { node, target },
+                keeps_host: has_delegation,
+            });
         }
     };
     let target = policy.target(port).map_err(|refusal| {

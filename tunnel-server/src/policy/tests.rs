@@ -55,7 +55,7 @@ fn lists_decide_about_ports_and_delegation_about_the_kubelet() {
         (named(10264), "refused_by_policy", "refused_by_policy"),
         (
             kubelet(10350),
-            "refused_by_policy",
+            "worker-1 node:10350",
             "worker-1 node:10350, Host",
         ),
         (

@@ -10,7 +10,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
-use crate::routing::destination::{RequestedNode, RequestedPort, Scheme};
+use crate::routing::destination::{RequestedNode, Scheme};
 use crate::routing::routes::RouteTable;
 
 pub(crate) mod delegated;
@@ -72,7 +72,7 @@ pub fn decide(facts: &RequestFacts<'_>, routes: &RouteTable) -> Result<Requested
         select_dest.as_ref().map(|dest| &dest.host),
         routes,
     )?;
-    let port = RequestedPort::Named(port);
+    let port = routes.requested_port(&node, port);
     Ok(RequestedNode { node, port })
 }
 

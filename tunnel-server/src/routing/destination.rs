@@ -38,7 +38,7 @@ pub struct RequestedNode {
 pub enum RequestedPort {
     /// The port that the caller names.
     Named(Port),
-    /// The port of the node's kubelet. Only for callers with delegation.
+    /// The port of the node's kubelet, from the Node object or by default.
     Kubelet(Port),
     /// A port that the caller names, or whose user does. The port of the kubelet applies if the
     /// lists do not contain the named port. Only for callers with delegation.

@@ -14,6 +14,8 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use tunnel_proto::wire::name::{NodeName, Port};
 
+use crate::routing::destination::RequestedPort;
+
 /// An immutable table of known names and addresses.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct RouteTable {
@@ -152,6 +154,16 @@ impl RouteTable {
     pub fn kubelet_port(&self, node: &NodeName) -> Option<Port> {
         let port = self.kubelet_ports.get(node).copied();
         port.or_else(|| Port::new(KUBELET_PORT))
+    }
+
+    /// Returns what it means that a caller names a port of a node.
+    #[must_use]
+    pub fn requested_port(&self, node: &NodeName, named: Port) -> RequestedPort {
+        if self.kubelet_port(node) == Some(named) {
+            RequestedPort::Kubelet(named)
+        } else {
+            RequestedPort::Named(named)
+        }
     }
 
     /// Returns the only known node with this address.

@@ -7,7 +7,7 @@ use tunnel_proto::wire::name::{NodeName, Port};
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
 use crate::routing::decision::{Host, HostPort, bad_request, check_path, route_failure};
-use crate::routing::destination::{DialTarget, RequestedDestination, RequestedNode, RequestedPort};
+use crate::routing::destination::{DialTarget, RequestedDestination, RequestedNode};
 use crate::routing::dial_policy::{AddressOwner, ClusterNetworks};
 use crate::routing::routes::{RouteError, RouteTable};
 
@@ -147,7 +147,7 @@ impl ProxyRequest {
         if let Some(addresses) = cluster.cloud_node(&node).filter(|_| !has_agent(&node)) {
             return direct(addresses.to_vec());
         }
-        let port = RequestedPort::Named(self.port);
+        let port = routes.requested_port(&node, self.port);
         Ok(RequestedDestination::Node(RequestedNode { node, port }))
     }
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::policy::PortPolicy;
 use crate::policy::authorize_node;
 use crate::routing::destination::Destination;
+use crate::routing::routes::{NodeLabels, RouteNode};
 use crate::testing::assert_contains;
 
 fn routes() -> RouteTable {
@@ -93,6 +94,41 @@ fn host_by_name_or_unique_address_chooses_the_node() {
     assert_eq!(plain(&[]), "bad_request");
     let host = ("host", "worker-1:9100");
     assert_eq!(plain(&[host, host]), "bad_request");
+}
+
+/// edgecore's kubelet listens on 10350, as its Node object says.
+#[test]
+fn port_of_the_kubelet_is_allowed_at_its_node_alone() {
+    let node = |name: &str, kubelet: u16| RouteNode {
+        name: name.parse().unwrap(),
+        hostname: None,
+        addresses: Vec::new(),
+        kubelet_port: Port::new(kubelet),
+        is_edge: true,
+        labels: NodeLabels::new(),
+    };
+    let routes = RouteTable::merge(&[node("worker-1", 10350), node("worker-2", 10250)]);
+    for (host, expected) in [
+        ("worker-1:10350", "worker-1 node:10350"),
+        ("worker-1:10250", "worker-1 node:10250"),
+        ("worker-2:10350", "refused_by_policy"),
+    ] {
+        let headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static(host))]);
+        let facts = RequestFacts {
+            method: &Method::GET,
+            uri: &"/".parse().unwrap(),
+            headers: &headers,
+            scheme: Scheme::Https,
+            implied_port: None,
+        };
+        let target = decide(&facts, &routes)
+            .and_then(|requested| authorize_node(&policy(), false, requested));
+        let answer = match target {
+            Ok(target) => target.destination.to_string(),
+            Err(failure) => failure.outcome.to_string(),
+        };
+        assert_eq!(answer, expected, "{host}");
+    }
 }
 
 #[test]
