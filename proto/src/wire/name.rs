@@ -10,7 +10,7 @@ const NAME_MAX: usize = 253;
 const LABEL_MAX: usize = 63;
 
 /// The reason why a text is not a node name.
-#[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
+#[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum NameError {
     /// The text is empty or only a dot.
     #[error("name is empty")]
@@ -20,14 +20,17 @@ pub enum NameError {
     TooLong,
     /// The name has a character outside a-z, 0-9, `-` and `.`, an empty label, or a label that
     /// begins or ends with `-`.
-    #[error("name is not a DNS subdomain (letters, digits, '-' and '.')")]
-    Syntax,
-    /// The name reads as an IP address, which a host name must not (RFC 1123, section 2.1).
-    #[error("name looks like an IP address")]
-    Address,
+    #[error("name is not a DNS subdomain (letters, digits, '-' and '.'){}", as_proposal(.0))]
+    Syntax(Option<NodeName>),
 }
 
-/// The name of a node: a DNS subdomain (RFC 1123), stored in lower case without a trailing dot.
+fn as_proposal(name: &Option<NodeName>) -> String {
+    let name = name.as_ref();
+    name.map_or_else(String::new, |name| format!("; {name} would do"))
+}
+
+/// The name of a node: a DNS subdomain (RFC 1123) as for the objects of Kubernetes, stored in lower
+/// case without a trailing dot. An IPv4 address is such a name, too.
 ///
 /// Comparison ignores case, as in DNS, because parsing converts names to lower case. A clone shares
 /// the text: each request clones the name of its node several times.
@@ -39,6 +42,14 @@ impl NodeName {
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+
+    /// Returns whether the last of several labels is a number. No host in DNS has such a name (RFC
+    /// 1123, section 2.1), and resolvers take some of them for addresses.
+    #[must_use]
+    pub fn ends_in_number(&self) -> bool {
+        let last = self.0.rsplit_once('.').map(|(_, last)| last);
+        last.is_some_and(|last| last.bytes().all(|byte| byte.is_ascii_digit()))
     }
 }
 
@@ -63,12 +74,8 @@ impl FromStr for NodeName {
                 || label.ends_with('-')
                 || !label.bytes().all(inner)
             {
-                return Err(NameError::Syntax);
+                return Err(NameError::Syntax(similar_name(text)));
             }
-        }
-        let last = text.rsplit('.').next().unwrap_or(text);
-        if text.contains('.') && last.bytes().all(|byte| byte.is_ascii_digit()) {
-            return Err(NameError::Address);
         }
         let mut name: Arc<str> = text.into();
         // Nothing else has this name yet, so it is changed in place.
@@ -77,6 +84,22 @@ impl FromStr for NodeName {
         }
         Ok(Self(name))
     }
+}
+
+/// Returns a valid name that is close to the text, if there is one.
+fn similar_name(text: &str) -> Option<NodeName> {
+    let replaced: String = text
+        .chars()
+        .map(|character| match character {
+            '.' => '.',
+            other if other.is_ascii_alphanumeric() => other,
+            _ => '-',
+        })
+        .collect();
+    let labels = replaced.split('.').map(|label| label.trim_matches('-'));
+    let labels: Vec<_> = labels.filter(|label| !label.is_empty()).collect();
+    // All labels are valid, so this does not call itself again.
+    labels.join(".").parse().ok()
 }
 
 /// The name of a server among the servers of one installation, such as the name of its pod. Has the
@@ -247,7 +270,49 @@ mod tests {
         }
         let name = "a.b-c.example".parse::<NodeName>().unwrap();
         assert_eq!(name.as_str(), "a.b-c.example");
-        assert_eq!("1".parse::<NodeName>().unwrap().as_str(), "1");
+    }
+
+    /// Clouds name nodes after their addresses, and people by `--hostname-override`.
+    #[test]
+    fn names_of_nodes_are_those_of_kubernetes() {
+        for text in [
+            "1",
+            "1.2",
+            "172.31.42.71",
+            "cn-region.192.168.33.221",
+            "ip-10-0-0-1.region.compute.internal",
+            "0x7f.1",
+            "node-1.example.7",
+            "a.b.c.d",
+            "9-a",
+            &"x".repeat(63),
+        ] {
+            assert_eq!(text.parse::<NodeName>().unwrap().as_str(), text);
+        }
+        for (text, is_number) in [("1", false), ("a.1", true), ("127.1", true), ("1.a", false)] {
+            let name: NodeName = text.parse().unwrap();
+            assert_eq!(name.ends_in_number(), is_number, "{text}");
+        }
+    }
+
+    #[test]
+    fn name_that_would_do_is_proposed() {
+        for (text, similar) in [
+            ("edge_gw_01", "edge-gw-01"),
+            ("Edge GW 01", "edge-gw-01"),
+            ("b\u{fc}ro-1", "b-ro-1"),
+            ("_node_.site..x", "node.site.x"),
+            ("-a-", "a"),
+            ("fe80::1", "fe80--1"),
+        ] {
+            let error = text.parse::<NodeName>().unwrap_err();
+            let expected = format!("; {similar} would do");
+            assert!(error.to_string().ends_with(&expected), "{text}: {error}");
+        }
+        for text in ["*", "_._", "\u{fc}", "..", &format!("_{}", "x".repeat(64))] {
+            let error = text.parse::<NodeName>().unwrap_err().to_string();
+            assert!(!error.contains("would do"), "{text}: {error}");
+        }
     }
 
     #[test]
@@ -270,8 +335,6 @@ mod tests {
             "a_b",
             "*.x",
             "a/b",
-            "10.0.0.1",
-            "1.2",
             &long_label,
             &long_name,
         ] {

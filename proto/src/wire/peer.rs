@@ -279,7 +279,7 @@ mod tests {
         assert!(held_node("edge-1", &[7; 16], 1).is_ok());
         assert!(held_node("edge 1", &[7; 16], 1).is_err());
         assert!(held_node("edge-1", &[7; 15], 1).is_err());
-        let removed = vec!["10.0.0.1".to_owned()];
+        let removed = vec!["10.0.0.1:80".to_owned()];
         assert!(
             decode(Kind::Holds(pb::Holds {
                 removed,

@@ -218,6 +218,12 @@ pub(super) fn advertised(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<Stri
     errors.parse_list("--advertise", texts, host_and_port)
 }
 
+/// Returns whether the text is the name of a host in DNS.
+fn is_host_name(text: &str) -> bool {
+    let name = text.parse::<NodeName>();
+    name.is_ok_and(|name| !name.ends_in_number())
+}
+
 /// Checks an address that agents or servers dial: `HOST:PORT` with a name or an IP address. A list
 /// may have spaces after its commas, because agents accept them.
 pub(super) fn host_and_port(text: &str) -> Result<String, String> {
@@ -227,7 +233,7 @@ pub(super) fn host_and_port(text: &str) -> Result<String, String> {
             .strip_prefix('[')
             .and_then(|host| host.strip_suffix(']'));
         let is_host = bare.map_or_else(
-            || host.parse::<NodeName>().is_ok() || host.parse::<Ipv4Addr>().is_ok(),
+            || is_host_name(host) || host.parse::<Ipv4Addr>().is_ok(),
             |address| address.parse::<Ipv6Addr>().is_ok(),
         );
         is_host && port.parse::<Port>().is_ok()
@@ -295,7 +301,7 @@ pub(super) fn tcp_service_target(text: &str, ports: &PortPolicy) -> Result<Targe
     {
         return Ok(Target::Loopback(port));
     }
-    if host.parse::<IpAddr>().is_err() && host.parse::<NodeName>().is_err() {
+    if host.parse::<IpAddr>().is_err() && !is_host_name(host) {
         return Err(format!("{text:?} is not PORT or HOST:PORT"));
     }
     Ok(Target::Host(host.into(), port))

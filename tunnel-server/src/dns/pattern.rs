@@ -10,11 +10,13 @@ use tunnel_proto::wire::name::{NameError, NodeName};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamePattern(Box<str>);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NamePatternError {
     /// A label contains more than one `*`.
     #[error("a label may have one '*'")]
     Stars,
+    #[error("names in DNS do not end in a number")]
+    Number,
     /// The text is not a valid name after each `*` is replaced by a letter.
     #[error(transparent)]
     Name(#[from] NameError),
@@ -51,7 +53,10 @@ impl FromStr for NamePattern {
         if text.split('.').any(|label| label.matches('*').count() > 1) {
             return Err(NamePatternError::Stars);
         }
-        let _name: NodeName = text.replace('*', "x").parse()?;
+        let name: NodeName = text.replace('*', "x").parse()?;
+        if name.ends_in_number() {
+            return Err(NamePatternError::Number);
+        }
         Ok(Self(text.into()))
     }
 }

@@ -25,6 +25,8 @@ pub struct RouteTable {
     hostnames: HashMap<NodeName, Vec<NodeName>>,
     addresses: HashMap<IpAddr, Vec<NodeName>>,
     kubelet_ports: HashMap<NodeName, Port>,
+    /// Whether a node is named like an IPv4 address.
+    has_address_names: bool,
 }
 
 /// Reason why a name or an address has no route.
@@ -85,7 +87,7 @@ impl RouteTable {
         let mut kubelet_ports = HashMap::new();
         for node in nodes {
             names.insert(node.name.clone());
-            if let Some(hostname) = &node.hostname {
+            if let Some(hostname) = node.hostname.as_ref().filter(|name| !is_address(name)) {
                 let claims = hostnames.entry(hostname.clone()).or_default();
                 claims.insert(node.name.clone());
             }
@@ -98,11 +100,13 @@ impl RouteTable {
             }
         }
         hostnames.retain(|hostname, _| !names.contains(hostname));
+        let has_address_names = names.iter().any(is_address);
         Self {
             names,
             hostnames: listed(hostnames),
             addresses: listed(owners),
             kubelet_ports,
+            has_address_names,
         }
     }
 
@@ -166,12 +170,15 @@ impl RouteTable {
         }
     }
 
-    /// Returns the only known node with this address.
+    /// Returns the node that is named like this address, or else the only known node that has it.
     ///
     /// # Errors
     /// Returns [`RouteError::UnknownAddress`] if no node has the address, or
     /// [`RouteError::AmbiguousAddress`] if several nodes have it.
     pub fn by_address(&self, address: IpAddr) -> Result<NodeName, RouteError> {
+        if let Some(named) = self.named_like(address.to_canonical()) {
+            return Ok(named);
+        }
         match self
             .addresses
             .get(&address.to_canonical())
@@ -183,6 +190,15 @@ impl RouteTable {
         }
     }
 
+    /// Returns the node whose own name is an address. Host names do not count: kubelets write them.
+    fn named_like(&self, address: IpAddr) -> Option<NodeName> {
+        if address.is_ipv6() || !self.has_address_names {
+            return None;
+        }
+        let name: NodeName = address.to_string().parse().ok()?;
+        self.names.get(&name).cloned()
+    }
+
     /// Returns the addresses that several nodes share.
     #[must_use]
     pub fn conflicts(&self) -> BTreeMap<IpAddr, &[NodeName]> {
@@ -191,6 +207,10 @@ impl RouteTable {
             .map(|(address, nodes)| (*address, nodes.as_slice()))
             .collect()
     }
+}
+
+fn is_address(name: &NodeName) -> bool {
+    name.as_str().parse::<IpAddr>().is_ok()
 }
 
 fn join(nodes: &[NodeName]) -> String {
@@ -317,6 +337,23 @@ mod tests {
         assert_contains(&error, "of b, c;");
         assert!(!table.knows(&name("twin")) && table.knows(&name("host-a.example")));
         assert_eq!(table.len(), 4);
+    }
+
+    #[test]
+    fn node_that_is_named_like_an_address_has_it_before_all_others() {
+        let address: IpAddr = "172.31.42.71".parse().unwrap();
+        let table = RouteTable::merge(&[
+            route("172.31.42.71", None, &["10.0.0.1"]),
+            route("a", None, &["172.31.42.71"]),
+            route("b", None, &["172.31.42.71"]),
+            // A kubelet takes no address by its host name.
+            route("c", Some("10.0.0.1"), &[]),
+        ]);
+        let named = name("172.31.42.71");
+        assert_eq!(table.by_address(address), Ok(named.clone()));
+        assert_eq!(table.by_name(&named), Ok(named.clone()));
+        assert_eq!(table.by_address("10.0.0.1".parse().unwrap()), Ok(named));
+        assert!(!table.knows(&name("10.0.0.1")));
     }
 
     #[test]

@@ -286,7 +286,7 @@ async fn token_without_an_advertised_address_comes_with_a_hint() {
 fn bad_arguments_are_explained() {
     for (line, words) in [
         ("token create --node a_b", "not a DNS subdomain"),
-        ("token create --node 10.0.0.1", "looks like an IP address"),
+        ("token create --node edge_gw_01", "edge-gw-01 would do"),
         ("token create --node a --ttl soon", "--ttl"),
         ("token create --node a --ip 300.0.0.1", "--ip"),
         ("token create", "--node"),

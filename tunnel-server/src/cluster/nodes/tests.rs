@@ -247,7 +247,7 @@ fn hostile_names_go_nowhere() {
     ];
     let plain = "localhost x.localhost kubernetes kubernetes.default kubernetes.default.svc \
                  kube-dns.kube-system.svc kube-dns.kube-system.svc.cluster.local cluster.local \
-                 *.example * . .. a..b -a a- 10.0.0.1 1.0.0.127.in-addr.arpa a_b a/b a:1";
+                 *.example * . .. a..b -a a- 1.0.0.127.in-addr.arpa a_b a/b a:1";
     for name in odd.into_iter().chain(plain.split(' ')) {
         let own = node(name, true, &[("InternalIP", "10.0.0.1")]);
         let refused = set(&store(&[own]));

@@ -120,11 +120,12 @@ impl ProxyRequest {
         let node = match &self.host {
             Host::Name(name) => match routes.by_name(name) {
                 Ok(node) => node,
-                Err(RouteError::UnknownName(name)) => {
+                Err(RouteError::UnknownName(name)) if !name.ends_in_number() => {
                     return Ok(RequestedDestination::Direct(DialTarget::Name(name)));
                 }
                 Err(
-                    error @ (RouteError::UnknownAddress(_)
+                    error @ (RouteError::UnknownName(_)
+                    | RouteError::UnknownAddress(_)
                     | RouteError::AmbiguousAddress(..)
                     | RouteError::AmbiguousName(..)),
                 ) => return Err(route_failure(&error)),

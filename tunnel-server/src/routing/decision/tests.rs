@@ -85,8 +85,8 @@ fn host_by_name_or_unique_address_chooses_the_node() {
         ("[::1]x", "bad_request"),
         ("worker_1", "bad_request"),
         ("user@worker-1", "bad_request"),
-        ("0x7f.1", "bad_request"),
-        ("127.1:9100", "bad_request"),
+        ("0x7f.1", "unknown_node"),
+        ("127.1:9100", "unknown_node"),
         ("", "bad_request"),
     ] {
         assert_eq!(plain(&[("host", host)]), expected, "{host:?}");

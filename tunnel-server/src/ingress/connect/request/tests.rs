@@ -140,6 +140,8 @@ fn nodes_go_through_their_agents_and_all_else_is_the_servers_to_dial() {
     // An edge node claims the address of a node in the cloud, and a Service's address.
     assert_eq!(route("10.0.0.8:10250", &[]), contradicting);
     assert_eq!(route("10.96.0.11:10250", &[&edge]), contradicting);
+    // A resolver would take it for 127.0.0.1.
+    assert_eq!(route("127.1:443", &[]), Err(Outcome::UnknownNode));
     let hook = DialTarget::Name(name("hook.default.svc"));
     let by_name = route("hook.default.svc:443", &[]);
     assert_eq!(by_name, Ok(Authorized::Direct(hook)));
