@@ -59,7 +59,7 @@ async fn addressing_answers() -> Result<()> {
     let other_scheme = closing(RawRequest::new("GET", "https://worker-1:9100/", node));
     let connect = closing(RawRequest::new("CONNECT", node, node));
     let twice = at(node).header("Host", "worker-2:9100");
-    let long = RawRequest::get(node, &format!("/{}", "x".repeat(8192)));
+    let long = RawRequest::get(node, &format!("/{}", "x".repeat(65_000)));
     let both = ["192.168.33.221", "worker-1", "worker-2"];
     let no_list = ["worker-1", "22", "--http-proxy-ports"];
     for (asked, status, code, names) in [
@@ -73,7 +73,7 @@ async fn addressing_answers() -> Result<()> {
         (absolute, 503, "no_agent", &["worker-1", "9100"]),
         (other_scheme, 400, "bad_request", &["request target"]),
         (connect, 400, "bad_request", &["CONNECT"]),
-        (long, 414, "uri_too_long", &["8192"]),
+        (long, 414, "uri_too_long", &["65000", "kubectl exec"]),
     ] {
         check(&request(env.http(), &asked).await?, status, code, names);
     }

@@ -19,8 +19,9 @@ pub(crate) mod delegated;
 pub const SELECT_HOST: HeaderName = HeaderName::from_static("x-tunnel-proxy-host");
 /// Header that selects the host and the port.
 pub const SELECT_DEST: HeaderName = HeaderName::from_static("x-tunnel-proxy-dest");
-/// Longest request target, in bytes.
-const URI_MAX_BYTES: usize = 8 * 1024;
+/// Longest request target, in bytes. hyper reads at most 65,534. `kubectl exec` sends a script as
+/// part of the target.
+const URI_MAX_BYTES: usize = 65_000;
 
 /// The facts of a request that determine its destination.
 #[derive(Debug, Clone, Copy)]
@@ -112,7 +113,10 @@ pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), ProxyErro
     if target.len() > URI_MAX_BYTES {
         return Err(ProxyError::new(
             Outcome::UriTooLong,
-            format!("the request target is longer than {URI_MAX_BYTES} bytes"),
+            format!(
+                "the request target is longer than {URI_MAX_BYTES} bytes; a long script for kubectl exec \
+                 goes to its standard input (-i), or into a file"
+            ),
         ));
     }
     Ok(())

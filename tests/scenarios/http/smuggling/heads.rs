@@ -252,7 +252,8 @@ fn sizes() -> Vec<Case> {
     let many = |n: usize| -> String { (0..n).map(|index| format!("X-{index}: y\r\n")).collect() };
     let value = get(format!("X: {}\r\n", "y".repeat(70 << 10)));
     let name = get(format!("{}: y\r\n", "X".repeat(70 << 10)));
-    let target = line(&format!("GET /{} HTTP/1.1", "x".repeat(9 << 10)));
+    let [long, longer] = [65_000, 65_001].map(|bytes| format!("/{}", "x".repeat(bytes - 1)));
+    let [fits, exceeds] = [&long, &longer].map(|target| line(&format!("GET {target} HTTP/1.1")));
     let method = "X".repeat(2 << 10);
     let with_method = line(&format!("{method} / HTTP/1.1"));
     vec![
@@ -260,7 +261,8 @@ fn sizes() -> Vec<Case> {
         Case::new("name of 70 KiB", name, Expect::Refused(431)),
         Case::new("101 fields", get(many(99)), Expect::Refused(431)),
         Case::new("10,000 fields", get(many(10_000)), Expect::Refused(431)),
-        Case::new("request target of 9 KiB", target, Expect::Refused(414)),
+        Case::new("target of 65,000 bytes", fits, routed("GET", &long)),
+        Case::new("target of 65,001 bytes", exceeds, Expect::Refused(414)),
         Case::new("method of 2 KiB", with_method, routed(&method, "/")),
     ]
 }

@@ -200,8 +200,8 @@ fn request_target_is_a_path_or_a_url_of_plain_http_whose_authority_replaces_host
         ("GET worker-1:9100", "bad_request"),
         ("CONNECT worker-1:9100", "bad_request"),
         ("OPTIONS *", "bad_request"),
-        (&*long(8192), "worker-1 node:9100"),
-        (&*long(8193), "uri_too_long"),
+        (&*long(65_000), "worker-1 node:9100"),
+        (&*long(65_001), "uri_too_long"),
     ] {
         let host = &[("host", "worker-1:9100")];
         let answer = answer(request, host, Scheme::Http, None);
