@@ -90,6 +90,7 @@ pub(crate) const CASES: &[Case] = &[
         rounds_most: 3,
         ..case(16, "edge to cloud", cloud::TARGETS)
     },
+    case(17, "short transfers at a round trip of 100 ms", wan::SHORT),
 ];
 
 impl Case {
@@ -116,6 +117,7 @@ impl Case {
             14 => servers::herd(bench).await,
             15 => pages::run(bench).await,
             16 => cloud::run(bench).await,
+            17 => wan::short(bench).await,
             other => anyhow::bail!("no case {other}"),
         }
     }

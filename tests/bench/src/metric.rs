@@ -154,6 +154,11 @@ metrics! {
     WAN_NEW = time("new connection, of a round trip", "");
     WAN_BESIDE_P50 = time("small beside bulk, p50", "ms");
     WAN_BESIDE_P99 = time("small beside bulk, p99", "ms");
+    FAR_FIRST_200K = time("first 200 kB of a session", "ms");
+    FAR_200K = time("200 kB, p50", "ms");
+    FAR_FIRST_2M = time("first 2 MB of a session", "ms");
+    FAR_2M = time("2 MB, p50", "ms");
+    FAR_UP_2M = time("2 MB up, p50", "ms");
     PEER_MEMORY = memory("server, each further server, anonymous", "KiB");
     ENTRY_MEMORY = memory("directory, a node of another server", "bytes");
     HERD_READY = time("all agents reached from all servers", "s");

@@ -1,4 +1,4 @@
-//! Cases 11 and 12: a long path between agent and server. The path is the relay of the test
+//! Cases 11, 12 and 17: a long path between agent and server. The path is the relay of the test
 //! harness. The relay delays, queues and drops the datagrams of QUIC. The relay delays the bytes of
 //! TCP and limits their rate, but TCP's own congestion control sees only the loopback interface. So
 //! the results of QUIC include all that happens to packets, and the results of h2 do not include
@@ -15,7 +15,10 @@ use crate::bench::BenchRun;
 use crate::client::{Caller, Endpoint};
 use crate::load;
 use crate::machine::CpuUsage;
-use crate::metric::{FAILED, SESSIONS_LOST, WAN_BESIDE_P50, WAN_BESIDE_P99, WAN_BULK, WAN_NEW};
+use crate::metric::{
+    FAILED, FAR_2M, FAR_200K, FAR_FIRST_2M, FAR_FIRST_200K, FAR_UP_2M, SESSIONS_LOST,
+    WAN_BESIDE_P50, WAN_BESIDE_P99, WAN_BULK, WAN_NEW,
+};
 use crate::systems::{Culvert, DIRECT, H2, NODE, QUIC, Shape, plain};
 use crate::target::Bound::{AtLeast, AtMost};
 use crate::target::Of::{Itself, Ratio};
@@ -43,6 +46,15 @@ pub(super) const LOSSY: &[Target] = &[
     Target::new(H2, &SESSIONS_LOST, Itself, AtMost(0.0)),
 ];
 
+/// A round trip, and what a sender in slow start needs.
+pub(super) const SHORT: &[Target] = &[
+    Target::new(QUIC, &FAR_FIRST_200K, Itself, AtMost(220.0)),
+    Target::new(QUIC, &FAR_200K, Itself, AtMost(220.0)),
+    Target::new(H2, &FAR_200K, Itself, AtMost(220.0)),
+    Target::new(QUIC, &FAILED, Itself, AtMost(0.0)),
+    Target::new(H2, &FAILED, Itself, AtMost(0.0)),
+];
+
 const ONE_WAY: Duration = Duration::from_millis(25);
 /// Rate in bytes per second (200 Mbit/s). The queue holds two bandwidth-delay products.
 const RATE: u64 = 25_000_000;
@@ -63,28 +75,10 @@ pub(super) async fn run(bench: &mut BenchRun, loss: f64) -> Result<()> {
         measure(bench, DIRECT, plain(link.addr()), &[]).await?;
     }
     for (name, transport) in [(QUIC, "quic"), (H2, "h2")] {
-        let shape = Shape {
-            transport,
-            link: Some(seed),
-            ..Shape::default()
-        };
-        let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
-        // The agent connects again over the long path, because BBR keeps the shortest round trip of
-        // the last 10 s.
-        if let Some(link) = &stack.link {
-            link.set(TrafficClass::ALL, path.clone());
-        }
-        if let Some(agent) = stack.agent.take() {
-            agent.stop(Duration::from_secs(5)).await?;
-        }
-        stack.agent = Some(stack.agent_setup.start()?);
+        let mut stack = start(bench, transport, &path).await?;
         load::probe(&stack.endpoint(), Duration::from_secs(20)).await?;
         let session = session(&stack).await?;
-        let own: Vec<u32> = stack
-            .server_process()
-            .into_iter()
-            .chain(stack.agent_process())
-            .collect();
+        let own = processes(&mut stack);
         if let Err(error) = measure(bench, name, stack.endpoint(), &own).await {
             bench.record_error(name, &error);
         }
@@ -92,6 +86,85 @@ pub(super) async fn run(bench: &mut BenchRun, loss: f64) -> Result<()> {
         bench.record(name, &SESSIONS_LOST, f64::from(u8::from(lost)), 0.0);
     }
     Ok(())
+}
+
+/// Starts a server and an agent that connects over `path`.
+async fn start(bench: &BenchRun, transport: &'static str, path: &Impairment) -> Result<Culvert> {
+    let shape = Shape {
+        transport,
+        link: Some(u64::from(bench.round)),
+        ..Shape::default()
+    };
+    let mut stack = Culvert::start(&bench.systems.edge, shape).await?;
+    // The agent connects again over the long path, because BBR keeps the shortest round trip of
+    // the last 10 s.
+    if let Some(link) = &stack.link {
+        link.set(TrafficClass::ALL, path.clone());
+    }
+    if let Some(agent) = stack.agent.take() {
+        agent.stop(Duration::from_secs(5)).await?;
+    }
+    stack.agent = Some(stack.agent_setup.start()?);
+    Ok(stack)
+}
+
+fn processes(stack: &mut Culvert) -> Vec<u32> {
+    let server = stack.server_process().into_iter();
+    server.chain(stack.agent_process()).collect()
+}
+
+const FAR_ONE_WAY: Duration = Duration::from_millis(50);
+const FAR_RATE: u64 = 125_000_000;
+const FAR_QUEUE: usize = 12_500_000;
+const FAR_TRANSFERS: usize = 8;
+
+/// Measures transfers of which windows, not the rate, could be the limit.
+pub(super) async fn short(bench: &mut BenchRun) -> Result<()> {
+    let path = Impairment::delayed(FAR_ONE_WAY)
+        .with_rate(FAR_RATE)
+        .with_queue(FAR_QUEUE);
+    for (name, transport) in [(QUIC, "quic"), (H2, "h2")] {
+        for (size, first, later) in [
+            (200_000, &FAR_FIRST_200K, &FAR_200K),
+            (2_000_000, &FAR_FIRST_2M, &FAR_2M),
+        ] {
+            let mut stack = start(bench, transport, &path).await?;
+            let endpoint = stack.endpoint();
+            load::probe(&endpoint, Duration::from_secs(20)).await?;
+            let own = processes(&mut stack);
+            let (times, usage) = bench.watch(&own, transfers(&endpoint, size, false)).await?;
+            bench.record(name, first, millis(&times[..1]), usage.foreign);
+            bench.record(name, later, millis(&times[1..]), usage.foreign);
+            if later == &FAR_2M {
+                let (times, usage) = bench.watch(&own, transfers(&endpoint, size, true)).await?;
+                bench.record(name, &FAR_UP_2M, millis(&times[1..]), usage.foreign);
+            }
+        }
+        bench.record(name, &FAILED, 0.0, 0.0);
+    }
+    Ok(())
+}
+
+/// Returns the times of transfers, one after the other.
+async fn transfers(endpoint: &Endpoint, size: u64, is_up: bool) -> Result<Vec<Duration>> {
+    let mut times = Vec::new();
+    for _ in 0..=FAR_TRANSFERS {
+        let mut caller = Caller::connect(endpoint).await?;
+        let began = Instant::now();
+        if is_up {
+            caller.post(size).await?;
+        } else {
+            caller.get(size).await?;
+        }
+        times.push(began.elapsed());
+    }
+    Ok(times)
+}
+
+fn millis(times: &[Duration]) -> f64 {
+    let mut sorted = times.to_vec();
+    sorted.sort_unstable();
+    percentile(&sorted, 0.5).as_secs_f64() * 1e3
 }
 
 async fn measure(
