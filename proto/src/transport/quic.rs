@@ -2,12 +2,11 @@
 //! restarts.
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use parking_lot::{Mutex, MutexGuard};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{Endpoint, EndpointConfig, TransportConfig, congestion};
 use tokio::sync::Semaphore;
@@ -23,6 +22,7 @@ use crate::tcp::ServerAddr;
 mod backlog;
 mod connection_id;
 mod cuts;
+mod dial_endpoints;
 mod error;
 mod flood_detector;
 mod receive_clock;
@@ -37,6 +37,7 @@ mod stream;
 mod timer;
 
 use connection_id::PrefixedCidGenerator;
+use dial_endpoints::DialEndpoints;
 use error::{dial_error, handshake_error};
 use receive_clock::SessionSampler;
 use rtt_cache::RttCache;
@@ -224,13 +225,11 @@ impl Acceptor for QuicAcceptor {
     }
 }
 
-/// A dialer of QUIC sessions. Each session has its own socket: if a firewall has started to drop
-/// one path, a new port is a new path.
+/// A dialer of QUIC sessions.
 pub struct QuicDialer {
     crypto: Arc<QuicClientConfig>,
     settings: SessionSettings,
-    /// Endpoints whose sessions may still have data to send.
-    endpoints: Mutex<Vec<Endpoint>>,
+    endpoints: DialEndpoints,
     rtt_cache: RttCache,
 }
 
@@ -253,31 +252,9 @@ impl QuicDialer {
         Ok(Self {
             crypto,
             settings,
-            endpoints: Mutex::default(),
+            endpoints: DialEndpoints::default(),
             rtt_cache: RttCache::default(),
         })
-    }
-
-    fn endpoint(&self, server: SocketAddr) -> io::Result<Endpoint> {
-        let any = match server {
-            SocketAddr::V4(_) => SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)),
-            SocketAddr::V6(_) => SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),
-        };
-        let endpoint = Endpoint::new(
-            EndpointConfig::default(),
-            None,
-            udp_socket(any)?,
-            Arc::new(EndpointRuntime::default()),
-        )?;
-        let mut endpoints = self.lock();
-        endpoints.retain(|old| old.open_connections() > 0);
-        endpoints.push(endpoint.clone());
-        drop(endpoints);
-        Ok(endpoint)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Endpoint>> {
-        self.endpoints.lock()
     }
 }
 
@@ -295,9 +272,12 @@ impl Dialer for QuicDialer {
         let mut transport = transport_config(&settings, INITIAL_STREAM_LIMIT);
         transport.initial_rtt(self.rtt_cache.initial_rtt(address));
         config.transport_config(Arc::new(transport));
-        let endpoint = self.endpoint(address).map_err(|error| local(&error))?;
+        let dial = self
+            .endpoints
+            .dial(address)
+            .map_err(|error| local(&error))?;
         let (sampler, connecting) =
-            SessionSampler::attach(|| endpoint.connect_with(config, address, SERVER_NAME));
+            SessionSampler::attach(|| dial.endpoint.connect_with(config, address, SERVER_NAME));
         let connecting = connecting.map_err(|error| local(&error))?;
         let connection = connecting.await.map_err(dial_error)?;
         let rtt_cache = Some(self.rtt_cache.clone());
@@ -316,7 +296,7 @@ impl Dialer for QuicDialer {
     }
 
     async fn wait_idle(&self) {
-        let endpoints = self.lock().clone();
+        let endpoints = self.endpoints.all();
         let all = async {
             for endpoint in &endpoints {
                 endpoint.wait_idle().await;
