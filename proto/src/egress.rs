@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 
 use crate::relay::{PollCut, RelayEnd, RelaySide, Socket, relay};
 use crate::tcp::{ConnError, abort_behind, abort_on_close, configure};
-use crate::transport::{ByteCount, CUT_LIMIT, Stream};
+use crate::transport::{ByteCount, CUT_LIMIT, Stream, StreamCut, find_cause};
 use crate::wire::code::ResetCode;
 
 /// A connection to a target. Dropping it resets the connection unless it was finished and shut
@@ -155,6 +155,8 @@ pub enum SocketRelayEnd {
     ReaderClosed,
     /// The stream was cut.
     StreamCut,
+    /// The socket's reader, or the stream's, was stalled for so long that the stream had to end.
+    ReaderStalled,
     /// The socket was cut.
     SocketCut,
 }
@@ -178,7 +180,13 @@ pub async fn relay_socket(mut stream: Stream, mut socket: TargetSocket) -> Socke
             if !cut.is_reader_stalled {
                 socket.abort().await;
             }
-            (SocketRelayEnd::StreamCut, cut.error.to_string())
+            let is_stalled = find_cause(&cut.error).is_some_and(StreamCut::is_reader_stalled);
+            let end = if is_stalled {
+                SocketRelayEnd::ReaderStalled
+            } else {
+                SocketRelayEnd::StreamCut
+            };
+            (end, cut.error.to_string())
         }
         RelayEnd::Cut(RelaySide::Right, cut) => {
             stream.reset(ResetCode::PeerCut);

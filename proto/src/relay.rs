@@ -294,14 +294,24 @@ impl Direction {
         }
     }
 
-    /// Waits for the reader, and returns the cut of an input that the reader hides.
+    /// Waits for the reader. Returns the cut of an input that the reader hides, or the end of a
+    /// stream whose memory others need.
     fn poll_stalled<I: RelayIo>(
         &mut self,
         cx: &mut Context<'_>,
         input: &mut I,
     ) -> Poll<Result<(), Cut>> {
-        let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
-        let error = ready!(write_monitor.poll(cx, input.io()));
+        let must_end = match input.stream() {
+            Some(stream) => stream.poll_stalled(cx),
+            None => Poll::Pending,
+        };
+        let error = match must_end {
+            Poll::Ready(error) => error,
+            Poll::Pending => {
+                let write_monitor = self.write_monitor.get_or_insert_with(Box::default);
+                ready!(write_monitor.poll(cx, input.io()))
+            }
+        };
         Poll::Ready(Err(Cut {
             error,
             is_reader_stalled: true,

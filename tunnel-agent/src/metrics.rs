@@ -276,6 +276,9 @@ pub(crate) enum StreamEnd {
     CutByTarget,
     /// The local client of a target of the cloud was cut.
     CutByCaller,
+    /// The target, or the other end's reader, read nothing for 10 s while other streams waited for
+    /// the memory.
+    ReaderStalled,
     /// No session could open a stream to a target of the cloud.
     NoSession,
     /// The server did not accept a stream to a target of the cloud in time.
@@ -289,11 +292,12 @@ pub(crate) enum StreamEnd {
 impl StreamEnd {
     /// Every end of a stream that the agent serves. The other codes of refusals are those of
     /// servers.
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Ok,
         Self::ReaderClosed,
         Self::CutByPeer,
         Self::CutByTarget,
+        Self::ReaderStalled,
         Self::NoHeader,
         Self::Refused(RefusalCode::BadHeader),
         Self::Refused(RefusalCode::Policy),
@@ -305,11 +309,12 @@ impl StreamEnd {
     ];
 
     /// Every end of a connection to a target of the cloud.
-    const CLOUD: [Self; 14] = [
+    const CLOUD: [Self; 15] = [
         Self::Ok,
         Self::ReaderClosed,
         Self::CutByPeer,
         Self::CutByCaller,
+        Self::ReaderStalled,
         Self::NoSession,
         Self::NoReply,
         Self::Refused(RefusalCode::BadHeader),
@@ -330,6 +335,7 @@ impl StreamEnd {
             SocketRelayEnd::ReaderClosed => Self::ReaderClosed,
             SocketRelayEnd::StreamCut => Self::CutByPeer,
             SocketRelayEnd::SocketCut => socket_cut,
+            SocketRelayEnd::ReaderStalled => Self::ReaderStalled,
         }
     }
 
@@ -340,6 +346,7 @@ impl StreamEnd {
             Self::CutByPeer => "cut_by_peer",
             Self::CutByTarget => "cut_by_target",
             Self::CutByCaller => "cut_by_caller",
+            Self::ReaderStalled => "reader_stalled",
             Self::NoSession => "no_session",
             Self::NoReply => "no_reply",
             Self::NoHeader => "no_header",

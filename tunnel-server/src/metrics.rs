@@ -396,7 +396,7 @@ fn unix_seconds(time: SystemTime) -> f64 {
     since_epoch.as_secs_f64()
 }
 
-/// Gauges for the bytes that stalled readers hold and may hold.
+/// Gauges for the memory that is reserved for unread data, and that can be.
 #[derive(Debug)]
 struct PoolGauges(Arc<BufferPool>);
 
@@ -409,8 +409,8 @@ impl Collector for PoolGauges {
         };
         encode_gauge(
             "buffer_bytes",
-            "Bytes that stalled readers hold, as charged to limits.bufferPool",
-            self.0.charged(),
+            "Bytes of memory reserved from limits.bufferPool for data that agents and other servers may send unread",
+            self.0.reserved(),
         )?;
         encode_gauge("buffer_limit_bytes", "limits.bufferPool", self.0.limit())
     }

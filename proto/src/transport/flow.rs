@@ -1,37 +1,78 @@
-//! Flow control: a reader that stalls uses memory, but never blocks another stream.
+//! Flow control: what a peer may send unread is reserved from a pool before the peer may send it.
 //!
-//! Each stream has its own window. The connection's window is the amount that stalled streams hold,
-//! plus eight stream windows for the others. The window is updated within some 100 ms, so stalled
-//! readers cannot exhaust it. The held bytes are charged to the session and to the process's pool.
-//! The pool limits new streams and cuts no stream.
+//! A session's *credit* is the number of bytes that its peer may have sent and that this end has
+//! not read (`flow/credit.rs`). The session reserves memory for the part of its credit that can
+//! arrive: a peer sends on open streams only, and on each at most a stream window. So an idle
+//! session reserves nothing, unless its peer opens streams. Received bytes pin more memory than
+//! their number, and each transport has a measured factor for that.
 //!
-//! A stream whose target is being dialed, or whose reply is not sent yet, does not count as
-//! stalled. The data that its peer has already sent fits into the eight windows.
+//! Invariants, which `flow/model.rs` checks with random sessions:
+//! - The reservation of a session covers the bytes that its peer can have unread, without the
+//!   session's base window while no stream is open.
+//! - The reservations of all sessions together never exceed the pool.
+//!
+//! A window becomes larger when a stream is opened, and while bytes are read: it is at least twice
+//! what was read in the last second, which is ahead of a sender in slow start. It also covers what
+//! stalled streams hold, so that they do not block others. Credit cannot be withdrawn. A smaller
+//! window therefore takes effect as the peer uses its credit, and memory is released then, or when
+//! streams end.
+//!
+//! When the pool is short, new windows are small first: a session may reserve a third of the free
+//! part of the pool in total (or as much, if its peer opens streams), and much less before its streams are read. So a source with much
+//! unread data is the first that gets no new streams. Streams are cut in one case only: when
+//! readers that have read nothing for 10 s hold a window for which another stream waits, one of
+//! them ends (`flow/stalled.rs`).
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::task::{Context, Wake, Waker};
 use std::time::Duration;
 
-use futures_util::task::AtomicWaker;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::sleep;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
+mod credit;
 mod growth;
+#[cfg(test)]
+mod model;
+mod monitor;
+mod stalled;
+#[cfg(test)]
+mod tests;
+
+use credit::Credit;
+use growth::ActiveWindow;
+pub use monitor::ReadMonitor;
+use monitor::StreamUsage;
+pub use stalled::StallWatch;
 
 /// Stream windows of a connection in addition to the bytes that stalled streams hold.
 const SPARE_WINDOWS: u64 = 8;
+/// The window of a session without streams. HTTP/2 begins with this window (RFC 9113, section
+/// 6.9.2). It carries the control stream, which is always read, so its memory is not part of the
+/// pool.
+pub(super) const BASE_WINDOW: u64 = 65_535;
+/// Window of streams that are not read yet, in addition to the base window. quinn sends up to
+/// 240 kB before the first acknowledgement, and TCP much less.
+const ACTIVE_WINDOW_MIN: u64 = 256 << 10;
+/// Credit that the peer must have for streams that do not stall. With less, the session gets no new
+/// streams.
+const SPARE_MIN: u64 = 32 << 10;
+/// Smallest change of a window. Each one is a message to the peer.
+const STEP_MIN: u64 = 16 << 10;
+/// Fraction of the free part of the pool that one session may reserve: a quarter of the pool if
+/// there is one such session.
+const FREE_SHARE: u64 = 3;
+/// The same for a session whose peer opens streams. A process has few of them.
+const FREE_SHARE_OF_PEER: u64 = 1;
+/// Fraction of the free part of the pool that one session may reserve for streams of which nothing
+/// was read.
+const UNREAD_SHARE: u64 = 256;
 /// Time between two samples of the readers.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
-/// A reader that reads nothing for this many samples (100 ms) is stalled.
-const SAMPLES_TO_STALL: u32 = 2;
-/// A stalled reader stays charged until it has read for this many samples. Otherwise a slow reader
-/// would make the window oscillate.
-const SAMPLES_TO_RECOVER: u32 = 20;
-/// One peer that holds more than the pool's size divided by this number gets no new streams.
-const PEER_SHARE_DIVISOR: u64 = 4;
+/// Samples after a refused stream in which the session counts as one for which streams wait: 10 s.
+const REFUSED_SAMPLES: u32 = 200;
 
 /// The stream window of a session, and the limits on its growth.
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +103,16 @@ impl StreamWindow {
     }
 }
 
+/// What a session tells the pool about its transport.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FlowSettings {
+    pub(super) stream_window: StreamWindow,
+    /// Memory that unread bytes pin, in percent of their number.
+    pub(super) memory_percent: u64,
+    /// Whether the peer opens streams at any time, as at an agent's end.
+    pub(super) peer_opens: bool,
+}
+
 /// The windows that a session grants to its peer, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ReceiveWindows {
@@ -69,15 +120,17 @@ pub(super) struct ReceiveWindows {
     pub(super) connection: u64,
 }
 
-/// The bytes that stalled streams of all sessions hold, with a limit.
+/// The memory for data that peers may send unread, with a limit.
 #[derive(Debug)]
 pub struct BufferPool {
     limit: u64,
-    charged: AtomicU64,
+    reserved: AtomicU64,
     /// The sessions that have streams.
     sessions: Mutex<Vec<Weak<SessionFlow>>>,
     /// Notified when `sessions` is no longer empty.
     session_added: Arc<Notify>,
+    /// Samples for which streams of any session count as waiting for memory.
+    refused: AtomicU32,
     sampler: OnceLock<AbortOnDropHandle<()>>,
 }
 
@@ -87,17 +140,18 @@ impl BufferPool {
     pub fn new(limit: u64) -> Arc<Self> {
         Arc::new(Self {
             limit,
-            charged: AtomicU64::new(0),
+            reserved: AtomicU64::new(0),
             sessions: Mutex::default(),
             session_added: Arc::default(),
+            refused: AtomicU32::new(0),
             sampler: OnceLock::new(),
         })
     }
 
-    /// Returns the bytes that stalled streams currently hold.
+    /// Returns the bytes of memory that are reserved.
     #[must_use]
-    pub fn charged(&self) -> u64 {
-        self.charged.load(Ordering::Relaxed)
+    pub fn reserved(&self) -> u64 {
+        self.reserved.load(Ordering::Relaxed)
     }
 
     /// Returns the size of the pool in bytes.
@@ -106,30 +160,63 @@ impl BufferPool {
         self.limit
     }
 
-    /// Registers a session. The pool calls `set_windows` when a window of the session changes. Must
-    /// be called inside a tokio runtime.
+    fn free(&self) -> u64 {
+        self.limit.saturating_sub(self.reserved())
+    }
+
+    fn try_reserve(&self, bytes: u64) -> bool {
+        let reserve = |reserved: u64| {
+            let after = reserved.checked_add(bytes)?;
+            (after <= self.limit).then_some(after)
+        };
+        self.reserved
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, reserve)
+            .is_ok()
+    }
+
+    fn release(&self, bytes: u64) {
+        self.reserved.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Registers a session, whose peer has the base window. The pool calls `set_windows` when a
+    /// window of the session changes, and `times_blocked` while streams are not read. Must be
+    /// called inside a tokio runtime.
     pub(super) fn session(
         self: &Arc<Self>,
-        mut stream_window: StreamWindow,
+        settings: FlowSettings,
         set_windows: impl Fn(ReceiveWindows) + Send + Sync + 'static,
+        times_blocked: impl Fn() -> u64 + Send + Sync + 'static,
     ) -> Arc<SessionFlow> {
-        // Streams that stall at once and fill the spare windows must not use up the peer's share.
-        let share = self.limit / PEER_SHARE_DIVISOR / SPARE_WINDOWS;
-        stream_window.max = stream_window.max.min(share).max(stream_window.initial);
         self.sampler.get_or_init(|| {
             let sampling = sample_all(Arc::downgrade(self), self.session_added.clone());
             AbortOnDropHandle::new(TaskTracker::new().spawn(sampling))
         });
-        Arc::new_cyclic(|this| SessionFlow {
+        let initial = settings.stream_window.initial;
+        let flow = Arc::new_cyclic(|this| SessionFlow {
             this: this.clone(),
             pool: self.clone(),
-            stream_window,
-            window: AtomicU64::new(stream_window.initial),
-            granted: AtomicU64::new(stream_window.initial),
-            monitors: Mutex::default(),
-            charged: AtomicU64::new(0),
-            set_windows: Mutex::new(Box::new(set_windows)),
-        })
+            settings,
+            state: Mutex::new(FlowState {
+                credit: Credit::new(BASE_WINDOW),
+                reserved: 0,
+                streams: Vec::new(),
+                open: 0,
+                peer_opens: settings.peer_opens,
+                stream_window: initial,
+                largest_window: initial,
+                active: ActiveWindow::new(SPARE_WINDOWS * initial),
+                stalled: Stalled::default(),
+                refused: 0,
+                times_blocked: 0,
+                is_sampled: false,
+            }),
+            reads: AtomicU64::new(0),
+            grow_at: AtomicU64::new(ACTIVE_WINDOW_MIN / 2),
+            set_windows: Box::new(set_windows),
+            times_blocked: Box::new(times_blocked),
+        });
+        flow.grow(&mut flow.lock());
+        flow
     }
 
     /// Samples the sessions that have streams. Returns whether any session still has one.
@@ -139,6 +226,7 @@ impl BufferPool {
             .into_iter()
             .filter(|session| session.upgrade().is_some_and(|session| session.sample()))
             .collect::<Vec<_>>();
+        self.end_stalled(&active);
         let mut sessions = self.sessions.lock();
         sessions.extend(active);
         !sessions.is_empty()
@@ -161,291 +249,330 @@ async fn sample_all(pool: Weak<BufferPool>, session_added: Arc<Notify>) {
     }
 }
 
-/// Returns the connection window for `charged` bytes held by stalled streams.
-pub(super) fn connection_window(stream_window: u32, charged: u64) -> u64 {
-    charged + SPARE_WINDOWS * u64::from(stream_window)
-}
-
-/// The bytes that the stalled streams of one session hold.
+/// The windows of one session, and what it has reserved for them.
 pub(super) struct SessionFlow {
     this: Weak<Self>,
     pool: Arc<BufferPool>,
-    stream_window: StreamWindow,
-    /// The stream window that was set last.
-    window: AtomicU64,
-    /// The largest stream window that the peer may still use.
-    granted: AtomicU64,
-    monitors: Mutex<Vec<StreamUsage>>,
-    charged: AtomicU64,
-    /// Locked while a call has the current values, so that the last call has the last ones.
-    set_windows: Mutex<Box<dyn Fn(ReceiveWindows) + Send + Sync>>,
+    settings: FlowSettings,
+    state: Mutex<FlowState>,
+    /// Bytes that the readers of all streams have read.
+    reads: AtomicU64,
+    /// The value of `reads` at which the window grows.
+    grow_at: AtomicU64,
+    /// Called while `state` is locked, so that the last call has the last values.
+    set_windows: Box<dyn Fn(ReceiveWindows) + Send + Sync>,
+    /// Returns how often the peer has reported that it used all of its credit.
+    times_blocked: Box<dyn Fn() -> u64 + Send + Sync>,
 }
 
-#[derive(Debug)]
-struct StreamUsage {
-    read_monitor: Arc<ReadMonitor>,
-    reads: u32,
-    idle_samples: u32,
-    active_samples: u32,
+struct FlowState {
+    credit: Credit,
+    /// Bytes of memory that the session has reserved from the pool.
+    reserved: u64,
+    streams: Vec<StreamUsage>,
+    /// Number of streams on which the peer can send.
+    open: u64,
+    peer_opens: bool,
+    /// The stream window that was set last.
+    stream_window: u64,
+    /// The largest stream window that was ever set.
+    largest_window: u64,
+    active: ActiveWindow,
+    stalled: Stalled,
+    /// Samples for which streams of this session count as waiting for its window.
+    refused: u32,
+    /// How often the peer had used all of its credit at the last call.
+    times_blocked: u64,
+    is_sampled: bool,
+}
+
+/// The streams whose readers are stalled, as of the last sample.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stalled {
+    streams: u64,
+    /// Bytes that they hold.
+    bytes: u64,
 }
 
 impl SessionFlow {
-    /// Returns the monitor of a new stream.
-    pub(super) fn read_monitor(&self) -> Arc<ReadMonitor> {
-        let read_monitor = Arc::<ReadMonitor>::default();
-        let mut monitors = self.monitors.lock();
-        if monitors.is_empty() {
+    fn lock(&self) -> MutexGuard<'_, FlowState> {
+        self.state.lock()
+    }
+
+    /// Returns the monitor of a stream that this end opens, or nothing if the pool has no memory
+    /// for it.
+    pub(super) fn open(&self) -> Option<Arc<ReadMonitor>> {
+        self.add_stream(&mut self.lock())
+    }
+
+    /// Returns the monitor of a stream that the peer has opened. If the pool has no memory for it,
+    /// [`SessionFlow::has_room`] is false and the stream must be refused.
+    pub(super) fn accept(&self) -> Arc<ReadMonitor> {
+        self.add_stream(&mut self.lock()).unwrap_or_default()
+    }
+
+    fn add_stream(&self, state: &mut FlowState) -> Option<Arc<ReadMonitor>> {
+        let exposure = state.exposure(state.credit.total(), state.open + 1);
+        if !self.reserve(state, exposure) {
+            self.record_refusal(state);
+            return None;
+        }
+        let read_monitor = Arc::new(ReadMonitor::of_session(self.this.upgrade()));
+        state.open += 1;
+        state.streams.push(StreamUsage::new(&read_monitor));
+        if !std::mem::replace(&mut state.is_sampled, true) {
             self.pool.sessions.lock().push(self.this.clone());
             self.pool.session_added.notify_one();
         }
-        monitors.push(StreamUsage {
-            read_monitor: read_monitor.clone(),
-            reads: 0,
-            idle_samples: 0,
-            active_samples: SAMPLES_TO_RECOVER,
-        });
-        let streams = monitors.len() as u64;
-        drop(monitors);
-        self.narrow(streams);
-        read_monitor
+        self.narrow(state);
+        self.grow(state);
+        Some(read_monitor)
+    }
+
+    /// Records that the peer can send no more on a stream, or that what it sends is discarded.
+    fn finish_stream(&self) {
+        let state = &mut *self.lock();
+        state.open = state.open.saturating_sub(1);
+        if state.open == 0 {
+            state.stalled = Stalled::default();
+        }
+        self.settle(state);
+    }
+
+    /// Records that the peer may open streams from now on. Call this function before the session
+    /// has streams.
+    pub(super) fn set_peer_opens(&self) {
+        let state = &mut *self.lock();
+        state.peer_opens = true;
+        self.settle(state);
+    }
+
+    /// Records bytes that a reader has read.
+    fn count_read(&self, bytes: u64) {
+        let reads = self.reads.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if reads >= self.grow_at.load(Ordering::Relaxed) {
+            let state = &mut *self.lock();
+            let reads = self.reads.load(Ordering::Relaxed);
+            state.active.grow(reads);
+            self.grow_at
+                .store(state.active.grow_at(), Ordering::Relaxed);
+            self.grow(state);
+        }
     }
 
     /// Returns whether the session may get new streams.
     pub(super) fn has_room(&self) -> bool {
-        self.pool.charged() < self.pool.limit
-            && self.charged.load(Ordering::Relaxed) <= self.pool.limit / PEER_SHARE_DIVISOR
-            && self.has_room_for_granted_windows()
+        let state = &mut *self.lock();
+        // A stream of the peer has been added already, if there was memory.
+        let opened = if state.peer_opens {
+            state.open.max(1)
+        } else {
+            state.open + 1
+        };
+        let exposure = state.exposure(state.credit.total(), opened);
+        let has_memory = self.memory(exposure) <= state.reserved + self.pool.free();
+        let has_room = has_memory && !self.is_exhausted(state);
+        if !has_room {
+            self.record_refusal(state);
+        }
+        has_room
     }
 
-    fn update_windows(&self) {
-        let set_windows = self.set_windows.lock();
-        let stream = self.window.load(Ordering::Relaxed);
-        let connection = self.charged.load(Ordering::Relaxed) + SPARE_WINDOWS * stream;
-        (*set_windows)(ReceiveWindows { stream, connection });
+    fn record_refusal(&self, state: &mut FlowState) {
+        state.refused = REFUSED_SAMPLES;
+        self.pool.refused.store(REFUSED_SAMPLES, Ordering::Relaxed);
     }
 
-    /// Charges the stalled streams. Returns whether the session has streams.
+    /// Returns whether stalled streams hold the window, and it cannot grow.
+    fn is_exhausted(&self, state: &FlowState) -> bool {
+        state.spare() < SPARE_MIN && self.growth_max(state) < SPARE_MIN
+    }
+
+    #[cfg(test)]
+    pub(in crate::transport) fn stalled_streams(&self) -> u64 {
+        self.lock().stalled.streams
+    }
+
+    /// Samples the streams. Returns whether the session has any.
     fn sample(&self) -> bool {
-        let mut monitors = self.monitors.lock();
-        // The stream holds the other reference.
-        monitors.retain(|usage| {
-            Arc::strong_count(&usage.read_monitor) > 1
-                && !usage.read_monitor.is_finished.load(Ordering::Relaxed)
-        });
-        let window = self.window.load(Ordering::Relaxed);
-        let charged = monitors.iter_mut().map(|usage| usage.charge(window)).sum();
-        let streams = monitors.len() as u64;
-        drop(monitors);
-        self.charge(charged);
-        self.narrow(streams);
-        streams > 0
+        let state = &mut *self.lock();
+        state.streams.retain(StreamUsage::is_open);
+        let window = state.stream_window;
+        state.stalled = Stalled::default();
+        for usage in &mut state.streams {
+            if let Some(held) = usage.sample(window) {
+                state.stalled.streams += 1;
+                state.stalled.bytes += held;
+            }
+        }
+        state.refused = state.refused.saturating_sub(1);
+        let reads = self.reads.load(Ordering::Relaxed);
+        state.credit.begin_sample(reads);
+        if state.active.sample(reads) {
+            self.grow_at
+                .store(state.active.grow_at(), Ordering::Relaxed);
+        }
+        let is_unread = state.streams.iter().any(|usage| usage.is_unread);
+        if is_unread && self.is_newly_blocked(state) {
+            state.active.double();
+            self.grow_at
+                .store(state.active.grow_at(), Ordering::Relaxed);
+        }
+        self.narrow(state);
+        self.shrink(state);
+        self.grow(state);
+        self.settle(state);
+        state.is_sampled = state.open > 0;
+        state.is_sampled
     }
 
-    fn charge(&self, charged: u64) {
-        let before = self.charged.swap(charged, Ordering::Relaxed);
-        if charged == before {
+    /// Returns whether the peer has reported, since the last call, that it used all of its credit.
+    /// A transport that reports exactly what is unread does not need it.
+    fn is_newly_blocked(&self, state: &mut FlowState) -> bool {
+        let blocked = (self.times_blocked)();
+        std::mem::replace(&mut state.times_blocked, blocked) != blocked
+    }
+
+    /// Returns the credit that the session should have.
+    fn target(&self, state: &FlowState) -> u64 {
+        let streams = match state.open {
+            0 if self.settings.peer_opens => 1,
+            open => open,
+        };
+        if streams == 0 {
+            return BASE_WINDOW;
+        }
+        let mut active = state.active.bytes();
+        if active <= ACTIVE_WINDOW_MIN {
+            active = active.min(self.bytes(self.pool.free() / UNREAD_SHARE));
+        }
+        let readers = streams.saturating_sub(state.stalled.streams).max(1);
+        let active = active.min(readers.saturating_mul(state.stream_window));
+        BASE_WINDOW + active + with_announcements(state.stalled.bytes)
+    }
+
+    /// Makes the window larger, as far as memory permits.
+    fn grow(&self, state: &mut FlowState) {
+        let (target, credit) = (self.target(state), state.credit.total());
+        let missing = target.saturating_sub(credit);
+        if missing < STEP_MIN.min(target / 8) {
             return;
         }
-        self.pool.charged.fetch_add(charged, Ordering::Relaxed);
-        self.pool.charged.fetch_sub(before, Ordering::Relaxed);
-        self.update_windows();
+        let step = missing.min(self.growth_max(state));
+        if step < STEP_MIN {
+            return;
+        }
+        let exposure = state.exposure(credit + step, state.open);
+        if self.reserve(state, exposure) {
+            state.credit.raise(step);
+            self.update_windows(state);
+        }
     }
+
+    /// Makes the window smaller if it is much larger than it should be.
+    fn shrink(&self, state: &mut FlowState) {
+        let (target, window) = (self.target(state), state.credit.window());
+        let is_idle = state.open == 0;
+        if window > target && (is_idle || window / 2 >= target) {
+            state.credit.lower(target, !is_idle);
+            self.update_windows(state);
+        }
+    }
+
+    /// Returns the bytes by which the window may grow: the session may reserve a fraction of
+    /// what is free then.
+    fn growth_max(&self, state: &FlowState) -> u64 {
+        let divisor = if self.settings.peer_opens {
+            FREE_SHARE_OF_PEER
+        } else {
+            FREE_SHARE
+        };
+        let share = (self.pool.free() / divisor).saturating_sub(state.reserved);
+        // Free memory becomes less as the session reserves.
+        self.bytes(share - share / (divisor + 1))
+    }
+
+    /// Changes the reservation to what the peer can send.
+    fn settle(&self, state: &mut FlowState) {
+        let exposure = state.exposure(state.credit.total(), state.open);
+        self.reserve(state, exposure);
+    }
+
+    /// Changes the reservation to `exposure` bytes. Returns whether the pool has the memory.
+    fn reserve(&self, state: &mut FlowState, exposure: u64) -> bool {
+        let memory = self.memory(exposure);
+        let is_reserved = match memory.checked_sub(state.reserved) {
+            Some(more) => more == 0 || self.pool.try_reserve(more),
+            None => {
+                self.pool.release(state.reserved - memory);
+                true
+            }
+        };
+        if is_reserved {
+            state.reserved = memory;
+        }
+        is_reserved
+    }
+
+    /// Returns the memory that `bytes` pin when they are not read.
+    fn memory(&self, bytes: u64) -> u64 {
+        bytes
+            .saturating_mul(self.settings.memory_percent)
+            .div_ceil(100)
+    }
+
+    /// Returns the bytes that pin at most `memory`.
+    fn bytes(&self, memory: u64) -> u64 {
+        memory / self.settings.memory_percent * 100
+    }
+
+    fn update_windows(&self, state: &FlowState) {
+        (self.set_windows)(ReceiveWindows {
+            stream: state.stream_window,
+            connection: state.credit.window(),
+        });
+    }
+}
+
+impl FlowState {
+    /// Returns the bytes that the peer can have unread if it has `credit` and `open` streams.
+    fn exposure(&self, credit: u64, open: u64) -> u64 {
+        match (self.peer_opens, open) {
+            (true, 0) => credit.saturating_sub(BASE_WINDOW),
+            (true, _) => credit,
+            (false, _) => credit.min(open.saturating_mul(self.largest_window)),
+        }
+    }
+
+    /// Returns the credit that is left for streams that are not stalled. The peer may not know of
+    /// the last eighth of a window.
+    fn spare(&self) -> u64 {
+        let unannounced = self.credit.window() / 8;
+        let used = self.stalled.bytes.saturating_add(unannounced);
+        self.credit.total().saturating_sub(used)
+    }
+}
+
+/// Adds what a window needs so that bytes of other streams are announced, although `stalled` bytes
+/// of it are never read: quinn announces credit after an eighth of the window has been read.
+fn with_announcements(stalled: u64) -> u64 {
+    stalled.saturating_add(stalled / 7)
 }
 
 impl std::fmt::Debug for SessionFlow {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.lock();
         formatter
             .debug_struct("SessionFlow")
-            .field("charged", &self.charged)
+            .field("credit", &state.credit)
+            .field("reserved", &state.reserved)
+            .field("open", &state.open)
             .finish_non_exhaustive()
     }
 }
 
 impl Drop for SessionFlow {
     fn drop(&mut self) {
-        let charged = self.charged.load(Ordering::Relaxed);
-        self.pool.charged.fetch_sub(charged, Ordering::Relaxed);
-    }
-}
-
-impl StreamUsage {
-    fn charge(&mut self, stream_window: u64) -> u64 {
-        let reads = self.read_monitor.reads.load(Ordering::Relaxed);
-        if self.read_monitor.is_waiting.load(Ordering::Acquire) || reads != self.reads {
-            (self.reads, self.idle_samples) = (reads, 0);
-            self.active_samples = self.active_samples.saturating_add(1);
-        } else {
-            self.idle_samples = self.idle_samples.saturating_add(1);
-            if self.idle_samples >= SAMPLES_TO_STALL {
-                self.active_samples = 0;
-            }
-        }
-        if self.active_samples >= SAMPLES_TO_RECOVER {
-            return 0;
-        }
-        match self.read_monitor.unread.load(Ordering::Relaxed) {
-            UNREAD_UNKNOWN => stream_window,
-            // More than the window if the window was larger before.
-            unread => unread,
-        }
-    }
-}
-
-/// The activity of a stream's reader.
-#[derive(Debug)]
-pub struct ReadMonitor {
-    /// Counts reads that returned data. The value only has to differ between two samples.
-    reads: AtomicU32,
-    /// Set while the reader waits for bytes and none have arrived, so the reader is not stalled.
-    /// Cleared when a reader is woken, even if it does not read (because its own writer is
-    /// blocked).
-    is_waiting: AtomicBool,
-    reader: AtomicWaker,
-    /// Number of bytes received and not read, if the transport reports it.
-    unread: AtomicU64,
-    is_finished: AtomicBool,
-}
-
-/// The transport does not report the number of unread bytes.
-const UNREAD_UNKNOWN: u64 = u64::MAX;
-
-impl Default for ReadMonitor {
-    fn default() -> Self {
-        Self {
-            reads: AtomicU32::new(0),
-            // No reader is expected before the first read: the target is being dialed, or the reply
-            // is pending.
-            is_waiting: AtomicBool::new(true),
-            reader: AtomicWaker::new(),
-            unread: AtomicU64::new(UNREAD_UNKNOWN),
-            is_finished: AtomicBool::new(false),
-        }
-    }
-}
-
-impl ReadMonitor {
-    /// Registers the reader before a read. Returns the waker that the transport must wake instead
-    /// of the reader's.
-    pub(super) fn begin_read(self: &Arc<Self>, cx: &Context<'_>) -> Waker {
-        self.reader.register(cx.waker());
-        self.is_waiting.store(true, Ordering::Release);
-        Waker::from(self.clone())
-    }
-
-    /// Records that a read returned data, or that the reader is expected to read.
-    pub(super) fn end_read(&self) {
-        self.is_waiting.store(false, Ordering::Release);
-        self.reads.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn set_unread(&self, bytes: usize) {
-        self.unread.store(bytes as u64, Ordering::Relaxed);
-    }
-
-    /// Stops the monitoring, for streams that are not requests and for ended ones.
-    pub(super) fn finish(&self) {
-        self.is_finished.store(true, Ordering::Relaxed);
-    }
-}
-
-impl Wake for ReadMonitor {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        self.is_waiting.store(false, Ordering::Release);
-        self.reader.wake();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const WINDOW: u32 = 1000;
-
-    fn session(limit: u64) -> (Arc<BufferPool>, Arc<SessionFlow>, Arc<AtomicU64>) {
-        let pool = BufferPool::new(limit);
-        let window = Arc::new(AtomicU64::new(0));
-        let observed = window.clone();
-        let flow = pool.session(StreamWindow::fixed(WINDOW), move |windows| {
-            observed.store(windows.connection, Ordering::Relaxed)
-        });
-        (pool, flow, window)
-    }
-
-    fn sample(flow: &SessionFlow, times: u32) {
-        for _ in 0..times {
-            flow.sample();
-        }
-    }
-
-    #[tokio::test]
-    async fn stalled_stream_is_charged_and_the_window_grows_by_it() {
-        let (pool, flow, window) = session(1 << 20);
-        let monitors: Vec<_> = (0..3).map(|_| flow.read_monitor()).collect();
-        monitors[0].end_read();
-        let waker = monitors[1].begin_read(&Context::from_waker(Waker::noop()));
-        monitors[2].end_read();
-        monitors[2].set_unread(300);
-        sample(&flow, 1);
-        assert_eq!(pool.charged(), 0, "100 ms have not passed");
-        sample(&flow, 2);
-        assert_eq!(pool.charged(), 1300);
-        assert_eq!(window.load(Ordering::Relaxed), 8 * 1000 + 1300);
-        // Bytes arrived for the waiting reader, which does not read them.
-        waker.wake();
-        sample(&flow, 3);
-        assert_eq!(pool.charged(), 2300);
-    }
-
-    #[tokio::test]
-    async fn charge_goes_when_the_reader_is_steady_or_the_stream_is_gone() {
-        let (pool, flow, window) = session(1 << 20);
-        let (slow, dropped) = (flow.read_monitor(), flow.read_monitor());
-        slow.end_read();
-        dropped.end_read();
-        sample(&flow, 3);
-        assert_eq!(pool.charged(), 2000);
-        drop(dropped);
-        sample(&flow, 1);
-        assert_eq!(pool.charged(), 1000);
-        for _ in 0..SAMPLES_TO_RECOVER {
-            assert_eq!(pool.charged(), 1000, "a few reads do not make it steady");
-            slow.end_read();
-            sample(&flow, 1);
-        }
-        assert_eq!(pool.charged(), 0);
-        assert_eq!(window.load(Ordering::Relaxed), 8000);
-    }
-
-    #[tokio::test]
-    async fn full_pool_or_a_quarter_of_it_stops_new_streams() {
-        let (pool, greedy, _window) = session(8000);
-        let modest = pool.session(StreamWindow::fixed(WINDOW), |_| {});
-        let stalled = |flow: &SessionFlow| {
-            let read_monitor = flow.read_monitor();
-            read_monitor.end_read();
-            read_monitor
-        };
-        let greedy_streams: Vec<_> = (0..3).map(|_| stalled(&greedy)).collect();
-        sample(&greedy, 3);
-        assert!(!greedy.has_room() && modest.has_room());
-        let others: Vec<_> = (0..5)
-            .map(|_| {
-                let flow = pool.session(StreamWindow::fixed(WINDOW), |_| {});
-                let read_monitor = stalled(&flow);
-                sample(&flow, 3);
-                (flow, read_monitor)
-            })
-            .collect();
-        assert_eq!(pool.charged(), 8000);
-        assert!(!modest.has_room(), "the pool is full");
-        drop(others);
-        assert!(modest.has_room());
-        drop(greedy_streams);
-        sample(&greedy, 1);
-        assert!(greedy.has_room());
+        self.pool.release(self.state.get_mut().reserved);
     }
 }

@@ -20,7 +20,7 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc};
 use tokio_rustls::{client, server};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-use super::flow::{StreamWindow, connection_window};
+use super::flow::{FlowSettings, StreamWindow};
 use super::{HandshakeError, Session, SessionSettings, Traffic};
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::tls;
@@ -40,7 +40,7 @@ mod session;
 mod stream;
 mod wakeups;
 
-use connection::{Connection, WINDOW_SIZE_MAX};
+use connection::Connection;
 use control_rate::PREFACE_BYTES;
 pub use dialer::H2Dialer;
 use driver::Driver;
@@ -62,6 +62,8 @@ const FRAME_MAX_BYTES: u32 = (64 << 10) - 9;
 /// Size to which the window of each stream grows on a long path. TCP needs it where segments are
 /// lost: data behind a lost segment is not read until the segment arrives again.
 const STREAM_WINDOW_MAX_BYTES: u32 = 8 << 20;
+/// Memory of unread bytes, in percent of their number.
+const MEMORY_PERCENT: u64 = 150;
 /// Maximum size of a header block. Ours are a few dozen bytes (RFC 9113, section 10.5.1).
 const HEADER_LIST_BYTES: u32 = 64 << 10;
 /// Maximum number of remembered streams that this end has reset and of which the peer may not know
@@ -134,7 +136,6 @@ async fn start_client<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     let mut builder = h2::client::Builder::new();
     builder
         .initial_window_size(settings.stream_window)
-        .initial_connection_window_size(initial_window(settings))
         .max_frame_size(FRAME_MAX_BYTES)
         .max_header_list_size(HEADER_LIST_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES)
@@ -174,7 +175,6 @@ async fn start_server<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     let mut builder = h2::server::Builder::new();
     builder
         .initial_window_size(settings.stream_window)
-        .initial_connection_window_size(initial_window(settings))
         .max_frame_size(FRAME_MAX_BYTES)
         .max_header_list_size(HEADER_LIST_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES)
@@ -238,11 +238,18 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
         STREAM_WINDOW_MAX_BYTES,
         settings.streams,
     );
-    let flow = settings.pool.session(stream_window, move |windows| {
+    let flow_settings = FlowSettings {
+        stream_window,
+        memory_percent: MEMORY_PERCENT,
+        peer_opens: matches!(connection, Connection::Server(_)),
+    };
+    let set_windows = move |windows| {
         if let Some(shared) = weak.upgrade() {
             shared.send_command(|commands| commands.windows = Some(windows));
         }
-    });
+    };
+    // h2 knows what is unread.
+    let flow = (settings.pool).session(flow_settings, set_windows, || 0);
     let (accepted, incoming) = mpsc::channel(max_pending_resets(settings.streams));
     let driver = Driver::new(connection, shared.clone(), flow.clone(), accepted, settings)
         .with_close_stream(close_stream);
@@ -282,12 +289,6 @@ fn address(socket: &TcpStream) -> Result<SocketAddr, HandshakeError> {
         .peer_addr()
         .map_err(|error| HandshakeError::Local(error.to_string()))?;
     Ok(SocketAddr::new(address.ip().to_canonical(), address.port()))
-}
-
-fn initial_window(settings: &SessionSettings) -> u32 {
-    u32::try_from(connection_window(settings.stream_window, 0))
-        .unwrap_or(WINDOW_SIZE_MAX)
-        .min(WINDOW_SIZE_MAX)
 }
 
 /// Returns the number of streams that the peer may open and reset at once. A burst of that size

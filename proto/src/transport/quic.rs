@@ -310,7 +310,7 @@ fn transport_config(settings: &SessionSettings, streams: u32) -> TransportConfig
     let mut config = TransportConfig::default();
     config
         .stream_receive_window(settings.stream_window.into())
-        .receive_window(window(flow::connection_window(settings.stream_window, 0)))
+        .receive_window(window(flow::BASE_WINDOW))
         .max_concurrent_bidi_streams(streams.into())
         .max_concurrent_uni_streams(cuts::ANNOUNCEMENTS_MAX.into())
         .datagram_receive_buffer_size(Some(DATAGRAM_BUFFER_BYTES))

@@ -24,7 +24,7 @@ pub struct SessionSettings {
     pub idle_timeout: Duration,
     /// Congestion control of QUIC. For TCP, the operating system decides.
     pub congestion: CongestionControl,
-    /// The pool to which unread bytes of all sessions are charged.
+    /// The pool from which all sessions reserve memory for unread bytes.
     pub pool: Arc<BufferPool>,
 }
 

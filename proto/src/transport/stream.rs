@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Sleep;
 use tokio_util::io::poll_write_buf;
 
-use super::ReadMonitor;
+use super::{ReadMonitor, StallWatch};
 use crate::wire::code::{RefusalCode, ResetCode};
 use crate::wire::frame::{self, FrameError, STREAM_MESSAGE_MAX};
 use crate::wire::header::{Refusal, StreamReply};
@@ -76,6 +76,9 @@ pub enum StreamCut {
     /// The peer stopped reading the half that this end sends.
     #[error("peer stopped reading the stream ({0})")]
     Stopped(ResetCode),
+    /// This end cut the stream, because its reader was stalled while others waited for memory.
+    #[error("nothing was read for 10 s while other streams waited for memory (limits.bufferPool)")]
+    ReaderStalled,
     /// The session ended before the stream did.
     #[error("session was lost")]
     SessionLost,
@@ -87,12 +90,24 @@ pub enum StreamCut {
     ReplyTimeout,
 }
 
+impl StreamCut {
+    /// Returns whether an end cut the stream because its reader was stalled.
+    #[must_use]
+    pub fn is_reader_stalled(&self) -> bool {
+        match self {
+            Self::ReaderStalled => true,
+            Self::Reset(code) | Self::Stopped(code) => *code == ResetCode::ReaderStalled,
+            Self::SessionLost | Self::NoReply | Self::ReplyTimeout => false,
+        }
+    }
+}
+
 impl From<StreamCut> for io::Error {
     fn from(cut: StreamCut) -> Self {
         let kind = match cut {
             StreamCut::Reset(_) => io::ErrorKind::ConnectionReset,
             StreamCut::Stopped(_) => io::ErrorKind::BrokenPipe,
-            StreamCut::SessionLost => io::ErrorKind::ConnectionAborted,
+            StreamCut::SessionLost | StreamCut::ReaderStalled => io::ErrorKind::ConnectionAborted,
             StreamCut::NoReply => io::ErrorKind::UnexpectedEof,
             StreamCut::ReplyTimeout => io::ErrorKind::TimedOut,
         };
@@ -227,6 +242,7 @@ impl Stream {
         } else {
             self.raw.cut(code);
         }
+        self.read_monitor.finish();
         self.read_ended = true;
         self.shut_down = true;
     }
@@ -251,6 +267,26 @@ impl Stream {
             | ReplyState::Refused(_)
             | ReplyState::Failed(_) => Ok(""),
         }
+    }
+
+    /// Sets who reads the stream in the end. When stalled streams must end, the source that holds
+    /// the most is the first.
+    pub fn set_source(&self, source: u64) {
+        self.read_monitor.set_source(source);
+    }
+
+    /// Returns what says that the stream must end because its reader is stalled.
+    #[must_use]
+    pub fn stall_watch(&self) -> StallWatch {
+        StallWatch(self.read_monitor.clone())
+    }
+
+    /// Returns an error when the stream must end because its reader is stalled. Resets the stream
+    /// then.
+    pub(crate) fn poll_stalled(&mut self, cx: &Context<'_>) -> Poll<io::Error> {
+        ready!(self.read_monitor.poll_stalled(cx));
+        self.reset(ResetCode::ReaderStalled);
+        Poll::Ready(StreamCut::ReaderStalled.into())
     }
 
     /// Leaves the reply to the ends of a forwarded stream: reads return the peer's reply with the
@@ -290,6 +326,7 @@ impl Stream {
         // Encoding cannot fail, because the detail of a refusal is bounded below the cap.
         let encoded = StreamReply::refused(code, detail).encode(&mut buffer);
         self.raw.stop(ResetCode::Refused);
+        self.read_monitor.finish();
         self.read_ended = true;
         if encoded.is_ok() && self.raw.write_all(&buffer).await.is_ok() {
             let _cut_anyway = self.shutdown().await;
@@ -349,11 +386,14 @@ impl Stream {
         Poll::Ready(Ok(pieces))
     }
 
-    /// Completes when the peer has cut the stream or the session was lost, even if bytes before that
-    /// are unread.
+    /// Completes when the peer has cut the stream, the session was lost, or the stream must end
+    /// because its reader is stalled, even if bytes before that are unread.
     pub(crate) fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         if self.read_ended {
             return Poll::Pending;
+        }
+        if let Poll::Ready(error) = self.poll_stalled(cx) {
+            return Poll::Ready(error);
         }
         self.raw.poll_cut(cx)
     }
@@ -365,6 +405,7 @@ impl Stream {
     }
 
     fn count_received(&self, count: usize) {
+        self.read_monitor.count_read(count);
         self.bytes.add_received(count);
         self.traffic
             .bytes_in
@@ -523,10 +564,15 @@ impl Drop for Stream {
             self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
         }
         if !self.shut_down {
-            self.reset(ResetCode::Dropped);
+            let code = match self.read_monitor.must_end() {
+                true => ResetCode::ReaderStalled,
+                false => ResetCode::Dropped,
+            };
+            self.reset(code);
         } else if !self.read_ended {
             self.raw.stop(ResetCode::Dropped);
         }
+        self.read_monitor.finish();
     }
 }
 

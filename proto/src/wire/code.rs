@@ -101,6 +101,8 @@ codes! {
         Refused = 3 "refused",
         /// The session that carried the stream behind this server was lost. Between servers only.
         SessionLost = 4 "session_lost",
+        /// Nothing was read from the stream for 10 s, and other streams waited for its memory.
+        ReaderStalled = 5 "reader_stalled",
     }
 }
 

@@ -389,9 +389,10 @@ fn numbers_are_as_released() {
         ResetCode::Protocol,
         ResetCode::Refused,
         ResetCode::SessionLost,
-        ResetCode::Unknown(5),
+        ResetCode::ReaderStalled,
+        ResetCode::Unknown(6),
     ];
-    let released: Vec<_> = (0..=5).map(ResetCode::from_number).collect();
+    let released: Vec<_> = (0..=6).map(ResetCode::from_number).collect();
     assert_eq!(released, resets);
     let closes = [
         CloseCode::Normal,

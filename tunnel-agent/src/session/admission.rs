@@ -97,7 +97,7 @@ async fn handshake(
     let incoming = match session.accept().await {
         Ok(incoming) => incoming,
         Err(SessionError::Closed(reason)) => return Err(reason.into()),
-        Err(SessionError::NotOpening | SessionError::Header(_)) => {
+        Err(SessionError::NotOpening | SessionError::NoRoom | SessionError::Header(_)) => {
             return Err(AdmitError::Protocol("session accepts no streams"));
         }
     };

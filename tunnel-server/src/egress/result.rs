@@ -13,6 +13,8 @@ pub enum CloudResult {
     CutByAgent,
     /// The target's side was cut.
     CutByTarget,
+    /// The target read nothing for 10 s while other streams waited for the memory.
+    ReaderStalled,
     /// The header did not arrive, or violated the protocol.
     NoHeader,
     /// The stream was refused with a reply.
@@ -21,11 +23,12 @@ pub enum CloudResult {
 
 impl CloudResult {
     /// Every end that a stream can have.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Ok,
         Self::ReaderClosed,
         Self::CutByAgent,
         Self::CutByTarget,
+        Self::ReaderStalled,
         Self::NoHeader,
         Self::Refused(RefusalCode::BadHeader),
         Self::Refused(RefusalCode::Policy),
@@ -45,6 +48,7 @@ impl CloudResult {
             Self::ReaderClosed => "reader_left",
             Self::CutByAgent => "cut_by_peer",
             Self::CutByTarget => "cut_by_target",
+            Self::ReaderStalled => "reader_stalled",
             Self::NoHeader => "no_header",
             Self::Refused(code) => code.label(),
         }
@@ -58,6 +62,7 @@ impl From<SocketRelayEnd> for CloudResult {
             SocketRelayEnd::ReaderClosed => Self::ReaderClosed,
             SocketRelayEnd::StreamCut => Self::CutByAgent,
             SocketRelayEnd::SocketCut => Self::CutByTarget,
+            SocketRelayEnd::ReaderStalled => Self::ReaderStalled,
         }
     }
 }

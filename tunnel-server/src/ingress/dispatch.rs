@@ -11,6 +11,7 @@ use tracing::debug;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::relay::{Cut, PollCut, RelayEnd, RelaySide};
+use tunnel_proto::transport::{StreamCut, find_cause};
 
 use super::access_log::{AccessLog, ExchangeGuard};
 use super::caller_stream::{abort_behind, discard_input};
@@ -288,7 +289,11 @@ pub(super) async fn relay_tunnel<C>(
             } = cut;
             debug!(?side, %error, is_reader_stalled, "{} was reset", tunnel.name());
             let access_log = &mut exchange_guard.access_log;
+            let cut = find_cause::<StreamCut>(&error);
             match &*tunnel {
+                _ if cut.is_some_and(StreamCut::is_reader_stalled) => {
+                    access_log.set_outcome(Outcome::ReaderStalled);
+                }
                 Tunnel::Agent(_) | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
                     access_log.set_outcome(Outcome::Cut);
                 }

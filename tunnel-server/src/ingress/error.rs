@@ -109,12 +109,15 @@ impl ProxyError {
             other => *other,
         });
         let outcome = match cut {
+            Some(cut) if cut.is_reader_stalled() => Outcome::ReaderStalled,
             Some(StreamCut::SessionLost | StreamCut::NoReply) => Outcome::AgentLost,
             Some(StreamCut::ReplyTimeout) => Outcome::AgentTimeout,
             Some(StreamCut::Reset(_) | StreamCut::Stopped(_)) => Outcome::TargetBadResponse,
+            Some(StreamCut::ReaderStalled) => Outcome::ReaderStalled,
             None => otherwise,
         };
         let reason = match cut {
+            Some(cut) if cut.is_reader_stalled() => StreamCut::ReaderStalled.to_string(),
             Some(StreamCut::Reset(_) | StreamCut::Stopped(_)) => {
                 "the target cut the connection".to_owned()
             }

@@ -88,6 +88,7 @@ pub(super) async fn serve<S>(
     let mut stream = TimedStream::new(stream, timeouts.clone());
     let caller = Arc::new(Caller {
         pool: Arc::new(UpstreamPool::new(ingress.drivers.clone())),
+        stall_watch: Mutex::default(),
         upgrade: Mutex::default(),
         timeouts,
         permit,
@@ -133,7 +134,7 @@ pub(super) async fn serve<S>(
         }
         Err(ConnEnd::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
         Err(ConnEnd::TimedOut) => {}
-        Err(ConnEnd::Stalled) => debug!(%peer, "caller took nothing of a response that was cut"),
+        Err(ConnEnd::Stalled) => debug!(%peer, "caller took nothing of a response, which was cut"),
         Err(ConnEnd::Gone) => debug!(%peer, "caller disconnected"),
         Err(ConnEnd::Evicted) => caller.ingress.metrics.evicted_caller(),
     }
@@ -175,7 +176,8 @@ enum ConnEnd {
     Http(hyper::Error),
     /// The first request head did not arrive in time.
     TimedOut,
-    /// The target cut its connection behind bytes that the caller does not take.
+    /// The caller takes nothing of a response whose target has cut its connection, or whose memory
+    /// others need.
     Stalled,
     /// The caller closed its direction, or the connection, while a request was in progress.
     Gone,
@@ -253,6 +255,10 @@ impl Caller {
                 }
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(ConnEnd::Gone),
+                () = poll_fn(|cx| self.poll_stalled(cx)) => {
+                    self.close_mode.cut();
+                    return Err(ConnEnd::Stalled);
+                }
                 () = drain.cancelled(), if !draining => draining = true,
                 expired = self.timeouts.expired(), if !has_expired => {
                     has_expired = true;

@@ -41,11 +41,13 @@ pub enum Outcome {
     Cut,
     /// The caller disconnected first.
     CallerGone,
+    /// The caller, or the target, read nothing for 10 s while other streams waited for the memory.
+    ReaderStalled,
 }
 
 impl Outcome {
     /// Every outcome, for the documentation and for tests.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Ok,
         Self::BadRequest,
         Self::UnknownNode,
@@ -64,6 +66,7 @@ impl Outcome {
         Self::AgentTimeout,
         Self::Cut,
         Self::CallerGone,
+        Self::ReaderStalled,
     ];
 
     /// Returns the code that appears in `X-Tunnel-Error`, logs and metric labels.
@@ -88,6 +91,7 @@ impl Outcome {
             Self::AgentTimeout => "agent_timeout",
             Self::Cut => "cut",
             Self::CallerGone => "caller_gone",
+            Self::ReaderStalled => "reader_stalled",
         }
     }
 
@@ -107,7 +111,9 @@ impl Outcome {
             Self::NoAgent | Self::TooManyStreams | Self::Draining => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
-            Self::TargetTimeout | Self::AgentTimeout => StatusCode::GATEWAY_TIMEOUT,
+            Self::TargetTimeout | Self::AgentTimeout | Self::ReaderStalled => {
+                StatusCode::GATEWAY_TIMEOUT
+            }
             // These outcomes are never sent as a response. The connection is aborted instead.
             Self::Cut | Self::CallerGone => StatusCode::BAD_GATEWAY,
         }

@@ -396,6 +396,7 @@ impl Registry {
             match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
                     stream.attach((permit, agent.count_stream()));
+                    stream.set_source(caller.number());
                     return Ok(Opened {
                         stream,
                         via: Via::Local(agent.id),
@@ -403,6 +404,9 @@ impl Registry {
                     });
                 }
                 Ok(Err(SessionError::NotOpening)) => failure = OpenError::Draining,
+                Ok(Err(SessionError::NoRoom)) => {
+                    failure = OpenError::BufferPoolFull(self.limits.buffer_pool);
+                }
                 Ok(Err(error)) => {
                     debug!(%node, session = agent.id.0, %error, "session cannot open a stream");
                     failure = OpenError::Lost(error);

@@ -35,7 +35,8 @@ fn settings(windows: Windows, keep_alive: Option<Duration>) -> SessionSettings {
         keep_alive,
         idle_timeout: Duration::from_secs(60),
         congestion: CongestionControl::default(),
-        pool: BufferPool::new(512 << 20),
+        // Room for all streams that stall in a test.
+        pool: BufferPool::new(8 << 30),
     }
 }
 

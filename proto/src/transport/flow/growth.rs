@@ -1,13 +1,14 @@
-//! Growth of the stream window.
+//! Growth of the windows.
+//!
+//! The *active window* is what streams that do not stall share. It follows what they read.
 //!
 //! On a transport that measures its path, the stream window grows while few streams are open. It
 //! returns to its initial size when all streams together could hold half of what the session's
-//! streams of that size may hold, or when stalled streams hold much of the pool. So growth does not
-//! raise the bound on memory.
+//! streams of that size may hold, or when the pool is short.
 
 use std::sync::atomic::Ordering;
 
-use super::{PEER_SHARE_DIVISOR, SessionFlow};
+use super::{ACTIVE_WINDOW_MIN, FlowState, SPARE_WINDOWS, SessionFlow};
 
 /// A stream window grows while it is smaller than this many times the bytes of a round trip. h2
 /// announces credit only after a third of the window has been read, and data behind a lost segment
@@ -16,162 +17,124 @@ const WINDOW_ROUND_TRIPS: u64 = 4;
 /// Streams may use this fraction of the session's bound when their window grows, and twice as much
 /// before it shrinks.
 const GROWTH_DIVISOR: u64 = 4;
+/// Samples over which reads are summed: 1 s.
+const EPOCH_SAMPLES: u32 = 20;
+
+/// The window of streams that do not stall. It doubles when half of it was read within a second,
+/// and becomes smaller slowly when less than a quarter is. It keeps its size while there are no
+/// streams, because the sender's congestion window does so, too.
+#[derive(Debug)]
+pub(super) struct ActiveWindow {
+    bytes: u64,
+    max: u64,
+    samples: u32,
+    /// Bytes that had been read when the current second began.
+    epoch_reads: u64,
+}
+
+impl ActiveWindow {
+    pub(super) fn new(max: u64) -> Self {
+        Self {
+            bytes: ACTIVE_WINDOW_MIN,
+            max: max.max(ACTIVE_WINDOW_MIN),
+            samples: 0,
+            epoch_reads: 0,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the number of read bytes at which the window grows.
+    pub(super) fn grow_at(&self) -> u64 {
+        if self.bytes >= self.max {
+            return u64::MAX;
+        }
+        self.epoch_reads.saturating_add(self.bytes / 2)
+    }
+
+    /// Sets the size up to which the window grows.
+    pub(super) fn set_max(&mut self, max: u64) {
+        self.max = max.max(ACTIVE_WINDOW_MIN);
+        self.bytes = self.bytes.min(self.max);
+    }
+
+    /// Doubles the window if it is small for what was read.
+    pub(super) fn grow(&mut self, reads: u64) {
+        while reads >= self.grow_at() {
+            self.bytes = (self.bytes * 2).min(self.max);
+        }
+    }
+
+    /// Doubles the window, because the peer has used all of it.
+    pub(super) fn double(&mut self) {
+        self.bytes = (self.bytes * 2).min(self.max);
+    }
+
+    /// Records a sample. Returns whether a second has passed, so that the window may be smaller.
+    pub(super) fn sample(&mut self, reads: u64) -> bool {
+        self.samples += 1;
+        let is_over = self.samples >= EPOCH_SAMPLES;
+        if is_over {
+            let read = reads.saturating_sub(self.epoch_reads);
+            if read < self.bytes / 4 {
+                self.bytes = (self.bytes - self.bytes / 8).max(ACTIVE_WINDOW_MIN);
+            }
+            (self.samples, self.epoch_reads) = (0, reads);
+        }
+        is_over
+    }
+}
 
 impl SessionFlow {
     /// Doubles the stream window if it is small for a path on which `bytes_per_rtt` bytes arrive in
     /// one round trip, and memory permits.
     pub(in crate::transport) fn widen(&self, bytes_per_rtt: u64) {
-        let window = self.window.load(Ordering::Relaxed);
-        let wider = (window * 2).min(self.stream_window.max);
-        if wider == window || bytes_per_rtt.saturating_mul(WINDOW_ROUND_TRIPS) <= window {
+        let stream_window = self.settings.stream_window;
+        let state = &mut *self.lock();
+        let wider = (state.stream_window * 2).min(stream_window.max);
+        if wider == state.stream_window
+            || bytes_per_rtt.saturating_mul(WINDOW_ROUND_TRIPS) <= state.stream_window
+        {
             return;
         }
-        let streams = self.monitors.lock().len() as u64;
-        let is_bounded = streams * wider <= self.stream_window.total / GROWTH_DIVISOR;
-        if is_bounded && self.has_spare_memory(GROWTH_DIVISOR) {
-            self.set_stream_window(wider);
+        let is_bounded = state.open * wider <= stream_window.total / GROWTH_DIVISOR;
+        if is_bounded && !self.is_short(state, wider) {
+            self.set_stream_window(state, wider);
         }
     }
 
-    /// Returns to the initial stream window if `streams` streams could hold too much.
-    pub(super) fn narrow(&self, streams: u64) {
-        let window = self.window.load(Ordering::Relaxed);
-        if window == self.stream_window.initial {
+    /// Returns to the initial stream window if the streams could hold too much.
+    pub(super) fn narrow(&self, state: &mut FlowState) {
+        let stream_window = self.settings.stream_window;
+        if state.stream_window == stream_window.initial {
             return;
         }
-        let divisor = GROWTH_DIVISOR / 2;
-        let is_bounded = streams * window <= self.stream_window.total / divisor;
-        if !is_bounded || !self.has_spare_memory(divisor) {
-            self.set_stream_window(self.stream_window.initial);
+        let held_max = state.open * state.stream_window;
+        let is_bounded = held_max <= stream_window.total / (GROWTH_DIVISOR / 2);
+        if !is_bounded || self.is_short(state, state.stream_window / 2) {
+            self.set_stream_window(state, stream_window.initial);
         }
     }
 
-    /// Returns whether the streams cannot hold more than their bound, even if the peer has not yet
-    /// acknowledged a smaller window.
-    pub(super) fn has_room_for_granted_windows(&self) -> bool {
-        let granted = self.granted.load(Ordering::Relaxed);
-        granted <= self.stream_window.initial
-            || self.monitors.lock().len() as u64 * granted <= self.stream_window.total
+    /// Returns whether the session can have no `bytes` in addition to what stalled streams hold.
+    fn is_short(&self, state: &FlowState, bytes: u64) -> bool {
+        state.spare().saturating_add(self.growth_max(state)) < bytes
     }
 
-    /// Returns whether stalled streams hold at most the pool, and the peer's share of it, divided
-    /// by `divisor`.
-    fn has_spare_memory(&self, divisor: u64) -> bool {
-        let charged = self.charged.load(Ordering::Relaxed);
-        self.pool.charged() <= self.pool.limit / divisor
-            && charged <= self.pool.limit / PEER_SHARE_DIVISOR / divisor
-    }
-
-    fn set_stream_window(&self, bytes: u64) {
-        self.window.store(bytes, Ordering::Relaxed);
-        self.granted.fetch_max(bytes, Ordering::Relaxed);
-        self.update_windows();
-    }
-
-    /// Records that the peer uses stream windows of `bytes`.
-    pub(in crate::transport) fn stream_window_acknowledged(&self, bytes: u64) {
-        if bytes == self.window.load(Ordering::Relaxed) {
-            self.granted.store(bytes, Ordering::Relaxed);
+    fn set_stream_window(&self, state: &mut FlowState, bytes: u64) {
+        let exposure_before = state.largest_window;
+        state.largest_window = exposure_before.max(bytes);
+        let exposure = state.exposure(state.credit.total(), state.open);
+        if !self.reserve(state, exposure) {
+            state.largest_window = exposure_before;
+            return;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-
-    use parking_lot::Mutex;
-
-    use super::*;
-    use crate::transport::flow::{BufferPool, ReceiveWindows, StreamWindow};
-
-    const WINDOW: u32 = 1000;
-
-    /// Returns a session of at most 16 streams whose window grows to 4000 bytes.
-    fn growing_session() -> (
-        Arc<BufferPool>,
-        Arc<SessionFlow>,
-        Arc<Mutex<ReceiveWindows>>,
-    ) {
-        let pool = BufferPool::new(1 << 20);
-        let windows = Arc::new(Mutex::new(ReceiveWindows {
-            stream: 1000,
-            connection: 8000,
-        }));
-        let observed = windows.clone();
-        let flow = pool.session(StreamWindow::growing(WINDOW, 4000, 16), move |windows| {
-            *observed.lock() = windows;
-        });
-        (pool, flow, windows)
-    }
-
-    #[tokio::test]
-    async fn stream_window_grows_to_four_round_trips_while_few_streams_are_open() {
-        let (_pool, flow, windows) = growing_session();
-        let mut monitors = vec![flow.read_monitor()];
-        let widened = |bytes_per_rtt| {
-            flow.widen(bytes_per_rtt);
-            windows.lock().stream
-        };
-        assert_eq!(widened(250), 1000, "the window is large enough");
-        assert_eq!(widened(251), 2000);
-        assert_eq!(widened(500), 2000);
-        assert_eq!(widened(501), 4000);
-        assert_eq!(widened(u64::MAX), 4000, "the maximum");
-        assert_eq!(windows.lock().connection, 8 * 4000);
-        monitors.push(flow.read_monitor());
-        assert_eq!(windows.lock().stream, 4000, "half of the bound");
-        monitors.push(flow.read_monitor());
-        let narrow = ReceiveWindows {
-            stream: 1000,
-            connection: 8000,
-        };
-        assert_eq!(*windows.lock(), narrow, "three streams could hold 12000");
-        monitors.truncate(2);
-        flow.sample();
-        assert_eq!(widened(1000), 2000);
-        assert_eq!(widened(1000), 2000, "more would be half of the bound");
-    }
-
-    #[tokio::test]
-    async fn peer_that_does_not_acknowledge_a_smaller_window_gets_no_streams_beyond_the_bound() {
-        let (_pool, flow, _windows) = growing_session();
-        flow.widen(u64::MAX);
-        flow.widen(u64::MAX);
-        let _monitors: Vec<_> = (0..5).map(|_| flow.read_monitor()).collect();
-        assert!(!flow.has_room(), "five streams could hold 20000 of 16000");
-        flow.stream_window_acknowledged(4000);
-        assert!(!flow.has_room(), "the peer acknowledged the larger window");
-        flow.stream_window_acknowledged(1000);
-        assert!(flow.has_room());
-    }
-
-    #[tokio::test]
-    async fn stalled_streams_are_charged_exactly_and_end_the_growth() {
-        let (pool, flow, windows) = growing_session();
-        let stalled = flow.read_monitor();
-        flow.widen(u64::MAX);
-        flow.widen(u64::MAX);
-        stalled.end_read();
-        stalled.set_unread(4000);
-        for _ in 0..3 {
-            flow.sample();
-        }
-        assert_eq!(pool.charged(), 4000);
-        assert_eq!(windows.lock().connection, 4000 + 8 * 4000);
-        // Half of the peer's share of the pool.
-        let half = (1 << 20) / 4 / 2;
-        stalled.set_unread(half);
-        flow.sample();
-        assert_eq!(windows.lock().stream, 4000);
-        stalled.set_unread(half + 1);
-        flow.sample();
-        let narrow = ReceiveWindows {
-            stream: 1000,
-            connection: half as u64 + 1 + 8 * 1000,
-        };
-        assert_eq!(*windows.lock(), narrow);
-        flow.widen(u64::MAX);
-        assert_eq!(windows.lock().stream, 1000);
+        state.stream_window = bytes;
+        state.active.set_max(SPARE_WINDOWS * bytes);
+        self.grow_at
+            .store(state.active.grow_at(), Ordering::Relaxed);
+        self.update_windows(state);
     }
 }

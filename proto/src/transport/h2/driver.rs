@@ -49,12 +49,6 @@ const CLOSE_TIMEOUT_DEAD: Duration = Duration::from_millis(50);
 /// Rounds of h2 and streams in one poll, before other tasks run.
 const ROUNDS_PER_POLL: usize = 8;
 
-/// A stream window of which it is not known that the peer uses it.
-struct WindowUpdate {
-    bytes: u32,
-    is_sent: bool,
-}
-
 pub(super) struct Driver<S> {
     connection: Connection<S>,
     shared: Arc<SessionShared>,
@@ -83,7 +77,8 @@ pub(super) struct Driver<S> {
     path_meter: PathMeter,
     /// The stream window that was set last.
     stream_window: u32,
-    window_update: Option<WindowUpdate>,
+    /// A stream window that h2 has not accepted yet.
+    window_update: Option<u32>,
 }
 
 enum DriverState {
@@ -208,10 +203,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             let bytes = window_size(windows.stream);
             if bytes != self.stream_window {
                 self.stream_window = bytes;
-                self.window_update = Some(WindowUpdate {
-                    bytes,
-                    is_sent: false,
-                });
+                self.window_update = Some(bytes);
             }
         }
         if let Some(count) = commands.stream_limit {
@@ -284,7 +276,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let shared = &self.shared;
         let stream = StreamShared::new(
             BytesMut::new(),
-            self.flow.read_monitor(),
+            self.flow.accept(),
             shared.unflushed_halves.clone(),
         );
         let input = Input::Body(body);
@@ -366,21 +358,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if let Some(bytes) = self.path_meter.bytes_per_rtt(received) {
             self.flow.widen(bytes);
         }
-        let Some(update) = &mut self.window_update else {
-            return;
-        };
-        // h2 accepts a value after the peer has acknowledged the settings before. So a value that
-        // h2 accepts twice is in use.
-        if self.connection.set_stream_window(update.bytes).is_err() {
-            return;
-        }
-        // The next poll of h2 sends the setting.
-        cx.waker().wake_by_ref();
-        if update.is_sent {
-            self.flow.stream_window_acknowledged(update.bytes.into());
+        // h2 accepts a value after the peer has acknowledged the settings before.
+        if let Some(bytes) = self.window_update
+            && self.connection.set_stream_window(bytes).is_ok()
+        {
             self.window_update = None;
-        } else {
-            update.is_sent = true;
+            // The next poll of h2 sends the setting.
+            cx.waker().wake_by_ref();
         }
     }
 

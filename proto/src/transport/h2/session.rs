@@ -29,7 +29,7 @@ use crate::transport::{
     Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
-use crate::wire::header::StreamHeader;
+use crate::wire::header::{StreamHeader, StreamKind};
 
 /// The state that the session's users and its driver share.
 #[derive(Debug)]
@@ -268,7 +268,14 @@ impl Session for H2Session {
         if let Some(reason) = self.shared.closed.borrow().clone() {
             return Err(reason.into());
         }
-        let read_monitor = self.flow.read_monitor();
+        let read_monitor = match header.kind {
+            // Always read, and part of the session's base window.
+            StreamKind::Control { .. } => Arc::default(),
+            StreamKind::Target(_)
+            | StreamKind::Cloud(_)
+            | StreamKind::Forward { .. }
+            | StreamKind::Enroll => self.flow.open().ok_or(SessionError::NoRoom)?,
+        };
         match self.shared.open(first, read_monitor.clone()).await {
             Ok(stream) => Ok(Stream::opened(
                 Box::new(H2Stream(stream)),
@@ -320,6 +327,9 @@ impl Session for H2Session {
     /// Limits the streams that the agent opens. At the agent's end this function has no effect,
     /// because the connection's initial settings determine the limit.
     fn set_max_concurrent_streams(&self, count: u32) {
+        if count > 0 {
+            self.flow.set_peer_opens();
+        }
         self.shared
             .send_command(|commands| commands.stream_limit = Some(count));
     }

@@ -46,7 +46,7 @@ pub(super) struct StreamState {
     /// Set when the user reads no more. Received data is dropped.
     pub(super) is_discarding: bool,
     reader: Option<Waker>,
-    /// Releases window for data that was read.
+    /// Releases window for data that was read. Unread data holds its window after the end, too.
     pub(super) flow_control: Option<FlowControl>,
     /// Unsent bytes in front of those in the write buffer.
     write_pieces: VecDeque<Bytes>,
@@ -210,11 +210,6 @@ impl StreamShared {
     /// Records the end of the peer's half.
     pub(super) fn end_input(&self, state: &mut StreamState, end: Result<(), StreamCut>) {
         state.input_end.get_or_insert(end);
-        // Unread data stays charged. The connection's window must not wait for the other half to
-        // end.
-        let unread = state.read_buffer.unread;
-        state.release_capacity(unread);
-        state.flow_control = None;
         wake(&mut state.reader);
     }
 

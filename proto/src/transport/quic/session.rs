@@ -22,13 +22,13 @@ use super::rtt_cache::RttCache;
 use super::stateless_reset::ResetTarget;
 use super::stream::{QuicStream, StreamSession};
 use crate::identity::{IdentityError, PeerIdentity};
-use crate::transport::flow::{SessionFlow, StreamWindow, connection_window};
+use crate::transport::flow::{FlowSettings, SessionFlow, StreamWindow};
 use crate::transport::{
     CloseReason, ClosedBy, HandshakeError, IncomingStream, RawStream, Session, SessionError,
     SessionSettings, SessionStats, Stream, Traffic, TransportKind,
 };
 use crate::wire::code::CloseCode;
-use crate::wire::header::StreamHeader;
+use crate::wire::header::{StreamHeader, StreamKind};
 
 /// A function that reads the peer's identity from a certificate that the handshake has verified.
 pub(super) type Identify = fn(&CertificateDer<'_>) -> Result<PeerIdentity, IdentityError>;
@@ -82,15 +82,19 @@ impl QuicSession {
         let chain = chain_of(&connection);
         let peer = identify(chain.first().ok_or(IdentityError::NoCertificate)?)?;
         let connection_handle = connection.clone();
-        let free = connection_window(settings.stream_window, 0);
-        let stream_window = StreamWindow::fixed(settings.stream_window);
-        let flow = settings.pool.session(stream_window, move |windows| {
-            // quinn announces new credit only after an eighth of the window has been read. The data
-            // of stalled streams is never read. Without an additional seventh of that data, the
-            // other streams would wait for an announcement that cannot come.
-            let charged = windows.connection.saturating_sub(free);
-            connection_handle.set_receive_window(window(windows.connection + charged / 7));
-        });
+        let flow_settings = FlowSettings {
+            stream_window: StreamWindow::fixed(settings.stream_window),
+            memory_percent: MEMORY_PERCENT,
+            peer_opens: stream_limit > 0,
+        };
+        let stats_handle = connection.clone();
+        let flow = settings.pool.session(
+            flow_settings,
+            move |windows| {
+                connection_handle.set_receive_window(window(windows.connection));
+            },
+            move || stats_handle.stats().frame_rx.data_blocked,
+        );
         let (received, now) = (received_frames(&connection.stats()), Instant::now());
         let streams = StreamSession {
             connection: connection.clone(),
@@ -209,6 +213,14 @@ impl Session for QuicSession {
         header
             .encode(&mut buffer)
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
+        let read_monitor = match header.kind {
+            // Always read, and part of the session's base window.
+            StreamKind::Control { .. } => Arc::default(),
+            StreamKind::Target(_)
+            | StreamKind::Cloud(_)
+            | StreamKind::Forward { .. }
+            | StreamKind::Enroll => self.flow.open().ok_or(SessionError::NoRoom)?,
+        };
         let opened = self.connection.open_bi().await;
         let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
         // From this point on, the call is cancel-safe, because dropping the stream resets it.
@@ -216,7 +228,7 @@ impl Session for QuicSession {
         let mut stream = Stream::opened(
             self.stream(send, recv, peer_cut),
             self.traffic.clone(),
-            self.flow.read_monitor(),
+            read_monitor,
             reply_timeout,
         );
         match stream.write_header(&buffer).await {
@@ -235,7 +247,7 @@ impl Session for QuicSession {
         let incoming = IncomingStream::new(
             self.stream(send, recv, peer_cut),
             self.traffic.clone(),
-            self.flow.read_monitor(),
+            self.flow.accept(),
         );
         self.raise_stream_limit();
         Ok(incoming)
@@ -280,6 +292,9 @@ impl Session for QuicSession {
         // quinn announces streams that have become free only when they are more than an eighth of the
         // limit. Without the addition, a peer with seven eighths in use could open no more.
         let limit = count.saturating_add(count / 7 + 1);
+        if count > 0 {
+            self.flow.set_peer_opens();
+        }
         self.stream_limit_max.store(limit, Ordering::Relaxed);
         self.raise_stream_limit();
     }
@@ -331,6 +346,8 @@ pub(super) fn window(bytes: u64) -> VarInt {
     VarInt::from_u64(bytes).unwrap_or(VarInt::MAX)
 }
 
+/// Memory of unread bytes, in percent of their number.
+const MEMORY_PERCENT: u64 = 280;
 /// Streams that a peer may open at first, if it may open any. quinn uses some 80 bytes for each
 /// allowed stream.
 pub(super) const INITIAL_STREAM_LIMIT: u32 = 32;

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::transport::BufferPool;
-use crate::transport::flow::StreamWindow;
+use crate::transport::flow::{FlowSettings, StreamWindow};
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -255,11 +255,16 @@ async fn s02_announced_lengths_reserve_nothing_that_has_not_come() {
 #[tokio::test(start_paused = true)]
 async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
     let pool = BufferPool::new(1 << 20);
-    let flow = pool.session(StreamWindow::fixed(1000), |_| {});
+    let settings = FlowSettings {
+        stream_window: StreamWindow::fixed(1000),
+        memory_percent: 100,
+        peer_opens: false,
+    };
+    let flow = pool.session(settings, |_| {}, || 0);
     let (_far, peer) = raw_stream(true);
     let reply = ReplyState::Local;
-    let mut stream = Stream::new(peer, reply, Arc::default(), flow.read_monitor());
+    let mut stream = Stream::new(peer, reply, Arc::default(), flow.open().unwrap());
     let accepting = tokio::time::timeout(Duration::from_secs(1), stream.accept(""));
     assert!(accepting.await.is_err());
-    assert_eq!(pool.charged(), 0);
+    assert_eq!(flow.stalled_streams(), 0);
 }

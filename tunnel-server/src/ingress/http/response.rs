@@ -11,12 +11,14 @@ use http::{HeaderValue, Response};
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::ext::ReasonPhrase;
+use tunnel_proto::transport::StallWatch;
 use tunnel_proto::wire::header::one_line;
 
 use super::headers::{ERROR_HEADER, StrippedBody};
 use super::request_body::Upload;
 use super::timeouts::RequestGuard;
 use super::upstream::UpstreamBodyGuard;
+use super::upstream::connection::Upstream;
 use crate::ingress::access_log::ExchangeGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
@@ -187,10 +189,23 @@ impl TargetBody {
         }
     }
 
-    fn fail(&mut self, error: hyper::Error, request_end: Option<&RequestEnd>) {
+    /// Records the end of a response that is not complete.
+    fn cut(&mut self, outcome: Outcome) {
+        let upstream = self.upstream_guard.as_ref().map(|guard| &guard.upstream);
+        let is_stalled = upstream
+            .and_then(Upstream::stall_watch)
+            .is_some_and(StallWatch::is_stalled);
         if let Some(exchange_guard) = &mut self.exchange_guard {
-            exchange_guard.access_log.set_outcome(Outcome::Cut);
+            exchange_guard.access_log.set_outcome(if is_stalled {
+                Outcome::ReaderStalled
+            } else {
+                outcome
+            });
         }
+    }
+
+    fn fail(&mut self, error: hyper::Error, request_end: Option<&RequestEnd>) {
+        self.cut(Outcome::Cut);
         let timeouts = request_end
             .and_then(|end| end.request_guard.as_ref())
             .map(RequestGuard::timeouts);
@@ -229,13 +244,11 @@ impl Drop for TargetBody {
         // response to HEAD.
         if self.body.is_end_stream() && self.failure.is_none() {
             self.finish();
-        } else if self.failure.is_some() {
-            // The outcome is set.
-        } else if let Some(mut exchange_guard) = self.exchange_guard.take() {
+        } else if self.failure.is_none() {
             let signal = self.upstream_guard.as_ref();
             let signal = signal.and_then(UpstreamBodyGuard::cut_signal);
             let is_cut = signal.is_some_and(|signal| signal.is_cut());
-            exchange_guard.access_log.set_outcome(if is_cut {
+            self.cut(if is_cut {
                 Outcome::Cut
             } else {
                 Outcome::CallerGone

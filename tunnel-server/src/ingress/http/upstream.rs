@@ -179,6 +179,7 @@ impl UpstreamRequest<'_> {
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
+            stall_watch: Some(opened.stream.stall_watch()),
         };
         let mut upstream = tokio::select! {
             biased;
@@ -271,6 +272,7 @@ pub(super) async fn exchange_direct(
     let carrier = Carrier {
         via: None,
         bytes: socket.bytes(),
+        stall_watch: None,
     };
     let mut upstream = Upstream::start(
         TargetConn::Direct(socket),

@@ -75,6 +75,10 @@ pub(super) async fn serve_stream(
                 // The caller gets the same answer as from this server.
                 stream.reset(ResetCode::SessionLost);
             }
+            if find_cause(&error).is_some_and(StreamCut::is_reader_stalled) {
+                stream.reset(ResetCode::ReaderStalled);
+                opened.stream.reset(ResetCode::ReaderStalled);
+            }
             ForwardResult::Cut
         }
     })

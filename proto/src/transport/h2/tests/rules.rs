@@ -90,11 +90,10 @@ async fn what_a_stopped_half_sends_is_dropped_and_its_window_given_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unread_bytes_of_ended_streams_hold_no_window_of_the_connection() {
+async fn unread_bytes_of_ended_streams_do_not_block_other_streams() {
     let (session, mut raw) = with_raw_agent(WIDE).await;
     let mut unread = Vec::new();
-    // The connection's window is that of eight streams. These streams do not count as stalled,
-    // which would widen the window, because no reader has begun to read.
+    // More than the connection's window at first. It grows by what nobody has begun to read.
     for _ in 0..32 {
         unread.push(within(session.open(&header(), TEST_TIMEOUT)).await.unwrap());
         let id = within(raw.reader.next_of_kind(HEADERS)).await.stream;

@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
-use tunnel_proto::transport::{ByteCount, CutSignal, StreamCut};
+use tunnel_proto::transport::{ByteCount, CutSignal, StallWatch, StreamCut};
 
 use super::target_io::{TargetConn, TargetInput, TargetIo};
 use crate::ingress::error::ProxyError;
@@ -51,6 +51,8 @@ pub(crate) struct Carrier {
     pub(crate) via: Option<Via>,
     /// Counter of the bytes on the stream or socket.
     pub(crate) bytes: ByteCount,
+    /// Says when the stream must end because its reader is stalled.
+    pub(crate) stall_watch: Option<StallWatch>,
 }
 
 /// An HTTP connection to a target.
@@ -95,6 +97,11 @@ impl From<ProxyError> for Box<SendError> {
 }
 
 impl Upstream {
+    /// Returns what says that the stream must end because its reader is stalled.
+    pub(crate) fn stall_watch(&self) -> Option<&StallWatch> {
+        self.carrier.stall_watch.as_ref()
+    }
+
     /// Starts an HTTP connection on a stream. A task of `drivers` drives the connection.
     pub(super) async fn start(
         conn: TargetConn,

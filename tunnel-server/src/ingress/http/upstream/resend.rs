@@ -29,7 +29,13 @@ pub(super) fn can_resend(request: FailedRequest<'_>) -> bool {
         // A live session would have delivered a reply, so the agent or its target is slow.
         Some(StreamCut::ReplyTimeout) => request.is_suspect,
         // The agent or the target ended the stream.
-        Some(StreamCut::Reset(_) | StreamCut::Stopped(_) | StreamCut::NoReply) | None => false,
+        Some(
+            StreamCut::Reset(_)
+            | StreamCut::Stopped(_)
+            | StreamCut::NoReply
+            | StreamCut::ReaderStalled,
+        )
+        | None => false,
     };
     is_safe(request.head) && is_lost && !request.has_answer && !request.is_resent
 }

@@ -1,0 +1,226 @@
+//! The readers of streams, and what they leave unread.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Wake, Waker};
+
+use futures_util::task::AtomicWaker;
+
+use super::SessionFlow;
+
+/// A reader that reads nothing for this many samples (100 ms) is stalled.
+const SAMPLES_TO_STALL: u32 = 2;
+/// A stalled reader counts as stalled until it has read for this many samples. Otherwise a slow
+/// reader would make the window oscillate.
+const SAMPLES_TO_RECOVER: u32 = 20;
+
+/// The activity of a stream's reader.
+#[derive(Debug)]
+pub struct ReadMonitor {
+    session: Option<Arc<SessionFlow>>,
+    /// Counts reads that returned data. The value only has to differ between two samples.
+    reads: AtomicU32,
+    /// Set while the reader waits for bytes and none have arrived, so the reader is not stalled.
+    /// Cleared when a reader is woken, even if it does not read (because its own writer is
+    /// blocked).
+    is_waiting: AtomicBool,
+    reader: AtomicWaker,
+    /// Number of bytes received and not read, if the transport reports it.
+    unread: AtomicU64,
+    is_finished: AtomicBool,
+    /// Who reads in the end: streams of one source have the same number. 0 is unknown.
+    source: AtomicU64,
+    /// Set when the stream must end because its reader is stalled.
+    must_end: AtomicBool,
+    /// Woken when `must_end` is set.
+    watcher: AtomicWaker,
+}
+
+/// The transport does not report the number of unread bytes.
+const UNREAD_UNKNOWN: u64 = u64::MAX;
+
+impl Default for ReadMonitor {
+    /// Creates the monitor of a stream that is always read.
+    fn default() -> Self {
+        Self::of_session(None)
+    }
+}
+
+impl ReadMonitor {
+    pub(super) fn of_session(session: Option<Arc<SessionFlow>>) -> Self {
+        Self {
+            is_finished: AtomicBool::new(session.is_none()),
+            session,
+            reads: AtomicU32::new(0),
+            // No reader is expected before the first read: the target is being dialed, or the reply
+            // is pending.
+            is_waiting: AtomicBool::new(true),
+            reader: AtomicWaker::new(),
+            unread: AtomicU64::new(UNREAD_UNKNOWN),
+            source: AtomicU64::new(0),
+            must_end: AtomicBool::new(false),
+            watcher: AtomicWaker::new(),
+        }
+    }
+
+    /// Registers the reader before a read. Returns the waker that the transport must wake instead
+    /// of the reader's.
+    pub(in crate::transport) fn begin_read(self: &Arc<Self>, cx: &Context<'_>) -> Waker {
+        self.reader.register(cx.waker());
+        self.is_waiting.store(true, Ordering::Release);
+        Waker::from(self.clone())
+    }
+
+    /// Records that a read returned data, or that the reader is expected to read.
+    pub(in crate::transport) fn end_read(&self) {
+        self.is_waiting.store(false, Ordering::Release);
+        self.reads.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Records the number of bytes that a read returned.
+    pub(in crate::transport) fn count_read(&self, bytes: usize) {
+        if let Some(session) = &self.session {
+            session.count_read(bytes as u64);
+        }
+    }
+
+    pub(in crate::transport) fn set_unread(&self, bytes: usize) {
+        self.unread.store(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Records that nothing is left to read, or that it is discarded, and for streams that are not
+    /// requests.
+    pub(in crate::transport) fn finish(&self) {
+        if !self.is_finished.swap(true, Ordering::Relaxed)
+            && let Some(session) = &self.session
+        {
+            session.finish_stream();
+        }
+    }
+
+    /// Sets the number that the streams of one source have in common.
+    pub(in crate::transport) fn set_source(&self, source: u64) {
+        self.source.store(source, Ordering::Relaxed);
+    }
+
+    pub(super) fn end_stalled(&self) {
+        self.must_end.store(true, Ordering::Release);
+        self.watcher.wake();
+    }
+
+    /// Returns whether the stream must end because its reader is stalled.
+    pub(in crate::transport) fn must_end(&self) -> bool {
+        self.must_end.load(Ordering::Acquire)
+    }
+
+    /// Waits until the stream must end because its reader is stalled. One task at a time can wait.
+    pub(in crate::transport) fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
+        self.watcher.register(cx.waker());
+        if self.must_end() {
+            Poll::Ready(())
+        } else {
+            Poll::Pending
+        }
+    }
+}
+
+impl Drop for ReadMonitor {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+impl Wake for ReadMonitor {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.is_waiting.store(false, Ordering::Release);
+        self.reader.wake();
+    }
+}
+
+/// A stream of a session, as the samples see it.
+#[derive(Debug)]
+pub(super) struct StreamUsage {
+    read_monitor: Weak<ReadMonitor>,
+    reads: u32,
+    pub(super) idle_samples: u32,
+    active_samples: u32,
+    /// Bytes that the stream holds while it is stalled.
+    pub(super) held: u64,
+    pub(super) is_waiting: bool,
+    /// Set while nobody reads what arrives.
+    pub(super) is_unread: bool,
+}
+
+impl StreamUsage {
+    pub(super) fn new(read_monitor: &Arc<ReadMonitor>) -> Self {
+        Self {
+            read_monitor: Arc::downgrade(read_monitor),
+            reads: 0,
+            idle_samples: 0,
+            active_samples: SAMPLES_TO_RECOVER,
+            held: 0,
+            is_waiting: false,
+            is_unread: false,
+        }
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.read_monitor()
+            .is_some_and(|monitor| !monitor.is_finished.load(Ordering::Relaxed))
+    }
+
+    /// Returns the monitor while the stream has not been chosen to end.
+    pub(super) fn read_monitor(&self) -> Option<Arc<ReadMonitor>> {
+        let read_monitor = self.read_monitor.upgrade()?;
+        (!read_monitor.must_end()).then_some(read_monitor)
+    }
+
+    pub(super) fn source(&self) -> u64 {
+        let known = self
+            .read_monitor()
+            .map(|monitor| monitor.source.load(Ordering::Relaxed));
+        match known {
+            Some(source) if source != 0 => source,
+            // Each such stream is a source of its own.
+            Some(_) | None => self.read_monitor.as_ptr() as u64,
+        }
+    }
+
+    /// Samples the reader. Returns the bytes that the stream holds if it is stalled.
+    pub(super) fn sample(&mut self, stream_window: u64) -> Option<u64> {
+        self.held = 0;
+        self.is_unread = true;
+        let read_monitor = self.read_monitor()?;
+        let reads = read_monitor.reads.load(Ordering::Relaxed);
+        let unread = read_monitor.unread.load(Ordering::Relaxed);
+        self.is_waiting = read_monitor.is_waiting.load(Ordering::Acquire);
+        if reads == 0 {
+            // The target is being dialed. What has arrived waits for it.
+            self.held = if unread == UNREAD_UNKNOWN { 0 } else { unread };
+            return (self.held > 0).then_some(self.held);
+        }
+        self.is_unread = !self.is_waiting && reads == self.reads;
+        if !self.is_unread {
+            (self.reads, self.idle_samples) = (reads, 0);
+            self.active_samples = self.active_samples.saturating_add(1);
+        } else {
+            self.idle_samples = self.idle_samples.saturating_add(1);
+            if self.idle_samples >= SAMPLES_TO_STALL {
+                self.active_samples = 0;
+            }
+        }
+        if self.active_samples >= SAMPLES_TO_RECOVER {
+            return None;
+        }
+        self.held = match unread {
+            UNREAD_UNKNOWN => stream_window,
+            // More than the window if the window was larger before.
+            unread => unread,
+        };
+        Some(self.held)
+    }
+}
