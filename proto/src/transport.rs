@@ -37,7 +37,7 @@ pub mod quic;
 mod settings;
 mod stream;
 
-pub use flow::{BufferPool, ReadMonitor};
+pub use flow::{BufferPool, ReadMonitor, StallWatch};
 pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
     ByteCount, CutSignal, IncomingStream, RawStream, Stream, StreamCut, Traffic, find_cause,
@@ -89,7 +89,7 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
     fn set_max_concurrent_streams(&self, count: u32);
 
     /// Returns whether the memory held by stalled readers leaves room for new streams, see
-    /// [`BufferPool`].
+    /// [`BufferPool`]. If not, a stream that was just accepted must be refused, too.
     fn has_room(&self) -> bool;
 
     /// Closes the session after the peer has received everything that was shut down, or after 1 s.
@@ -227,6 +227,9 @@ pub enum SessionError {
     /// The session opens no more streams, because [`Session::stop_opening`] was called.
     #[error("session no longer opens streams")]
     NotOpening,
+    /// The pool has no memory for what the peer may send on the stream.
+    #[error("no memory for the stream")]
+    NoRoom,
     /// The stream header cannot be encoded.
     #[error("stream header cannot be sent")]
     Header(#[source] Arc<crate::wire::frame::FrameError>),

@@ -11,6 +11,7 @@ use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
 use tunnel_proto::process::disk;
+use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
@@ -308,6 +309,12 @@ fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyho
             .context("cannot use the stored certificate")
     };
     let settings = config.session_settings();
+    info!(
+        memory_limit_bytes = Resources::of_process().memory,
+        buffer_pool_bytes = settings.pool.limit(),
+        streams = config.limits.streams_per_agent,
+        "capacity of this process; limits.bufferPool and streamsPerAgent change it"
+    );
     let quic = QuicDialer::new(tls(ALPN_SESSION)?, settings.clone())
         .context("cannot use the TLS configuration for QUIC")?;
     let proxy = config.proxy.clone();

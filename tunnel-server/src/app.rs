@@ -76,7 +76,8 @@ impl App {
         let meta_listener = listen(process.config.meta_listen, "--meta-listen").await?;
         let mut authority =
             Authority::load(&process, &meta_listener, &mut metrics_registry).await?;
-        let context = ServerContext::build(process, &mut metrics_registry)?;
+        let capacity = capacity(&process.config);
+        let context = ServerContext::build(process, &capacity, &mut metrics_registry)?;
         let agents = AgentAuth::build(&authority, &context)?;
         let serving = ServingCredentials::build(&authority.ca, &context)?;
         let sockets = sockets::bind(
@@ -87,7 +88,6 @@ impl App {
             &context,
         )
         .await?;
-        let capacity = capacity(&context.config);
         let dns = records::start(sockets.dns, capacity.dns, &mut metrics_registry, &context);
         let advertised = publish_addresses(&sockets.bound, &context)?;
         let targets = targets::build(&context)?;
@@ -252,5 +252,6 @@ fn capacity(config: &Config) -> Capacity {
     if let Some(warning) = capacity.warning(&config.limits, resources) {
         warn!("{warning}");
     }
+    capacity.log(resources);
     capacity
 }

@@ -267,7 +267,6 @@ impl Config {
         self.listeners
             .warning(self.client_auth.as_ref(), self.kubernetes.as_ref())
             .into_iter()
-            .chain(self.limits.hard_bound_warning())
             .chain(self.connect.as_ref().and_then(ConnectSettings::warning))
             .chain(cloud::warnings(&self.cloud))
             .chain(unused_records)

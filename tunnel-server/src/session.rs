@@ -8,6 +8,7 @@ use std::time::Duration;
 use governor::clock::DefaultClock;
 use governor::state::keyed::HashMapStateStore;
 use governor::{Quota, RateLimiter};
+use tokio::sync::Semaphore;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::LivenessLimits;
 use tunnel_proto::tls::AgentTrust;
@@ -43,6 +44,8 @@ pub struct Sessions {
     pub limits: SessionLimits,
     /// Rate limit for the sessions that a node opens.
     pub admission_rate: Arc<AdmissionRate>,
+    /// A permit for each session that the process has memory for.
+    pub permits: Arc<Semaphore>,
     /// Credentials that were revoked.
     pub revocations: Arc<Revocations>,
     /// CAs whose certificates are accepted.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::registry::Registry as MetricsRegistry;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::session::LivenessLimits;
@@ -32,6 +33,8 @@ pub(crate) const STREAMS: usize = 8;
 pub(crate) const ADVERTISED: &str = "192.0.2.1:10262";
 /// Size of the buffer pool.
 pub(crate) const POOL: u64 = 64 << 20;
+/// Permits for sessions.
+const SESSIONS: usize = 64;
 
 pub(crate) fn node() -> NodeName {
     "worker-1".parse().unwrap()
@@ -95,6 +98,7 @@ impl Bench {
                 expiry_grace: Duration::from_secs(30),
             },
             admission_rate: Arc::new(crate::session::AdmissionRate::new(1000)),
+            permits: Arc::new(Semaphore::new(SESSIONS)),
             revocations: Arc::new(Revocations::open(&scratch.0, true).unwrap()),
             trust: None,
             cloud: None,

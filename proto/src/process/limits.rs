@@ -9,6 +9,9 @@ use crate::session::LivenessLimits;
 /// Minimum size of a buffer pool in stream windows. A single stalled stream must not use up a
 /// session's share of the pool, which is a quarter.
 const POOL_WINDOWS_MIN: u64 = 4;
+/// Divisor for the share of the memory limit that is the buffer pool. Reservations are bytes of
+/// memory, so the pool is what unread data uses at most.
+const POOL_MEMORY_SHARE: u64 = 4;
 
 /// Declares the limits of a binary once. An entry has its description, its field, its name in the
 /// file, the variant of `Limit` if a metric counts how often it is reached, its type, its default,
@@ -171,10 +174,35 @@ pub fn check_liveness(
     }
 }
 
-/// Checks that a stalled stream does not use up a session's share of the buffer pool.
-pub fn check_buffer_pool(buffer_pool: u64, stream_window: u32, errors: &mut ConfigErrors) {
+/// Returns the size of the buffer pool: `configured`, or a quarter of the memory limit, at most
+/// `auto_max` bytes.
+#[must_use]
+pub fn buffer_pool(
+    configured: Option<u64>,
+    memory: Option<u64>,
+    stream_window: u32,
+    auto_max: u64,
+) -> u64 {
     let min = POOL_WINDOWS_MIN * u64::from(stream_window);
-    if buffer_pool < min {
+    let auto = memory.map_or(auto_max, |memory| memory / POOL_MEMORY_SHARE);
+    configured.unwrap_or_else(|| auto.min(auto_max).max(min))
+}
+
+/// Returns what is wrong with a buffer pool of `bytes`, if unread data could use more than half of
+/// the memory limit.
+#[must_use]
+pub fn buffer_pool_fault(bytes: u64, memory: Option<u64>) -> Option<String> {
+    let memory = memory.filter(|memory| bytes > memory / 2)?;
+    let (pool, memory) = (format_size(bytes), format_size(memory));
+    Some(format!(
+        "limits.bufferPool {pool} is more than half of the memory limit {memory}; unread data may fill all of it"
+    ))
+}
+
+/// Checks that a stalled stream does not use up a session's share of the buffer pool.
+pub fn check_buffer_pool(buffer_pool: Option<u64>, stream_window: u32, errors: &mut ConfigErrors) {
+    let min = POOL_WINDOWS_MIN * u64::from(stream_window);
+    if let Some(buffer_pool) = buffer_pool.filter(|bytes| *bytes < min) {
         let (pool, min) = (format_size(buffer_pool), format_size(min));
         errors.add(
             "limits.bufferPool",

@@ -28,7 +28,7 @@ use tunnel_tests::metrics::{meta_page, value};
 use tunnel_tests::process::{Listener, ScratchDir};
 use tunnel_tests::tools::or_skip;
 
-use super::memory::{CAP, MemoryCgroup, NODES, Site, resident};
+use super::memory::{CAP, MemoryCgroup, NODES, Site, SiteShape, resident};
 use super::{CONNECT, enroll};
 use crate::abuse::report_figure;
 use crate::scripted::{exchange_hello, hello, remote, settings};
@@ -64,7 +64,11 @@ async fn c1_c2_crowds_keep_nobody_out_of_a_server_with_1024_descriptors() -> Res
 async fn crowds(host: &str, through: &[&str], callers_total: usize) -> Result<()> {
     raise_descriptor_limit()?;
     let count = crowd_size();
-    let mut site = Site::start_through(through, &NODES[..2], "{}").await?;
+    let shape = SiteShape {
+        through_server: through.iter().map(|&word| word.to_owned()).collect(),
+        ..SiteShape::new(&NODES[..2], "{}")
+    };
+    let mut site = Site::build(&shape).await?;
     let id = site.server.process().id().context("server's id")?;
     let dialers = stolen_credential(&site).await?;
     let (callers, sessions) = (Arc::<Tally>::default(), Arc::<Tally>::default());

@@ -103,7 +103,7 @@ async fn r15_10_000_refused_upgrades_have_each_their_own_body() -> Result<()> {
         .agent_with("worker-1", |config| {
             // The test must not reach the limits of the tunnel.
             config.limits.streams_per_agent = 12_000;
-            config.limits.buffer_pool = 64 << 30;
+            config.limits.buffer_pool = Some(64 << 30);
         })
         .await?;
     let host = format!("worker-1:{}", kubelet.addr().port());

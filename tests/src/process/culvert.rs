@@ -259,6 +259,7 @@ pub struct AgentSetup {
     namespace: Option<Namespace>,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
+    through: Vec<String>,
     own_group: bool,
 }
 
@@ -275,6 +276,7 @@ impl AgentSetup {
             namespace: namespace.cloned(),
             arguments: Vec::new(),
             environment: Vec::new(),
+            through: Vec::new(),
             own_group: false,
         }
         .args(&["--server", &server, "--node-name", node])
@@ -312,6 +314,12 @@ impl AgentSetup {
         self
     }
 
+    /// Runs the agent by another program, see [`ServerSetup::through`].
+    pub fn through(mut self, args_text: &[&str]) -> Self {
+        self.through = args_text.iter().map(|word| (*word).to_owned()).collect();
+        self
+    }
+
     pub fn in_own_group(mut self) -> Self {
         self.own_group = true;
         self
@@ -322,7 +330,8 @@ impl AgentSetup {
         let run = Program::ours("tunnel-agent")?.args(["run", "--log-format", "json"]);
         let environment = self.environment.iter();
         let run = environment.fold(run, |run, (name, value)| run.env(name, value));
-        let program = run.args(&self.arguments).inside(self.namespace.as_ref());
+        let run = run.args(&self.arguments).through(&self.through);
+        let program = run.inside(self.namespace.as_ref());
         if self.own_group {
             program.in_own_group().start()
         } else {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use rustls_pki_types::CertificateDer;
 use tracing::level_filters::LevelFilter;
+use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::settings::{ConfigError, ConfigErrors, optional, parse_duration};
 use tunnel_proto::process::telemetry::{AccessLogSettings, LogFormat};
 use tunnel_proto::transport::{BufferPool, CongestionControl, SessionSettings};
@@ -94,7 +95,7 @@ impl Config {
             keep_alive: Some(limits.keep_alive),
             idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
             congestion: self.quic_congestion,
-            pool: BufferPool::new(limits.buffer_pool),
+            pool: BufferPool::new(limits.buffer_pool_bytes(Resources::of_process())),
         }
     }
 

@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use tunnel_proto::process::limits::{check_buffer_pool, check_liveness, count, duration, size};
-use tunnel_proto::process::settings::{ConfigErrors, parse_size};
+use tunnel_proto::process::host::Resources;
+use tunnel_proto::process::limits::{
+    buffer_pool, check_buffer_pool, check_liveness, count, duration, size,
+};
+use tunnel_proto::process::settings::{ConfigErrors, optional, parse_size};
 use tunnel_proto::session::LivenessLimits;
 
 tunnel_proto::limits! {
@@ -25,10 +28,12 @@ tunnel_proto::limits! {
     /// Connections to `--cloud-listen` served at once, from 1 to 65536; more are reset. One address has
     /// at most three quarters of them.
     cloud_streams ("cloudStreams", counted as CloudStreams): u32 = "1024", count(1 << 16);
-    /// Size of the buffer pool for data that targets have not read, at least 4 x streamWindow. When
-    /// it is full, or one session holds a quarter of it, new streams are refused; open ones are not
-    /// cut.
-    buffer_pool ("bufferPool", counted as BufferPool): u64 = "128MiB", parse_size;
+    /// Memory for data that servers may have sent and targets have not read, at least 4 x
+    /// streamWindow. It is reserved before a server may send. When the pool is full, or the stalled
+    /// targets of one session hold half of it, new streams are refused. auto: a quarter of the
+    /// memory limit, at most 256MiB.
+    buffer_pool ("bufferPool", counted as BufferPool): Option<u64>
+        = "auto", optional("auto", parse_size);
     /// Interval between keep-alives of an idle session (+- 20 %).
     keep_alive ("keepAlive"): Duration = "5s", duration;
     /// A session that is silent for this long while requests wait is suspect: another session is
@@ -63,12 +68,25 @@ impl Limits {
         }
     }
 
+    /// Returns the memory for data that servers may send unread, in bytes.
+    pub(crate) fn buffer_pool_bytes(&self, resources: Resources) -> u64 {
+        buffer_pool(
+            self.buffer_pool,
+            resources.memory,
+            self.stream_window,
+            BUFFER_POOL_MAX,
+        )
+    }
+
     fn check_together(&self, errors: &mut ConfigErrors) {
         let keep_alive_max = self.keep_alive.mul_f64(KEEP_ALIVE_SPREAD);
         check_liveness(&self.liveness(), keep_alive_max, errors);
         check_buffer_pool(self.buffer_pool, self.stream_window, errors);
     }
 }
+
+/// Maximum of the automatic size of the buffer pool.
+const BUFFER_POOL_MAX: u64 = 256 << 20;
 
 /// Largest factor by which keep-alives are later than configured.
 const KEEP_ALIVE_SPREAD: f64 = 1.2;

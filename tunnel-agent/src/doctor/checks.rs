@@ -90,6 +90,12 @@ fn host(facts: &Facts) -> Result<Vec<Fault>, String> {
             fix: "LimitNOFILE=65536 in the unit of the agent".to_owned(),
         });
     }
+    faults.extend(facts.host.buffer_pool.iter().map(|what| Fault {
+        severity: Severity::Warning,
+        object: "limits.bufferPool".to_owned(),
+        what: what.clone(),
+        fix: "leave limits.bufferPool out, or raise the memory limit".to_owned(),
+    }));
     match &facts.host.disk {
         Ok(Some(what)) => faults.push(Fault {
             severity: Severity::Error,

@@ -10,7 +10,8 @@ use http::StatusCode;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 use tunnel_proto::dial::SystemResolver;
-use tunnel_proto::process::host::kernel_number;
+use tunnel_proto::process::host::{Resources, kernel_number};
+use tunnel_proto::process::limits::buffer_pool_fault;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::{disk, meta};
 use tunnel_proto::wire::header::{Refusal, Target};
@@ -58,6 +59,8 @@ pub(super) struct HostFacts {
     pub(super) buffers: Vec<UdpBuffer>,
     /// Why the data directory cannot be written.
     pub(super) disk: Result<Option<String>, String>,
+    /// What is wrong with the size of the buffer pool.
+    pub(super) buffer_pool: Option<String>,
 }
 
 /// The maximum size of a socket buffer.
@@ -128,7 +131,7 @@ pub(super) async fn gather(config: &Config, ports: &[Port], limit: Duration) -> 
     let ((credential, servers), ports, host, agent, cloud) = tokio::join!(
         Box::pin(network(config, now, within)),
         Box::pin(dial_ports(config, ports, within)),
-        Box::pin(host(&config.data_dir, within)),
+        Box::pin(host(config, within)),
         Box::pin(agent(config.meta_listen, within)),
         Box::pin(cloud::gather(&config.cloud_listeners, within)),
     );
@@ -235,8 +238,9 @@ async fn dial_port(
     }
 }
 
-async fn host(data_dir: &Path, within: Duration) -> HostFacts {
-    let path = data_dir.to_owned();
+async fn host(config: &Config, within: Duration) -> HostFacts {
+    let resources = Resources::of_process();
+    let path = config.data_dir.clone();
     let disk = match timeout(within, spawn_blocking(move || disk::check(&path))).await {
         Ok(checked) => checked.map_err(|error| error.to_string()),
         Err(_elapsed) => Err(NO_ANSWER.to_owned()),
@@ -248,6 +252,10 @@ async fn host(data_dir: &Path, within: Duration) -> HostFacts {
     HostFacts {
         buffers: buffers.into(),
         disk,
+        buffer_pool: buffer_pool_fault(
+            config.limits.buffer_pool_bytes(resources),
+            resources.memory,
+        ),
     }
 }
 

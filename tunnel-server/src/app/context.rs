@@ -17,7 +17,8 @@ use tunnel_proto::transport::{BufferPool, SessionSettings};
 use tunnel_proto::wire::name::NodeName;
 
 use super::credential_watcher::CredentialWatcher;
-use crate::config::Config;
+use crate::config::{Capacity, Config};
+
 use crate::dns::Records;
 use crate::egress::labeled_nodes::LabeledNodes;
 use crate::ingress::recent_requests::{RecentRequestLimits, RecentRequests};
@@ -98,6 +99,7 @@ impl ServerContext {
     /// of a cluster, the nodes that other servers hold.
     pub(super) fn build(
         process: ProcessContext,
+        capacity: &Capacity,
         metrics_registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Self> {
         let ProcessContext {
@@ -109,11 +111,11 @@ impl ServerContext {
         } = process;
         let nodes = Arc::new(KnownNodes::open(&data)?);
         let limits = &config.limits;
-        let pool = BufferPool::new(limits.buffer_pool);
+        let pool = BufferPool::new(capacity.buffer_pool);
         let metrics = Metrics::new(metrics_registry, pool.clone());
         let registry = Registry::new(RegistryLimits {
             streams_per_agent: usize::try_from(limits.streams_per_agent)?,
-            buffer_pool: limits.buffer_pool,
+            buffer_pool: capacity.buffer_pool,
         });
         let peer_limits = PeerLimits {
             streams: limits.peer_streams,

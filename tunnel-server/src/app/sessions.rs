@@ -80,6 +80,7 @@ pub(super) fn start(inputs: SessionInputs<'_>, context: &ServerContext) -> anyho
             expiry_grace: limits.expiry_grace(),
         },
         admission_rate: Arc::new(AdmissionRate::new(limits.admissions_per_node)),
+        permits: Arc::new(Semaphore::new(inputs.capacity.sessions)),
         revocations: authority.revocations.clone(),
         trust: Some(agents.trust.clone()),
         cloud: cloud.map(Arc::new),

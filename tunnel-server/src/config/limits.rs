@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tunnel_proto::process::conn_limiter::ConnLimits;
 use tunnel_proto::process::limits::{check_buffer_pool, check_liveness, count, duration, size};
-use tunnel_proto::process::settings::{ConfigErrors, format_size, optional};
+use tunnel_proto::process::settings::{ConfigErrors, optional};
 use tunnel_proto::session::LivenessLimits;
 
 use crate::dns::DnsLimits;
@@ -74,9 +74,15 @@ tunnel_proto::limits! {
     /// Bytes of one stream that may be in flight and unread, from 16KiB to 16MiB. Over h2 up to
     /// 8MiB on a long path, while few streams are open.
     stream_window ("streamWindow"): u32 = "2MiB", size(16 << 10, 16 << 20);
-    /// Bytes that stalled readers of all agents may hold. When the pool is full, or an agent holds
-    /// a quarter of it, new streams get 503 too_many_streams.
-    buffer_pool ("bufferPool", counted as BufferPool): u64 = "512MiB", size(64 << 10, 1 << 50);
+    /// Memory for data that agents, and other servers, may have sent unread. It is reserved before
+    /// they may send. When the pool is full, or one agent's stalled readers hold a quarter of it,
+    /// new streams get 503 too_many_streams. auto: a quarter of the memory limit, at most 8GiB.
+    buffer_pool ("bufferPool", counted as BufferPool): Option<u64>
+        = "auto", optional("auto", size(64 << 10, 1 << 50));
+    /// Sessions of all agents; one more is refused with overloaded. auto: three tenths of the memory
+    /// limit at 48 KiB each.
+    sessions_total ("sessionsTotal", counted as SessionsTotal): Option<usize>
+        = "auto", optional("auto", count(1 << 24));
     /// Expected interval between keep-alives of an idle agent. The server probes if one is late.
     keep_alive ("keepAlive"): Duration = "5s", duration;
     /// A session that is silent for this long while requests wait is suspect and gets no new
@@ -141,22 +147,6 @@ impl Limits {
     #[must_use]
     pub fn expiry_grace(&self) -> Duration {
         EXPIRY_GRACE_MAX.min(self.certificate_life)
-    }
-
-    /// Returns a warning if the streams of one agent can hold more than the pool. The pool does not
-    /// limit streams that are already admitted.
-    pub(super) fn hard_bound_warning(&self) -> Option<String> {
-        let bound = u64::from(self.streams_per_agent) * u64::from(self.stream_window);
-        (bound > self.buffer_pool).then(|| {
-            format!(
-                "stalled readers of one agent may hold {} (limits.streamsPerAgent {} x limits.streamWindow {}), more \
-                 than limits.bufferPool {}, which only stops new streams",
-                format_size(bound),
-                self.streams_per_agent,
-                format_size(self.stream_window.into()),
-                format_size(self.buffer_pool),
-            )
-        })
     }
 
     /// Returns the limits of the embedded DNS.

@@ -30,7 +30,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.limits.streams_per_agent, 256);
     assert_eq!(config.limits.stream_window, 2 << 20);
     assert_eq!(config.limits.request_head_bytes, 64 << 10);
-    assert_eq!(config.limits.buffer_pool, 512 << 20);
+    assert_eq!(config.limits.buffer_pool, None);
     assert_eq!(config.limits.idle_timeout(), Duration::from_secs(75));
     let liveness = LivenessLimits {
         probes_idle: true,
@@ -253,15 +253,6 @@ fn limits_of_a_session_must_fit_each_other() {
     yaml(&format!("limits: {{ {equal} }}")).unwrap();
     let error = yaml("limits: { deadAfter: soon, suspectAfterIdle: 20s }").unwrap_err();
     assert!(error.contains("1 error(s)"), "{error}");
-}
-
-#[test]
-fn hard_bound_of_an_agent_is_reported_when_it_exceeds_the_pool() {
-    assert!(yaml("{}").unwrap().warnings.is_empty());
-    let config = yaml("limits: { streamsPerAgent: 300, bufferPool: 64MiB }").unwrap();
-    for number in ["600MiB", "300", "2MiB", "64MiB"] {
-        assert_contains(&config.warnings[0], number);
-    }
 }
 
 #[test]

@@ -60,6 +60,18 @@ impl Sessions {
             debug!(%node, peer = %session.stats().remote, "node opens sessions too fast, session refused");
             return session.close(code, AdmissionRate::REFUSAL).await;
         }
+        let Ok(_permit) = self.permits.try_acquire() else {
+            let code = CloseCode::Overloaded;
+            self.metrics.handshake(code.label());
+            self.metrics.limit(Limit::SessionsTotal);
+            static FULL: LogRateLimit = LogRateLimit::new("sessions above limits.sessionsTotal");
+            if FULL.admit() {
+                warn!(%node, "session refused: the process has no memory for another one; raise its memory limit, or limits.sessionsTotal");
+            }
+            return session
+                .close(code, "server has limits.sessionsTotal sessions")
+                .await;
+        };
         let began = Instant::now();
         // Each step has its own box, so that the memory of admission is not held for the life of
         // the session.

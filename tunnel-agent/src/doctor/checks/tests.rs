@@ -1,6 +1,7 @@
 use std::time::SystemTime;
 
 use tunnel_proto::process::doctor::Finding;
+use tunnel_proto::process::limits::buffer_pool_fault;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::Refusal;
 use tunnel_proto::wire::name::Port;
@@ -173,6 +174,12 @@ fn fault_of_the_host_of_a_port_or_of_the_agent_is_found() {
             "may open 256 files",
         ),
         (
+            |facts| facts.host.buffer_pool = buffer_pool_fault(65 << 20, Some(128 << 20)),
+            "D18",
+            Severity::Warning,
+            "65MiB is more than half of the memory limit 128MiB",
+        ),
+        (
             |facts| facts.host.disk = Ok(Some("the disk is full".to_owned())),
             "D18",
             Severity::Error,
@@ -324,6 +331,7 @@ fn healthy() -> Facts {
                 bytes: Ok(UDP_BUFFER_BYTES as u64),
             }],
             disk: Ok(None),
+            buffer_pool: None,
         },
         agent: AgentFacts {
             address: "127.0.0.1:10266".to_owned(),

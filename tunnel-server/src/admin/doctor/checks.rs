@@ -262,6 +262,12 @@ fn host(facts: &Facts) -> Fact<Vec<Fault>> {
         Ok(_enough) => {}
         Err(reason) => unknown.push(reason.clone()),
     }
+    faults.extend(facts.host.buffer_pool.iter().map(|what| Fault {
+        severity: Severity::Warning,
+        place: "limits.bufferPool".to_owned(),
+        what: what.clone(),
+        fix: "leave limits.bufferPool out, or raise the memory limit".to_owned(),
+    }));
     match &facts.host.disk {
         Ok(Some(what)) => faults.push(Fault {
             severity: Severity::Error,

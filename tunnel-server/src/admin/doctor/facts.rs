@@ -10,6 +10,8 @@ use std::time::{Duration, SystemTime};
 use tokio::net::UnixStream;
 use tokio::time::{Instant, timeout};
 use tunnel_proto::process::doctor::Severity;
+use tunnel_proto::process::host::Resources;
+use tunnel_proto::process::limits::buffer_pool_fault;
 use tunnel_proto::process::{disk, meta};
 use tunnel_proto::wire::name::NodeName;
 
@@ -19,7 +21,7 @@ use super::report::Fault;
 use crate::admin::status::NodeStatus;
 use crate::admin::{AdminClient, AdminError};
 use crate::cluster::doctor::{ClusterFacts, ClusterObjects, Fact};
-use crate::config::Config;
+use crate::config::{Capacity, Config, DescriptorUses};
 use crate::store::data_dir::DataDir;
 
 pub(super) mod dialed;
@@ -63,6 +65,8 @@ pub(super) struct HostFacts {
     pub(super) descriptors: Fact<u64>,
     /// Why the data directory cannot be written.
     pub(super) disk: Fact<Option<String>>,
+    /// What is wrong with the size of the buffer pool.
+    pub(super) buffer_pool: Option<String>,
 }
 
 /// The maximum size of a socket buffer.
@@ -87,7 +91,7 @@ pub(super) async fn gather(config: &Config, only_nodes: &[NodeName], limit: Dura
     let (server, readiness, host, dialed, objects) = tokio::join!(
         Box::pin(server(&config.data_dir, limit)),
         Box::pin(readiness(config.meta_listen, limit)),
-        Box::pin(host(&config.data_dir, limit)),
+        Box::pin(host(config, limit)),
         Box::pin(DialedFacts::gather(config)),
         Box::pin(within(limit, ClusterObjects::read(config))),
     );
@@ -234,7 +238,13 @@ async fn readiness(meta_listen: SocketAddr, limit: Duration) -> Fact<Vec<String>
     }
 }
 
-async fn host(data_dir: &Path, limit: Duration) -> HostFacts {
+async fn host(config: &Config, limit: Duration) -> HostFacts {
+    let data_dir = &config.data_dir;
+    let capacity = Capacity::new(
+        &config.limits,
+        DescriptorUses::default(),
+        Resources::of_process(),
+    );
     let path = data_dir.to_owned();
     let disk = within(limit, async {
         let checked = tokio::task::spawn_blocking(move || disk::check(&path)).await;
@@ -247,6 +257,7 @@ async fn host(data_dir: &Path, limit: Duration) -> HostFacts {
         links: links(Path::new("/sys/class/net")),
         descriptors,
         disk,
+        buffer_pool: buffer_pool_fault(capacity.buffer_pool, Resources::of_process().memory),
     }
 }
 

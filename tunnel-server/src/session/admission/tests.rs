@@ -45,6 +45,23 @@ async fn other_instance_is_refused_while_the_first_answers() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn session_above_the_limit_of_all_sessions_is_refused() {
+    let (bench, first) = Bench::with_agent().await;
+    let free = bench.sessions.permits.available_permits();
+    let taken = bench
+        .sessions
+        .permits
+        .try_acquire_many(u32::try_from(free).unwrap());
+    let (near, far) = memory::pair();
+    bench.sessions.serve(near).await;
+    assert_eq!(far.closed().await.code, CloseCode::Overloaded);
+    let reached = "tunnel_server_limits_reached_total{limit=\"sessionsTotal\"}";
+    assert_eq!(bench.metric(reached), Some(1));
+    drop((taken, first));
+    let _admitted = bench.agent(2).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn welcome_names_this_server_and_all_that_agents_may_dial() {
     let bench = Bench::new();
     let (_agent, answer) = bench.connect_agent(1, 4096).await;

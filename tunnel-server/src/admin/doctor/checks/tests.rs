@@ -109,6 +109,7 @@ fn healthy() -> Facts {
             }],
             descriptors: Ok(DESCRIPTORS_MIN),
             disk: Ok(None),
+            buffer_pool: None,
         },
         cluster: Ok(healthy_cluster()),
         kubelets: Ok(vec![KubeletProbe {
@@ -422,6 +423,8 @@ fn d18_host_is_checked() {
     ensure_only(&descriptors, "D18", Severity::Warning);
     let disk = findings(|facts| facts.host.disk = Ok(Some("the disk is full".to_owned())));
     ensure_only(&disk, "D18", Severity::Error);
+    let pool = findings(|facts| facts.host.buffer_pool = Some("too large".to_owned()));
+    ensure_only(&pool, "D18", Severity::Warning);
     let link = findings(|facts| facts.host.links[0].mtu = 1200);
     ensure_only(&link, "D18", Severity::Warning);
     let condition = findings(|facts| facts.readiness = Ok(vec!["[!] disk: full".to_owned()]));
