@@ -277,6 +277,7 @@ fn line_form(end: StreamEnd, session: SessionId) -> Option<LineForm> {
         StreamEnd::Refused(_) => REFUSED_STREAMS.admit(session, end.label()),
         StreamEnd::Ok
         | StreamEnd::ReaderClosed
+        | StreamEnd::ReaderStalled
         | StreamEnd::CutByPeer
         | StreamEnd::CutByTarget
         | StreamEnd::CutByCaller

@@ -214,6 +214,7 @@ fn line_form(outcome: &ConnOutcome, peer: SocketAddr) -> Option<LineForm> {
         }
         StreamEnd::Ok
         | StreamEnd::ReaderClosed
+        | StreamEnd::ReaderStalled
         | StreamEnd::CutByPeer
         | StreamEnd::CutByTarget
         | StreamEnd::CutByCaller

@@ -319,6 +319,7 @@ fn line_form(has_name: bool, result: CloudResult, node: &NodeName) -> Option<Lin
         CloudResult::Refused(_) => REFUSED_STREAMS.admit(node.clone(), result.label()),
         CloudResult::Ok
         | CloudResult::ReaderClosed
+        | CloudResult::ReaderStalled
         | CloudResult::CutByAgent
         | CloudResult::CutByTarget
         | CloudResult::NoHeader => Some(LineForm::Full),
