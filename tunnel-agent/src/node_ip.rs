@@ -14,6 +14,7 @@ use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::name::{NodeName, SessionId};
 
 use crate::config::NodeIpSetting;
+use crate::policy::is_never_dialed;
 
 mod changes;
 
@@ -203,14 +204,15 @@ fn problem(setting: NodeIpSetting, found: Option<NodeIp>) -> Option<String> {
     }
 }
 
-/// Returns the address from which this host reaches `remote`. If that is loopback, returns the
-/// address of the default route.
+/// Returns the address from which this host reaches `remote`. If that is loopback, link-local or
+/// similar, returns another address of the host.
 fn for_route_to(remote: SocketAddr) -> Option<IpAddr> {
-    let towards_server = source_address(remote);
-    towards_server
-        .filter(|ip| !ip.is_loopback())
-        .or_else(primary_address)
-        .or(towards_server)
+    preferred(source_address(remote), primary_address)
+}
+
+fn preferred(source: Option<IpAddr>, primary: impl FnOnce() -> Option<IpAddr>) -> Option<IpAddr> {
+    let is_dialed = |ip: &IpAddr| !ip.is_loopback() && !is_never_dialed(*ip);
+    source.filter(is_dialed).or_else(primary).or(source)
 }
 
 /// Name of the condition of an address that is not this host's.
@@ -270,7 +272,17 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_the_last_resort() {
+    fn loopback_and_link_local_addresses_are_the_last_resort() {
+        for (source, primary, found) in [
+            ("10.0.0.1", "10.0.0.2", "10.0.0.1"),
+            ("127.0.0.1", "10.0.0.2", "10.0.0.2"),
+            ("fe80::1", "10.0.0.2", "10.0.0.2"),
+            ("127.0.0.1", "", "127.0.0.1"),
+            ("", "", ""),
+        ] {
+            let [source, primary, found] = [source, primary, found].map(|ip| ip.parse().ok());
+            assert_eq!(preferred(source, || primary), found, "{source:?}");
+        }
         let found = for_route_to(([127, 0, 0, 1], 10262).into()).unwrap();
         let fallback = IpAddr::V4(Ipv4Addr::LOCALHOST);
         assert_eq!(found, primary_address().unwrap_or(fallback));
