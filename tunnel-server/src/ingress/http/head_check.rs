@@ -74,8 +74,9 @@ impl BodyFraming {
 #[derive(Debug)]
 pub(crate) struct HeadCheck {
     state: State,
-    /// The heads that hyper has not read yet. A caller may send several at once.
-    heads: VecDeque<CheckedHead>,
+    /// The heads that hyper has not read yet, in order. A caller may send thousands at once, most of
+    /// which are alike.
+    heads: VecDeque<HeadRun>,
 }
 
 #[derive(Debug)]
@@ -93,7 +94,7 @@ enum State {
 }
 
 /// A head up to its empty line, as the check has read it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckedHead {
     /// `None` if the check cannot read the fields.
     framing: Option<BodyFraming>,
@@ -151,7 +152,7 @@ impl HeadCheck {
         if let State::Off = self.state {
             return None;
         }
-        let Some(head) = self.heads.pop_front() else {
+        let Some(head) = self.pop() else {
             self.state = State::Lost;
             return Some(HeadError::Unframed);
         };
@@ -174,16 +175,36 @@ impl HeadCheck {
 
     fn push(&mut self, head: CheckedHead) {
         self.state = match head.framing {
-            _ if self.heads.len() == HEADS_MAX => State::Lost,
             Some(BodyFraming::Length(0)) => State::Head(Head::default()),
             Some(BodyFraming::Length(length)) => State::Body(length),
             Some(BodyFraming::Chunked) => State::Chunks(ChunkState::default()),
             Some(BodyFraming::Opaque) | None => State::Lost,
         };
-        if self.heads.len() < HEADS_MAX {
-            self.heads.push_back(head);
+        let is_full = self.heads.len() == RUNS_MAX;
+        match self.heads.back_mut() {
+            Some(last) if last.head == head => last.count += 1,
+            Some(_) if is_full => self.state = State::Lost,
+            Some(_) | None => self.heads.push_back(HeadRun { head, count: 1 }),
         }
     }
+
+    fn pop(&mut self) -> Option<CheckedHead> {
+        let first = self.heads.front_mut()?;
+        let head = first.head;
+        first.count -= 1;
+        if first.count == 0 {
+            self.heads.pop_front();
+        }
+        Some(head)
+    }
+}
+
+/// Heads in a row that are alike.
+#[derive(Debug)]
+struct HeadRun {
+    head: CheckedHead,
+    /// At least 1.
+    count: usize,
 }
 
 /// A head, up to its empty line.
@@ -342,8 +363,9 @@ impl Head {
 const NAME_MAX_BYTES: usize = 17;
 /// Longest value that the check reads: the number of digits of a length, and some space around it.
 const VALUE_MAX_BYTES: usize = 32;
-/// Heads that may arrive before hyper has read the first one. hyper reads at most 400 KiB ahead.
-const HEADS_MAX: usize = 1024;
+/// Entries for heads that have arrived before hyper has read the first one. hyper reads at most
+/// 408 KiB ahead, and two heads that are not alike have 55 bytes, so there are fewer.
+const RUNS_MAX: usize = 16 * 1024;
 /// Capacity for heads that a connection keeps.
 const HEADS_RETAINED: usize = 4;
 

@@ -8,7 +8,7 @@ fn head_error(head: &str, piece: usize) -> Option<HeadError> {
     for piece in head.as_bytes().chunks(piece) {
         check.read(piece);
     }
-    let framing = check.heads.front().and_then(|head| head.framing);
+    let framing = check.heads.front().and_then(|run| run.head.framing);
     check.request(framing.unwrap_or(BodyFraming::Chunked))
 }
 
@@ -149,10 +149,18 @@ fn every_request_is_refused_where_the_beginning_of_a_head_is_unknown() {
         assert_eq!(found[0], error, "{first:?}");
         assert_eq!(found[2], unframed, "{first:?}");
     }
-    let many: Vec<_> = (0..=HEADS_MAX).map(|_| plain).collect();
+    let byte = PLAIN.replace("\r\n\r\n", "\r\nContent-Length: 1\r\n\r\nx");
+    let pair = [plain, (&*byte, BodyFraming::Length(1))];
+    let many: Vec<_> = pair.into_iter().cycle().take(RUNS_MAX + 1).collect();
     let found = errors(&many, usize::MAX);
-    assert!(found[..HEADS_MAX].iter().all(Option::is_none));
-    assert_eq!(found[HEADS_MAX], unframed, "too many heads at once");
+    assert!(found[..RUNS_MAX].iter().all(Option::is_none));
+    assert_eq!(found[RUNS_MAX], unframed, "more than hyper reads ahead");
+    let alike: Vec<_> = std::iter::repeat_n(plain, 2 * RUNS_MAX).collect();
+    let found = errors(&alike, usize::MAX);
+    assert!(
+        found.iter().all(Option::is_none),
+        "as many as the caller likes"
+    );
 }
 
 #[test]
