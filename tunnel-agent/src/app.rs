@@ -23,6 +23,7 @@ use tunnel_proto::wire::{ALPN_SESSION, ALPN_SESSION_TCP};
 use crate::config::{Config, LoadError};
 use crate::connector::Dialers;
 use crate::connector::live::SESSION;
+use crate::connector::member_addresses::ServerPolicy;
 use crate::connector::set::ConnectorSet;
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{CredentialError, RotatingCredentials};
@@ -320,7 +321,7 @@ fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyho
     let proxy = config.proxy.clone();
     let h2 = H2Dialer::new(tls(ALPN_SESSION_TCP)?, settings, Arc::new(proxy.clone()));
     Ok(Dialers {
-        servers: config.servers.clone(),
+        server_policy: ServerPolicy::new(&config.servers, config.dial_policy.deny_ports.clone()),
         proxy,
         quic: Arc::new(quic),
         h2: Arc::new(h2),

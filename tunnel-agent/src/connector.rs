@@ -29,7 +29,7 @@ mod dial;
 pub(crate) mod endpoint;
 mod happy_eyeballs;
 pub(crate) mod live;
-mod member_addresses;
+pub(crate) mod member_addresses;
 mod placement;
 mod replicas;
 mod report;

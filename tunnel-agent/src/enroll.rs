@@ -119,9 +119,13 @@ impl EndpointRotation {
             .resize_with(servers.len(), EndpointCursor::default);
         let endpoints = &mut self.endpoints[index];
         let remote = endpoints
-            .next(slice::from_ref(server), enrollment.within, |_| {
-                proxy.is_some()
-            })
+            // The operator configured the server.
+            .next(
+                slice::from_ref(server),
+                enrollment.within,
+                |_| proxy.is_some(),
+                |_, _| true,
+            )
             .await?;
         endpoints.failed();
         Ok(EnrollEndpoint { remote, proxy })

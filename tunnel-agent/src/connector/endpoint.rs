@@ -32,7 +32,7 @@ pub(crate) struct EndpointCursor {
 
 impl EndpointCursor {
     /// Returns the server and the address to try. The address is `None` if `by_name` leaves
-    /// resolution to a proxy.
+    /// resolution to a proxy, and else one that `is_dialable` admits.
     ///
     /// # Errors
     /// Returns the server's name and why it has no address. The next call tries the next server.
@@ -41,6 +41,7 @@ impl EndpointCursor {
         servers: &[ServerAddress],
         within: Duration,
         by_name: impl Fn(&ServerAddress) -> bool,
+        is_dialable: impl Fn(&ServerAddress, SocketAddr) -> bool,
     ) -> Result<ServerAddr, ResolveError> {
         loop {
             let server = self.server(servers)?;
@@ -48,7 +49,15 @@ impl EndpointCursor {
             let addresses = if by_name(server) {
                 vec![None]
             } else {
-                match resolve(server, within).await {
+                let resolved = resolve(server, within).await;
+                let dialable = resolved.and_then(|mut addresses| {
+                    addresses.retain(|address| is_dialable(server, *address));
+                    let server = server.clone();
+                    (!addresses.is_empty())
+                        .then_some(addresses)
+                        .ok_or(ResolveError::Forbidden { server })
+                });
+                match dialable {
                     Ok(addresses) => addresses.into_iter().map(Some).collect(),
                     Err(error) => {
                         self.next_server();
@@ -207,8 +216,11 @@ impl Endpoints {
         &mut self,
         within: Duration,
         by_name: impl Fn(&ServerAddress) -> bool,
+        is_dialable: impl Fn(&ServerAddress, SocketAddr) -> bool,
     ) -> Result<ServerAddr, ResolveError> {
-        self.cursor.next(&self.servers, within, by_name).await
+        self.cursor
+            .next(&self.servers, within, by_name, is_dialable)
+            .await
     }
 
     /// Returns the address that may be dialed in addition to `remote`, the last one of
@@ -239,6 +251,9 @@ pub(crate) enum ResolveError {
     /// The name exists but has no address.
     #[error("{server}: name has no address")]
     Empty { server: ServerAddress },
+    /// The name of a server that another one reported leads to addresses that are never dialed.
+    #[error("{server}: the name has only addresses that are dialed if --server has them")]
+    Forbidden { server: ServerAddress },
     #[error("{server}: cannot resolve the name")]
     Lookup {
         server: ServerAddress,
@@ -283,6 +298,10 @@ mod tests {
 
     const WITHIN: Duration = Duration::from_secs(5);
 
+    fn any(_: &ServerAddress, _: SocketAddr) -> bool {
+        true
+    }
+
     fn servers(ports: &[u16]) -> Arc<[ServerAddress]> {
         let server = |port: &u16| format!("127.0.0.1:{port}").parse().unwrap();
         ports.iter().map(server).collect()
@@ -291,7 +310,7 @@ mod tests {
     /// Dials the next address, changes the list in the meantime, and records that the dial failed.
     async fn dial(endpoints: &mut Endpoints, change: impl FnOnce(&mut Endpoints)) -> u16 {
         let mut dialed = endpoints.clone();
-        let remote = dialed.next(WITHIN, |_| false).await.unwrap();
+        let remote = dialed.next(WITHIN, |_| false, any).await.unwrap();
         change(endpoints);
         dialed.failed();
         endpoints.advance_to(dialed);
@@ -370,7 +389,10 @@ mod tests {
         let next = async |endpoints: &mut EndpointCursor| {
             let proxied = |server: &ServerAddress| server.host.ends_with(".invalid");
             let within = Duration::from_secs(5);
-            endpoints.next(&servers, within, proxied).await.unwrap()
+            endpoints
+                .next(&servers, within, proxied, any)
+                .await
+                .unwrap()
         };
         let by_name = |name: &str| ServerAddr {
             name: name.into(),
@@ -385,8 +407,23 @@ mod tests {
         endpoints.failed();
         assert_eq!(next(&mut endpoints).await, by_name("cloud.invalid:1"));
         let mut nowhere = EndpointCursor::default();
-        let none = nowhere.next(&[], Duration::ZERO, |_| true).await;
+        let none = nowhere.next(&[], Duration::ZERO, |_| true, any).await;
         assert!(matches!(none, Err(ResolveError::NoServer)));
+    }
+
+    #[tokio::test]
+    async fn name_with_addresses_that_are_not_dialed_yields_to_the_next_server() {
+        let servers = ["localhost:1", "127.0.0.1:2"].map(|text| text.parse().unwrap());
+        let is_dialable = |server: &ServerAddress, _| server.host != "localhost";
+        let mut endpoints = EndpointCursor::default();
+        let error = endpoints.next(&servers, WITHIN, |_| false, is_dialable);
+        let error = error.await.unwrap_err().to_string();
+        assert!(
+            error.starts_with("localhost:1: the name has only"),
+            "{error}"
+        );
+        let next = endpoints.next(&servers, WITHIN, |_| false, is_dialable);
+        assert_eq!(next.await.unwrap().address.unwrap().port(), 2);
     }
 
     #[tokio::test]
@@ -394,10 +431,10 @@ mod tests {
         let servers = ["does-not-exist.invalid:1", "127.0.0.1:2"].map(|text| text.parse().unwrap());
         let within = Duration::from_secs(5);
         let mut endpoints = EndpointCursor::default();
-        let error = endpoints.next(&servers, within, |_| false).await;
+        let error = endpoints.next(&servers, within, |_| false, any).await;
         let error = error.unwrap_err();
         assert!(error.to_string().starts_with("does-not-exist.invalid:1: "));
-        let next = endpoints.next(&servers, within, |_| false).await;
+        let next = endpoints.next(&servers, within, |_| false, any).await;
         assert_eq!(next.unwrap().address.unwrap().port(), 2);
     }
 }

@@ -14,19 +14,19 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::endpoint::{Endpoints, ResolveError};
 use super::happy_eyeballs::{DialAction, DialFailure, HappyEyeballs};
+use super::member_addresses::ServerPolicy;
 use super::replicas::ConnectorId;
 use super::shared::Shared;
 use super::transport_policy::SessionTransport;
-use crate::config::ServerAddress;
 use crate::metrics::ConnectResult;
 use crate::proxy::ProxyChoice;
 use crate::session::{
     AdmitError, AdmittedSession, SessionContext, SessionEvent, SessionHandle, SessionSummary,
 };
 
-/// The configured servers, and a dialer for each transport.
+/// The servers that may be dialed, and a dialer for each transport.
 pub(crate) struct Dialers {
-    pub(crate) servers: Vec<ServerAddress>,
+    pub(crate) server_policy: ServerPolicy,
     pub(crate) proxy: ProxyChoice,
     pub(crate) quic: Arc<dyn Dialer>,
     pub(crate) h2: Arc<dyn Dialer>,
@@ -264,10 +264,14 @@ impl SessionTask {
     }
 
     async fn remote(&mut self, within: Duration) -> Result<ServerAddr, ResolveError> {
-        let proxy = &self.dialers.proxy;
+        let (proxy, server_policy) = (&self.dialers.proxy, &self.dialers.server_policy);
         let tcp = self.transport == SessionTransport::H2;
         self.endpoints
-            .next(within, |server| tcp && proxy.is_proxied(server))
+            .next(
+                within,
+                |server| tcp && proxy.is_proxied(server),
+                |server, address| server_policy.is_dialable(server, address),
+            )
             .await
     }
 }

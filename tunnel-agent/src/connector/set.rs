@@ -22,7 +22,6 @@ use super::assignment::{
 };
 use super::backoff::START_SPREAD;
 use super::live::LiveSessions;
-use super::member_addresses::dialable_members;
 use super::replicas::{ConnectorId, ReplicaTable};
 use super::report::ConnectionLog;
 use super::session_task::Dialers;
@@ -80,7 +79,7 @@ impl ConnectorSet {
         };
         Self {
             report: ConnectionLog::new(context.node.clone()),
-            servers: dialers.servers.clone().into(),
+            servers: dialers.server_policy.configured().clone(),
             dialers,
             transport,
             replicas,
@@ -167,7 +166,7 @@ impl ConnectorSet {
     /// Returns the members with the addresses that may be dialed. Logs the others when they change.
     fn members(&mut self) -> Vec<Member> {
         let reported = self.shared.replicas.members();
-        let (members, mut refused) = dialable_members(reported, &self.servers);
+        let (members, mut refused) = self.dialers.server_policy.dialable_members(reported);
         let addresses: usize = members.iter().map(|member| member.addresses.len()).sum();
         if addresses > OTHER_ADDRESSES_MAX {
             refused.push(format!(

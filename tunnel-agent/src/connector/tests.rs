@@ -2,10 +2,12 @@ use std::ops::RangeBounds;
 
 use tokio::time::timeout;
 use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::process::settings::PortSet;
 use tunnel_proto::transport::memory::Path;
 use tunnel_proto::transport::{Session, TransportKind};
 use tunnel_proto::wire::control::ControlMessage;
 
+use super::member_addresses::ServerPolicy;
 use super::set::ConnectorSet;
 use super::status::SessionStatuses;
 use super::*;
@@ -83,8 +85,9 @@ impl TestEnv {
         });
         context.rotating_credentials = rotating_credentials.unwrap_or(context.rotating_credentials);
         let context = Arc::new(context);
+        let configured: Vec<_> = servers.iter().map(|name| name.parse().unwrap()).collect();
         let dialers = Arc::new(Dialers {
-            servers: servers.iter().map(|name| name.parse().unwrap()).collect(),
+            server_policy: ServerPolicy::new(&configured, PortSet::default()),
             proxy: ProxyChoice::default(),
             quic: net.quic.clone(),
             h2: net.h2.clone(),

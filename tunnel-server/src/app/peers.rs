@@ -18,7 +18,7 @@ use super::revocations;
 use crate::ca::LocalCa;
 use crate::ca::enrollment::Enrollment;
 use crate::config::CredentialFiles;
-use crate::routing::peers::{OnEnroll, PeerAddress, PeerEndpoint, PeerTls};
+use crate::routing::peers::{ForwardPolicy, OnEnroll, PeerAddress, PeerEndpoint, PeerTls};
 
 /// Starts the connections to the servers of `membership` if there is a listener for them.
 pub(super) fn start(
@@ -33,6 +33,7 @@ pub(super) fn start(
         return Ok(());
     };
     let limits = &context.config.limits;
+    let services = context.config.listeners.services.iter();
     let endpoint = PeerEndpoint {
         peers: context.peers.clone(),
         registry: context.registry.clone(),
@@ -42,6 +43,13 @@ pub(super) fn start(
             ..context.session_settings.clone()
         },
         handshake_limit: limits.handshake_timeout,
+        policy: ForwardPolicy {
+            policy: context.policy.clone(),
+            routes: context.routes.clone(),
+            services: services
+                .map(|(_, service)| service.destination.clone())
+                .collect(),
+        },
         list_linger: LIST_LINGER,
         open_limit: limits.open_timeout,
         shutdown: context.shutdown.clone(),

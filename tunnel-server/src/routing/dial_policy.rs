@@ -116,8 +116,10 @@ pub enum DialRefusal {
     /// Objects of the cluster contain conflicting claims.
     #[error(transparent)]
     Conflicting(ClaimConflict),
-    /// An object of the cluster points to this server.
-    #[error("{0} is an address of this server; list it in --connect-direct to allow it")]
+    /// A port of this server, which the operator has not listed as such.
+    #[error(
+        "{0} is an address of this server; list it with its port in --connect-direct to allow it"
+    )]
     Own(SocketAddr),
 }
 
@@ -249,10 +251,16 @@ impl DialPolicy {
         };
         match (self, own_ports) {
             (Self::Listed(targets, _), _) => {
-                let is_listed = targets.iter().any(|target| target.contains(ip, port));
-                is_listed
-                    .then_some(address)
-                    .ok_or(DialRefusal::NotListed(address))
+                let mut listed = targets.iter().filter(|target| target.contains(ip, port));
+                if !listed.clone().any(|_| true) {
+                    return Err(DialRefusal::NotListed(address));
+                }
+                // A network that contains an address of this host does not mean its server.
+                let is_own = claims.own_ports.contains(&port) && (claims.is_own)(ip);
+                if is_own && !listed.any(|target| target.names(ip)) {
+                    return Err(DialRefusal::Own(address));
+                }
+                Ok(address)
             }
             (Self::Cluster(_), None) => Err(DialRefusal::NotListed(address)),
             (Self::Cluster(_), Some(_)) if ip.is_loopback() || ETCD_PORTS.contains(&port.get()) => {
@@ -283,6 +291,11 @@ impl AddressClaims<'_> {
 }
 
 impl DirectTarget {
+    /// Returns whether the entry has this address alone, and ports.
+    fn names(&self, ip: IpAddr) -> bool {
+        self.network == Cidr::from(ip) && self.ports.is_some()
+    }
+
     fn contains(&self, ip: IpAddr, port: Port) -> bool {
         covers(&self.network, ip) && self.ports.as_ref().is_none_or(|ports| ports.contains(port))
     }

@@ -36,6 +36,7 @@ mod dial;
 mod endpoint;
 mod enroll;
 mod forward;
+mod forward_policy;
 mod link;
 mod members;
 mod metrics;
@@ -49,6 +50,7 @@ mod yields;
 
 pub use address::PeerAddress;
 pub use endpoint::{OnEnroll, OnRevoked, PeerEndpoint, PeerTls};
+pub use forward_policy::ForwardPolicy;
 use link::{Link, WarnInterval};
 pub use members::{LeftOut, listed_addresses};
 use metrics::{ForwardDirection, ForwardResult};

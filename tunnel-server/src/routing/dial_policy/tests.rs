@@ -139,3 +139,27 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
     let listed = DialPolicy::Listed(listed.to_vec(), ranges);
     assert_eq!(check_with(&listed, "10.244.1.5:8443", &claims), "dialed");
 }
+
+/// A network of `--connect-direct` may contain an address of this host.
+#[test]
+fn own_ports_are_dialed_only_if_the_operator_lists_address_and_port() {
+    let own_ports = [10262, 10265].map(|port| Port::new(port).unwrap());
+    let own: IpAddr = "10.0.0.5".parse().unwrap();
+    let routes = RouteTable::default();
+    let claims = AddressClaims {
+        is_own: &|ip| ip == own || ip.is_loopback(),
+        own_ports: &own_ports,
+        ..AddressClaims::none(&routes)
+    };
+    let networks = ["10.0.0.0/8", "127.0.0.0/8", "10.0.0.5"];
+    let rows = [
+        ("10.0.0.5:10262", "own"),
+        ("[::ffff:10.0.0.5]:10262", "own"),
+        ("127.0.0.1:10265", "own"),
+        ("10.0.0.5:443", "dialed"),
+        ("10.0.0.6:10262", "dialed"),
+    ];
+    check_all(&listed(&networks), &claims, &rows);
+    let rows = [("10.0.0.5:10265", "dialed"), ("10.0.0.5:10262", "own")];
+    check_all(&listed(&["10.0.0.0/8", "10.0.0.5:10265"]), &claims, &rows);
+}

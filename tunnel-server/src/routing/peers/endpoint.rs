@@ -12,6 +12,7 @@ use tunnel_proto::wire::name::ReplicaId;
 use tunnel_proto::wire::peer::RevokedNode;
 
 use super::Peers;
+use super::forward_policy::ForwardPolicy;
 use crate::routing::registry::Registry;
 
 /// A callback that receives the revocations of another server. It must not block.
@@ -37,6 +38,8 @@ pub struct PeerEndpoint {
     pub settings: SessionSettings,
     /// Time from the start of a connection to the first message of the other server.
     pub handshake_limit: Duration,
+    /// The targets that this server allows, whatever the other server allows.
+    pub policy: ForwardPolicy,
     /// Time for which the list of a lost connection stays.
     pub list_linger: Duration,
     /// Time to open a forwarded stream to an agent, up to its reply.

@@ -46,6 +46,15 @@ pub(super) async fn serve_stream(
         stream.refuse(RefusalCode::BadHeader, detail).await;
         return Some(ForwardResult::Failed);
     };
+    if let Err(error) = endpoint.policy.check(&node, &target) {
+        debug!(%node, %target, %error, "forwarded stream refused");
+        let detail = format!(
+            "server {} does not allow the target: {error}",
+            endpoint.peers.own()
+        );
+        stream.refuse(RefusalCode::Policy, &detail).await;
+        return Some(ForwardResult::Failed);
+    }
     let header = StreamHeader {
         kind: StreamKind::Target(target),
         trace_parent: header.trace_parent,

@@ -9,6 +9,7 @@ use tunnel_proto::wire::peer::{Holds, PeerMessage};
 
 use super::monitor::LinkCheck;
 use super::*;
+use crate::policy::PortPolicy;
 use crate::routing::registry::{CallerKey, SuspectReason};
 use crate::testing::eventually;
 
@@ -113,6 +114,28 @@ async fn forwarded_stream_carries_the_reply_and_both_directions() {
         .await
         .unwrap();
     assert_eq!(received, b"answer");
+}
+
+/// Each server decides for the agents that it holds, whatever the other server allows its callers.
+#[tokio::test]
+async fn forwarded_stream_to_a_port_that_its_holder_does_not_allow_is_refused() {
+    let installation = Installation::new();
+    let [a, b] = installation.connected(["a", "b"]).await;
+    let agent = b.agent("x", 1);
+    a.sees("x", &b).await;
+    b.policy.replace(PortPolicy::default());
+    let mut refused = a.open("x", None).await.unwrap();
+    assert_eq!(refusal(&mut refused).await, RefusalCode::Policy);
+    b.policy.replace(PortPolicy {
+        localhost: "9100".parse().unwrap(),
+        ..PortPolicy::default()
+    });
+    let mut refused = a.open("x", None).await.unwrap();
+    let code = refusal(&mut refused).await;
+    assert_eq!(code, RefusalCode::Policy, "as a port of the loopback only");
+    b.policy.replace(fixture::policy());
+    let _opened = a.open("x", None).await.unwrap();
+    let _target = agent.accepts().await;
 }
 
 #[tokio::test]

@@ -26,11 +26,15 @@ use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello, PeerMessage, RevokedN
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use crate::ca::LocalCa;
+use crate::policy::{PortPolicy, SharedPortPolicy};
 use crate::routing::Routing;
-use crate::routing::peers::{PeerAddress, PeerEndpoint, PeerLimits, PeerMetrics, PeerTls, Peers};
+use crate::routing::peers::{
+    ForwardPolicy, PeerAddress, PeerEndpoint, PeerLimits, PeerMetrics, PeerTls, Peers,
+};
 use crate::routing::registry::{
     AgentSession, CallerKey, OpenError, Opened, Registration, Registry, RegistryLimits,
 };
+use crate::routing::routes::Routes;
 use crate::routing::via::Via;
 use crate::store::data_dir::testing::Scratch;
 use crate::testing::{POOL, eventually, header};
@@ -41,6 +45,14 @@ pub(super) const LIMIT: Duration = Duration::from_secs(30);
 const LINGER: Duration = Duration::from_secs(1);
 /// Streams of a connection, unless a test sets another limit.
 const STREAMS: usize = 32;
+
+/// Allows the port of [`header`].
+pub(super) fn policy() -> PortPolicy {
+    PortPolicy {
+        http: "9100".parse().unwrap(),
+        ..PortPolicy::default()
+    }
+}
 
 pub(super) fn node(name: &str) -> NodeName {
     name.parse().unwrap()
@@ -117,11 +129,13 @@ impl Installation {
             routing: Routing::new(registry.clone(), peers.clone()),
             peers,
             registry,
+            policy: SharedPortPolicy::default(),
             revoked: Arc::default(),
             address,
             membership,
             shutdown: Shutdown::new(),
         };
+        server.policy.replace(policy());
         server.endpoint(self).start(listener, members);
         server
     }
@@ -214,6 +228,7 @@ pub(super) struct Server {
     pub(super) peers: Arc<Peers>,
     pub(super) routing: Routing,
     pub(super) registry: Arc<Registry>,
+    pub(super) policy: SharedPortPolicy,
     /// What other servers revoked.
     pub(super) revoked: Arc<Mutex<Vec<RevokedNode>>>,
     pub(super) address: SocketAddr,
@@ -231,6 +246,11 @@ impl Server {
             tls: installation.tls(self.peers.own().as_str()),
             settings: settings(),
             handshake_limit: LIMIT,
+            policy: ForwardPolicy {
+                policy: self.policy.clone(),
+                routes: Routes::default(),
+                services: Vec::new(),
+            },
             list_linger: LINGER,
             open_limit: LIMIT,
             shutdown: self.shutdown.clone(),

@@ -1,0 +1,39 @@
+//! The targets that other servers reach through this one. Pure, over shared state.
+
+use tunnel_proto::wire::header::Target;
+use tunnel_proto::wire::name::NodeName;
+
+use crate::policy::{PortPolicyError, SharedPortPolicy};
+use crate::routing::destination::Destination;
+use crate::routing::routes::Routes;
+
+/// The targets to which this server forwards streams of other servers: those that its own callers
+/// may reach. Otherwise the server with the widest lists would decide for all.
+#[derive(Debug)]
+pub struct ForwardPolicy {
+    pub policy: SharedPortPolicy,
+    pub routes: Routes,
+    /// The destinations of the configured TCP services.
+    pub services: Vec<Destination>,
+}
+
+impl ForwardPolicy {
+    /// Checks the target of a forwarded stream.
+    ///
+    /// # Errors
+    /// Returns the [`PortPolicyError`] of this server's listeners.
+    pub(super) fn check(&self, node: &NodeName, target: &Target) -> Result<(), PortPolicyError> {
+        let port = target.port();
+        let policy = self.policy.load();
+        let is_kubelet = || {
+            self.routes.load().kubelet_port(node) == Some(port) && policy.kubelet(port) == *target
+        };
+        let is_service = |service: &Destination| service.node == *node && service.target == *target;
+        match policy.target(port) {
+            Ok(own) if own == *target => Ok(()),
+            _ if is_kubelet() || self.services.iter().any(is_service) => Ok(()),
+            Ok(_) => Err(PortPolicyError::NotListed(port)),
+            Err(refused) => Err(refused),
+        }
+    }
+}
