@@ -100,7 +100,9 @@ async fn cut_answers(transport: TransportChoice) -> Result<()> {
             uploading
         );
         // The kernel reports the reset once, to the reader or to the writer.
-        let kind = read?.err().map_or_else(|| error.kind(), |error| error.kind());
+        let kind = read?
+            .err()
+            .map_or_else(|| error.kind(), |error| error.kind());
         let is_reset = kind == std::io::ErrorKind::ConnectionReset;
         ensure!(is_reset, "round {round}: {kind}");
         ensure!(got == answer, "round {round}: {} bytes", got.len());

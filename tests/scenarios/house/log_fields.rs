@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use anyhow::Result;
 use tunnel_tests::reference::LOG_FIELDS;
 
 use super::files_below;
