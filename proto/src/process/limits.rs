@@ -9,9 +9,6 @@ use crate::session::LivenessLimits;
 /// Minimum size of a buffer pool in stream windows. A single stalled stream must not use up a
 /// session's share of the pool, which is a quarter.
 const POOL_WINDOWS_MIN: u64 = 4;
-/// Divisor for the share of the memory limit that is the buffer pool. Reservations are bytes of
-/// memory, so the pool is what unread data uses at most.
-const POOL_MEMORY_SHARE: u64 = 4;
 
 /// Declares the limits of a binary once. An entry has its description, its field, its name in the
 /// file, the variant of `Limit` if a metric counts how often it is reached, its type, its default,
@@ -174,18 +171,24 @@ pub fn check_liveness(
     }
 }
 
-/// Returns the size of the buffer pool: `configured`, or a quarter of the memory limit, at most
-/// `auto_max` bytes.
-#[must_use]
-pub fn buffer_pool(
-    configured: Option<u64>,
-    memory: Option<u64>,
-    stream_window: u32,
-    auto_max: u64,
-) -> u64 {
-    let min = POOL_WINDOWS_MIN * u64::from(stream_window);
-    let auto = memory.map_or(auto_max, |memory| memory / POOL_MEMORY_SHARE);
-    configured.unwrap_or_else(|| auto.min(auto_max).max(min))
+/// The size of a buffer pool that an operator has not configured.
+#[derive(Debug, Clone, Copy)]
+pub struct AutoBufferPool {
+    /// Divisor for the share of the memory limit. Reservations are bytes of memory, so the pool is
+    /// what unread data uses at most.
+    pub memory_share: u64,
+    /// Maximum size in bytes, which is also the size without a memory limit.
+    pub max: u64,
+}
+
+impl AutoBufferPool {
+    /// Returns the size in bytes: `configured`, or a share of the memory limit.
+    #[must_use]
+    pub fn bytes(self, configured: Option<u64>, memory: Option<u64>, stream_window: u32) -> u64 {
+        let min = POOL_WINDOWS_MIN * u64::from(stream_window);
+        let auto = memory.map_or(self.max, |memory| memory / self.memory_share);
+        configured.unwrap_or_else(|| auto.min(self.max).max(min))
+    }
 }
 
 /// Returns what is wrong with a buffer pool of `bytes`, if unread data could use more than half of

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::limits::{
-    buffer_pool, check_buffer_pool, check_liveness, count, duration, size,
+    AutoBufferPool, check_buffer_pool, check_liveness, count, duration, size,
 };
 use tunnel_proto::process::settings::{ConfigErrors, optional, parse_size};
 use tunnel_proto::session::LivenessLimits;
@@ -30,8 +30,8 @@ tunnel_proto::limits! {
     cloud_streams ("cloudStreams", counted as CloudStreams): u32 = "1024", count(1 << 16);
     /// Memory for data that servers may have sent and targets have not read, at least 4 x
     /// streamWindow. It is reserved before a server may send. When the pool is full, or the stalled
-    /// targets of one session hold half of it, new streams are refused. auto: a quarter of the
-    /// memory limit, at most 256MiB.
+    /// targets of one session hold half of it, new streams are refused. auto: half of the memory
+    /// limit, at most 256MiB.
     buffer_pool ("bufferPool", counted as BufferPool): Option<u64>
         = "auto", optional("auto", parse_size);
     /// Interval between keep-alives of an idle session (+- 20 %).
@@ -70,12 +70,7 @@ impl Limits {
 
     /// Returns the memory for data that servers may send unread, in bytes.
     pub(crate) fn buffer_pool_bytes(&self, resources: Resources) -> u64 {
-        buffer_pool(
-            self.buffer_pool,
-            resources.memory,
-            self.stream_window,
-            BUFFER_POOL_MAX,
-        )
+        BUFFER_POOL.bytes(self.buffer_pool, resources.memory, self.stream_window)
     }
 
     fn check_together(&self, errors: &mut ConfigErrors) {
@@ -85,8 +80,11 @@ impl Limits {
     }
 }
 
-/// Maximum of the automatic size of the buffer pool.
-const BUFFER_POOL_MAX: u64 = 256 << 20;
+/// The automatic size of the buffer pool. Unread data is most of what an agent needs memory for.
+const BUFFER_POOL: AutoBufferPool = AutoBufferPool {
+    memory_share: 2,
+    max: 256 << 20,
+};
 
 /// Largest factor by which keep-alives are later than configured.
 const KEEP_ALIVE_SPREAD: f64 = 1.2;

@@ -6,7 +6,7 @@ use tokio::sync::Semaphore;
 use tracing::info;
 use tunnel_proto::process::conn_limiter::ConnLimits;
 use tunnel_proto::process::host::Resources;
-use tunnel_proto::process::limits::buffer_pool;
+use tunnel_proto::process::limits::AutoBufferPool;
 
 use super::Limits;
 use crate::dns::DnsLimits;
@@ -23,8 +23,11 @@ const SESSION_BYTES: u64 = 48 << 10;
 /// Share of the memory limit for sessions, in percent. With the shares of callers and of the buffer
 /// pool it is four fifths.
 const SESSIONS_PERCENT: u64 = 30;
-/// Maximum of the automatic size of the buffer pool.
-const BUFFER_POOL_MAX: u64 = 8 << 30;
+/// The automatic size of the buffer pool.
+const BUFFER_POOL: AutoBufferPool = AutoBufferPool {
+    memory_share: 4,
+    max: 8 << 30,
+};
 /// Maximum of the automatic limit. An operator must configure a higher one.
 const CALLERS_MAX: u64 = 1 << 16;
 /// Open files reserved for the process itself: 64 connections of the meta port, 16 of the admin
@@ -128,11 +131,10 @@ impl Capacity {
                 .sessions_total
                 .unwrap_or_else(|| sessions_by_memory(resources))
                 .min(Semaphore::MAX_PERMITS),
-            buffer_pool: buffer_pool(
+            buffer_pool: BUFFER_POOL.bytes(
                 limits.buffer_pool,
                 resources.memory,
                 limits.stream_window,
-                BUFFER_POOL_MAX,
             ),
         }
     }
