@@ -156,6 +156,10 @@ async fn close_gracefully<S: AsyncWrite + Unpin>(mut stream: S) {
 /// alike.
 static UNPARSABLE: LogRateLimit = LogRateLimit::new("requests whose head cannot be parsed");
 
+/// Bytes of a response that hyper holds for a caller that does not read them, unless larger heads are
+/// allowed.
+const RESPONSE_BUFFER_BYTES: usize = 64 * 1024;
+
 /// Returns the hyper builder with the settings for callers' connections.
 pub(super) fn builder(limits: &ListenerLimits) -> Builder {
     let mut builder = Builder::new();
@@ -164,6 +168,8 @@ pub(super) fn builder(limits: &ListenerLimits) -> Builder {
         // `ConnTimeouts` enforces read timeouts.
         .header_read_timeout(None)
         .max_header_size(limits.request_head_bytes)
+        // hyper's default lets 400 KiB wait for a caller that reads nothing.
+        .max_buf_size(limits.request_head_bytes.max(RESPONSE_BUFFER_BYTES))
         .auto_date_header(false)
         .preserve_header_case(true)
         // Applies to the header fields that the server adds. Fields from targets keep their case.

@@ -223,6 +223,7 @@ pub(crate) fn client() -> Builder {
     let mut builder = Builder::new();
     builder
         .preserve_header_case(true)
-        .max_header_size(ANSWER_HEAD_MAX_BYTES);
+        .max_header_size(ANSWER_HEAD_MAX_BYTES)
+        .max_buf_size(ANSWER_HEAD_MAX_BYTES);
     builder
 }
