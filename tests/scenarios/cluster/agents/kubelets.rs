@@ -73,7 +73,6 @@ async fn only_a_kubelets_own_certificate_of_the_clusters_ca_makes_its_agent() ->
         ("a second group", Leaf::subject(&[GROUP, masters, NAME])),
         ("a second name", Leaf::subject(&[GROUP, NAME, second_name])),
         ("no node's name", Leaf::subject(&[GROUP, wrong_name])),
-        ("an address", Leaf::kubelet("192.0.2.1")),
         ("capital letters", Leaf::kubelet("Worker-1")),
         ("the usage of servers", usage),
         ("its time over", ended),
