@@ -65,7 +65,7 @@ async fn stalled_readers_stop_nobody(pair: Pair, count: usize) {
 }
 
 pub(super) async fn one_byte_frames_wait_for_a_stalled_reader(pair: Pair) {
-    const COUNT: usize = 100_000;
+    const COUNT: usize = 30_000;
     let (mut stalled, mut accepted) = pair.stream().await;
     let writer = tokio::task::JoinSet::from_iter([async move {
         for byte in pattern(COUNT) {
