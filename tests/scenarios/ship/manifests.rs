@@ -528,7 +528,7 @@ fn only_servers_reach_the_port_for_servers() -> Result<()> {
     Ok(())
 }
 
-/// Whoever may create pods can set any label of them, so a label of the namespace is needed, too.
+/// Somebody who may create pods can set any label of them, so a label of the namespace is needed, too.
 #[test]
 fn callers_of_other_namespaces_need_a_label_of_their_namespace() -> Result<()> {
     for (overlay, objects) in overlays()? {
