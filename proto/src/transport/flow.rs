@@ -32,6 +32,7 @@ use tokio::sync::Notify;
 use tokio::time::sleep;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
+mod active_window;
 mod credit;
 mod growth;
 #[cfg(test)]
@@ -41,10 +42,10 @@ mod stalled;
 #[cfg(test)]
 mod tests;
 
+use active_window::{ACTIVE_WINDOW_MIN, ActiveWindow};
 use credit::Credit;
-use growth::ActiveWindow;
 pub use monitor::ReadMonitor;
-use monitor::StreamUsage;
+use monitor::{StreamOwner, StreamUsage};
 pub use stalled::StallWatch;
 
 /// Stream windows of a connection in addition to the bytes that stalled streams hold.
@@ -53,9 +54,6 @@ const SPARE_WINDOWS: u64 = 8;
 /// 6.9.2). It carries the control stream, which is always read, so its memory is not part of the
 /// pool.
 pub(super) const BASE_WINDOW: u64 = 65_535;
-/// Window of streams that are not read yet, in addition to the base window. quinn sends up to
-/// 240 kB before the first acknowledgement, and TCP much less.
-const ACTIVE_WINDOW_MIN: u64 = 256 << 10;
 /// Credit that the peer must have for streams that do not stall. With less, the session gets no new
 /// streams.
 const SPARE_MIN: u64 = 32 << 10;
@@ -317,7 +315,9 @@ impl SessionFlow {
             self.record_refusal(state);
             return None;
         }
-        let read_monitor = Arc::new(ReadMonitor::of_session(self.this.upgrade()));
+        let read_monitor = Arc::new(ReadMonitor::of_session(
+            self.this.upgrade().map(|session| session as _),
+        ));
         state.open += 1;
         state.streams.push(StreamUsage::new(&read_monitor));
         if !std::mem::replace(&mut state.is_sampled, true) {
@@ -329,35 +329,12 @@ impl SessionFlow {
         Some(read_monitor)
     }
 
-    /// Records that the peer can send no more on a stream, or that what it sends is discarded.
-    fn finish_stream(&self) {
-        let state = &mut *self.lock();
-        state.open = state.open.saturating_sub(1);
-        if state.open == 0 {
-            state.stalled = Stalled::default();
-        }
-        self.settle(state);
-    }
-
     /// Records that the peer may open streams from now on. Call this function before the session
     /// has streams.
     pub(super) fn set_peer_opens(&self) {
         let state = &mut *self.lock();
         state.peer_opens = true;
         self.settle(state);
-    }
-
-    /// Records bytes that a reader has read.
-    fn count_read(&self, bytes: u64) {
-        let reads = self.reads.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        if reads >= self.grow_at.load(Ordering::Relaxed) {
-            let state = &mut *self.lock();
-            let reads = self.reads.load(Ordering::Relaxed);
-            state.active.grow(reads);
-            self.grow_at
-                .store(state.active.grow_at(), Ordering::Relaxed);
-            self.grow(state);
-        }
     }
 
     /// Returns whether the session may get new streams.
@@ -557,6 +534,29 @@ impl FlowState {
 /// of it are never read: quinn announces credit after an eighth of the window has been read.
 fn with_announcements(stalled: u64) -> u64 {
     stalled.saturating_add(stalled / 7)
+}
+
+impl StreamOwner for SessionFlow {
+    fn count_read(&self, bytes: u64) {
+        let reads = self.reads.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if reads >= self.grow_at.load(Ordering::Relaxed) {
+            let state = &mut *self.lock();
+            let reads = self.reads.load(Ordering::Relaxed);
+            state.active.grow(reads);
+            self.grow_at
+                .store(state.active.grow_at(), Ordering::Relaxed);
+            self.grow(state);
+        }
+    }
+
+    fn finish_stream(&self) {
+        let state = &mut *self.lock();
+        state.open = state.open.saturating_sub(1);
+        if state.open == 0 {
+            state.stalled = Stalled::default();
+        }
+        self.settle(state);
+    }
 }
 
 impl std::fmt::Debug for SessionFlow {

@@ -98,7 +98,7 @@ impl<'a> SiteShape<'a> {
     }
 }
 
-fn words(argv: &[String]) -> Vec<&str> {
+fn as_strs(argv: &[String]) -> Vec<&str> {
     argv.iter().map(String::as_str).collect()
 }
 
@@ -137,13 +137,16 @@ impl Site {
             .args(&["--config", &file.to_string_lossy()])
             .args(&["--http-proxy-ports", "1024-65535"])
             .args(&["--proxy-port-listen", "off"]);
-        let server = setup.through(&words(&shape.through_server)).start().await?;
+        let server = setup
+            .through(&as_strs(&shape.through_server))
+            .start()
+            .await?;
         let mut agents = Vec::new();
         for node in shape.nodes {
             let folder = scratch.path().join(node);
             let setup = server.agent_setup(node, &folder).await?;
             let setup = setup.args(&["--transport", shape.transport]);
-            agents.push(setup.through(&words(&shape.through_agents)).start()?);
+            agents.push(setup.through(&as_strs(&shape.through_agents)).start()?);
         }
         let site = Self {
             agents,

@@ -10,9 +10,14 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("address", "address of a listener"),
     ("addresses", "number of addresses of a certificate"),
     (
+        "agents_over_tcp",
+        "agents that the limit of open files allows over TCP",
+    ),
+    (
         "backtrace",
         "backtrace of a panic, if RUST_BACKTRACE is set",
     ),
+    ("buffer_pool_bytes", "size of the buffer pool"),
     ("by", "end that closed the session"),
     (
         "bytes_in",
@@ -26,6 +31,10 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     (
         "caller",
         "identity of the caller: name of its certificate, its password, or its user",
+    ),
+    (
+        "callers",
+        "connections of callers that the limit of open files allows",
     ),
     ("client", "address of a DNS client"),
     ("clock", "time of this host"),
@@ -71,6 +80,7 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ),
     ("location", "source line of a panic"),
     ("members", "number of servers that the server reported"),
+    ("memory_limit_bytes", "memory limit of the process"),
     (
         "move_within",
         "time within which the agent leaves the server, in seconds",
@@ -89,6 +99,7 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("not_after", "end of a certificate"),
     ("not_before", "begin of a certificate"),
     ("object", "kind of a Kubernetes object"),
+    ("open_files", "limit of open files"),
     (
         "own",
         "whether this end observed the silence, and not the other end alone",
@@ -139,6 +150,7 @@ pub const LOG_FIELDS: &[(&str, &str)] = &[
     ("servers", "number of servers of the cluster"),
     ("service", "name of a TCP service or a Service"),
     ("session", "number of the session at the server"),
+    ("sessions", "largest number of sessions"),
     ("side", "end that left bytes unread"),
     ("signal", "signal that the process received"),
     ("signer", "signer of a CertificateSigningRequest"),

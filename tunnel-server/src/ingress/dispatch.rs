@@ -287,7 +287,7 @@ pub(super) async fn relay_tunnel<C>(
                 error,
                 is_reader_stalled,
             } = cut;
-            debug!(?side, %error, is_reader_stalled, "{} was reset", tunnel.name());
+            debug!(?side, %error, "{} was reset", tunnel.name());
             let access_log = &mut exchange_guard.access_log;
             let cut = find_cause::<StreamCut>(&error);
             match &*tunnel {

@@ -1,6 +1,4 @@
-//! Growth of the windows.
-//!
-//! The *active window* is what streams that do not stall share. It follows what they read.
+//! Growth of the stream window.
 //!
 //! On a transport that measures its path, the stream window grows while few streams are open. It
 //! returns to its initial size when all streams together could hold half of what the session's
@@ -8,7 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{ACTIVE_WINDOW_MIN, FlowState, SPARE_WINDOWS, SessionFlow};
+use super::{FlowState, SPARE_WINDOWS, SessionFlow};
 
 /// A stream window grows while it is smaller than this many times the bytes of a round trip. h2
 /// announces credit only after a third of the window has been read, and data behind a lost segment
@@ -17,75 +15,6 @@ const WINDOW_ROUND_TRIPS: u64 = 4;
 /// Streams may use this fraction of the session's bound when their window grows, and twice as much
 /// before it shrinks.
 const GROWTH_DIVISOR: u64 = 4;
-/// Samples over which reads are summed: 1 s.
-const EPOCH_SAMPLES: u32 = 20;
-
-/// The window of streams that do not stall. It doubles when half of it was read within a second,
-/// and becomes smaller slowly when less than a quarter is. It keeps its size while there are no
-/// streams, because the sender's congestion window does so, too.
-#[derive(Debug)]
-pub(super) struct ActiveWindow {
-    bytes: u64,
-    max: u64,
-    samples: u32,
-    /// Bytes that had been read when the current second began.
-    epoch_reads: u64,
-}
-
-impl ActiveWindow {
-    pub(super) fn new(max: u64) -> Self {
-        Self {
-            bytes: ACTIVE_WINDOW_MIN,
-            max: max.max(ACTIVE_WINDOW_MIN),
-            samples: 0,
-            epoch_reads: 0,
-        }
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Returns the number of read bytes at which the window grows.
-    pub(super) fn grow_at(&self) -> u64 {
-        if self.bytes >= self.max {
-            return u64::MAX;
-        }
-        self.epoch_reads.saturating_add(self.bytes / 2)
-    }
-
-    /// Sets the size up to which the window grows.
-    pub(super) fn set_max(&mut self, max: u64) {
-        self.max = max.max(ACTIVE_WINDOW_MIN);
-        self.bytes = self.bytes.min(self.max);
-    }
-
-    /// Doubles the window if it is small for what was read.
-    pub(super) fn grow(&mut self, reads: u64) {
-        while reads >= self.grow_at() {
-            self.bytes = (self.bytes * 2).min(self.max);
-        }
-    }
-
-    /// Doubles the window, because the peer has used all of it.
-    pub(super) fn double(&mut self) {
-        self.bytes = (self.bytes * 2).min(self.max);
-    }
-
-    /// Records a sample. Returns whether a second has passed, so that the window may be smaller.
-    pub(super) fn sample(&mut self, reads: u64) -> bool {
-        self.samples += 1;
-        let is_over = self.samples >= EPOCH_SAMPLES;
-        if is_over {
-            let read = reads.saturating_sub(self.epoch_reads);
-            if read < self.bytes / 4 {
-                self.bytes = (self.bytes - self.bytes / 8).max(ACTIVE_WINDOW_MIN);
-            }
-            (self.samples, self.epoch_reads) = (0, reads);
-        }
-        is_over
-    }
-}
 
 impl SessionFlow {
     /// Doubles the stream window if it is small for a path on which `bytes_per_rtt` bytes arrive in

@@ -6,18 +6,24 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::task::AtomicWaker;
 
-use super::SessionFlow;
-
 /// A reader that reads nothing for this many samples (100 ms) is stalled.
 const SAMPLES_TO_STALL: u32 = 2;
 /// A stalled reader counts as stalled until it has read for this many samples. Otherwise a slow
 /// reader would make the window oscillate.
 const SAMPLES_TO_RECOVER: u32 = 20;
 
+/// The session of a stream, as its monitor sees it.
+pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
+    /// Counts bytes that a stream's reader has read.
+    fn count_read(&self, bytes: u64);
+    /// Records that a stream can hold no more bytes.
+    fn finish_stream(&self);
+}
+
 /// The activity of a stream's reader.
 #[derive(Debug)]
 pub struct ReadMonitor {
-    session: Option<Arc<SessionFlow>>,
+    session: Option<Arc<dyn StreamOwner>>,
     /// Counts reads that returned data. The value only has to differ between two samples.
     reads: AtomicU32,
     /// Set while the reader waits for bytes and none have arrived, so the reader is not stalled.
@@ -47,7 +53,7 @@ impl Default for ReadMonitor {
 }
 
 impl ReadMonitor {
-    pub(super) fn of_session(session: Option<Arc<SessionFlow>>) -> Self {
+    pub(super) fn of_session(session: Option<Arc<dyn StreamOwner>>) -> Self {
         Self {
             is_finished: AtomicBool::new(session.is_none()),
             session,
@@ -149,7 +155,7 @@ pub(super) struct StreamUsage {
     pub(super) idle_samples: u32,
     active_samples: u32,
     /// Bytes that the stream holds while it is stalled.
-    pub(super) held: u64,
+    pub(super) unread: u64,
     pub(super) is_waiting: bool,
     /// Set while nobody reads what arrives.
     pub(super) is_unread: bool,
@@ -162,7 +168,7 @@ impl StreamUsage {
             reads: 0,
             idle_samples: 0,
             active_samples: SAMPLES_TO_RECOVER,
-            held: 0,
+            unread: 0,
             is_waiting: false,
             is_unread: false,
         }
@@ -192,7 +198,7 @@ impl StreamUsage {
 
     /// Samples the reader. Returns the bytes that the stream holds if it is stalled.
     pub(super) fn sample(&mut self, stream_window: u64) -> Option<u64> {
-        self.held = 0;
+        self.unread = 0;
         self.is_unread = true;
         let read_monitor = self.read_monitor()?;
         let reads = read_monitor.reads.load(Ordering::Relaxed);
@@ -200,8 +206,8 @@ impl StreamUsage {
         self.is_waiting = read_monitor.is_waiting.load(Ordering::Acquire);
         if reads == 0 {
             // The target is being dialed. What has arrived waits for it.
-            self.held = if unread == UNREAD_UNKNOWN { 0 } else { unread };
-            return (self.held > 0).then_some(self.held);
+            self.unread = if unread == UNREAD_UNKNOWN { 0 } else { unread };
+            return (self.unread > 0).then_some(self.unread);
         }
         self.is_unread = !self.is_waiting && reads == self.reads;
         if !self.is_unread {
@@ -216,11 +222,11 @@ impl StreamUsage {
         if self.active_samples >= SAMPLES_TO_RECOVER {
             return None;
         }
-        self.held = match unread {
+        self.unread = match unread {
             UNREAD_UNKNOWN => stream_window,
             // More than the window if the window was larger before.
             unread => unread,
         };
-        Some(self.held)
+        Some(self.unread)
     }
 }

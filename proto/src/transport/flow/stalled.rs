@@ -76,7 +76,7 @@ impl FlowState {
     fn stalled_for_long(&self) -> impl Iterator<Item = &StreamUsage> {
         self.streams
             .iter()
-            .filter(|usage| usage.held > 0 && usage.idle_samples >= SAMPLES_TO_END)
+            .filter(|usage| usage.unread > 0 && usage.idle_samples >= SAMPLES_TO_END)
     }
 
     fn is_stalled_for_long(&self) -> bool {
@@ -88,7 +88,7 @@ impl FlowState {
     fn end_stalled(&self) {
         let mut sources = HashMap::<u64, u64>::new();
         for usage in self.stalled_for_long() {
-            *sources.entry(usage.source()).or_default() += usage.held;
+            *sources.entry(usage.source()).or_default() += usage.unread;
         }
         let longest = self.stalled_for_long().max_by_key(|usage| {
             let held = sources.get(&usage.source()).copied();

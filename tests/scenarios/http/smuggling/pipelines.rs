@@ -88,15 +88,20 @@ pub(super) fn cases() -> Vec<Case> {
             ));
         }
     }
-    // Bytes after a request for an upgrade that is not granted belong to no request (S40).
+    // Bytes after a request for an upgrade that is not granted belong to no request (S40). The offer
+    // h2c is not passed on, so its request is like any other.
     for protocol in ["SPDY/3.1", "websocket", "h2c", "TLS/1.0"] {
+        let mut wants = vec![Want::own("GET", "/g", "")];
+        if protocol == "h2c" {
+            wants.push(Want::other("GET", "/hidden", ""));
+        }
         let bytes = format!(
             "GET /g HTTP/1.1\r\nHost: worker-1:@port\r\nConnection: Upgrade\r\nUpgrade: {protocol}\r\n\r\n{HIDDEN}"
         );
         cases.push(Case::new(
             &format!("a request behind one for an upgrade to {protocol} that is answered with 200"),
             bytes,
-            Expect::Bad(502),
+            Expect::Routed(wants),
         ));
     }
     cases

@@ -203,7 +203,7 @@ impl HeadCheck {
 #[derive(Debug)]
 struct HeadRun {
     head: CheckedHead,
-    /// At least 1.
+    /// The number of heads, at least 1.
     count: usize,
 }
 

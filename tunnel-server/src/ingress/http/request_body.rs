@@ -35,8 +35,8 @@ enum UploadEnd {
 #[derive(Debug, Default)]
 pub(crate) struct Upload {
     state: Mutex<UploadState>,
-    /// Number of parts of the body that the target's connection has taken.
-    parts: AtomicU64,
+    /// Number of frames of the body that the target's connection has taken.
+    frames: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -95,12 +95,12 @@ impl Upload {
         }
     }
 
-    /// Waits until no part of the body has passed for [`UPLOAD_IDLE_LIMIT`]. Cancel-safe.
+    /// Waits until no frame of the body has passed for [`UPLOAD_IDLE_LIMIT`]. Cancel-safe.
     pub(crate) async fn idle(&self) {
         loop {
-            let before = self.parts.load(Ordering::Relaxed);
+            let before = self.frames.load(Ordering::Relaxed);
             sleep(UPLOAD_IDLE_LIMIT).await;
-            if self.parts.load(Ordering::Relaxed) == before {
+            if self.frames.load(Ordering::Relaxed) == before {
                 return;
             }
         }
@@ -184,7 +184,7 @@ impl Body for RequestBody {
         match &frame {
             Some(Ok(_)) => {
                 if let Some(open) = &self.upload {
-                    open.upload.parts.fetch_add(1, Ordering::Relaxed);
+                    open.upload.frames.fetch_add(1, Ordering::Relaxed);
                 }
             }
             Some(Err(_)) => self.ended(UploadEnd::CallerGone),

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     /// Reads a body in pieces. Returns the bytes behind its end.
-    fn rest(body: &str, piece: usize) -> Result<&str, ChunkStep> {
+    fn bytes_behind(body: &str, piece: usize) -> Result<&str, ChunkStep> {
         let (mut chunks, mut at) = (ChunkState::default(), 0);
         for piece in body.as_bytes().chunks(piece) {
             let (consumed, step) = chunks.read(piece);
@@ -154,7 +154,7 @@ mod tests {
             ("0\r\n\rX", malformed),
         ] {
             for piece in 1..=body.len() {
-                assert_eq!(rest(body, piece), expected, "{body:?} by {piece}");
+                assert_eq!(bytes_behind(body, piece), expected, "{body:?} by {piece}");
             }
         }
     }
