@@ -68,10 +68,6 @@ async fn run_case(address: SocketAddr, case: &Case) -> Result<()> {
             ensure!(to_own.is_empty(), "own target got {to_own:?}");
             statuses == [*status]
         }
-        Expect::Bad(status) => {
-            ensure!(to_own.len() == 1, "own target got {to_own:?}");
-            statuses == [*status]
-        }
         Expect::RoutedThenRefused(want) => {
             check("own", &to_own, [want.filled(ports)].iter())?;
             statuses == [200, 400]

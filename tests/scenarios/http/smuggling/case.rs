@@ -19,9 +19,6 @@ pub(super) enum Expect {
     /// The body turns out to be malformed after the server has forwarded the head. No target
     /// answers, and no target receives a complete request.
     Cut,
-    /// One answer with this status. The target of the case records one input, and the other target
-    /// records none.
-    Bad(u16),
     /// These requests reach their targets, and no others do.
     Routed(Vec<Want>),
     /// This request reaches its target. The server answers the following one with 400, and nothing

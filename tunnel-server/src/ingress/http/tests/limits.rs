@@ -252,9 +252,11 @@ async fn answer_before_the_end_of_the_body_reaches_a_slow_caller_whole() {
         let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {BYTES}\r\n\r\n");
         target.write_all(head.as_bytes()).await.unwrap();
         target.write_all(&vec![b'x'; BYTES]).await.unwrap();
-        // The target reads no more.
+        // The target reads no more of the request.
+        target.shutdown().await.unwrap();
+        target
     };
-    tokio::join!(head(&mut caller), within(answering));
+    let (_, _target) = tokio::join!(head(&mut caller), within(answering));
     // hyper now holds the end of the response. A new connection does not evict the caller of that
     // response.
     sleep(Duration::from_millis(1100)).await;
