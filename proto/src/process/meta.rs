@@ -3,7 +3,7 @@
 //!
 //! Anybody who reaches the port may cause its work. So what grows with the number of nodes is made
 //! outside the runtime's own threads, is shared by the callers of a moment (`documents.rs`), and no
-//! connection holds it for longer than [`CONNECTION_TIMEOUT`].
+//! connection holds it for longer than 30 s.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
