@@ -23,6 +23,9 @@ const CODE_OFFSET: u32 = 0x1000;
 /// Maximum capacity that one stream reserves at once, for one frame. Streams share the connection's
 /// window, and capacity that one stream holds unused is not available to the others.
 const RESERVE_MAX_BYTES: usize = BUFFER_BYTES;
+/// Capacity that a stream holds while it waits for the others, or for the peer's window. Without any
+/// it would not know that it can send.
+const HELD_WHILE_WAITING_BYTES: usize = 1024;
 
 /// Streams whose end is in h2's send queue.
 #[derive(Debug, Default)]
@@ -165,11 +168,19 @@ impl Pump {
         // Bytes that the bulk queue lets this stream send.
         let mut granted = 0;
         while state.unsent() > 0 {
-            self.send
-                .reserve_capacity(state.unsent().min(RESERVE_MAX_BYTES));
+            let unsent = state.unsent();
+            let must_wait = granted == 0 && unsent > BULK_MIN_BYTES;
+            self.send.reserve_capacity(unsent.min(if must_wait {
+                HELD_WHILE_WAITING_BYTES
+            } else {
+                RESERVE_MAX_BYTES
+            }));
             let room = match self.send.capacity() {
                 0 => match self.send.poll_capacity(cx) {
-                    Poll::Pending => return,
+                    Poll::Pending => {
+                        let held = unsent.min(HELD_WHILE_WAITING_BYTES);
+                        return self.send.reserve_capacity(held);
+                    }
                     Poll::Ready(Some(Ok(room))) => room,
                     Poll::Ready(Some(Err(error))) => {
                         let cut = stream_cut(&error, StreamCut::Stopped);
@@ -185,12 +196,13 @@ impl Pump {
             if room == 0 {
                 continue;
             }
-            let unsent = state.unsent();
-            if granted == 0 && unsent > BULK_MIN_BYTES {
+            if must_wait {
                 if !self.bulk_queue.acquire(&self.shared, state, unsent) {
                     return;
                 }
+                // The next turn reserves what it sends.
                 granted = unsent;
+                continue;
             }
             let piece = state.take_unsent(room);
             granted = granted.saturating_sub(piece.len());
