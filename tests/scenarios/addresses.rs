@@ -267,10 +267,34 @@ async fn servers_and_targets_are_found_at_the_address_of_the_other_family() -> R
     Ok(())
 }
 
+/// Routers exist that drop packets whose ECN field is set.
+#[tokio::test(flavor = "multi_thread")]
+async fn quic_connects_over_a_path_that_drops_packets_marked_for_ecn() -> Result<()> {
+    let segment = require(&[Tool::Nft]).and_then(|()| Segment::new());
+    let Some(segment) = or_skip(segment) else {
+        return Ok(());
+    };
+    let _targets = segment.targets().await?;
+    let server = segment.server().await?;
+    let nft = Program::tool(Tool::Nft)?.args(["-f", "-"]);
+    let nft = nft.inside(Some(&segment.node));
+    nft.run_with(DROP_MARKED.as_bytes()).await?.ok()?;
+    let setup = segment.agent(&server, &["--transport", "quic"]).await?;
+    let agent = setup.start()?;
+    server.wait_until_connected(&[NODE]).await;
+    segment.wait_until_answered(&server, &agent).await
+}
+
 fn any(port: u16) -> SocketAddr {
     SocketAddr::new(IpAddr::from([0, 0, 0, 0]), port)
 }
 
+const DROP_MARKED: &str = "
+table ip marked {
+  chain sent { type filter hook output priority 0; meta l4proto udp ip ecn != not-ect drop; }
+  chain received { type filter hook input priority 0; meta l4proto udp ip ecn != not-ect drop; }
+}
+";
 const NAME: &str = "cloud.test";
 const V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x77, 0, 0, 0, 0, 2);
 const NODE: &str = "worker-1";

@@ -245,7 +245,13 @@ impl AsyncUdpSocket for Socket {
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         // Access fails outside of quinn's tasks, where nothing is counted.
         let _counted = DRIVER.try_with(|driver| driver.sends(transmit));
-        self.system.try_send(transmit)
+        // Paths exist that drop packets marked for ECN, from the first one on, and quinn would mark
+        // each repetition (RFC 9000, section 13.4.2). BBR does not react to the marks of routers.
+        let unmarked = Transmit {
+            ecn: None,
+            ..*transmit
+        };
+        self.system.try_send(&unmarked)
     }
 
     fn poll_recv(
@@ -298,6 +304,7 @@ impl AsyncUdpSocket for Socket {
 mod tests {
     use std::net::{Ipv4Addr, UdpSocket};
 
+    use quinn::udp::EcnCodepoint;
     use tokio::sync::{mpsc, oneshot};
 
     use super::*;
@@ -341,6 +348,29 @@ mod tests {
             let mut segments = receiver.await.unwrap();
             assert_eq!(segments.pop(), Some(system.max_transmit_segments()));
             assert!(segments.iter().all(|&count| count == 1), "{segments:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn datagrams_are_not_marked_for_ecn() {
+        let (runtime, receiver) = (EndpointRuntime::default(), bound());
+        let address = receiver.local_addr().unwrap();
+        let receiver = TokioRuntime.wrap_udp_socket(receiver).unwrap();
+        let socket = runtime.wrap_udp_socket(bound()).unwrap();
+        let marked = Transmit {
+            ecn: Some(EcnCodepoint::Ect0),
+            ..datagram(address)
+        };
+        let system = TokioRuntime.wrap_udp_socket(bound()).unwrap();
+        for (sender, ecn) in [(system, Some(EcnCodepoint::Ect0)), (socket, None)] {
+            while sender.try_send(&marked).is_err() {
+                tokio::task::yield_now().await;
+            }
+            let (mut bytes, mut meta) = ([0; 1], [RecvMeta::default()]);
+            let mut buffers = [IoSliceMut::new(&mut bytes)];
+            let received = poll_fn(|cx| receiver.poll_recv(cx, &mut buffers, &mut meta)).await;
+            assert_eq!(received.unwrap(), 1);
+            assert_eq!(meta[0].ecn, ecn);
         }
     }
 
