@@ -7,5 +7,5 @@ mod liveness;
 mod monitor;
 
 pub use control_sender::ControlSender;
-pub use liveness::{LivenessCheck, LivenessLimits, LivenessState};
+pub use liveness::{LivenessCheck, LivenessLimits, LivenessState, SilenceCause};
 pub use monitor::{Observation, SessionMonitor, Transition};

@@ -162,6 +162,8 @@ pub struct SessionStats {
     /// Acknowledgements received for data or probes that this end sent (QUIC: ACK frames; h2:
     /// answers to PING).
     pub acknowledged: u64,
+    /// The data that this end cannot deliver, although the peer acknowledges other packets.
+    pub undelivered: Option<Undelivered>,
     /// Smoothed round-trip time of the connection.
     pub rtt: Duration,
     /// Current address of the peer. It can change on QUIC.
@@ -173,6 +175,16 @@ pub struct SessionStats {
     pub bytes_in: u64,
     /// Stream bytes sent, without headers.
     pub bytes_out: u64,
+}
+
+/// The time over which data was lost while none was acknowledged: from the first to the last lost
+/// packet, each by the time at which it was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Undelivered {
+    /// Time of the first loss.
+    pub since: Instant,
+    /// Time of the last loss.
+    pub until: Instant,
 }
 
 /// The reason why a session ended.

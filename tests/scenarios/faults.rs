@@ -11,6 +11,7 @@ mod flapping;
 mod herd;
 mod killed;
 mod loss;
+mod minimum;
 mod partition;
 mod path;
 mod size;

@@ -19,7 +19,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{Instrument, debug, debug_span, info, warn};
 use tunnel_proto::session::control::ControlReader;
 use tunnel_proto::session::{
-    ControlSender, LivenessState, Observation, SessionMonitor, Transition,
+    ControlSender, LivenessState, Observation, SessionMonitor, SilenceCause, Transition,
 };
 use tunnel_proto::timers::coalesced;
 use tunnel_proto::transport::{CloseReason, ClosedBy, IncomingStream, Session};
@@ -126,6 +126,7 @@ impl AdmittedSession {
             ),
             dial_timeout: welcome.target_dial_timeout,
         };
+        let id = welcome.session;
         let (active, reader) = ActiveSession::new(session, admitted, params, context, handle);
         let reason = active.run(reader).await;
         SessionSummary {
@@ -181,6 +182,8 @@ struct ActiveSession<'a> {
     /// The task that sends control messages.
     sending: AbortOnDropHandle<()>,
     monitor: SessionMonitor,
+    /// The cause at the last check.
+    silence_cause: SilenceCause,
     suspect: Option<GaugeGuard>,
     /// The registration for streams to targets of the cloud, until another session takes the new
     /// streams. `None` if the server has no such targets.
@@ -224,6 +227,7 @@ impl<'a> ActiveSession<'a> {
             control_sender,
             sending: AbortOnDropHandle::new(sending),
             monitor: SessionMonitor::new(limits, session.transport(), session.stats(), now),
+            silence_cause: SilenceCause::NoAnswer,
             suspect: None,
             cloud,
             is_draining: false,
@@ -397,6 +401,7 @@ impl<'a> ActiveSession<'a> {
             check,
             is_log_due,
         } = self.monitor.check(self.session.stats(), Instant::now());
+        self.silence_cause = check.cause;
         if check.probe {
             self.session.probe();
         }
@@ -430,7 +435,7 @@ impl<'a> ActiveSession<'a> {
                 }
                 LivenessState::Suspect | LivenessState::Dead => {
                     let own = check.is_suspect_locally;
-                    warn!(node = %agent, session = session.0, %transport, silence = silence.as_secs_f64(), own, "session is suspect");
+                    warn!(node = %agent, session = session.0, %transport, silence = silence.as_secs_f64(), own, reason = %check.cause, "session is suspect");
                 }
             }
         }
@@ -518,8 +523,11 @@ impl<'a> ActiveSession<'a> {
 
     async fn end_silent(self) -> CloseReason {
         self.context.metrics.limit(Limit::DeadAfter);
-        let why = "no data received for too long (agent's limits.deadAfter)";
-        self.end(CloseCode::Dead, why).await
+        let why = format!(
+            "{} for too long (agent's limits.deadAfter)",
+            self.silence_cause
+        );
+        self.end(CloseCode::Dead, &why).await
     }
 
     async fn end(mut self, code: CloseCode, reason: &str) -> CloseReason {

@@ -1,18 +1,20 @@
-//! Detection of a dead peer: two timers, three states. All functions are pure.
+//! Detection of a dead peer: three timers, three states. All functions are pure.
 //!
 //! ```text
 //! live --silent for suspectAfter, or suspected by peer--> suspect --silent for deadAfter--> dead
 //!   ^----------- data and acknowledgements received again ---+
 //! ```
 //! Timer (a) runs while nothing authenticated is received. Timer (b) runs since the oldest probe
-//! without an acknowledgement. The longer one decides. A one-way partition affects only one timer
+//! without an acknowledgement. Timer (c) runs while data is lost and sent again, and none is
+//! acknowledged: a path may pass small packets only, so that probes are answered. The longest one
+//! decides. A one-way partition affects only one timer
 //! at only one end, so each end reports its state on the control stream.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::transport::{SessionStats, TransportKind};
+use crate::transport::{SessionStats, TransportKind, Undelivered};
 
 /// The time limits. [`LivenessLimits::default`] returns the documented values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,13 +68,33 @@ pub struct LivenessCheck {
     pub is_suspect_idle: bool,
     /// Whether the caller must send a probe.
     pub probe: bool,
-    /// The longer of the two silences.
+    /// The longest of the three silences.
     pub silence: Duration,
+    /// What the silence is.
+    pub cause: SilenceCause,
     /// Maximum time until the next check. Check at once when a stream opens.
     pub next_check: Duration,
 }
 
-/// The two timers of one session.
+/// The timer that has run longest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SilenceCause {
+    /// The peer sends nothing, or acknowledges nothing.
+    NoAnswer,
+    /// The peer answers, but receives no data.
+    Undelivered,
+}
+
+impl std::fmt::Display for SilenceCause {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(match self {
+            Self::NoAnswer => "no sign of life",
+            Self::Undelivered => "no data delivered",
+        })
+    }
+}
+
+/// The three timers of one session.
 #[derive(Debug, Clone)]
 pub(super) struct Liveness {
     limits: LivenessLimits,
@@ -80,6 +102,8 @@ pub(super) struct Liveness {
     /// Time at which data was last received, later by the pauses of this process since then.
     received_at: Instant,
     acknowledged: u64,
+    /// The data that is not delivered. Its begin is later by the pauses of this process since then.
+    undelivered: Option<Undelivered>,
     /// Time of the oldest probe without an acknowledgement.
     oldest_probe: Option<Instant>,
     last_probe: Instant,
@@ -112,6 +136,7 @@ impl Liveness {
             probe_timeout_busy,
             received_at: now,
             acknowledged: stats.acknowledged,
+            undelivered: None,
             oldest_probe: None,
             last_probe: now,
             refresh_at: now + limits.keep_alive,
@@ -138,13 +163,16 @@ impl Liveness {
         let probe_silence = self.oldest_probe.map_or(Duration::ZERO, |oldest_probe| {
             now.saturating_duration_since(oldest_probe)
         });
-        let silence = receive_silence.max(probe_silence);
+        let undelivered = self.undelivered_for(now);
+        let unanswered = receive_silence.max(probe_silence);
+        let silence = unanswered.max(undelivered);
         let limits = &self.limits;
         let is_suspect_idle = is_reached(silence, limits.suspect_after_idle);
         let too_long = is_suspect_idle
             || self.busy_since.is_some_and(|since| {
                 let waited = now.saturating_duration_since(since);
-                is_reached(receive_silence.min(waited), limits.suspect_after_busy)
+                let waits_for_packets = receive_silence.max(undelivered).min(waited);
+                is_reached(waits_for_packets, limits.suspect_after_busy)
                     || is_reached(probe_silence.min(waited), self.probe_timeout_busy)
             });
         // Only received data ends the suspicion. Requests that end without an answer do not.
@@ -172,13 +200,38 @@ impl Liveness {
             is_suspect_idle,
             probe,
             silence,
+            cause: if undelivered > unanswered {
+                SilenceCause::Undelivered
+            } else {
+                SilenceCause::NoAnswer
+            },
             next_check,
         }
+    }
+
+    /// Returns how long data was lost without an acknowledgement. Data that is not sent again is
+    /// gone: its streams have ended.
+    fn undelivered_for(&self, now: Instant) -> Duration {
+        let is_sent_again = |undelivered: &Undelivered| {
+            now.saturating_duration_since(undelivered.until) < self.limits.suspect_after_idle
+        };
+        self.undelivered
+            .filter(is_sent_again)
+            .map_or(Duration::ZERO, |undelivered| {
+                undelivered
+                    .until
+                    .saturating_duration_since(undelivered.since)
+            })
     }
 
     /// Records what the session has received since the last check.
     fn record(&mut self, stats: &SessionStats, now: Instant) {
         self.received_at = self.received_at.max(stats.received_at);
+        let since = self.undelivered.map(|undelivered| undelivered.since);
+        self.undelivered = stats.undelivered.map(|undelivered| Undelivered {
+            since: since.map_or(undelivered.since, |since| since.max(undelivered.since)),
+            ..undelivered
+        });
         self.exclude_pause(now);
         if stats.acknowledged != self.acknowledged {
             self.acknowledged = stats.acknowledged;
@@ -262,6 +315,9 @@ impl Liveness {
         self.received_at = shifted(self.received_at);
         self.last_probe = shifted(self.last_probe);
         self.oldest_probe = self.oldest_probe.map(shifted);
+        if let Some(undelivered) = &mut self.undelivered {
+            undelivered.since = shifted(undelivered.since);
+        }
         self.busy_since = self.busy_since.map(shifted);
     }
 }
@@ -335,6 +391,7 @@ pub(super) mod tests {
             received: 0,
             received_at: Instant::now(),
             acknowledged: 0,
+            undelivered: None,
             rtt: Duration::from_millis(100),
             remote: SocketAddr::from(([192, 0, 2, 1], 1)),
             streams: 0,
@@ -475,6 +532,57 @@ pub(super) mod tests {
             let suspect = clock.first(LivenessState::Suspect);
             assert!(bound.contains(&suspect), "{transport}: {suspect}");
         }
+    }
+
+    /// The state after a time in which all probes were answered.
+    #[test]
+    fn peer_that_receives_no_data_is_suspect_and_dead_although_it_answers() {
+        use LivenessState::{Dead, Live, Suspect};
+        // Seconds from the first to the last loss, and from there to the check.
+        for (what, streams, lost_for, ago, state) in [
+            ("a loss", 1, 0, 0, Live),
+            ("lost for less than the limit", 1, 4, 1, Live),
+            ("busy", 1, 5, 1, Suspect),
+            ("idle for less than its limit", 0, 14, 1, Live),
+            ("idle", 0, 15, 1, Suspect),
+            ("just before the end", 1, 58, 1, Suspect),
+            ("for too long", 1, 60, 1, Dead),
+            ("nothing is sent any more", 1, 20, 15, Live),
+            ("nothing was sent for long enough", 1, 60, 15, Live),
+        ] {
+            let mut clock = Clock::new(true, TransportKind::Quic);
+            (clock.stats.streams, clock.period) = (streams, 1);
+            let undelivered = Undelivered {
+                since: clock.start + Duration::from_secs(10),
+                until: clock.start + Duration::from_secs(10 + lost_for),
+            };
+            clock.run(10 + lost_for);
+            clock.stats.undelivered = Some(undelivered);
+            let check = clock.run(ago);
+            assert_eq!(check.state, state, "{what}: {check:?}");
+            if state != Live {
+                assert_eq!(check.cause, SilenceCause::Undelivered, "{what}");
+            }
+            clock.stats.undelivered = None;
+            assert_eq!(clock.run(1).state, Live, "{what}: acknowledged");
+        }
+    }
+
+    #[test]
+    fn loss_that_began_before_a_pause_of_this_process_is_not_older_by_the_pause() {
+        let mut clock = Clock::new(true, TransportKind::Quic);
+        clock.stats.streams = 1;
+        let lost = |since, until| Some(Undelivered { since, until });
+        clock.stats.undelivered = lost(clock.now, clock.now);
+        clock.run(1);
+        let since = clock.start;
+        clock.now += Duration::from_secs(100);
+        clock.stats.received_at = clock.now;
+        clock.stats.undelivered = lost(since, clock.now);
+        let check = clock.liveness.check(clock.stats, clock.now);
+        assert_eq!(check.state, LivenessState::Live, "{check:?}");
+        clock.stats.undelivered = lost(since, clock.now + Duration::from_secs(6));
+        assert_eq!(clock.run(6).state, LivenessState::Suspect);
     }
 
     #[test]

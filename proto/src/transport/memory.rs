@@ -200,6 +200,7 @@ impl Session for MemorySession {
             received: answered,
             received_at,
             acknowledged: answered,
+            undelivered: None,
             rtt: self.script().rtt,
             remote: SocketAddr::from(([127, 0, 0, 1], 0)),
             streams,

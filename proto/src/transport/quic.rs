@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quinn::congestion::{BbrConfig, ControllerFactory, CubicConfig};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use quinn::{Endpoint, EndpointConfig, TransportConfig, congestion};
+use quinn::{Endpoint, EndpointConfig, TransportConfig};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
@@ -22,6 +23,7 @@ use crate::tcp::ServerAddr;
 mod backlog;
 mod connection_id;
 mod cuts;
+mod delivery;
 mod dial_endpoints;
 mod error;
 mod flood_detector;
@@ -37,11 +39,12 @@ mod stream;
 mod timer;
 
 use connection_id::PrefixedCidGenerator;
+use delivery::DeliveryControllers;
 use dial_endpoints::DialEndpoints;
 use error::{dial_error, handshake_error};
 use receive_clock::SessionSampler;
 use rtt_cache::RttCache;
-use runtime::EndpointRuntime;
+use runtime::{EndpointRuntime, delivery_clock};
 use session::{FLUSH_LIMIT, INITIAL_STREAM_LIMIT, QuicSession, window};
 pub use socket::UDP_BUFFER_BYTES;
 use socket::udp_socket;
@@ -317,13 +320,13 @@ fn transport_config(settings: &SessionSettings, streams: u32) -> TransportConfig
         .datagram_send_buffer_size(DATAGRAM_BUFFER_BYTES)
         .keep_alive_interval(settings.keep_alive)
         .max_idle_timeout(quinn::IdleTimeout::try_from(settings.idle_timeout).ok());
-    match settings.congestion {
-        CongestionControl::Cubic => {
-            config.congestion_controller_factory(Arc::new(congestion::CubicConfig::default()))
-        }
-        CongestionControl::Bbr => {
-            config.congestion_controller_factory(Arc::new(congestion::BbrConfig::default()))
-        }
+    let inner: Arc<dyn ControllerFactory + Send + Sync> = match settings.congestion {
+        CongestionControl::Cubic => Arc::new(CubicConfig::default()),
+        CongestionControl::Bbr => Arc::new(BbrConfig::default()),
     };
+    config.congestion_controller_factory(Arc::new(DeliveryControllers {
+        inner,
+        clock: delivery_clock,
+    }));
     config
 }

@@ -36,13 +36,14 @@ tunnel_proto::limits! {
         = "auto", optional("auto", parse_size);
     /// Interval between keep-alives of an idle session (+- 20 %).
     keep_alive ("keepAlive"): Duration = "5s", duration;
-    /// A session that is silent for this long while requests wait is suspect: another session is
-    /// dialed in parallel.
+    /// A session that is silent, or loses all data, for this long while requests wait is suspect:
+    /// another session is dialed in parallel.
     suspect_after_busy ("suspectAfterBusy", counted as SuspectAfterBusy): Duration = "5s", duration;
     /// Like suspectAfterBusy, but for a session without requests.
     suspect_after_idle ("suspectAfterIdle", counted as SuspectAfterIdle): Duration
         = "15s", duration;
-    /// A session that is silent for this long is dead: it is closed and its streams are cut.
+    /// A session that is silent, or loses all data, for this long is dead: it is closed and its
+    /// streams are cut.
     dead_after ("deadAfter", counted as DeadAfter): Duration = "60s", duration;
     /// Interval for reading the files of --cert-file, --key-file and --ca-file again.
     reload_every ("reloadEvery"): Duration = "10s", duration;

@@ -85,14 +85,14 @@ tunnel_proto::limits! {
         = "auto", optional("auto", count(1 << 24));
     /// Expected interval between keep-alives of an idle agent. The server probes if one is late.
     keep_alive ("keepAlive"): Duration = "5s", duration;
-    /// A session that is silent for this long while requests wait is suspect and gets no new
-    /// streams until it answers.
+    /// A session that is silent, or loses all data, for this long while requests wait is suspect and
+    /// gets no new streams until it answers.
     suspect_after_busy ("suspectAfterBusy", counted as SuspectAfterBusy): Duration
         = "5s", duration;
     /// Like suspectAfterBusy, but for a session without requests.
     suspect_after_idle ("suspectAfterIdle", counted as SuspectAfterIdle): Duration
         = "15s", duration;
-    /// A session that is silent for this long is closed and its streams are cut.
+    /// A session that is silent, or loses all data, for this long is closed and its streams are cut.
     dead_after ("deadAfter", counted as DeadAfter): Duration = "60s", duration;
     /// Time for another resolver to answer a DNS query; then SERVFAIL.
     dns_forward_budget ("dnsForwardBudget"): Duration = "400ms", duration;

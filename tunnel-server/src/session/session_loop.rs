@@ -11,7 +11,8 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
 use tunnel_proto::session::{
-    ControlSender, LivenessLimits, LivenessState, Observation, SessionMonitor, Transition,
+    ControlSender, LivenessCheck, LivenessLimits, LivenessState, Observation, SessionMonitor,
+    SilenceCause, Transition,
 };
 use tunnel_proto::timers::coalesced;
 use tunnel_proto::transport::{CloseReason, ClosedBy};
@@ -89,7 +90,7 @@ impl Sessions {
             }
             match self.check(&agent, &mut monitor, &control_sender) {
                 Ok(next) => next_poll.as_mut().reset(coalesced(next)),
-                Err(silence) => break Err(silence),
+                Err(check) => break Err(check),
             }
         };
         // Dropped before the close, which can wait for a peer that is gone.
@@ -107,18 +108,18 @@ impl Sessions {
     }
 
     /// Checks the liveness of the agent and the life of its certificate. Returns the time of the
-    /// next check, or the time of silence on a dead session.
+    /// next check, or the result of the check on a dead session.
     fn check(
         &self,
         agent: &Arc<AgentSession>,
         monitor: &mut AgentMonitor,
         control_sender: &ControlSender,
-    ) -> Result<Instant, Duration> {
+    ) -> Result<Instant, LivenessCheck> {
         let now = Instant::now();
         let observation = monitor.check(now);
         control_sender.suspect(observation.check.is_suspect_locally);
         if observation.transition == Transition::Dead {
-            return Err(observation.check.silence);
+            return Err(observation.check);
         }
         let expires_at = self.close_expired(agent, now);
         let next_check = monitor.next_check();
@@ -150,13 +151,13 @@ impl Sessions {
     }
 
     /// Reports the end of a session. `ended` is the reason of the close from the transport, or the
-    /// time of silence on a dead session, which is closed first.
-    async fn end(&self, agent: &AgentSession, ended: Result<CloseReason, Duration>) {
+    /// last check of a dead session, which is closed first.
+    async fn end(&self, agent: &AgentSession, ended: Result<CloseReason, LivenessCheck>) {
         let streams = agent.session.stats().streams;
         let last_seen = agent.last_seen(SystemTime::now());
         let reason = match ended {
             Ok(result) => agent.end(result),
-            Err(silence) => self.close_dead(agent, silence).await,
+            Err(check) => self.close_dead(agent, check).await,
         };
         self.metrics.session_ended(reason.code);
         let close = LastClose::new(&reason, last_seen, SystemTime::now());
@@ -166,11 +167,12 @@ impl Sessions {
     }
 
     /// Closes the session of an agent that was silent for too long.
-    async fn close_dead(&self, agent: &AgentSession, silence: Duration) -> CloseReason {
+    async fn close_dead(&self, agent: &AgentSession, check: LivenessCheck) -> CloseReason {
         self.metrics.limit(Limit::DeadAfter);
         let reason = format!(
-            "no sign of life for {} s (limits.deadAfter)",
-            silence.as_secs()
+            "{} for {} s (limits.deadAfter)",
+            check.cause,
+            check.silence.as_secs()
         );
         agent.close(CloseCode::Dead, &reason).await;
         CloseReason {
@@ -284,7 +286,10 @@ impl AgentMonitor {
             LivenessState::Live => None,
             LivenessState::Suspect | LivenessState::Dead if check.is_suspect_locally => {
                 let since = now.checked_sub(check.silence).unwrap_or(now);
-                Some(SuspectReason::Silent(since))
+                Some(match check.cause {
+                    SilenceCause::NoAnswer => SuspectReason::Silent(since),
+                    SilenceCause::Undelivered => SuspectReason::Undelivered(since),
+                })
             }
             LivenessState::Suspect | LivenessState::Dead => Some(SuspectReason::PeerHearsNothing),
         };

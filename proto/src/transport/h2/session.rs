@@ -312,6 +312,8 @@ impl Session for H2Session {
             received: self.shared.conn_state.received(),
             received_at: self.shared.conn_state.received_at(),
             acknowledged: self.shared.acknowledged.load(Ordering::Relaxed),
+            // TCP passes all bytes in order, so that a PING waits behind lost data.
+            undelivered: None,
             rtt: Duration::from_micros(self.shared.rtt_micros.load(Ordering::Relaxed)),
             remote: self.remote,
             streams,

@@ -9,6 +9,7 @@ use quinn::ConnectionStats;
 use tokio::time::Instant;
 
 use super::connection_id::CONNECTION_ID_BYTES;
+use super::delivery::DeliveryClock;
 use super::stateless_reset::source_connection_id;
 
 /// Minimum time between two samples of a connection.
@@ -24,6 +25,7 @@ tokio::task_local! {
 pub(super) struct SessionSampler {
     sample: OnceLock<Box<dyn Fn(Instant) + Send + Sync>>,
     connection_id: OnceLock<[u8; CONNECTION_ID_BYTES]>,
+    delivery_clock: Arc<DeliveryClock>,
 }
 
 impl std::fmt::Debug for SessionSampler {
@@ -68,6 +70,11 @@ impl SessionSampler {
     /// Returns the connection id of this end, if this end is the server.
     pub(super) fn connection_id(&self) -> Option<[u8; CONNECTION_ID_BYTES]> {
         self.connection_id.get().copied()
+    }
+
+    /// Returns the clock that the connection's congestion controllers set.
+    pub(super) fn delivery_clock(&self) -> &Arc<DeliveryClock> {
+        &self.delivery_clock
     }
 
     /// Samples the session, if it has started.

@@ -20,6 +20,7 @@ use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 use tokio::task::coop;
 
 use super::backlog::{Backlog, EndpointEvents, LastRun, QueueState, RunOutcome};
+use super::delivery::DeliveryClock;
 use super::receive_clock::{SampleSchedule, SessionSampler};
 use super::timer::ConnTimer;
 
@@ -36,6 +37,20 @@ const RUN_TIME_TARGET: Duration = Duration::from_millis(4);
 tokio::task_local! {
     /// The quinn task that currently runs.
     static DRIVER: Driver;
+}
+
+/// Returns the clock of the connection that is being created, or else of the one whose task runs.
+pub(super) fn delivery_clock() -> Arc<DeliveryClock> {
+    let of_task = || {
+        DRIVER
+            .try_with(|driver| driver.sampler.clone())
+            .ok()
+            .flatten()
+    };
+    SessionSampler::of_new_connection()
+        .or_else(of_task)
+        .map(|sampler| sampler.delivery_clock().clone())
+        .unwrap_or_default()
 }
 
 /// [`TokioRuntime`] for one endpoint. It limits the batches of a young connection and the datagrams

@@ -15,6 +15,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::connection_id::CONNECTION_ID_BYTES;
 use super::cuts::{PeerCut, receive_cuts};
+use super::delivery::DeliveryClock;
 use super::error;
 use super::flood_detector::{FLOOD_REASON, FloodDetector, FrameCounts};
 use super::receive_clock::{ReceiveClock, SessionSampler, received_frames};
@@ -44,6 +45,7 @@ pub(super) struct QuicSession {
     stream_limit: AtomicU32,
     stream_limit_max: AtomicU32,
     receive_clock: Mutex<ReceiveClock>,
+    delivery_clock: Arc<DeliveryClock>,
     /// The id of the server's end to which the agent sends.
     connection_id: Option<[u8; CONNECTION_ID_BYTES]>,
     flood_detector: Mutex<FloodDetector>,
@@ -113,6 +115,7 @@ impl QuicSession {
             stream_limit: AtomicU32::new(stream_limit),
             stream_limit_max: AtomicU32::new(stream_limit),
             receive_clock: Mutex::new(ReceiveClock::new(received, now)),
+            delivery_clock: sampler.delivery_clock().clone(),
             connection_id: sampler.connection_id(),
             flood_detector: Mutex::new(FloodDetector::new(now)),
             is_flooded: AtomicBool::new(false),
@@ -276,6 +279,7 @@ impl Session for QuicSession {
             received,
             received_at,
             acknowledged: connection_stats.frame_rx.acks,
+            undelivered: self.delivery_clock.undelivered(),
             rtt: self.connection.rtt(),
             remote: self.remote(),
             streams,

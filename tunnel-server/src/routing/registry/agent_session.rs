@@ -49,7 +49,9 @@ pub struct AgentSession {
 pub enum SuspectReason {
     /// The agent has shown no sign of life since this time.
     Silent(Instant),
-    /// The agent reports that it receives nothing from the server.
+    /// The agent has received no data since this time, although it answers.
+    Undelivered(Instant),
+    /// The agent reports that it receives nothing from the server, or cannot deliver its data.
     PeerHearsNothing,
 }
 
@@ -63,9 +65,13 @@ impl std::fmt::Display for SuspectReason {
                     since.elapsed().as_secs()
                 )
             }
-            Self::PeerHearsNothing => {
-                formatter.write_str("the agent reports that it receives nothing from this server")
-            }
+            Self::Undelivered(since) => write!(
+                formatter,
+                "no data delivered for {} s, while small packets pass",
+                since.elapsed().as_secs()
+            ),
+            Self::PeerHearsNothing => formatter
+                .write_str("the agent reports that it receives nothing, or delivers no data"),
         }
     }
 }
