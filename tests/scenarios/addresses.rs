@@ -97,7 +97,14 @@ impl Segment {
     }
 
     async fn server(&self) -> Result<Server> {
+        // A silent session is not suspect within the patience of these tests.
+        let config = self.scratch.path().join("server.yaml");
+        fs::write(
+            &config,
+            "limits: {suspectAfterBusy: 60s, suspectAfterIdle: 90s, deadAfter: 120s}\n",
+        )?;
         let setup = ServerSetup::new(&self.scratch.path().join("server"), Some(&self.cloud));
+        let setup = setup.args(&["--config", &config.to_string_lossy()]);
         setup.args(&["--http-proxy-ports", "9100"]).start().await
     }
 

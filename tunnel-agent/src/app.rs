@@ -36,7 +36,7 @@ use crate::metrics::Metrics;
 use crate::node_ip::NodeIpLookup;
 use crate::policy::DialPolicy;
 use crate::render::RenderError;
-use crate::session::SessionContext;
+use crate::session::{LostSessions, SessionContext};
 use crate::status;
 
 mod credential_tasks;
@@ -254,6 +254,7 @@ impl App {
             limits: config.limits,
             egress: Arc::new(egress),
             cloud_sessions: self.cloud_sessions.clone(),
+            lost_sessions: LostSessions::default(),
             metrics: self.metrics.clone(),
             shutdown: self.shutdown.clone(),
             rotating_credentials,

@@ -38,10 +38,12 @@ use crate::node_ip::{NodeIp, SessionNodeIp};
 
 mod admission;
 mod context;
+mod lost;
 
 pub(crate) use admission::AdmitError;
 use admission::{Admitted, CLOSE_REASON_TIMEOUT, STOPPING, admit};
 pub(crate) use context::{SessionContext, SessionEvent, SessionHandle};
+pub(crate) use lost::LostSessions;
 
 #[derive(Debug)]
 pub(crate) struct SessionSummary {
@@ -128,7 +130,14 @@ impl AdmittedSession {
         };
         let id = welcome.session;
         let (active, reader) = ActiveSession::new(session, admitted, params, context, handle);
+        let lost = context.lost_sessions.take(replica.as_ref());
+        active.control_sender.lost(lost.clone());
         let reason = active.run(reader).await;
+        if reason.code == CloseCode::Dead && reason.by != ClosedBy::Peer {
+            // The server may not have read of the others either.
+            let lost = lost.into_iter().chain([id]);
+            context.lost_sessions.add(replica.as_ref(), lost);
+        }
         SessionSummary {
             ready_for: ready.elapsed(),
             reason,
@@ -385,6 +394,7 @@ impl<'a> ActiveSession<'a> {
             | ControlMessage::Drain { .. }
             | ControlMessage::Withdraw
             | ControlMessage::Renew(_)
+            | ControlMessage::Lost(_)
             | ControlMessage::Renewed(_)
             | ControlMessage::Bye(_) => {
                 if !std::mem::replace(&mut self.is_unexpected_logged, true) {

@@ -23,7 +23,7 @@ use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
 use crate::node_ip::NodeIpLookup;
 use crate::policy::DialPolicy;
-use crate::session::SessionContext;
+use crate::session::{LostSessions, SessionContext};
 
 pub(crate) mod net;
 pub(crate) mod server;
@@ -166,6 +166,7 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
         limits,
         egress: Arc::new(egress),
         cloud_sessions: Arc::new(CloudSessions::default()),
+        lost_sessions: LostSessions::default(),
         metrics,
         shutdown,
         rotating_credentials,

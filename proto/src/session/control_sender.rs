@@ -8,6 +8,7 @@ use tokio::sync::watch;
 use super::control::ControlWriter;
 use crate::wire::control::{ControlMessage, Member};
 use crate::wire::enroll::EnrollReply;
+use crate::wire::name::SessionId;
 
 /// The sender of control messages on a ready session. Its methods return at once, because a message
 /// may never leave on a dead path. Only the latest value of each kind is sent, and a value that was
@@ -71,6 +72,11 @@ impl ControlSender {
         });
     }
 
+    /// Names sessions of this agent process with the same server that have ended at this end.
+    pub fn lost(&self, sessions: Vec<SessionId>) {
+        self.pending.send_modify(|pending| pending.lost = sessions);
+    }
+
     /// Sends Bye as the last message and ends the sent half.
     pub fn bye(&self, reason: &str) {
         let bye = Some(reason.to_owned());
@@ -90,6 +96,7 @@ struct PendingMessages {
     renew_count: u64,
     renewed: Option<EnrollReply>,
     renewed_count: u64,
+    lost: Vec<SessionId>,
     bye: Option<String>,
 }
 
@@ -102,6 +109,7 @@ struct SentMessages {
     suspect: bool,
     renew_count: u64,
     renewed_count: u64,
+    lost: Vec<SessionId>,
     bye: bool,
 }
 
@@ -145,6 +153,10 @@ impl SentMessages {
         {
             self.renewed_count = pending.renewed_count;
             return Some(ControlMessage::Renewed(reply.clone()));
+        }
+        if pending.lost != self.lost {
+            self.lost.clone_from(&pending.lost);
+            return Some(ControlMessage::Lost(pending.lost.clone()));
         }
         let reason = pending.bye.as_ref()?;
         self.bye = true;
@@ -220,6 +232,7 @@ mod tests {
             control_sender.members(Vec::new());
             control_sender.renew(vec![7]);
             control_sender.renewed(reply());
+            control_sender.lost(vec![SessionId(7)]);
         });
         let expected = [
             ControlMessage::Withdraw,
@@ -228,6 +241,7 @@ mod tests {
             ControlMessage::Suspect(true),
             ControlMessage::Renew(vec![7]),
             ControlMessage::Renewed(reply()),
+            ControlMessage::Lost(vec![SessionId(7)]),
             ControlMessage::Bye("done".into()),
         ];
         assert_eq!(messages.await, expected);

@@ -53,6 +53,9 @@ pub enum ControlMessage {
     Renewed(EnrollReply),
     /// Server: replaces the members in Welcome.
     Members(Vec<Member>),
+    /// Agent: names other sessions of this agent process with this server that have ended at the
+    /// agent. Their connections are lost, so that the server would learn it late.
+    Lost(Vec<SessionId>),
     /// A message of a later version, which is ignored.
     Unknown,
 }
@@ -158,6 +161,9 @@ impl ControlMessage {
             Self::Members(members) => Some(Kind::Members(pb::Members {
                 members: encode_members(members),
             })),
+            Self::Lost(sessions) => Some(Kind::Lost(pb::Lost {
+                session_ids: sessions.iter().map(|session| session.0).collect(),
+            })),
             Self::Unknown => None,
         };
         frame::encode(&pb::ControlMessage { kind }, CONTROL_MESSAGE_MAX, out)
@@ -217,6 +223,10 @@ impl ControlMessage {
             Kind::Renew(pb::Renew { csr }) => Self::Renew(csr),
             Kind::Renewed(reply) => Self::Renewed(EnrollReply::from_message(reply)),
             Kind::Members(members) => Self::Members(decode_members(members.members)?),
+            Kind::Lost(lost) => {
+                let sessions = lost.session_ids.into_iter().take(REPEATED_FIELD_MAX);
+                Self::Lost(sessions.map(SessionId).collect())
+            }
         })
     }
 }
@@ -302,5 +312,18 @@ mod tests {
         assert_eq!(members.len(), REPLICAS_MAX);
         let mut members = members.iter();
         assert!(members.all(|member| member.addresses.len() == ADDRESSES_MAX));
+    }
+
+    #[test]
+    fn lost_sessions_are_bounded() {
+        let lost = pb::Lost {
+            session_ids: (0..1000).collect(),
+        };
+        let kind = Some(pb::control_message::Kind::Lost(lost));
+        let decoded = ControlMessage::decode(&pb::ControlMessage { kind }.encode_to_vec());
+        let Ok(ControlMessage::Lost(sessions)) = &decoded else {
+            panic!("{decoded:?}");
+        };
+        assert_eq!(sessions.len(), REPEATED_FIELD_MAX);
     }
 }

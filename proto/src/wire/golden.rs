@@ -250,6 +250,10 @@ fn control_messages_are_as_captured() {
             ("023a00", ControlMessage::Suspect(false)),
             ("0642040a023000", ControlMessage::Renew(vec![0x30, 0])),
             (
+                "0772050a0307ac02",
+                ControlMessage::Lost(vec![SessionId(7), SessionId(300)]),
+            ),
+            (
                 "0e4a0c1a0230011a02300222023003",
                 ControlMessage::Renewed(EnrollReply::Issued {
                     chain: vec![vec![0x30, 1], vec![0x30, 2]],

@@ -48,6 +48,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
         ControlMessage::Bye("stopping".into()),
         ControlMessage::Suspect(true),
         ControlMessage::Renew(vec![0x30; 64]),
+        ControlMessage::Lost(vec![SessionId(9), SessionId(u64::MAX)]),
         ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
         ControlMessage::Renewed(EnrollReply::Issued {
             chain: vec![vec![1; 40], vec![2; 40]],

@@ -166,6 +166,7 @@ async fn recv_welcome(reader: &mut ControlReader) -> Result<Welcome, AdmitError>
                 | ControlMessage::Withdraw
                 | ControlMessage::Bye(_)
                 | ControlMessage::Renew(_)
+                | ControlMessage::Lost(_)
                 | ControlMessage::Renewed(_)
                 | ControlMessage::Suspect(_),
             ) => return Err(AdmitError::Protocol("unexpected message before Welcome")),

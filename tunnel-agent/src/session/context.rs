@@ -10,6 +10,7 @@ use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
+use super::lost::LostSessions;
 use crate::config::Limits;
 use crate::credentials::RotatingCredentials;
 use crate::egress::Egress;
@@ -27,6 +28,7 @@ pub(crate) struct SessionContext {
     pub(crate) egress: Arc<Egress>,
     /// The sessions that open streams to targets of the cloud.
     pub(crate) cloud_sessions: Arc<CloudSessions>,
+    pub(crate) lost_sessions: LostSessions,
     pub(crate) metrics: Metrics,
     pub(crate) shutdown: Shutdown,
     /// Credentials, which sessions renew.

@@ -14,7 +14,7 @@ use tunnel_proto::wire::VERSION_MAX;
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
-use tunnel_proto::wire::name::{InstanceId, Port};
+use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
 
 use super::*;
 use crate::config::Limits;
@@ -47,6 +47,10 @@ impl TestEnv {
     }
 
     fn with(context: SessionContext) -> Self {
+        Self::with_shared(Arc::new(context))
+    }
+
+    fn with_shared(context: Arc<SessionContext>) -> Self {
         let (server, agent_session) = memory::pair();
         agent_session.script().transport = Some(TransportKind::Quic);
         let (event_sender, session_event) = mpsc::channel(8);
@@ -443,4 +447,25 @@ async fn request_for_a_certificate_has_one_answer() {
     writer.send(&renewed()).await.unwrap();
     let summary = env.outcome().await.unwrap();
     assert_eq!(summary.reason.code, CloseCode::Protocol);
+}
+
+#[tokio::test(start_paused = true)]
+async fn lost_session_is_named_to_its_server_by_the_next_one_and_again_if_that_is_lost() {
+    let context = Arc::new(context(Limits::default()));
+    let named = |id| Welcome {
+        session: SessionId(id),
+        replica_id: Some("server-1".parse().unwrap()),
+        ..welcome()
+    };
+    for (id, expected) in [(1, vec![]), (2, vec![1]), (3, vec![1, 2])] {
+        let mut env = TestEnv::with_shared(context.clone());
+        let (mut reader, _writer) = net::admit(&*env.server, named(id)).await;
+        if !expected.is_empty() {
+            let expected = expected.into_iter().map(SessionId).collect();
+            expect_control(&mut reader, ControlMessage::Lost(expected)).await;
+        }
+        env.agent_session.script().is_silent = true;
+        let reason = env.outcome().await.unwrap().reason;
+        assert_eq!((reason.by, reason.code), (ClosedBy::Local, CloseCode::Dead));
+    }
 }

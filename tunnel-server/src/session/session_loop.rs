@@ -19,6 +19,7 @@ use tunnel_proto::transport::{CloseReason, ClosedBy};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::control::{ControlMessage, Member};
 use tunnel_proto::wire::enroll::EnrollReply;
+use tunnel_proto::wire::name::SessionId;
 
 use super::admission::AdmittedSession;
 use super::renewal::RenewalTask;
@@ -29,6 +30,8 @@ use crate::routing::registry::{AgentSession, LastClose, SuspectReason};
 
 /// Reason text of a close with [`CloseCode::CredentialExpired`].
 const EXPIRED: &str = "certificate expired and was not renewed";
+/// Reason text of the close of a session that its agent has lost.
+const LOST: &str = "agent has lost the connection";
 
 impl Sessions {
     pub(super) async fn run(&self, admitted: AdmittedSession) {
@@ -74,7 +77,7 @@ impl Sessions {
                             control_sender.renewed(EnrollReply::Refused(code, detail));
                         }
                     }
-                    Ok(Some(message)) => handle_control(&message, &agent, &mut monitor),
+                    Ok(Some(message)) => self.handle_control(&message, &agent, &mut monitor),
                     ended @ (Ok(None) | Err(_)) => {
                         can_recv = false;
                         control_ended(&agent, ended.err()).await;
@@ -166,6 +169,57 @@ impl Sessions {
         log_end(agent, &reason, streams);
     }
 
+    fn handle_control(
+        &self,
+        message: &ControlMessage,
+        agent: &AgentSession,
+        monitor: &mut AgentMonitor,
+    ) {
+        let (node, session) = (&agent.node, agent.id);
+        match message {
+            ControlMessage::Withdraw => {
+                if !agent.is_withdrawn() {
+                    info!(%node, session = session.0, "agent withdrew; open streams continue");
+                }
+                agent.withdraw();
+            }
+            ControlMessage::Bye(reason) => {
+                debug!(%node, session = session.0, reason, "agent sent Bye");
+                agent.withdraw();
+            }
+            ControlMessage::Suspect(silent) => monitor.peer_suspects(*silent),
+            ControlMessage::Lost(sessions) => self.close_lost(agent, sessions),
+            ControlMessage::Hello(_)
+            | ControlMessage::Welcome(_)
+            | ControlMessage::NotAdmitted(..)
+            | ControlMessage::Drain { .. }
+            | ControlMessage::Renew(_)
+            | ControlMessage::Renewed(_)
+            | ControlMessage::Members(_)
+            | ControlMessage::Unknown => {
+                debug!(%node, session = session.0, "unexpected control message");
+            }
+        }
+    }
+
+    /// Closes sessions that the process of `agent` has lost. Their connections may be silent for a
+    /// long time, and their streams with them.
+    fn close_lost(&self, agent: &AgentSession, sessions: &[SessionId]) {
+        let is_lost = |other: &Arc<AgentSession>| {
+            other.instance == agent.instance
+                && other.id != agent.id
+                && sessions.contains(&other.id)
+                && !other.is_closing()
+        };
+        let of_node = self.registry.of_node(&agent.node);
+        for lost in of_node.into_iter().filter(is_lost) {
+            info!(node = %lost.node, session = lost.id.0, "agent has lost this session and opened another one; closing it");
+            lost.withdraw();
+            let ending = async move { lost.close(CloseCode::Dead, LOST).await };
+            self.shutdown.spawn_service(ending);
+        }
+    }
+
     /// Closes the session of an agent that was silent for too long.
     async fn close_dead(&self, agent: &AgentSession, check: LivenessCheck) -> CloseReason {
         self.metrics.limit(Limit::DeadAfter);
@@ -193,33 +247,6 @@ async fn send_members(
         control_sender.members(newest);
     }
     std::future::pending().await
-}
-
-fn handle_control(message: &ControlMessage, agent: &AgentSession, monitor: &mut AgentMonitor) {
-    let (node, session) = (&agent.node, agent.id);
-    match message {
-        ControlMessage::Withdraw => {
-            if !agent.is_withdrawn() {
-                info!(%node, session = session.0, "agent withdrew; open streams continue");
-            }
-            agent.withdraw();
-        }
-        ControlMessage::Bye(reason) => {
-            debug!(%node, session = session.0, reason, "agent sent Bye");
-            agent.withdraw();
-        }
-        ControlMessage::Suspect(silent) => monitor.peer_suspects(*silent),
-        ControlMessage::Hello(_)
-        | ControlMessage::Welcome(_)
-        | ControlMessage::NotAdmitted(..)
-        | ControlMessage::Drain { .. }
-        | ControlMessage::Renew(_)
-        | ControlMessage::Renewed(_)
-        | ControlMessage::Members(_)
-        | ControlMessage::Unknown => {
-            debug!(%node, session = session.0, "unexpected control message");
-        }
-    }
 }
 
 /// Handles the end of the control stream: the agent sends no more, or violated the protocol.

@@ -219,3 +219,24 @@ async fn reached_clocks_of_sessions_are_counted_by_their_limit() {
     assert_eq!(reached(Limit::SuspectAfterBusy), 1);
     assert_eq!(reached(Limit::SuspectAfterIdle), 1);
 }
+
+#[tokio::test(start_paused = true)]
+async fn session_that_its_agent_has_lost_is_closed_and_the_next_one_takes_streams_at_once() {
+    let (bench, old) = Bench::with_agent().await;
+    let mut stalled = bench.open().await.unwrap().stream;
+    old.near.script().is_silent = true;
+    let mut agent = bench.agent(1).await;
+    let sessions = bench.sessions.registry.of_node(&node());
+    let ids = [0, 1].map(|index| sessions[index].id);
+    let began = Instant::now();
+    // Its own and an unknown one are left alone.
+    let lost = vec![ids[0], ids[1], SessionId(u64::MAX)];
+    agent.send(ControlMessage::Lost(lost)).await;
+    assert!(stalled.read_u8().await.is_err());
+    let active = || bench.sessions.registry.active(&node());
+    eventually("closed", || bench.sessions.registry.all().len() == 1).await;
+    assert_eq!(active(), Some(crate::routing::via::Via::Local(ids[0])));
+    assert_eq!(old.far.closed().await.code, CloseCode::Dead);
+    assert!(bench.open().await.is_ok());
+    assert!(began.elapsed() < secs(1), "a new session waits that long");
+}
