@@ -11,7 +11,6 @@
 
 use std::sync::Arc;
 
-use rustls::client::danger::ServerCertVerifier;
 use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, ResolvesServerCert, WebPkiClientVerifier};
@@ -28,7 +27,9 @@ mod peer;
 mod proof;
 mod reloadable;
 mod server_verifier;
+mod signatures;
 mod trust;
+mod unsupported;
 
 pub(crate) use alerts::{CERTIFICATE_EXPIRED, CLOCK_HINT, is_tls_error, received_alert};
 pub use alerts::{
@@ -42,7 +43,9 @@ pub use peer::PeerTrust;
 pub use proof::{ProofError, sign_proof, verify_proof};
 pub use reloadable::{ReloadableIdentity, ReloadableKey};
 use server_verifier::{ExpectedServer, ServerVerifier};
+pub use signatures::{is_ca_signed_by, is_signed_by};
 pub use trust::{Trust, roots};
+pub use unsupported::unsupported;
 
 /// Returns the server's configuration for sessions over the transport of `alpn`. The server
 /// requires a client certificate that chains to `agent_roots` and has the agent role.
@@ -191,9 +194,10 @@ pub fn caller_client(
 /// Returns the server's configuration for HTTPS targets behind agents.
 ///
 /// With `roots`, a target's certificate must chain to them and be valid for the dialed name.
-/// Without `roots`, any certificate is accepted, because the agent's certificate authenticates the
-/// path to the node. The server presents `own` to targets that request a certificate. A target
-/// whose certificate was rejected never receives it.
+/// Without `roots`, any certificate is accepted whose key the target holds, whatever its version and
+/// extensions are, because the agent's certificate authenticates the path to the node. The server
+/// presents `own` to targets that request a certificate. A target whose certificate was rejected never
+/// receives it.
 ///
 /// # Errors
 /// When the roots cannot be used.
@@ -201,12 +205,11 @@ pub fn target_client(
     roots: Option<Arc<RootCertStore>>,
     own: Option<Arc<CertifiedKey>>,
 ) -> Result<Arc<ClientConfig>, Error> {
-    let verifier: Arc<dyn ServerCertVerifier> = match roots {
-        None => ServerVerifier::new(ExpectedServer::AcceptAny),
-        Some(roots) => WebPkiServerVerifier::builder_with_provider(roots, provider())
-            .build()
-            .map_err(|error| Error::General(error.to_string()))?,
+    let by_roots = |roots| {
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider()).build();
+        verifier.map_err(|error| Error::General(error.to_string()))
     };
+    let verifier = ServerVerifier::new(ExpectedServer::Target(roots.map(by_roots).transpose()?));
     let builder = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])?
         .dangerous()

@@ -1,5 +1,6 @@
 //! The pages of the reference that are generated: settings from the command line definitions and
-//! the table of limits, metrics from the registries, log fields from their table.
+//! the table of limits, metrics from the registries, log fields from their table, TLS with targets
+//! from the provider.
 
 use std::fmt::Write as _;
 
@@ -7,8 +8,10 @@ use clap::{Arg, ArgAction, Command};
 
 mod log_fields;
 mod metrics;
+mod target_tls;
 
 pub use log_fields::LOG_FIELDS;
+pub use target_tls::{CertificateIssuer, CertificateRecipe, TARGETS, TargetCase, TargetVerdict};
 
 #[derive(Debug)]
 pub struct Page {
@@ -22,6 +25,7 @@ enum PageContent {
     Settings(SettingsPage),
     Metrics,
     LogFields,
+    TargetTls,
 }
 
 #[derive(Debug)]
@@ -56,6 +60,10 @@ pub const PAGES: &[Page] = &[
         path: "docs/reference/log-fields.md",
         content: PageContent::LogFields,
     },
+    Page {
+        path: "docs/reference/targets.md",
+        content: PageContent::TargetTls,
+    },
 ];
 
 pub fn render(page: &Page) -> String {
@@ -63,6 +71,7 @@ pub fn render(page: &Page) -> String {
         PageContent::Settings(settings) => settings_page(settings),
         PageContent::Metrics => metrics::page(),
         PageContent::LogFields => log_fields::page(),
+        PageContent::TargetTls => target_tls::page(),
     }
 }
 

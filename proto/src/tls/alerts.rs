@@ -144,7 +144,7 @@ const TIMES: [(&str, &str, FormatTime); 4] = [
     (" (", " seconds", duration),
 ];
 
-fn tls_error(error: &io::Error) -> Option<&Error> {
+pub(super) fn tls_error(error: &io::Error) -> Option<&Error> {
     error.get_ref()?.downcast_ref()
 }
 

@@ -3,18 +3,21 @@
 use std::sync::Arc;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{verify_server_cert_signed_by_trust_anchor, verify_server_name};
+use rustls::client::{
+    WebPkiServerVerifier, verify_server_cert_signed_by_trust_anchor, verify_server_name,
+};
 use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
 use rustls::server::ParsedCertificate;
 use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 use super::client_verifier::require_role;
+use super::signatures::PublicKey;
 use super::{PeerTrust, ReloadableIdentity, Trust, provider};
 use crate::identity::{Role, spki_sha256};
 
-/// The verifier of a server's certificate. The dialed name is ignored, so any address works. The
-/// verifier always checks that the server holds the certificate's key.
+/// The verifier of a server's certificate. The dialed name counts for targets only, so any address
+/// of a server works. The verifier always checks that the server holds the certificate's key.
 #[derive(Debug)]
 pub(super) struct ServerVerifier {
     expected: ExpectedServer,
@@ -30,8 +33,9 @@ pub(super) enum ExpectedServer {
     Reloadable(Arc<ReloadableIdentity>),
     /// A server that this trust between servers accepts.
     Peer(Arc<PeerTrust>),
-    /// A server with any certificate, because other means authenticate the path to the server.
-    AcceptAny,
+    /// A target that this verifier accepts. Without one a target with any certificate, because other
+    /// means authenticate the path to the target.
+    Target(Option<Arc<WebPkiServerVerifier>>),
 }
 
 impl ServerVerifier {
@@ -84,12 +88,21 @@ impl ServerCertVerifier for ServerVerifier {
         &self,
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         match &self.expected {
-            ExpectedServer::AcceptAny => Ok(()),
+            ExpectedServer::Target(None) => Ok(()),
+            ExpectedServer::Target(Some(verifier)) => {
+                return verifier.verify_server_cert(
+                    end_entity,
+                    intermediates,
+                    server_name,
+                    ocsp_response,
+                    now,
+                );
+            }
             ExpectedServer::Fixed(trust) => {
                 self.verify_chain(trust, end_entity, intermediates, now)
             }
@@ -107,7 +120,12 @@ impl ServerCertVerifier for ServerVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, cert, dss, &self.algorithms)
+        match &self.expected {
+            ExpectedServer::Target(_) => key_of(cert)?.verify_tls12(&self.algorithms, message, dss),
+            ExpectedServer::Fixed(_) | ExpectedServer::Reloadable(_) | ExpectedServer::Peer(_) => {
+                verify_tls12_signature(message, cert, dss, &self.algorithms)
+            }
+        }
     }
 
     fn verify_tls13_signature(
@@ -116,10 +134,19 @@ impl ServerCertVerifier for ServerVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, cert, dss, &self.algorithms)
+        match &self.expected {
+            ExpectedServer::Target(_) => key_of(cert)?.verify_tls13(&self.algorithms, message, dss),
+            ExpectedServer::Fixed(_) | ExpectedServer::Reloadable(_) | ExpectedServer::Peer(_) => {
+                verify_tls13_signature(message, cert, dss, &self.algorithms)
+            }
+        }
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.algorithms.supported_schemes()
     }
+}
+
+fn key_of<'a>(certificate: &'a CertificateDer<'_>) -> Result<PublicKey<'a>, Error> {
+    PublicKey::of(certificate).ok_or(Error::InvalidCertificate(CertificateError::BadEncoding))
 }

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::CertificateDer;
 use tunnel_proto::identity::{PeerIdentity, caller_name, public_key, validity};
-use tunnel_proto::tls::files;
+use tunnel_proto::tls::{self, files};
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_SECRET_BYTES, hex};
 use tunnel_server::ca::AgentCsr;
 
@@ -92,6 +92,11 @@ pub(super) fn check_certificate(input: &[u8]) -> Result<()> {
         }
     }
     let _any = PeerIdentity::from_agent_certificate(&der);
+    // No parser of certificates but our own reads the key.
+    let _any = (
+        tls::is_signed_by(&der, &der),
+        tls::is_ca_signed_by(&der, &der),
+    );
     let _any = (caller_name(&der), public_key(&der), AgentCsr::parse(input));
     Ok(())
 }

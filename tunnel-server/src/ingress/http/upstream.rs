@@ -319,10 +319,15 @@ fn tls_failure(error: &std::io::Error, target_label: &Destination) -> ProxyError
     match failure.outcome {
         // A target that resets or closes the connection during the handshake does not speak TLS.
         Outcome::TargetBadResponse | Outcome::TargetTls => {
-            let (text, hint) = (tls::with_dates(&error.to_string()), scheme_hint(error));
+            let text = tls::with_dates(&error.to_string());
+            // Long errors of TLS are cut, so the cause comes first.
+            let text = match tls::unsupported(error) {
+                Some(cause) => format!("{cause} ({text})"),
+                None => format!("{text}{}", scheme_hint(error)),
+            };
             ProxyError::new(
                 Outcome::TargetTls,
-                format!("{target_label}: TLS with the target failed: {text}{hint}"),
+                format!("{target_label}: TLS with the target failed: {text}"),
             )
         }
         _ => failure,
