@@ -12,7 +12,7 @@ use rcgen::{
 };
 use rustls_pki_types::CertificateDer;
 use tracing::info;
-use tunnel_proto::identity::{BACKDATED, sha256, spki_sha256};
+use tunnel_proto::identity::{self, BACKDATED, sha256, spki_sha256};
 use tunnel_proto::process::files;
 use tunnel_proto::tls;
 use tunnel_proto::wire::enroll::hex;
@@ -32,7 +32,8 @@ pub struct SourceNames<'a> {
 pub struct CaMaterial {
     /// Certificate of the signing key.
     pub(super) root: CertificateDer<'static>,
-    /// All trusted certificates: while the CA is being replaced, the old and the new one.
+    /// All trusted certificates: while the CA is being replaced, the old and the new one, and each
+    /// signed by the other.
     pub(super) roots: Vec<CertificateDer<'static>>,
     pub(super) root_pem: String,
     pub(super) key_pem: Zeroizing<String>,
@@ -131,6 +132,24 @@ impl CaMaterial {
         })
     }
 
+    /// Signs the key of another CA, and returns the certificate as PEM. An agent that trusts this CA
+    /// then accepts the other one. The subject is not that of the other CA, so that no program that
+    /// reads `ca.crt` builds a path through this certificate.
+    ///
+    /// # Errors
+    /// Returns an error if the certificate cannot be signed.
+    pub fn cross_sign(&self, other: &Self, now: SystemTime) -> Result<String, CaError> {
+        let signer = hex(&self.spki_sha256);
+        let other_name = identity::common_name(&other.root).unwrap_or_else(|| CA_NAME.to_owned());
+        let name = format!("signed by {}: {other_name}", &signer[..8]);
+        let mut params = ca_params(&name, now)?;
+        params.use_authority_key_identifier_extension = true;
+        let certificate = params
+            .signed_by(other.issuer.key(), &self.issuer)
+            .map_err(CaError::Generate)?;
+        Ok(certificate.pem())
+    }
+
     #[must_use]
     pub fn certificates_pem(&self) -> &str {
         &self.root_pem
@@ -170,16 +189,21 @@ pub(super) fn read_key(pem: &[u8], name: &str) -> Result<KeyPair, CaError> {
 }
 
 fn self_signed(key: &KeyPair, name: &str, now: SystemTime) -> Result<Certificate, CaError> {
-    let now = whole_seconds(now);
     let hash = hex(&sha256(&key.subject_public_key_info()));
+    let params = ca_params(&format!("{name} {}", &hash[..8]), now)?;
+    params.self_signed(key).map_err(CaError::Generate)
+}
+
+fn ca_params(name: &str, now: SystemTime) -> Result<CertificateParams, CaError> {
+    let now = whole_seconds(now);
     let mut params = CertificateParams::default();
     params.not_before = now.checked_sub(BACKDATED).unwrap_or(now).into();
     params.not_after = (now + CA_LIFE).into();
     params.serial_number = Some(serial()?);
-    params.distinguished_name = common_name(&format!("{name} {}", &hash[..8]));
+    params.distinguished_name = common_name(name);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    params.self_signed(key).map_err(CaError::Generate)
+    Ok(params)
 }
 
 /// Returns a positive random number of 16 bytes (RFC 5280, section 4.1.2.2: at most 20).

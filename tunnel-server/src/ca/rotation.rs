@@ -1,5 +1,6 @@
 //! Rotation of the local CA, in stages that survive a restart. From `Announced` on both CAs are
-//! trusted, and agents receive both with each certificate.
+//! trusted, and agents receive both with each certificate. Each CA signs the other's key, since agents
+//! take no root that a CA which they trust has not signed.
 //!
 //! ```text
 //!        begin             next               next
@@ -185,7 +186,7 @@ impl CaRotator {
         let rotation = match (step, current) {
             (StageChange::Begin, _) => {
                 let new = CaMaterial::generate(now)?;
-                let rotation = Rotation::new(&material, &new, now);
+                let rotation = Rotation::new(&material, &new, now)?;
                 Some(self.enter(rotation, version)?)
             }
             (StageChange::Enter(stage), Some(mut current)) => {

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use rustls::RootCertStore;
 use serde_json::{Value, json};
 use tunnel_proto::identity::PeerIdentity;
-use tunnel_server::ca::CaMaterial;
+use tunnel_server::ca::{CaMaterial, SourceNames};
 use tunnel_server::cluster::objects::{CA_ROTATION_KEY, NAMES_ANNOTATION};
 use tunnel_tests::client::{ByteStream, ClientTls, Endpoint};
 use tunnel_tests::cluster::{Objects, edge};
@@ -43,7 +43,14 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
 
     let old = cluster.objects().secret(&ca_secret()).await?;
     let next = CaMaterial::generate(SystemTime::now())?;
-    let both = format!("{}{}", old["ca.crt"], next.certificates_pem());
+    let names = SourceNames {
+        certificates: "ca.crt",
+        key: "ca.key",
+    };
+    let current = CaMaterial::parse(old["ca.crt"].as_bytes(), old["ca.key"].as_bytes(), names)?;
+    let now = SystemTime::now();
+    let signed = current.cross_sign(&next, now)? + &next.cross_sign(&current, now)?;
+    let both = format!("{}{}{signed}", old["ca.crt"], next.certificates_pem());
     let adopted = async |what: &str, text: &str| {
         eventually(what, WAIT_TIMEOUT, async || {
             let all = servers.iter().all(|server| server.ca().root_pem() == text);
@@ -56,14 +63,14 @@ async fn f20_our_ca_is_replaced_old_both_new_under_a_running_exec() -> Result<()
     let known = one.path().join("agent-worker-1").join("ca.crt");
     let certificate = one.path().join("agent-worker-1").join("agent.crt");
 
-    // Both CAs are trusted, and the old one signs. Agents receive both with their next certificate.
+    // Both CAs are trusted, and each signs the other. Agents receive both with their next certificate.
     set_ca(&cluster, "ca.crt", &both).await?;
     adopted("both roots", &both).await;
     exec.goes_on().await?;
     eventually("the agent to know both", RENEWAL, async || {
         let known = std::fs::read_to_string(&known)?;
         let roots = known.matches("BEGIN CERTIFICATE").count();
-        ensure!(roots == 2, "{roots} roots");
+        ensure!(roots == 4, "{roots} roots");
         Ok(())
     })
     .await;
@@ -178,7 +185,7 @@ async fn f20_servers_show_one_stage_and_keep_their_ca_if_the_rotation_is_damaged
     }
     followed().await;
     let announced = secret().await?;
-    ensure!(announced["ca.crt"].matches("BEGIN CERTIFICATE").count() == 2);
+    ensure!(announced["ca.crt"].matches("BEGIN CERTIFICATE").count() == 4);
 
     let next = CaMaterial::generate(SystemTime::now())?;
     let hostile = [

@@ -244,7 +244,7 @@ async fn ca_is_rotated_through_the_running_server_only() {
     let refused = error(&scratch, "ca rotate --next").await;
     assert_contains(&refused, "'tunnel-server ca rotate' begins");
     assert_contains(&out(&scratch, "ca rotate").await, "stage: announced");
-    assert_eq!(out(&scratch, "ca").await.matches("BEGIN").count(), 2);
+    assert_eq!(out(&scratch, "ca").await.matches("BEGIN").count(), 4);
     assert_contains(&out(&scratch, "ca rotate --next").await, "stage: issuing");
     assert_contains(
         &out(&scratch, "ca rotate --abort").await,

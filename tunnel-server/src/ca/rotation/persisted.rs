@@ -30,6 +30,9 @@ pub(crate) struct Rotation {
     pub(super) life: Duration,
     old: CaPem,
     new: CaPem,
+    /// Each CA's key, signed by the other CA, as PEM. They show agents that trust one of both that
+    /// the other one is its successor, or its predecessor.
+    cross_signed: String,
 }
 
 /// A CA as PEM.
@@ -43,14 +46,23 @@ pub(super) struct CaPem {
 
 impl Rotation {
     /// Creates a rotation from `old` to `new` in its first stage.
-    pub(crate) fn new(old: &CaMaterial, new: &CaMaterial, now: SystemTime) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// Returns an error if one CA cannot sign the other.
+    pub(crate) fn new(
+        old: &CaMaterial,
+        new: &CaMaterial,
+        now: SystemTime,
+    ) -> Result<Self, CaError> {
+        let cross_signed = old.cross_sign(new, now)? + &new.cross_sign(old, now)?;
+        Ok(Self {
             stage: RotationStage::Announced,
             since: now,
             life: Duration::ZERO,
             old: CaPem::of(old),
             new: CaPem::of(new),
-        }
+            cross_signed,
+        })
     }
 
     /// Returns the time at which every agent that is connected without interruption has renewed.
@@ -123,9 +135,12 @@ impl Rotation {
     }
 
     /// Returns both CAs, of which the one of the stage signs.
-    pub(super) fn material(&self) -> Result<CaMaterial, CaError> {
+    pub(crate) fn material(&self) -> Result<CaMaterial, CaError> {
         let (old, new) = (&self.old, &self.new);
-        let both = format!("{}\n{}", old.certificates.trim_end(), new.certificates);
+        // The signer's own certificate comes before the one with the same key that the other signed.
+        let both = [&old.certificates, &new.certificates, &self.cross_signed]
+            .map(|certificates| certificates.trim_end().to_owned() + "\n")
+            .concat();
         let signer = match self.stage {
             RotationStage::Announced | RotationStage::Returning => old,
             RotationStage::Issuing => new,

@@ -3,6 +3,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::CertificateDer;
+use tunnel_proto::identity::spki_sha256;
 use tunnel_proto::process::files;
 use tunnel_proto::tls::{self, AgentTrust};
 
@@ -66,7 +67,7 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
     server.connect(SystemTime::now());
     let begun = server.rotator.act(Begin).unwrap().in_progress.unwrap();
     assert_eq!(begun.stage, RotationStage::Announced);
-    assert_eq!((server.roots(), server.root()), (2, old.clone()));
+    assert_eq!((server.roots(), server.root()), (4, old.clone()));
     for expected in [RotationStage::Announced, RotationStage::Issuing] {
         let progress = server.progress();
         assert_eq!(progress.stage, expected);
@@ -78,7 +79,7 @@ fn each_stage_waits_for_the_agents_and_survives_a_restart() {
         assert!(matches!(again, RotationError::InProgress));
         server.restart();
         assert_eq!(server.progress(), progress);
-        assert_eq!(server.roots(), 2);
+        assert_eq!(server.roots(), 4);
 
         // The certificate may not have arrived.
         let renewed = progress.since + server.rotator.ca.life();
@@ -127,6 +128,29 @@ fn certificate_of_the_old_ca_is_refused_after_the_last_stage() {
 }
 
 #[test]
+fn each_ca_signs_the_other_until_the_rotation_ends() {
+    let server = Fixture::new();
+    let ca = &server.rotator.ca;
+    server.rotator.act(Begin).unwrap();
+    let roots = ca.roots();
+    let [old, new, new_by_old, old_by_new] = &roots[..] else {
+        panic!("{} certificates", roots.len())
+    };
+    let key = |certificate| spki_sha256(certificate).unwrap();
+    assert_eq!([key(new_by_old), key(old_by_new)], [key(new), key(old)]);
+    assert!(tls::is_ca_signed_by(new_by_old, old));
+    assert!(tls::is_ca_signed_by(old_by_new, new));
+    assert!(!tls::is_ca_signed_by(new, old));
+    // Programs that read the file find no path through these certificates.
+    let name = tunnel_proto::identity::common_name;
+    assert_ne!(name(new_by_old), name(new));
+    server.rotator.act(ForceNext).unwrap();
+    assert_eq!(ca.roots(), roots);
+    server.rotator.act(ForceNext).unwrap();
+    assert_eq!(ca.roots(), [new.clone()]);
+}
+
+#[test]
 fn abort_leads_back_to_the_old_ca_from_each_stage() {
     let mut server = Fixture::new();
     let old = server.root();
@@ -141,7 +165,7 @@ fn abort_leads_back_to_the_old_ca_from_each_stage() {
     server.rotator.act(Abort).unwrap();
     let returning = server.progress();
     assert_eq!(returning.stage, RotationStage::Returning);
-    assert_eq!((server.roots(), server.root()), (2, old.clone()));
+    assert_eq!((server.roots(), server.root()), (4, old.clone()));
     let again = server.rotator.act(Abort).unwrap_err();
     assert!(matches!(again, RotationError::AlreadyReturning));
     assert!(
@@ -181,7 +205,7 @@ fn crash_between_the_files_is_repaired_at_the_next_start() {
     files::replace(&dir.ca_rotation(), &rotation).unwrap();
     server.restart();
     assert_eq!(server.progress(), issuing);
-    assert_eq!(server.roots(), 2);
+    assert_eq!(server.roots(), 4);
 }
 
 #[test]
@@ -332,12 +356,12 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
     other.act(Next).unwrap();
     assert_eq!(stages(), [Some(RotationStage::Issuing); 2]);
     assert_ne!(other.ca.spki_sha256(), old.spki_sha256);
-    assert_eq!(other.ca.roots().len(), 2);
+    assert_eq!(other.ca.roots().len(), 4);
     one.act(ForceNext).unwrap();
     assert_eq!(stages(), [None; 2]);
     assert!(secret.rotation.lock().is_none());
     assert_eq!(one.ca.roots().len(), 1);
     assert!(secret.material.lock().is_same(&one.ca.material.load()));
-    let text = format!("{:?}", Rotation::new(&old, &old, now));
+    let text = format!("{:?}", Rotation::new(&old, &old, now).unwrap());
     assert!(!text.contains("PRIVATE"), "{text}");
 }

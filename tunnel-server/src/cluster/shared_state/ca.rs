@@ -339,12 +339,13 @@ mod tests {
     #[test]
     fn rotation_is_adopted_with_its_ca_alone_and_a_hostile_one_is_refused() {
         let (old, new) = (generate(), generate());
-        let both = format!("{}{}", old.certificates_pem(), new.certificates_pem());
-        let json = Rotation::new(&old, &new, SystemTime::now()).to_json();
-        let json = String::from_utf8(json.unwrap().to_vec()).unwrap();
+        let rotation = Rotation::new(&old, &new, SystemTime::now()).unwrap();
+        let both = rotation.material().unwrap();
+        let both = both.certificates_pem();
+        let json = String::from_utf8(rotation.to_json().unwrap().to_vec()).unwrap();
         let with = |key: &str, rotation: &str| {
             secret(&[
-                (CA_CERTIFICATE_KEY, &both),
+                (CA_CERTIFICATE_KEY, both),
                 (CA_PRIVATE_KEY, key),
                 (CA_ROTATION_KEY, rotation),
             ])
@@ -356,8 +357,8 @@ mod tests {
         assert!(other_stage.contains("does not belong to the key Secret ns/ca, key ca.key"));
         let secret_text = r#"{"stage":"announced","new":"private"}"#;
         let long_life = json.replace("\"secs\":0", "\"secs\":99999999999");
-        let one_ca = Rotation::new(&old, &old, SystemTime::now()).to_json();
-        let one_ca = String::from_utf8(one_ca.unwrap().to_vec()).unwrap();
+        let one_ca = Rotation::new(&old, &old, SystemTime::now()).unwrap();
+        let one_ca = String::from_utf8(one_ca.to_json().unwrap().to_vec()).unwrap();
         let large = " ".repeat(1 << 20) + &json;
         for hostile in ["{}", "\0", secret_text, &*long_life, &*one_ca, &*large] {
             let condition = refused(&with(old.key_pem(), hostile));
