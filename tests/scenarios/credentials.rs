@@ -16,6 +16,7 @@ mod processes;
 mod revoked;
 mod rotation;
 mod secrets;
+mod stolen_leaf;
 mod targets;
 
 use std::net::SocketAddr;

@@ -11,10 +11,10 @@ use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256};
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject;
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tunnel_proto::identity::{BACKDATED, PeerIdentity, validity};
 use tunnel_proto::process::files;
-use tunnel_proto::tls::{self, AgentTrust, RevocationCheck, Trust};
+use tunnel_proto::tls::{self, Trust};
 use tunnel_proto::wire::enroll::{JoinToken, is_service_account_token};
 use tunnel_proto::wire::name::NodeName;
 use zeroize::Zeroizing;
@@ -22,19 +22,24 @@ use zeroize::Zeroizing;
 use crate::config::{NO_CA, TokenSource, parse_token};
 
 mod credential_files;
+mod disk;
 mod error;
 mod rotation;
+mod succession;
 
 pub use credential_files::CredentialFiles;
+use disk::{DiskContent, DiskWrite, OnDisk, StoredPair};
 pub(crate) use error::CredentialError;
 pub(crate) use rotation::RotatingCredentials;
+pub(crate) use succession::succeed;
 
 /// The agent's identity and trust roots.
 #[derive(Debug, Clone)]
 pub(crate) struct Credentials {
     pub(crate) own: Arc<CertifiedKey>,
-    /// Roots that servers must chain to.
-    pub(crate) roots: Arc<RootCertStore>,
+    /// Roots that came with the certificate. Those of --ca-file replace them in use, see
+    /// [`Self::trust`].
+    pub(crate) roots: TrustRoots,
     /// Name that a server's certificate must be valid for, instead of the server role.
     pub(crate) server_name: Option<ServerName<'static>>,
     /// Key for requesting the next certificate, if the agent renews its own.
@@ -43,12 +48,33 @@ pub(crate) struct Credentials {
     pub(crate) not_after: SystemTime,
 }
 
-/// A chain and the roots as issued by a server, in DER.
-pub(crate) type Issued = (Vec<Vec<u8>>, Vec<Vec<u8>>);
+/// CA certificates, as they are stored and as handshakes use them.
+#[derive(Debug, Clone)]
+pub(crate) struct TrustRoots {
+    certificates: Vec<CertificateDer<'static>>,
+    store: Arc<RootCertStore>,
+}
+
+impl TrustRoots {
+    /// Creates the store of these certificates.
+    ///
+    /// # Errors
+    /// Returns an error if there is no certificate, or an unusable one.
+    pub(crate) fn new(certificates: Vec<CertificateDer<'static>>) -> Result<Self, rustls::Error> {
+        Ok(Self {
+            store: tls::roots(certificates.iter().cloned())?,
+            certificates,
+        })
+    }
+
+    pub(crate) fn certificates(&self) -> &[CertificateDer<'static>] {
+        &self.certificates
+    }
+}
 
 impl Credentials {
-    /// Creates credentials from a certificate that a server issued to `signer`. `ca_roots` replaces
-    /// the server's roots.
+    /// Creates credentials from a certificate that a server issued to `signer`, with the server's
+    /// roots.
     ///
     /// # Errors
     /// Returns a message for the operator if the certificate is unusable.
@@ -56,17 +82,15 @@ impl Credentials {
         signer: Arc<KeyPair>,
         chain: &[Vec<u8>],
         roots: &[Vec<u8>],
-        ca_roots: Option<&[CertificateDer<'static>]>,
     ) -> Result<Self, String> {
         let chain = certificates(chain);
         let leaf = chain.first().ok_or("answer has no certificate")?;
         let (not_before, not_after) = validity(leaf).map_err(|error| error.to_string())?;
         let key = PrivateKeyDer::Pkcs8(signer.serialize_der().into());
         let own = tls::certified_key(chain, key).map_err(|error| error.to_string())?;
-        let roots = ca_roots.map_or_else(|| certificates(roots), <[_]>::to_vec);
         Ok(Self {
             own,
-            roots: tls::roots(roots).map_err(|error| error.to_string())?,
+            roots: TrustRoots::new(certificates(roots)).map_err(|error| error.to_string())?,
             server_name: None,
             signer: Some(signer),
             issued: not_before + BACKDATED,
@@ -74,50 +98,21 @@ impl Credentials {
         })
     }
 
-    /// Checks that credentials issued by a server may replace these.
-    ///
-    /// The new roots must contain one that is trusted already, so that no answer moves the agent to
-    /// other servers. The certificate must chain to the new roots and must not have expired. A
-    /// certificate that is not yet valid by this host's clock is verified at the beginning of its
-    /// validity, since the issuing server verifies it by its own clock.
-    ///
-    /// # Errors
-    /// Returns a message for the operator.
-    pub(crate) fn check_successor(
-        &self,
-        chain: &[Vec<u8>],
-        roots: &[Vec<u8>],
-        now: SystemTime,
-    ) -> Result<(), String> {
-        let chain = certificates(chain);
-        let leaf = chain.first().ok_or("answer has no certificate")?;
-        let (not_before, not_after) = validity(leaf).map_err(|error| error.to_string())?;
-        if not_after <= now {
-            return Err("certificate has already expired by the clock of this host".to_owned());
+    /// Returns the trust in servers. `ca` are the roots of --ca-file, if they replace those that
+    /// came with the certificate.
+    pub(crate) fn trust(&self, ca: Option<&TrustRoots>) -> Trust {
+        let roots = ca.unwrap_or(&self.roots).store.clone();
+        match &self.server_name {
+            Some(name) => Trust::Named(roots, name.clone()),
+            None => Trust::Roots(roots),
         }
-        let roots = tls::roots(certificates(roots)).map_err(|error| error.to_string())?;
-        let is_trusted = roots.roots.iter().any(|root| {
-            self.roots.roots.iter().any(|known| {
-                known.subject == root.subject
-                    && known.subject_public_key_info == root.subject_public_key_info
-            })
-        });
-        if !is_trusted {
-            return Err("none of the new roots is already trusted".to_owned());
-        }
-        let at = now.max(not_before).duration_since(SystemTime::UNIX_EPOCH);
-        let at = UnixTime::since_unix_epoch(at.unwrap_or_default());
-        let everyone: RevocationCheck = Arc::new(|_peer| Ok(()));
-        AgentTrust::new(roots, everyone)
-            .and_then(|trust| trust.verify(&chain, at))
-            .map(drop)
-            .map_err(|error| format!("certificate does not chain to its roots: {error}"))
     }
 
-    pub(crate) fn trust(&self) -> Trust {
-        match &self.server_name {
-            Some(name) => Trust::Named(self.roots.clone(), name.clone()),
-            None => Trust::Roots(self.roots.clone()),
+    /// Returns what the files of these credentials have, except the key.
+    fn files(&self) -> StoredPair {
+        StoredPair {
+            chain: self.own.cert.clone(),
+            roots: self.roots.certificates.clone(),
         }
     }
 }
@@ -156,7 +151,7 @@ impl CredentialStore {
         }
     }
 
-    /// Reads the certificate of `node`; `ca` replaces the stored roots.
+    /// Reads the certificate of `node`; `ca` replaces stored roots that are missing or damaged.
     pub(crate) fn load(
         &self,
         node: &NodeName,
@@ -194,8 +189,7 @@ impl CredentialStore {
         }
     }
 
-    /// Returns the certificate of `node` before the stored one, as saved by
-    /// [`CredentialStore::save_previous`], if it exists and is usable.
+    /// Returns the certificate of `node` before the stored one, if it exists and is usable.
     pub(crate) fn previous(
         &self,
         node: &NodeName,
@@ -209,20 +203,8 @@ impl CredentialStore {
         self.load_pair(PREVIOUS, &identity, chain, ca).ok()
     }
 
-    /// Copies the stored certificate and its roots, so that they survive the next
-    /// [`CredentialStore::save`].
-    pub(crate) fn save_previous(&self) -> Result<(), CredentialError> {
-        self.copy(CURRENT, PREVIOUS)
-    }
-
-    /// Restores the saved previous certificate and roots.
-    pub(crate) fn restore_previous(&self) -> Result<(), CredentialError> {
-        self.copy(PREVIOUS, CURRENT)?;
-        self.remove_previous()
-    }
-
-    /// Removes the saved previous certificate and roots.
-    pub(crate) fn remove_previous(&self) -> Result<(), CredentialError> {
+    /// Removes the previous certificate and its roots.
+    fn remove_previous(&self) -> Result<(), CredentialError> {
         for name in [PREVIOUS.certificate, PREVIOUS.ca] {
             match std::fs::remove_file(self.dir.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -230,15 +212,6 @@ impl CredentialStore {
                 }
                 Ok(()) | Err(_) => {}
             }
-        }
-        Ok(())
-    }
-
-    /// Copies an existing pair. Writes the certificate last, as [`CredentialStore::save`] does.
-    fn copy(&self, from: CertificateFiles, to: CertificateFiles) -> Result<(), CredentialError> {
-        if let (Some(chain), Some(roots)) = (self.read(from.certificate)?, self.read(from.ca)?) {
-            self.replace(to.ca, &roots)?;
-            self.replace(to.certificate, &chain)?;
         }
         Ok(())
     }
@@ -260,15 +233,11 @@ impl CredentialStore {
             .map_err(|error| self.damaged(KEY, &format!("is not a private key: {error:?}")))?;
         let own = tls::certified_key(chain, key)
             .map_err(|error| damaged(&format!("does not belong to agent.key: {error}")))?;
-        let roots = match ca {
-            Some(ca_roots) => tls::roots(ca_roots.iter().cloned()),
-            None => {
-                let stored_roots = self.certificates(pair.ca)?;
-                tls::roots(stored_roots.ok_or_else(|| damaged("has no ca.crt next to it"))?)
-            }
+        let roots = match (self.stored_roots(pair), ca) {
+            (Err(_unused), Some(ca)) => TrustRoots::new(ca.to_vec())
+                .map_err(|error| damaged(&format!("has no usable CA: {error}")))?,
+            (stored, _) => stored?,
         };
-        let roots =
-            roots.map_err(|error| self.damaged(pair.ca, &format!("is not usable: {error}")))?;
         Ok(Credentials {
             own,
             roots,
@@ -277,6 +246,13 @@ impl CredentialStore {
             issued: identity.not_before + BACKDATED,
             not_after: identity.not_after,
         })
+    }
+
+    fn stored_roots(&self, pair: CertificateFiles) -> Result<TrustRoots, CredentialError> {
+        let missing = || self.damaged(pair.certificate, &format!("has no {} next to it", pair.ca));
+        let stored = self.certificates(pair.ca)?.ok_or_else(missing)?;
+        TrustRoots::new(stored)
+            .map_err(|error| self.damaged(pair.ca, &format!("is not usable: {error}")))
     }
 
     /// Returns the agent's key, generated if there is none. The key is stored before its first use,
@@ -294,7 +270,7 @@ impl CredentialStore {
     }
 
     /// Stores the key again if its file is gone, so that the next start finds it.
-    pub(crate) fn restore_key(&self, key: &KeyPair) -> Result<(), CredentialError> {
+    fn restore_key(&self, key: &KeyPair) -> Result<(), CredentialError> {
         if self.read_key()?.is_some() {
             return Ok(());
         }
@@ -311,11 +287,43 @@ impl CredentialStore {
         files::read_secret(&self.dir.join(KEY)).map_err(|source| self.storage(source))
     }
 
-    /// Stores an issued certificate and its roots. Writes the certificate last, since its presence
-    /// marks the pair as complete.
-    pub(crate) fn save(&self, chain: &[Vec<u8>], roots: &[Vec<u8>]) -> Result<(), CredentialError> {
-        self.replace(CA, pem_certificates(roots).as_bytes())?;
-        self.replace(CERTIFICATE, pem_certificates(chain).as_bytes())
+    /// Stores a first certificate and its roots, and forgets all earlier ones.
+    pub(crate) fn save(&self, first: &Credentials) -> Result<(), CredentialError> {
+        self.remove_previous()?;
+        self.write_pair(CURRENT, &first.files())
+    }
+
+    /// Makes the directory have `wanted`, and `key`.
+    fn write(
+        &self,
+        on_disk: &mut OnDisk,
+        wanted: DiskContent,
+        key: Option<&KeyPair>,
+    ) -> Result<(), CredentialError> {
+        let writes = on_disk.writes(&wanted);
+        on_disk.begin_write();
+        for write in writes {
+            match (write, &wanted.previous) {
+                (DiskWrite::Current, _) => {
+                    self.write_pair(CURRENT, &wanted.current)?;
+                    key.map_or(Ok(()), |key| self.restore_key(key))?;
+                }
+                (DiskWrite::Previous, Some(previous)) => self.write_pair(PREVIOUS, previous)?,
+                (DiskWrite::Previous, None) => self.remove_previous()?,
+            }
+        }
+        *on_disk = OnDisk::complete(wanted);
+        Ok(())
+    }
+
+    /// Writes the certificate last, since its presence marks the pair as complete.
+    fn write_pair(
+        &self,
+        files: CertificateFiles,
+        pair: &StoredPair,
+    ) -> Result<(), CredentialError> {
+        self.replace_certificates(files.ca, &pair.roots)?;
+        self.replace_certificates(files.certificate, &pair.chain)
     }
 
     /// Takes the lock under which one process enrolls. Returns `None` while another process holds
@@ -348,6 +356,14 @@ impl CredentialStore {
 
     fn replace(&self, name: &str, content: &[u8]) -> Result<(), CredentialError> {
         files::replace(&self.dir.join(name), content).map_err(|source| self.storage(source))
+    }
+
+    fn replace_certificates(
+        &self,
+        name: &str,
+        certificates: &[CertificateDer<'_>],
+    ) -> Result<(), CredentialError> {
+        self.replace(name, pem_certificates(certificates).as_bytes())
     }
 
     fn storage(&self, source: io::Error) -> CredentialError {
@@ -432,14 +448,14 @@ const CURRENT: CertificateFiles = CertificateFiles {
     certificate: CERTIFICATE,
     ca: CA,
 };
-/// Files of the previous pair, until a session shows that the current pair works.
+/// Files of the previous pair, until it expires.
 const PREVIOUS: CertificateFiles = CertificateFiles {
     certificate: "agent.crt.previous",
     ca: "ca.crt.previous",
 };
 
 /// Encodes certificates in PEM (RFC 7468).
-fn pem_certificates(certificates: &[Vec<u8>]) -> String {
+fn pem_certificates(certificates: &[CertificateDer<'_>]) -> String {
     let mut text = String::new();
     for der in certificates {
         text.push_str("-----BEGIN CERTIFICATE-----\n");
@@ -469,7 +485,9 @@ mod tests {
         let store = CredentialStore::open(scratch.path()).unwrap();
         let key = store.key().unwrap();
         let leaf = ca.issue(&key, "culvert://agent/worker-1");
-        store.save(&[leaf.to_vec()], &[ca.der().to_vec()]).unwrap();
+        let (chain, roots) = ([leaf.to_vec()], [ca.der().to_vec()]);
+        let first = Credentials::issued(Arc::new(key), &chain, &roots).unwrap();
+        store.save(&first).unwrap();
         store
     }
 

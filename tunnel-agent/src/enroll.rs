@@ -34,7 +34,7 @@ use crate::config::{NO_CA, NO_PIN};
 use crate::connector::endpoint::{EndpointCursor, ResolveError};
 use crate::connector::status::SessionStatuses;
 use crate::credentials::{
-    CredentialStore, Credentials, Issued, ServiceAccountTokenFile, Stored, Token,
+    CredentialStore, Credentials, ServiceAccountTokenFile, Stored, Token, succeed,
 };
 use crate::error::causes;
 use crate::proxy::ProxyChoice;
@@ -82,23 +82,6 @@ impl EnrollProof {
     }
 }
 
-/// An issued certificate, in raw and usable form.
-#[derive(Debug)]
-pub(crate) struct Enrolled {
-    pub(crate) credentials: Credentials,
-    /// Chain and roots, if they are not persisted yet.
-    pub(crate) issued: Option<Issued>,
-}
-
-impl Enrolled {
-    fn stored(credentials: Credentials) -> Self {
-        Self {
-            credentials,
-            issued: None,
-        }
-    }
-}
-
 /// Rotates through the servers and through the addresses of each. Every attempt advances, since a
 /// successful one is the last.
 #[derive(Debug, Default)]
@@ -135,13 +118,11 @@ impl EndpointRotation {
 async fn attempt(
     enrollment: &Enrollment,
     rotation: &mut EndpointRotation,
-) -> Result<Enrolled, EnrollError> {
-    let Enrollment {
-        node, store, ca, ..
-    } = enrollment;
+) -> Result<Credentials, EnrollError> {
+    let Enrollment { node, store, .. } = enrollment;
     let _one_at_a_time = lock(enrollment)?;
     if let Some(credentials) = from_other_process(enrollment)? {
-        return Ok(Enrolled::stored(*credentials));
+        return Ok(*credentials);
     }
     let key = match &enrollment.proof {
         EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => Arc::new(store.key()?),
@@ -158,7 +139,7 @@ async fn attempt(
     if let Err(problem) = check(enrollment, &key, &chain, &roots) {
         return Err(EnrollError::Answer { endpoint, problem });
     }
-    let credentials = match Credentials::issued(key, &chain, &roots, ca.as_deref()) {
+    let credentials = match Credentials::issued(key, &chain, &roots) {
         Ok(credentials) => credentials,
         Err(problem) => return Err(EnrollError::Unusable { endpoint, problem }),
     };
@@ -171,19 +152,20 @@ async fn attempt(
         );
         return Err(EnrollError::Unusable { endpoint, problem });
     }
+    let credentials = match succeed_trusted(enrollment, credentials) {
+        Ok(credentials) => credentials,
+        Err(problem) => return Err(EnrollError::Unusable { endpoint, problem }),
+    };
     if let EnrollProof::ExpiredCertificate(_) | EnrollProof::ServiceAccount(_, Some(_)) =
         &enrollment.proof
     {
         // The caller persists the certificate and can continue without it.
-        return Ok(Enrolled {
-            credentials,
-            issued: Some((chain, roots)),
-        });
+        return Ok(credentials);
     }
-    store.save(&chain, &roots)?;
+    store.save(&credentials)?;
     let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
     info!(%node, dir = %store.dir().display(), %not_after, "enrolled");
-    Ok(Enrolled::stored(credentials))
+    Ok(credentials)
 }
 
 fn refused(enrollment: &Enrollment, code: EnrollCode, detail: String) -> EnrollError {
@@ -323,7 +305,7 @@ pub(crate) fn trust(
             .map_err(|error| EnrollError::Prepare(error.to_string()));
     }
     let problem = match proof {
-        EnrollProof::ExpiredCertificate(ended) => return Ok(ended.trust()),
+        EnrollProof::ExpiredCertificate(ended) => return Ok(ended.trust(None)),
         EnrollProof::Token(token) => match token.ca_hash() {
             Some(hash) => return Ok(Trust::Pin(*hash)),
             None => NO_PIN,
@@ -396,14 +378,44 @@ fn check(
     let EnrollProof::Token(token) = &enrollment.proof else {
         return Ok(());
     };
-    let pinned = roots.iter().any(|root| {
-        spki_sha256(&CertificateDer::from(root.as_slice()))
-            .is_ok_and(|hash| token.ca_hash() == Some(&hash))
-    });
-    if enrollment.ca.is_none() && !pinned {
+    let mut roots = roots
+        .iter()
+        .map(|root| CertificateDer::from(root.as_slice()));
+    if enrollment.ca.is_none() && !roots.any(|root| is_pinned(token, &root)) {
         return Err("roots do not include the CA that the token pins");
     }
     Ok(())
+}
+
+/// Checks the roots of issued credentials by the CAs that the agent trusts without them.
+fn succeed_trusted(
+    enrollment: &Enrollment,
+    credentials: Credentials,
+) -> Result<Credentials, String> {
+    let (ended, pinned) = match &enrollment.proof {
+        EnrollProof::ExpiredCertificate(ended) => {
+            (Some(&ended.roots), ended.roots.certificates().to_vec())
+        }
+        EnrollProof::Token(token) => {
+            let roots = credentials.roots.certificates().iter();
+            (
+                None,
+                roots
+                    .filter(|root| is_pinned(token, root))
+                    .cloned()
+                    .collect(),
+            )
+        }
+        // Needs --ca-file.
+        EnrollProof::ServiceAccount(..) => (None, Vec::new()),
+    };
+    let trusted = enrollment.ca.clone().unwrap_or(pinned);
+    succeed(credentials, &trusted, ended, SystemTime::now())
+}
+
+/// Returns whether a token pins the key of this CA.
+fn is_pinned(token: &JoinToken, root: &CertificateDer<'_>) -> bool {
+    spki_sha256(root).is_ok_and(|hash| token.ca_hash() == Some(&hash))
 }
 
 /// Checks that a chain is for the agent's key and name.

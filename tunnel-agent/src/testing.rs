@@ -17,7 +17,7 @@ use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::{InstanceId, NodeName};
 
 use crate::config::{Limits, NodeIpSetting};
-use crate::credentials::{CredentialStore, Credentials, RotatingCredentials, Stored};
+use crate::credentials::{CredentialStore, Credentials, RotatingCredentials, Stored, TrustRoots};
 use crate::egress::Egress;
 use crate::ingress::sessions::CloudSessions;
 use crate::metrics::Metrics;
@@ -36,7 +36,13 @@ pub(crate) struct Ca {
 
 impl Ca {
     pub(crate) fn new() -> Self {
+        Self::since(1975)
+    }
+
+    /// Creates a CA whose certificate begins in this year.
+    pub(crate) fn since(year: i32) -> Self {
         let mut params = CertificateParams::default();
+        params.not_before = rcgen::date_time_ymd(year, 1, 1);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let key = KeyPair::generate().unwrap();
@@ -49,6 +55,19 @@ impl Ca {
 
     pub(crate) fn der(&self) -> &CertificateDer<'static> {
         self.certificate.der()
+    }
+
+    pub(crate) fn key(&self) -> &KeyPair {
+        self.issuer.key()
+    }
+
+    /// Signs the key of another CA, as `ca rotate` does.
+    pub(crate) fn cross_sign(&self, other: &Self) -> CertificateDer<'static> {
+        let mut params = CertificateParams::default();
+        params.not_before = rcgen::date_time_ymd(2021, 1, 1);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let signed = params.signed_by(other.issuer.key(), &self.issuer);
+        signed.unwrap().der().clone()
     }
 
     /// Issues a certificate with one role URI, for both sides of TLS.
@@ -118,7 +137,7 @@ pub(crate) fn credentials(ca: &Ca) -> Credentials {
     let key = key.serialize_der().try_into().unwrap();
     Credentials {
         own: tls::certified_key(vec![leaf], key).unwrap(),
-        roots: tls::roots([ca.der().clone()]).unwrap(),
+        roots: TrustRoots::new(vec![ca.der().clone()]).unwrap(),
         server_name: None,
         signer: None,
         issued: SystemTime::now(),
@@ -148,7 +167,8 @@ pub(crate) fn context(limits: Limits) -> SessionContext {
         None,
         None,
         metrics.clone(),
-    );
+    )
+    .unwrap();
     let egress = Egress::new(
         node.clone(),
         dial_policy,

@@ -114,9 +114,7 @@ impl CredentialTasks<'_> {
                 };
                 match enrolled {
                     Ok(enrolled) => {
-                        rotating_credentials
-                            .adopt(enrolled.credentials, enrolled.issued, true)
-                            .await;
+                        rotating_credentials.adopt(enrolled, true).await;
                         sleep(REISSUE_INTERVAL).await;
                     }
                     Err(refused) => {
@@ -175,7 +173,7 @@ impl CredentialTasks<'_> {
         let watched = rotating_credentials.clone();
         self.shutdown.spawn_service(async move {
             while let Some(credentials) = receiver.recv().await {
-                rotating_credentials.adopt(credentials, None, true).await;
+                rotating_credentials.adopt(credentials, true).await;
             }
         });
         self.shutdown.spawn_service(async move {

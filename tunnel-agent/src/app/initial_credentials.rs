@@ -104,20 +104,19 @@ impl InitialCredentials {
         metrics: &Metrics,
         readiness: &Readiness,
     ) -> anyhow::Result<Arc<RotatingCredentials>> {
-        let (node, ca) = (config.node_name.clone(), config.ca.clone());
-        let rotate = |credentials: &Credentials, store| {
+        let rotate = |credentials: &Credentials, store: Option<&CredentialStore>| {
+            // Without a store the CA is one of the operator's files, which are reloaded together.
+            let ca = store.and(config.ca.clone());
+            let (node, store) = (config.node_name.clone(), store.cloned());
             RotatingCredentials::new(node, credentials.clone(), store, ca, metrics.clone())
         };
         match self {
-            Self::Stored(credentials, store) => Ok(rotate(credentials, Some(store.clone()))),
-            Self::CredentialFiles(credentials, _) => Ok(rotate(credentials, None)),
+            Self::Stored(credentials, store) => Ok(rotate(credentials, Some(store))?),
+            Self::CredentialFiles(credentials, _) => Ok(rotate(credentials, None)?),
             Self::Enroll(enrollment) => {
                 let _not_ready = readiness.block("enrollment");
                 let enrolled = enroll(enrollment).await?;
-                Ok(rotate(
-                    &enrolled.credentials,
-                    Some(enrollment.store.clone()),
-                ))
+                Ok(rotate(&enrolled, Some(&enrollment.store))?)
             }
             Self::Renew(renewal, by_token) => {
                 let _not_ready = readiness.block("enrollment");
@@ -128,14 +127,10 @@ impl InitialCredentials {
                 // The expired credentials stay in use until the new ones have worked.
                 let ended: &Credentials = match &renewal.proof {
                     EnrollProof::ExpiredCertificate(ended) => ended,
-                    EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => {
-                        &enrolled.credentials
-                    }
+                    EnrollProof::Token(_) | EnrollProof::ServiceAccount(..) => &enrolled,
                 };
-                let rotating_credentials = rotate(ended, Some(renewal.store.clone()));
-                rotating_credentials
-                    .adopt(enrolled.credentials, enrolled.issued, false)
-                    .await;
+                let rotating_credentials = rotate(ended, Some(&renewal.store))?;
+                rotating_credentials.adopt(enrolled, false).await;
                 Ok(rotating_credentials)
             }
         }

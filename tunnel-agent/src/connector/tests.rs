@@ -12,7 +12,7 @@ use super::set::ConnectorSet;
 use super::status::SessionStatuses;
 use super::*;
 use crate::config::Limits;
-use crate::credentials::{CredentialStore, RotatingCredentials};
+use crate::credentials::{CredentialStore, Credentials, RotatingCredentials};
 use crate::metrics::Metrics;
 use crate::proxy::ProxyChoice;
 use crate::testing::net::{AGES, Busy, FakeNetwork, Peer, reject};
@@ -268,14 +268,20 @@ async fn certificate_that_three_handshakes_refuse_is_replaced_by_the_one_before(
     let (scratch, ca) = (TempDir::new(), Ca::new());
     let store = CredentialStore::open(scratch.path()).unwrap();
     let key = store.key().unwrap();
-    let issue = || ca.issue(&key, "culvert://agent/worker-1").to_vec();
-    let (older, newer, roots) = (issue(), issue(), [ca.der().to_vec()]);
-    store.save(std::slice::from_ref(&older), &roots).unwrap();
-    store.save_previous().unwrap();
-    store.save(std::slice::from_ref(&newer), &roots).unwrap();
-    let (node, stored) = ("worker-1".parse().unwrap(), stored(scratch.path()));
-    let rotating_credentials =
-        RotatingCredentials::new(node, stored, Some(store), None, Metrics::default());
+    let key = Arc::new(key);
+    let issue = || {
+        let chain = [ca.issue(&*key, "culvert://agent/worker-1").to_vec()];
+        Credentials::issued(key.clone(), &chain, &[ca.der().to_vec()]).unwrap()
+    };
+    let [older, newer] = [issue(), issue()];
+    store.save(&older).unwrap();
+    let rotating = |credentials| {
+        let (node, store) = ("worker-1".parse().unwrap(), Some(store.clone()));
+        RotatingCredentials::new(node, credentials, store, None, Metrics::default()).unwrap()
+    };
+    rotating(older.clone()).adopt(newer.clone(), false).await;
+    let [older, newer] = [older, newer].map(|credentials| credentials.own.cert[0].to_vec());
+    let rotating_credentials = rotating(stored(scratch.path()));
     let in_use = || rotating_credentials.identity().own().cert[0].to_vec();
     let some_credentials = Some(rotating_credentials.clone());
     let mut env = TestEnv::with(AUTO, &["192.0.2.1:10262"], some_credentials);

@@ -6,11 +6,10 @@ use std::path::PathBuf;
 use rustls_pki_types::ServerName;
 use tunnel_proto::identity::{PeerIdentity, validity};
 use tunnel_proto::process::file_watch::Loaded;
-use tunnel_proto::tls;
 use tunnel_proto::tls::files::{FileError, KeyPairFiles, digest_of, load_roots};
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CredentialError, Credentials};
+use super::{CredentialError, Credentials, TrustRoots};
 
 /// Paths of the operator's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,7 +47,8 @@ impl CredentialFiles {
         }
         let (issued, not_after) =
             validity(leaf).map_err(|error| unusable(rustls::Error::General(error.to_string())))?;
-        let roots = tls::roots(roots).map_err(|error| FileError::Root(self.ca.clone(), error))?;
+        let roots =
+            TrustRoots::new(roots).map_err(|error| FileError::Root(self.ca.clone(), error))?;
         Ok(Loaded {
             digest,
             value: Credentials {

@@ -1,12 +1,15 @@
 //! The credentials of a running agent. Handshakes use them, sessions renew them, and the store
 //! persists them.
 //!
-//! If the disk fails, the agent continues with the credentials in memory and logs it. Newly issued
-//! credentials are on trial until a session is ready with them. The previous credentials stay in
-//! memory and on disk, and take over again if handshakes fail.
+//! One state decides about all of it, under one lock: each change is computed from the whole state,
+//! so that a renewal and a reload of --ca-file that happen at the same time both count. Files follow
+//! the state, and have one writer. If the disk fails, the agent continues with the credentials in
+//! memory and logs it.
+//!
+//! Newly issued credentials are on trial until a session is ready with them. The previous
+//! credentials stay in memory and on disk until they expire, and take over if handshakes fail.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
@@ -16,11 +19,11 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 use tunnel_proto::identity::BACKDATED;
-use tunnel_proto::tls::{self, ReloadableIdentity};
+use tunnel_proto::tls::ReloadableIdentity;
 use tunnel_proto::wire::enroll::EnrollReply;
 use tunnel_proto::wire::name::NodeName;
 
-use super::{CredentialStore, Credentials, Issued};
+use super::{CredentialStore, Credentials, DiskContent, OnDisk, TrustRoots, succeed};
 use crate::enroll::check_issued;
 use crate::error::causes;
 use crate::metrics::Metrics;
@@ -29,20 +32,13 @@ use crate::metrics::Metrics;
 #[derive(Debug)]
 pub(crate) struct RotatingCredentials {
     node: NodeName,
+    /// What handshakes use, derived from the state.
     identity: Arc<ReloadableIdentity>,
     /// Store of the credentials; `None` if the operator provides the files.
     store: Option<CredentialStore>,
-    /// Roots of --ca-file, which replace the server's.
-    ca: Mutex<Option<Vec<CertificateDer<'static>>>>,
-    current: Mutex<Credentials>,
-    /// The other credentials, while the current ones are on trial. Locked before the current ones.
-    alternate: Mutex<Option<AlternateCredentials>>,
-    /// Number of replacements of the current credentials.
-    generation: AtomicU64,
-    /// Issued credentials that are not on disk yet.
-    unsaved: Mutex<Option<Issued>>,
-    /// Locked while writing, so that an older certificate never replaces a newer one.
-    saving: tokio::sync::Mutex<()>,
+    state: Mutex<State>,
+    /// Locked while files are written, by whoever writes what the state wants.
+    on_disk: Arc<tokio::sync::Mutex<OnDisk>>,
     /// Time of the next certificate request.
     next: watch::Sender<Option<Instant>>,
     /// Number of replacements that new sessions must be dialed with at once.
@@ -54,76 +50,154 @@ pub(crate) struct RotatingCredentials {
     metrics: Metrics,
 }
 
-/// The credentials that the current ones have replaced, in either direction.
+/// The credentials in use and those that can take over.
 ///
 /// ```text
-/// issued --> on trial --ready session--> alone
-///              |  ^
-///    3 refused |  | 3 refused       (the disk follows the pair that has a ready session)
-///              v  |
-///        the older pair --ready session--> alone
+/// issued --> on trial --ready session--> in use, the previous pair stays until it expires
+///              |  ^                        |  ^
+///    3 refused |  | 3 refused    3 refused |  | 3 refused
+///              v  |                        v  |
+///        the previous pair               the previous pair
 /// ```
+///
+/// The disk follows the pair that has a ready session.
 #[derive(Debug)]
-struct AlternateCredentials {
-    credentials: Credentials,
-    /// Like [`RotatingCredentials::unsaved`], for these credentials.
-    unsaved: Option<Issued>,
-    /// Consecutive handshakes with the current credentials that failed over a certificate.
+struct State {
+    /// Roots of --ca-file, which replace those of every pair.
+    ca: Option<TrustRoots>,
+    current: Pair,
+    other: Option<Pair>,
+    /// Consecutive handshakes with the current pair that failed over a certificate.
     refused: u32,
-    /// Whether these are the newer credentials and the current ones are the previous ones.
-    is_newer: bool,
-    /// Whether the older of the two are on disk as the previous ones.
-    is_stored: bool,
+    /// Number of replacements of the current pair.
+    generation: u64,
+    /// What the next start must find.
+    wanted: DiskContent,
 }
 
-impl AlternateCredentials {
-    fn older(credentials: Credentials, is_stored: bool) -> Self {
-        Self {
+/// A certificate with its roots.
+#[derive(Debug)]
+struct Pair {
+    credentials: Credentials,
+    /// Whether a session was ready with the pair.
+    has_worked: bool,
+}
+
+impl Pair {
+    fn is_proven(&self, now: SystemTime) -> bool {
+        self.has_worked && self.credentials.not_after > now
+    }
+}
+
+impl State {
+    /// Returns the CAs that this agent trusts.
+    fn trusted(&self) -> &[CertificateDer<'static>] {
+        let roots = self.ca.as_ref();
+        roots
+            .unwrap_or(&self.current.credentials.roots)
+            .certificates()
+    }
+
+    /// Replaces the current pair by one that has not worked yet. Of the older pairs the one that
+    /// was issued first stays, while it is valid and if it has worked: whatever servers have issued
+    /// since, a session was ready with it.
+    fn replace(&mut self, credentials: Credentials, now: SystemTime) {
+        let newest = Pair {
             credentials,
-            unsaved: None,
-            refused: 0,
-            is_newer: false,
-            is_stored,
+            has_worked: false,
+        };
+        let older = std::mem::replace(&mut self.current, newest);
+        let first = self.other.take_if(|other| {
+            let is_first = other.credentials.issued <= older.credentials.issued;
+            other.is_proven(now) && (is_first || !older.is_proven(now))
+        });
+        self.other = Some(first.unwrap_or(older));
+        self.changed();
+        self.store();
+    }
+
+    /// Lets the other pair take over.
+    fn swap(&mut self) {
+        if let Some(other) = &mut self.other {
+            std::mem::swap(&mut self.current, other);
+            self.changed();
         }
+    }
+
+    fn changed(&mut self) {
+        self.refused = 0;
+        self.generation += 1;
+    }
+
+    /// Lets the next start find the pairs of this state.
+    fn store(&mut self) {
+        self.wanted = DiskContent {
+            current: self.current.credentials.files(),
+            previous: self.other.as_ref().map(|pair| pair.credentials.files()),
+        };
     }
 }
 
 impl RotatingCredentials {
-    /// Creates the rotation with its first credentials. Only credentials with a signer are renewed.
+    /// Creates the rotation with its first credentials, which the store has if there is one. Only
+    /// credentials with a signer are renewed. `ca` are the roots of a --ca-file that replace those
+    /// of issued credentials.
+    ///
+    /// # Errors
+    /// Returns an error if `ca` is unusable.
     pub(crate) fn new(
         node: NodeName,
         credentials: Credentials,
         store: Option<CredentialStore>,
         ca: Option<Vec<CertificateDer<'static>>>,
         metrics: Metrics,
-    ) -> Arc<Self> {
+    ) -> Result<Arc<Self>, rustls::Error> {
         metrics.certificate(credentials.not_after);
-        let identity = ReloadableIdentity::new(credentials.own.clone(), credentials.trust());
         let next = first_renewal(&credentials, SystemTime::now(), rand::random());
         let previous = store
             .as_ref()
             .and_then(|store| store.previous(&node, ca.as_deref()));
-        Arc::new(Self {
+        let mut state = State {
+            ca: ca.map(TrustRoots::new).transpose()?,
+            wanted: DiskContent {
+                current: credentials.files(),
+                previous: None,
+            },
+            // The process may have ended before the first session.
+            current: Pair {
+                credentials,
+                has_worked: false,
+            },
+            other: previous.map(|credentials| Pair {
+                credentials,
+                has_worked: true,
+            }),
+            refused: 0,
+            generation: 0,
+        };
+        state.store();
+        let current = &state.current.credentials;
+        let identity =
+            ReloadableIdentity::new(current.own.clone(), current.trust(state.ca.as_ref()));
+        let on_disk = OnDisk::complete(state.wanted.clone());
+        Ok(Arc::new(Self {
             node,
             identity,
-            alternate: Mutex::new(previous.map(|older| AlternateCredentials::older(older, true))),
-            generation: AtomicU64::new(0),
             store,
-            ca: Mutex::new(ca),
-            current: Mutex::new(credentials),
-            unsaved: Mutex::default(),
-            saving: tokio::sync::Mutex::default(),
+            state: Mutex::new(state),
+            on_disk: Arc::new(tokio::sync::Mutex::new(on_disk)),
             next: watch::Sender::new(next.map(|wait| Instant::now() + wait)),
             updates: watch::Sender::new(0),
             rejected: Notify::new(),
             revoked: Notify::new(),
             metrics,
-        })
+        }))
     }
 
     /// Returns the current roots of --ca-file.
     pub(crate) fn ca(&self) -> Option<Vec<CertificateDer<'static>>> {
-        self.ca.lock().clone()
+        let state = self.state.lock();
+        state.ca.as_ref().map(|roots| roots.certificates().to_vec())
     }
 
     /// Replaces the roots of --ca-file from the next handshake on.
@@ -131,15 +205,19 @@ impl RotatingCredentials {
     /// # Errors
     /// Returns an error if the roots are unusable. The old roots stay.
     pub(crate) fn trust(&self, roots: Vec<CertificateDer<'static>>) -> Result<(), rustls::Error> {
-        let store = tls::roots(roots.iter().cloned())?;
-        *self.ca.lock() = Some(roots);
-        if let Some(alternate) = &mut *self.alternate.lock() {
-            alternate.credentials.roots = store.clone();
-        }
-        let mut current = self.current.lock();
-        current.roots = store;
-        self.identity.replace(current.own.clone(), current.trust());
+        let roots = TrustRoots::new(roots)?;
+        let mut state = self.state.lock();
+        state.ca = Some(roots);
+        self.publish(&state);
         Ok(())
+    }
+
+    /// Lets the next handshake use what the state says. The caller has the lock of the state.
+    fn publish(&self, state: &State) {
+        let current = &state.current.credentials;
+        let trust = current.trust(state.ca.as_ref());
+        self.identity.replace(current.own.clone(), trust);
+        self.metrics.certificate(current.not_after);
     }
 
     pub(crate) fn identity(&self) -> &Arc<ReloadableIdentity> {
@@ -147,11 +225,11 @@ impl RotatingCredentials {
     }
 
     pub(crate) fn current(&self) -> Credentials {
-        self.current.lock().clone()
+        self.state.lock().current.credentials.clone()
     }
 
     pub(crate) fn not_after(&self) -> SystemTime {
-        self.current.lock().not_after
+        self.state.lock().current.credentials.not_after
     }
 
     /// Returns a watch that changes when new credentials need a new session.
@@ -213,7 +291,7 @@ impl RotatingCredentials {
             }
             due
         });
-        let signer = self.current.lock().signer.clone().filter(|_| claimed)?;
+        let signer = self.signer().filter(|_| claimed)?;
         match CertificateParams::default().serialize_request(&*signer) {
             Ok(request) => Some(request.der().to_vec()),
             Err(error) => {
@@ -221,6 +299,10 @@ impl RotatingCredentials {
                 None
             }
         }
+    }
+
+    fn signer(&self) -> Option<Arc<rcgen::KeyPair>> {
+        self.state.lock().current.credentials.signer.clone()
     }
 
     /// Handles the server's answer. Not cancel-safe: the certificate may not be persisted.
@@ -233,25 +315,10 @@ impl RotatingCredentials {
                 return;
             }
         };
-        let taken = self
-            .current
-            .lock()
-            .signer
-            .clone()
-            .ok_or_else(|| "no certificate was requested".to_owned());
-        let taken = taken.and_then(|signer| {
-            check_issued(&self.node, &signer, &chain)?;
-            self.current()
-                .check_successor(&chain, &roots, SystemTime::now())?;
-            Credentials::issued(signer, &chain, &roots, self.ca().as_deref())
-        });
-        match taken {
-            Ok(credentials) => {
+        match self.take_issued(&chain, &roots) {
+            Ok(()) => {
                 self.metrics.renewal("issued");
-                // A server that replaces its CA waits until its agents have connected with the
-                // certificates that they received.
-                let at_once = roots.len() > 1;
-                self.adopt(credentials, Some((chain, roots)), at_once).await;
+                self.save().await;
             }
             Err(problem) => {
                 self.metrics.renewal("unusable");
@@ -260,170 +327,129 @@ impl RotatingCredentials {
         }
     }
 
-    /// Takes new credentials into use and persists issued ones. With `at_once` a new session is
-    /// dialed with them. Not cancel-safe: they may not be persisted.
-    pub(crate) async fn adopt(
-        &self,
-        credentials: Credentials,
-        issued: Option<Issued>,
-        at_once: bool,
-    ) {
-        self.identity
-            .replace(credentials.own.clone(), credentials.trust());
-        self.metrics.certificate(credentials.not_after);
+    /// Checks issued credentials by the state that they become part of, and takes them into use.
+    fn take_issued(&self, chain: &[Vec<u8>], roots: &[Vec<u8>]) -> Result<(), String> {
+        let mut state = self.state.lock();
+        let signer = state.current.credentials.signer.clone();
+        let signer = signer.ok_or("no certificate was requested")?;
+        check_issued(&self.node, &signer, chain)?;
+        let credentials = Credentials::issued(signer, chain, roots)?;
+        let older = &state.current.credentials.roots;
+        let credentials = succeed(credentials, state.trusted(), Some(older), SystemTime::now())?;
+        // A server that replaces its CA waits until its agents have connected with the certificates
+        // that they received.
+        let at_once = roots.len() > 1;
+        self.replace(&mut state, credentials, at_once);
+        Ok(())
+    }
+
+    /// Takes new credentials into use and persists them. With `at_once` a new session is dialed with
+    /// them. Not cancel-safe: they may not be persisted.
+    pub(crate) async fn adopt(&self, credentials: Credentials, at_once: bool) {
+        self.replace(&mut self.state.lock(), credentials, at_once);
+        self.save().await;
+    }
+
+    fn replace(&self, state: &mut State, credentials: Credentials, at_once: bool) {
         let not_after = humantime::format_rfc3339_seconds(credentials.not_after);
         info!(node = %self.node, %not_after, "using a new certificate");
         self.log_clock_skew(&credentials);
         // Counted from the arrival of the certificate: with a wrong clock the agent must not ask
         // again at once.
         let next = first_renewal(&credentials, credentials.issued, rand::random());
-        let older = std::mem::replace(&mut *self.current.lock(), credentials);
-        self.generation.fetch_add(1, Ordering::Relaxed);
-        if issued.is_some() {
-            self.save_previous(older);
+        state.replace(credentials, SystemTime::now());
+        if self.store.is_none() {
+            // The operator's files are the only source.
+            state.other = None;
         }
-        let next = next.map(|wait| Instant::now() + wait);
-        self.next.send_replace(next);
+        self.publish(state);
+        self.next
+            .send_replace(next.map(|wait| Instant::now() + wait));
         if at_once {
             self.updates.send_modify(|count| *count += 1);
         }
-        if issued.is_some() {
-            *self.unsaved.lock() = issued;
-        }
-        self.save().await;
-    }
-
-    /// Saves the credentials that a server's answer has replaced. Credentials that carried a
-    /// session are kept while they are valid, whatever the server issued since.
-    fn save_previous(&self, older: Credentials) {
-        if self.store.is_none() {
-            return;
-        }
-        let mut alternate = self.alternate.lock();
-        let is_stored = match &mut *alternate {
-            Some(alternate) if alternate.is_newer => alternate.is_stored,
-            Some(alternate) if alternate.credentials.not_after > SystemTime::now() => {
-                alternate.refused = 0;
-                return;
-            }
-            Some(_) | None => false,
-        };
-        *alternate = Some(AlternateCredentials::older(older, is_stored));
     }
 
     /// Returns the generation of the current credentials. A handshake that begins after the call
     /// uses this generation or a newer one.
     pub(crate) fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Relaxed)
+        self.state.lock().generation
     }
 
     /// Records a handshake that failed over a certificate: the server refused the agent's, or the
-    /// agent the server's. After three consecutive failures with credentials on trial, the other
-    /// credentials become current. The disk does not change before a session is ready.
+    /// agent the server's. After three consecutive failures the other credentials become current, if
+    /// there are any. Credentials that have worked do not give way to expired ones. The disk does not
+    /// change before a session is ready.
     pub(crate) fn refused(&self, generation: u64) {
-        let mut alternate = self.alternate.lock();
-        let Some(trial) = alternate
-            .as_mut()
-            .filter(|_| generation == self.generation())
-        else {
-            return;
-        };
-        trial.refused += 1;
-        if trial.refused < REFUSED_MOST {
+        let now = SystemTime::now();
+        let mut state = self.state.lock();
+        if generation != state.generation {
             return;
         }
-        trial.refused = 0;
-        trial.is_newer = !trial.is_newer;
-        let mut current = self.current.lock();
-        std::mem::swap(&mut *current, &mut trial.credentials);
-        let mut unsaved = self.unsaved.lock();
-        std::mem::swap(&mut *unsaved, &mut trial.unsaved);
-        self.metrics.unsaved(unsaved.is_some());
-        self.identity.replace(current.own.clone(), current.trust());
-        self.generation.fetch_add(1, Ordering::Relaxed);
-        self.metrics.certificate(current.not_after);
+        if state.current.has_worked {
+            state
+                .other
+                .take_if(|other| other.credentials.not_after <= now);
+        }
+        if state.other.is_none() {
+            return;
+        }
+        state.refused += 1;
+        if state.refused < REFUSED_MOST {
+            return;
+        }
+        state.swap();
+        self.publish(&state);
         self.metrics.renewal("returned");
+        let current = &state.current.credentials;
+        let other = state.other.as_ref().map(|pair| &pair.credentials);
+        let previous = other.is_some_and(|other| other.issued > current.issued);
         let not_after = humantime::format_rfc3339_seconds(current.not_after);
         warn!(
-            node = %self.node, %not_after, previous = trial.is_newer,
+            node = %self.node, %not_after, previous,
             "{REFUSED_MOST} consecutive handshakes failed on certificates; switched to the agent's other certificate and roots"
         );
-        let next = first_renewal(&current, SystemTime::now(), rand::random());
-        drop((unsaved, current, alternate));
-        self.next
-            .send_replace(next.map(|wait| Instant::now() + wait));
+        let next = first_renewal(current, now, rand::random());
+        // While servers refuse one pair and then the other, requests are no more frequent than
+        // those without an answer.
+        let next = next.map(|wait| Instant::now() + wait.max(retry_wait(current)));
+        self.next.send_replace(next);
     }
 
-    /// Records that a session is ready: only the credentials that it was dialed with remain. Not
-    /// cancel-safe: the disk may be behind.
+    /// Records that a session is ready: the credentials that it was dialed with work. The others stay
+    /// until they expire, unless they never worked. Not cancel-safe: the disk may be behind.
     pub(crate) async fn confirm(&self, generation: u64) {
-        let taken = self
-            .alternate
-            .lock()
-            .take_if(|_| generation == self.generation());
-        let (Some(alternate), Some(store)) = (taken, self.store.clone()) else {
-            return;
-        };
-        let _one_at_a_time = self.saving.lock().await;
-        let removed = tokio::task::spawn_blocking(move || {
-            if alternate.is_newer && alternate.is_stored {
-                store.restore_previous()
-            } else {
-                store.remove_previous()
+        {
+            let now = SystemTime::now();
+            let mut state = self.state.lock();
+            if generation != state.generation {
+                return;
             }
-        });
-        match removed.await {
-            Ok(Ok(())) => {}
-            Ok(Err(problem)) => {
-                let error = causes(&problem);
-                warn!(node = %self.node, error, "cannot update the certificates in the data directory");
-            }
-            Err(panic) => {
-                error!(node = %self.node, error = %panic, "task that removes the previous certificate panicked")
-            }
+            state.current.has_worked = true;
+            state.refused = 0;
+            state.other.take_if(|other| !other.is_proven(now));
+            state.store();
         }
+        self.save().await;
     }
 
-    /// Writes unsaved credentials to disk. Not cancel-safe: they may be written all the same.
+    /// Writes what the state wants on disk. The write goes on if the call is canceled.
     pub(crate) async fn save(&self) {
-        let _one_at_a_time = self.saving.lock().await;
-        let wanted = self.unsaved.lock().clone();
-        let (Some(store), Some((chain, roots))) = (self.store.clone(), wanted.clone()) else {
+        let Some(store) = self.store.clone() else {
             return;
         };
-        let signer = self.current.lock().signer.clone();
-        let is_older_stored = self
-            .alternate
-            .lock()
-            .as_ref()
-            .is_none_or(|alternate| alternate.is_newer || alternate.is_stored);
+        let mut on_disk = self.on_disk.clone().lock_owned().await;
+        let wanted = self.state.lock().wanted.clone();
+        if on_disk.writes(&wanted).is_empty() {
+            self.metrics.unsaved(false);
+            return;
+        }
+        let signer = self.signer();
         let saved = tokio::task::spawn_blocking(move || {
-            let older = if is_older_stored {
-                Ok(())
-            } else {
-                store.save_previous()
-            };
-            let is_older_stored = older.is_ok();
-            let saved = older
-                .and_then(|()| store.save(&chain, &roots))
-                .and_then(|()| signer.map_or(Ok(()), |signer| store.restore_key(&signer)));
-            (is_older_stored, saved)
+            store.write(&mut on_disk, wanted, signer.as_deref())
         });
-        let saved = saved.await.map(|(is_older_stored, saved)| {
-            // Also if the rest failed: half of a new pair may be on disk.
-            if let Some(alternate) = self.alternate.lock().as_mut().filter(|_| is_older_stored) {
-                alternate.is_stored = true;
-            }
-            saved
-        });
-        match saved {
-            Ok(Ok(())) => {
-                let mut unsaved = self.unsaved.lock();
-                if *unsaved == wanted {
-                    *unsaved = None;
-                }
-                self.metrics.unsaved(false);
-            }
+        match saved.await {
+            Ok(Ok(())) => self.metrics.unsaved(false),
             Ok(Err(problem)) => {
                 self.metrics.unsaved(true);
                 error!(
@@ -459,7 +485,8 @@ impl RotatingCredentials {
     /// Logs a failed renewal as a warning, or as an error when the expiry is near.
     fn log_failure(&self, problem: &str) {
         let (issued, not_after) = {
-            let current = self.current.lock();
+            let state = self.state.lock();
+            let current = &state.current.credentials;
             (current.issued, current.not_after)
         };
         let left = not_after
@@ -476,9 +503,7 @@ impl RotatingCredentials {
 
     /// Returns the wait before the next request.
     fn retry(&self) -> Duration {
-        let current = self.current.lock();
-        let life = current.not_after.duration_since(current.issued);
-        retry_after(life.unwrap_or_default(), rand::random())
+        retry_wait(&self.state.lock().current.credentials)
     }
 }
 
@@ -493,6 +518,12 @@ fn first_renewal(credentials: &Credentials, now: SystemTime, random: f64) -> Opt
         .unwrap_or_default();
     let age = now.duration_since(credentials.issued).unwrap_or_default();
     Some(life.mul_f64(0.4 + 0.2 * random).saturating_sub(age))
+}
+
+/// Returns the wait before another request with these credentials.
+fn retry_wait(credentials: &Credentials) -> Duration {
+    let life = credentials.not_after.duration_since(credentials.issued);
+    retry_after(life.unwrap_or_default(), rand::random())
 }
 
 /// Returns a twentieth of the lifetime, times 0.5 to 1.5; at most an hour or so.

@@ -186,6 +186,8 @@ fn ca_source(config: &Config, other: CaSource) -> CaSource {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use tunnel_proto::wire::enroll::{JoinToken, TOKEN_SECRET_BYTES};
 
     use super::*;
@@ -224,7 +226,9 @@ mod tests {
         let store = CredentialStore::open(&dir.path().join("agent")).unwrap();
         let key = store.key().unwrap();
         let leaf = ca.issue(&key, "culvert://agent/worker-1");
-        store.save(&[leaf.to_vec()], &[ca.der().to_vec()]).unwrap();
+        let (chain, roots) = ([leaf.to_vec()], [ca.der().to_vec()]);
+        let issued = Credentials::issued(Arc::new(key), &chain, &roots).unwrap();
+        store.save(&issued).unwrap();
         let (identity, facts) = load(&config(&dir, "worker-1"), SystemTime::now()).unwrap();
         assert!(matches!(identity, Identity::Certificate(_)));
         assert!(facts.is_certificate());

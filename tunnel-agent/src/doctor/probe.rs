@@ -25,6 +25,7 @@ use tunnel_proto::wire::{ALPN_ENROLL, ALPN_SESSION, ALPN_SESSION_TCP};
 use super::credential::Identity;
 use crate::config::{Config, ServerAddress, TransportChoice};
 use crate::connector::endpoint::resolve;
+use crate::credentials::TrustRoots;
 use crate::enroll::SERVER_NAME;
 use crate::error::causes;
 use crate::proxy::ProxyChoice;
@@ -157,8 +158,10 @@ impl Prober {
                 (Some(tls), None)
             }
             Some(Identity::Certificate(credentials)) => {
+                let ca = config.ca.clone().map(TrustRoots::new).transpose();
+                let ca = ca.map_err(|error| format!("--ca-file: {error}"))?;
                 let client = |alpn| {
-                    let (own, trust) = (credentials.own.clone(), credentials.trust());
+                    let (own, trust) = (credentials.own.clone(), credentials.trust(ca.as_ref()));
                     tls::session_client(own, trust, alpn).map_err(|error| error.to_string())
                 };
                 let tls = TcpTls {

@@ -8,8 +8,9 @@ use tokio::time::{Instant, sleep};
 use tracing::{debug, info, warn};
 use tunnel_proto::wire::code::EnrollCode;
 
-use super::{EndpointRotation, EnrollError, EnrollProof, Enrolled, Enrollment, attempt};
+use super::{EndpointRotation, EnrollError, EnrollProof, Enrollment, attempt};
 use crate::connector::backoff::{Backoff, ReconnectEvent};
+use crate::credentials::Credentials;
 use crate::error::causes;
 use crate::log_throttle::LogThrottle;
 
@@ -18,7 +19,7 @@ use crate::log_throttle::LogThrottle;
 ///
 /// # Errors
 /// Returns an error if the operator must act.
-pub(crate) async fn enroll(enrollment: &Enrollment) -> Result<Enrolled, EnrollError> {
+pub(crate) async fn enroll(enrollment: &Enrollment) -> Result<Credentials, EnrollError> {
     RetryLoop::new(enrollment).run().await
 }
 
@@ -31,7 +32,7 @@ pub(crate) async fn enroll(enrollment: &Enrollment) -> Result<Enrolled, EnrollEr
 pub(crate) async fn renew_or_enroll(
     renewal: &Enrollment,
     by_token: &Enrollment,
-) -> Result<Enrolled, EnrollError> {
+) -> Result<Credentials, EnrollError> {
     let (mut renewal, mut by_token) = (RetryLoop::new(renewal), RetryLoop::new(by_token));
     let mut throttle = LogThrottle::default();
     loop {
@@ -106,7 +107,7 @@ impl<'a> RetryLoop<'a> {
     }
 
     /// Retries until an attempt succeeds or the operator must act.
-    async fn run(&mut self) -> Result<Enrolled, EnrollError> {
+    async fn run(&mut self) -> Result<Credentials, EnrollError> {
         loop {
             match self.try_each_server().await {
                 Err(error) if error.is_retryable() => {}
@@ -117,7 +118,7 @@ impl<'a> RetryLoop<'a> {
 
     /// Makes one attempt per server, with a pause after each failure. Returns the last failure, or
     /// the first one that is not retryable.
-    async fn try_each_server(&mut self) -> Result<Enrolled, EnrollError> {
+    async fn try_each_server(&mut self) -> Result<Credentials, EnrollError> {
         if self.rotation.attempts == 0 {
             self.log_start();
         }

@@ -6,7 +6,7 @@ use super::*;
 use crate::config::Secret;
 use crate::proxy::testing::FakeProxy;
 use crate::testing::server::Server;
-use crate::testing::{TempDir, stored};
+use crate::testing::{Ca, TempDir, stored};
 
 const LONG: Duration = Duration::from_secs(10);
 
@@ -28,7 +28,7 @@ async fn once(
     enrollment: &Enrollment,
     server: &Server,
     answer: impl FnOnce(EnrollRequest) -> Option<EnrollReply>,
-) -> (Result<Enrolled, EnrollError>, io::Result<()>) {
+) -> (Result<Credentials, EnrollError>, io::Result<()>) {
     let mut rotation = EndpointRotation::default();
     let attempt = attempt(enrollment, &mut rotation);
     let both = async { tokio::join!(attempt, server.enrollment(answer)) };
@@ -195,14 +195,13 @@ async fn lost_answer_is_asked_for_again_with_the_same_key() {
 
 /// Returns the certificate that the server issued to the agent before, for the key in the
 /// directory.
-fn ended(server: &Server, scratch: &TempDir) -> (Credentials, Issued) {
+fn ended(server: &Server, scratch: &TempDir) -> Credentials {
     let store = CredentialStore::open(scratch.path()).unwrap();
     let key = store.key().unwrap();
     let Some(EnrollReply::Issued { chain, roots }) = issue(server, scratch) else {
         panic!("refused")
     };
-    let credentials = Credentials::issued(Arc::new(key), &chain, &roots, None).unwrap();
-    (credentials, (chain, roots))
+    Credentials::issued(Arc::new(key), &chain, &roots).unwrap()
 }
 
 fn late(server: &Server, ended: Credentials, scratch: &TempDir) -> Enrollment {
@@ -216,9 +215,10 @@ fn late(server: &Server, ended: Credentials, scratch: &TempDir) -> Enrollment {
 #[tokio::test]
 async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later() {
     let (server, scratch) = (Server::start().await, TempDir::new());
-    let (mut ended, (chain, roots)) = ended(&server, &scratch);
+    let mut ended = ended(&server, &scratch);
+    let stored = ended.own.cert[0].clone();
     let store = CredentialStore::open(scratch.path()).unwrap();
-    store.save(&chain, &roots).unwrap();
+    store.save(&ended).unwrap();
     let renewal = late(&server, ended.clone(), &scratch);
     let (renewed, served) = once(&renewal, &server, |request| {
         assert!(request.proof.is_some());
@@ -226,20 +226,19 @@ async fn ended_certificate_is_not_renewed_by_itself_but_by_one_that_ends_later()
     })
     .await;
     served.unwrap();
-    assert!(renewed.unwrap().issued.is_some());
+    assert_ne!(renewed.unwrap().own.cert[0], stored);
 
     ended.not_after = SystemTime::now() - Duration::from_secs(1);
     let late = late(&server, ended, &scratch);
     let found = timeout(LONG, attempt(&late, &mut EndpointRotation::default())).await;
     let found = found.unwrap().unwrap();
-    assert!(found.issued.is_none());
-    assert_eq!(found.credentials.own.cert[0].as_ref(), chain[0]);
+    assert_eq!(found.own.cert[0], stored);
 }
 
 #[tokio::test]
 async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
     let (server, scratch) = (Server::start().await, TempDir::new());
-    let (ended, _) = ended(&server, &scratch);
+    let ended = ended(&server, &scratch);
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
     for (name, content) in [("enrol.lock", None), ("agent.crt", Some("damaged"))] {
@@ -254,7 +253,7 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
         assert!(matches!(error, EnrollError::Credentials(_)), "{error:?}");
         let (renewed, served) = once(&late, &server, |_| issue(&server, &scratch)).await;
         served.unwrap();
-        assert!(renewed.unwrap().issued.is_some());
+        renewed.unwrap();
         if content.is_none() {
             std::fs::remove_dir(&path).unwrap();
         }
@@ -265,7 +264,7 @@ async fn directory_that_cannot_be_used_stops_a_token_but_no_renewal() {
 #[tokio::test]
 async fn token_is_tried_when_the_server_has_another_ca() {
     let (server, old, scratch) = (Server::start().await, Server::start().await, TempDir::new());
-    let (ended, _) = ended(&old, &scratch);
+    let ended = ended(&old, &scratch);
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
     let serving = async {
@@ -285,7 +284,7 @@ async fn token_is_tried_when_the_server_has_another_ca() {
 #[tokio::test]
 async fn token_that_is_refused_does_not_end_a_renewal_that_may_still_work() {
     let (server, scratch) = (Server::start().await, TempDir::new());
-    let (ended, _) = ended(&server, &scratch);
+    let ended = ended(&server, &scratch);
     let by_token = enrollment(&server, server.token(), &scratch);
     let late = late(&server, ended, &scratch);
     let serving = async {
@@ -299,6 +298,34 @@ async fn token_that_is_refused_does_not_end_a_renewal_that_may_still_work() {
         server.enrollment(answer).await.unwrap();
     };
     let both = async { tokio::join!(renew_or_enroll(&late, &by_token), serving) };
-    let renewed = timeout(LONG, both).await.unwrap().0.unwrap();
-    assert!(renewed.issued.is_some());
+    timeout(LONG, both).await.unwrap().0.unwrap();
+}
+
+/// Who has the certificate of one server, but not the CA, brings no CA of its own.
+#[tokio::test]
+async fn answer_with_a_root_that_no_trusted_ca_signed_is_refused_and_a_signed_one_is_taken() {
+    let (server, own, scratch) = (Server::start().await, Ca::new(), TempDir::new());
+    let by_token = enrollment(&server, server.token(), &scratch);
+    let late = late(&server, ended(&server, &scratch), &scratch);
+    let answer = |issuer: &Ca, roots: Vec<Vec<u8>>| {
+        let EnrollReply::Issued { chain, .. } = server.issue_by(issuer, scratch.path()) else {
+            panic!("refused")
+        };
+        Some(EnrollReply::Issued { chain, roots })
+    };
+    let both = vec![server.ca.der().to_vec(), own.der().to_vec()];
+    let signed = [both.clone(), vec![server.ca.cross_sign(&own).to_vec()]].concat();
+    for enrollment in [&late, &by_token] {
+        for issuer in [&own, &server.ca] {
+            let (enrolled, _) = once(enrollment, &server, |_| answer(issuer, both.clone())).await;
+            let error = enrolled.unwrap_err().to_string();
+            assert!(
+                error.contains("is not signed by a CA that this agent trusts"),
+                "{error}"
+            );
+        }
+        assert!(!scratch.path().join("agent.crt").exists());
+        let (enrolled, _) = once(enrollment, &server, |_| answer(&own, signed.clone())).await;
+        enrolled.unwrap();
+    }
 }

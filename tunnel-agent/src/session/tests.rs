@@ -106,7 +106,8 @@ impl TestEnv {
             None,
             None,
             context.metrics.clone(),
-        );
+        )
+        .unwrap();
         Self::with(context).welcomed().await
     }
 

@@ -103,9 +103,12 @@ impl Server {
     /// Issues a certificate to the key in `data_dir`, where agents store their key before a
     /// request.
     pub(crate) fn issue(&self, data_dir: &Path, uri: &str) -> EnrollReply {
-        let pem = std::fs::read_to_string(data_dir.join("agent.key")).unwrap();
-        let key = KeyPair::from_pem(&pem).unwrap();
-        self.ca.reply(&key, uri)
+        self.ca.reply(&stored_key(data_dir), uri)
+    }
+
+    /// Like [`Self::issue`] for worker-1, by another CA.
+    pub(crate) fn issue_by(&self, ca: &Ca, data_dir: &Path) -> EnrollReply {
+        ca.reply(&stored_key(data_dir), "culvert://agent/worker-1")
     }
 
     /// Returns the next session of an agent over TCP.
@@ -121,4 +124,9 @@ impl Server {
         let (_, handshake) = self.quic.accept().await.unwrap();
         handshake.await.unwrap()
     }
+}
+
+fn stored_key(data_dir: &Path) -> KeyPair {
+    let pem = std::fs::read_to_string(data_dir.join("agent.key")).unwrap();
+    KeyPair::from_pem(&pem).unwrap()
 }

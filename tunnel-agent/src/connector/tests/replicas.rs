@@ -256,7 +256,7 @@ async fn new_certificate_is_dialed_a_few_times_behind_a_load_balancer() {
     env.until_connected(2).await;
     let renewed = credentials(&Ca::new());
     let rotating_credentials = &env.context.rotating_credentials;
-    rotating_credentials.adopt(renewed, None, true).await;
+    rotating_credentials.adopt(renewed, true).await;
     // The first session is replaced at once.
     for _ in 0..1 + 10 {
         let connection = env.net.arrival().await;

@@ -4,6 +4,8 @@ use rcgen::KeyPair;
 use tokio::time::timeout;
 
 use super::*;
+use tunnel_proto::tls::Trust;
+
 use crate::testing::{Ca, TempDir, credentials, stored};
 
 const LONG: Duration = Duration::from_secs(30 * 86400);
@@ -31,12 +33,21 @@ impl Fixture {
         first.not_after = now - age + LONG;
         let node = "worker-1".parse().unwrap();
         Self {
-            rotating_credentials: RotatingCredentials::new(node, first, Some(store), None, metrics),
+            rotating_credentials: RotatingCredentials::new(node, first, Some(store), None, metrics)
+                .unwrap(),
             scratch,
             ca,
             signer,
             text,
         }
+    }
+
+    /// Creates a fixture whose credentials are renewed and have worked.
+    async fn renewed() -> Self {
+        let fixture = Self::aged(LONG / 2);
+        fixture.renew().await;
+        fixture.confirm().await;
+        fixture
     }
 
     /// Has the agent receive an answer to its request.
@@ -146,19 +157,57 @@ async fn answer_that_its_roots_do_not_bear_out_changes_nothing() {
         fixture.issued_by(&other_ca, &[&other_ca]),
         fixture.issued_by(ours, &[&other_ca]),
         fixture.issued_by(&other_ca, &[ours]),
+        fixture.issued_by(&other_ca, &[ours, &other_ca]),
+        fixture.issued_by(ours, &[ours, &other_ca]),
         issued(vec![ended], vec![ours.der().to_vec()]),
+        issued(vec![before.to_vec()], vec![ours.der().to_vec(); 17]),
         EnrollReply::Refused(unavailable, "x".into()),
     ] {
         fixture.handle(bad).await;
         assert_eq!(fixture.in_use(), before);
     }
     assert!(!fixture.scratch.path().join("agent.crt").exists());
-    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 9"));
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unusable\"} 12"));
     assert!(fixture.metric("tunnel_agent_renewals_total{result=\"unavailable\"} 1"));
-    // Like during the replacement of the CA.
-    let both = fixture.issued_by(&other_ca, &[ours, &other_ca]);
-    fixture.handle(both).await;
-    assert_ne!(fixture.in_use(), before);
+}
+
+/// As during the replacement of the CA: the old CA signs the new one, and either may issue the leaf.
+#[tokio::test]
+async fn root_that_a_trusted_ca_signed_is_taken_and_stored() {
+    let fixture = Fixture::aged(LONG / 2);
+    let (old, new) = (&fixture.ca, Ca::new());
+    let roots = [
+        old.der(),
+        new.der(),
+        &old.cross_sign(&new),
+        &new.cross_sign(old),
+    ];
+    let roots = roots.map(|root| root.to_vec()).to_vec();
+    for issuer in [old, &new] {
+        let before = fixture.in_use();
+        let chain = vec![issuer.issue(&*fixture.signer, WORKER_1).to_vec()];
+        let roots = roots.clone();
+        fixture.handle(EnrollReply::Issued { chain, roots }).await;
+        assert_ne!(fixture.in_use(), before);
+        fixture.confirm().await;
+    }
+    let alone = new.reply(&*fixture.signer, WORKER_1);
+    fixture.handle(alone).await;
+    assert_eq!(fixture.stored(), fixture.in_use());
+    assert!(fixture.metric("tunnel_agent_renewals_total{result=\"issued\"} 3"));
+}
+
+/// The certificate of a server is signed by the CA, but is none.
+#[tokio::test]
+async fn key_of_a_servers_certificate_vouches_for_no_root() {
+    let fixture = Fixture::aged(LONG / 2);
+    let (before, own) = (fixture.in_use(), Ca::new());
+    let server = fixture.ca.issue(own.key(), "culvert://server");
+    let chain = vec![own.issue(&*fixture.signer, WORKER_1).to_vec()];
+    let roots = [fixture.ca.der(), own.der(), &server].map(|root| root.to_vec());
+    let roots = roots.to_vec();
+    fixture.handle(EnrollReply::Issued { chain, roots }).await;
+    assert_eq!(fixture.in_use(), before);
 }
 
 #[tokio::test]
@@ -179,7 +228,7 @@ async fn f17_renewal_on_a_host_whose_clock_is_ahead_waits_for_half_its_life() {
     let mut ahead = fixture.rotating_credentials.current();
     ahead.issued = SystemTime::now() - LONG + Duration::from_secs(86400);
     ahead.not_after = ahead.issued + LONG;
-    fixture.rotating_credentials.adopt(ahead, None, false).await;
+    fixture.rotating_credentials.adopt(ahead, false).await;
     let soon = timeout(LONG.mul_f64(0.39), fixture.rotating_credentials.due()).await;
     assert!(soon.is_err());
     let later = timeout(LONG, fixture.rotating_credentials.due()).await;
@@ -207,7 +256,7 @@ async fn f24_lost_directory_is_survived_in_memory_and_reported() {
 async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
     let fixture = Fixture::aged(LONG / 2);
     let file = fixture.scratch.path().join("agent.crt");
-    let first_is_writing = fixture.rotating_credentials.saving.lock().await;
+    let first_is_writing = fixture.rotating_credentials.on_disk.lock().await;
     for _ in 0..2 {
         let waiting = timeout(Duration::from_secs(1), fixture.renew()).await;
         assert!(waiting.is_err() && !file.exists());
@@ -217,38 +266,92 @@ async fn save_waits_for_the_one_before_it_and_keeps_the_newest() {
     assert_eq!(fixture.stored(), fixture.in_use());
 }
 
+/// A server may accept certificates that the others refuse.
 #[tokio::test]
-async fn three_refused_handshakes_bring_the_previous_certificate_back() {
-    let fixture = Fixture::aged(LONG / 2);
-    fixture.renew().await;
-    fixture.confirm().await;
-    assert!(!fixture.has_previous());
+async fn previous_pair_stays_until_it_expires_whatever_was_issued_and_worked_since() {
+    let fixture = Fixture::renewed().await;
     let first = fixture.in_use();
-
-    let hostile = Ca::new();
-    let reply = fixture.issued_by(&hostile, &[&fixture.ca, &hostile]);
-    fixture.handle(reply).await;
-    let second = fixture.in_use();
-    assert_ne!(first, second);
-    assert!(fixture.has_previous());
+    for _ in 0..2 {
+        fixture.renew().await;
+        fixture.confirm().await;
+        assert!(fixture.has_previous());
+    }
+    let newest = fixture.in_use();
     let generation = fixture.rotating_credentials.generation();
     fixture.rotating_credentials.refused(generation);
     fixture.rotating_credentials.refused(generation);
     // The handshake began with the previous credentials.
     fixture.rotating_credentials.refused(generation - 1);
-    assert_eq!(fixture.in_use(), second);
+    assert_eq!(fixture.in_use(), newest);
     fixture.rotating_credentials.refused(generation);
     assert_eq!(fixture.in_use(), first);
     assert!(fixture.metric("tunnel_agent_renewals_total{result=\"returned\"} 1"));
-    assert_eq!(fixture.stored(), second, "written before anything worked");
+    assert_eq!(fixture.stored(), newest, "written before anything worked");
 
     fixture.rotating_credentials.confirm(generation).await;
-    assert_eq!(fixture.stored(), second, "another one's session");
+    assert_eq!(fixture.stored(), newest, "another one's session");
     fixture.confirm().await;
     assert_eq!(fixture.stored(), first);
-    assert!(!fixture.has_previous());
     refuse(&fixture.rotating_credentials);
-    assert_eq!(fixture.in_use(), first, "there is no other");
+    assert_eq!(fixture.in_use(), newest, "which has worked, too");
+}
+
+#[tokio::test]
+async fn pair_that_never_worked_and_pair_that_has_expired_are_dropped() {
+    let fixture = Fixture::renewed().await;
+    let first = fixture.in_use();
+    fixture.renew().await;
+    refuse(&fixture.rotating_credentials);
+    fixture.confirm().await;
+    assert_eq!((fixture.stored(), fixture.has_previous()), (first, false));
+
+    let fixture = Fixture::aged(LONG);
+    fixture.confirm().await;
+    fixture.renew().await;
+    assert!(fixture.has_previous(), "on trial");
+    fixture.confirm().await;
+    assert!(!fixture.has_previous());
+    let newest = fixture.in_use();
+    refuse(&fixture.rotating_credentials);
+    assert_eq!(fixture.in_use(), newest, "there is no other");
+}
+
+/// During a rotation, who has a server's certificate of the old CA answers with the agent's own
+/// certificate and the old root alone, and is confirmed by a session.
+#[tokio::test]
+async fn answer_that_lacks_a_newer_root_does_not_take_it_away() {
+    let fixture = Fixture::renewed().await;
+    let (old, new) = (&fixture.ca, Ca::since(2020));
+    let own = fixture.in_use();
+    let answer = |leaf: &[u8], roots: &[&[u8]]| EnrollReply::Issued {
+        chain: vec![leaf.to_vec()],
+        roots: roots.iter().map(|root| root.to_vec()).collect(),
+    };
+    let (by_old, by_new) = (old.cross_sign(&new), new.cross_sign(old));
+    let all: [&[u8]; 3] = [old.der(), new.der(), &by_old];
+    let crossed: [&[u8]; 1] = [&by_new];
+    let trusted = || match &*fixture.rotating_credentials.identity().trust() {
+        Trust::Roots(roots) => roots.len(),
+        other => panic!("{other:?}"),
+    };
+    let new_leaf = new.issue(&*fixture.signer, WORKER_1);
+    for (leaf, roots, expected) in [
+        (&own, &all[..], 3),
+        (&own, &all[..1], 2),
+        (&own, &crossed[..], 3),
+        (&own, &crossed[..], 3),
+        (&own, &all[..1], 2),
+        // The new CA itself ends the rotation.
+        (&new_leaf, &all[1..2], 1),
+    ] {
+        fixture.handle(answer(leaf, roots)).await;
+        fixture.confirm().await;
+        assert_eq!(trusted(), expected);
+    }
+    assert_eq!(
+        stored(fixture.scratch.path()).roots.certificates(),
+        [new.der().clone()]
+    );
 }
 
 /// If neither pair is accepted, for example behind a middlebox that answers for the server, the
@@ -281,10 +384,53 @@ async fn previous_certificate_outlives_a_restart() {
     let (node, metrics) = ("worker-1".parse().unwrap(), Metrics::default());
     let store = Some(CredentialStore::open(dir).unwrap());
     fixture.rotating_credentials =
-        RotatingCredentials::new(node, stored(dir), store, None, metrics);
+        RotatingCredentials::new(node, stored(dir), store, None, metrics).unwrap();
     assert_eq!(fixture.in_use(), newest);
     refuse(&fixture.rotating_credentials);
     assert_ne!(fixture.in_use(), newest);
     fixture.confirm().await;
     assert_eq!(fixture.stored(), fixture.in_use());
+}
+
+/// A rotation of the CA brings a renewal and a new --ca-file at the same time.
+#[test]
+fn ca_file_that_is_reloaded_during_a_renewal_is_not_lost() {
+    let fixture = Fixture::aged(LONG / 2);
+    let next = Ca::new();
+    let [old, both] = [
+        vec![fixture.ca.der().clone()],
+        vec![fixture.ca.der().clone(), next.der().clone()],
+    ];
+    let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+    let rotating_credentials = &fixture.rotating_credentials;
+    let mut lost = 0;
+    for _ in 0..400 {
+        rotating_credentials.trust(old.clone()).unwrap();
+        let reply = fixture.ca.reply(&*fixture.signer, WORKER_1);
+        let start = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                start.wait();
+                runtime.block_on(rotating_credentials.handle_reply(reply));
+            });
+            start.wait();
+            rotating_credentials.trust(both.clone()).unwrap();
+        });
+        let trust = rotating_credentials.identity().trust();
+        let Trust::Roots(roots) = &*trust else {
+            panic!("{trust:?}")
+        };
+        lost += usize::from(roots.len() != both.len());
+    }
+    assert_eq!(lost, 0, "lost reloads of 400");
+}
+
+/// Who has a server's leaf, but not the CA, signs nothing that agents trust.
+#[tokio::test]
+async fn row19_root_without_a_signature_of_a_trusted_ca_is_refused() {
+    let fixture = Fixture::aged(LONG / 2);
+    let (before, own) = (fixture.in_use(), Ca::new());
+    let reply = fixture.issued_by(&own, &[&fixture.ca, &own]);
+    fixture.handle(reply).await;
+    assert_eq!(fixture.in_use(), before);
 }
