@@ -294,6 +294,7 @@ pub(super) async fn relay_tunnel<C>(
                 _ if cut.is_some_and(StreamCut::is_reader_stalled) => {
                     access_log.set_outcome(Outcome::ReaderStalled);
                 }
+                _ if side == RelaySide::Left => access_log.set_outcome(Outcome::CallerGone),
                 Tunnel::Agent(_) | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
                     access_log.set_outcome(Outcome::Cut);
                 }
