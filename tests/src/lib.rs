@@ -3,6 +3,7 @@
 //!
 //! Scenarios are in `tests/scenarios` (one test binary), the guided tour in `tests/demo`.
 
+pub mod access_lines;
 pub mod apiserver;
 pub mod ca;
 pub mod checks;

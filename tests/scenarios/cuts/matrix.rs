@@ -1,10 +1,14 @@
-//! Every stream ends with its ends: for each transport, listener, cut and stalled reader, both
-//! processes have no stream left, and the bytes before the cut have arrived.
+//! Every stream ends with its ends: for each transport, listener, hop, cut and stalled reader, no
+//! process has a stream, a permit or memory left, the bytes before the cut have arrived, and each
+//! end has one line in its access log.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use futures_util::FutureExt;
+use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
@@ -12,19 +16,26 @@ use tunnel_agent::config::{RawConfig as AgentRawConfig, TransportChoice};
 use tunnel_proto::tcp::{abort_behind, abort_on_close};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_server::config::{RawConfig, RawTcpService};
+use tunnel_tests::access_lines::{access_lines, collect_access_lines};
+use tunnel_tests::client::{Endpoint, RawRequest, request};
 use tunnel_tests::env::{Agent, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::metrics::metric;
-use tunnel_tests::process::{Listener, next_loopback};
+use tunnel_tests::process::{Listener, Peering, copy_ca, next_loopback};
 use tunnel_tests::targets::deterministic_bytes;
 
-const NODE: &str = "worker-1";
 /// Bytes that one end sends before it cuts its connection.
 const SENT_BYTES: usize = 200_003;
 /// Length of bodies that are never complete.
 const ENDLESS: u64 = 1 << 40;
 /// A write that is blocked for this time is blocked by the reader at the other end.
 const FULL_AFTER: Duration = Duration::from_millis(300);
+/// Time in which nothing is left of a stream after its end.
+const ENDED_WITHIN: Duration = Duration::from_secs(6);
+/// The same when a reader is stalled.
+const STALLED_ENDED_WITHIN: Duration = Duration::from_secs(2);
+/// A port that no listener allows.
+const REFUSED_PORT: u16 = 22;
 
 /// The listener that carries the bytes of a caller.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -34,6 +45,15 @@ enum Kind {
     Service,
     /// From the edge to a target of the cloud.
     Cloud,
+}
+
+/// The servers between a caller and the agent.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Path {
+    /// The caller's server holds the agent's session.
+    OneServer,
+    /// Another server holds it.
+    Hop,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,194 +70,489 @@ enum Stalled {
     Target,
 }
 
-tests_of! {
-    fn http_over_quic() = every_cut(TransportChoice::Quic, Kind::Http);
-    fn http_over_h2() = every_cut(TransportChoice::H2, Kind::Http);
-    fn connect_over_quic() = every_cut(TransportChoice::Quic, Kind::Connect);
-    fn connect_over_h2() = every_cut(TransportChoice::H2, Kind::Connect);
-    fn service_over_quic() = every_cut(TransportChoice::Quic, Kind::Service);
-    fn service_over_h2() = every_cut(TransportChoice::H2, Kind::Service);
-    fn cloud_over_quic() = every_cut(TransportChoice::Quic, Kind::Cloud);
-    fn cloud_over_h2() = every_cut(TransportChoice::H2, Kind::Cloud);
+#[derive(Debug, Clone, Copy)]
+struct Cell {
+    cut: Cut,
+    stalled: Stalled,
 }
 
-async fn every_cut(transport: TransportChoice, kind: Kind) -> Result<()> {
-    let site = Site::start(transport, kind).await?;
+/// Declares the tests of all kinds of streams over both transports.
+macro_rules! table {
+    ($($name:ident: $kind:ident, $path:ident;)+) => {
+        $(mod $name {
+            use super::*;
+
+            tests_of! {
+                fn over_quic() = every_cut(TransportChoice::Quic, Kind::$kind, Path::$path);
+                fn over_h2() = every_cut(TransportChoice::H2, Kind::$kind, Path::$path);
+            }
+        })+
+    };
+}
+
+table! {
+    http: Http, OneServer;
+    connect: Connect, OneServer;
+    service: Service, OneServer;
+    http_hop: Http, Hop;
+    connect_hop: Connect, Hop;
+    service_hop: Service, Hop;
+    cloud: Cloud, OneServer;
+}
+
+async fn every_cut(transport: TransportChoice, kind: Kind, path: Path) -> Result<()> {
+    collect_access_lines();
+    let site = Site::start(transport, kind, path).await?;
+    let mut peers = Vec::new();
     for stalled in [Stalled::Nobody, Stalled::Caller, Stalled::Target] {
         for cut in [Cut::Caller, Cut::Target, Cut::Session] {
-            let cell = format!("{cut:?} cut, {stalled:?} stalled");
-            site.cut(cut, stalled, &cell)
-                .await
-                .with_context(|| cell.clone())?;
-            site.has_no_streams(&cell).await;
+            let cell = Cell { cut, stalled };
+            let ran = site.run(cell).await;
+            peers.push(ran.with_context(|| format!("{cut:?} cut, {stalled:?} stalled"))?);
         }
     }
+    // No line came late.
+    for peer in &peers {
+        let count = site.lines_of_caller(*peer).len();
+        ensure!(count == 1, "{count} lines of a caller");
+    }
+    let count = site.lines_of_targets().len();
+    ensure!(count == peers.len(), "{count} lines of targets");
     Ok(())
 }
 
 struct Site {
     kind: Kind,
+    path: Path,
+    node: String,
     agent: Agent,
-    env: TestEnv,
+    /// One server, or two that are connected to each other.
+    servers: Vec<TestEnv>,
     target: TcpListener,
     cloud: SocketAddr,
 }
 
+/// One connection of a stream: that of the caller, or that to the target.
+struct End {
+    /// `None` once the connection has ended.
+    socket: Option<TcpStream>,
+    /// Bytes that were written and read, heads of HTTP included as the target sees them.
+    written: u64,
+    read: u64,
+    /// The bytes that were read last, up to the reset.
+    got: Vec<u8>,
+}
+
 impl Site {
-    async fn start(transport: TransportChoice, kind: Kind) -> Result<Self> {
+    async fn start(transport: TransportChoice, kind: Kind, path: Path) -> Result<Self> {
+        let node = format!("{kind:?}-{path:?}-{transport:?}").to_lowercase();
         let target = TcpListener::bind("127.0.0.1:0").await?;
-        let address = target.local_addr()?;
-        let env = TestEnv::start_with(|settings: &mut RawConfig| {
-            settings.connect_listen = Some("127.0.0.1:0".into());
-            settings.allow_unauthenticated = Some("true".into());
-            settings.cloud_apiserver = vec![address.to_string()];
-            settings.services = vec![RawTcpService {
-                name: "raw".into(),
-                listen: "127.0.0.1:0".into(),
-                node: NODE.into(),
-                target: address.port().to_string(),
-                protocol: None,
-            }];
-        })
-        .await?;
+        let mut setup = ServerSetup {
+            node: node.clone(),
+            kind,
+            target: target.local_addr()?,
+            peers: Vec::new(),
+        };
+        if path == Path::Hop {
+            setup.peers = Vec::from([(); 2].map(|()| Listener::Peers.on(next_loopback())));
+        }
+        let mut servers = vec![TestEnv::start_with(|raw| setup.apply(0, raw)).await?];
+        if path == Path::Hop {
+            let first = servers[0].path().join("server");
+            let mut copied = Ok(());
+            let second = TestEnv::start_with(|raw| {
+                setup.apply(1, raw);
+                let data_dir = raw.data_dir.as_deref().unwrap_or_default();
+                copied = copy_ca(&first, data_dir.as_ref());
+            });
+            servers.push(second.await?);
+            copied?;
+        }
         let cloud = Listener::Cloud.on(next_loopback());
-        let mut config = env.agent_config_with(NODE, |settings: &mut AgentRawConfig| {
-            settings.meta_listen = Some("127.0.0.1:0".into());
-            settings.cloud_listen = vec![format!("apiserver={cloud}")];
+        let mut config = servers[0].agent_config_with(&node, |raw: &mut AgentRawConfig| {
+            raw.meta_listen = Some("127.0.0.1:0".into());
+            raw.replicas = Some("1".into());
+            if kind == Kind::Cloud {
+                raw.cloud_listen = vec![format!("apiserver={cloud}")];
+            }
         })?;
         config.transport = transport;
-        let agent = Agent::start(config).await?;
-        env.connected(NODE).await;
         Ok(Self {
             kind,
-            agent,
-            env,
+            path,
+            node,
+            agent: Agent::start(config).await?,
+            servers,
             target,
             cloud,
         })
     }
 
-    /// Opens a connection, and returns both ends when bytes pass in both directions.
-    async fn open(&self) -> Result<(TcpStream, TcpStream)> {
-        let port = self.target.local_addr()?.port();
-        let bound = self.env.bound();
+    /// Returns the server that the callers use.
+    fn asked(&self) -> &TestEnv {
+        &self.servers[self.servers.len() - 1]
+    }
+
+    /// Waits until the agent has its session, and the callers' server knows where.
+    async fn is_ready(&self) {
+        self.servers[0].connected(&self.node).await;
+        eventually("a way to the agent", WAIT_TIMEOUT, async || {
+            let meta = self.agent.meta().context("a meta port")?;
+            let connected = metric(meta, "tunnel_agent_sessions{state=\"connected\"}").await?;
+            ensure!(connected == 1, "{connected} sessions");
+            if self.path == Path::Hop {
+                let nodes = self.asked().metric("tunnel_server_directory_nodes").await?;
+                ensure!(nodes == 1, "no other server has the node");
+            }
+            anyhow::Ok(())
+        })
+        .await;
+    }
+
+    /// Opens a connection, and returns both ends when bytes pass in both directions. Fails if the
+    /// server refuses it.
+    async fn open(&self) -> Result<(End, End)> {
+        let host = format!("{}:{}", self.node, self.target.local_addr()?.port());
+        let bound = self.asked().bound();
         let (address, head) = match self.kind {
             Kind::Http => {
-                let head = format!(
-                    "POST / HTTP/1.1\r\nHost: {NODE}:{port}\r\nContent-Length: {ENDLESS}\r\n\r\n"
-                );
+                let head =
+                    format!("POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: {ENDLESS}\r\n\r\n");
                 (bound.http.context("a listener")?, head)
             }
             Kind::Connect => {
-                let head = format!("CONNECT {NODE}:{port} HTTP/1.1\r\nHost: {NODE}:{port}\r\n\r\n");
+                let head = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n\r\n");
                 (bound.connect.context("a listener")?, head)
             }
             Kind::Service => (bound.services[0].1, String::new()),
             Kind::Cloud => (self.cloud, String::new()),
         };
-        let mut caller = TcpStream::connect(address).await?;
-        caller.write_all(head.as_bytes()).await?;
-        let (mut target, _) = self.target.accept().await?;
+        let mut socket = TcpStream::connect(address).await?;
+        socket.write_all(head.as_bytes()).await?;
+        let mut target = End::new(self.accept(&socket).await?);
+        let mut caller = End::new(socket);
         if self.kind == Kind::Http {
-            read_head(&mut target).await?;
+            caller.written = target.read_head().await?;
+            target.read = caller.written;
             let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {ENDLESS}\r\n\r\n");
-            target.write_all(head.as_bytes()).await?;
+            target.socket()?.write_all(head.as_bytes()).await?;
+            target.written = head.len() as u64;
+            caller.read = target.written;
         }
         if !head.is_empty() {
-            read_head(&mut caller).await?;
+            caller.read_head().await?;
         }
         Ok((caller, target))
     }
 
-    async fn cut(&self, cut: Cut, stalled: Stalled, cell: &str) -> Result<()> {
-        // A session that was lost before is replaced.
-        let opened = eventually("a stream", WAIT_TIMEOUT, async || {
-            timeout(FULL_AFTER, self.open()).await?
-        });
-        let (mut caller, mut target) = opened.await;
-        match stalled {
-            Stalled::Nobody => {}
-            Stalled::Caller => fill(&mut target).await?,
-            Stalled::Target => fill(&mut caller).await?,
+    async fn accept(&self, caller: &TcpStream) -> Result<TcpStream> {
+        let mut early = [0];
+        tokio::select! {
+            biased;
+            accepted = self.target.accept() => Ok(accepted?.0),
+            refused = caller.peek(&mut early) => match self.target.accept().now_or_never() {
+                Some(accepted) => Ok(accepted?.0),
+                None => bail!("refused: {refused:?}"),
+            },
         }
-        let (mut cutter, mut other) = match cut {
-            Cut::Caller => (caller, target),
-            Cut::Target => (target, caller),
-            Cut::Session => {
-                for session in self.env.registry().of_node(&NODE.parse()?) {
-                    session.session.close(CloseCode::Dead, "lost").await;
-                }
-                return Ok(());
-            }
-        };
-        if stalled != Stalled::Nobody {
-            abort_on_close(&cutter)?;
-            drop(cutter);
-            // The other end is open, and reads nothing, while the streams end.
-            self.has_no_streams(cell).await;
-            return Ok(());
-        }
-        let sent = deterministic_bytes(7, SENT_BYTES);
-        let cutting = async {
-            cutter.write_all(&sent).await?;
-            abort_behind(&cutter, WAIT_TIMEOUT).await;
-            drop(cutter);
-            anyhow::Ok(())
-        };
-        let mut got = Vec::new();
-        let reading = timeout(scaled(WAIT_TIMEOUT), other.read_to_end(&mut got));
-        let (cut_off, read) = tokio::join!(cutting, reading);
-        cut_off?;
-        let error = read?.err().context("a clean end")?;
-        ensure!(
-            error.kind() == std::io::ErrorKind::ConnectionReset,
-            "{error}"
-        );
-        // A request that its caller does not complete is not worth its bytes.
-        if (self.kind, cut) != (Kind::Http, Cut::Caller) {
-            ensure!(got == sent, "{} of {SENT_BYTES} bytes", got.len());
-        }
-        Ok(())
     }
 
-    async fn has_no_streams(&self, cell: &str) {
-        let meta = self.env.bound().meta;
-        let agent_meta = self.agent.meta();
-        let (of_server, of_agent) = match self.kind {
-            Kind::Http | Kind::Connect | Kind::Service => {
-                ("tunnel_server_streams_open", "tunnel_agent_streams_open")
-            }
-            Kind::Cloud => (
-                "tunnel_server_cloud_streams_open",
-                "tunnel_agent_cloud_streams_open",
-            ),
+    /// Runs a cell, and returns the address of its caller.
+    async fn run(&self, cell: Cell) -> Result<SocketAddr> {
+        self.is_ready().await;
+        let buffers = self.asked().metric(BUFFERS).await?;
+        let targets_before = self.lines_of_targets().len();
+        let opened = eventually("a stream", WAIT_TIMEOUT, async || self.open().await);
+        let (mut caller, mut target) = opened.await;
+        let peer = caller.socket()?.local_addr()?;
+        match cell.stalled {
+            Stalled::Nobody => {}
+            Stalled::Caller => target.fill().await?,
+            Stalled::Target => caller.fill().await?,
+        }
+        let within = match cell.stalled {
+            Stalled::Nobody => ENDED_WITHIN,
+            Stalled::Caller | Stalled::Target => STALLED_ENDED_WITHIN,
         };
-        eventually(&format!("no streams: {cell}"), WAIT_TIMEOUT, async || {
-            let agent_meta = agent_meta.context("a meta port")?;
-            let open = (
-                metric(meta, of_server).await?,
-                metric(agent_meta, of_agent).await?,
-            );
-            ensure!(open == (0, 0), "{open:?} streams");
+        let (cutter, mut others) = match cell.cut {
+            Cut::Caller => (Some(&mut caller), vec![&mut target]),
+            Cut::Target => (Some(&mut target), vec![&mut caller]),
+            Cut::Session => (None, vec![&mut caller, &mut target]),
+        };
+        match (cutter, cell.stalled) {
+            (None, _) => {
+                for session in self.servers[0].registry().of_node(&self.node.parse()?) {
+                    session.session.close(CloseCode::Dead, "lost").await;
+                }
+            }
+            (Some(cutter), Stalled::Nobody) => {
+                let (cut_off, reset) =
+                    tokio::join!(cutter.send_and_cut(), others[0].read_to_reset());
+                cut_off?;
+                reset?;
+            }
+            (Some(cutter), Stalled::Caller | Stalled::Target) => cutter.cut()?,
+        }
+        // The other end is open, and reads nothing, while the streams end.
+        self.has_nothing_left(within, buffers).await;
+        for other in others {
+            other.read_to_reset().await?;
+        }
+        let lines = self.lines(peer, targets_before).await;
+        self.check_codes(cell, &lines)?;
+        check_bytes(&lines, &caller, &target)?;
+        if cell.stalled == Stalled::Nobody {
+            self.check_arrived(cell.cut, &lines, &caller, &target)?;
+        }
+        Ok(peer)
+    }
+
+    /// Waits until no end has a stream, and the callers' server has all of its permits and memory.
+    async fn has_nothing_left(&self, within: Duration, buffers: u64) {
+        let prefix = match self.kind {
+            Kind::Http | Kind::Connect | Kind::Service => "",
+            Kind::Cloud => "cloud_",
+        };
+        eventually("nothing is left of the stream", within, async || {
+            let meta = self.agent.meta().context("a meta port")?;
+            let of_agent = metric(meta, &format!("tunnel_agent_{prefix}streams_open")).await?;
+            ensure!(of_agent == 0, "{of_agent} streams of the agent");
+            for (number, server) in self.servers.iter().enumerate() {
+                let series = format!("tunnel_server_{prefix}streams_open");
+                let open = server.metric(&series).await?;
+                ensure!(open == 0, "{open} streams of server {number}");
+                for session in server.registry().of_node(&self.node.parse()?) {
+                    let streams = session.session.stats().streams;
+                    ensure!(streams == 0, "{streams} in a session of server {number}");
+                }
+            }
+            if self.kind != Kind::Cloud {
+                let reserved = self.asked().metric(BUFFERS).await?;
+                ensure!(reserved == buffers, "{reserved} bytes, {buffers} before");
+                // The only permit of a caller is free again.
+                let refused = format!("{}:{REFUSED_PORT}", self.node);
+                let http: Endpoint = self.asked().http();
+                let reply = request(http, &RawRequest::get(&refused, "/")).await?;
+                ensure!(reply.status == 403, "{}", reply.text());
+            }
             anyhow::Ok(())
         })
         .await;
     }
+
+    /// Returns the lines of the end that has the caller at `peer`.
+    fn lines_of_caller(&self, peer: SocketAddr) -> Vec<Value> {
+        let mut lines = access_lines(&self.node);
+        lines.retain(|line| line["peer"] == peer.to_string());
+        lines
+    }
+
+    /// Returns the lines of the end that has the target.
+    fn lines_of_targets(&self) -> Vec<Value> {
+        let mut lines = access_lines(&self.node);
+        lines.retain(|line| !line["peer"].is_string());
+        lines
+    }
+
+    /// Returns the one line of each end.
+    async fn lines(&self, peer: SocketAddr, targets_before: usize) -> Lines {
+        let lines = eventually("a line of each end", WAIT_TIMEOUT, async || {
+            let of_caller = self.lines_of_caller(peer);
+            let of_target = self.lines_of_targets().split_off(targets_before);
+            let counts = (of_caller.len(), of_target.len());
+            ensure!(counts == (1, 1), "{counts:?} lines");
+            anyhow::Ok((of_caller, of_target))
+        });
+        let (mut of_caller, mut of_target) = lines.await;
+        Lines {
+            of_caller: of_caller.remove(0),
+            of_target: of_target.remove(0),
+        }
+    }
+
+    fn check_codes(&self, cell: Cell, lines: &Lines) -> Result<()> {
+        let of_caller = match (self.kind, cell.cut) {
+            (Kind::Cloud, Cut::Caller) => "cut_by_caller",
+            (Kind::Cloud, Cut::Target | Cut::Session) => "cut_by_peer",
+            (_, Cut::Caller) => "caller_gone",
+            (_, Cut::Target | Cut::Session) => "cut",
+        };
+        let of_target = match cell.cut {
+            Cut::Caller | Cut::Session => "cut_by_peer",
+            Cut::Target => "cut_by_target",
+        };
+        let codes = (&lines.of_caller["code"], &lines.of_target["code"]);
+        let is_right = codes.0 == of_caller && codes.1 == of_target;
+        ensure!(is_right, "{codes:?}, not {:?}", (of_caller, of_target));
+        Ok(())
+    }
+
+    /// Checks that all bytes before a cut have arrived, and that both lines have them.
+    fn check_arrived(&self, cut: Cut, lines: &Lines, caller: &End, target: &End) -> Result<()> {
+        for (direction, read) in [(Direction::Up, target.read), (Direction::Down, caller.read)] {
+            let logged = lines.bytes(direction)?;
+            ensure!(
+                logged == (read, read),
+                "{direction:?}: {logged:?}, {read} read"
+            );
+        }
+        let reader = match cut {
+            Cut::Caller => target,
+            Cut::Target => caller,
+            Cut::Session => return Ok(()),
+        };
+        // A request that its caller does not complete is not worth its bytes.
+        if (self.kind, cut) != (Kind::Http, Cut::Caller) {
+            let arrived = reader.got.len();
+            let is_whole = reader.got == deterministic_bytes(7, SENT_BYTES);
+            ensure!(is_whole, "{arrived} of {SENT_BYTES} bytes");
+        }
+        Ok(())
+    }
 }
 
-/// Writes until the reader at the other end blocks the writer.
-async fn fill(writer: &mut TcpStream) -> Result<()> {
-    let piece = vec![7; 1 << 20];
-    while let Ok(written) = timeout(FULL_AFTER, writer.write(&piece)).await {
-        written?;
+/// The series of the memory that is reserved for unread bytes.
+const BUFFERS: &str = "tunnel_server_buffer_bytes";
+
+/// What the servers of a site have in common.
+struct ServerSetup {
+    node: String,
+    kind: Kind,
+    target: SocketAddr,
+    peers: Vec<SocketAddr>,
+}
+
+impl ServerSetup {
+    fn apply(&self, number: usize, raw: &mut RawConfig) {
+        raw.connect_listen = Some("127.0.0.1:0".into());
+        raw.allow_unauthenticated = Some("true".into());
+        // A permit that is not released refuses the next caller.
+        raw.limits = TestEnv::limits("{callersTotal: 1, callersPerSource: 1}");
+        raw.services = vec![RawTcpService {
+            name: "raw".into(),
+            listen: "127.0.0.1:0".into(),
+            node: self.node.clone(),
+            target: self.target.port().to_string(),
+            protocol: None,
+        }];
+        if self.kind == Kind::Cloud {
+            raw.cloud_apiserver = vec![self.target.to_string()];
+        }
+        if let Some(listen) = self.peers.get(number) {
+            raw.replica_name = Some(Peering::name(number));
+            raw.peer_listen = Some(listen.to_string());
+            let peers = self.peers.iter().enumerate();
+            raw.peers = peers
+                .map(|(number, address)| format!("{}={address}", Peering::name(number)))
+                .collect();
+            // As behind a load balancer, so that the agent stays at the first server.
+            raw.advertise = vec![NOBODY.into()];
+        }
     }
+}
+
+/// An address where nobody listens.
+const NOBODY: &str = "127.0.0.1:1";
+
+/// The lines of both ends of a stream.
+struct Lines {
+    of_caller: Value,
+    of_target: Value,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Direction {
+    /// From the caller to the target.
+    Up,
+    Down,
+}
+
+impl Lines {
+    /// Returns the bytes of one direction in the lines of the caller's and of the target's end.
+    fn bytes(&self, direction: Direction) -> Result<(u64, u64)> {
+        let (of_caller, of_target) = match direction {
+            Direction::Up => ("bytes_out", "bytes_in"),
+            Direction::Down => ("bytes_in", "bytes_out"),
+        };
+        let of_caller = self.of_caller[of_caller].as_u64();
+        let of_target = self.of_target[of_target].as_u64();
+        Ok((of_caller.context("bytes")?, of_target.context("bytes")?))
+    }
+}
+
+/// Checks that no line has more bytes than were written, nor fewer than were read.
+fn check_bytes(lines: &Lines, caller: &End, target: &End) -> Result<()> {
+    let (first, last) = lines.bytes(Direction::Up)?;
+    let up = [caller.written, first, last, target.read];
+    ensure!(up.is_sorted_by(|left, right| left >= right), "up: {up:?}");
+    let (last, first) = lines.bytes(Direction::Down)?;
+    let down = [target.written, first, last, caller.read];
+    ensure!(
+        down.is_sorted_by(|left, right| left >= right),
+        "down: {down:?}"
+    );
     Ok(())
 }
 
-async fn read_head(stream: &mut TcpStream) -> Result<()> {
-    let mut head = Vec::new();
-    while !head.ends_with(b"\r\n\r\n") {
-        head.push(stream.read_u8().await?);
+impl End {
+    fn new(socket: TcpStream) -> Self {
+        Self {
+            socket: Some(socket),
+            written: 0,
+            read: 0,
+            got: Vec::new(),
+        }
     }
-    Ok(())
+
+    fn socket(&mut self) -> Result<&mut TcpStream> {
+        self.socket.as_mut().context("the connection has ended")
+    }
+
+    /// Reads a head of HTTP, and returns its length.
+    async fn read_head(&mut self) -> Result<u64> {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(self.socket()?.read_u8().await?);
+        }
+        Ok(head.len() as u64)
+    }
+
+    /// Writes until the reader at the other end blocks the writer.
+    async fn fill(&mut self) -> Result<()> {
+        let piece = vec![7; 1 << 20];
+        while let Ok(written) = timeout(scaled(FULL_AFTER), self.socket()?.write(&piece)).await {
+            self.written += written? as u64;
+        }
+        Ok(())
+    }
+
+    /// Resets the connection.
+    fn cut(&mut self) -> Result<()> {
+        abort_on_close(self.socket()?)?;
+        self.socket = None;
+        Ok(())
+    }
+
+    /// Sends bytes, and resets the connection behind them.
+    async fn send_and_cut(&mut self) -> Result<()> {
+        let sent = deterministic_bytes(7, SENT_BYTES);
+        self.socket()?.write_all(&sent).await?;
+        self.written += sent.len() as u64;
+        abort_behind(self.socket()?, WAIT_TIMEOUT).await;
+        self.socket = None;
+        Ok(())
+    }
+
+    /// Reads to the reset of the connection, unless it was read before.
+    async fn read_to_reset(&mut self) -> Result<()> {
+        let Some(mut socket) = self.socket.take() else {
+            return Ok(());
+        };
+        let reading = socket.read_to_end(&mut self.got);
+        let ended = timeout(scaled(WAIT_TIMEOUT), reading).await;
+        self.read += self.got.len() as u64;
+        let error = ended.context("no end")?.err().context("a clean end")?;
+        ensure!(error.kind() == ErrorKind::ConnectionReset, "{error}");
+        Ok(())
+    }
 }

@@ -80,7 +80,10 @@ impl Peering {
 }
 
 /// Copies the CA of a data directory to one that no server has used.
-fn copy_ca(from: &Path, to: &Path) -> Result<()> {
+///
+/// # Errors
+/// When a file cannot be copied.
+pub fn copy_ca(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir(to)?;
     fs::set_permissions(to, fs::Permissions::from_mode(0o700))?;
     for file in ["ca.crt", "ca.key"] {
