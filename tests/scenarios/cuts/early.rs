@@ -1,6 +1,7 @@
 //! Targets that answer before the request has ended, with a socket that they close as plain servers
 //! do.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -11,13 +12,14 @@ use tokio_util::task::AbortOnDropHandle;
 use tunnel_agent::config::TransportChoice;
 use tunnel_proto::tcp::abort_behind;
 use tunnel_tests::checks::ensure_contains;
-use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::client::{HttpReply, RawRequest, request};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
-use tunnel_tests::gear::rounds;
+use tunnel_tests::gear::{Gear, rounds};
 use tunnel_tests::targets::deterministic_bytes;
 
 use super::env_with_service;
+use crate::abuse::report_figure;
 
 const NODE: &str = "worker-1";
 const KIB: usize = 1 << 10;
@@ -29,43 +31,56 @@ tests_of! {
     fn answer_before_a_reset_arrives_over_h2() = refused_uploads(TransportChoice::H2);
     fn bytes_before_a_reset_arrive_over_quic() = cut_answers(TransportChoice::Quic);
     fn bytes_before_a_reset_arrive_over_h2() = cut_answers(TransportChoice::H2);
+    fn tunnel_over_quic_loses_no_more_answers_than_a_direct_connection()
+        = compared(TransportChoice::Quic);
+    fn tunnel_over_h2_loses_no_more_answers_than_a_direct_connection()
+        = compared(TransportChoice::H2);
+}
+
+/// How a target closes its socket after the answer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Closing {
+    /// When all of the answer was received.
+    Behind,
+    /// At once, as plain servers do. The kernel then drops what it has not sent.
+    AtOnce,
 }
 
 /// Starts a target that reads the head of each request, writes `answer`, and closes with unread
 /// input, which is a reset (RFC 9293, section 3.6.1).
-async fn closing_target(answer: Vec<u8>) -> Result<(u16, AbortOnDropHandle<()>)> {
+async fn closing_target(
+    answer: Vec<u8>,
+    closing: Closing,
+) -> Result<(SocketAddr, AbortOnDropHandle<()>)> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let port = listener.local_addr()?.port();
+    let address = listener.local_addr()?;
     #[expect(clippy::disallowed_methods, reason = "owned by the returned handle")]
     let accepting = tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
             let mut first = [0; 16];
             if stream.read_exact(&mut first).await.is_ok()
                 && stream.write_all(&answer).await.is_ok()
+                && closing == Closing::Behind
             {
-                // The kernel of a program that closes at once would drop what it has not sent.
                 abort_behind(&stream, WAIT_TIMEOUT).await;
             }
         }
     });
-    Ok((port, AbortOnDropHandle::new(accepting)))
+    Ok((address, AbortOnDropHandle::new(accepting)))
 }
 
 async fn refused_uploads(transport: TransportChoice) -> Result<()> {
     let env = TestEnv::start().await?;
-    let answer = b"HTTP/1.1 413 Too Large\r\nContent-Length: 5\r\n\r\nlarge".to_vec();
-    let (port, _target) = closing_target(answer).await?;
+    let (address, _target) = closing_target(TOO_LARGE.to_vec(), Closing::Behind).await?;
     let _agent = env
         .agent_with(NODE, |config| config.transport = transport)
         .await?;
     for length in [20 * KIB, 200 * KIB, 20 * KIB * KIB] {
-        let upload = RawRequest::new("POST", "/upload", &format!("{NODE}:{port}"))
-            .header("Connection", "close")
-            .body(vec![7; length]);
+        let upload = upload(address, length);
         for round in 0..rounds() {
             let reply = request(env.http(), &upload).await?;
             ensure!(
-                reply.status == 413 && reply.body == b"large",
+                is_too_large(&reply),
                 "{length} bytes, round {round}: {} {}",
                 reply.status,
                 reply.text()
@@ -77,35 +92,103 @@ async fn refused_uploads(transport: TransportChoice) -> Result<()> {
 
 async fn cut_answers(transport: TransportChoice) -> Result<()> {
     let answer = deterministic_bytes(4, ANSWER_BYTES);
-    let (port, _target) = closing_target(answer.clone()).await?;
-    let (env, _endpoint) = env_with_service(port).await?;
+    let (address, _target) = closing_target(answer.clone(), Closing::Behind).await?;
+    let (env, _endpoint) = env_with_service(address.port()).await?;
     let service = env.bound().services[0].1;
     let _agent = env
         .agent_with(NODE, |config| config.transport = transport)
         .await?;
     for round in 0..rounds() {
-        let caller = TcpStream::connect(service).await?;
-        let (mut reader, mut writer) = caller.into_split();
-        let mut got = Vec::new();
-        let upload = vec![7; 64 * KIB];
-        let uploading = async {
-            loop {
-                if let Err(error) = writer.write_all(&upload).await {
-                    break error;
-                }
-            }
-        };
-        let (read, error) = tokio::join!(
-            timeout(scaled(WAIT_TIMEOUT), reader.read_to_end(&mut got)),
-            uploading
-        );
-        // The kernel reports the reset once, to the reader or to the writer.
-        let kind = read?
-            .err()
-            .map_or_else(|| error.kind(), |error| error.kind());
+        let (got, kind) = talk_to_reset(service).await?;
         let is_reset = kind == std::io::ErrorKind::ConnectionReset;
         ensure!(is_reset, "round {round}: {kind}");
         ensure!(got == answer, "round {round}: {} bytes", got.len());
+    }
+    Ok(())
+}
+
+/// Uploads without end, and reads to the reset. Returns what was read, and the error.
+async fn talk_to_reset(address: SocketAddr) -> Result<(Vec<u8>, std::io::ErrorKind)> {
+    let caller = TcpStream::connect(address).await?;
+    let (mut reader, mut writer) = caller.into_split();
+    let mut got = Vec::new();
+    let upload = vec![7; 64 * KIB];
+    let uploading = async {
+        loop {
+            if let Err(error) = writer.write_all(&upload).await {
+                break error;
+            }
+        }
+    };
+    let (read, error) = tokio::join!(
+        timeout(scaled(WAIT_TIMEOUT), reader.read_to_end(&mut got)),
+        uploading
+    );
+    // The kernel reports the reset once, to the reader or to the writer.
+    let kind = read?
+        .err()
+        .map_or_else(|| error.kind(), |error| error.kind());
+    Ok((got, kind))
+}
+
+fn upload(target: SocketAddr, length: usize) -> RawRequest {
+    RawRequest::new("POST", "/upload", &format!("{NODE}:{}", target.port()))
+        .header("Connection", "close")
+        .body(vec![7; length])
+}
+
+fn is_too_large(reply: &HttpReply) -> bool {
+    reply.status == 413 && reply.body == b"large"
+}
+
+const TOO_LARGE: &[u8] = b"HTTP/1.1 413 Too Large\r\nContent-Length: 5\r\n\r\nlarge";
+
+/// Answers that were lost, of those through the tunnel and of those of direct connections.
+#[derive(Debug, Default)]
+struct Losses {
+    tunnel: usize,
+    direct: usize,
+}
+
+/// The two ways to a target take turns, so that both see the same machine.
+async fn compared(transport: TransportChoice) -> Result<()> {
+    let answer = deterministic_bytes(4, ANSWER_BYTES);
+    let runs = Gear::current().pick(3, 30);
+    let mut cells = Vec::new();
+    for closing in [Closing::Behind, Closing::AtOnce] {
+        let (web, _web) = closing_target(TOO_LARGE.to_vec(), closing).await?;
+        let (raw, _raw) = closing_target(answer.clone(), closing).await?;
+        let (env, _endpoint) = env_with_service(raw.port()).await?;
+        let _agent = env
+            .agent_with(NODE, |config| config.transport = transport)
+            .await?;
+        for length in [20_000, 200_000, 20_000_000] {
+            let upload = upload(web, length);
+            let mut losses = Losses::default();
+            for _ in 0..runs {
+                let is_lost =
+                    |reply: Result<HttpReply>| !reply.is_ok_and(|reply| is_too_large(&reply));
+                losses.direct += usize::from(is_lost(request(web, &upload).await));
+                losses.tunnel += usize::from(is_lost(request(env.http(), &upload).await));
+            }
+            cells.push((format!("{closing:?}, upload of {length} bytes"), losses));
+        }
+        let service = env.bound().services[0].1;
+        let mut losses = Losses::default();
+        for _ in 0..runs {
+            losses.direct += usize::from(talk_to_reset(raw).await?.0 != answer);
+            losses.tunnel += usize::from(talk_to_reset(service).await?.0 != answer);
+        }
+        cells.push((format!("{closing:?}, {ANSWER_BYTES} bytes"), losses));
+    }
+    for (cell, losses) in &cells {
+        let Losses { tunnel, direct } = losses;
+        report_figure(&format!(
+            "{transport:?}, {cell}: of {runs} answers {tunnel} lost, {direct} by direct connections"
+        ));
+    }
+    for (cell, losses) in &cells {
+        ensure!(losses.tunnel <= losses.direct, "{cell}: {losses:?}");
     }
     Ok(())
 }
