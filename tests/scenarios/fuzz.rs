@@ -19,6 +19,7 @@ fuzz_tests! {
     fn fuzz_peer_messages("peer_messages");
     fn fuzz_enrollment_messages("enrollment_messages");
     fn fuzz_stream_messages("stream_messages");
+    fn fuzz_cut_announcements("cut_announcements");
     fn fuzz_tokens("tokens");
     fn fuzz_pem_files("pem_files");
     fn fuzz_certificates_and_requests("certificates_and_requests");

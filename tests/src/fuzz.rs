@@ -49,6 +49,12 @@ pub const TARGETS: &[FuzzTarget] = &[
         messages::streams,
         messages::check_stream,
     ),
+    target(
+        "cut_announcements",
+        128,
+        messages::cuts,
+        messages::check_cut,
+    ),
     target("tokens", 512, credentials::tokens, credentials::check_token),
     target(
         "pem_files",

@@ -27,6 +27,8 @@ mod delivery;
 mod dial_endpoints;
 mod error;
 mod flood_detector;
+#[cfg(test)]
+mod hostile_cuts;
 mod receive_clock;
 #[cfg(test)]
 mod regressions;

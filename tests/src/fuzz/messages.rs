@@ -252,12 +252,6 @@ pub(super) fn streams() -> Result<Vec<Vec<u8>>> {
     ] {
         corpus.push(content(STREAM_MESSAGE_MAX, |out| reply.encode(out))?);
     }
-    let cut = CutAnnouncement {
-        stream: 5,
-        offset: 200_963,
-        code: ResetCode::PeerCut,
-    };
-    corpus.push(content(CUT_MESSAGE_MAX, |out| cut.encode(out))?);
     Ok(corpus)
 }
 
@@ -275,9 +269,39 @@ pub(super) fn check_stream(input: &[u8]) -> Result<()> {
         };
         ensure!(!text.chars().any(char::is_control), "{text:?} forges lines");
     }
-    if let Ok(cut) = CutAnnouncement::decode(input) {
-        let again = content(CUT_MESSAGE_MAX, |out| cut.encode(out))?;
-        ensure!(CutAnnouncement::decode(&again)? == cut, "{cut:?}");
-    }
+    Ok(())
+}
+
+/// Framed, as they arrive alone on a stream of their own.
+pub(super) fn cuts() -> Result<Vec<Vec<u8>>> {
+    let cuts = [
+        (5, 200_963, ResetCode::PeerCut),
+        (u64::MAX, u64::MAX, ResetCode::ReaderStalled),
+    ];
+    let framed = cuts.map(|(stream, offset, code)| {
+        let mut framed = BytesMut::new();
+        CutAnnouncement {
+            stream,
+            offset,
+            code,
+        }
+        .encode(&mut framed)?;
+        anyhow::Ok(framed.to_vec())
+    });
+    framed.into_iter().collect()
+}
+
+pub(super) fn check_cut(input: &[u8]) -> Result<()> {
+    let mut framed = BytesMut::from(input);
+    let Ok(Some(content)) = frame::take(&mut framed, CUT_MESSAGE_MAX) else {
+        return Ok(());
+    };
+    let Ok(cut) = CutAnnouncement::decode(&content) else {
+        return Ok(());
+    };
+    let mut again = BytesMut::new();
+    cut.encode(&mut again)?;
+    let content = frame::take(&mut again, CUT_MESSAGE_MAX)?.context("a whole frame")?;
+    ensure!(CutAnnouncement::decode(&content)? == cut, "{cut:?}");
     Ok(())
 }

@@ -63,14 +63,14 @@ fn at(address: SocketAddr) -> ServerAddr {
 }
 
 /// Returns the server's connection without a session, the agent's session, and the acceptor.
-async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
+pub(super) async fn joined() -> (Connection, Arc<dyn Session>, QuicAcceptor) {
     let (acceptor, dialer, remote) = dial_pair();
     let accept = async { acceptor.incoming().await.unwrap().await.unwrap() };
     let (connection, session) = tokio::join!(accept, dialer.dial(&remote));
     (connection, session.unwrap(), acceptor)
 }
 
-fn header() -> BytesMut {
+pub(super) fn header() -> BytesMut {
     let mut header = BytesMut::new();
     let target = Target::Node(Port::new(9100).unwrap());
     StreamHeader::new(StreamKind::Target(target))
