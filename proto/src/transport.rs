@@ -37,11 +37,11 @@ pub mod quic;
 mod settings;
 mod stream;
 
-pub use flow::{BufferPool, ReadMonitor, StallWatch};
+pub use flow::{BufferPool, ReadMonitor};
 pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
-    ByteCount, CutSignal, IncomingStream, RawStream, Stream, StreamCut, Traffic, find_cause,
-    read_frame,
+    ByteCount, CutSignal, IncomingStream, RawStream, Stream, StreamCut, StreamWatch, Traffic,
+    find_cause, read_frame,
 };
 
 /// Longest time in which the bytes before a cut are delivered. Then they are discarded.

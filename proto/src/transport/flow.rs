@@ -46,7 +46,6 @@ use active_window::{ACTIVE_WINDOW_MIN, ActiveWindow};
 use credit::Credit;
 pub use monitor::ReadMonitor;
 use monitor::{StreamOwner, StreamUsage};
-pub use stalled::StallWatch;
 
 /// Stream windows of a connection in addition to the bytes that stalled streams hold.
 const SPARE_WINDOWS: u64 = 8;

@@ -15,16 +15,18 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Sleep;
 use tokio_util::io::poll_write_buf;
 
-use super::{ReadMonitor, StallWatch};
+use super::ReadMonitor;
 use crate::wire::code::{RefusalCode, ResetCode};
 use crate::wire::frame::{self, FrameError, STREAM_MESSAGE_MAX};
 use crate::wire::header::{Refusal, StreamReply};
 
 mod incoming;
 mod traffic;
+mod watch;
 
 pub use incoming::{IncomingStream, read_frame};
 pub use traffic::{ByteCount, Traffic};
+pub use watch::{CutSignal, StreamWatch};
 
 /// The operations that a transport provides for each stream. [`Stream`] adds the rules that all
 /// transports share.
@@ -44,8 +46,7 @@ pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
     /// Asks the peer to stop sending, because this end reads no more.
     fn stop(&mut self, code: ResetCode);
-    /// Returns a handle that tells whether the peer has cut the stream or the session was lost, for
-    /// an observer that does not read.
+    /// Returns what the transport tells to a [`StreamWatch`].
     fn cut_signal(&self) -> Arc<dyn CutSignal>;
     /// Writes bytes from the front of `data`, like `poll_write`, and removes them from `data`. A
     /// transport that can queue [`Bytes`] does not copy them.
@@ -58,13 +59,6 @@ pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     fn take_pieces(&mut self) -> VecDeque<Bytes> {
         VecDeque::new()
     }
-}
-
-/// The state of a stream for an observer that does not read it, because it waits for a reader itself.
-pub trait CutSignal: Send + Sync + std::fmt::Debug {
-    /// Returns whether the peer has cut the stream or the session was lost, even if bytes before that
-    /// are unread.
-    fn is_cut(&self) -> bool;
 }
 
 /// The reason why a stream was cut, by the peer or by the loss of the session.
@@ -275,10 +269,13 @@ impl Stream {
         self.read_monitor.set_source(source);
     }
 
-    /// Returns what says that the stream must end because its reader is stalled.
+    /// Returns an observer of the stream, for tasks that do not read it.
     #[must_use]
-    pub fn stall_watch(&self) -> StallWatch {
-        StallWatch(self.read_monitor.clone())
+    pub fn watch(&self) -> StreamWatch {
+        StreamWatch {
+            cut: self.raw.cut_signal(),
+            read_monitor: self.read_monitor.clone(),
+        }
     }
 
     /// Returns an error when the stream must end because its reader is stalled. Resets the stream
@@ -396,12 +393,6 @@ impl Stream {
             return Poll::Ready(error);
         }
         self.raw.poll_cut(cx)
-    }
-
-    /// Returns a handle that tells whether the peer has cut the stream or the session was lost.
-    #[must_use]
-    pub fn cut_signal(&self) -> Arc<dyn CutSignal> {
-        self.raw.cut_signal()
     }
 
     fn count_received(&self, count: usize) {

@@ -88,7 +88,6 @@ pub(super) async fn serve<S>(
     let mut stream = TimedStream::new(stream, timeouts.clone());
     let caller = Arc::new(Caller {
         pool: Arc::new(UpstreamPool::new(ingress.drivers.clone())),
-        stall_watch: Mutex::default(),
         upgrade: Mutex::default(),
         timeouts,
         permit,
@@ -261,7 +260,7 @@ impl Caller {
                 }
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(ConnEnd::Gone),
-                () = poll_fn(|cx| self.poll_stalled(cx)) => {
+                () = poll_fn(|cx| self.timeouts.poll_stalled(cx)) => {
                     self.close_mode.cut();
                     return Err(ConnEnd::Stalled);
                 }
@@ -512,7 +511,7 @@ impl ForwardedBody {
             Self::Body(body, upstream_guard, upload) => {
                 caller
                     .timeouts
-                    .watch_target(upstream_guard.cut_signal().as_ref());
+                    .watch_target(upstream_guard.upstream.watch());
                 return head
                     .map(|()| ResponseBody::target(body, exchange_guard, upstream_guard, upload));
             }

@@ -1,39 +1,14 @@
 //! Readers that are stalled for long, which end when others wait for what they hold.
 
 use std::collections::HashMap;
-use std::future::poll_fn;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll};
 
 use super::monitor::StreamUsage;
-use super::{BASE_WINDOW, BufferPool, FlowState, ReadMonitor, SessionFlow};
+use super::{BASE_WINDOW, BufferPool, FlowState, SessionFlow};
 
 /// Samples without a read after which a stream may end: 10 s.
 const SAMPLES_TO_END: u32 = 200;
-
-/// Waits until a stream must end because its reader is stalled, for tasks that do not use the
-/// stream in the meantime.
-#[derive(Debug, Clone)]
-pub struct StallWatch(pub(in crate::transport) Arc<ReadMonitor>);
-
-impl StallWatch {
-    /// Returns whether the stream must end.
-    #[must_use]
-    pub fn is_stalled(&self) -> bool {
-        self.0.must_end()
-    }
-
-    /// Polls for the time when the stream must end. One task at a time can wait.
-    pub fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
-        self.0.poll_stalled(cx)
-    }
-
-    /// Waits until the stream must end. One task at a time can wait. Cancel-safe.
-    pub async fn stalled(&self) {
-        poll_fn(|cx| self.poll_stalled(cx)).await;
-    }
-}
 
 impl BufferPool {
     /// Ends at most one stalled stream of each session whose window is exhausted, or one of the

@@ -188,7 +188,7 @@ async fn reader_stalled_for_10_s_ends_only_when_another_stream_waits() {
     assert_eq!(ended(), 1);
     assert!(streams[4..6].iter().any(|stream| stream.must_end()));
     let stalled = streams.iter().find(|stream| stream.must_end()).unwrap();
-    StallWatch(stalled.clone()).stalled().await;
+    std::future::poll_fn(|cx| stalled.poll_stalled(cx)).await;
     drop(waiting);
 }
 

@@ -149,9 +149,9 @@ async fn announced_offset_that_is_wrong_loses_no_byte_and_adds_no_end() {
     let mut beyond = OpenStream::open(&connection, &*session).await;
     beyond.send.write_all(&payload).await.unwrap();
     announce(&connection, &announcement(beyond.id(), VARINT_END)).await;
-    let signal = beyond.stream.cut_signal();
+    let watch = beyond.stream.watch();
     let announced = async {
-        while !signal.is_cut() {
+        while !watch.is_cut() {
             tokio::task::yield_now().await;
         }
     };

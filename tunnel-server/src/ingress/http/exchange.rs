@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::task::{Context, Poll};
 
 use http::header::{AUTHORIZATION, HOST};
 use http::{HeaderValue, Request, Response};
@@ -16,7 +15,6 @@ use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::identity::CallerError;
 use tunnel_proto::process::conn_limiter::ConnPermit;
 use tunnel_proto::relay::PollCut;
-use tunnel_proto::transport::StallWatch;
 use tunnel_proto::wire::name::NodeName;
 
 use super::headers::{
@@ -101,7 +99,6 @@ impl Exchange<'_> {
         let (request, upload) = with_upload(request);
         let (mut response, mut upstream) = upstream_request.exchange(request, access_log).await?;
         let upload = upload.map(|handle| upstream.outlast(handle));
-        *caller.stall_watch.lock() = upstream.stall_watch().cloned();
         let switches = check_response(self.upgrade, &response, &destination)?;
         let switched = switches.then(|| hyper::upgrade::on(&mut response));
         let has_clear_framing = !has_conflicting_framing(response.headers());
@@ -225,8 +222,6 @@ pub(in crate::ingress) struct Caller {
     /// Permit of the connection from the limiter of callers.
     pub(in crate::ingress) permit: Arc<ConnPermit>,
     pub(in crate::ingress) pool: Arc<UpstreamPool>,
-    /// Says when the stream of the current response must end because the caller reads nothing.
-    pub(in crate::ingress) stall_watch: Mutex<Option<StallWatch>>,
     /// Receives the connection once hyper has finished with it, if an upgrade was granted.
     pub(in crate::ingress) upgrade: Mutex<Option<oneshot::Sender<UpgradedCaller>>>,
 }
@@ -238,13 +233,5 @@ impl Caller {
         let (granted, upgrade) = oneshot::channel();
         *self.upgrade.lock() = Some(granted);
         upgrade
-    }
-
-    /// Waits until the stream of the current response must end because the caller reads nothing.
-    pub(in crate::ingress) fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
-        match &*self.stall_watch.lock() {
-            Some(stall_watch) => stall_watch.poll_stalled(cx),
-            None => Poll::Pending,
-        }
     }
 }

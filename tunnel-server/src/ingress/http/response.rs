@@ -11,14 +11,13 @@ use http::{HeaderValue, Response};
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::ext::ReasonPhrase;
-use tunnel_proto::transport::StallWatch;
+use tunnel_proto::transport::StreamWatch;
 use tunnel_proto::wire::header::one_line;
 
 use super::headers::{ERROR_HEADER, StrippedBody};
 use super::request_body::Upload;
 use super::timeouts::RequestGuard;
 use super::upstream::UpstreamBodyGuard;
-use super::upstream::connection::Upstream;
 use crate::ingress::access_log::ExchangeGuard;
 use crate::ingress::error::ProxyError;
 use crate::ingress::outcome::Outcome;
@@ -65,7 +64,11 @@ struct RequestEnd {
 
 impl Drop for RequestEnd {
     fn drop(&mut self) {
-        if let (Some(request_guard), Some(upload)) = (self.request_guard.take(), &self.upload) {
+        let Some(request_guard) = self.request_guard.take() else {
+            return;
+        };
+        request_guard.end_response();
+        if let Some(upload) = &self.upload {
             upload.hold(request_guard);
         }
     }
@@ -189,12 +192,13 @@ impl TargetBody {
         }
     }
 
+    fn watch(&self) -> Option<&StreamWatch> {
+        self.upstream_guard.as_ref()?.upstream.watch()
+    }
+
     /// Records the end of a response that is not complete.
     fn cut(&mut self, outcome: Outcome) {
-        let upstream = self.upstream_guard.as_ref().map(|guard| &guard.upstream);
-        let is_stalled = upstream
-            .and_then(Upstream::stall_watch)
-            .is_some_and(StallWatch::is_stalled);
+        let is_stalled = self.watch().is_some_and(StreamWatch::is_stalled);
         if let Some(exchange_guard) = &mut self.exchange_guard {
             exchange_guard.access_log.set_outcome(if is_stalled {
                 Outcome::ReaderStalled
@@ -245,9 +249,7 @@ impl Drop for TargetBody {
         if self.body.is_end_stream() && self.failure.is_none() {
             self.finish();
         } else if self.failure.is_none() {
-            let signal = self.upstream_guard.as_ref();
-            let signal = signal.and_then(UpstreamBodyGuard::cut_signal);
-            let is_cut = signal.is_some_and(|signal| signal.is_cut());
+            let is_cut = self.watch().is_some_and(StreamWatch::is_cut);
             self.cut(if is_cut {
                 Outcome::Cut
             } else {

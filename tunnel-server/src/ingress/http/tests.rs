@@ -10,5 +10,6 @@ mod panics;
 mod pods;
 mod reuse;
 mod silence;
+mod stalled;
 mod trailers;
 mod upgrade;

@@ -4,8 +4,8 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use tunnel_proto::process::conn_limiter::{ConnPermit, InUseGuard};
 use tunnel_proto::relay::{CUT_CHECK_INTERVAL, PollCut};
-use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, CutSignal};
+use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamWatch};
 
 use super::head_check::{BodyFraming, HeadCheck, HeadError};
 
@@ -166,8 +166,8 @@ pub(crate) struct ConnTimeouts {
     write_unblocked: Notify,
     /// Notified when a write is blocked.
     write_stopped: Notify,
-    /// Tells whether the target of the response in progress has cut its connection.
-    target_cut: Mutex<Option<Weak<dyn CutSignal>>>,
+    /// Observes the stream of the response in progress.
+    target: Mutex<Option<StreamWatch>>,
 }
 
 impl ConnTimeouts {
@@ -194,7 +194,7 @@ impl ConnTimeouts {
             blocked_write: Mutex::default(),
             write_unblocked: Notify::new(),
             write_stopped: Notify::new(),
-            target_cut: Mutex::default(),
+            target: Mutex::default(),
         })
     }
 
@@ -318,10 +318,18 @@ impl ConnTimeouts {
         }
     }
 
-    /// Sets the handle that tells whether the target of the response in progress has cut its
-    /// connection.
-    pub(crate) fn watch_target(&self, target_cut: Option<&Arc<dyn CutSignal>>) {
-        *self.target_cut.lock() = target_cut.map(Arc::downgrade);
+    /// Sets the observer of the stream of the response in progress.
+    pub(crate) fn watch_target(&self, target: Option<&StreamWatch>) {
+        *self.target.lock() = target.cloned();
+    }
+
+    /// Polls for the time when the stream of the response in progress must end, because the caller
+    /// reads nothing and others wait for the memory.
+    pub(crate) fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
+        match &*self.target.lock() {
+            Some(target) => target.poll_stalled(cx),
+            None => Poll::Pending,
+        }
     }
 
     /// Waits until the target has cut its connection behind bytes that the caller does not take:
@@ -338,8 +346,7 @@ impl ConnTimeouts {
                 sleep_until(since + CUT_STALL_LIMIT).await;
                 continue;
             }
-            let target_cut = self.target_cut.lock().as_ref().and_then(Weak::upgrade);
-            if target_cut.is_some_and(|signal| signal.is_cut()) {
+            if self.target.lock().as_ref().is_some_and(StreamWatch::is_cut) {
                 return;
             }
             sleep_until(now + CUT_CHECK_INTERVAL).await;
@@ -432,6 +439,12 @@ impl RequestGuard {
     /// caller's direction is then the end of the body, and the caller is not gone.
     pub(crate) fn answered(&self) {
         self.timeouts.state.lock().is_answered = true;
+    }
+
+    /// Records that the response has ended. What happens to the target's connection does not concern
+    /// the bytes of the response that the caller has not taken yet.
+    pub(crate) fn end_response(&self) {
+        self.timeouts.watch_target(None);
     }
 
     pub(crate) fn timeouts(&self) -> Arc<ConnTimeouts> {

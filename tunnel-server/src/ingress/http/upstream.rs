@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::tls;
-use tunnel_proto::transport::{CutSignal, Stream};
+use tunnel_proto::transport::Stream;
 
 use super::request_body::RequestBody;
 use crate::config::Limit;
@@ -179,7 +179,7 @@ impl UpstreamRequest<'_> {
         let carrier = Carrier {
             via: Some(opened.via),
             bytes: opened.stream.bytes(),
-            stall_watch: Some(opened.stream.stall_watch()),
+            watch: Some(opened.stream.watch()),
         };
         let mut upstream = tokio::select! {
             biased;
@@ -272,7 +272,7 @@ pub(super) async fn exchange_direct(
     let carrier = Carrier {
         via: None,
         bytes: socket.bytes(),
-        stall_watch: None,
+        watch: None,
     };
     let mut upstream = Upstream::start(
         TargetConn::Direct(socket),
@@ -298,11 +298,6 @@ pub(crate) struct UpstreamBodyGuard {
 }
 
 impl UpstreamBodyGuard {
-    /// Returns the handle that tells whether the target has cut its connection.
-    pub(crate) fn cut_signal(&self) -> Option<Arc<dyn CutSignal>> {
-        self.upstream.cut_signal.clone()
-    }
-
     /// Releases the connection after the end of the response.
     pub(crate) fn complete(self) {
         match self.reuse {

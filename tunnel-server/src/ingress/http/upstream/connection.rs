@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
-use tunnel_proto::transport::{ByteCount, CutSignal, StallWatch, StreamCut};
+use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch};
 
 use super::target_io::{TargetConn, TargetInput, TargetIo};
 use crate::ingress::error::ProxyError;
@@ -51,8 +51,8 @@ pub(crate) struct Carrier {
     pub(crate) via: Option<Via>,
     /// Counter of the bytes on the stream or socket.
     pub(crate) bytes: ByteCount,
-    /// Says when the stream must end because its reader is stalled.
-    pub(crate) stall_watch: Option<StallWatch>,
+    /// Observes the stream. `None` for a connection that the server dialed directly.
+    pub(crate) watch: Option<StreamWatch>,
 }
 
 /// An HTTP connection to a target.
@@ -63,7 +63,6 @@ pub(crate) struct Upstream {
     driver: AbortOnDropHandle<()>,
     pub(super) carrier: Carrier,
     input: Arc<TargetInput>,
-    pub(super) cut_signal: Option<Arc<dyn CutSignal>>,
     /// The body of the request, if it has one.
     upload: Option<UploadHandle>,
 }
@@ -97,9 +96,9 @@ impl From<ProxyError> for Box<SendError> {
 }
 
 impl Upstream {
-    /// Returns what says that the stream must end because its reader is stalled.
-    pub(crate) fn stall_watch(&self) -> Option<&StallWatch> {
-        self.carrier.stall_watch.as_ref()
+    /// Returns the observer of the stream that carries the connection.
+    pub(crate) fn watch(&self) -> Option<&StreamWatch> {
+        self.carrier.watch.as_ref()
     }
 
     /// Starts an HTTP connection on a stream. A task of `drivers` drives the connection.
@@ -110,7 +109,6 @@ impl Upstream {
         target_label: &TargetLabel<'_>,
     ) -> Result<Self, ProxyError> {
         let input = Arc::<TargetInput>::default();
-        let cut_signal = conn.cut_signal();
         let target_io = TargetIo::new(conn, input.clone());
         let built = client().handshake(TokioIo::new(target_io)).await;
         let (sender, connection) = built.map_err(|error| {
@@ -126,7 +124,6 @@ impl Upstream {
             driver: AbortOnDropHandle::new(drivers.spawn(drive)),
             carrier,
             input,
-            cut_signal,
             upload: None,
         })
     }

@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::client::TlsStream;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::PollCut;
-use tunnel_proto::transport::{CutSignal, Stream};
+use tunnel_proto::transport::Stream;
 
 /// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
 const TLS_ALERT: [u8; 2] = [21, 3];
@@ -73,17 +73,6 @@ macro_rules! on_conn {
             TargetConn::Direct($conn) => $action,
         }
     };
-}
-
-impl TargetConn {
-    /// Returns the handle that tells of a cut, if a stream carries the connection.
-    pub(super) fn cut_signal(&self) -> Option<Arc<dyn CutSignal>> {
-        match self {
-            Self::Stream(stream) => Some(stream.cut_signal()),
-            Self::Tls(tls) => Some(tls.get_ref().0.cut_signal()),
-            Self::Direct(_) => None,
-        }
-    }
 }
 
 impl TargetIo {

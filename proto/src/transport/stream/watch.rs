@@ -1,0 +1,41 @@
+//! The end of a stream, for tasks that do not read it because they wait for a reader themselves.
+
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use crate::transport::ReadMonitor;
+
+/// What a transport knows of the cut of a stream.
+pub trait CutSignal: Send + Sync + std::fmt::Debug {
+    /// Returns whether the peer has cut the stream or the session was lost, even if bytes before that
+    /// are unread.
+    fn is_cut(&self) -> bool;
+}
+
+/// Observes whether a stream was cut, or must end because its reader is stalled.
+#[derive(Debug, Clone)]
+pub struct StreamWatch {
+    pub(super) cut: Arc<dyn CutSignal>,
+    pub(super) read_monitor: Arc<ReadMonitor>,
+}
+
+impl StreamWatch {
+    /// Returns whether the peer has cut the stream or the session was lost, even if bytes before that
+    /// are unread.
+    #[must_use]
+    pub fn is_cut(&self) -> bool {
+        self.cut.is_cut()
+    }
+
+    /// Returns whether the stream must end because its reader is stalled.
+    #[must_use]
+    pub fn is_stalled(&self) -> bool {
+        self.read_monitor.must_end()
+    }
+
+    /// Polls for the time when the stream must end because its reader is stalled. One task at a time
+    /// can wait.
+    pub fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
+        self.read_monitor.poll_stalled(cx)
+    }
+}

@@ -1,0 +1,37 @@
+//! Callers that take nothing of a response for a while.
+
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::sleep;
+use tunnel_proto::wire::code::CloseCode;
+
+use super::fixture::{Fixture, get, head};
+use crate::testing::{eventually, within};
+
+/// More than the caller's connection holds without a reader.
+const BODY_BYTES: usize = 96 << 10;
+
+#[tokio::test(start_paused = true)]
+async fn complete_response_is_not_cut_with_the_idle_connection_to_its_target() {
+    let (fixture, agent) = Fixture::with_agent();
+    let mut caller = fixture.send(&format!("{}\r\n", get("/"))).await;
+    let mut stream = agent.accepts().await;
+    head(&mut stream).await;
+    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {BODY_BYTES}\r\n\r\n");
+    stream.write_all(answer.as_bytes()).await.unwrap();
+    let body = vec![7; BODY_BYTES];
+    let (first, rest) = body.split_at(BODY_BYTES * 4 / 5);
+    stream.write_all(first).await.unwrap();
+    // The caller's connection is full before the response is complete.
+    sleep(Duration::from_millis(500)).await;
+    stream.write_all(rest).await.unwrap();
+    let complete = "tunnel_server_streams_total{result=\"ok\"}";
+    eventually("record", || fixture.metric(complete) == 1).await;
+    agent.far.close(CloseCode::Dead, "lost").await;
+    sleep(Duration::from_secs(3)).await;
+    head(&mut caller).await;
+    let mut got = vec![0; BODY_BYTES];
+    within(caller.read_exact(&mut got)).await.unwrap();
+    assert!(got == body);
+}
