@@ -7,6 +7,7 @@ pub(crate) mod headers;
 pub(crate) mod request_body;
 pub mod response;
 pub(crate) mod timeouts;
+mod unread;
 pub(crate) mod upstream;
 
 use std::convert::Infallible;

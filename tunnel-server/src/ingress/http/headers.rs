@@ -1,9 +1,6 @@
 //! Rewriting of header and trailer fields between caller and target. Hop-by-hop fields are removed,
 //! and fields that the tunnel needs are set. All functions are pure.
 
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
-
 use bytes::Bytes;
 use http::header::{
     CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
@@ -12,7 +9,7 @@ use http::header::{
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
 };
-use hyper::body::{Body, Frame, Incoming, SizeHint};
+use hyper::body::{Body, Frame};
 use tunnel_proto::wire::header::TRACE_PARENT_MAX;
 
 use crate::routing::decision::{SELECT_DEST, SELECT_HOST, has_supported_coding};
@@ -254,6 +251,15 @@ fn strip_trailers(trailers: &mut HeaderMap) {
     }
 }
 
+/// Returns the frame of a body as it is forwarded: its trailers lose hop-by-hop fields and the
+/// tunnel's fields.
+pub(crate) fn rewrite_frame(mut frame: Frame<Bytes>) -> Frame<Bytes> {
+    if let Some(trailers) = frame.trailers_mut() {
+        strip_trailers(trailers);
+    }
+    frame
+}
+
 /// Removes hop-by-hop fields and the fields that Connection names.
 fn strip_hop_by_hop(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
@@ -267,37 +273,6 @@ fn strip_hop_by_hop(headers: &mut HeaderMap) {
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
-    }
-}
-
-/// A body whose trailers lose hop-by-hop fields and the tunnel's fields.
-#[derive(Debug)]
-pub(crate) struct StrippedBody(pub(crate) Incoming);
-
-impl Body for StrippedBody {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let frame = ready!(Pin::new(&mut self.0).poll_frame(cx));
-        Poll::Ready(frame.map(|frame| {
-            let mut frame = frame?;
-            if let Some(trailers) = frame.trailers_mut() {
-                strip_trailers(trailers);
-            }
-            Ok(frame)
-        }))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.0.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.0.size_hint()
     }
 }
 

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::sleep;
 
-use super::headers::StrippedBody;
+use super::headers::rewrite_frame;
 use super::timeouts::RequestGuard;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::outcome::Outcome;
@@ -125,7 +125,7 @@ fn record_end(access_log: &mut AccessLog, end: Option<UploadEnd>) {
 /// A caller's body without the trailers that must not be forwarded.
 #[derive(Debug)]
 pub(crate) struct RequestBody {
-    body: StrippedBody,
+    body: Incoming,
     upload: Option<OpenUpload>,
 }
 
@@ -148,7 +148,6 @@ pub(crate) struct UploadHandle {
 impl RequestBody {
     /// Wraps a body. Returns no handle for a request without a body.
     pub(crate) fn new(body: Incoming) -> (Self, Option<UploadHandle>) {
-        let body = StrippedBody(body);
         if body.is_end_stream() {
             return (Self { body, upload: None }, None);
         }
@@ -181,6 +180,7 @@ impl Body for RequestBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        let frame = frame.map(|frame| frame.map(rewrite_frame));
         match &frame {
             Some(Ok(_)) => {
                 if let Some(open) = &self.upload {

@@ -14,7 +14,7 @@ use hyper::ext::ReasonPhrase;
 use tunnel_proto::transport::StreamWatch;
 use tunnel_proto::wire::header::one_line;
 
-use super::headers::{ERROR_HEADER, StrippedBody};
+use super::headers::{ERROR_HEADER, rewrite_frame};
 use super::request_body::Upload;
 use super::timeouts::RequestGuard;
 use super::upstream::UpstreamBodyGuard;
@@ -37,7 +37,7 @@ enum Inner {
 
 /// A response body that is forwarded from a target to the caller.
 struct TargetBody {
-    body: StrippedBody,
+    body: Incoming,
     /// `None` once the body has ended.
     exchange_guard: Option<ExchangeGuard>,
     /// Dropping the guard before the end drops the connection to the target, which closes the
@@ -96,7 +96,7 @@ impl ResponseBody {
         upload: Option<Arc<Upload>>,
     ) -> Self {
         Self::new(Inner::Target(Box::new(TargetBody {
-            body: StrippedBody(body),
+            body,
             exchange_guard: Some(exchange_guard),
             upstream_guard: Some(upstream_guard),
             upload,
@@ -150,7 +150,7 @@ impl Body for ResponseBody {
                         cx.waker().wake_by_ref();
                         return Poll::Pending;
                     }
-                    frame => frame,
+                    frame => frame.map(|frame| frame.map(rewrite_frame)),
                 };
                 match &frame {
                     // Nothing follows trailer fields, and hyper does not poll again.

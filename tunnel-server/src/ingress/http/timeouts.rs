@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::{Buf, Bytes};
+use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
@@ -19,6 +19,7 @@ use tunnel_proto::relay::{CUT_CHECK_INTERVAL, PollCut};
 use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamWatch};
 
 use super::head_check::{BodyFraming, HeadCheck, HeadError};
+use super::unread::UnreadBytes;
 
 /// State of a caller's connection.
 ///
@@ -470,8 +471,7 @@ impl Drop for RequestGuard {
 pub(crate) struct TimedStream<S> {
     stream: Box<S>,
     timeouts: Arc<ConnTimeouts>,
-    /// Bytes that were read from the stream earlier. Reads return these bytes first.
-    unread: Bytes,
+    unread: UnreadBytes,
 }
 
 impl<S> TimedStream<S> {
@@ -479,13 +479,13 @@ impl<S> TimedStream<S> {
         Self {
             stream: Box::new(stream),
             timeouts,
-            unread: Bytes::new(),
+            unread: UnreadBytes::default(),
         }
     }
 
     /// Puts back bytes that were read but not used.
     pub(crate) fn put_back(&mut self, unread: Bytes) {
-        self.unread = unread;
+        self.unread = unread.into();
     }
 }
 
@@ -501,9 +501,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedStream<S> {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.unread.has_remaining() {
-            let count = self.unread.len().min(out.remaining());
-            out.put_slice(&self.unread.split_to(count));
+        if self.unread.read(out) {
             return Poll::Ready(Ok(()));
         }
         let before = out.filled().len();

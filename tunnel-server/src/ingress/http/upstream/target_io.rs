@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 
-use bytes::{Buf, Bytes};
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -14,6 +13,8 @@ use tokio_rustls::client::TlsStream;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::PollCut;
 use tunnel_proto::transport::Stream;
+
+use crate::ingress::http::unread::UnreadBytes;
 
 /// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
 const TLS_ALERT: [u8; 2] = [21, 3];
@@ -60,8 +61,8 @@ pub(in crate::ingress) enum TargetConn {
 pub(in crate::ingress) struct TargetIo {
     conn: TargetConn,
     input: Arc<TargetInput>,
-    /// Bytes behind a 101, which hyper has read.
-    unread: Bytes,
+    /// Bytes behind a 101.
+    unread: UnreadBytes,
 }
 
 /// Evaluates an expression for the connection of any kind.
@@ -80,7 +81,7 @@ impl TargetIo {
         Self {
             conn,
             input,
-            unread: Bytes::new(),
+            unread: UnreadBytes::default(),
         }
     }
 
@@ -91,7 +92,7 @@ impl TargetIo {
     pub(in crate::ingress) fn from_upgraded(upgraded: Upgraded) -> Result<Self, Upgraded> {
         let parts = upgraded.downcast::<TokioIo<Self>>()?;
         let mut io = parts.io.into_inner();
-        io.unread = parts.read_buf;
+        io.unread = parts.read_buf.into();
         Ok(io)
     }
 }
@@ -108,9 +109,7 @@ impl AsyncRead for TargetIo {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.unread.has_remaining() {
-            let count = self.unread.len().min(out.remaining());
-            out.put_slice(&self.unread.split_to(count));
+        if self.unread.read(out) {
             return Poll::Ready(Ok(()));
         }
         let before = out.filled().len();

@@ -23,9 +23,10 @@ use crate::ingress::error::ProxyError;
 use crate::ingress::http::builder;
 use crate::ingress::http::head_check::{BodyFraming, HeadCheck, HeadError};
 use crate::ingress::http::headers::{
-    StrippedBody, can_reuse_connection, close_unless_upgraded, requested_upgrade, rewrite_request,
+    can_reuse_connection, close_unless_upgraded, requested_upgrade, rewrite_request,
     rewrite_response, validate_response,
 };
+use crate::ingress::http::request_body::RequestBody;
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::upstream::connection::client;
 use crate::ingress::outcome::Outcome;
@@ -253,7 +254,7 @@ async fn ask(
 ) -> Result<Response<TargetBody>, hyper::Error> {
     let (mut sender, connection) = client().handshake(wire.clone()).await?;
     let mut driver: Driver = Box::pin(connection);
-    let mut sent = pin!(sender.send_request(request.map(StrippedBody)));
+    let mut sent = pin!(sender.send_request(request.map(|body| RequestBody::new(body).0)));
     let mut fed = false;
     let mut ended = false;
     let response = std::future::poll_fn(|cx| {
