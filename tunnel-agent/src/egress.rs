@@ -13,9 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
-use tunnel_proto::process::telemetry::{
-    ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
-};
+use tunnel_proto::process::telemetry::{ACCESS, StreamLines, non_empty};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamHeader, StreamKind, Target};
@@ -58,13 +56,12 @@ pub(crate) struct SessionParams {
     pub(crate) dial_timeout: Duration,
 }
 
-/// A server can open such streams faster than a disk can write lines, and each line has the same
-/// content.
-static NO_HEADER_LOG_LIMIT: LogRateLimit = LogRateLimit::new("streams without a header");
-
-/// Lines of refused streams. The callers behind a session are known to the server alone.
-static REFUSED_STREAMS: SourceBudget<SessionId> =
-    SourceBudget::new("access log lines of refused streams of a session");
+/// A server can open streams faster than a disk can write lines. The callers behind a session are
+/// known to the server alone.
+static LINES: StreamLines<SessionId> = StreamLines::new(
+    "streams without a header",
+    "access log lines of refused streams of a session",
+);
 
 /// The end of a stream, for the access log.
 struct StreamOutcome {
@@ -153,7 +150,8 @@ impl Egress {
                 }
             };
         self.metrics.stream_ended(outcome.end);
-        let Some(form) = line_form(outcome.end, params.session) else {
+        let (stage, code) = (outcome.end.stage(), outcome.end.label());
+        let Some(form) = LINES.admit(stage, code, params.session) else {
             return;
         };
         info!(
@@ -163,7 +161,7 @@ impl Egress {
             port,
             target,
             dialed = non_empty(&outcome.dialed),
-            code = outcome.end.label(),
+            code,
             error = non_empty(form.of_error(&outcome.detail)),
             trace_parent = non_empty(&trace_parent),
             bytes_in = outcome.to_target,
@@ -264,25 +262,6 @@ impl Egress {
                 StreamOutcome::refused(refusal)
             }
         }
-    }
-}
-
-/// Returns the form of a stream's line in the access log, or `None` if there is none.
-fn line_form(end: StreamEnd, session: SessionId) -> Option<LineForm> {
-    if !admits_access(end != StreamEnd::Ok) {
-        return None;
-    }
-    match end {
-        StreamEnd::NoHeader => NO_HEADER_LOG_LIMIT.admit().then_some(LineForm::Full),
-        StreamEnd::Refused(_) => REFUSED_STREAMS.admit(session, end.label()),
-        StreamEnd::Ok
-        | StreamEnd::ReaderClosed
-        | StreamEnd::ReaderStalled
-        | StreamEnd::CutByPeer
-        | StreamEnd::CutByTarget
-        | StreamEnd::CutByCaller
-        | StreamEnd::NoSession
-        | StreamEnd::NoReply => Some(LineForm::Full),
     }
 }
 

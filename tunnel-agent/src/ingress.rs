@@ -14,9 +14,7 @@ use tokio::time::{Instant, timeout};
 use tracing::info;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
-use tunnel_proto::process::telemetry::{
-    ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
-};
+use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
@@ -43,13 +41,11 @@ pub(crate) struct Ingress {
     metrics: Metrics,
 }
 
-/// Clients dial again at once while there is no session.
-static RESET_LOG_LIMIT: LogRateLimit =
-    LogRateLimit::new("connections to --cloud-listen that are reset at once");
-
-/// Lines of connections that no server accepted.
-static REFUSED_CONNECTIONS: SourceBudget<IpAddr> =
-    SourceBudget::new("access log lines of refused connections to --cloud-listen");
+/// Clients dial again at once, also while there is no session.
+static LINES: StreamLines<IpAddr> = StreamLines::new(
+    "connections to --cloud-listen that are reset at once",
+    "access log lines of refused connections to --cloud-listen",
+);
 
 /// The end of a connection, for the access log.
 struct ConnOutcome {
@@ -70,6 +66,14 @@ impl ConnOutcome {
             from_tunnel: 0,
             to_tunnel: 0,
             detail,
+        }
+    }
+
+    /// Returns how far the connection came. No server was asked without a session.
+    fn stage(&self) -> StreamStage {
+        match self.session {
+            Some(_) => self.end.stage(),
+            None => StreamStage::Unknown,
         }
     }
 }
@@ -131,7 +135,8 @@ impl Ingress {
             }
         };
         self.metrics.cloud_stream_ended(outcome.end);
-        let Some(form) = line_form(&outcome, peer) else {
+        let code = outcome.end.label();
+        let Some(form) = LINES.admit(outcome.stage(), code, source(peer.ip())) else {
             return;
         };
         info!(
@@ -142,7 +147,7 @@ impl Ingress {
             name = %target,
             %peer,
             dialed = non_empty(&outcome.dialed),
-            code = outcome.end.label(),
+            code,
             error = non_empty(form.of_error(&outcome.detail)),
             bytes_in = outcome.from_tunnel,
             bytes_out = outcome.to_tunnel,
@@ -197,28 +202,6 @@ impl Ingress {
             }
         }
         Err(failure)
-    }
-}
-
-/// Returns the form of a connection's line in the access log, or `None` if there is none.
-fn line_form(outcome: &ConnOutcome, peer: SocketAddr) -> Option<LineForm> {
-    if !admits_access(outcome.end != StreamEnd::Ok) {
-        return None;
-    }
-    if outcome.session.is_none() {
-        return RESET_LOG_LIMIT.admit().then_some(LineForm::Full);
-    }
-    match outcome.end {
-        StreamEnd::Refused(_) | StreamEnd::NoSession | StreamEnd::NoReply => {
-            REFUSED_CONNECTIONS.admit(source(peer.ip()), outcome.end.label())
-        }
-        StreamEnd::Ok
-        | StreamEnd::ReaderClosed
-        | StreamEnd::ReaderStalled
-        | StreamEnd::CutByPeer
-        | StreamEnd::CutByTarget
-        | StreamEnd::CutByCaller
-        | StreamEnd::NoHeader => Some(LineForm::Full),
     }
 }
 

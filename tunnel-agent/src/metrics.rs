@@ -10,7 +10,7 @@ use tunnel_proto::egress::SocketRelayEnd;
 pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
-use tunnel_proto::process::telemetry::DroppedLines;
+use tunnel_proto::process::telemetry::{DroppedLines, StreamStage};
 use tunnel_proto::transport::{ByteCount, TransportKind};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 
@@ -326,6 +326,20 @@ impl StreamEnd {
         Self::Refused(RefusalCode::Internal),
         Self::Refused(RefusalCode::UnknownTarget),
     ];
+
+    /// Returns how far a stream with this end came.
+    pub(crate) fn stage(self) -> StreamStage {
+        match self {
+            Self::Ok => StreamStage::Opened { is_ok: true },
+            Self::ReaderClosed
+            | Self::ReaderStalled
+            | Self::CutByPeer
+            | Self::CutByTarget
+            | Self::CutByCaller => StreamStage::Opened { is_ok: false },
+            Self::NoSession | Self::NoReply | Self::Refused(_) => StreamStage::Refused,
+            Self::NoHeader => StreamStage::Unknown,
+        }
+    }
 
     /// Returns the end of a stream whose relay with a socket ended. `socket_cut` is the end if the
     /// socket was cut.

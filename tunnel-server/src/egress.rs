@@ -17,9 +17,7 @@ use tunnel_proto::dial::split_host_port;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::process::shutdown::Shutdown;
-use tunnel_proto::process::telemetry::{
-    ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
-};
+use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use tunnel_proto::transport::{ByteCount, IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamKind};
@@ -56,12 +54,11 @@ pub struct CloudEgress {
     shutdown: Shutdown,
 }
 
-/// Agents can open streams without headers at will.
-static NO_HEADER_LOG_LIMIT: LogRateLimit = LogRateLimit::new("cloud streams without a header");
-
-/// Lines of refused streams. An agent opens them for programs of its node.
-static REFUSED_STREAMS: SourceBudget<NodeName> =
-    SourceBudget::new("access log lines of refused cloud streams of a node");
+/// Agents can open streams without headers at will, and others for programs of their nodes.
+static LINES: StreamLines<NodeName> = StreamLines::new(
+    "cloud streams without a header",
+    "access log lines of refused cloud streams of a node",
+);
 
 impl CloudEgress {
     /// Creates the egress, or returns `None` without targets. `own_ports` are those of this server's
@@ -148,7 +145,12 @@ impl CloudEgress {
             }
         };
         self.metrics.cloud_stream_ended(outcome.result);
-        let Some(form) = line_form(name.is_some(), outcome.result, &agent.node) else {
+        let stage = match name {
+            Some(_) => outcome.result.stage(),
+            None => StreamStage::Unknown,
+        };
+        let code = outcome.result.label();
+        let Some(form) = LINES.admit(stage, code, agent.node.clone()) else {
             return;
         };
         info!(
@@ -158,7 +160,7 @@ impl CloudEgress {
             session = agent.id.0,
             name = name.as_ref().map(tracing::field::display),
             dialed = non_empty(&outcome.dialed),
-            code = outcome.result.label(),
+            code,
             error = non_empty(form.of_error(&outcome.detail)),
             bytes_in = outcome.from_agent,
             bytes_out = outcome.to_agent,
@@ -305,24 +307,6 @@ impl StreamOutcome {
     async fn refuse(stream: Stream, refusal: Refusal) -> Self {
         stream.refuse(refusal.code, &refusal.detail).await;
         Self::without_bytes(CloudResult::Refused(refusal.code), refusal.detail)
-    }
-}
-
-/// Returns the form of a stream's line in the access log, or `None` if there is none. `has_name`
-/// says whether the stream named a target.
-fn line_form(has_name: bool, result: CloudResult, node: &NodeName) -> Option<LineForm> {
-    if !admits_access(result != CloudResult::Ok) {
-        return None;
-    }
-    match result {
-        _ if !has_name => NO_HEADER_LOG_LIMIT.admit().then_some(LineForm::Full),
-        CloudResult::Refused(_) => REFUSED_STREAMS.admit(node.clone(), result.label()),
-        CloudResult::Ok
-        | CloudResult::ReaderClosed
-        | CloudResult::ReaderStalled
-        | CloudResult::CutByAgent
-        | CloudResult::CutByTarget
-        | CloudResult::NoHeader => Some(LineForm::Full),
     }
 }
 

@@ -22,6 +22,7 @@ mod rate_limit;
 mod recent;
 mod sanitize;
 mod source_budget;
+mod stream_lines;
 
 use access::SWITCH;
 pub use access::{AccessLogMode, AccessLogOutput, AccessLogSettings, admits_access};
@@ -35,6 +36,7 @@ pub use rate_limit::LogRateLimit;
 pub use recent::{enable_recent_lines, recent_lines};
 use sanitize::{MakeLineWriter, Sanitizer};
 pub use source_budget::{LineForm, SourceBudget};
+pub use stream_lines::{StreamLines, StreamStage};
 
 /// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

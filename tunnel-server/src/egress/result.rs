@@ -1,6 +1,7 @@
 //! How a stream to a target of the cloud ended.
 
 use tunnel_proto::egress::SocketRelayEnd;
+use tunnel_proto::process::telemetry::StreamStage;
 use tunnel_proto::wire::code::RefusalCode;
 
 /// The end of a stream to a target of the cloud. The labels are those of the agent's streams.
@@ -51,6 +52,19 @@ impl CloudResult {
             Self::ReaderStalled => "reader_stalled",
             Self::NoHeader => "no_header",
             Self::Refused(code) => code.label(),
+        }
+    }
+
+    /// Returns how far a stream with this end came.
+    #[must_use]
+    pub fn stage(self) -> StreamStage {
+        match self {
+            Self::Ok => StreamStage::Opened { is_ok: true },
+            Self::ReaderClosed | Self::CutByAgent | Self::CutByTarget | Self::ReaderStalled => {
+                StreamStage::Opened { is_ok: false }
+            }
+            Self::Refused(_) => StreamStage::Refused,
+            Self::NoHeader => StreamStage::Unknown,
         }
     }
 }

@@ -10,9 +10,7 @@ use std::time::SystemTime;
 use tokio::time::Instant;
 use tracing::info;
 use tunnel_proto::process::conn_limiter::source;
-use tunnel_proto::process::telemetry::{
-    ACCESS, LineForm, LogRateLimit, SourceBudget, admits_access, non_empty,
-};
+use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::header::one_line;
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -30,9 +28,12 @@ use crate::routing::via::Via;
 /// Longest text of a caller in an access log line, and of any kind in a recent request, in bytes.
 const FIELD_MAX_BYTES: usize = 256;
 
-/// Lines of requests that reached no target.
-static REFUSED_REQUESTS: SourceBudget<IpAddr> =
-    SourceBudget::new("access log lines of requests that reached no node");
+/// A caller can send heads that cannot be parsed, or plain HTTP instead of TLS, faster than a disk
+/// accepts lines, and all these lines are alike.
+static LINES: StreamLines<IpAddr> = StreamLines::new(
+    "requests that cannot be read",
+    "access log lines of requests that reached no node",
+);
 
 /// Capacity for the text of a destination, in bytes.
 const DESTINATION_CAPACITY: usize = 64;
@@ -61,7 +62,7 @@ pub struct AccessLog {
     open: Option<GaugeGuard>,
     /// The request was sent once more because its session was lost.
     is_retried: bool,
-    lines: Option<&'static LogRateLimit>,
+    is_unreadable: bool,
     /// A stream or a dialed connection carries the request.
     has_reached_target: bool,
     recent: Option<Arc<RecentRequests>>,
@@ -96,7 +97,7 @@ impl AccessLog {
             metrics: metrics.clone(),
             open: None,
             is_retried: false,
-            lines: None,
+            is_unreadable: false,
             has_reached_target: false,
             recent: None,
         }
@@ -171,9 +172,9 @@ impl AccessLog {
         self.outcome = outcome;
     }
 
-    /// Applies a rate limit to the log line. The entry is always counted.
-    pub fn rate_limit(&mut self, lines: &'static LogRateLimit) {
-        self.lines = Some(lines);
+    /// Records that the request cannot be read. Only a sample of such entries has a line.
+    pub fn unreadable(&mut self) {
+        self.is_unreadable = true;
     }
 
     /// Records the entry in `recent` as well when it ends, if it is one of a node.
@@ -190,18 +191,18 @@ impl AccessLog {
         }
     }
 
-    /// Returns the form of the line, or `None` if there is none. A caller cannot cause requests that
-    /// reach a target faster than the target answers, but refusals cost it nothing.
-    fn line_form(&self) -> Option<LineForm> {
-        if !admits_access(self.outcome != Outcome::Ok)
-            || self.lines.is_some_and(|lines| !lines.admit())
-        {
-            return None;
+    /// Returns how far the request came. A caller cannot cause requests that reach a target faster
+    /// than the target answers, but refusals cost it nothing.
+    fn stage(&self) -> StreamStage {
+        if self.is_unreadable {
+            StreamStage::Unknown
+        } else if self.has_reached_target {
+            StreamStage::Opened {
+                is_ok: self.outcome == Outcome::Ok,
+            }
+        } else {
+            StreamStage::Refused
         }
-        if self.has_reached_target {
-            return Some(LineForm::Full);
-        }
-        REFUSED_REQUESTS.admit(source(self.peer.source()), self.outcome.label())
     }
 
     fn record_recent(&self, received: u64, sent: u64) {
@@ -251,7 +252,8 @@ impl Drop for AccessLog {
         let sent = sent.saturating_sub(self.before.1);
         self.metrics.ended(self.outcome, received, sent);
         self.record_recent(received, sent);
-        let Some(form) = self.line_form() else {
+        let (code, source) = (self.outcome.label(), source(self.peer.source()));
+        let Some(form) = LINES.admit(self.stage(), code, source) else {
             return;
         };
         info!(
@@ -266,7 +268,7 @@ impl Drop for AccessLog {
             session = self.via.as_ref().and_then(Via::session_number),
             via = self.via.as_ref().and_then(Via::replica).map(tracing::field::display),
             status = self.status,
-            code = %self.outcome,
+            code,
             retried = self.is_retried.then_some(true),
             error = non_empty(form.of_error(&self.error)),
             bytes_in = received,

@@ -29,7 +29,6 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
-use tunnel_proto::process::telemetry::LogRateLimit;
 use tunnel_proto::relay::PollCut;
 
 use super::connect;
@@ -124,7 +123,7 @@ pub(super) async fn serve<S>(
             let metrics = &caller.ingress.metrics;
             let mut access_log =
                 AccessLog::start(caller.listener.name, peer, "unparsable request", metrics);
-            access_log.rate_limit(&UNPARSABLE);
+            access_log.unreadable();
             let failure = ProxyError::new(Outcome::BadRequest, error.to_string());
             access_log.fail(&if error.is_parse_too_large() {
                 failure.with_limit(Limit::RequestHeadBytes)
@@ -151,10 +150,6 @@ async fn close_gracefully<S: AsyncWrite + Unpin>(mut stream: S) {
         Err(_elapsed) => debug!("shutdown of a caller's connection timed out"),
     }
 }
-
-/// A caller can send such heads faster than a disk accepts log lines, and all these lines are
-/// alike.
-static UNPARSABLE: LogRateLimit = LogRateLimit::new("requests whose head cannot be parsed");
 
 /// Bytes of a response that hyper holds for a caller that does not read them, unless larger heads are
 /// allowed.

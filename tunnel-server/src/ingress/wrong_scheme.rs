@@ -2,7 +2,6 @@
 
 use tokio::io::AsyncWriteExt;
 use tracing::debug;
-use tunnel_proto::process::telemetry::LogRateLimit;
 
 use super::access_log::AccessLog;
 use super::caller_stream::CallerStream;
@@ -20,7 +19,7 @@ pub(super) async fn refuse_http(
 ) {
     let failure = ProxyError::new(Outcome::BadRequest, TEXT);
     let mut access_log = AccessLog::start(listener, peer, "plain HTTP", metrics);
-    access_log.rate_limit(&PLAIN);
+    access_log.unreadable();
     access_log.status(failure.outcome.status());
     access_log.fail(&failure);
     let answer = answer(&failure);
@@ -45,6 +44,3 @@ fn answer(failure: &ProxyError) -> String {
 
 const TEXT: &str =
     "this port speaks HTTPS; use https:// here, or send plain HTTP to the HTTP listener";
-
-/// A caller can cause such lines as fast as it connects.
-static PLAIN: LogRateLimit = LogRateLimit::new("plain HTTP on ports that speak HTTPS");
