@@ -263,6 +263,13 @@ impl Stream {
         }
     }
 
+    /// Returns whether the peer has accepted the stream, as far as reads have returned its reply. For
+    /// openers.
+    #[must_use]
+    pub fn is_accepted(&self) -> bool {
+        matches!(self.reply, ReplyState::Accepted { .. })
+    }
+
     /// Sets who reads the stream in the end. When stalled streams must end, the source that holds
     /// the most is the first.
     pub fn set_source(&self, source: u64) {

@@ -298,6 +298,9 @@ pub(super) async fn relay_tunnel<C>(
                 Tunnel::Agent(_) | Tunnel::Direct(_) | Tunnel::Upgraded(_) => {
                     access_log.set_outcome(Outcome::Cut);
                 }
+                Tunnel::Pending { stream, .. } if stream.is_accepted() => {
+                    access_log.set_outcome(Outcome::Cut);
+                }
                 // The error can be the agent's refusal.
                 Tunnel::Pending { target_label, .. } => {
                     access_log.fail(&ProxyError::from_stream(&error, target_label, Outcome::Cut))
