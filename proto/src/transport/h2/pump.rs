@@ -10,7 +10,7 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::{Reason, RecvStream, SendStream};
 use parking_lot::Mutex;
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::bulk_queue::{BULK_MIN_BYTES, BulkQueue};
 use super::stream::{BulkState, Output, StreamShared, StreamState};
@@ -63,6 +63,8 @@ pub(super) struct Pump {
     input: Input,
     queued: Arc<Queued>,
     bulk_queue: Arc<BulkQueue>,
+    /// When the peer had no window left for the data of this stream, if it still has none.
+    blocked_since: Option<Instant>,
     /// Limits the time before a cut. Boxed, because few streams are cut.
     cut_timer: Option<Box<CutTimer>>,
     /// Counts the stream under the limit on the peer's streams.
@@ -83,6 +85,7 @@ impl Pump {
             input,
             queued,
             bulk_queue,
+            blocked_since: None,
             cut_timer: None,
             _permit: None,
         }
@@ -178,6 +181,7 @@ impl Pump {
             let room = match self.send.capacity() {
                 0 => match self.send.poll_capacity(cx) {
                     Poll::Pending => {
+                        self.blocked_since.get_or_insert_with(Instant::now);
                         let held = unsent.min(HELD_WHILE_WAITING_BYTES);
                         return self.send.reserve_capacity(held);
                     }
@@ -206,6 +210,7 @@ impl Pump {
             }
             let piece = state.take_unsent(room);
             granted = granted.saturating_sub(piece.len());
+            self.blocked_since = None;
             if let Some(cut_timer) = &mut self.cut_timer {
                 cut_timer.progressed();
             }
@@ -236,7 +241,10 @@ impl Pump {
         let Some(code) = state.cut else {
             return;
         };
-        let cut_timer = self.cut_timer.get_or_insert_with(CutTimer::start);
+        let blocked_since = self.blocked_since;
+        let cut_timer = self
+            .cut_timer
+            .get_or_insert_with(|| CutTimer::start(blocked_since));
         if cut_timer.poll(cx).is_ready() {
             state.reset.get_or_insert(code);
         }
@@ -319,10 +327,14 @@ struct CutTimer {
 }
 
 impl CutTimer {
-    fn start() -> Box<Self> {
+    /// Starts the timer at the moment of the cut. `blocked_since` is the time since which the peer
+    /// has taken nothing.
+    fn start(blocked_since: Option<Instant>) -> Box<Self> {
+        let now = Instant::now();
+        let stalled_at = blocked_since.unwrap_or(now) + CUT_STALL_LIMIT;
         Box::new(Self {
-            deadline: Instant::now() + CUT_LIMIT,
-            stalled: Box::pin(sleep(CUT_STALL_LIMIT)),
+            deadline: now + CUT_LIMIT,
+            stalled: Box::pin(sleep_until(stalled_at)),
         })
     }
 
