@@ -216,7 +216,7 @@ impl Caller {
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
         let mut write_blocked = pin!(self.timeouts.write_blocked_for(self.ingress.limits.idle));
-        let mut cut_behind = pin!(self.timeouts.cut_behind_stalled_caller());
+        let mut stalled = pin!(self.timeouts.response_stalled());
         let (mut draining, mut has_expired, mut evicted) = (false, false, false);
         loop {
             tokio::select! {
@@ -250,16 +250,12 @@ impl Caller {
                     self.close_mode.cut();
                     return Err(ConnEnd::TimedOut);
                 }
-                () = cut_behind.as_mut() => {
+                () = stalled.as_mut() => {
                     self.close_mode.cut();
                     return Err(ConnEnd::Stalled);
                 }
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(ConnEnd::Gone),
-                () = poll_fn(|cx| self.timeouts.poll_stalled(cx)) => {
-                    self.close_mode.cut();
-                    return Err(ConnEnd::Stalled);
-                }
                 () = drain.cancelled(), if !draining => draining = true,
                 expired = self.timeouts.expired(), if !has_expired => {
                     has_expired = true;

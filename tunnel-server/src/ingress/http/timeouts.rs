@@ -2,6 +2,7 @@
 //! hyper has only one timer for an idle connection and for an incomplete head. This module has a
 //! separate timeout for each.
 
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -324,9 +325,17 @@ impl ConnTimeouts {
         *self.target.lock() = target.cloned();
     }
 
-    /// Polls for the time when the stream of the response in progress must end, because the caller
-    /// reads nothing and others wait for the memory.
-    pub(crate) fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
+    /// Waits until the response in progress must end because the caller takes nothing of it: the
+    /// target has cut its connection, or others wait for the memory. Must be polled whenever the
+    /// connection was, since each response has another stream. Cancel-safe.
+    pub(crate) async fn response_stalled(&self) {
+        tokio::select! {
+            () = self.cut_behind_stalled_caller() => {}
+            () = poll_fn(|cx| self.poll_stalled(cx)) => {}
+        }
+    }
+
+    fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
         match &*self.target.lock() {
             Some(target) => target.poll_stalled(cx),
             None => Poll::Pending,
@@ -335,7 +344,7 @@ impl ConnTimeouts {
 
     /// Waits until the target has cut its connection behind bytes that the caller does not take:
     /// hyper does not ask for more of the response while the caller takes nothing. Cancel-safe.
-    pub(crate) async fn cut_behind_stalled_caller(&self) {
+    async fn cut_behind_stalled_caller(&self) {
         loop {
             let since = self.blocked_write.lock().as_ref().map(|write| write.since);
             let Some(since) = since else {
