@@ -37,7 +37,7 @@ pub mod quic;
 mod settings;
 mod stream;
 
-pub use flow::{BufferPool, ReadMonitor};
+pub use flow::{BufferPool, PoolPermit, ReadMonitor, source_number};
 pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
     ByteCount, CutSignal, IncomingStream, RawStream, Stream, StreamCut, StreamWatch, Traffic,
@@ -90,6 +90,7 @@ pub trait Session: Send + Sync + std::fmt::Debug + 'static {
 
     /// Returns whether the memory held by stalled readers leaves room for new streams, see
     /// [`BufferPool`]. If not, a stream that was just accepted must be refused, too.
+    /// [`Session::open`] refuses the sources that hold the most earlier.
     fn has_room(&self) -> bool;
 
     /// Closes the session after the peer has received everything that was shut down, or after 1 s.

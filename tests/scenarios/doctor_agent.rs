@@ -30,6 +30,7 @@ async fn healthy_pair_has_no_finding_and_a_closed_port_has_one() -> Result<()> {
     eventually("the agent to be healthy", WAIT_TIMEOUT, async || {
         let report = doctor(&config, &["D19", "D20"], &[open]).await;
         ensure!(report.exit_code() == 0, "{report:?}");
+        ensure!(report.capacity.contains("512 streams"), "{report:?}");
         ensure!(
             ids(&report).is_empty() && report.skipped.is_empty(),
             "{report:?}"

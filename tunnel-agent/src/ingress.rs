@@ -15,7 +15,7 @@ use tracing::info;
 use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
-use tunnel_proto::transport::ByteCount;
+use tunnel_proto::transport::{ByteCount, source_number};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::{CloudTarget, NodeName, SessionId};
@@ -119,7 +119,7 @@ impl Ingress {
                 let permit = Arc::new(permit);
                 let _in_use = permit.in_use();
                 let _open = self.metrics.cloud_stream();
-                self.connect(socket, target).await
+                self.connect(socket, peer.ip(), target).await
             }
             (Err(reached), _) => {
                 drop(socket);
@@ -156,8 +156,13 @@ impl Ingress {
         );
     }
 
-    async fn connect(&self, socket: TargetSocket, target: &CloudTarget) -> ConnOutcome {
-        match self.open(target).await {
+    async fn connect(
+        &self,
+        socket: TargetSocket,
+        client: IpAddr,
+        target: &CloudTarget,
+    ) -> ConnOutcome {
+        match self.open(client, target).await {
             Ok(opened) => {
                 let relayed = relay_socket(opened.stream, socket).await;
                 ConnOutcome {
@@ -179,9 +184,11 @@ impl Ingress {
     /// was sent. Returns the last session that was tried with its error.
     async fn open(
         &self,
+        client: IpAddr,
         target: &CloudTarget,
     ) -> Result<OpenedStream, (Option<SessionId>, OpenError)> {
-        let header = StreamHeader::new(StreamKind::Cloud(target.clone()));
+        let mut header = StreamHeader::new(StreamKind::Cloud(target.clone()));
+        header.source = source_number(&client);
         let deadline = Instant::now() + OPEN_TIMEOUT;
         let mut failure = (None, OpenError::NoSession);
         let candidates = self.sessions.newest_first();

@@ -244,11 +244,7 @@ fn publish_addresses(bound: &BoundAddrs, context: &ServerContext) -> anyhow::Res
 /// its resources.
 fn capacity(config: &Config) -> Capacity {
     let resources = Resources::of_process();
-    let uses = DescriptorUses {
-        dns: config.dns.is_some(),
-        cloud: !config.cloud.is_empty(),
-    };
-    let capacity = Capacity::new(&config.limits, uses, resources);
+    let capacity = Capacity::new(&config.limits, DescriptorUses::of(config), resources);
     if let Some(warning) = capacity.warning(&config.limits, resources) {
         warn!("{warning}");
     }

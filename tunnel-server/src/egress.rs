@@ -18,7 +18,7 @@ use tunnel_proto::egress::{TargetSocket, relay_socket};
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
-use tunnel_proto::transport::{ByteCount, IncomingStream, Stream};
+use tunnel_proto::transport::{ByteCount, IncomingStream, Stream, source_number};
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{Refusal, StreamKind};
 use tunnel_proto::wire::name::{CloudTarget, NodeName, Port};
@@ -126,6 +126,8 @@ impl CloudEgress {
         let (name, outcome) = match incoming.header(began + self.header_timeout).await {
             Ok((header, stream)) => match header.kind {
                 StreamKind::Cloud(name) => {
+                    // An agent is one source, whatever it claims.
+                    stream.set_source(source_number(&agent.node));
                     let outcome = self.answer(&name, stream, agent, is_in_rate).await;
                     (Some(name), outcome)
                 }

@@ -77,6 +77,7 @@ impl Routing {
                 is_verified: caller.is_verified(),
             },
             trace_parent: header.trace_parent.clone(),
+            source: header.source,
         };
         let forwarded = self.peers.open(node, &header, limit, except);
         match Box::pin(forwarded).await {

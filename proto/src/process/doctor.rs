@@ -75,6 +75,9 @@ pub struct Skipped {
 /// The result of all checks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
+    /// What the process can carry with the resources of this host, in one line. Empty if it is not
+    /// known.
+    pub capacity: String,
     /// Faults, in the order in which they are printed.
     pub findings: Vec<Finding>,
     /// Checks that could not be done.
@@ -168,6 +171,9 @@ impl Report {
                 report: self,
             };
             return print_json(&document, out);
+        }
+        if !self.capacity.is_empty() {
+            writeln!(out, "capacity: {}", line(&self.capacity))?;
         }
         for finding in &self.findings {
             let Finding {
@@ -386,6 +392,22 @@ mod tests {
         let text = printed(&report, false);
         let expected = "skipped D04, D06, D10: no API server\nskipped D18: no rights\n";
         assert!(text.starts_with(expected), "{text}");
+    }
+
+    #[test]
+    fn capacity_is_the_first_line_and_a_field() {
+        let report = Report {
+            capacity: "memory limit 1GiB".to_owned(),
+            ..Report::default()
+        };
+        let text = printed(&report, false);
+        assert!(
+            text.starts_with("capacity: memory limit 1GiB\nerrors: 0"),
+            "{text}"
+        );
+        let document: Value = serde_json::from_str(&printed(&report, true)).unwrap();
+        assert_eq!(document["capacity"], "memory limit 1GiB");
+        assert!(printed(&Report::default(), false).starts_with("errors: 0"));
     }
 
     #[test]

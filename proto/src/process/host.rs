@@ -144,6 +144,13 @@ pub struct Resources {
 }
 
 impl Resources {
+    /// Returns the memory limit as text.
+    #[must_use]
+    pub fn memory_text(&self) -> String {
+        self.memory
+            .map_or_else(|| "none".to_owned(), super::settings::format_size)
+    }
+
     /// Reads the limits of this process.
     #[must_use]
     pub fn of_process() -> Self {

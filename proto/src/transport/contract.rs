@@ -26,7 +26,8 @@ mod stalls;
 use stalls::{
     eight_stalled_readers_stop_nobody, five_hundred_stalled_readers_stop_nobody,
     one_byte_frames_wait_for_a_stalled_reader, one_stalled_reader_stops_nobody,
-    sixty_four_stalled_readers_stop_nobody,
+    sixty_four_stalled_readers_stop_nobody, source_of_unread_answers_leaves_others_served,
+    source_of_unread_requests_leaves_others_served,
 };
 
 /// Two connected sessions, and the values that must live as long as they do. The opener is the
@@ -37,22 +38,34 @@ struct Pair {
     _keep: Box<dyn Send>,
 }
 
-/// The windows and stream limit of a pair.
+/// The windows, stream limit and buffer pools of a pair.
 #[derive(Clone, Copy)]
 struct Windows {
     stream_window: u32,
     streams: u32,
+    /// Bytes of the pool of each end.
+    pool: u64,
 }
+
+/// Room for all streams that stall in a test.
+const LARGE_POOL: u64 = 8 << 30;
 
 /// The defaults of the server.
 const DEFAULT: Windows = Windows {
     stream_window: 2 << 20,
     streams: 2000,
+    pool: LARGE_POOL,
+};
+/// The defaults of the server with little memory.
+const SHORT: Windows = Windows {
+    pool: 32 << 20,
+    ..DEFAULT
 };
 /// Narrow windows, for many streams that may all stall.
 const NARROW: Windows = Windows {
     stream_window: 256 << 10,
     streams: 1024,
+    pool: LARGE_POOL,
 };
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -539,6 +552,16 @@ macro_rules! contract {
             );
         }
     };
+    (@short $transport:ident, $pair:path) => {
+        mod $transport {
+            mod server_opens {
+                contract!(@rules $pair, std::convert::identity, super::super::SHORT;
+                    source_of_unread_answers_leaves_others_served,
+                    source_of_unread_requests_leaves_others_served,
+                );
+            }
+        }
+    };
     (@rules $pair:path, $directed:path, $windows:expr; $($(#[$attribute:meta])? $rule:ident,)+) => {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -551,6 +574,9 @@ macro_rules! contract {
 }
 
 contract!(memory, crate::transport::contract::pairs::memory);
+contract!(@short short_quic, crate::transport::contract::pairs::quic);
+contract!(@short short_h2, crate::transport::contract::pairs::h2);
+contract!(@short short_forwarded, crate::transport::contract::pairs::forwarded_to_quic);
 contract!(quic, crate::transport::contract::pairs::quic);
 contract!(h2, crate::transport::contract::pairs::h2);
 contract!(@forwarded forwarded_to_quic, crate::transport::contract::pairs::forwarded_to_quic);

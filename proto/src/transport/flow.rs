@@ -18,11 +18,19 @@
 //! streams end.
 //!
 //! When the pool is short, new windows are small first: a session may reserve a third of the free
-//! part of the pool in total (or as much, if its peer opens streams), and much less before its streams are read. So a source with much
-//! unread data is the first that gets no new streams. Streams are cut in one case only: when
-//! readers that have read nothing for 10 s hold a window for which another stream waits, one of
-//! them ends (`flow/stalled.rs`).
+//! part of the pool in total (or as much, if its peer opens streams), much less before its streams
+//! are read, and nothing of the last eighth while it has stalled streams.
+//!
+//! Each stream has a *source*, who caused it (a caller). The sources with the most unread data are
+//! the first that get no new streams: in a session whose window they hold, where they leave a
+//! reserve to the others (`flow/shortage.rs`), and in all sessions when less than a quarter of the
+//! pool is free. Streams are cut in one case only: when readers that have read nothing for 10 s hold
+//! a window or the pool, and another stream waits, one of them ends (`flow/stalled.rs`).
+//!
+//! What this end has sent and the peer has not acknowledged is reserved, too
+//! (`flow/send_window.rs`).
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -38,14 +46,28 @@ mod growth;
 #[cfg(test)]
 mod model;
 mod monitor;
+mod permit;
+mod send_growth;
+mod send_window;
+mod shortage;
+mod shortage_state;
+mod sources;
 mod stalled;
 #[cfg(test)]
+pub(super) mod test_transport;
+#[cfg(test)]
 mod tests;
+mod write_monitor;
 
 use active_window::{ACTIVE_WINDOW_MIN, ActiveWindow};
 use credit::Credit;
 pub use monitor::ReadMonitor;
 use monitor::{StreamOwner, StreamUsage};
+pub use permit::PoolPermit;
+pub(super) use send_window::SEND_BASE_WINDOW;
+use send_window::SendWindow;
+use shortage_state::Shortage;
+pub use sources::source_number;
 
 /// Stream windows of a connection in addition to the bytes that stalled streams hold.
 const SPARE_WINDOWS: u64 = 8;
@@ -66,6 +88,12 @@ const FREE_SHARE_OF_PEER: u64 = 1;
 /// Fraction of the free part of the pool that one session may reserve for streams of which nothing
 /// was read.
 const UNREAD_SHARE: u64 = 256;
+/// Fraction of the pool that sessions with stalled streams leave to others.
+const OTHERS_SHARE: u64 = 8;
+/// Fraction of the pool below which the sources that hold the most get no new streams.
+const SHORT_SHARE: u64 = 4;
+/// The pool counts as full when less than this is free: a new session gets no window for a stream.
+const FULL_BYTES: u64 = 512 << 10;
 /// Time between two samples of the readers.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
 /// Samples after a refused stream in which the session counts as one for which streams wait: 10 s.
@@ -117,6 +145,27 @@ pub(super) struct ReceiveWindows {
     pub(super) connection: u64,
 }
 
+/// What flow control asks of a session's transport. The functions are called while the flow is
+/// locked, so that the last call has the last values.
+pub(super) trait FlowTransport: Send + Sync {
+    /// Sets what the peer may send.
+    fn set_windows(&self, windows: ReceiveWindows);
+
+    /// Returns how often the peer has reported that it used all of its credit, or `None` if the
+    /// transport reports what is unread.
+    fn times_blocked(&self) -> Option<u64>;
+
+    /// Tells the peer that this end is short, see [`SessionFlow::set_peer_short`].
+    fn report_shortage(&self);
+
+    /// Returns the congestion window in bytes, if the transport keeps sent data until it is
+    /// acknowledged.
+    fn congestion_window(&self) -> Option<u64>;
+
+    /// Sets how much may be sent without an acknowledgement.
+    fn set_send_window(&self, bytes: u64);
+}
+
 /// The memory for data that peers may send unread, with a limit.
 #[derive(Debug)]
 pub struct BufferPool {
@@ -128,6 +177,8 @@ pub struct BufferPool {
     session_added: Arc<Notify>,
     /// Samples for which streams of any session count as waiting for memory.
     refused: AtomicU32,
+    /// The sources that get no new streams, because they hold the most and little is free.
+    heavy_sources: Mutex<HashSet<u64>>,
     sampler: OnceLock<AbortOnDropHandle<()>>,
 }
 
@@ -141,6 +192,7 @@ impl BufferPool {
             sessions: Mutex::default(),
             session_added: Arc::default(),
             refused: AtomicU32::new(0),
+            heavy_sources: Mutex::default(),
             sampler: OnceLock::new(),
         })
     }
@@ -161,6 +213,10 @@ impl BufferPool {
         self.limit.saturating_sub(self.reserved())
     }
 
+    fn is_full(&self) -> bool {
+        self.free() < FULL_BYTES
+    }
+
     fn try_reserve(&self, bytes: u64) -> bool {
         let reserve = |reserved: u64| {
             let after = reserved.checked_add(bytes)?;
@@ -175,14 +231,12 @@ impl BufferPool {
         self.reserved.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Registers a session, whose peer has the base window. The pool calls `set_windows` when a
-    /// window of the session changes, and `times_blocked` while streams are not read. Must be
-    /// called inside a tokio runtime.
+    /// Registers a session, whose peer has the base window, and which has the base send window. Must
+    /// be called inside a tokio runtime.
     pub(super) fn session(
         self: &Arc<Self>,
         settings: FlowSettings,
-        set_windows: impl Fn(ReceiveWindows) + Send + Sync + 'static,
-        times_blocked: impl Fn() -> u64 + Send + Sync + 'static,
+        transport: impl FlowTransport + 'static,
     ) -> Arc<SessionFlow> {
         self.sampler.get_or_init(|| {
             let sampling = sample_all(Arc::downgrade(self), self.session_added.clone());
@@ -205,12 +259,15 @@ impl BufferPool {
                 stalled: Stalled::default(),
                 refused: 0,
                 times_blocked: 0,
+                shortage: Shortage::default(),
+                send: SendWindow::new(),
                 is_sampled: false,
             }),
             reads: AtomicU64::new(0),
             grow_at: AtomicU64::new(ACTIVE_WINDOW_MIN / 2),
-            set_windows: Box::new(set_windows),
-            times_blocked: Box::new(times_blocked),
+            writes: AtomicU64::new(0),
+            send_at: AtomicU64::new(SEND_BASE_WINDOW / 2),
+            transport: Box::new(transport),
         });
         flow.grow(&mut flow.lock());
         flow
@@ -223,6 +280,7 @@ impl BufferPool {
             .into_iter()
             .filter(|session| session.upgrade().is_some_and(|session| session.sample()))
             .collect::<Vec<_>>();
+        self.find_heavy_sources(&active);
         self.end_stalled(&active);
         let mut sessions = self.sessions.lock();
         sessions.extend(active);
@@ -256,10 +314,11 @@ pub(super) struct SessionFlow {
     reads: AtomicU64,
     /// The value of `reads` at which the window grows.
     grow_at: AtomicU64,
-    /// Called while `state` is locked, so that the last call has the last values.
-    set_windows: Box<dyn Fn(ReceiveWindows) + Send + Sync>,
-    /// Returns how often the peer has reported that it used all of its credit.
-    times_blocked: Box<dyn Fn() -> u64 + Send + Sync>,
+    /// Bytes that the writers of all streams have written.
+    writes: AtomicU64,
+    /// The value of `writes` at which the send window may grow.
+    send_at: AtomicU64,
+    transport: Box<dyn FlowTransport>,
 }
 
 struct FlowState {
@@ -280,6 +339,8 @@ struct FlowState {
     refused: u32,
     /// How often the peer had used all of its credit at the last call.
     times_blocked: u64,
+    shortage: Shortage,
+    send: SendWindow,
     is_sampled: bool,
 }
 
@@ -296,10 +357,26 @@ impl SessionFlow {
         self.state.lock()
     }
 
-    /// Returns the monitor of a stream that this end opens, or nothing if the pool has no memory
-    /// for it.
-    pub(super) fn open(&self) -> Option<Arc<ReadMonitor>> {
-        self.add_stream(&mut self.lock())
+    /// Returns the monitor of a stream that this end opens because of `source` (0: unknown). Returns
+    /// nothing if the pool has no memory for the stream, or the source must have no more.
+    pub(super) fn open(&self, source: u64) -> Option<Arc<ReadMonitor>> {
+        let state = &mut *self.lock();
+        if source != 0 && state.shortage.is_held(source) {
+            return None;
+        }
+        if source != 0 && self.is_refused(state, source) {
+            self.record_refusal(state);
+            return None;
+        }
+        let read_monitor = self.add_stream(state)?;
+        read_monitor.set_source_of_opened(source);
+        Some(read_monitor)
+    }
+
+    /// Returns whether a source gets no new streams, because it holds the most of what is short.
+    fn is_refused(&self, state: &FlowState, source: u64) -> bool {
+        self.pool.heavy_sources.lock().contains(&source)
+            || (self.is_exhausted(state) && state.heavy_sources().contains(&source))
     }
 
     /// Returns the monitor of a stream that the peer has opened. If the pool has no memory for it,
@@ -347,7 +424,7 @@ impl SessionFlow {
         };
         let exposure = state.exposure(state.credit.total(), opened);
         let has_memory = self.memory(exposure) <= state.reserved + self.pool.free();
-        let has_room = has_memory && !self.is_exhausted(state);
+        let has_room = has_memory && (!self.is_exhausted(state) || self.has_reserve(state));
         if !has_room {
             self.record_refusal(state);
         }
@@ -372,7 +449,7 @@ impl SessionFlow {
     /// Samples the streams. Returns whether the session has any.
     fn sample(&self) -> bool {
         let state = &mut *self.lock();
-        state.streams.retain(StreamUsage::is_open);
+        state.streams.retain(StreamUsage::is_open_or_release);
         let window = state.stream_window;
         state.stalled = Stalled::default();
         for usage in &mut state.streams {
@@ -397,6 +474,9 @@ impl SessionFlow {
         self.narrow(state);
         self.shrink(state);
         self.grow(state);
+        self.sample_shortage(state);
+        self.sample_peer_shortage(state);
+        self.sample_send_window(state);
         self.settle(state);
         state.is_sampled = state.open > 0;
         state.is_sampled
@@ -405,7 +485,7 @@ impl SessionFlow {
     /// Returns whether the peer has reported, since the last call, that it used all of its credit.
     /// A transport that reports exactly what is unread does not need it.
     fn is_newly_blocked(&self, state: &mut FlowState) -> bool {
-        let blocked = (self.times_blocked)();
+        let blocked = self.transport.times_blocked().unwrap_or_default();
         std::mem::replace(&mut state.times_blocked, blocked) != blocked
     }
 
@@ -436,13 +516,23 @@ impl SessionFlow {
         }
         let step = missing.min(self.growth_max(state));
         if step < STEP_MIN {
+            if state.open > state.stalled.streams && self.pool.is_full() {
+                self.pool.refused.store(REFUSED_SAMPLES, Ordering::Relaxed);
+            }
             return;
         }
-        let exposure = state.exposure(credit + step, state.open);
-        if self.reserve(state, exposure) {
-            state.credit.raise(step);
+        self.raise(state, step);
+    }
+
+    /// Makes the window larger. Returns whether the pool has the memory.
+    fn raise(&self, state: &mut FlowState, bytes: u64) -> bool {
+        let exposure = state.exposure(state.credit.total() + bytes, state.open);
+        let is_reserved = self.reserve(state, exposure);
+        if is_reserved {
+            state.credit.raise(bytes);
             self.update_windows(state);
         }
+        is_reserved
     }
 
     /// Makes the window smaller if it is much larger than it should be.
@@ -463,7 +553,12 @@ impl SessionFlow {
         } else {
             FREE_SHARE
         };
-        let share = (self.pool.free() / divisor).saturating_sub(state.reserved);
+        let of_others = match state.stalled.streams {
+            0 => 0,
+            _ => self.pool.limit / OTHERS_SHARE,
+        };
+        let free = self.pool.free().saturating_sub(of_others);
+        let share = (free / divisor).saturating_sub(state.reserved);
         // Free memory becomes less as the session reserves.
         self.bytes(share - share / (divisor + 1))
     }
@@ -503,7 +598,7 @@ impl SessionFlow {
     }
 
     fn update_windows(&self, state: &FlowState) {
-        (self.set_windows)(ReceiveWindows {
+        self.transport.set_windows(ReceiveWindows {
             stream: state.stream_window,
             connection: state.credit.window(),
         });
@@ -520,11 +615,13 @@ impl FlowState {
         }
     }
 
-    /// Returns the credit that is left for streams that are not stalled. The peer may not know of
-    /// the last eighth of a window.
+    /// Returns the credit that is left for streams that are not stalled, without the reserve. The
+    /// peer may not know of the last eighth of a window.
     fn spare(&self) -> u64 {
         let unannounced = self.credit.window() / 8;
-        let used = self.stalled.bytes.saturating_add(unannounced);
+        let used = (self.stalled.bytes)
+            .saturating_add(unannounced)
+            .saturating_add(self.shortage.reserve);
         self.credit.total().saturating_sub(used)
     }
 }
@@ -546,6 +643,14 @@ impl StreamOwner for SessionFlow {
                 .store(state.active.grow_at(), Ordering::Relaxed);
             self.grow(state);
         }
+    }
+
+    fn count_written(&self, bytes: u64) {
+        self.count_sent(bytes);
+    }
+
+    fn is_held(&self, source: u64) -> bool {
+        self.lock().shortage.is_held(source)
     }
 
     fn finish_stream(&self) {
@@ -572,6 +677,7 @@ impl std::fmt::Debug for SessionFlow {
 
 impl Drop for SessionFlow {
     fn drop(&mut self) {
-        self.pool.release(self.state.get_mut().reserved);
+        let state = self.state.get_mut();
+        self.pool.release(state.reserved + state.send.reserved);
     }
 }

@@ -5,11 +5,11 @@
 //! h2 is used without hyper. A driver takes DATA out of h2 at once, because an unread small frame
 //! uses up a budget of the whole connection. The driver releases window as bytes are read. Reset
 //! codes on the wire are our codes + 0x1000. GOAWAY cannot carry a close message, so a separate
-//! stream carries it.
+//! stream carries it, and the reports of a shortage.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -20,7 +20,7 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc};
 use tokio_rustls::{client, server};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-use super::flow::{FlowSettings, StreamWindow};
+use super::flow::{FlowSettings, FlowTransport, ReceiveWindows, StreamWindow};
 use super::{HandshakeError, Session, SessionSettings, Traffic};
 use crate::identity::{IdentityError, PeerIdentity};
 use crate::tls;
@@ -46,7 +46,7 @@ pub use dialer::H2Dialer;
 use driver::Driver;
 use io::ConnIo;
 pub use read_ahead::ReadAhead;
-use session::{CLOSE_STREAM_URI, H2Session, SessionShared};
+use session::{CLOSE_STREAM_URI, Commands, H2Session, SessionShared};
 use stream::StreamShared;
 
 /// Budget for small frames, in bytes. Each frame below 256 bytes inside h2 uses up to 256 bytes of
@@ -224,6 +224,38 @@ impl PeerInfo {
     }
 }
 
+/// The transport of a session's flow control.
+struct H2Flow(Weak<SessionShared>);
+
+impl H2Flow {
+    fn send_command(&self, write: impl FnOnce(&mut Commands)) {
+        if let Some(shared) = self.0.upgrade() {
+            shared.send_command(write);
+        }
+    }
+}
+
+impl FlowTransport for H2Flow {
+    fn set_windows(&self, windows: ReceiveWindows) {
+        self.send_command(|commands| commands.windows = Some(windows));
+    }
+
+    fn times_blocked(&self) -> Option<u64> {
+        None
+    }
+
+    fn report_shortage(&self) {
+        self.send_command(|commands| commands.report_shortage = true);
+    }
+
+    /// The operating system keeps what was sent.
+    fn congestion_window(&self) -> Option<u64> {
+        None
+    }
+
+    fn set_send_window(&self, _bytes: u64) {}
+}
+
 /// Starts a session and its driver. `close_stream` is set at the end that opens the close stream.
 fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     connection: Connection<S>,
@@ -232,7 +264,6 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     peer_info: PeerInfo,
     settings: &SessionSettings,
 ) -> Arc<dyn Session> {
-    let weak = Arc::downgrade(&shared);
     let stream_window = StreamWindow::growing(
         settings.stream_window,
         STREAM_WINDOW_MAX_BYTES,
@@ -243,13 +274,7 @@ fn start<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
         memory_percent: MEMORY_PERCENT,
         peer_opens: matches!(connection, Connection::Server(_)),
     };
-    let set_windows = move |windows| {
-        if let Some(shared) = weak.upgrade() {
-            shared.send_command(|commands| commands.windows = Some(windows));
-        }
-    };
-    // h2 knows what is unread.
-    let flow = (settings.pool).session(flow_settings, set_windows, || 0);
+    let flow = (settings.pool).session(flow_settings, H2Flow(Arc::downgrade(&shared)));
     let (accepted, incoming) = mpsc::channel(max_pending_resets(settings.streams));
     let driver = Driver::new(connection, shared.clone(), flow.clone(), accepted, settings)
         .with_close_stream(close_stream);

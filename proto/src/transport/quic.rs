@@ -53,7 +53,7 @@ use socket::udp_socket;
 use stateless_reset::ResetSender;
 pub use stateless_reset::ResetTarget;
 
-/// Size of the datagram buffers, in bytes. Datagrams carry only 1-byte probes.
+/// Size of the datagram buffers, in bytes. Datagrams are probes and reports of one byte.
 const DATAGRAM_BUFFER_BYTES: usize = 1024;
 /// Bytes that may wait for one handshake that has not begun: several times a ClientHello. quinn's
 /// default is 10 MiB.
@@ -316,6 +316,7 @@ fn transport_config(settings: &SessionSettings, streams: u32) -> TransportConfig
     config
         .stream_receive_window(settings.stream_window.into())
         .receive_window(window(flow::BASE_WINDOW))
+        .send_window(flow::SEND_BASE_WINDOW)
         .max_concurrent_bidi_streams(streams.into())
         .max_concurrent_uni_streams(cuts::ANNOUNCEMENTS_MAX.into())
         .datagram_receive_buffer_size(Some(DATAGRAM_BUFFER_BYTES))

@@ -270,8 +270,8 @@ impl Stream {
         matches!(self.reply, ReplyState::Accepted { .. })
     }
 
-    /// Sets who reads the stream in the end. When stalled streams must end, the source that holds
-    /// the most is the first.
+    /// Sets who caused the stream, in place of what its header says. The source that holds the most
+    /// is the first that gets no new streams, and whose stalled streams end.
     pub fn set_source(&self, source: u64) {
         self.read_monitor.set_source(source);
     }
@@ -426,8 +426,14 @@ impl Stream {
         write: impl FnOnce(&mut dyn RawStream, &mut Context<'_>) -> Poll<io::Result<usize>>,
     ) -> Poll<io::Result<usize>> {
         if self.deferred_write_error.is_none() {
-            match ready!(write(&mut *self.raw, cx)) {
+            ready!(self.read_monitor.poll_writable(cx));
+            let Poll::Ready(written) = write(&mut *self.raw, cx) else {
+                self.read_monitor.end_write(None);
+                return Poll::Pending;
+            };
+            match written {
                 Ok(count) => {
+                    self.read_monitor.end_write(Some(count));
                     self.bytes.add_sent(count);
                     self.traffic
                         .bytes_out

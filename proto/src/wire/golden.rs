@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::BytesMut;
 
-use super::close::SessionClose;
+use super::close::{SessionClose, SessionMessage};
 use super::code::{CloseCode, EnrollCode, RefusalCode, ResetCode};
 use super::control::{ControlMessage, Hello, Member, Welcome};
 use super::cut::{CUT_MESSAGE_MAX, CutAnnouncement};
@@ -72,6 +72,20 @@ fn stream_headers_are_as_captured() {
             StreamHeader::decode,
         );
     }
+}
+
+#[test]
+fn source_of_a_stream_is_as_captured() {
+    let header = StreamHeader {
+        source: 0x0102_0304_0506_0708,
+        ..StreamHeader::new(StreamKind::Enroll)
+    };
+    check(
+        &[("0b320051 0807060504030201", header)],
+        (STREAM_MESSAGE_MAX, Inside::Message),
+        |header, out| header.encode(out).unwrap(),
+        StreamHeader::decode,
+    );
 }
 
 #[test]
@@ -273,12 +287,15 @@ fn control_messages_are_as_captured() {
 
 #[test]
 fn close_of_a_session_is_as_captured() {
-    let close = |code, reason: &str| SessionClose {
-        code,
-        reason: reason.to_owned(),
+    let close = |code, reason: &str| {
+        SessionMessage::Close(SessionClose {
+            code,
+            reason: reason.to_owned(),
+        })
     };
     check(
         &[
+            ("021801", SessionMessage::Short),
             ("00", close(CloseCode::Normal, "")),
             (
                 "0e0801120a676f696e672061776179",
@@ -290,12 +307,12 @@ fn close_of_a_session_is_as_captured() {
             ),
         ],
         (STREAM_MESSAGE_MAX, Inside::Value),
-        |close, out| close.encode(out),
+        |message, out| message.encode(out),
         |content| {
             let mut framed = BytesMut::new();
             frame::encode_length_prefix(content.len() as u64, &mut framed);
             framed.extend_from_slice(content);
-            Ok(SessionClose::take(&mut framed).unwrap())
+            Ok(SessionMessage::take(&mut framed).unwrap())
         },
     );
 }

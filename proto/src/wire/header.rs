@@ -23,6 +23,9 @@ pub struct StreamHeader {
     pub kind: StreamKind,
     /// W3C `traceparent` for the other end's logs. At most 64 bytes; empty if there is none.
     pub trace_parent: String,
+    /// A number that the streams of one source (a caller) have in common, or 0 if it is unknown. It
+    /// is random, and says nothing about the caller.
+    pub source: u64,
 }
 
 /// The kind of a stream.
@@ -86,12 +89,13 @@ impl std::fmt::Display for Target {
 }
 
 impl StreamHeader {
-    /// Returns a header without trace context.
+    /// Returns a header without trace context and source.
     #[must_use]
     pub fn new(kind: StreamKind) -> Self {
         Self {
             kind,
             trace_parent: String::new(),
+            source: 0,
         }
     }
 
@@ -126,6 +130,7 @@ impl StreamHeader {
         let message = pb::StreamHeader {
             kind: Some(kind),
             trace_parent: self.trace_parent.clone(),
+            source: self.source,
         };
         frame::encode(&message, STREAM_MESSAGE_MAX, out)
     }
@@ -169,6 +174,7 @@ impl StreamHeader {
         Ok(Self {
             kind,
             trace_parent: message.trace_parent,
+            source: message.source,
         })
     }
 }

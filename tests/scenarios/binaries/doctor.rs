@@ -25,6 +25,8 @@ async fn agent_that_is_away_is_found_and_a_healthy_pair_has_no_finding() -> Resu
     ensure!(healthy.code() == Some(0), "{healthy}");
     let document: Value = serde_json::from_str(&healthy.out)?;
     ensure!(document["schema"] == 1, "{healthy}");
+    let capacity = document["capacity"].as_str().unwrap_or_default();
+    ensure_contains(capacity, &["memory limit ", " sessions (", "buffer pool "])?;
     for list in ["findings", "skipped"] {
         let entries = document[list].as_array().map(Vec::len);
         ensure!(entries == Some(0), "{healthy}");

@@ -1,6 +1,10 @@
 //! What callers and targets that do not read cost in memory: F26 inside a memory cgroup, S14 and T11 by what is resident.
+//!
+//! In the long run (`CULVERT_TEST_GEAR=full`) F26 has the limits of the manifests, and also checks the delays of others. Run it alone,
+//! and with binaries of a release (`CULVERT_BIN_DIR`): `cargo nextest run --profile full -E 'test(f26_)' --success-output final`.
 
 use std::fs;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,6 +19,7 @@ use tunnel_tests::client::RawRequest;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
 use tunnel_tests::process::{Listener, Process, ScratchDir, Server, ServerSetup};
+use tunnel_tests::stats::{millis, percentile};
 use tunnel_tests::targets::{Exporter, HostileAction, HostileTarget, SilentTarget};
 use tunnel_tests::tools::{Skip, or_skip};
 
@@ -31,7 +36,10 @@ impl MemoryCgroup {
             let path = line.and_then(|line| line.rsplit(':').next());
             let path = path.context("no memory cgroup of version 1")?;
             let base = Path::new("/sys/fs/cgroup/memory").join(path.trim_start_matches('/'));
-            let folder = base.join(format!("culvert-{}", std::process::id()));
+            // Those of a process that has just been killed are not empty at once.
+            static NUMBER: AtomicU64 = AtomicU64::new(0);
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            let folder = base.join(format!("culvert-{}-{number}", std::process::id()));
             fs::create_dir(&folder)?;
             let cgroup = Self(folder);
             cgroup.set("memory.limit_in_bytes", limit)?;
@@ -84,6 +92,8 @@ pub(super) struct SiteShape<'a> {
     /// Programs that start the server and the agents, see [`ServerSetup::through`].
     pub(super) through_server: Vec<String>,
     pub(super) through_agents: Vec<String>,
+    /// The section `limits:` of the agents.
+    pub(super) agent_limits: &'a str,
 }
 
 impl<'a> SiteShape<'a> {
@@ -94,6 +104,7 @@ impl<'a> SiteShape<'a> {
             transport: "auto",
             through_server: Vec::new(),
             through_agents: Vec::new(),
+            agent_limits: "{}",
         }
     }
 }
@@ -114,6 +125,9 @@ pub(super) struct Site {
     _scratch: ScratchDir,
 }
 
+/// The address of the callers that do not read, and of those that upload what is not read. Others
+/// have another one.
+const ATTACKER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 66)), 0);
 pub(super) const NODES: [&str; 4] = ["worker-1", "worker-2", "worker-3", "worker-4"];
 
 impl Site {
@@ -142,10 +156,12 @@ impl Site {
             .start()
             .await?;
         let mut agents = Vec::new();
+        let agent_file = scratch.file("agent.yaml", format!("limits: {}\n", shape.agent_limits))?;
+        let agent_file = agent_file.to_string_lossy();
         for node in shape.nodes {
             let folder = scratch.path().join(node);
             let setup = server.agent_setup(node, &folder).await?;
-            let setup = setup.args(&["--transport", shape.transport]);
+            let setup = setup.args(&["--transport", shape.transport, "--config", &agent_file]);
             agents.push(setup.through(&as_strs(&shape.through_agents)).start()?);
         }
         let site = Self {
@@ -176,6 +192,7 @@ impl Site {
     /// Requests the flood with a small receive buffer, and reads nothing.
     async fn ask_for_flood(&self, node: &str) -> Result<TcpStream> {
         let socket = TcpSocket::new_v4()?;
+        socket.bind(ATTACKER)?;
         socket.set_recv_buffer_size(4096)?;
         let mut caller = socket.connect(self.server.address(Listener::Http)).await?;
         let host = format!("{node}:{}", self.flood.addr().port());
@@ -186,7 +203,9 @@ impl Site {
 
     /// Begins an upload to the target that reads nothing.
     async fn upload_to_deaf(&self, node: &str) -> Result<TcpStream> {
-        let mut caller = TcpStream::connect(self.server.address(Listener::Http)).await?;
+        let socket = TcpSocket::new_v4()?;
+        socket.bind(ATTACKER)?;
+        let mut caller = socket.connect(self.server.address(Listener::Http)).await?;
         let host = format!("{node}:{}", self.deaf.addr().port());
         let head =
             format!("POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000000000000\r\n\r\n");
@@ -227,62 +246,110 @@ tests_of! {
     fn f26_agent_lives_while_its_target_reads_nothing_over_h2() = stalled_target("h2");
 }
 
+/// The memory limit of a process, and its buffer pool.
+#[derive(Debug, Clone, Copy)]
+struct MemoryCase {
+    limit: u64,
+    /// `auto`, or a size.
+    pool: &'static str,
+}
+
+/// The first case is the one of the quick gear, and the others have the limits of the manifests.
+const SERVER_CASES: [MemoryCase; 3] = [
+    MemoryCase::new(192, "auto"),
+    MemoryCase::new(1024, "auto"),
+    MemoryCase::new(1024, "32MiB"),
+];
+const AGENT_CASES: [MemoryCase; 3] = [
+    MemoryCase::new(64, "auto"),
+    MemoryCase::new(256, "auto"),
+    MemoryCase::new(256, "32MiB"),
+];
+
+impl MemoryCase {
+    const fn new(limit_mib: u64, pool: &'static str) -> Self {
+        Self {
+            limit: limit_mib << 20,
+            pool,
+        }
+    }
+}
+
+fn of_gear(cases: &[MemoryCase]) -> &[MemoryCase] {
+    &cases[..Gear::current().pick(1, cases.len())]
+}
+
 /// F26: what callers do not read is reserved within the memory limit. A burst of readers of three
-/// nodes is bounded, further streams there are refused, the fourth node serves, and after 10 s
-/// stalled readers end for those that wait.
+/// nodes is bounded, further streams of the same caller there are refused, and others are served at
+/// the fourth node as before. After 10 s stalled readers end for those that wait.
 async fn stalled_readers(transport: &str) -> Result<()> {
-    let limit = Gear::current().pick(192 << 20, 1 << 30);
-    let Some(cgroup) = or_skip(MemoryCgroup::new(limit)) else {
-        return Ok(());
-    };
-    let limits = "{ callersPerSource: 1000, callersTotal: 2000 }";
+    for case in of_gear(&SERVER_CASES) {
+        let Some(cgroup) = or_skip(MemoryCgroup::new(case.limit)) else {
+            return Ok(());
+        };
+        let readers_of = stalled_readers_of(transport, case, &cgroup);
+        Box::pin(readers_of)
+            .await
+            .with_context(|| format!("{case:?}"))?;
+    }
+    Ok(())
+}
+
+async fn stalled_readers_of(
+    transport: &str,
+    case: &MemoryCase,
+    cgroup: &MemoryCgroup,
+) -> Result<()> {
+    let limits = format!(
+        "{{ callersPerSource: 1000, callersTotal: 2000, bufferPool: {} }}",
+        case.pool
+    );
     let shape = SiteShape {
         through_server: cgroup.enter(),
         transport,
-        ..SiteShape::new(&NODES, limits)
+        ..SiteShape::new(&NODES, &limits)
     };
     let mut site = Site::build(&shape).await?;
     let id = site.server.process().id().context("server's id")?;
+    let before = site.scrapes_for(NODES[3], BASELINE).await;
     let readers = Mutex::new(Vec::new());
     for number in 0..3 * READERS_PER_NODE {
         let reader = site.ask_for_flood(NODES[number % 3]).await?;
         readers.lock().await.push(reader);
     }
-    let reached = "tunnel_server_limits_reached_total{limit=\"bufferPool\"}";
     eventually("new streams are refused", CONNECT, async || {
         let reader = site.ask_for_flood(NODES[0]).await?;
         readers.lock().await.push(reader);
-        ensure!(site.metric(reached).await? > 0);
+        ensure!(site.metric(REFUSED).await? > 0);
         anyhow::Ok(())
     })
     .await;
     let most = AtomicU64::new(0);
-    let scrape_fourth = async || {
-        for _ in 0..20 {
-            site.scrape(NODES[3]).await?;
-            most.fetch_max(kib(id, "RssAnon:")? << 10, Ordering::Relaxed);
-        }
-        anyhow::Ok(())
-    };
-    scrape_fourth().await?;
+    let during = site.scrapes_under_attack(NODES[3], id, &most).await?;
     let ended = "tunnel_server_streams_total{result=\"reader_stalled\"}";
     eventually("stalled readers end", STALL_LIMIT, async || {
-        scrape_fourth().await?;
+        // A stream of the attacked nodes waits.
+        let reader = site.ask_for_flood(NODES[0]).await?;
+        readers.lock().await.push(reader);
+        site.scrape(NODES[3]).await?;
+        most.fetch_max(kib(id, "RssAnon:")? << 10, Ordering::Relaxed);
         ensure!(site.metric(ended).await? > 0);
         anyhow::Ok(())
     })
     .await;
     let (most, count) = (most.into_inner(), readers.lock().await.len());
+    let subject = format!("server, {transport}, pool {}, {count} readers", case.pool);
+    report(&subject, most, case.limit);
+    before.compare(&during, &subject)?;
     let pool = site.metric("tunnel_server_buffer_limit_bytes").await?;
-    report(
-        &format!("server, {transport}, {count} readers"),
-        most,
-        limit,
-    );
-    ensure!(pool == usize::try_from(limit / 4)?, "pool of {pool} bytes");
+    if case.pool == "auto" {
+        let quarter = usize::try_from(case.limit / 4)?;
+        ensure!(pool == quarter, "pool of {pool} bytes");
+    }
     ensure!(
-        most <= limit / 100 * USED_MAX_PERCENT,
-        "{most} bytes of {limit}"
+        most <= case.limit / 100 * USED_MAX_PERCENT,
+        "{most} bytes of {}",
+        case.limit
     );
     ensure!(cgroup.killed()? == 0 && site.server.process().id() == Some(id));
     // At once of use when the crowd goes.
@@ -296,45 +363,145 @@ async fn stalled_readers(transport: &str) -> Result<()> {
     Ok(())
 }
 
-/// F26: the same at an agent whose target reads nothing of 500 uploads.
+/// F26: the same at an agent whose target reads nothing of 500 uploads of one caller. Others are
+/// served by the same agent before a stalled stream has ended.
 async fn stalled_target(transport: &str) -> Result<()> {
-    let limit = Gear::current().pick(64 << 20, 256 << 20);
-    let Some(cgroup) = or_skip(MemoryCgroup::new(limit)) else {
-        return Ok(());
-    };
+    for case in of_gear(&AGENT_CASES) {
+        let Some(cgroup) = or_skip(MemoryCgroup::new(case.limit)) else {
+            return Ok(());
+        };
+        let target_of = stalled_target_of(transport, case, &cgroup);
+        Box::pin(target_of)
+            .await
+            .with_context(|| format!("{case:?}"))?;
+    }
+    Ok(())
+}
+
+async fn stalled_target_of(
+    transport: &str,
+    case: &MemoryCase,
+    cgroup: &MemoryCgroup,
+) -> Result<()> {
     let limits = "{ streamsPerAgent: 2000, callersPerSource: 1000, callersTotal: 2000 }";
+    let agent_limits = format!("{{ bufferPool: {} }}", case.pool);
     let nodes = [NODES[0]];
     let node = nodes[0];
     let shape = SiteShape {
         through_agents: cgroup.enter(),
         transport,
+        agent_limits: &agent_limits,
         ..SiteShape::new(&nodes, limits)
     };
     let site = Site::build(&shape).await?;
     let id = site.agents[0].id().context("agent's id")?;
-    let mut uploads = JoinSet::new();
-    for _ in 0..UPLOADS {
+    let before = site.scrapes_for(node, BASELINE).await;
+    let uploads = Mutex::new(JoinSet::new());
+    let upload = async || {
         let mut caller = site.upload_to_deaf(node).await?;
-        uploads.spawn(async move { while caller.write_all(&[7; 64 << 10]).await.is_ok() {} });
+        let uploading = async move { while caller.write_all(&[7; 64 << 10]).await.is_ok() {} };
+        uploads.lock().await.spawn(uploading);
+        anyhow::Ok(())
+    };
+    for _ in 0..UPLOADS {
+        upload().await?;
     }
     let most = AtomicU64::new(0);
-    eventually("others are served again", STALL_LIMIT, async || {
+    eventually("uploads are refused", STALL_LIMIT, async || {
         most.fetch_max(kib(id, "RssAnon:")? << 10, Ordering::Relaxed);
-        site.scrape(node).await
+        upload().await?;
+        ensure!(site.metric(REFUSED).await? > 0);
+        anyhow::Ok(())
     })
     .await;
+    let during = site.scrapes_under_attack(node, id, &most).await?;
     let most = most.into_inner();
-    report(
-        &format!("agent, {transport}, {UPLOADS} uploads"),
-        most,
-        limit,
-    );
+    let subject = format!("agent, {transport}, pool {}, {UPLOADS} uploads", case.pool);
+    report(&subject, most, case.limit);
+    before.compare(&during, &subject)?;
     ensure!(
-        most <= limit / 100 * USED_MAX_PERCENT,
-        "{most} bytes of {limit}"
+        most <= case.limit / 100 * USED_MAX_PERCENT,
+        "{most} bytes of {}",
+        case.limit
     );
     ensure!(cgroup.killed()? == 0, "the agent was killed");
     Ok(())
+}
+
+/// The scrapes of a caller, one after the other.
+#[derive(Debug, Default)]
+struct Scrapes {
+    delays: Vec<Duration>,
+    failed: usize,
+}
+
+impl Scrapes {
+    fn p99(&self) -> Duration {
+        let mut delays = self.delays.clone();
+        delays.sort_unstable();
+        percentile(&delays, 0.99)
+    }
+
+    /// Reports the scrapes before and during an attack. In the long run, which has the machine for
+    /// itself, also checks the delays.
+    fn compare(&self, during: &Self, subject: &str) -> Result<()> {
+        let (before, p99) = (self.p99(), during.p99());
+        let Self { delays, failed } = during;
+        let longest = delays.iter().max().copied().unwrap_or_default();
+        crate::abuse::report_figure(&format!(
+            "F26: {subject}: p99 of others {} ms before, {} ms of {} scrapes during, {} ms at most, {failed} failed",
+            millis(before),
+            millis(p99),
+            delays.len(),
+            millis(longest)
+        ));
+        let bound = (before * 3).max(P99_MAX);
+        let is_checked = Gear::current().pick(false, true);
+        ensure!(
+            !is_checked || (*failed == 0 && p99 <= bound),
+            "{p99:?}, bound {bound:?}"
+        );
+        Ok(())
+    }
+}
+
+impl Site {
+    async fn scrapes_for(&self, node: &str, time: Duration) -> Scrapes {
+        let (began, mut scrapes) = (Instant::now(), Scrapes::default());
+        while began.elapsed() < time {
+            let sent = Instant::now();
+            let is_failed = self.scrape(node).await.is_err();
+            scrapes.failed += usize::from(is_failed);
+            scrapes.delays.push(sent.elapsed());
+        }
+        scrapes
+    }
+
+    /// Scrapes while an attack goes on, at first until some scrapes succeed. Records the memory of a
+    /// process.
+    async fn scrapes_under_attack(
+        &self,
+        node: &str,
+        process: u32,
+        most: &AtomicU64,
+    ) -> Result<Scrapes> {
+        eventually("others are served", CONNECT, async || {
+            for _ in 0..20 {
+                self.scrape(node).await?;
+                most.fetch_max(kib(process, "RssAnon:")? << 10, Ordering::Relaxed);
+            }
+            anyhow::Ok(())
+        })
+        .await;
+        let mut all = Scrapes::default();
+        for _ in 0..Gear::current().pick(2, 20) {
+            let scrapes = self.scrapes_for(node, Duration::from_secs(1)).await;
+            most.fetch_max(kib(process, "RssAnon:")? << 10, Ordering::Relaxed);
+            all.delays.extend(scrapes.delays);
+            all.failed += scrapes.failed;
+        }
+        Ok(all)
+    }
 }
 
 fn report(subject: &str, most: u64, limit: u64) {
@@ -349,6 +516,12 @@ fn report(subject: &str, most: u64, limit: u64) {
 /// About as many as one caller may have.
 const READERS_PER_NODE: usize = 120;
 const UPLOADS: usize = 500;
+/// Requests above the buffer pool.
+const REFUSED: &str = "tunnel_server_limits_reached_total{limit=\"bufferPool\"}";
+/// Time of the scrapes before an attack.
+const BASELINE: Duration = Duration::from_secs(1);
+/// Delay that others may have under an attack, if it is more than three times as before.
+const P99_MAX: Duration = Duration::from_millis(50);
 /// Time in which a stalled reader ends, with the 10 s that it may stall.
 const STALL_LIMIT: Duration = Duration::from_secs(30);
 

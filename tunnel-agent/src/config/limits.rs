@@ -29,9 +29,9 @@ tunnel_proto::limits! {
     /// at most three quarters of them.
     cloud_streams ("cloudStreams", counted as CloudStreams): u32 = "1024", count(1 << 16);
     /// Memory for data that servers may have sent and targets have not read, at least 4 x
-    /// streamWindow. It is reserved before a server may send. When the pool is full, or the stalled
-    /// targets of one session hold half of it, new streams are refused. auto: half of the memory
-    /// limit, at most 256MiB.
+    /// streamWindow. It is reserved before a server may send. When stalled targets of one session hold
+    /// half of it, the server refuses the callers with the most unread data. auto: half of the
+    /// memory limit, at most 256MiB.
     buffer_pool ("bufferPool", counted as BufferPool): Option<u64>
         = "auto", optional("auto", parse_size);
     /// Interval between keep-alives of an idle session (+- 20 %).

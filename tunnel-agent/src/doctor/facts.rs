@@ -13,6 +13,7 @@ use tunnel_proto::dial::SystemResolver;
 use tunnel_proto::process::host::{Resources, kernel_number};
 use tunnel_proto::process::limits::buffer_pool_fault;
 use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::process::settings::format_size;
 use tunnel_proto::process::{disk, meta};
 use tunnel_proto::wire::header::{Refusal, Target};
 use tunnel_proto::wire::name::{NodeName, Port};
@@ -61,6 +62,8 @@ pub(super) struct HostFacts {
     pub(super) disk: Result<Option<String>, String>,
     /// What is wrong with the size of the buffer pool.
     pub(super) buffer_pool: Option<String>,
+    /// What the process can carry, if it has the resources of this command.
+    pub(super) capacity: String,
 }
 
 /// The maximum size of a socket buffer.
@@ -249,12 +252,16 @@ async fn host(config: &Config, within: Duration) -> HostFacts {
         setting,
         bytes: kernel_number(setting).map_err(|error| error.to_string()),
     });
+    let buffer_pool = config.limits.buffer_pool_bytes(resources);
     HostFacts {
         buffers: buffers.into(),
         disk,
-        buffer_pool: buffer_pool_fault(
-            config.limits.buffer_pool_bytes(resources),
-            resources.memory,
+        buffer_pool: buffer_pool_fault(buffer_pool, resources.memory),
+        capacity: format!(
+            "memory limit {}; {} streams, buffer pool {}",
+            resources.memory_text(),
+            config.limits.streams_per_agent,
+            format_size(buffer_pool)
         ),
     }
 }

@@ -7,8 +7,9 @@ use tracing::info;
 use tunnel_proto::process::conn_limiter::ConnLimits;
 use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::limits::AutoBufferPool;
+use tunnel_proto::process::settings::format_size;
 
-use super::Limits;
+use super::{Config, Limits};
 use crate::dns::DnsLimits;
 
 /// Maximum memory of an idle caller, with TLS. A caller that sends a head needs the size of the
@@ -79,6 +80,17 @@ pub struct DescriptorUses {
     pub cloud: bool,
 }
 
+impl DescriptorUses {
+    /// Returns the parts that a configuration has.
+    #[must_use]
+    pub fn of(config: &Config) -> Self {
+        Self {
+            dns: config.dns.is_some(),
+            cloud: !config.cloud.is_empty(),
+        }
+    }
+}
+
 impl Capacity {
     /// Divides the resources of the process. A limit set by the operator is used unchanged, except
     /// that half-open connections, the DNS and streams to the cloud never take all descriptors.
@@ -137,6 +149,21 @@ impl Capacity {
                 limits.stream_window,
             ),
         }
+    }
+
+    /// Describes what the process carries, in one line.
+    #[must_use]
+    pub fn describe(&self, resources: Resources) -> String {
+        let files = resources.descriptors;
+        format!(
+            "memory limit {}, open files {}; {} sessions ({} over TCP), {} callers, buffer pool {}",
+            resources.memory_text(),
+            files.map_or_else(|| "without limit".to_owned(), |files| files.to_string()),
+            self.sessions,
+            self.agents_over_tcp,
+            self.callers.total + self.verified_callers.total,
+            format_size(self.buffer_pool)
+        )
     }
 
     /// Logs what the process carries.
@@ -252,6 +279,13 @@ mod tests {
             assert_eq!(capacity.buffer_pool, pool, "{memory}");
             assert_eq!(capacity.sessions, sessions, "{memory}");
         }
+        let text = capacity(&limits, false, 1 << 20, 1 << 30).describe(Resources {
+            descriptors: Some(1 << 20),
+            memory: Some(1 << 30),
+        });
+        let expected = "memory limit 1GiB, open files 1048576; 6553 sessions (";
+        assert!(text.starts_with(expected), "{text}");
+        assert!(text.ends_with(" callers, buffer pool 256MiB"), "{text}");
         let mut limits = Limits::default();
         (limits.buffer_pool, limits.sessions_total) = (Some(1 << 30), Some(20_000));
         let capacity = capacity(&limits, false, 1 << 20, 1 << 30);

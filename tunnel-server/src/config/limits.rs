@@ -75,8 +75,9 @@ tunnel_proto::limits! {
     /// 8MiB on a long path, while few streams are open.
     stream_window ("streamWindow"): u32 = "2MiB", size(16 << 10, 16 << 20);
     /// Memory for data that agents, and other servers, may have sent unread. It is reserved before
-    /// they may send. When the pool is full, or one agent's stalled readers hold a quarter of it,
-    /// new streams get 503 too_many_streams. auto: a quarter of the memory limit, at most 8GiB.
+    /// they may send. When stalled readers of one agent hold a quarter of it, or three quarters are
+    /// in use, new streams of the callers with the most unread data get 503 too_many_streams. auto:
+    /// a quarter of the memory limit, at most 8GiB.
     buffer_pool ("bufferPool", counted as BufferPool): Option<u64>
         = "auto", optional("auto", size(64 << 10, 1 << 50));
     /// Sessions of all agents; one more is refused with overloaded. auto: three tenths of the memory

@@ -92,7 +92,7 @@ pub enum OpenError {
     /// Stalled readers hold as much memory as they may. The value is the size of the whole pool, in
     /// bytes.
     #[error(
-        "stalled readers use too much of limits.bufferPool, {}; try again later",
+        "stalled readers use too much of limits.bufferPool, {}, or of the agent's, and the callers with the most unread data are refused; try again later",
         format_size(*.0)
     )]
     BufferPoolFull(u64),
@@ -396,7 +396,6 @@ impl Registry {
             match tokio::time::timeout(limit, agent.session.open(header, limit)).await {
                 Ok(Ok(mut stream)) => {
                     stream.attach((permit, agent.count_stream()));
-                    stream.set_source(caller.number());
                     return Ok(Opened {
                         stream,
                         via: Via::Local(agent.id),

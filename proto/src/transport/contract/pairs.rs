@@ -35,8 +35,7 @@ fn settings(windows: Windows, keep_alive: Option<Duration>) -> SessionSettings {
         keep_alive,
         idle_timeout: Duration::from_secs(60),
         congestion: CongestionControl::default(),
-        // Room for all streams that stall in a test.
-        pool: BufferPool::new(8 << 30),
+        pool: BufferPool::new(windows.pool),
     }
 }
 

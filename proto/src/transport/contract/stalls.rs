@@ -1,7 +1,11 @@
 //! Readers that stall, next to others that do not.
 
+use std::future::pending;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
+use tokio::time::sleep;
 
 use super::*;
 
@@ -85,4 +89,109 @@ pub(super) async fn one_byte_frames_wait_for_a_stalled_reader(pair: Pair) {
     // The window holds all of it, so the writer finishes although the reader has not read.
     within(writer.join_all()).await;
     assert!(read_all(&mut stalled).await.unwrap() == pattern(COUNT));
+}
+
+/// Source of the streams that are not read.
+const GREEDY: u64 = 1;
+const OTHER: u64 = 2;
+const GREEDY_STREAMS: usize = 64;
+
+fn header_of(source: u64) -> StreamHeader {
+    StreamHeader { source, ..header() }
+}
+
+/// The direction in which the bytes of the greedy source go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unread {
+    /// From the opener, and the accepting end does not read.
+    Requests,
+    Answers,
+}
+
+pub(super) async fn source_of_unread_requests_leaves_others_served(pair: Pair) {
+    greedy_source_leaves_others_served(pair, Unread::Requests).await;
+}
+
+pub(super) async fn source_of_unread_answers_leaves_others_served(pair: Pair) {
+    greedy_source_leaves_others_served(pair, Unread::Answers).await;
+}
+
+/// One source fills the memory with what is not read, until it gets no new streams. Others are
+/// served, although none of its streams has ended because it is stalled.
+async fn greedy_source_leaves_others_served(pair: Pair, unread: Unread) {
+    pair.peer.set_max_concurrent_streams(DEFAULT.streams);
+    let ended = Arc::new(AtomicUsize::new(0));
+    let mut tasks = JoinSet::new();
+    tasks.spawn(serve(pair.peer.clone(), unread, ended.clone()));
+    let open = async |source| within(pair.opener.open(&header_of(source), TEST_TIMEOUT)).await;
+    for _ in 0..GREEDY_STREAMS {
+        let (opener, ended) = (pair.opener.clone(), ended.clone());
+        tasks.spawn(async move {
+            let Ok(mut stream) = opener.open(&header_of(GREEDY), TEST_TIMEOUT).await else {
+                return;
+            };
+            match unread {
+                Unread::Requests => write_on(stream).await,
+                Unread::Answers => {
+                    if stream.accepted().await.is_ok() {
+                        hold(stream, &ended).await;
+                    }
+                }
+            }
+        });
+    }
+    // Another server refuses the stream in place of the opener if its own memory is short first.
+    within(async {
+        while let Ok(mut stream) = open(GREEDY).await {
+            if stream.accepted().await.is_err() {
+                break;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    for _ in 0..20 {
+        let mut stream = open(OTHER).await.unwrap();
+        within(stream.write_all(&pattern(200))).await.unwrap();
+        assert!(read_all(&mut stream).await.unwrap() == pattern(200));
+    }
+    assert_eq!(ended.load(Ordering::Relaxed), 0);
+}
+
+/// Answers the streams of the other source, and treats those of the greedy one as `unread` says.
+async fn serve(session: Arc<dyn Session>, unread: Unread, ended: Arc<AtomicUsize>) {
+    let mut streams = JoinSet::new();
+    while let Ok(incoming) = session.accept().await {
+        let ended = ended.clone();
+        streams.spawn(async move {
+            let deadline = Instant::now() + TEST_TIMEOUT;
+            let Ok((header, mut stream)) = incoming.header(deadline).await else {
+                return;
+            };
+            if stream.accept("").await.is_err() {
+                return;
+            }
+            match (header.source, unread) {
+                (GREEDY, Unread::Requests) => hold(stream, &ended).await,
+                (GREEDY, Unread::Answers) => write_on(stream).await,
+                _ => {
+                    let mut request = [0; 200];
+                    stream.read_exact(&mut request).await.unwrap();
+                    stream.write_all(&request).await.unwrap();
+                    stream.shutdown().await.unwrap();
+                }
+            }
+        });
+    }
+}
+
+async fn write_on(mut stream: Stream) {
+    while stream.write_all(&pattern(64 << 10)).await.is_ok() {}
+    pending::<()>().await;
+}
+
+/// Reads nothing until the stream must end.
+async fn hold(stream: Stream, ended: &AtomicUsize) {
+    stream.stall_watch().stalled().await;
+    ended.fetch_add(1, Ordering::Relaxed);
 }

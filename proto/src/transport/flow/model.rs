@@ -4,6 +4,7 @@
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
+use super::test_transport::TestTransport;
 use super::*;
 
 const WINDOW: u64 = 256 << 10;
@@ -63,7 +64,7 @@ impl ModelSession {
         let set_windows = move |windows: ReceiveWindows| {
             set.lock().set_window(windows.connection);
         };
-        let flow = pool.session(settings, set_windows, || 0);
+        let flow = pool.session(settings, TestTransport::new(set_windows));
         Self {
             flow,
             transport,
@@ -110,7 +111,7 @@ impl ModelSession {
         let read_monitor = if self.peer_opens {
             Some(self.flow.accept()).filter(|_| self.flow.has_room())
         } else {
-            self.flow.has_room().then(|| self.flow.open()).flatten()
+            self.flow.has_room().then(|| self.flow.open(0)).flatten()
         };
         self.streams
             .extend(read_monitor.map(|read_monitor| ModelStream {

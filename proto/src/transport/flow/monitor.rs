@@ -1,10 +1,12 @@
-//! The readers of streams, and what they leave unread.
+//! The streams of a session: their readers, and what they leave unread; and their writers.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::task::AtomicWaker;
+
+use super::write_monitor::{WriteMonitor, WriterUsage};
 
 /// A reader that reads nothing for this many samples (100 ms) is stalled.
 const SAMPLES_TO_STALL: u32 = 2;
@@ -16,11 +18,15 @@ const SAMPLES_TO_RECOVER: u32 = 20;
 pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
     /// Counts bytes that a stream's reader has read.
     fn count_read(&self, bytes: u64);
+    /// Counts bytes that a stream's writer has written.
+    fn count_written(&self, bytes: u64);
+    /// Returns whether the streams of a source must wait.
+    fn is_held(&self, source: u64) -> bool;
     /// Records that a stream can hold no more bytes.
     fn finish_stream(&self);
 }
 
-/// The activity of a stream's reader.
+/// The activity of a stream's reader, and of its writer.
 #[derive(Debug)]
 pub struct ReadMonitor {
     session: Option<Arc<dyn StreamOwner>>,
@@ -34,12 +40,13 @@ pub struct ReadMonitor {
     /// Number of bytes received and not read, if the transport reports it.
     unread: AtomicU64,
     is_finished: AtomicBool,
-    /// Who reads in the end: streams of one source have the same number. 0 is unknown.
+    /// Who caused the stream: streams of one source have the same number. 0 is unknown.
     source: AtomicU64,
     /// Set when the stream must end because its reader is stalled.
     must_end: AtomicBool,
     /// Woken when `must_end` is set.
     watcher: AtomicWaker,
+    writer: WriteMonitor,
 }
 
 /// The transport does not report the number of unread bytes.
@@ -66,6 +73,7 @@ impl ReadMonitor {
             source: AtomicU64::new(0),
             must_end: AtomicBool::new(false),
             watcher: AtomicWaker::new(),
+            writer: WriteMonitor::default(),
         }
     }
 
@@ -90,6 +98,28 @@ impl ReadMonitor {
         }
     }
 
+    /// Records the outcome of a write: the number of bytes that the transport took, if any.
+    pub(in crate::transport) fn end_write(&self, taken: Option<usize>) {
+        let Some(bytes) = taken else {
+            return self.writer.set_pending();
+        };
+        self.writer.count_written(bytes as u64);
+        if let Some(session) = &self.session {
+            session.count_written(bytes as u64);
+        }
+    }
+
+    /// Waits until the stream's source may write. One task at a time can wait.
+    pub(in crate::transport) fn poll_writable(&self, cx: &Context<'_>) -> Poll<()> {
+        self.writer.poll_writable(cx)
+    }
+
+    /// Waits until the transport may send what was written. One task at a time can wait, and is also
+    /// woken when it must wait.
+    pub(in crate::transport) fn poll_sendable(&self, cx: &Context<'_>) -> Poll<()> {
+        self.writer.poll_sendable(cx)
+    }
+
     pub(in crate::transport) fn set_unread(&self, bytes: usize) {
         self.unread.store(bytes as u64, Ordering::Relaxed);
     }
@@ -106,6 +136,17 @@ impl ReadMonitor {
 
     /// Sets the number that the streams of one source have in common.
     pub(in crate::transport) fn set_source(&self, source: u64) {
+        self.source.store(source, Ordering::Relaxed);
+        if let Some(session) = &self.session
+            && source != 0
+            && session.is_held(source)
+        {
+            self.writer.set_held(true);
+        }
+    }
+
+    /// Sets the source of a stream that this end opens. The session has checked it.
+    pub(super) fn set_source_of_opened(&self, source: u64) {
         self.source.store(source, Ordering::Relaxed);
     }
 
@@ -159,6 +200,7 @@ pub(super) struct StreamUsage {
     pub(super) is_waiting: bool,
     /// Set while nobody reads what arrives.
     pub(super) is_unread: bool,
+    pub(super) writer: WriterUsage,
 }
 
 impl StreamUsage {
@@ -171,12 +213,27 @@ impl StreamUsage {
             unread: 0,
             is_waiting: false,
             is_unread: false,
+            writer: WriterUsage::default(),
         }
     }
 
-    pub(super) fn is_open(&self) -> bool {
-        self.read_monitor()
-            .is_some_and(|monitor| !monitor.is_finished.load(Ordering::Relaxed))
+    /// Returns whether the stream can still receive. If not, it is no longer sampled, so its writer
+    /// must not wait.
+    pub(super) fn is_open_or_release(&self) -> bool {
+        let is_open = self
+            .read_monitor()
+            .is_some_and(|monitor| !monitor.is_finished.load(Ordering::Relaxed));
+        if !is_open {
+            self.set_held(false);
+        }
+        is_open
+    }
+
+    /// Sets whether the stream's writer must wait.
+    pub(super) fn set_held(&self, is_held: bool) {
+        if let Some(monitor) = self.read_monitor.upgrade() {
+            monitor.writer.set_held(is_held);
+        }
     }
 
     /// Returns the monitor while the stream has not been chosen to end.
@@ -201,6 +258,7 @@ impl StreamUsage {
         self.unread = 0;
         self.is_unread = true;
         let read_monitor = self.read_monitor()?;
+        self.writer.sample(&read_monitor.writer);
         let reads = read_monitor.reads.load(Ordering::Relaxed);
         let unread = read_monitor.unread.load(Ordering::Relaxed);
         self.is_waiting = read_monitor.is_waiting.load(Ordering::Acquire);

@@ -1,24 +1,24 @@
 //! Readers that are stalled for long, which end when others wait for what they hold.
 
-use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::monitor::StreamUsage;
-use super::{BASE_WINDOW, BufferPool, FlowState, SessionFlow};
+use super::sources::SourceTotals;
+use super::{BufferPool, FlowState, ReadMonitor, SessionFlow};
 
 /// Samples without a read after which a stream may end: 10 s.
 const SAMPLES_TO_END: u32 = 200;
 
 impl BufferPool {
-    /// Ends at most one stalled stream of each session whose window is exhausted, or one of the
-    /// session that holds the most if the pool is.
+    /// Ends at most one stalled stream of each session whose window is exhausted, and one of the
+    /// source that holds the most if the pool is full.
     pub(super) fn end_stalled(&self, sessions: &[Weak<SessionFlow>]) {
         let refused = self.refused.load(Ordering::Relaxed);
         if refused > 0 {
             self.refused.store(refused - 1, Ordering::Relaxed);
         }
-        let mut largest: Option<(u64, Arc<SessionFlow>)> = None;
+        let mut stalled = Vec::new();
         for session in sessions.iter().filter_map(Weak::upgrade) {
             let state = session.lock();
             if !state.is_stalled_for_long() {
@@ -26,19 +26,32 @@ impl BufferPool {
             }
             if session.is_exhausted(&state) && state.is_waited_for() {
                 state.end_stalled();
-                continue;
-            }
-            let held = session.memory(state.stalled.bytes);
-            let is_full = self.free() < session.memory(BASE_WINDOW);
-            drop(state);
-            let is_larger = largest.as_ref().is_none_or(|(most, _)| held > *most);
-            if refused > 0 && is_full && is_larger {
-                largest = Some((held, session));
+            } else {
+                drop(state);
+                stalled.push(session);
             }
         }
-        if let Some((_, session)) = largest {
-            session.lock().end_stalled();
+        if refused > 0 && self.is_full() {
+            end_heaviest(&stalled);
         }
+    }
+}
+
+/// Ends the stream that has been stalled for the longest time, of the source that holds the most in
+/// all sessions.
+fn end_heaviest(sessions: &[Arc<SessionFlow>]) {
+    let mut totals = SourceTotals::default();
+    for session in sessions {
+        for usage in session.lock().stalled_for_long() {
+            totals.add(usage.source(), session.memory(usage.unread));
+        }
+    }
+    let heaviest = sessions
+        .iter()
+        .filter_map(|session| session.lock().heaviest(&totals))
+        .max_by_key(|(held, _)| *held);
+    if let Some((_, read_monitor)) = heaviest {
+        read_monitor.end_stalled();
     }
 }
 
@@ -59,18 +72,27 @@ impl FlowState {
     }
 
     /// Ends the stream that has been stalled for the longest time, of the source that holds the
-    /// most.
+    /// most in this session.
     fn end_stalled(&self) {
-        let mut sources = HashMap::<u64, u64>::new();
+        let mut totals = SourceTotals::default();
         for usage in self.stalled_for_long() {
-            *sources.entry(usage.source()).or_default() += usage.unread;
+            totals.add(usage.source(), usage.unread);
         }
-        let longest = self.stalled_for_long().max_by_key(|usage| {
-            let held = sources.get(&usage.source()).copied();
-            (held, usage.idle_samples)
-        });
-        if let Some(read_monitor) = longest.and_then(StreamUsage::read_monitor) {
+        if let Some((_, read_monitor)) = self.heaviest(&totals) {
             read_monitor.end_stalled();
         }
+    }
+
+    /// Returns the stream that has been stalled for the longest time, of the source that holds the
+    /// most, with what it holds and the samples since the last read.
+    fn heaviest(&self, totals: &SourceTotals) -> Option<((u64, u32), Arc<ReadMonitor>)> {
+        self.stalled_for_long()
+            .filter_map(|usage| {
+                let held = (totals.of(usage.source()), usage.idle_samples);
+                usage
+                    .read_monitor()
+                    .map(|read_monitor| (held, read_monitor))
+            })
+            .max_by_key(|(held, _)| *held)
     }
 }

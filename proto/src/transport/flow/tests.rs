@@ -1,3 +1,6 @@
+use std::task::Context;
+
+use super::test_transport::TestTransport;
 use super::*;
 
 const WINDOW: u32 = 2 << 20;
@@ -13,19 +16,18 @@ fn settings(peer_opens: bool) -> FlowSettings {
     }
 }
 
-fn session(pool: &Arc<BufferPool>) -> (Arc<SessionFlow>, Arc<AtomicU64>) {
-    let window = Arc::new(AtomicU64::new(BASE_WINDOW));
-    let observed = window.clone();
-    let set_windows = move |windows: ReceiveWindows| {
-        observed.store(windows.connection, Ordering::Relaxed);
-    };
-    let flow = pool.session(settings(false), set_windows, || 0);
-    (flow, window)
+fn session_of(pool: &Arc<BufferPool>, settings: FlowSettings) -> (Arc<SessionFlow>, TestTransport) {
+    let transport = TestTransport::new(|_| {});
+    (pool.session(settings, transport.clone()), transport)
+}
+
+fn session(pool: &Arc<BufferPool>) -> (Arc<SessionFlow>, TestTransport) {
+    session_of(pool, settings(false))
 }
 
 /// Opens a stream whose reader has stalled.
 fn stall(flow: &SessionFlow) -> Arc<ReadMonitor> {
-    let read_monitor = flow.open().unwrap();
+    let read_monitor = flow.open(0).unwrap();
     read_monitor.end_read();
     read_monitor
 }
@@ -39,27 +41,27 @@ fn sample(pool: &BufferPool, times: u32) {
 #[tokio::test(start_paused = true)]
 async fn idle_session_reserves_nothing_and_a_stream_has_its_window_at_once() {
     let pool = BufferPool::new(1 << 30);
-    let (flow, window) = session(&pool);
+    let (flow, transport) = session(&pool);
     assert_eq!(
-        (pool.reserved(), window.load(Ordering::Relaxed)),
+        (pool.reserved(), transport.connection_window()),
         (0, BASE_WINDOW)
     );
-    let stream = flow.open().unwrap();
-    assert_eq!(window.load(Ordering::Relaxed) * 2, FIRST);
+    let stream = flow.open(0).unwrap();
+    assert_eq!(transport.connection_window() * 2, FIRST);
     assert_eq!(pool.reserved(), FIRST);
     drop(stream);
     assert_eq!(pool.reserved(), 0);
     sample(&pool, 1);
-    assert_eq!(window.load(Ordering::Relaxed), BASE_WINDOW);
+    assert_eq!(transport.connection_window(), BASE_WINDOW);
     // The peer still has the credit, so the next stream reserves it again.
-    let _stream = flow.open().unwrap();
+    let _stream = flow.open(0).unwrap();
     assert_eq!(pool.reserved(), FIRST);
 }
 
 #[tokio::test(start_paused = true)]
 async fn session_whose_peer_opens_streams_reserves_what_the_peer_may_send() {
     let pool = BufferPool::new(1 << 30);
-    let flow = pool.session(settings(true), |_| {}, || 0);
+    let (flow, _) = session_of(&pool, settings(true));
     assert_eq!(pool.reserved(), ACTIVE_WINDOW_MIN * 2);
     let stream = flow.accept();
     assert_eq!(pool.reserved(), FIRST);
@@ -73,40 +75,40 @@ async fn session_whose_peer_opens_streams_reserves_what_the_peer_may_send() {
 #[tokio::test(start_paused = true)]
 async fn window_is_ahead_of_a_sender_in_slow_start() {
     let pool = BufferPool::new(1 << 30);
-    let (flow, window) = session(&pool);
-    let stream = flow.open().unwrap();
+    let (flow, transport) = session(&pool);
+    let stream = flow.open(0).unwrap();
     let mut flight = 240_000;
     while flight < u64::from(WINDOW) {
-        let credit = window.load(Ordering::Relaxed);
+        let credit = transport.connection_window();
         assert!(flight <= credit, "{flight} of {credit}");
         stream.count_read(usize::try_from(flight).unwrap());
         flight *= 2;
     }
-    assert!(window.load(Ordering::Relaxed) >= u64::from(WINDOW));
+    assert!(transport.connection_window() >= u64::from(WINDOW));
     // A stream that goes on slowly gives the memory back.
     for _ in 0..1000 {
         stream.end_read();
         stream.count_read(100);
         sample(&pool, 1);
     }
-    assert!(window.load(Ordering::Relaxed) <= 2 * (BASE_WINDOW + ACTIVE_WINDOW_MIN));
+    assert!(transport.connection_window() <= 2 * (BASE_WINDOW + ACTIVE_WINDOW_MIN));
 }
 
 #[tokio::test(start_paused = true)]
 async fn window_covers_stalled_streams_while_the_pool_has_room() {
     let pool = BufferPool::new(1 << 30);
-    let (flow, window) = session(&pool);
+    let (flow, transport) = session(&pool);
     let stalled: Vec<_> = (0..3).map(|_| stall(&flow)).collect();
     sample(&pool, 1);
     let first = BASE_WINDOW + ACTIVE_WINDOW_MIN;
     assert_eq!(
-        window.load(Ordering::Relaxed),
+        transport.connection_window(),
         first,
         "100 ms have not passed"
     );
     sample(&pool, 2);
     let held = 3 * u64::from(WINDOW);
-    assert_eq!(window.load(Ordering::Relaxed), first + held + held / 7);
+    assert_eq!(transport.connection_window(), first + held + held / 7);
     assert!(flow.has_room());
     for stream in &stalled {
         for _ in 0..30 {
@@ -116,17 +118,18 @@ async fn window_covers_stalled_streams_while_the_pool_has_room() {
     }
     drop(stalled);
     sample(&pool, 1);
-    assert_eq!(window.load(Ordering::Relaxed), BASE_WINDOW);
+    assert_eq!(transport.connection_window(), BASE_WINDOW);
     assert_eq!(pool.reserved(), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn session_with_much_unread_data_is_refused_first_and_others_have_smaller_windows() {
     let pool = BufferPool::new(16 << 20);
-    let (greedy, window) = session(&pool);
+    let (greedy, transport) = session(&pool);
     let mut streams = Vec::new();
-    while greedy.has_room() {
-        streams.push(stall(&greedy));
+    while let Some(stream) = greedy.open(1) {
+        stream.end_read();
+        streams.push(stream);
         sample(&pool, 3);
     }
     let share = pool.reserved();
@@ -134,16 +137,16 @@ async fn session_with_much_unread_data_is_refused_first_and_others_have_smaller_
         (3 << 20..=4 << 20).contains(&share),
         "{share}: a quarter of the pool"
     );
-    assert_eq!(window.load(Ordering::Relaxed) * 2, share);
+    assert_eq!(transport.connection_window() * 2, share);
     let mut others = Vec::new();
     let mut first = u64::MAX;
     loop {
-        let (other, window) = session(&pool);
+        let (other, transport) = session(&pool);
         if !other.has_room() {
             break;
         }
-        let stream = other.open().unwrap();
-        let size = window.load(Ordering::Relaxed);
+        let stream = other.open(0).unwrap();
+        let size = transport.connection_window();
         assert!(size <= first, "windows become smaller");
         first = size;
         others.push((other, stream));
@@ -160,11 +163,11 @@ async fn session_with_much_unread_data_is_refused_first_and_others_have_smaller_
 async fn stream_for_which_there_is_no_memory_is_not_opened() {
     let pool = BufferPool::new(3 * BASE_WINDOW);
     let ((one, _), (two, _)) = (session(&pool), session(&pool));
-    let first = one.open().unwrap();
+    let first = one.open(0).unwrap();
     assert!(!two.has_room());
-    assert!(two.open().is_none());
+    assert!(two.open(0).is_none());
     drop(first);
-    assert!(two.has_room() && two.open().is_some());
+    assert!(two.has_room() && two.open(0).is_some());
 }
 
 #[tokio::test(start_paused = true)]
@@ -174,7 +177,7 @@ async fn reader_stalled_for_10_s_ends_only_when_another_stream_waits() {
         stream_window: StreamWindow::fixed(512 << 10),
         ..settings(false)
     };
-    let flow = pool.session(settings, |_| {}, || 0);
+    let (flow, _) = session_of(&pool, settings);
     let streams: Vec<_> = (0..12).map(|_| stall(&flow)).collect();
     // Two streams of one source hold more than any other source.
     for stream in &streams[4..6] {
@@ -183,7 +186,7 @@ async fn reader_stalled_for_10_s_ends_only_when_another_stream_waits() {
     let ended = || streams.iter().filter(|stream| stream.must_end()).count();
     sample(&pool, 300);
     assert_eq!(ended(), 0, "nobody waits");
-    let waiting = flow.open().unwrap();
+    let waiting = flow.open(0).unwrap();
     sample(&pool, 1);
     assert_eq!(ended(), 1);
     assert!(streams[4..6].iter().any(|stream| stream.must_end()));
@@ -197,24 +200,17 @@ async fn reader_stalled_for_10_s_ends_only_when_another_stream_waits() {
 #[tokio::test(start_paused = true)]
 async fn window_grows_when_the_peer_reports_that_nobody_reads_what_holds_it() {
     let pool = BufferPool::new(1 << 30);
-    let window = Arc::new(AtomicU64::new(0));
-    let (observed, blocked) = (window.clone(), Arc::new(AtomicU64::new(0)));
-    let set_windows = move |windows: ReceiveWindows| {
-        observed.store(windows.connection, Ordering::Relaxed);
-    };
-    let reported = blocked.clone();
-    let times_blocked = move || reported.load(Ordering::Relaxed);
-    let flow = pool.session(settings(true), set_windows, times_blocked);
+    let (flow, transport) = session_of(&pool, settings(true));
     let _dialing = flow.accept();
     sample(&pool, 10);
     assert_eq!(
-        window.load(Ordering::Relaxed),
+        transport.connection_window(),
         BASE_WINDOW + ACTIVE_WINDOW_MIN
     );
-    blocked.store(1, Ordering::Relaxed);
+    transport.block();
     sample(&pool, 10);
     assert_eq!(
-        window.load(Ordering::Relaxed),
+        transport.connection_window(),
         BASE_WINDOW + 2 * ACTIVE_WINDOW_MIN
     );
 }
@@ -223,13 +219,13 @@ async fn window_grows_when_the_peer_reports_that_nobody_reads_what_holds_it() {
 #[tokio::test(start_paused = true)]
 async fn data_for_a_target_that_is_being_dialed_does_not_hold_the_window() {
     let pool = BufferPool::new(1 << 30);
-    let (flow, window) = session(&pool);
-    let dialing = flow.open().unwrap();
+    let (flow, transport) = session(&pool);
+    let dialing = flow.open(0).unwrap();
     dialing.set_unread(256 << 10);
     sample(&pool, 1);
     let first = BASE_WINDOW + ACTIVE_WINDOW_MIN;
     let held = 256 << 10;
-    assert_eq!(window.load(Ordering::Relaxed), first + held + held / 7);
+    assert_eq!(transport.connection_window(), first + held + held / 7);
     sample(&pool, 1000);
     assert!(!dialing.must_end());
 }
@@ -239,43 +235,37 @@ async fn slow_readers_never_end_while_there_is_memory() {
     let pool = BufferPool::new(1 << 30);
     let (flow, _window) = session(&pool);
     let stalled: Vec<_> = (0..4).map(|_| stall(&flow)).collect();
-    let _waiting = flow.open().unwrap();
+    let _waiting = flow.open(0).unwrap();
     sample(&pool, 1000);
     assert!(!stalled.iter().any(|stream| stream.must_end()));
 }
 
 /// Returns a session of at most 16 streams whose window of 64 KiB grows to 256 KiB.
-fn growing_session(pool: &Arc<BufferPool>) -> (Arc<SessionFlow>, Arc<AtomicU64>) {
-    let window = Arc::new(AtomicU64::new(64 << 10));
-    let observed = window.clone();
+fn growing_session(pool: &Arc<BufferPool>) -> (Arc<SessionFlow>, TestTransport) {
     let settings = FlowSettings {
         stream_window: StreamWindow::growing(64 << 10, 256 << 10, 16),
         ..settings(false)
     };
-    let set_windows = move |windows: ReceiveWindows| {
-        observed.store(windows.stream, Ordering::Relaxed);
-    };
-    let flow = pool.session(settings, set_windows, || 0);
-    (flow, window)
+    session_of(pool, settings)
 }
 
 #[tokio::test(start_paused = true)]
 async fn stream_window_grows_to_four_round_trips_while_few_streams_are_open() {
     let pool = BufferPool::new(1 << 30);
-    let (flow, window) = growing_session(&pool);
+    let (flow, transport) = growing_session(&pool);
     let kib = |flow: &SessionFlow, kib_per_rtt: u64| {
         flow.widen(kib_per_rtt << 10);
-        window.load(Ordering::Relaxed) >> 10
+        transport.stream_window() >> 10
     };
-    let mut streams = vec![flow.open()];
+    let mut streams = vec![flow.open(0)];
     assert_eq!(kib(&flow, 16), 64, "the window is large enough");
     assert_eq!(kib(&flow, 17), 128);
     assert_eq!(kib(&flow, 32), 128);
     assert_eq!(kib(&flow, 1 << 20), 256);
     assert_eq!(kib(&flow, 1 << 20), 256, "the maximum");
-    streams.push(flow.open());
+    streams.push(flow.open(0));
     assert_eq!(kib(&flow, 0), 256, "half of the bound");
-    streams.push(flow.open());
+    streams.push(flow.open(0));
     assert_eq!(kib(&flow, 0), 64, "three streams could hold 768 KiB");
     streams.truncate(2);
     sample(&pool, 1);
@@ -286,16 +276,188 @@ async fn stream_window_grows_to_four_round_trips_while_few_streams_are_open() {
 #[tokio::test(start_paused = true)]
 async fn stream_window_does_not_grow_when_the_pool_is_short() {
     let pool = BufferPool::new(1 << 30);
-    let (flow, window) = growing_session(&pool);
-    let _stream = flow.open();
+    let (flow, transport) = growing_session(&pool);
+    let _stream = flow.open(0);
     flow.widen(1 << 30);
-    assert_eq!(window.load(Ordering::Relaxed), 128 << 10);
+    assert_eq!(transport.stream_window(), 128 << 10);
     let rest = pool.free();
     assert!(pool.try_reserve(rest));
     flow.lock().stalled.bytes = 1 << 20;
     flow.widen(1 << 30);
-    assert_eq!(window.load(Ordering::Relaxed), 128 << 10);
+    assert_eq!(transport.stream_window(), 128 << 10);
     flow.narrow(&mut flow.lock());
-    assert_eq!(window.load(Ordering::Relaxed), 64 << 10);
+    assert_eq!(transport.stream_window(), 64 << 10);
     pool.release(rest);
+}
+
+/// Opens streams of a source that nobody reads, until the session is short.
+fn exhaust(pool: &BufferPool, flow: &SessionFlow, source: u64) -> Vec<Arc<ReadMonitor>> {
+    let mut streams = Vec::new();
+    while let Some(stream) = flow.open(source) {
+        stream.end_read();
+        streams.push(stream);
+        sample(pool, 3);
+    }
+    streams
+}
+
+#[tokio::test(start_paused = true)]
+async fn source_that_holds_the_window_gets_no_new_streams_and_others_do() {
+    let pool = BufferPool::new(16 << 20);
+    let (flow, transport) = session(&pool);
+    let streams = exhaust(&pool, &flow, 1);
+    assert!(flow.has_room() && flow.open(2).is_some() && flow.open(0).is_some());
+    assert!(flow.open(1).is_none());
+    // Neither has the source streams of another session when little of the pool is free.
+    let (other, _) = session(&pool);
+    assert!(other.open(1).is_some());
+    let (third, _) = session(&pool);
+    let _more = exhaust(&pool, &third, 1);
+    let (fourth, _) = session(&pool);
+    let _more = exhaust(&pool, &fourth, 1);
+    let rest = pool.free() - (pool.limit() / SHORT_SHARE) + 1;
+    assert!(pool.try_reserve(rest));
+    sample(&pool, 1);
+    assert!(other.open(1).is_none() && other.open(2).is_some());
+    pool.release(rest);
+    drop(streams);
+    sample(&pool, 1);
+    assert!(other.open(1).is_some());
+    assert!(transport.reports() > 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn short_session_reports_it_and_then_grants_a_reserve_as_it_is_used() {
+    let pool = BufferPool::new(16 << 20);
+    let (flow, transport) = session(&pool);
+    let _streams = exhaust(&pool, &flow, 1);
+    sample(&pool, 3);
+    let window = transport.connection_window();
+    let reserve = |flow: &SessionFlow| flow.lock().shortage.reserve;
+    let first = reserve(&flow);
+    assert!(first > 0 && transport.reports() > 0);
+    sample(&pool, 20);
+    assert_eq!(
+        (reserve(&flow), transport.connection_window()),
+        (first, window)
+    );
+    transport.block();
+    sample(&pool, 1);
+    assert_eq!(reserve(&flow), first + (64 << 10));
+    assert_eq!(transport.connection_window(), window + (64 << 10));
+    // What others read is announced at once.
+    let other = flow.open(2).unwrap();
+    other.count_read(100);
+    sample(&pool, 1);
+    assert_eq!(transport.connection_window(), window + (64 << 10) + 1);
+    drop(other);
+    for _ in 0..1000 {
+        transport.block();
+        sample(&pool, 1);
+    }
+    assert!(
+        pool.reserved() <= pool.limit() / 4 * 3,
+        "{}",
+        pool.reserved()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn writers_of_the_source_that_holds_the_most_wait_while_the_peer_is_short() {
+    let pool = BufferPool::new(64 << 20);
+    let (flow, _transport) = session(&pool);
+    let open = |source| flow.open(source).unwrap();
+    let (blocked, idle, other) = (open(1), open(1), open(2));
+    blocked.end_write(Some(1 << 20));
+    blocked.end_write(None);
+    other.end_write(Some(1 << 20));
+    let may_write = |stream: &ReadMonitor| {
+        let cx = Context::from_waker(std::task::Waker::noop());
+        assert_eq!(stream.poll_writable(&cx), stream.poll_sendable(&cx));
+        stream.poll_writable(&cx).is_ready()
+    };
+    sample(&pool, 4);
+    assert!(may_write(&blocked), "the peer is not short");
+    flow.set_peer_short();
+    assert!(!may_write(&blocked));
+    assert!(!may_write(&idle) && may_write(&other));
+    let accepted = flow.accept();
+    accepted.set_source(1);
+    assert!(!may_write(&accepted));
+    assert!(flow.open(1).is_none() && flow.open(2).is_some());
+    sample(&pool, 11);
+    assert!(!may_write(&blocked));
+    // The reports have ended.
+    sample(&pool, 1);
+    assert!(may_write(&blocked) && flow.open(1).is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn full_pool_ends_a_stalled_stream_of_the_source_that_holds_most_in_all_sessions() {
+    let pool = BufferPool::new(64 << 20);
+    let sessions: Vec<_> = (0..4).map(|_| session(&pool)).collect();
+    let stall_as = |index: usize, source| {
+        let stream = sessions[index].0.open(source).unwrap();
+        stream.end_read();
+        stream
+    };
+    // One session has the most, but of two sources.
+    let one = [stall_as(0, 1), stall_as(0, 2)];
+    let most = [stall_as(1, 3), stall_as(2, 3), stall_as(3, 3)];
+    sample(&pool, 300);
+    let rest = pool.free();
+    assert!(pool.try_reserve(rest));
+    sample(&pool, 300);
+    let ended =
+        |streams: &[Arc<ReadMonitor>]| streams.iter().filter(|stream| stream.must_end()).count();
+    assert_eq!((ended(&one), ended(&most)), (0, 0), "nobody waits");
+    let (waiting, _) = session(&pool);
+    assert!(waiting.open(4).is_none());
+    sample(&pool, 1);
+    assert_eq!((ended(&one), ended(&most)), (0, 1));
+    pool.release(rest);
+}
+
+#[tokio::test(start_paused = true)]
+async fn send_window_follows_what_is_written_and_is_reserved() {
+    let pool = BufferPool::new(64 << 20);
+    let transport = TestTransport::with_congestion_window(512 << 10);
+    let flow = pool.session(settings(false), transport.clone());
+    let stream = flow.open(1).unwrap();
+    let before = pool.reserved();
+    stream.end_write(Some(1000));
+    assert_eq!(
+        (transport.send_window(), pool.reserved()),
+        (SEND_BASE_WINDOW, before)
+    );
+    let mut written = 0;
+    while transport.send_window() < 2 << 20 {
+        assert!(written < 4 << 20, "{}", transport.send_window());
+        stream.end_write(Some(64 << 10));
+        written += 64 << 10;
+        assert!(transport.send_window() > 64 << 10);
+    }
+    for _ in 0..1000 {
+        stream.end_write(Some(64 << 10));
+    }
+    assert_eq!(transport.send_window(), 2 << 20, "four congestion windows");
+    let reserved = ((2 << 20) - SEND_BASE_WINDOW) * 3 / 2;
+    assert_eq!(pool.reserved(), before + reserved);
+    // It becomes smaller, and is given back.
+    sample(&pool, 20 * 60);
+    assert_eq!(
+        (transport.send_window(), pool.reserved()),
+        (SEND_BASE_WINDOW, before)
+    );
+    let rest = pool.free();
+    assert!(pool.try_reserve(rest));
+    stream.end_write(Some(1 << 20));
+    assert_eq!(transport.send_window(), SEND_BASE_WINDOW, "no memory");
+    pool.release(rest);
+    stream.end_write(Some(1 << 20));
+    assert!(transport.send_window() > SEND_BASE_WINDOW);
+    drop(stream);
+    sample(&pool, 1);
+    drop(flow);
+    assert_eq!(pool.reserved(), 0);
 }

@@ -170,7 +170,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             {
                 self.close_pump = None;
             }
-            self.read_close_message(cx);
+            self.read_close_stream(cx);
             self.accept_answered_offers(cx);
             while let Poll::Ready(Some(())) = self.pumps.poll_next_unpin(cx) {}
             self.exchange_offers(cx);
@@ -205,6 +205,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 self.stream_window = bytes;
                 self.window_update = Some(bytes);
             }
+        }
+        if commands.report_shortage {
+            self.report_shortage();
         }
         if let Some(count) = commands.stream_limit {
             self.offers.set_limit(count);

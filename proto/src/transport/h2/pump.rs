@@ -168,6 +168,10 @@ impl Pump {
         if let Some(cut) = stopped {
             return self.shared.set_output(state, Output::Cut(cut));
         }
+        if state.unsent() > BULK_MIN_BYTES && self.shared.poll_sendable(cx).is_pending() {
+            // The connection's window is left to the streams of others. Replies pass.
+            return self.send.reserve_capacity(0);
+        }
         // Bytes that the bulk queue lets this stream send.
         let mut granted = 0;
         while state.unsent() > 0 {

@@ -60,6 +60,7 @@ pub(super) struct Commands {
     pub(super) probe: bool,
     pub(super) close: Option<(CloseCode, String)>,
     pub(super) windows: Option<ReceiveWindows>,
+    pub(super) report_shortage: bool,
     /// How many streams the peer may have open at once by answering offers.
     pub(super) stream_limit: Option<u32>,
     /// Requests offers from the peer.
@@ -274,7 +275,7 @@ impl Session for H2Session {
             StreamKind::Target(_)
             | StreamKind::Cloud(_)
             | StreamKind::Forward { .. }
-            | StreamKind::Enroll => self.flow.open().ok_or(SessionError::NoRoom)?,
+            | StreamKind::Enroll => self.flow.open(header.source).ok_or(SessionError::NoRoom)?,
         };
         match self.shared.open(first, read_monitor.clone()).await {
             Ok(stream) => Ok(Stream::opened(

@@ -193,6 +193,11 @@ impl StreamShared {
         self.read_monitor.clone()
     }
 
+    /// Waits until what was written may be sent. Called by the driver.
+    pub(super) fn poll_sendable(&self, cx: &Context<'_>) -> Poll<()> {
+        self.read_monitor.poll_sendable(cx)
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, StreamState> {
         self.state.lock()
     }

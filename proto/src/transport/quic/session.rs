@@ -1,8 +1,8 @@
 //! A session over one QUIC connection.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -23,7 +23,9 @@ use super::rtt_cache::RttCache;
 use super::stateless_reset::ResetTarget;
 use super::stream::{QuicStream, StreamSession};
 use crate::identity::{IdentityError, PeerIdentity};
-use crate::transport::flow::{FlowSettings, SessionFlow, StreamWindow};
+use crate::transport::flow::{
+    FlowSettings, FlowTransport, ReceiveWindows, SessionFlow, StreamWindow,
+};
 use crate::transport::{
     CloseReason, ClosedBy, HandshakeError, IncomingStream, RawStream, Session, SessionError,
     SessionSettings, SessionStats, Stream, Traffic, TransportKind,
@@ -40,7 +42,7 @@ pub(super) struct QuicSession {
     traffic: Arc<Traffic>,
     flow: Arc<SessionFlow>,
     streams: StreamSession,
-    _cut_receiver: AbortOnDropHandle<()>,
+    _receiver: AbortOnDropHandle<()>,
     opening: AtomicBool,
     stream_limit: AtomicU32,
     stream_limit_max: AtomicU32,
@@ -70,6 +72,43 @@ fn chain_of(connection: &Connection) -> Vec<CertificateDer<'static>> {
     chain.map(|chain| *chain).unwrap_or_default()
 }
 
+/// The transport of the session's flow control.
+struct QuicFlow(Connection);
+
+impl FlowTransport for QuicFlow {
+    fn set_windows(&self, windows: ReceiveWindows) {
+        self.0.set_receive_window(window(windows.connection));
+    }
+
+    fn times_blocked(&self) -> Option<u64> {
+        Some(self.0.stats().frame_rx.data_blocked)
+    }
+
+    fn report_shortage(&self) {
+        // A report that is lost, or for which the buffer has no space, is repeated.
+        let _best_effort = self.0.send_datagram(Bytes::from_static(SHORTAGE_REPORT));
+    }
+
+    fn congestion_window(&self) -> Option<u64> {
+        Some(self.0.stats().path.cwnd)
+    }
+
+    fn set_send_window(&self, bytes: u64) {
+        self.0.set_send_window(bytes);
+    }
+}
+
+/// Receives the peer's reports of a shortage until the session ends. Other datagrams are probes.
+async fn receive_reports(connection: Connection, flow: Weak<SessionFlow>) {
+    while let Ok(datagram) = connection.read_datagram().await {
+        if datagram == SHORTAGE_REPORT
+            && let Some(flow) = flow.upgrade()
+        {
+            flow.set_peer_short();
+        }
+    }
+}
+
 impl QuicSession {
     /// Starts a session on a connection whose peer may open `stream_limit` streams. `sampler` is the
     /// one of the connection's task.
@@ -83,34 +122,32 @@ impl QuicSession {
     ) -> Result<Arc<dyn Session>, HandshakeError> {
         let chain = chain_of(&connection);
         let peer = identify(chain.first().ok_or(IdentityError::NoCertificate)?)?;
-        let connection_handle = connection.clone();
         let flow_settings = FlowSettings {
             stream_window: StreamWindow::fixed(settings.stream_window),
             memory_percent: MEMORY_PERCENT,
             peer_opens: stream_limit > 0,
         };
-        let stats_handle = connection.clone();
-        let flow = settings.pool.session(
-            flow_settings,
-            move |windows| {
-                connection_handle.set_receive_window(window(windows.connection));
-            },
-            move || stats_handle.stats().frame_rx.data_blocked,
-        );
+        let flow = settings
+            .pool
+            .session(flow_settings, QuicFlow(connection.clone()));
         let (received, now) = (received_frames(&connection.stats()), Instant::now());
         let streams = StreamSession {
             connection: connection.clone(),
             peer_cuts: Arc::default(),
             flushing: TaskTracker::new(),
         };
-        let receiving = receive_cuts(connection.clone(), streams.peer_cuts.clone());
+        let receiving_cuts = receive_cuts(connection.clone(), streams.peer_cuts.clone());
+        let receiving_reports = receive_reports(connection.clone(), Arc::downgrade(&flow));
+        let receiving = async move {
+            tokio::join!(receiving_cuts, receiving_reports);
+        };
         let session = Arc::new(Self {
             connection,
             peer,
             flow,
             traffic: Arc::default(),
             streams,
-            _cut_receiver: AbortOnDropHandle::new(TaskTracker::new().spawn(receiving)),
+            _receiver: AbortOnDropHandle::new(TaskTracker::new().spawn(receiving)),
             opening: AtomicBool::new(true),
             stream_limit: AtomicU32::new(stream_limit),
             stream_limit_max: AtomicU32::new(stream_limit),
@@ -222,7 +259,7 @@ impl Session for QuicSession {
             StreamKind::Target(_)
             | StreamKind::Cloud(_)
             | StreamKind::Forward { .. }
-            | StreamKind::Enroll => self.flow.open().ok_or(SessionError::NoRoom)?,
+            | StreamKind::Enroll => self.flow.open(header.source).ok_or(SessionError::NoRoom)?,
         };
         let opened = self.connection.open_bi().await;
         let (send, recv) = opened.map_err(|error| self.close_reason(error))?;
@@ -259,7 +296,7 @@ impl Session for QuicSession {
     fn probe(&self) {
         // If the datagram buffer is full, probes are already queued. If it is closed, a probe has
         // no use.
-        let _best_effort = self.connection.send_datagram(Bytes::from_static(&[0]));
+        let _best_effort = self.connection.send_datagram(Bytes::from_static(PROBE));
     }
 
     fn stats(&self) -> SessionStats {
@@ -350,6 +387,10 @@ pub(super) fn window(bytes: u64) -> VarInt {
     VarInt::from_u64(bytes).unwrap_or(VarInt::MAX)
 }
 
+/// The datagram of a probe.
+const PROBE: &[u8] = &[0];
+/// The datagram that reports a shortage.
+const SHORTAGE_REPORT: &[u8] = &[1];
 /// Memory of unread bytes, in percent of their number.
 const MEMORY_PERCENT: u64 = 280;
 /// Streams that a peer may open at first, if it may open any. quinn uses some 80 bytes for each

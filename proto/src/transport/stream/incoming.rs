@@ -46,7 +46,10 @@ impl IncomingStream {
             )),
         };
         match decoded {
-            Ok(header) => Ok((header, self.0)),
+            Ok(header) => {
+                self.0.set_source(header.source);
+                Ok((header, self.0))
+            }
             Err(error) => {
                 self.0.reset(ResetCode::Protocol);
                 Err(error)

@@ -6,6 +6,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::transport::BufferPool;
+use crate::transport::flow::test_transport::TestTransport;
 use crate::transport::flow::{FlowSettings, StreamWindow};
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -260,10 +261,10 @@ async fn stream_whose_reply_waits_to_be_sent_is_not_taken_for_stalled() {
         memory_percent: 100,
         peer_opens: false,
     };
-    let flow = pool.session(settings, |_| {}, || 0);
+    let flow = pool.session(settings, TestTransport::new(|_| {}));
     let (_far, peer) = raw_stream(true);
     let reply = ReplyState::Local;
-    let mut stream = Stream::new(peer, reply, Arc::default(), flow.open().unwrap());
+    let mut stream = Stream::new(peer, reply, Arc::default(), flow.open(0).unwrap());
     let accepting = tokio::time::timeout(Duration::from_secs(1), stream.accept(""));
     assert!(accepting.await.is_err());
     assert_eq!(flow.stalled_streams(), 0);

@@ -332,6 +332,7 @@ fn healthy() -> Facts {
             }],
             disk: Ok(None),
             buffer_pool: None,
+            capacity: String::new(),
         },
         agent: AgentFacts {
             address: "127.0.0.1:10266".to_owned(),

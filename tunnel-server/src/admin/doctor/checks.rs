@@ -48,7 +48,10 @@ const CHECKS: &[(&Explanation, Check)] = &[
 
 /// Does all checks and returns their results.
 pub(super) fn examine(facts: &Facts) -> Report {
-    let mut report = Report::default();
+    let mut report = Report {
+        capacity: facts.host.capacity.clone(),
+        ..Report::default()
+    };
     for (explanation, check) in CHECKS {
         match check(facts) {
             Ok(faults) => {

@@ -67,6 +67,8 @@ pub(super) struct HostFacts {
     pub(super) disk: Fact<Option<String>>,
     /// What is wrong with the size of the buffer pool.
     pub(super) buffer_pool: Option<String>,
+    /// What the process can carry, if it has the resources of this command.
+    pub(super) capacity: String,
 }
 
 /// The maximum size of a socket buffer.
@@ -240,11 +242,8 @@ async fn readiness(meta_listen: SocketAddr, limit: Duration) -> Fact<Vec<String>
 
 async fn host(config: &Config, limit: Duration) -> HostFacts {
     let data_dir = &config.data_dir;
-    let capacity = Capacity::new(
-        &config.limits,
-        DescriptorUses::default(),
-        Resources::of_process(),
-    );
+    let resources = Resources::of_process();
+    let capacity = Capacity::new(&config.limits, DescriptorUses::of(config), resources);
     let path = data_dir.to_owned();
     let disk = within(limit, async {
         let checked = tokio::task::spawn_blocking(move || disk::check(&path)).await;
@@ -257,7 +256,8 @@ async fn host(config: &Config, limit: Duration) -> HostFacts {
         links: links(Path::new("/sys/class/net")),
         descriptors,
         disk,
-        buffer_pool: buffer_pool_fault(capacity.buffer_pool, Resources::of_process().memory),
+        buffer_pool: buffer_pool_fault(capacity.buffer_pool, resources.memory),
+        capacity: capacity.describe(resources),
     }
 }
 

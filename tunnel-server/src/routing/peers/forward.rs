@@ -58,6 +58,7 @@ pub(super) async fn serve_stream(
     let header = StreamHeader {
         kind: StreamKind::Target(target),
         trace_parent: header.trace_parent,
+        source: header.source,
     };
     let caller = CallerKey::Replica {
         replica,

@@ -3,7 +3,6 @@
 //! a stream, so the table is never larger than the number of streams.
 
 use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -32,13 +31,6 @@ pub enum CallerKey {
 }
 
 impl CallerKey {
-    /// Returns a number that the streams of one caller have in common.
-    pub(in crate::routing) fn number(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.hash(&mut hasher);
-        hasher.finish()
-    }
-
     /// Returns whether the caller has a certificate, or what takes its role.
     pub(in crate::routing) fn is_verified(&self) -> bool {
         match self {

@@ -1,4 +1,4 @@
-//! The close of a session, step by step.
+//! The close of a session, step by step, and what else the close stream carries.
 
 use std::future::Future;
 use std::sync::atomic::Ordering;
@@ -14,26 +14,45 @@ use crate::transport::h2::connection::Connection;
 use crate::transport::h2::session::network;
 use crate::transport::h2::stream::Output;
 use crate::transport::{CloseReason, ClosedBy};
-use crate::wire::close::SessionClose;
+use crate::wire::close::{SessionClose, SessionMessage};
 use crate::wire::code::CloseCode;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
-    /// Handles the peer's close message, if it has arrived.
-    pub(super) fn read_close_message(&mut self, cx: &mut Context<'_>) {
+    /// Handles the peer's messages on the close stream: reports of a shortage, and the close
+    /// message.
+    pub(super) fn read_close_stream(&mut self, cx: &mut Context<'_>) {
         let Some(close_stream) = &self.close_stream else {
             return;
         };
         close_stream.lock().drain_into(&mut self.close_message);
-        if let Some(close) = SessionClose::take(&mut self.close_message) {
-            self.shared.set_closed(CloseReason {
-                by: ClosedBy::Peer,
-                code: close.code,
-                reason: close.reason,
-            });
-            // Data that arrived before the close message counts. Polling the set stops early, so
-            // poll each pump.
-            self.drain(cx);
-            self.finish();
+        while let Some(message) = SessionMessage::take(&mut self.close_message) {
+            match message {
+                SessionMessage::Short => self.flow.set_peer_short(),
+                SessionMessage::Close(close) => {
+                    self.shared.set_closed(CloseReason {
+                        by: ClosedBy::Peer,
+                        code: close.code,
+                        reason: close.reason,
+                    });
+                    // Data that arrived before the close message counts. Polling the set stops
+                    // early, so poll each pump.
+                    self.drain(cx);
+                    return self.finish();
+                }
+            }
+        }
+    }
+
+    /// Reports a shortage, unless a report is still to be sent.
+    pub(super) fn report_shortage(&mut self) {
+        if let Some(close_stream) = &self.close_stream
+            && matches!(self.state, DriverState::Running)
+        {
+            let mut state = close_stream.lock();
+            if state.unsent() == 0 {
+                SessionMessage::Short.encode(&mut state.write_buffer);
+                state.wake_pump();
+            }
         }
     }
 
@@ -85,9 +104,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     fn send_close(&mut self, code: CloseCode, reason: String) {
         let close = SessionClose { code, reason };
+        let message = SessionMessage::Close(close.clone());
         if let Some(close_stream) = &self.close_stream {
             let mut state = close_stream.lock();
-            close.encode(&mut state.write_buffer);
+            message.encode(&mut state.write_buffer);
             close_stream.set_output(&mut state, Output::Finishing);
             state.wake_pump();
         }
@@ -122,7 +142,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     ) -> Poll<()> {
         // Data that arrived together with the end counts, and may include the close message.
         self.drain(cx);
-        self.read_close_message(cx);
+        self.read_close_stream(cx);
         let verdict = tls::alert_meaning(self.shared.conn_state.alert());
         let reason = match error {
             None => network(CloseCode::Dead, "connection was closed without a reason"),

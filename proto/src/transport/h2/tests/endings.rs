@@ -4,7 +4,7 @@ use tokio::io::AsyncWriteExt;
 
 use super::raw::{CANCEL, ENHANCE_YOUR_CALM, HEADERS, NO_ERROR};
 use super::*;
-use crate::wire::close::SessionClose;
+use crate::wire::close::{SessionClose, SessionMessage};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn goaway_cuts_open_streams_and_gives_the_reason() {
@@ -140,10 +140,10 @@ async fn halves_that_end_in_the_same_breath_as_the_session_are_whole() {
         streams.push(opened(&session, &mut raw).await);
     }
     let mut close_message = BytesMut::new();
-    let close = SessionClose {
+    let close = SessionMessage::Close(SessionClose {
         code: CloseCode::Normal,
         reason: "bye".into(),
-    };
+    });
     close.encode(&mut close_message);
     let mut final_frames = Vec::new();
     for (_, id) in &streams {

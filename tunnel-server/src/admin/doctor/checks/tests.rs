@@ -110,6 +110,7 @@ fn healthy() -> Facts {
             descriptors: Ok(DESCRIPTORS_MIN),
             disk: Ok(None),
             buffer_pool: None,
+            capacity: String::new(),
         },
         cluster: Ok(healthy_cluster()),
         kubelets: Ok(vec![KubeletProbe {

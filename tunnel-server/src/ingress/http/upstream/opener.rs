@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
+use tunnel_proto::transport::source_number;
 use tunnel_proto::wire::code::RefusalCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 
@@ -50,6 +51,7 @@ impl<'a> StreamOpener<'a> {
             header: StreamHeader {
                 kind: StreamKind::Target(destination.target.clone()),
                 trace_parent,
+                source: source_number(caller),
             },
             failed: None,
             is_resending: false,

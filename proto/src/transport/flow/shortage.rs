@@ -1,0 +1,167 @@
+//! A session whose window stalled streams hold, and which cannot get a larger one, is *short*.
+//!
+//! Credit belongs to a connection, so the next byte of any stream uses it, and only the sender can
+//! choose the stream. The end that is short therefore reports it to its peer, and then grants a
+//! little more credit, the *reserve*. At the peer, the sources that hold the most wait with their
+//! streams, and get no new ones, for as long as the reports continue. So the reserve is left to the
+//! others, whose small requests pass again and again. When the reserve is used up, because of
+//! streams that had not stalled before, it grows, as far as memory permits.
+//!
+//! ```text
+//! receiver:  stalled streams hold all --> reports --> 100 ms later: reserve --> ... --> has room
+//! sender:                                 sources that hold the most wait             they go on
+//! ```
+
+use std::collections::HashSet;
+use std::sync::Weak;
+use std::sync::atomic::Ordering;
+
+use super::sources::SourceTotals;
+use super::{BufferPool, FlowState, SHORT_SHARE, SPARE_MIN, SessionFlow};
+
+/// Credit that is added at once: a quarter of a first window.
+const RESERVE_STEP: u64 = 64 << 10;
+/// Samples between two reports: 200 ms.
+const REPORT_SAMPLES: u32 = 4;
+/// Samples after the first report in which the peer finds the sources that must wait: 100 ms.
+const SAMPLES_TO_HOLD: u32 = 2;
+/// Samples for which a session is short after its window was exhausted the last time: 1 s.
+const SHORT_SAMPLES: u32 = 20;
+/// Samples for which a report of the peer is valid: three reports.
+const REPORT_VALID_SAMPLES: u32 = 3 * REPORT_SAMPLES;
+/// Fraction of the pool that a source holds at least if it gets no new streams in any session.
+const HEAVY_SHARE: u64 = 8;
+/// The reserve of one session may be this fraction of what is free in the pool.
+const RESERVE_SHARE: u64 = 2;
+
+impl SessionFlow {
+    /// Records the peer's report that it is short.
+    pub(in crate::transport) fn set_peer_short(&self) {
+        let state = &mut *self.lock();
+        state.shortage.peer_samples_left = REPORT_VALID_SAMPLES;
+        self.hold_writers(state);
+    }
+
+    /// Reports a shortage of this end, and grants the reserve.
+    pub(super) fn sample_shortage(&self, state: &mut FlowState) {
+        if state.stalled.streams == 0 {
+            state.shortage.samples_left = 0;
+        } else if self.is_exhausted(state) {
+            state.shortage.samples_left = SHORT_SAMPLES;
+        }
+        if !state.shortage.is_short() {
+            // The credit stays, as a part of the window.
+            (state.shortage.age, state.shortage.reserve) = (0, 0);
+            return;
+        }
+        let age = state.shortage.age;
+        state.shortage.samples_left -= 1;
+        state.shortage.age = age.wrapping_add(1);
+        let is_used_up = self.is_reserve_used_up(state);
+        if age.is_multiple_of(REPORT_SAMPLES) {
+            self.transport.report_shortage();
+        }
+        let reads = self.reads.load(Ordering::Relaxed);
+        let has_read = std::mem::replace(&mut state.shortage.reads, reads) != reads;
+        // The peer must know of the shortage first.
+        if age >= SAMPLES_TO_HOLD && is_used_up && self.can_extend_reserve(state) {
+            if self.raise(state, RESERVE_STEP) {
+                state.shortage.reserve += RESERVE_STEP;
+            }
+        } else if state.shortage.reserve > 0 && has_read {
+            // quinn announces credit after an eighth of the window has been read, or when the window
+            // grows. The reserve is smaller.
+            self.raise(state, 1);
+        }
+    }
+
+    /// Returns whether the peer has used up its credit, the reserve included.
+    fn is_reserve_used_up(&self, state: &mut FlowState) -> bool {
+        let is_used_up = match self.transport.times_blocked() {
+            Some(blocked) => {
+                let before = std::mem::replace(&mut state.shortage.times_blocked, blocked);
+                before != blocked
+            }
+            None => state.spare() + state.shortage.reserve < SPARE_MIN,
+        };
+        is_used_up || state.shortage.reserve == 0
+    }
+
+    fn can_extend_reserve(&self, state: &FlowState) -> bool {
+        let after = state.shortage.reserve + RESERVE_STEP;
+        self.memory(after) <= self.pool.free() / RESERVE_SHARE
+    }
+
+    /// Returns whether a new stream can use the reserve, now or soon.
+    pub(super) fn has_reserve(&self, state: &FlowState) -> bool {
+        state.shortage.reserve > 0 || self.can_extend_reserve(state)
+    }
+
+    /// Lets the streams of the sources that hold the most at the peer wait while the peer is short.
+    pub(super) fn hold_writers(&self, state: &mut FlowState) {
+        let is_short = state.shortage.peer_samples_left > 0;
+        if !is_short && !state.shortage.has_held_streams {
+            state.shortage.held_sources.clear();
+            return;
+        }
+        let mut totals = SourceTotals::default();
+        if is_short {
+            for usage in &state.streams {
+                if let Some(bytes) = usage.writer.blocked_bytes(state.stream_window) {
+                    totals.add(usage.source(), bytes);
+                }
+            }
+        }
+        let heavy = totals.heavy(0);
+        state.shortage.has_held_streams = false;
+        for usage in &state.streams {
+            let is_held = heavy.contains(&usage.source());
+            usage.set_held(is_held);
+            state.shortage.has_held_streams |= is_held;
+        }
+        state.shortage.held_sources = heavy;
+    }
+
+    pub(super) fn sample_peer_shortage(&self, state: &mut FlowState) {
+        let samples_left = &mut state.shortage.peer_samples_left;
+        *samples_left = samples_left.saturating_sub(1);
+        self.hold_writers(state);
+    }
+}
+
+impl FlowState {
+    /// Returns the sources that hold most of the session's window.
+    pub(super) fn heavy_sources(&self) -> HashSet<u64> {
+        let mut totals = SourceTotals::default();
+        for usage in self.streams.iter().filter(|usage| usage.unread > 0) {
+            totals.add(usage.source(), usage.unread);
+        }
+        totals.heavy(0)
+    }
+
+    /// Adds what each source holds of `memory`, which all stalled streams hold together.
+    fn add_stalled(&self, totals: &mut SourceTotals, memory: u64) {
+        let stalled = u128::from(self.stalled.bytes).max(1);
+        for usage in self.streams.iter().filter(|usage| usage.unread > 0) {
+            let share = u128::from(memory) * u128::from(usage.unread) / stalled;
+            totals.add(usage.source(), u64::try_from(share).unwrap_or(u64::MAX));
+        }
+    }
+}
+
+impl BufferPool {
+    /// Finds the sources that hold the most if little is free. They get no new streams in any
+    /// session.
+    pub(super) fn find_heavy_sources(&self, sessions: &[Weak<SessionFlow>]) {
+        let mut totals = SourceTotals::default();
+        if self.free() < self.limit() / SHORT_SHARE {
+            for session in sessions.iter().filter_map(Weak::upgrade) {
+                let state = session.lock();
+                // The bytes of stalled streams may be an upper bound.
+                let memory = session.memory(state.stalled.bytes).min(state.reserved);
+                state.add_stalled(&mut totals, memory);
+            }
+        }
+        *self.heavy_sources.lock() = totals.heavy(self.limit() / HEAVY_SHARE);
+    }
+}

@@ -1,0 +1,34 @@
+//! What a session knows of a shortage, see `flow/shortage.rs`.
+
+use std::collections::HashSet;
+
+/// What a session knows of its own shortage, and of its peer's.
+#[derive(Debug, Default)]
+pub(super) struct Shortage {
+    /// Samples for which this end is short. 0: it is not.
+    pub(super) samples_left: u32,
+    /// Samples since this end became short.
+    pub(super) age: u32,
+    /// Credit that was added because of the shortage.
+    pub(super) reserve: u64,
+    /// How often the peer had used all of its credit at the last sample.
+    pub(super) times_blocked: u64,
+    /// Bytes that had been read at the last sample.
+    pub(super) reads: u64,
+    /// Samples for which the peer is short.
+    pub(super) peer_samples_left: u32,
+    /// The sources that may not open streams while the peer is short.
+    pub(super) held_sources: HashSet<u64>,
+    pub(super) has_held_streams: bool,
+}
+
+impl Shortage {
+    pub(super) fn is_short(&self) -> bool {
+        self.samples_left > 0
+    }
+
+    /// Returns whether the streams of a source wait because the peer is short.
+    pub(super) fn is_held(&self, source: u64) -> bool {
+        self.held_sources.contains(&source)
+    }
+}

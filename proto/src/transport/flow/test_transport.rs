@@ -1,0 +1,88 @@
+//! A transport for tests of flow control.
+
+use super::*;
+
+/// What a session's transport was told, and what it reports.
+#[derive(Clone)]
+pub(in crate::transport) struct TestTransport(Arc<TransportState>);
+
+struct TransportState {
+    windows: Mutex<ReceiveWindows>,
+    on_windows: Box<dyn Fn(ReceiveWindows) + Send + Sync>,
+    blocked: AtomicU64,
+    reports: AtomicU64,
+    congestion_window: Option<u64>,
+    send_window: AtomicU64,
+}
+
+impl TestTransport {
+    pub(in crate::transport) fn new(
+        on_windows: impl Fn(ReceiveWindows) + Send + Sync + 'static,
+    ) -> Self {
+        Self::create(None, Box::new(on_windows))
+    }
+
+    pub(super) fn with_congestion_window(bytes: u64) -> Self {
+        Self::create(Some(bytes), Box::new(|_| {}))
+    }
+
+    fn create(
+        congestion_window: Option<u64>,
+        on_windows: Box<dyn Fn(ReceiveWindows) + Send + Sync>,
+    ) -> Self {
+        Self(Arc::new(TransportState {
+            windows: Mutex::new(ReceiveWindows {
+                stream: 0,
+                connection: BASE_WINDOW,
+            }),
+            on_windows,
+            blocked: AtomicU64::new(0),
+            reports: AtomicU64::new(0),
+            congestion_window,
+            send_window: AtomicU64::new(SEND_BASE_WINDOW),
+        }))
+    }
+
+    pub(super) fn connection_window(&self) -> u64 {
+        self.0.windows.lock().connection
+    }
+
+    pub(super) fn stream_window(&self) -> u64 {
+        self.0.windows.lock().stream
+    }
+
+    pub(super) fn send_window(&self) -> u64 {
+        self.0.send_window.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn reports(&self) -> u64 {
+        self.0.reports.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn block(&self) {
+        self.0.blocked.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl FlowTransport for TestTransport {
+    fn set_windows(&self, windows: ReceiveWindows) {
+        *self.0.windows.lock() = windows;
+        (self.0.on_windows)(windows);
+    }
+
+    fn times_blocked(&self) -> Option<u64> {
+        Some(self.0.blocked.load(Ordering::Relaxed))
+    }
+
+    fn report_shortage(&self) {
+        self.0.reports.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn congestion_window(&self) -> Option<u64> {
+        self.0.congestion_window
+    }
+
+    fn set_send_window(&self, bytes: u64) {
+        self.0.send_window.store(bytes, Ordering::Relaxed);
+    }
+}
