@@ -2,8 +2,8 @@
 //! Plain HTTP/1.1, read-only, one request for each connection.
 //!
 //! Anybody who reaches the port may cause its work. So what grows with the number of nodes is made
-//! outside the runtime's own threads, is shared by the callers of a moment (`documents.rs`), and no
-//! connection holds it for longer than 30 s.
+//! outside the runtime's own threads, one document of a source at a time, is shared by the callers of
+//! a moment (`documents.rs`), and no connection holds it for longer than 30 s.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -31,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use self::documents::Documents;
-use super::conn_limiter::ConnLimits;
+use super::conn_limiter::{ConnLimits, source};
 use super::metrics::exposition::Exposition;
 use super::serve_bounded::serve_bounded;
 use super::shutdown::Shutdown;
@@ -240,7 +240,11 @@ impl MetaServer {
             (_, EndpointAnswer::Now(response)) => return response,
             (path, EndpointAnswer::Document { variant, make }) => (path, variant, make),
         };
-        let Some(document) = self.documents.get((path, variant), make).await else {
+        let document = self
+            .documents
+            .get(source(peer.ip()), (path, variant), make)
+            .await;
+        let Some(document) = document else {
             let problem = "the page cannot be made\n";
             return text(StatusCode::INTERNAL_SERVER_ERROR, problem);
         };

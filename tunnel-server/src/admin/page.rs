@@ -159,7 +159,9 @@ async fn answer(page: &Arc<StatusPage>, head: Parts, caller: &PageCaller) -> Ful
     let rendered = match parsed {
         Ok(page_request) => {
             let page = page.clone();
-            let rendering = making::make(move || page.render(&page_request));
+            let mut permit = making::acquire(caller.source).await;
+            permit.pause().await;
+            let rendering = permit.make(move || page.render(&page_request));
             rendering.await.unwrap_or_else(|error| {
                 warn!(%error, "cannot render the status page");
                 Err(PageRefusal::Render)

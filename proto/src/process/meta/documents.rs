@@ -2,6 +2,7 @@
 //! that are still being read is limited.
 
 use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
@@ -70,22 +71,31 @@ impl Documents {
         })
     }
 
-    /// Returns the document with a key, which `make` makes if no other request has done so. Blocks
-    /// no thread of the runtime. Returns `None` after a panic of `make`. Cancel-safe: the making
-    /// goes on, and the next request has the document.
+    /// Returns the document with a key for a source, which `make` makes if no other request has done
+    /// so. Blocks no thread of the runtime. Returns `None` after a panic of `make`. Cancel-safe: the
+    /// making goes on, and the next request has the document.
+    ///
+    /// The permit of the source comes before the lock of the key, so that nobody waits for the lock
+    /// while its holder waits behind other documents of its own source.
     pub(super) async fn get(
         self: &Arc<Self>,
+        source: IpAddr,
         key: DocumentKey,
         make: impl FnOnce() -> FullResponse + Send + 'static,
     ) -> Option<Arc<Document>> {
         let asked = Instant::now();
+        let mut permit = making::acquire(source).await;
+        if let Some(document) = self.table.lock().shared(&key, asked) {
+            return Some(document);
+        }
+        permit.pause().await;
         let making = self.table.lock().making(&key);
         let making = making.lock_owned().await;
         if let Some(document) = self.table.lock().shared(&key, asked) {
             return Some(document);
         }
         let documents = self.clone();
-        let made = making::make(move || {
+        let made = permit.make(move || {
             let began = Instant::now();
             let document = documents.add(key, make(), began);
             drop(making);
@@ -217,6 +227,8 @@ mod tests {
     use super::*;
     use crate::process::meta::response::text;
 
+    const SOURCE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
     fn key(variant: &str) -> DocumentKey {
         ("/documents", variant.to_owned())
     }
@@ -231,7 +243,7 @@ mod tests {
                 let number = made.fetch_add(1, Ordering::Relaxed);
                 text(StatusCode::OK, number.to_string())
             };
-            documents.get(key("a"), make).await.unwrap()
+            documents.get(SOURCE, key("a"), make).await.unwrap()
         };
         futures_util::future::join_all((0..100).map(|_| ask())).await;
         assert!(made.load(Ordering::Relaxed) <= 2);
@@ -251,7 +263,7 @@ mod tests {
         let mut read = Vec::new();
         for number in 0..10 {
             let make = || text(StatusCode::OK, vec![b'x'; BYTES_MAX / 3]);
-            let document = documents.get(key(&number.to_string()), make).await;
+            let document = documents.get(SOURCE, key(&number.to_string()), make).await;
             read.push(document.unwrap());
         }
         let evicted = |document: &Arc<Document>| document.evicted.is_cancelled();
@@ -260,17 +272,17 @@ mod tests {
         assert!(read[..ended].iter().all(evicted), "the oldest first");
         read.clear();
         let make = || text(StatusCode::OK, "small");
-        let small = documents.get(key("small"), make).await.unwrap();
+        let small = documents.get(SOURCE, key("small"), make).await.unwrap();
         assert!(!evicted(&small));
     }
 
     #[tokio::test(start_paused = true)]
     async fn document_is_freed_when_it_is_too_old_and_nobody_reads_it() {
         let documents = Documents::new(Shutdown::new());
-        let read = documents.get(key("read"), || text(StatusCode::OK, "read"));
+        let read = documents.get(SOURCE, key("read"), || text(StatusCode::OK, "read"));
         let read = read.await.unwrap();
         documents
-            .get(key("unread"), || text(StatusCode::OK, "unread"))
+            .get(SOURCE, key("unread"), || text(StatusCode::OK, "unread"))
             .await
             .unwrap();
         sleep(2 * DOCUMENT_MAX_AGE).await;
@@ -283,9 +295,9 @@ mod tests {
     #[tokio::test]
     async fn panic_while_a_document_is_made_ends_one_request() {
         let documents = Documents::new(Shutdown::new());
-        let failed = documents.get(key("a"), || panic!("a test"));
+        let failed = documents.get(SOURCE, key("a"), || panic!("a test"));
         assert!(failed.await.is_none());
-        let made = documents.get(key("a"), || text(StatusCode::OK, "made"));
+        let made = documents.get(SOURCE, key("a"), || text(StatusCode::OK, "made"));
         assert!(made.await.is_some());
     }
 }
