@@ -27,6 +27,7 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::task::yield_now;
 use tokio::time::timeout;
 use tracing::debug;
 use tunnel_proto::relay::PollCut;
@@ -410,6 +411,9 @@ impl Caller {
             Err(failure) => {
                 access_log.fail(&failure);
                 access_log.status(failure.outcome.status());
+                // hyper takes up to 16 requests that have arrived before it lets another task run.
+                // A refusal waits for nothing, so a caller that sends many would delay all others.
+                yield_now().await;
                 if is_connect {
                     failure.connect_response()
                 } else {
