@@ -7,6 +7,7 @@ mod crowds;
 mod doctor;
 mod drain;
 mod exhaustion;
+mod hanging;
 mod join;
 mod logs;
 mod many;

@@ -10,7 +10,7 @@ use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{info, warn};
-use tunnel_proto::process::disk;
+use tunnel_proto::process::disk::{self, FileActivity};
 use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
@@ -79,7 +79,12 @@ impl App {
         let initial_credentials = InitialCredentials::load(&config, &statuses)?;
         let (metrics, registry) = Metrics::register();
         let readiness_block = Some(readiness.block(SESSION));
-        disk::start(config.data_dir.clone(), readiness.clone(), &shutdown);
+        disk::start(
+            config.data_dir.clone(),
+            FileActivity::default(),
+            readiness.clone(),
+            &shutdown,
+        );
         let meta_addr = match config.meta_listen {
             Some(address) => Some(
                 start_meta(

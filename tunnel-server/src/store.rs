@@ -3,5 +3,6 @@
 
 pub mod data_dir;
 pub(crate) mod document;
+pub(crate) mod file_document;
 pub(crate) mod snapshot;
 mod text;

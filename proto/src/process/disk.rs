@@ -1,12 +1,15 @@
-//! A watch over the file system of the data directory. A process goes on with a full or read-only
-//! disk, so an operator learns of the disk from `/readyz?verbose`.
+//! A watch over the file system of the data directory. A process goes on with a disk that is full or
+//! read-only or does not answer, so an operator learns of the disk from `/readyz?verbose`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::fs::{StatVfs, StatVfsMountFlags, statvfs};
 use tokio::task::spawn_blocking;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
 use super::meta::Readiness;
@@ -14,14 +17,64 @@ use super::settings::format_size;
 use super::shutdown::Shutdown;
 use crate::timers::sleep_coalesced;
 
-/// Starts a task that checks the file system of `data_dir` every 10 s at least, and reports a full or
-/// read-only one as condition `disk` and in the log. A directory that does not exist has no
-/// condition.
-pub fn start(data_dir: PathBuf, readiness: Readiness, shutdown: &Shutdown) {
+/// The accesses to files that have not ended, which block for as long as the file system does not
+/// answer. Clones share one state.
+#[derive(Debug, Clone, Default)]
+pub struct FileActivity(Arc<Mutex<Accesses>>);
+
+#[derive(Debug, Default)]
+struct Accesses {
+    last: u64,
+    /// When each access began, oldest first.
+    began: BTreeMap<u64, Instant>,
+}
+
+/// A guard that exists while files are accessed.
+#[derive(Debug)]
+pub struct FileAccessGuard {
+    activity: FileActivity,
+    number: u64,
+}
+
+impl FileActivity {
+    /// Records that an access begins. It ends with the returned guard.
+    #[must_use]
+    pub fn begin(&self) -> FileAccessGuard {
+        let mut accesses = self.0.lock();
+        accesses.last += 1;
+        let number = accesses.last;
+        accesses.began.insert(number, Instant::now());
+        FileAccessGuard {
+            activity: self.clone(),
+            number,
+        }
+    }
+
+    /// Returns whether an access takes so long that the file system does not answer.
+    #[must_use]
+    pub fn is_blocked(&self) -> bool {
+        let accesses = self.0.lock();
+        let oldest = accesses.began.first_key_value();
+        oldest.is_some_and(|(_, began)| began.elapsed() >= ANSWER_TIMEOUT)
+    }
+}
+
+impl Drop for FileAccessGuard {
+    fn drop(&mut self) {
+        self.activity.0.lock().began.remove(&self.number);
+    }
+}
+
+/// Starts a task that checks the file system of `data_dir` every 10 s at least, and reports one that
+/// is full or read-only, or in which an access of `activity` does not end, as condition `disk` and
+/// in the log. A directory that does not exist has no condition.
+pub fn start(data_dir: PathBuf, activity: FileActivity, readiness: Readiness, shutdown: &Shutdown) {
     shutdown.spawn_service(async move {
         let (mut reported, mut running, mut has_local_disk) = (None, None, false);
         loop {
-            let finding = if has_local_disk {
+            let finding = if activity.is_blocked() {
+                Some(no_answer(&data_dir))
+            } else if has_local_disk {
                 // Another thread costs three wakeups for each check.
                 check(&data_dir)
             } else {
@@ -37,10 +90,7 @@ pub fn start(data_dir: PathBuf, readiness: Readiness, shutdown: &Shutdown) {
                         finding
                     }
                     Ok(Err(_panicked)) => return,
-                    Err(_elapsed) => Some(format!(
-                        "data directory {}: the file system does not answer",
-                        data_dir.display()
-                    )),
+                    Err(_elapsed) => Some(no_answer(&data_dir)),
                 }
             };
             if finding.is_some() != reported.is_some() {
@@ -62,6 +112,11 @@ pub fn start(data_dir: PathBuf, readiness: Readiness, shutdown: &Shutdown) {
 pub fn check(data_dir: &Path) -> Option<String> {
     let finding = finding(&statvfs(data_dir).ok()?)?;
     Some(format!("data directory {}: {finding}", data_dir.display()))
+}
+
+fn no_answer(data_dir: &Path) -> String {
+    let shown = data_dir.display();
+    format!("data directory {shown}: the file system does not answer, so state cannot be saved")
 }
 
 /// Returns whether the file system of `data_dir` is known to answer from memory.
@@ -103,7 +158,7 @@ const LOCAL_TYPES: [rustix::fs::FsWord; 4] = [0xEF53, 0x5846_5342, 0x0102_1994, 
 const CONDITION: &str = "disk";
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Time after which a file system counts as one that does not answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Free space below which a disk counts as full. The largest file of a server with thousands of
 /// nodes is about as large, and each file is written in full before it replaces the old one.
 const FREE_MIN_BYTES: u64 = 1 << 20;

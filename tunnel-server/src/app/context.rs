@@ -83,7 +83,12 @@ impl ProcessContext {
             bail!("another tunnel-server uses {path}; give this one its own --data-dir");
         };
         let readiness = Readiness::default();
-        disk::start(config.data_dir.clone(), readiness.clone(), &shutdown);
+        disk::start(
+            config.data_dir.clone(),
+            data.activity().clone(),
+            readiness.clone(),
+            &shutdown,
+        );
         Ok(Self {
             data,
             lock,

@@ -20,10 +20,9 @@ use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::peer::RevokedNode;
 
 use crate::routing::registry::Registry;
-use crate::store::data_dir::{
-    DataDir, SharedFile, rfc3339, time_text, time_text_option, whole_seconds,
-};
-use crate::store::document::{DocumentVersion, SharedDocument};
+use crate::store::data_dir::{DataDir, rfc3339, time_text, time_text_option, whole_seconds};
+use crate::store::document::SharedDocument;
+use crate::store::file_document;
 
 /// The revocations of a data directory or of a cluster. A revocation covers every certificate of
 /// its node that was issued up to that time. A later certificate, obtained with a new token, is
@@ -48,9 +47,8 @@ struct State {
     /// Issue time of the newest certificate of each node that this process saw or issued.
     issued: BTreeMap<NodeName, SystemTime>,
     /// Version of the document that was last read or written.
-    last_version: Option<DocumentVersion>,
-    /// Whether this process moved a revocation to a later time than the persisted one and has not
-    /// written it yet.
+    last_version: Option<u64>,
+    /// Whether this process has a revocation, or a later time of one, that is not persisted yet.
     has_unwritten: bool,
 }
 
@@ -103,10 +101,7 @@ impl Revocations {
     /// # Errors
     /// Returns an error with the path if the file cannot be read or is damaged.
     pub fn open(dir: &DataDir, is_local_ca: bool) -> io::Result<Self> {
-        Self::from_document(
-            SharedDocument::File(SharedFile::new(dir, dir.revoked())),
-            is_local_ca,
-        )
+        Self::from_document(file_document::open(dir, dir.revoked())?, is_local_ca)
     }
 
     /// Opens the revocations of a document; `is_local_ca` as for [`Revocations::open`].
@@ -135,8 +130,8 @@ impl Revocations {
     /// revocation is on disk or in the cluster.
     ///
     /// # Errors
-    /// Returns an error if the revocation cannot be persisted. The revocation is then in force
-    /// until the process ends.
+    /// Returns an error if the revocation cannot be persisted. The revocation is then in force, and
+    /// is written again until that succeeds ([`Revocations::enforce`]) or the process ends.
     pub fn revoke(&self, node: &NodeName, now: SystemTime) -> io::Result<()> {
         let _writing = self.writing.lock();
         self.state.lock().revoke(node, now, &self.doc);
@@ -225,7 +220,7 @@ impl Revocations {
         Some((state.changes, nodes.collect()))
     }
 
-    /// Writes revocations that this process moved to a later time. Blocks the thread.
+    /// Writes revocations that are not persisted yet. Blocks the thread.
     fn flush(&self) -> io::Result<()> {
         if !self.has_unwritten() {
             return Ok(());
@@ -254,7 +249,7 @@ impl Revocations {
             Ok(content)
         })?;
         let mut state = self.state.lock();
-        state.last_version = last_version;
+        state.last_version = Some(last_version);
         state.has_unwritten = false;
         Ok(())
     }
@@ -322,23 +317,24 @@ impl Revocations {
         })
     }
 
-    /// Closes live sessions whose certificate is revoked: at once if this process revoked it, or
-    /// within 5 s if another process did.
+    /// Closes live sessions whose certificate is revoked, as soon as this process has observed the
+    /// revocation. A file of another process is observed within 5 s.
     pub fn enforce(self: &Arc<Self>, registry: &Arc<Registry>, shutdown: &Shutdown) {
         let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
-        let mut changed = self.version.subscribe();
+        let (mut changed, mut observed) = (self.version.subscribe(), self.doc.changed());
         shutdown.spawn_service(async move {
             loop {
                 tokio::select! {
                     _ = changed.changed() => {}
-                    () = sleep_coalesced(POLL_INTERVAL) => {}
+                    Ok(()) = observed.changed() => {}
+                    () = sleep_coalesced(RETRY_INTERVAL) => {}
                 }
                 // A write blocks, so it wakes another thread.
                 if revocations.has_unwritten() {
                     let flushing = revocations.clone();
                     let flushed = tokio::task::spawn_blocking(move || flushing.flush()).await;
                     if let Ok(Err(error)) = flushed {
-                        warn!(%error, "cannot publish a revocation to other servers, trying again");
+                        warn!(%error, "cannot save revocations; they are in force, trying again");
                     }
                 }
                 for agent in registry.all() {
@@ -368,6 +364,7 @@ impl State {
         let at = issue_time(last, whole_seconds(now));
         let at = newest.map_or(at, |newest| newest.max(at));
         self.insert(node.clone(), at);
+        self.has_unwritten = true;
     }
 
     fn insert(&mut self, node: NodeName, at: SystemTime) {
@@ -452,11 +449,12 @@ impl State {
         if version.is_none() || version == self.last_version {
             return Ok(());
         }
-        let Some(content) = doc.read::<RevocationsDocument>()? else {
-            return Ok(());
-        };
+        // Damaged content is parsed once.
         self.last_version = version;
-        self.merge(content, doc)
+        match doc.read::<RevocationsDocument>()? {
+            Some(content) => self.merge(content, doc),
+            None => Ok(()),
+        }
     }
 
     /// Merges persisted revocations. An invalid name is reported as an error after all other
@@ -539,8 +537,8 @@ pub fn revoked_message(at: SystemTime) -> String {
 pub const NODES_MAX: usize = 100_000;
 /// Reason of the session close.
 const REVOKED: &str = "the node's certificate was revoked";
-/// Interval at which the document is checked for revocations of other processes.
-const POLL_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval at which a failed write is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Upper bound for the clock difference between servers and for the delay until a server receives a
 /// revocation.
 const RAISE_TOLERANCE: Duration = Duration::from_secs(60);

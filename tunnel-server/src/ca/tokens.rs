@@ -17,11 +17,12 @@ use tunnel_proto::wire::code::EnrollCode;
 use tunnel_proto::wire::enroll::{JoinToken, TOKEN_ID_LEN, TOKEN_SECRET_BYTES, TokenError, hex};
 use tunnel_proto::wire::name::NodeName;
 
-use crate::store::data_dir::{DataDir, SharedFile, name_text, random, time_text, whole_seconds};
-use crate::store::document::{DocumentVersion, SharedDocument};
+use crate::store::data_dir::{DataDir, name_text, random, time_text, whole_seconds};
+use crate::store::document::SharedDocument;
+use crate::store::file_document;
 
 /// The join tokens of a data directory or of a cluster. Calls that change a token block the thread
-/// until the change is on disk or in the cluster.
+/// until the change is on disk or in the cluster. Others read memory.
 #[derive(Debug)]
 pub struct TokenStore {
     doc: SharedDocument,
@@ -91,7 +92,7 @@ impl TokenStore {
     /// # Errors
     /// Returns an error with the path if the file cannot be read or is damaged.
     pub fn open(dir: &DataDir) -> io::Result<Self> {
-        Self::from_document(SharedDocument::File(SharedFile::new(dir, dir.tokens())))
+        Self::from_document(file_document::open(dir, dir.tokens())?)
     }
 
     /// Opens the tokens of a document.
@@ -278,7 +279,7 @@ impl TokenStore {
                 tokens: state.tokens.clone(),
             })
         })?;
-        self.state.lock().version = version;
+        self.state.lock().version = Some(version);
         *written = latest;
         Ok(())
     }
@@ -290,7 +291,7 @@ struct State {
     /// Number of changes in memory.
     generation: u64,
     /// Version of the document that was last read or written.
-    version: Option<DocumentVersion>,
+    version: Option<u64>,
     /// Wrong secrets, by token id.
     failures: HashMap<String, FailureWindow>,
     /// Attempts with unknown token ids.
@@ -326,9 +327,10 @@ impl State {
         if version.is_none() || version == self.version {
             return Ok(());
         }
+        // Damaged content is parsed once.
+        self.version = version;
         if let Some(content) = doc.read::<TokensDocument>()? {
             self.merge(content);
-            self.version = version;
         }
         Ok(())
     }

@@ -92,7 +92,9 @@ impl KnownNodes {
     pub fn open(dir: &DataDir) -> io::Result<Self> {
         let file = SharedFile::new(dir, dir.nodes());
         let mut state = State::default();
-        state.refresh(&file)?;
+        if let Some(changed) = changed_file(&file, None)? {
+            state.merge(changed);
+        }
         Ok(Self {
             file,
             state: Mutex::new(state),
@@ -298,19 +300,26 @@ impl KnownNodes {
             return Ok(());
         }
         let _changing = self.file.lock()?;
+        // Everybody needs the lock of the state, so the file is accessed without it.
+        let stamp = self.state.lock().stamp;
+        let changed = changed_file(&self.file, stamp)?;
         let (content, forgotten, has_more) = {
             let mut state = self.state.lock();
-            let has_more = state.refresh(&self.file)?;
+            let has_more = match changed {
+                Some(changed) => state.merge(changed),
+                None => false,
+            };
             state.is_dirty = false;
             let forgotten = state.forgotten.clone();
             (KnownNodesFile::of(&state.nodes), forgotten, has_more)
         };
-        let written = self.file.write(&content);
+        let written = content.write(&self.file);
+        let stamp = self.file.stamp();
         {
             let mut state = self.state.lock();
             match written {
                 Ok(()) => {
-                    state.stamp = self.file.stamp();
+                    state.stamp = stamp;
                     state.forgotten.retain(|node| !forgotten.contains(node));
                 }
                 Err(_) => state.is_dirty = true,
@@ -377,37 +386,57 @@ impl KnownNodesFile {
                 .collect(),
         }
     }
+
+    fn write(&self, file: &SharedFile) -> io::Result<()> {
+        let mut text = serde_json::to_vec_pretty(self).map_err(io::Error::other)?;
+        text.push(b'\n');
+        file.write(&text)
+    }
 }
 
 impl State {
     /// Adds nodes that another process has written to the file. Returns whether there were any.
-    fn refresh(&mut self, file: &SharedFile) -> io::Result<bool> {
-        let stamp = file.stamp();
-        if stamp.is_none() || stamp == self.stamp {
-            return Ok(false);
-        }
-        let Some(content) = file.read::<KnownNodesFile>()? else {
-            return Ok(false);
-        };
+    fn merge(&mut self, changed: ChangedFile) -> bool {
         let mut has_more = false;
-        for (name, node) in content.nodes {
-            let name: NodeName = name.parse().map_err(|error| {
-                io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    format!("{} is damaged: {name:?}: {error}", file.path().display()),
-                )
-            })?;
+        for (name, node) in changed.nodes {
             if !self.nodes.contains_key(&name) && !self.forgotten.contains(&name) {
                 self.nodes.insert(name, node);
                 has_more = true;
             }
         }
-        self.stamp = stamp;
+        self.stamp = Some(changed.stamp);
         if has_more {
             self.shared = None;
         }
-        Ok(has_more)
+        has_more
     }
+}
+
+/// The content of a file that another process has written.
+struct ChangedFile {
+    stamp: FileStamp,
+    nodes: NodeMap,
+}
+
+/// Reads the file if its stamp is not `stamp`. Blocks the thread.
+fn changed_file(file: &SharedFile, stamp: Option<FileStamp>) -> io::Result<Option<ChangedFile>> {
+    let Some(current) = file.stamp().filter(|current| stamp != Some(*current)) else {
+        return Ok(None);
+    };
+    let Some(content) = file.read()? else {
+        return Ok(None);
+    };
+    let content: KnownNodesFile =
+        serde_json::from_slice(&content).map_err(|error| file.damaged(error))?;
+    let parsed = content.nodes.into_iter().map(|(name, node)| {
+        let parsed = name.parse::<NodeName>();
+        let parsed = parsed.map_err(|error| file.damaged(format_args!("{name:?}: {error}")))?;
+        Ok((parsed, node))
+    });
+    Ok(Some(ChangedFile {
+        stamp: current,
+        nodes: parsed.collect::<io::Result<NodeMap>>()?,
+    }))
 }
 
 fn entry<'a>(nodes: &'a mut NodeMap, node: &NodeName, now: SystemTime) -> &'a mut KnownNode {

@@ -7,6 +7,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use tunnel_proto::process::disk::FileActivity;
 use tunnel_proto::process::files;
 use tunnel_proto::transport::quic::QuicKeys;
 
@@ -16,7 +17,10 @@ pub(crate) use crate::store::text::{
 
 /// The data directory of a server. Clones refer to the same directory.
 #[derive(Debug, Clone)]
-pub struct DataDir(Arc<Path>);
+pub struct DataDir {
+    path: Arc<Path>,
+    activity: FileActivity,
+}
 
 impl DataDir {
     /// Opens the directory and creates it with mode 0700 if it does not exist. An existing
@@ -40,7 +44,12 @@ impl DataDir {
     /// Returns an error with the path if the directory does not exist.
     pub fn open_existing(path: &Path) -> io::Result<Self> {
         let problem = match fs::metadata(path) {
-            Ok(metadata) if metadata.is_dir() => return Ok(Self(path.into())),
+            Ok(metadata) if metadata.is_dir() => {
+                return Ok(Self {
+                    path: path.into(),
+                    activity: FileActivity::default(),
+                });
+            }
             Ok(_other) => io::Error::from(io::ErrorKind::NotADirectory),
             Err(error) => error,
         };
@@ -55,67 +64,73 @@ impl DataDir {
 
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.0
+        &self.path
+    }
+
+    /// Returns the accesses to shared files that have not ended.
+    #[must_use]
+    pub fn activity(&self) -> &FileActivity {
+        &self.activity
     }
 
     /// Returns the path of the local CA's certificate, PEM.
     #[must_use]
     pub fn ca_certificate(&self) -> PathBuf {
-        self.0.join("ca.crt")
+        self.path.join("ca.crt")
     }
 
     /// Returns the path of the local CA's private key, PEM.
     #[must_use]
     pub fn ca_key(&self) -> PathBuf {
-        self.0.join("ca.key")
+        self.path.join("ca.key")
     }
 
     /// Returns the path of the rotation of the local CA that is in progress, with the keys of both
     /// CAs.
     #[must_use]
     pub fn ca_rotation(&self) -> PathBuf {
-        self.0.join("ca-rotation.json")
+        self.path.join("ca-rotation.json")
     }
 
     /// Returns the path of the certificate of the CA of callers, PEM.
     #[must_use]
     pub fn client_ca_certificate(&self) -> PathBuf {
-        self.0.join("client-ca.crt")
+        self.path.join("client-ca.crt")
     }
 
     /// Returns the path of the private key of the CA of callers, PEM.
     #[must_use]
     pub fn client_ca_key(&self) -> PathBuf {
-        self.0.join("client-ca.key")
+        self.path.join("client-ca.key")
     }
 
     #[must_use]
     pub fn tokens(&self) -> PathBuf {
-        self.0.join("tokens.json")
+        self.path.join("tokens.json")
     }
 
     /// Returns the path of the last observed nodes, addresses and ports of the cluster.
     #[must_use]
     pub fn cluster(&self) -> PathBuf {
-        self.0.join("cluster.json")
+        self.path.join("cluster.json")
     }
 
     /// Returns the path of the last observed list of the cluster's servers.
     #[must_use]
     pub fn peers(&self) -> PathBuf {
-        self.0.join("peers.json")
+        self.path.join("peers.json")
     }
 
     /// Returns the path of the last observed CA of kubelets' client certificates.
     #[must_use]
     pub fn kubelet_client_ca(&self) -> PathBuf {
-        self.0.join("kubelet-client-ca.crt")
+        self.path.join("kubelet-client-ca.crt")
     }
 
     /// Returns the path of the last observed CA and documents of the cluster.
     #[must_use]
     pub fn authority(&self) -> PathBuf {
-        self.0.join("authority.json")
+        self.path.join("authority.json")
     }
 
     /// Returns whether a server in a cluster uses this directory, so that the CA, tokens and
@@ -129,62 +144,62 @@ impl DataDir {
     /// Returns the path of the file that records which of the cluster's QUIC keys this server uses.
     #[must_use]
     pub fn quic_key_claim(&self) -> PathBuf {
-        self.0.join("replica.json")
+        self.path.join("replica.json")
     }
 
     #[must_use]
     pub fn nodes(&self) -> PathBuf {
-        self.0.join("nodes.json")
+        self.path.join("nodes.json")
     }
 
     /// Returns the path of the private key of the client certificate for kubelets that the cluster
     /// signs, PEM.
     #[must_use]
     pub fn kubelet_client_key(&self) -> PathBuf {
-        self.0.join("kubelet-client.key")
+        self.path.join("kubelet-client.key")
     }
 
     /// Returns the path of the client certificate for kubelets that the cluster signs, PEM.
     #[must_use]
     pub fn kubelet_client_certificate(&self) -> PathBuf {
-        self.0.join("kubelet-client.crt")
+        self.path.join("kubelet-client.crt")
     }
 
     /// Returns the path of the nodes whose certificates were revoked.
     #[must_use]
     pub fn revoked(&self) -> PathBuf {
-        self.0.join("revoked.json")
+        self.path.join("revoked.json")
     }
 
     /// Returns the path of QUIC's reset and connection-id keys.
     #[must_use]
     pub fn quic_keys_file(&self) -> PathBuf {
-        self.0.join("quic.keys")
+        self.path.join("quic.keys")
     }
 
     /// Returns the path of the connections of agents over QUIC, for the next process.
     #[must_use]
     pub fn quic_sessions(&self) -> PathBuf {
-        self.0.join("quic-sessions.json")
+        self.path.join("quic-sessions.json")
     }
 
     /// Returns the path of the last DNS records. After a cold start the server answers with them
     /// until the nodes are known.
     #[must_use]
     pub fn dns_records(&self) -> PathBuf {
-        self.0.join("dns-records.json")
+        self.path.join("dns-records.json")
     }
 
     /// Returns the path of the running server's socket for the command-line verbs.
     #[must_use]
     pub fn admin_socket(&self) -> PathBuf {
-        self.0.join("admin.sock")
+        self.path.join("admin.sock")
     }
 
     /// Returns the path of the addresses that agents should dial.
     #[must_use]
     pub fn advertise(&self) -> PathBuf {
-        self.0.join("advertise.json")
+        self.path.join("advertise.json")
     }
 
     /// Takes the lock of the *running server*. Returns `None` if another server holds it. Closing
@@ -193,7 +208,7 @@ impl DataDir {
     /// # Errors
     /// Returns an error if the lock file cannot be opened.
     pub fn lock(&self) -> io::Result<Option<File>> {
-        files::try_lock(&self.0.join("lock"))
+        files::try_lock(&self.path.join("lock"))
     }
 
     /// Waits for the lock on the files that the server and the commands share. Hold it for one
@@ -202,7 +217,8 @@ impl DataDir {
     /// # Errors
     /// Returns an error if the lock file cannot be opened.
     pub fn lock_files(&self) -> io::Result<File> {
-        let path = self.0.join("files.lock");
+        let path = self.path.join("files.lock");
+        let _waiting = self.activity.begin();
         let locked = || {
             let file = OpenOptions::new()
                 .create(true)
@@ -262,9 +278,10 @@ impl DataDir {
     }
 }
 
-/// A JSON file that the server caches in memory and that a command may change while no server runs,
-/// or while one starts. The server reads the file again when its stamp differs from the last read
-/// or write.
+/// A file that the server caches in memory and that a command may change while no server runs, or
+/// while one starts. The server reads the file again when its stamp differs from the last read or
+/// write. All methods block the thread for as long as the file system does not answer, so they are
+/// called from threads that nobody else needs, and without a lock that others need.
 #[derive(Debug)]
 pub(crate) struct SharedFile {
     dir: DataDir,
@@ -287,10 +304,6 @@ impl SharedFile {
         }
     }
 
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Takes the lock for reading, merging and replacing the file.
     pub(crate) fn lock(&self) -> io::Result<File> {
         self.dir.lock_files()
@@ -298,6 +311,7 @@ impl SharedFile {
 
     /// Returns the stamp of the current file, or `None` if there is no file.
     pub(crate) fn stamp(&self) -> Option<FileStamp> {
+        let _accessing = self.dir.activity.begin();
         fs::symlink_metadata(&self.path)
             .ok()
             .map(|metadata: Metadata| FileStamp {
@@ -307,20 +321,20 @@ impl SharedFile {
             })
     }
 
-    /// Returns the parsed content, or `None` if there is no file.
-    pub(crate) fn read<T: serde::de::DeserializeOwned>(&self) -> io::Result<Option<T>> {
-        let Some(content) = files::read(&self.path)? else {
-            return Ok(None);
-        };
-        serde_json::from_slice(&content)
-            .map(Some)
-            .map_err(|error| damaged(&self.path, format_args!("is damaged: {error}")))
+    /// Returns the content, or `None` if there is no file.
+    pub(crate) fn read(&self) -> io::Result<Option<Vec<u8>>> {
+        let _accessing = self.dir.activity.begin();
+        files::read(&self.path)
     }
 
-    pub(crate) fn write(&self, content: &impl serde::Serialize) -> io::Result<()> {
-        let mut text = serde_json::to_vec_pretty(content).map_err(io::Error::other)?;
-        text.push(b'\n');
-        files::replace(&self.path, &text)
+    pub(crate) fn write(&self, content: &[u8]) -> io::Result<()> {
+        let _accessing = self.dir.activity.begin();
+        files::replace(&self.path, content)
+    }
+
+    /// Returns the error for content that cannot be parsed.
+    pub(crate) fn damaged(&self, why: impl std::fmt::Display) -> io::Error {
+        damaged(&self.path, format_args!("is damaged: {why}"))
     }
 }
 

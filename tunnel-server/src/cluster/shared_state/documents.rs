@@ -18,7 +18,7 @@ use super::super::watches::{Observed, follow_one};
 use super::cluster_objects::{ClusterObjects, conflicts};
 use crate::cluster::conditions::Condition;
 use crate::store::document::{
-    CasOutcome, ClusterDocument, CompareAndSwap, ObservedContent, SharedDocument,
+    CasOutcome, CompareAndSwap, DocumentOwner, ObservedContent, SharedDocument,
 };
 
 pub(super) const TOKENS: &str = "tokens.json";
@@ -107,18 +107,16 @@ impl SharedDocuments {
     }
 
     pub(super) fn document(&self, key: &'static str) -> SharedDocument {
-        SharedDocument::Cluster(self.plain(key))
-    }
-
-    /// Returns the inner document of [`SharedDocuments::document`].
-    fn plain(&self, key: &'static str) -> ClusterDocument {
         let contents = self.contents.iter().find(|(known, _)| *known == key);
         let observed = contents.map(|(_, observed)| observed.subscribe());
         // An unknown key never has content.
         let observed =
             observed.unwrap_or_else(|| watch::Sender::new(ObservedContent::default()).subscribe());
-        let name = format!("{}, key {key}", self.name);
-        ClusterDocument::new(name, key, observed, self.swaps.clone())
+        let owner = DocumentOwner::Cluster {
+            swaps: self.swaps.clone(),
+            key,
+        };
+        SharedDocument::new(format!("{}, key {key}", self.name), observed, owner)
     }
 
     pub(super) fn texts(&self) -> Vec<(&'static str, String)> {

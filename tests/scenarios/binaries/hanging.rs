@@ -1,0 +1,93 @@
+//! A data directory whose file system does not answer: callers, probes and agents are served from
+//! memory, and a condition says so.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tunnel_tests::eventually::eventually;
+use tunnel_tests::metrics::meta_page;
+use tunnel_tests::process::{Listener, Process, Program, Signal};
+use tunnel_tests::tools::{Skip, Tool, or_skip};
+
+use super::{CONNECT, NODE, Stack};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_whose_file_system_does_not_answer_serves_from_memory_and_says_so() -> Result<()> {
+    let Some(python) = or_skip(Program::tool(Tool::Python)) else {
+        return Ok(());
+    };
+    let mut stack = Stack::start(&[], &[]).await?;
+    let meta = stack.server.address(Listener::Meta);
+    let revoked = Path::new(stack.server.data_dir()).join("revoked.json");
+    let Some(blocker) = or_skip(block(python, &revoked).await) else {
+        return Ok(());
+    };
+    let condition = "[!] disk: data directory";
+    eventually("the condition", HANGING, async || {
+        let page = meta_page(meta, "/readyz?verbose").await?;
+        ensure!(page.contains(condition), "{page}");
+        ensure!(page.contains("does not answer"), "{page}");
+        anyhow::Ok(())
+    })
+    .await;
+    // Requests, probes and the handshake of an agent ask for revocations.
+    stack.server.get_ok(&stack.host(), "/metrics").await?;
+    meta_page(meta, "/livez").await?;
+    stack.agent.signal(Signal::Kill)?;
+    stack.agent.end(CONNECT).await?;
+    stack.agent = stack.agent_setup.start()?;
+    stack
+        .wait_for_traffic("an agent that connects meanwhile", CONNECT)
+        .await;
+    // A revocation is in force although it cannot be saved. On a slow machine the file may open by
+    // now.
+    let revoking = stack.server.verb(&["nodes", "revoke", NODE])?.run().await?;
+    let is_refused = revoking.err.contains("does not answer");
+    ensure!(is_refused || revoking.code() == Some(0), "{revoking}");
+    let log = stack.agent.log();
+    eventually("the end of the session", CONNECT, async || {
+        ensure!(log.contains("credential_revoked"), "{log}");
+        anyhow::Ok(())
+    })
+    .await;
+
+    blocker.kill().await?;
+    eventually("the end of the condition", HANGING, async || {
+        let page = meta_page(meta, "/readyz?verbose").await?;
+        ensure!(!page.contains(condition), "{page}");
+        let saved = fs::read_to_string(&revoked)?;
+        ensure!(saved.contains(NODE), "{saved}");
+        anyhow::Ok(())
+    })
+    .await;
+    Ok(())
+}
+
+/// Replaces a file by one whose open blocks. Returns the process that holds the new file.
+async fn block(python: Program, file: &Path) -> Result<Process, Skip> {
+    let failed = |error: anyhow::Error| Skip::because(format!("no lease of a file: {error:#}"));
+    let holder = python.args(["-c", LEASE]).arg(file).start();
+    let mut holder = holder.map_err(failed)?;
+    let held = holder.wait_for_line("lease", CONNECT, |line| (line == "held").then_some(()));
+    held.await.map_err(failed)?;
+    Ok(holder)
+}
+
+/// A lease blocks whoever opens the file until its holder gives it back, or after 45 s
+/// (`/proc/sys/fs/lease-break-time`).
+const LEASE: &str = r#"
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+path = sys.argv[1]
+held = os.open(path + ".held", os.O_RDWR | os.O_CREAT, 0o600)
+os.write(held, b'{"nodes": {}}')
+fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+os.rename(path + ".held", path)
+print("held", flush=True)
+time.sleep(600)
+"#;
+
+/// The file is checked every 5 s, has 5 s to answer, and the condition is checked every 10 s.
+const HANGING: Duration = Duration::from_secs(30);
