@@ -21,6 +21,8 @@ const GROUP_WRITES: u32 = 0o020;
 const OTHERS: u32 = 0o077;
 /// Largest file of the operator that is read, in bytes. A bundle of a hundred CAs is about 200 KiB.
 const OPERATOR_FILE_MAX_BYTES: u64 = 4 * 1024 * 1024;
+/// User number of root.
+const ROOT: u32 = 0;
 const NOT_A_FILE: &str = "is not a regular file";
 
 /// Creates a directory for private files, unless it exists.
@@ -29,6 +31,65 @@ const NOT_A_FILE: &str = "is not a regular file";
 /// When the directory cannot be created.
 pub fn make_private_dir(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+/// Checks that nobody else can put a file into a directory, or has put one there: the directory and
+/// its files belong to this user or to root, and others cannot write the directory. The owner's
+/// private group counts as the owner. Of a mounted file system only the files are checked, because
+/// volumes of containers are often writable for everybody who sees them.
+///
+/// # Errors
+/// `PermissionDenied` with the command that corrects it, or the system's error with the path.
+pub fn check_private_dir(path: &Path) -> io::Result<()> {
+    let directory = fs::metadata(path).map_err(|error| with_path(path, &error))?;
+    let user = rustix::process::geteuid().as_raw();
+    if !is_mounted(path, &directory)? {
+        check_owner(path, &directory, user)?;
+        let mode = directory.mode();
+        let is_private_group = directory.uid() == directory.gid();
+        let forbidden = if is_private_group {
+            OTHERS_WRITE & !GROUP_WRITES
+        } else {
+            OTHERS_WRITE
+        };
+        if mode & forbidden != 0 {
+            let (mode, shown) = (mode & 0o7777, path.display());
+            return Err(denied(format!(
+                "{shown} can be written by others (mode {mode:04o}), who could replace keys; run: chmod go-w {shown}"
+            )));
+        }
+    }
+    for entry in fs::read_dir(path).map_err(|error| with_path(path, &error))? {
+        let entry = entry.map_err(|error| with_path(path, &error))?;
+        match entry.metadata() {
+            Ok(file) if file.is_file() => check_owner(&entry.path(), &file, user)?,
+            // A file that is gone is no danger, and no other type is read.
+            Ok(_) | Err(_) => {}
+        }
+    }
+    Ok(())
+}
+
+fn check_owner(path: &Path, found: &fs::Metadata, user: u32) -> io::Result<()> {
+    let owner = found.uid();
+    if owner == user || owner == ROOT {
+        return Ok(());
+    }
+    let shown = path.display();
+    Err(denied(format!(
+        "{shown} belongs to the user {owner}, neither to this process (user {user}) nor to root; remove it, or run: chown {user} {shown}"
+    )))
+}
+
+/// Returns whether a directory is the root of a mounted file system.
+fn is_mounted(path: &Path, directory: &fs::Metadata) -> io::Result<bool> {
+    let parent = path.join("..");
+    let parent = fs::metadata(&parent).map_err(|error| with_path(&parent, &error))?;
+    Ok(parent.dev() != directory.dev())
+}
+
+fn denied(problem: String) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, problem)
 }
 
 /// Reads a file. Returns `None` if it does not exist. Refuses symbolic links, other file types, and
@@ -385,6 +446,38 @@ mod tests {
         let left = read(&path).unwrap().unwrap();
         assert!(contents.iter().any(|content| content[..] == left));
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
+        fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn s09_directory_that_others_may_write_is_refused_with_the_chmod() {
+        let dir = scratch("shared");
+        let file = dir.join("ca.key");
+        replace(&file, b"x").unwrap();
+        let set = |mode| fs::set_permissions(&dir, fs::Permissions::from_mode(mode)).unwrap();
+        for (mode, is_taken) in [
+            (0o700, true),
+            (0o755, true),
+            (0o777, false),
+            (0o1777, false),
+            (0o702, false),
+        ] {
+            set(mode);
+            let checked = check_private_dir(&dir);
+            assert_eq!(checked.is_ok(), is_taken, "{mode:o}: {checked:?}");
+            if let Err(error) = checked {
+                assert!(error.to_string().contains("run: chmod go-w"), "{error}");
+            }
+        }
+        set(0o700);
+        // A file of somebody else, which only root can make.
+        if fchown(File::open(&file).unwrap(), Some(4_000_000), None).is_ok() {
+            let error = check_private_dir(&dir).unwrap_err().to_string();
+            assert!(
+                error.contains("ca.key belongs to the user 4000000"),
+                "{error}"
+            );
+        }
         fs::remove_dir_all(dir).unwrap();
     }
 

@@ -79,6 +79,7 @@ impl ProcessContext {
         }
         let path = config.data_dir.display();
         let data = DataDir::open(&config.data_dir).with_context(|| path.to_string())?;
+        data.check_access()?;
         let Some(lock) = data.lock()? else {
             bail!("another tunnel-server uses {path}; give this one its own --data-dir");
         };

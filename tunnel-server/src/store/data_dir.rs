@@ -62,6 +62,16 @@ impl DataDir {
         ))
     }
 
+    /// Checks that nobody else can give this server a key or a state: the directory and its files
+    /// belong to this user or to root, and others cannot write the directory. A mounted volume, as
+    /// that of a pod, may have other modes and another owner, since the host decides who sees it.
+    ///
+    /// # Errors
+    /// Returns an error that says how to correct it.
+    pub fn check_access(&self) -> io::Result<()> {
+        files::check_private_dir(&self.path)
+    }
+
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
