@@ -103,6 +103,18 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     Ok(super::settings::positive(duration)?)
 }
 
+/// Returns the parser of a duration from `min` to `max`.
+pub fn duration_within(min: Duration, max: Duration) -> impl Fn(&str) -> Result<Duration, String> {
+    move |text| {
+        let found = duration(text)?;
+        if (min..=max).contains(&found) {
+            return Ok(found);
+        }
+        let [min, max] = [min, max].map(humantime::format_duration);
+        Err(format!("{text:?} is not from {min} to {max}"))
+    }
+}
+
 /// Returns the parser of a size from `min` to `max` bytes.
 pub fn size<T: TryFrom<u64>>(min: u64, max: u64) -> impl Fn(&str) -> Result<T, String> {
     move |text| {

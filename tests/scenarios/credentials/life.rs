@@ -69,7 +69,7 @@ async fn listed_end(env: &TestEnv) -> Result<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Result<()> {
-    let env = short_lives(3).await?;
+    let env = short_lives(6).await?;
     // The scripted agent never requests another certificate, like an older version.
     let agent = ScriptedAgent::connect(&env, "worker-1").await?;
     let began = Instant::now();
@@ -82,7 +82,7 @@ async fn f18_session_whose_certificate_ends_unrenewed_is_ended_in_time() -> Resu
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()> {
-    let env = short_lives(2).await?;
+    let env = short_lives(6).await?;
     let exporter = Exporter::start("worker-1").await?;
     let agent = env.agent("worker-1").await?;
     agent.stop().await?;
@@ -106,7 +106,7 @@ async fn f18_agent_that_slept_beyond_the_end_comes_back_by_itself() -> Result<()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn f18_running_agent_renews_after_an_outage_that_outlasted_its_certificate() -> Result<()> {
-    let mut env = short_lives(3).await?;
+    let mut env = short_lives(6).await?;
     let exporter = Exporter::start("worker-1").await?;
     let _agent = env.agent("worker-1").await?;
     let file = env.path().join("agent-worker-1").join("agent.crt");

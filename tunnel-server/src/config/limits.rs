@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use tunnel_proto::process::conn_limiter::ConnLimits;
-use tunnel_proto::process::limits::{check_buffer_pool, check_liveness, count, duration, size};
+use tunnel_proto::process::limits::{
+    check_buffer_pool, check_liveness, count, duration, duration_within, size,
+};
 use tunnel_proto::process::settings::{ConfigErrors, optional};
 use tunnel_proto::session::LivenessLimits;
 
@@ -103,12 +105,19 @@ tunnel_proto::limits! {
     dns_connections ("dnsConnections"): usize = "256", count(1 << 16);
     /// DNS queries a second from one address (IPv6: one /64); more get no answer.
     dns_per_source ("dnsPerSource"): u32 = "10000", count(1 << 30);
-    /// Lifetime of the certificates that the local CA issues. They are renewed at half of it. A
-    /// session continues for at most 30 s after the end of a certificate that was not renewed.
-    certificate_life ("certificateLife", counted as CertificateLife): Duration = "30d", duration;
+    /// Lifetime of the certificates that the local CA issues, from 6s to 10years. They are renewed at
+    /// half of it. A session continues for at most 30 s after the end of a certificate that was not
+    /// renewed.
+    certificate_life ("certificateLife", counted as CertificateLife): Duration
+        = "30d", duration_within(CERTIFICATE_LIFE_MIN, CERTIFICATE_LIFE_MAX);
     /// Interval for reading the operator's certificate files again.
     reload_every ("reloadEvery"): Duration = "10s", duration;
 }
+
+/// Agents renew at half of the life, and request a certificate every 3 s at most.
+const CERTIFICATE_LIFE_MIN: Duration = Duration::from_secs(6);
+/// Ten years, which the CA itself lives.
+const CERTIFICATE_LIFE_MAX: Duration = Duration::from_secs(315_576_000);
 
 /// Margin between `deadAfter` and QUIC's own idle timeout, which is a backstop.
 const IDLE_BACKSTOP: Duration = Duration::from_secs(15);

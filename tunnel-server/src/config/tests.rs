@@ -256,6 +256,23 @@ fn limits_of_a_session_must_fit_each_other() {
 }
 
 #[test]
+fn life_of_certificates_is_long_enough_for_renewals_and_ends_before_the_ca() {
+    for (life, is_valid) in [
+        ("1s", false),
+        ("5s", false),
+        ("6s", true),
+        ("3650d", true),
+        ("36500d", false),
+    ] {
+        let checked = yaml(&format!("limits: {{ certificateLife: {life} }}"));
+        assert_eq!(checked.is_ok(), is_valid, "{life}");
+        if let Err(error) = checked {
+            assert!(error.contains("is not from 6s to 10years"), "{error}");
+        }
+    }
+}
+
+#[test]
 fn congestion_control_is_chosen_by_name() {
     let chosen = |text: &str| yaml(text).unwrap().quic_congestion;
     assert_eq!(chosen("quicCongestion: cubic"), CongestionControl::Cubic);
