@@ -1,13 +1,14 @@
 //! One owner of a node among all servers. A second agent process of the node is admitted only if the
-//! first one does not answer, and of two admissions that crossed the later one is closed.
+//! first one does not answer, and then the first one's session ends; and of two admissions that crossed the later one is closed.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::sleep;
-use tracing::info;
+use tracing::{info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
@@ -127,9 +128,22 @@ impl Peers {
 }
 
 impl PeerEndpoint {
-    /// Closes the sessions of nodes that another server holds with another agent process, if the
-    /// agent was admitted there first. The admissions crossed: neither server knew of the other. An
-    /// entry from before that server gave up the node does not count.
+    /// Compares the sessions of a node with what another server has announced of it.
+    pub(super) fn resolve_announced(&self, replica: &ReplicaId, node: &NodeName) {
+        let own = self.registry.of_node(node);
+        let instances: HashSet<InstanceId> = own.iter().map(|agent| agent.instance).collect();
+        for instance in instances {
+            let others = self.peers.state.lock().directory.others(node, instance);
+            let announced = others.into_iter().filter(|(holder, _)| holder == replica);
+            let announced: Vec<HeldNode> = announced.map(|(_, entry)| entry).collect();
+            self.resolve_crossed(replica, &announced);
+        }
+    }
+
+    /// Closes the sessions of nodes that another server holds with another agent process, if they
+    /// permit the takeover, or if the agent was admitted there first. In the latter case the
+    /// admissions crossed: neither server knew of the other. An entry from before that server gave
+    /// up the node does not count.
     pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held_nodes: &[HeldNode]) {
         for other in held_nodes {
             let all = self.registry.of_node(&other.node);
@@ -137,6 +151,12 @@ impl PeerEndpoint {
                 agent.instance != other.instance && !agent.has_yielded() && !agent.is_withdrawn()
             };
             let rivals: Vec<_> = all.iter().filter(|agent| is_rival(agent)).collect();
+            let (taken, rivals): (Vec<_>, Vec<_>) = rivals
+                .into_iter()
+                .partition(|agent| agent.permits_takeover(replica, other.instance));
+            for agent in taken {
+                yield_silent(agent.clone(), replica, &self.shutdown);
+            }
             let is_of_rival = |instance| {
                 rivals
                     .iter()
@@ -169,7 +189,17 @@ fn claimed_since(
         .min()
 }
 
-/// Closes a session in favor of the agent process at another server.
+/// Closes a session that did not answer, in favor of the agent process at another server.
+fn yield_silent(agent: Arc<AgentSession>, replica: &ReplicaId, shutdown: &Shutdown) {
+    warn!(
+        node = %agent.node, session = agent.id.0, peer = %replica,
+        "silent session is superseded by an agent process at another server"
+    );
+    agent.yield_node();
+    shutdown.spawn_service(async move { agent.close_superseded().await });
+}
+
+/// Closes a session in favor of the agent process at another server that was admitted first.
 fn yield_to(agent: Arc<AgentSession>, replica: &ReplicaId, shutdown: &Shutdown) {
     info!(
         node = %agent.node, session = agent.id.0, peer = %replica,

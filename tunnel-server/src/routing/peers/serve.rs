@@ -174,7 +174,7 @@ impl PeerListener {
                     LinkCheck::Dead => return Err(dead()),
                 },
                 received = reader.receive() => match received? {
-                    Some(PeerMessage::Ask(ask)) => self.answer(ask, &probes, &outbox),
+                    Some(PeerMessage::Ask(ask)) => self.answer(ask, replica, &probes, &outbox),
                     Some(message) => self.handle(replica, message)?,
                     None => return Ok(()),
                 },
@@ -204,13 +204,20 @@ impl PeerListener {
     }
 
     /// Answers a question in a task of its own, because a probe takes up to a second.
-    fn answer(&self, ask: Ask, probes: &Arc<Semaphore>, outbox: &mpsc::Sender<PeerMessage>) {
+    fn answer(
+        &self,
+        ask: Ask,
+        replica: &ReplicaId,
+        probes: &Arc<Semaphore>,
+        outbox: &mpsc::Sender<PeerMessage>,
+    ) {
         let Ok(permit) = probes.clone().try_acquire_owned() else {
             return debug!(node = %ask.node, "too many questions of another server");
         };
         let (endpoint, outbox) = (self.endpoint.clone(), outbox.clone());
+        let replica = replica.clone();
         self.endpoint.shutdown.spawn_service(async move {
-            let is_alive = is_alive(&endpoint, &ask).await;
+            let is_alive = is_alive(&endpoint, &replica, &ask).await;
             let alive = Alive {
                 id: ask.id,
                 is_alive,
@@ -250,21 +257,19 @@ impl PeerListener {
 }
 
 /// Returns whether a session of a node with another agent process than the asked one answers. If
-/// none does, the newcomer takes over, and these sessions are closed.
-async fn is_alive(endpoint: &PeerEndpoint, ask: &Ask) -> bool {
+/// none does, the newcomer may take over: these sessions yield when the other server announces it. A
+/// question alone ends no session that is silent for a moment.
+async fn is_alive(endpoint: &PeerEndpoint, replica: &ReplicaId, ask: &Ask) -> bool {
     let mut rivals = endpoint.registry.of_node(&ask.node);
     rivals.retain(|agent| agent.instance != ask.instance && !agent.is_withdrawn());
     let answers = join_all(rivals.iter().map(|agent| answers_probe(&agent.session))).await;
     if answers.contains(&true) {
         return true;
     }
-    for old in rivals {
-        warn!(node = %old.node, session = old.id.0, "silent session is superseded by an agent process at another server");
-        old.yield_node();
-        endpoint
-            .shutdown
-            .spawn_service(async move { old.close_superseded().await });
+    for agent in rivals {
+        agent.permit_takeover(replica, ask.instance);
     }
+    endpoint.resolve_announced(replica, &ask.node);
     false
 }
 

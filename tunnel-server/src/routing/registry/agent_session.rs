@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
+use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId, SessionId};
 
 #[derive(Debug)]
 pub struct AgentSession {
@@ -32,6 +32,8 @@ pub struct AgentSession {
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
     yielded: AtomicBool,
+    /// The agent process at another server that may take over the node.
+    takeover: Mutex<Option<(ReplicaId, InstanceId)>>,
     suspect_reason: Mutex<Option<SuspectReason>>,
     becomes_suspect: Notify,
     streams: Arc<AtomicUsize>,
@@ -97,6 +99,7 @@ impl AgentSession {
             session,
             withdrawn: AtomicBool::new(false),
             yielded: AtomicBool::new(false),
+            takeover: Mutex::default(),
             suspect_reason: Mutex::default(),
             becomes_suspect: Notify::new(),
             streams: Arc::default(),
@@ -162,6 +165,19 @@ impl AgentSession {
     pub fn yield_node(&self) {
         self.yielded.store(true, Ordering::Relaxed);
         self.withdraw();
+    }
+
+    /// Permits another server to take over the node with an agent process, because this session did
+    /// not answer. The last permission counts.
+    pub fn permit_takeover(&self, replica: &ReplicaId, instance: InstanceId) {
+        *self.takeover.lock() = Some((replica.clone(), instance));
+    }
+
+    /// Returns whether a server may take over the node with an agent process.
+    #[must_use]
+    pub fn permits_takeover(&self, replica: &ReplicaId, instance: InstanceId) -> bool {
+        let takeover = self.takeover.lock();
+        (takeover.as_ref()).is_some_and(|(asked, process)| asked == replica && *process == instance)
     }
 
     /// Returns whether [`AgentSession::yield_node`] was called.

@@ -14,7 +14,7 @@ use crate::routing::peers::link::Link;
 use crate::testing::eventually;
 
 #[tokio::test]
-async fn question_is_answered_by_a_probe_and_a_silent_session_yields() {
+async fn question_is_answered_by_a_probe_and_a_silent_session_yields_to_the_newcomer() {
     let installation = Installation::new();
     let [a, b] = installation.connected(["a", "b"]).await;
     let agent = b.agent("x", 1);
@@ -26,6 +26,21 @@ async fn question_is_answered_by_a_probe_and_a_silent_session_yields() {
     assert_eq!(within(same).await, None);
     agent.near.script().is_silent = true;
     assert_eq!(within(newcomer()).await, None);
+    // A question without an agent process ends nothing, and the session may answer again.
+    assert!(!agent.session().is_withdrawn());
+    agent.near.script().is_silent = false;
+    assert_eq!(within(newcomer()).await, Some(id("b")));
+    agent.near.script().is_silent = true;
+    assert_eq!(within(newcomer()).await, None);
+    let other = a.agent("x", 3);
+    let sees_other = || {
+        let others = &b.peers.state.lock().directory;
+        !others.others(&x, instance(1)).is_empty()
+    };
+    eventually("the announcement of another process", sees_other).await;
+    assert!(!agent.session().is_withdrawn());
+    other.session().withdraw();
+    let _newcomer = a.agent("x", 2);
     let is_withdrawn = || agent.session().is_withdrawn();
     eventually("silent session yields", is_withdrawn).await;
 }
@@ -92,8 +107,9 @@ async fn announcement_from_before_a_yield_does_not_close_the_newcomer() {
     silent.near.script().is_silent = true;
     let (x, newcomer) = (node("x"), instance(2));
     assert_eq!(within(b.peers.is_held_by_other(&x, newcomer)).await, None);
-    assert!(silent.session().is_withdrawn());
     let newcomer = b.agent("x", 2);
+    let is_withdrawn = || silent.session().is_withdrawn();
+    eventually("silent session yields", is_withdrawn).await;
     let endpoint = b.endpoint(&installation);
     endpoint.resolve_crossed(&id("a"), std::slice::from_ref(earlier));
     assert!(!newcomer.session().is_withdrawn());
