@@ -3,6 +3,7 @@
 
 mod access_log;
 mod bulk;
+mod costs;
 mod crowds;
 mod doctor;
 mod drain;

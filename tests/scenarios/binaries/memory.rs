@@ -15,6 +15,8 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
+use tunnel_server::routing::known_nodes::KnownNodes;
+use tunnel_server::store::data_dir::DataDir;
 use tunnel_tests::client::RawRequest;
 use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
@@ -89,6 +91,8 @@ pub(super) struct SiteShape<'a> {
     /// The section `limits:` of the server.
     pub(super) limits: &'a str,
     pub(super) transport: &'a str,
+    /// Nodes without an agent that the server knows.
+    pub(super) known_nodes: usize,
     /// Programs that start the server and the agents, see [`ServerSetup::through`].
     pub(super) through_server: Vec<String>,
     pub(super) through_agents: Vec<String>,
@@ -102,6 +106,7 @@ impl<'a> SiteShape<'a> {
             nodes,
             limits,
             transport: "auto",
+            known_nodes: 0,
             through_server: Vec::new(),
             through_agents: Vec::new(),
             agent_limits: "{}",
@@ -115,7 +120,7 @@ fn as_strs(argv: &[String]) -> Vec<&str> {
 
 /// The binaries, with targets behind several agents.
 pub(super) struct Site {
-    agents: Vec<Process>,
+    pub(super) agents: Vec<Process>,
     pub(super) server: Server,
     pub(super) exporter: Exporter,
     /// Sends for as long as somebody takes it.
@@ -147,7 +152,9 @@ impl Site {
         let flood = HostileTarget::start(steps).await?;
         let deaf = SilentTarget::start_deaf().await?;
         let file = scratch.file("server.yaml", format!("limits: {}\n", shape.limits))?;
-        let setup = ServerSetup::on_loopback(&scratch.path().join("server"))
+        let data_dir = scratch.path().join("server");
+        record_nodes(&data_dir, shape.known_nodes)?;
+        let setup = ServerSetup::on_loopback(&data_dir)
             .args(&["--config", &file.to_string_lossy()])
             .args(&["--http-proxy-ports", "1024-65535"])
             .args(&["--proxy-port-listen", "off"]);
@@ -220,6 +227,15 @@ impl Site {
         timeout(scaled(CONNECT), caller.read_exact(&mut first)).await??;
         Ok((caller, first))
     }
+}
+
+/// Writes nodes that a server knows from its start on.
+fn record_nodes(data_dir: &Path, count: usize) -> Result<()> {
+    let nodes = KnownNodes::open(&DataDir::open(data_dir)?)?;
+    for number in 0..count {
+        nodes.record(&format!("edge-{number:05}").parse()?, &[]);
+    }
+    Ok(nodes.save()?)
 }
 
 /// Resident memory of a process, bytes.
