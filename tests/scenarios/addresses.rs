@@ -1,7 +1,9 @@
-//! A node whose address changes under a running session, while another host takes its old address.
+//! A node whose address changes under a running session, while another host takes its old address,
+//! and servers that report addresses which are never dialed.
 
 use std::fs;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -9,7 +11,7 @@ use tunnel_tests::eventually::eventually;
 use tunnel_tests::fakes::{EXPORTER_PORT, KUBELET_PORT, site};
 use tunnel_tests::netns::Namespace;
 use tunnel_tests::process::{
-    AgentSetup, Listener, Process, Program, ScratchDir, Server, ServerSetup,
+    AgentSetup, Listener, Process, Program, ScratchDir, Server, ServerSetup, copy_ca,
 };
 use tunnel_tests::tools::{Skip, Tool, or_skip, require};
 
@@ -86,6 +88,40 @@ impl Segment {
             .find(|(name, _)| *name == "PassiveOpens")
             .context("no PassiveOpens")?;
         Ok(value.parse()?)
+    }
+
+    /// Counts what the node sends to the addresses of [`reported_addresses`].
+    fn count_packets(&self) -> Result<(), Skip> {
+        require(&[Tool::Nft])?;
+        self.node.script(&format!(
+            "$IP route add default via {CLOUD}
+             $NFT -f - <<'RULES'
+             table inet counted {{
+               counter metadata {{}}
+               counter loopback {{}}
+               counter denied {{}}
+               counter allowed {{}}
+               chain sent {{
+                 type filter hook output priority 0;
+                 ip daddr 169.254.0.0/16 counter name metadata
+                 ip6 daddr fd00:ec2::254 counter name metadata
+                 meta l4proto {{ tcp, udp }} th dport 7001 counter name loopback
+                 meta l4proto {{ tcp, udp }} th dport 7002 counter name denied
+                 meta l4proto {{ tcp, udp }} th dport 7003 counter name allowed
+               }}
+             }}
+RULES"
+        ))?;
+        Ok(())
+    }
+
+    /// Returns the value of a counter of [`Segment::count_packets`].
+    fn packets(&self, counter: &str) -> Result<u64> {
+        let listed = format!("$NFT list counter inet counted {counter}");
+        let listed = self.node.script(&listed)?;
+        let packets = listed.split("packets ").nth(1);
+        let packets = packets.and_then(|rest| rest.split_whitespace().next());
+        Ok(packets.context("no counter")?.parse()?)
     }
 
     async fn targets(&self) -> Result<[Process; 2]> {
@@ -292,6 +328,72 @@ async fn quic_connects_over_a_path_that_drops_packets_marked_for_ecn() -> Result
     segment.wait_until_answered(&server, &agent).await
 }
 
+tests_of! {
+    fn over_quic_an_agent_dials_no_forbidden_address_for_a_server() = reported_addresses("quic");
+    fn over_h2_an_agent_dials_no_forbidden_address_for_a_server() = reported_addresses("h2");
+}
+
+/// A second server reports addresses that an agent never dials for a caller, and one that it dials.
+async fn reported_addresses(transport: &str) -> Result<()> {
+    let Some(segment) = or_skip(Segment::new()) else {
+        return Ok(());
+    };
+    if or_skip(segment.count_packets()).is_none() {
+        return Ok(());
+    }
+    segment
+        .other
+        .script(&format!("$IP address add {SECOND}/24 dev eth0"))?;
+    let folders = ["server", "second"].map(|name| segment.scratch.path().join(name));
+    let peering = |name: &str, address: &str| {
+        let listen = format!("{address}:10269");
+        let peers = [("s0", CLOUD), ("s1", SECOND)]
+            .map(|(name, address)| format!("{name}={address}:10269"));
+        ["--replica-name", name, "--peer-listen", &listen]
+            .into_iter()
+            .chain(peers.iter().flat_map(|peer| ["--peer", peer.as_str()]))
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    let start = async |folder: &Path, namespace: &Namespace, arguments: Vec<String>| {
+        let setup = ServerSetup::new(folder, Some(namespace));
+        let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
+        setup.args(&arguments).start().await
+    };
+    let [first, second] = &folders;
+    let server = start(first, &segment.cloud, peering("s0", CLOUD)).await?;
+    copy_ca(first, second)?;
+    let reported = [
+        "169.254.169.254:80",
+        "[fd00:ec2::254]:80",
+        "127.0.0.1:7001",
+        "[::1]:7001",
+        format!("{SECOND}:7002").as_str(),
+        format!("{SECOND}:7003").as_str(),
+    ]
+    .map(|address| ["--advertise".to_owned(), address.to_owned()]);
+    let arguments = [peering("s1", SECOND), reported.concat()].concat();
+    let _second = start(second, &segment.other, arguments).await?;
+
+    let policy = ["--transport", transport, "--deny-ports", "7002"];
+    let agent = segment.agent(&server, &policy).await?;
+    let agent = agent.args(&["--replicas", "2"]).start()?;
+    server.wait_until_connected(&[NODE]).await;
+    // It is the last one of the list.
+    eventually("a dial of the allowed address", TIMEOUT, async || {
+        ensure!(segment.packets("allowed")? > 0, "{agent}");
+        Ok(())
+    })
+    .await;
+    for counter in ["metadata", "loopback", "denied"] {
+        let packets = segment.packets(counter)?;
+        ensure!(packets == 0, "{packets} packets to {counter}; {agent}");
+    }
+    let refused = "server reports addresses that are not dialed";
+    ensure!(agent.log().contains(refused), "{agent}");
+    Ok(())
+}
+
 fn any(port: u16) -> SocketAddr {
     SocketAddr::new(IpAddr::from([0, 0, 0, 0]), port)
 }
@@ -308,6 +410,8 @@ const NODE: &str = "worker-1";
 const CLOUD: &str = "10.77.9.1";
 const OLD: &str = "10.77.9.2";
 const NEW: &str = "10.77.9.3";
+/// Address of the second server.
+const SECOND: &str = "10.77.9.4";
 const CHANGED: &str = "address of the node has changed";
 
 /// Less than the agent's keep-alive.

@@ -31,15 +31,20 @@ struct Servers {
 impl Servers {
     /// Starts `count` servers with the names `s0`, `s1` and so on.
     async fn start(count: usize, arguments: &[&str]) -> Result<Self> {
+        Self::start_with_ports(&vec!["1024-65535"; count], arguments).await
+    }
+
+    /// Starts a server for each of these lists of ports that callers may reach.
+    async fn start_with_ports(ports: &[&str], arguments: &[&str]) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let kubelet = FakeKubelet::plain(NODE).await?;
-        let peering = Peering::new(count, scratch.path());
+        let peering = Peering::new(ports.len(), scratch.path());
         let mut servers = Vec::new();
-        for number in 0..count {
+        for (number, ports) in ports.iter().enumerate() {
             let status = peering.address(number, Listener::Status).to_string();
             let setup = (peering.setup(number)?)
                 .args(&["--status-listen", &status])
-                .args(&["--http-proxy-ports", "1024-65535"])
+                .args(&["--http-proxy-ports", *ports])
                 .args(&["--proxy-port-listen", "off"])
                 .args(arguments);
             servers.push(setup.start().await?);

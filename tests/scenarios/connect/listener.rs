@@ -16,7 +16,7 @@ use tunnel_tests::targets::{
     EchoTarget, Exporter, HalfCloseTarget, ResetTarget, deterministic_bytes,
 };
 
-use super::egress::talk;
+use super::egress::{fails, talk};
 use super::{ConnectFixture, NODE};
 use crate::credentials::metric_reaches;
 
@@ -27,6 +27,20 @@ const NEW: &str = "aladdin:shut-sesame-4711\n";
 /// Returns the value of Proxy-Authorization for a line of the password file.
 fn basic(line: &str) -> String {
     format!("Basic {}", BASE64_STANDARD.encode(line.trim_end()))
+}
+
+/// The network of `--connect-direct` contains the addresses of the server's own listeners.
+#[tokio::test(flavor = "multi_thread")]
+async fn networks_of_connect_direct_lead_to_no_listener_of_the_server() -> Result<()> {
+    let fixture = ConnectFixture::over_tcp(|_| {}).await?;
+    let (dialer, echo) = (fixture.dialer(), EchoTarget::start().await?);
+    talk(dialer.dial(&echo.addr().to_string()).await?).await?;
+    let bound = fixture.env.bound();
+    let http = bound.http.context("no HTTP listener")?;
+    for own in [bound.meta, bound.agents, http, fixture.tcp()?] {
+        fails(&dialer, &own.to_string(), &["code 403"]).await?;
+    }
+    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -87,6 +87,22 @@ async fn idle_stream_yields_over_a_hop_and_callers_without_a_certificate_leave_a
     Ok(())
 }
 
+/// The server with the agent asks its own lists, whatever another one allows its callers.
+#[tokio::test(flavor = "multi_thread")]
+async fn forwarded_stream_is_subject_to_the_lists_of_the_server_with_the_agent() -> Result<()> {
+    let target = EchoTarget::start().await?;
+    let servers = Servers::start_with_ports(&["10250", "1024-65535"], &[]).await?;
+    let _agent = servers.agent_at(0).await?;
+    let host = format!("{NODE}:{}", target.addr().port());
+    let page = RawRequest::get(&host, "/");
+    for server in [0, 1] {
+        let refused = request(servers.http(server), &page).await?;
+        ensure_refused(&refused, 403, "refused_by_policy").context(server)?;
+    }
+    ensure!(target.traffic().accepted() == 0, "was dialed");
+    Ok(())
+}
+
 async fn follow_one_more(servers: &Servers, open: &mut Vec<Exchange>) -> Result<()> {
     let page = RawRequest::get(&servers.host(), "/follow");
     open.push(Exchange::start(servers.http(1), &page).await?);
