@@ -124,10 +124,11 @@ impl RecordSet {
         Self::of(alone.chain(own))
     }
 
-    /// Builds records from names and addresses. A name without addresses gets no record.
+    /// Builds records from names and addresses. A name without addresses gets no record, nor does a
+    /// name that DNS cannot carry.
     pub fn of(records: impl IntoIterator<Item = (NodeName, Addresses)>) -> Self {
         let mut records: BTreeMap<_, _> = records.into_iter().collect();
-        records.retain(|_, addresses| !addresses.is_empty());
+        records.retain(|name, addresses| !addresses.is_empty() && !name.has_long_label());
         Self(records)
     }
 
@@ -291,6 +292,7 @@ mod tests {
             node("edge", None, None),
             node("cloud", None, Some(&["10.0.0.1", "10.0.0.2", "fd00::1"])),
             node("lost", None, Some(&[])),
+            node(&"x".repeat(64), None, Some(&["10.0.0.3"])),
         ];
         let records = RecordSet::new(&nodes, tunnel(&["fd00::9", "10.9.9.9"]));
         let expected = "10.0.0.1\tcloud\n10.9.9.9\tedge\nfd00::1\tcloud\nfd00::9\tedge";

@@ -15,9 +15,12 @@ pub enum NameError {
     /// The text is empty or only a dot.
     #[error("name is empty")]
     Empty,
-    /// The name has more than 253 characters, or a label of more than 63.
+    /// The name has more than 253 characters.
     #[error("name is too long")]
     TooLong,
+    /// The name is for DNS, and has a label of more than 63 characters. Kubernetes has no such limit.
+    #[error("a label of the name has more than 63 characters, which DNS does not allow")]
+    LongLabel,
     /// The name has a character outside a-z, 0-9, `-` and `.`, an empty label, or a label that
     /// begins or ends with `-`.
     #[error("name is not a DNS subdomain (letters, digits, '-' and '.'){}", as_proposal(.0))]
@@ -30,7 +33,8 @@ fn as_proposal(name: &Option<NodeName>) -> String {
 }
 
 /// The name of a node: a DNS subdomain (RFC 1123) as for the objects of Kubernetes, stored in lower
-/// case without a trailing dot. An IPv4 address is such a name, too.
+/// case without a trailing dot. An IPv4 address is such a name, too. As in Kubernetes, a label may
+/// have more than the 63 characters of DNS.
 ///
 /// Comparison ignores case, as in DNS, because parsing converts names to lower case. A clone shares
 /// the text: each request clones the name of its node several times.
@@ -42,6 +46,30 @@ impl NodeName {
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+
+    /// Returns the name if DNS can carry it: no label has more than 63 characters (RFC 1035, section
+    /// 2.3.4).
+    ///
+    /// # Errors
+    /// When a label is longer.
+    pub fn for_dns(self) -> Result<Self, NameError> {
+        if self.has_long_label() {
+            return Err(NameError::LongLabel);
+        }
+        Ok(self)
+    }
+
+    /// Returns whether DNS cannot carry the name, see [`NodeName::for_dns`].
+    #[must_use]
+    pub fn has_long_label(&self) -> bool {
+        self.0.split('.').any(|label| label.len() > LABEL_MAX)
+    }
+
+    /// Returns whether DNS can have a host of this name.
+    #[must_use]
+    pub fn is_host_name(&self) -> bool {
+        !self.has_long_label() && !self.ends_in_number()
     }
 
     /// Returns whether the last of several labels is a number. No host in DNS has such a name (RFC
@@ -65,9 +93,6 @@ impl FromStr for NodeName {
             return Err(NameError::TooLong);
         }
         for label in text.split('.') {
-            if label.len() > LABEL_MAX {
-                return Err(NameError::TooLong);
-            }
             let inner = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
             if label.is_empty()
                 || label.starts_with('-')
@@ -286,8 +311,15 @@ mod tests {
             "a.b.c.d",
             "9-a",
             &"x".repeat(63),
+            &"x".repeat(253),
+            &format!("{}.example", "x".repeat(64)),
         ] {
-            assert_eq!(text.parse::<NodeName>().unwrap().as_str(), text);
+            let name = text.parse::<NodeName>().unwrap();
+            assert_eq!(name.as_str(), text);
+            let is_long = text.len() > 63;
+            assert_eq!(name.has_long_label(), is_long);
+            assert_eq!(name.clone().for_dns().is_err(), is_long, "{text}");
+            assert_eq!(name.is_host_name(), !is_long && !name.ends_in_number());
         }
         for (text, is_number) in [("1", false), ("a.1", true), ("127.1", true), ("1.a", false)] {
             let name: NodeName = text.parse().unwrap();
@@ -309,7 +341,10 @@ mod tests {
             let expected = format!("; {similar} would do");
             assert!(error.to_string().ends_with(&expected), "{text}: {error}");
         }
-        for text in ["*", "_._", "\u{fc}", "..", &format!("_{}", "x".repeat(64))] {
+        let long = format!("_{}", "x".repeat(64));
+        let error = long.parse::<NodeName>().unwrap_err().to_string();
+        assert!(error.ends_with(&format!("; {} would do", &long[1..])));
+        for text in ["*", "_._", "\u{fc}", "..", &format!("_{}", "x".repeat(254))] {
             let error = text.parse::<NodeName>().unwrap_err().to_string();
             assert!(!error.contains("would do"), "{text}: {error}");
         }
@@ -317,26 +352,11 @@ mod tests {
 
     #[test]
     fn hostile_names_are_refused() {
-        let long_label = "x".repeat(64);
+        let too_long = "x".repeat(254);
         let long_name = ["x".repeat(60).as_str(); 5].join(".");
         for text in [
-            "",
-            ".",
-            "..",
-            "a..b",
-            "-a",
-            "a-",
-            "a b",
-            "a\tb",
-            "a\nb",
-            "a#b",
-            "a\0b",
-            "ä",
-            "a_b",
-            "*.x",
-            "a/b",
-            &long_label,
-            &long_name,
+            "", ".", "..", "a..b", "-a", "a-", "a b", "a\tb", "a\nb", "a#b", "a\0b", "ä", "a_b",
+            "*.x", "a/b", &too_long, &long_name,
         ] {
             assert!(text.parse::<NodeName>().is_err(), "{text:?}");
         }

@@ -253,7 +253,9 @@ fn alias(
     aliases: &AliasRules,
 ) -> Option<NodeName> {
     let text = facts.hostname.as_deref()?;
-    let checked = node_name(text).and_then(|alias| aliases.check(alias, own));
+    let checked = node_name(text)
+        .and_then(|alias| alias.for_dns().map_err(|error| error.to_string()))
+        .and_then(|alias| aliases.check(alias, own));
     match checked {
         Ok(alias) => Some(alias).filter(|alias| alias != own),
         Err(reason) => {

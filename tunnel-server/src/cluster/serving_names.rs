@@ -61,7 +61,7 @@ impl ServiceNames {
             return true;
         }
         // Names must be DNS subdomains, as node names must.
-        match text.parse::<NodeName>() {
+        match text.parse().and_then(NodeName::for_dns) {
             Ok(name) => self.names.insert(name.to_string()),
             Err(_no_name) => return false,
         };

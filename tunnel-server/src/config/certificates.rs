@@ -26,7 +26,7 @@ impl HttpsCertificate {
         for text in &raw.https_name {
             match (text.parse(), text.parse::<NodeName>()) {
                 (Ok(address), _) => addresses.push(address),
-                (Err(_), Ok(name)) if !name.ends_in_number() => names.push(name.to_string()),
+                (Err(_), Ok(name)) if name.is_host_name() => names.push(name.to_string()),
                 (Err(_), Ok(_) | Err(_)) => {
                     errors.add(
                         "--https-name",

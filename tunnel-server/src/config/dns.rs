@@ -20,7 +20,7 @@ pub(super) fn check(raw: &RawConfig, errors: &mut ConfigErrors) -> Option<DnsSet
     };
     let listen = errors.ok_or_record(LISTEN, parse_address(listen));
     let zone = raw.dns_zone.as_deref();
-    let zone = zone.and_then(|text| errors.ok_or_record("--dns-zone", parse_quoted(text)));
+    let zone = zone.and_then(|text| errors.ok_or_record("--dns-zone", dns_name(text)));
     let (clusters, default_resolvers) = upstreams(&raw.dns_upstream, errors);
     let answers = errors.parse_list(ANSWER, &raw.dns_answer, parse_quoted::<IpAddr>);
     let fixed = raw
@@ -125,10 +125,16 @@ fn upstreams(values: &[String], errors: &mut ConfigErrors) -> (Vec<ClusterDomain
     )
 }
 
+/// Parses a name that DNS can carry.
+fn dns_name(text: &str) -> Result<NodeName, String> {
+    let name: NodeName = parse_quoted(text)?;
+    name.for_dns().map_err(|error| format!("{text:?}: {error}"))
+}
+
 /// Parses the domain of an upstream, if it has one, and its address.
 fn upstream(text: &str) -> Result<(Option<NodeName>, Option<SocketAddr>), String> {
     match text.split_once('=') {
-        Some((domain, resolver)) => Ok((Some(parse_quoted(domain)?), resolver_address(resolver)?)),
+        Some((domain, resolver)) => Ok((Some(dns_name(domain)?), resolver_address(resolver)?)),
         None => Ok((None, resolver_address(text)?)),
     }
 }
@@ -159,7 +165,7 @@ fn is_own(listen: SocketAddr, resolver: SocketAddr) -> bool {
 
 fn fixed(raw: &RawRecord, errors: &mut ConfigErrors) -> Option<Node> {
     let setting = format!("dnsRecords: {}", raw.name);
-    let name = errors.ok_or_record(&setting, raw.name.parse::<NodeName>());
+    let name = errors.ok_or_record(&setting, dns_name(&raw.name));
     let addresses = errors.parse_list(&setting, &raw.addresses, parse_quoted);
     if raw.addresses.is_empty() {
         errors.add(&setting, "needs at least one address");
@@ -251,6 +257,7 @@ dnsRecords: [{ name: master-1, addresses: [192.168.33.220] }]
         for (text, expected) in [
             ("dnsListen: 5353", "--dns-listen"),
             ("dnsZone: a..b", "--dns-zone"),
+            (&*format!("dnsZone: {}.x", "a".repeat(64)), "--dns-zone"),
             ("dnsUpstream: [dns.example]", "--dns-upstream"),
             ("dnsUpstream: ['192.0.2.1:0']", "--dns-upstream"),
             ("dnsUpstream: ['a b=192.0.2.1']", "--dns-upstream"),

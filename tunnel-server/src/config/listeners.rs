@@ -221,7 +221,7 @@ pub(super) fn advertised(raw: &RawConfig, errors: &mut ConfigErrors) -> Vec<Stri
 /// Returns whether the text is the name of a host in DNS.
 fn is_host_name(text: &str) -> bool {
     let name = text.parse::<NodeName>();
-    name.is_ok_and(|name| !name.ends_in_number())
+    name.is_ok_and(|name| name.is_host_name())
 }
 
 /// Checks an address that agents or servers dial: `HOST:PORT` with a name or an IP address. A list

@@ -53,7 +53,7 @@ impl FromStr for NamePattern {
         if text.split('.').any(|label| label.matches('*').count() > 1) {
             return Err(NamePatternError::Stars);
         }
-        let name: NodeName = text.replace('*', "x").parse()?;
+        let name = text.replace('*', "x").parse::<NodeName>()?.for_dns()?;
         if name.ends_in_number() {
             return Err(NamePatternError::Number);
         }

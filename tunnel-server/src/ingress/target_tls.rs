@@ -130,16 +130,21 @@ impl TlsInputs {
 }
 
 /// Returns the server name (SNI) for the targets of a node. Verified targets need a certificate for
-/// this name. TLS has no server name that ends in a number. For a node with such a name, the server
-/// asks for a name in `.invalid`, which no host has (RFC 6761, section 6.4). These targets are
-/// reachable if targets are not verified, and refused if targets are verified.
+/// this name. TLS has no server name that ends in a number, or with a label of more than 63
+/// characters. For a node with such a name, the server asks for a name in `.invalid`, which no host
+/// has (RFC 6761, section 6.4). These targets are reachable if targets are not verified, and refused
+/// if targets are verified.
 ///
 /// # Errors
 /// Returns an error if TLS accepts neither name.
 pub fn server_name(node: &NodeName) -> Result<ServerName<'static>, InvalidDnsNameError> {
     ServerName::try_from(node.to_string())
         .or_else(|_number| ServerName::try_from(format!("{node}.invalid")))
+        .or_else(|_long| ServerName::try_from(LONG_NAME))
 }
+
+/// Server name for nodes whose names are too long for TLS. It appears in the errors of TLS.
+const LONG_NAME: &str = "the-name-of-the-node-is-too-long-for-dns.invalid";
 
 impl fmt::Debug for TargetTls {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -229,11 +229,24 @@ fn connected_agent_can_make_an_edge_node() {
     assert_eq!(nodes[0].location, NodeLocation::Edge);
 }
 
+/// Kubernetes has no limit on the length of a label.
+#[test]
+fn name_that_dns_cannot_carry_has_a_route_and_no_record() {
+    let label = "a".repeat(64);
+    let own = store(&[node(&label, true, &[("InternalIP", "10.0.0.1")])]);
+    assert_eq!(set(&own).routes()[0].name.as_str(), label);
+    assert!(set(&own).refused().is_empty());
+    assert_eq!(hosts(&own), "");
+    let alias = format!("{label}.{label}");
+    let host = store(&[node(&label, true, &[("Hostname", &alias)])]);
+    assert_eq!(set(&host).routes()[0].hostname, None);
+    assert_eq!(set(&host).refused().len(), 1);
+}
+
 /// T13: names with another meaning, and invalid names.
 #[test]
 fn hostile_names_go_nowhere() {
     let long = "a".repeat(254);
-    let label = "a".repeat(64);
     let odd = [
         "x 10.0.0.1 kubernetes.default",
         "a\nb",
@@ -242,7 +255,6 @@ fn hostile_names_go_nowhere() {
         "a\0b",
         "b\u{fc}cher",
         &long,
-        &label,
         "",
     ];
     let plain = "localhost x.localhost kubernetes kubernetes.default kubernetes.default.svc \

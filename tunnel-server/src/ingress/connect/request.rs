@@ -120,7 +120,7 @@ impl ProxyRequest {
         let node = match &self.host {
             Host::Name(name) => match routes.by_name(name) {
                 Ok(node) => node,
-                Err(RouteError::UnknownName(name)) if !name.ends_in_number() => {
+                Err(RouteError::UnknownName(name)) if name.is_host_name() => {
                     return Ok(RequestedDestination::Direct(DialTarget::Name(name)));
                 }
                 Err(
