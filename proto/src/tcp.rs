@@ -1,6 +1,7 @@
 //! Options of the TCP sockets at the ends of the tunnel.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -173,6 +174,13 @@ pub fn limit_send_buffer(socket: &impl AsFd, bytes: usize) -> io::Result<()> {
 /// When the connection is closed.
 pub fn finish(socket: &impl AsFd) -> io::Result<()> {
     SockRef::from(socket).shutdown(Shutdown::Write)
+}
+
+/// Returns whether data has arrived on a socket that was not read.
+pub fn has_unread(socket: &impl AsFd) -> bool {
+    let mut byte = [MaybeUninit::uninit()];
+    let peeked = SockRef::from(socket).peek(&mut byte);
+    peeked.is_ok_and(|length| length > 0)
 }
 
 /// Makes the socket close with a reset (RFC 9293, section 3.10.4). A FIN would look like a clean

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tunnel_proto::tls::{self, Trust};
 use tunnel_tests::checks::{ensure_status, get_ok};
-use tunnel_tests::client::{RawRequest, request};
+use tunnel_tests::client::{KeepAliveClient, RawRequest, request};
 use tunnel_tests::dns::{Message, RecordType, query};
 use tunnel_tests::env::{NodeEnv, TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::{eventually, scaled};
@@ -108,6 +108,42 @@ async fn handshake_from_crowd(env: &TestEnv) -> Result<()> {
 
 /// T09 on the meta port: 5000 slow sockets are open. The server answers probes from another address
 /// and from the crowd's address.
+/// Prometheus keeps a connection for each of its targets, and the server takes fewer connections than
+/// there are targets. No scrape is lost, at whatever rate: a connection between two scrapes makes
+/// room at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn kept_connections_make_room_for_others_at_any_rate() -> Result<()> {
+    let limits = TestEnv::limits("{ callersTotal: 16, callersPerSource: 16 }");
+    let site = NodeEnv::start_with(|settings| settings.limits = limits).await?;
+    let get = RawRequest::new("GET", "/metrics", &site.host);
+    let mut kept: Vec<Option<KeepAliveClient>> = (0..60).map(|_| None).collect();
+    let mut opened = 0;
+    for round in 0..5 {
+        for (number, kept) in kept.iter_mut().enumerate() {
+            let reply = match kept {
+                Some(client) => client.request(&get).await.ok(),
+                None => None,
+            };
+            let reply = match reply {
+                Some(reply) => reply,
+                // As Prometheus does after the end of a kept connection.
+                None => {
+                    opened += 1;
+                    let mut client = KeepAliveClient::connect(site.env.http()).await?;
+                    let reply = client.request(&get).await;
+                    *kept = Some(client);
+                    reply.with_context(|| format!("scrape {number} of round {round}"))?
+                }
+            };
+            ensure_status(&reply, 200)?;
+        }
+    }
+    ensure!(opened > 200, "only {opened} connections were evicted");
+    let refused = "tunnel_server_callers_refused_total";
+    ensure!(site.env.metric(refused).await? == 0, "callers were refused");
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn t09_five_thousand_slow_sockets_on_the_meta_port_keep_no_probe_out() -> Result<()> {
     let env = TestEnv::start().await?;

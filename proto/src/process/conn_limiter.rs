@@ -6,15 +6,16 @@
 //! is evicted for a newer one. So a flood from one address evicts its own connections and leaves
 //! others unharmed.
 //!
-//! A connection that has been idle for less than one second is not evicted by its own source.
-//! Otherwise, connections of a legitimate burst would evict each other before any of them
-//! completes. In that case the new connection is refused. A new connection is also refused if no
-//! connection is idle.
+//! A connection that has not been used yet, or on which a use begins, is protected from its own
+//! source for one second. Otherwise, connections of a legitimate burst would evict each other before
+//! any of them completes. Between uses a connection is not protected: if it were, a limit of
+//! connections would limit the rate of uses, too. A new connection is refused if no connection can
+//! be evicted.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -65,7 +66,7 @@ impl ConnLimiter {
             None
         };
         match reached {
-            Some(LimitReached::PerSource) if !source_table.evict(source, now, MIN_IDLE) => {
+            Some(LimitReached::PerSource) if !source_table.evict(source, now, false) => {
                 return Err(LimitReached::PerSource);
             }
             Some(LimitReached::Total) if !source_table.evict_from_largest(source, now) => {
@@ -77,6 +78,8 @@ impl ConnLimiter {
         let activity = Arc::new(Activity {
             uses: AtomicUsize::new(0),
             idle_since: AtomicU64::new(now.0),
+            protected_until: AtomicU64::new(now.after(PROTECTION).0),
+            is_deferred: AtomicBool::new(false),
         });
         let id = source_table.add(source, now, activity.clone(), evicted.clone());
         drop(source_table);
@@ -140,8 +143,16 @@ impl ConnPermit {
     /// Marks the connection as in use until the guard is dropped. Several guards may exist at once.
     #[must_use]
     pub fn in_use(self: &Arc<Self>) -> InUseGuard {
-        self.activity.uses.fetch_add(1, Ordering::Relaxed);
+        self.activity.uses.fetch_add(1, Ordering::SeqCst);
         InUseGuard(self.clone())
+    }
+
+    /// Protects the idle connection for a second, because the first byte of a request has arrived.
+    pub fn expect_use(&self) {
+        let until = self.limiter.now().after(PROTECTION);
+        self.activity
+            .protected_until
+            .store(until.0, Ordering::Relaxed);
     }
 }
 
@@ -162,12 +173,19 @@ pub struct InUseGuard(Arc<ConnPermit>);
 impl Drop for InUseGuard {
     fn drop(&mut self) {
         let ConnPermit {
-            limiter, activity, ..
+            limiter,
+            source,
+            id,
+            activity,
+            ..
         } = &*self.0;
-        activity
-            .idle_since
-            .store(limiter.now().0, Ordering::Relaxed);
-        activity.uses.fetch_sub(1, Ordering::Release);
+        let now = limiter.now();
+        activity.idle_since.store(now.0, Ordering::Relaxed);
+        activity.protected_until.store(0, Ordering::Relaxed);
+        let was_last = activity.uses.fetch_sub(1, Ordering::SeqCst) == 1;
+        if was_last && activity.is_deferred.swap(false, Ordering::SeqCst) {
+            limiter.source_table.lock().queue_idle(*source, *id, now);
+        }
     }
 }
 
@@ -177,12 +195,31 @@ impl Drop for InUseGuard {
 struct Activity {
     uses: AtomicUsize,
     idle_since: AtomicU64,
+    /// Moment before which the own source does not evict the connection.
+    protected_until: AtomicU64,
+    /// The connection may become idle before the moment at which it is queued. The end of its use
+    /// queues it again.
+    is_deferred: AtomicBool,
 }
 
 impl Activity {
-    fn idle_since(&self) -> Option<Moment> {
-        let is_idle = self.uses.load(Ordering::Acquire) == 0;
-        is_idle.then(|| Moment(self.idle_since.load(Ordering::Relaxed)))
+    /// Returns where a connection belongs that was queued as idle since a moment, or `None` if it
+    /// is to be evicted. Protection that ends before `horizon` does not count.
+    fn check(&self, idle_since: Moment, horizon: Moment) -> Option<Queued> {
+        self.is_deferred.store(true, Ordering::SeqCst);
+        if self.uses.load(Ordering::SeqCst) > 0 {
+            return Some(Queued::InUse);
+        }
+        let protected_until = Moment(self.protected_until.load(Ordering::Relaxed));
+        if protected_until > horizon {
+            return Some(Queued::Protected(protected_until));
+        }
+        let since = self.idle_since();
+        (since > idle_since).then_some(Queued::Idle(since))
+    }
+
+    fn idle_since(&self) -> Moment {
+        Moment(self.idle_since.load(Ordering::Relaxed))
     }
 }
 
@@ -209,48 +246,90 @@ struct SourceTable {
 #[derive(Debug, Default)]
 struct SourceConns {
     connections: HashMap<u64, ConnEntry>,
-    /// Connections in the order of [`ConnEntry::queued`].
-    queue: BTreeSet<(Moment, u64)>,
+    /// Connections in the order of [`Queued::Idle`].
+    idle: BTreeSet<(Moment, u64)>,
+    /// Connections in the order of [`Queued::Protected`].
+    protected: BTreeSet<(Moment, u64)>,
 }
 
 #[derive(Debug)]
 struct ConnEntry {
-    /// The key in [`SourceConns::queue`]: a lower bound of the time since which the connection is
-    /// idle, or the time before which it is not checked again.
-    queued: Moment,
+    queued: Queued,
     activity: Arc<Activity>,
     evicted: CancellationToken,
 }
 
+/// The queue of a connection, as of its last check. A refused connection does not cost a check of
+/// every connection.
+#[derive(Debug, Clone, Copy)]
+enum Queued {
+    /// A lower bound of the time since which the connection is idle.
+    Idle(Moment),
+    /// The time before which the connection is not evicted.
+    Protected(Moment),
+    /// In no queue until its use ends.
+    InUse,
+}
+
 impl SourceConns {
-    /// Removes the connection that has been idle for the longest time, if that time is at least
-    /// `min_idle`. If a connection was used since it was queued, the check moves it back in the
-    /// queue. So evictions stay cheap however many connections are in use.
-    fn pop_idle(&mut self, now: Moment, min_idle: Duration) -> Option<ConnEntry> {
-        while let Some(&(queued, id)) = self.queue.first() {
-            if queued.after(min_idle) > now {
-                return None;
+    /// Removes the connection that has been idle for the longest time, if one is not protected, or
+    /// if `with_protected` says that protection does not count. If a connection was used since it
+    /// was queued, the check moves it back in the queue. So evictions stay cheap however many
+    /// connections are in use.
+    fn pop_idle(&mut self, now: Moment, with_protected: bool) -> Option<ConnEntry> {
+        while let Some(&(until, id)) = self.protected.first()
+            && until <= now
+        {
+            self.protected.pop_first();
+            let since = self.connections.get(&id)?.activity.idle_since();
+            self.set_queue(id, Queued::Idle(since));
+        }
+        while let Some((since, id)) = self.idle.pop_first() {
+            match self.connections.get(&id)?.activity.check(since, now) {
+                Some(queued) => self.set_queue(id, queued),
+                None => return self.connections.remove(&id),
             }
-            self.queue.pop_first();
-            let connection = self.connections.get_mut(&id)?;
-            let idle_since = connection.activity.idle_since();
-            match idle_since {
-                Some(since) if since <= queued => return self.connections.remove(&id),
-                Some(since) => connection.queued = since,
-                None => connection.queued = now.after(RECHECK_INTERVAL),
+        }
+        while with_protected && let Some((_, id)) = self.protected.pop_first() {
+            let activity = &self.connections.get(&id)?.activity;
+            match activity.check(now, Moment(u64::MAX)) {
+                Some(queued) => self.set_queue(id, queued),
+                None => return self.connections.remove(&id),
             }
-            self.queue.insert((connection.queued, id));
         }
         None
     }
+
+    /// Queues a connection that is in no queue.
+    fn set_queue(&mut self, id: u64, queued: Queued) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.queued = queued;
+            match queued {
+                Queued::Idle(since) => self.idle.insert((since, id)),
+                Queued::Protected(until) => self.protected.insert((until, id)),
+                Queued::InUse => true,
+            };
+        }
+    }
+
+    /// Removes a connection from its queue. Returns whether the source has the connection.
+    fn unqueue(&mut self, id: u64) -> bool {
+        let queued = self
+            .connections
+            .get(&id)
+            .map(|connection| connection.queued);
+        match queued {
+            Some(Queued::Idle(since)) => self.idle.remove(&(since, id)),
+            Some(Queued::Protected(until)) => self.protected.remove(&(until, id)),
+            Some(Queued::InUse) | None => true,
+        };
+        queued.is_some()
+    }
 }
 
-/// Idle time during which a connection is not evicted in favor of its own source, or of a source of
-/// similar size.
-const MIN_IDLE: Duration = Duration::from_secs(1);
-/// Time until a connection that was in use is checked again. A refused connection must not cost a
-/// check of every connection.
-const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Time for which a connection before its first use, or at the beginning of a use, is not evicted
+/// in favor of its own source, or of a source of similar size.
+const PROTECTION: Duration = Duration::from_secs(1);
 /// Number of sources that are searched for an idle connection, the largest first.
 const SOURCES_SEARCHED: usize = 64;
 
@@ -277,12 +356,8 @@ impl SourceTable {
             // If all sources are small, none is a flood. A connection that has just arrived is not
             // evicted for another one.
             let is_peer = size <= own + 1;
-            let min_idle = if is_own || is_peer {
-                MIN_IDLE
-            } else {
-                Duration::ZERO
-            };
-            if self.evict(source, now, min_idle) {
+            let with_protected = !is_own && !is_peer;
+            if self.evict(source, now, with_protected) {
                 return true;
             }
             // A new connection of the largest source does not evict those of smaller sources.
@@ -293,8 +368,8 @@ impl SourceTable {
         false
     }
 
-    fn evict(&mut self, source: IpAddr, now: Moment, min_idle: Duration) -> bool {
-        let evicted = self.change(source, |source| source.pop_idle(now, min_idle));
+    fn evict(&mut self, source: IpAddr, now: Moment, with_protected: bool) -> bool {
+        let evicted = self.change(source, |source| source.pop_idle(now, with_protected));
         evicted.is_some_and(|connection| {
             connection.evicted.cancel();
             true
@@ -304,30 +379,38 @@ impl SourceTable {
     fn add(
         &mut self,
         source: IpAddr,
-        queued: Moment,
+        since: Moment,
         activity: Arc<Activity>,
         evicted: CancellationToken,
     ) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
         let connection = ConnEntry {
-            queued,
+            queued: Queued::InUse,
             activity,
             evicted,
         };
         self.change(source, |source| {
-            source.queue.insert((queued, id));
             source.connections.insert(id, connection);
+            source.set_queue(id, Queued::Idle(since));
         });
         id
     }
 
     fn remove(&mut self, source: IpAddr, id: u64) {
         self.change(source, |source| {
-            if let Some(connection) = source.connections.remove(&id) {
-                source.queue.remove(&(connection.queued, id));
-            }
+            source.unqueue(id);
+            source.connections.remove(&id);
         });
+    }
+
+    /// Queues a connection whose use has ended.
+    fn queue_idle(&mut self, source: IpAddr, id: u64, since: Moment) {
+        if let Some(source) = self.sources.get_mut(&source)
+            && source.unqueue(id)
+        {
+            source.set_queue(id, Queued::Idle(since));
+        }
     }
 
     fn change<T>(&mut self, source: IpAddr, change: impl FnOnce(&mut SourceConns) -> T) -> T {
@@ -395,7 +478,7 @@ mod tests {
         let limiter = of(3, 100);
         let other = [acquire(&limiter, "10.0.0.9")];
         let mut permits = permits(&limiter, 3);
-        advance(MIN_IDLE).await;
+        advance(PROTECTION).await;
         assert!(evicted(&permits).is_empty(), "at the limit");
         permits.push(acquire(&limiter, "10.0.0.1"));
         assert_eq!(evicted(&permits), [0], "one above it");
@@ -412,7 +495,7 @@ mod tests {
     async fn burst_of_one_source_does_not_evict_itself() {
         let limiter = of(3, 100);
         let permits = permits(&limiter, 3);
-        advance(MIN_IDLE - Duration::from_millis(1)).await;
+        advance(PROTECTION - Duration::from_millis(1)).await;
         let refused = limiter.acquire(ip("10.0.0.1")).err();
         assert_eq!(refused, Some(LimitReached::PerSource), "turned away");
         assert!(evicted(&permits).is_empty());
@@ -449,7 +532,7 @@ mod tests {
     async fn eviction_wakes_the_connection() {
         let limiter = of(1, 1);
         let first = acquire(&limiter, "10.0.0.1");
-        let wait = timeout(MIN_IDLE, first.evicted());
+        let wait = timeout(PROTECTION, first.evicted());
         assert!(wait.await.is_err(), "evicted although alone");
         let _second = acquire(&limiter, "10.0.0.1");
         first.evicted().await;
@@ -460,9 +543,9 @@ mod tests {
         let limiter = of(4, 100);
         let permits = permits(&limiter, 4);
         let in_use = permits[0].in_use();
-        advance(MIN_IDLE).await;
+        advance(PROTECTION).await;
         drop(permits[1].in_use());
-        advance(MIN_IDLE).await;
+        advance(PROTECTION).await;
         let second = acquire(&limiter, "10.0.0.1");
         assert_eq!(evicted(&permits), [2], "idle from the start");
         drop(second);
@@ -474,11 +557,62 @@ mod tests {
         // One is in use, the others are new.
         let refused = limiter.acquire(ip("10.0.0.1")).err();
         assert_eq!(refused, Some(LimitReached::PerSource));
+        advance(Duration::from_millis(1)).await;
         drop(in_use);
-        advance(MIN_IDLE).await;
+        advance(PROTECTION).await;
         let _fifth = acquire(&limiter, "10.0.0.1");
-        // Idle since the fourth came or later.
+        // Idle since after the fourth came.
         assert!(!permits[0].evicted.is_cancelled());
+    }
+
+    /// A Prometheus scrapes many targets, each over a connection that it keeps for the next scrape.
+    #[tokio::test(start_paused = true)]
+    async fn connection_between_uses_is_evicted_at_once_and_the_longest_idle_first() {
+        let limiter = of(4, 100);
+        let mut kept = permits(&limiter, 4);
+        let scrape = Duration::from_millis(8);
+        for _ in 0..1000 {
+            let permit = kept.last().unwrap().in_use();
+            advance(scrape / 2).await;
+            drop(permit);
+            kept.push(acquire(&limiter, "10.0.0.1"));
+            assert_eq!(evicted(&kept).len(), 1);
+            kept.retain(|permit| !permit.evicted.is_cancelled());
+            assert_eq!(kept.len(), 4);
+            advance(scrape / 2).await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connections_that_were_checked_in_use_are_evicted_as_soon_as_they_are_idle() {
+        let limiter = of(3, 100);
+        let permits = permits(&limiter, 3);
+        let mut uses: Vec<_> = permits.iter().map(ConnPermit::in_use).collect();
+        advance(PROTECTION).await;
+        assert!(limiter.acquire(ip("10.0.0.1")).is_err());
+        drop(uses.remove(1));
+        let _newcomer = acquire(&limiter, "10.0.0.1");
+        assert_eq!(evicted(&permits), [1]);
+        assert!(limiter.acquire(ip("10.0.0.1")).is_err());
+        drop(uses);
+        let _second = acquire(&limiter, "10.0.0.1");
+        assert_eq!(evicted(&permits), [0, 1]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connection_on_which_a_use_begins_is_protected_for_a_second() {
+        let limiter = of(2, 100);
+        let permits = permits(&limiter, 2);
+        permits.iter().for_each(|permit| drop(permit.in_use()));
+        permits.iter().for_each(|permit| permit.expect_use());
+        advance(PROTECTION / 2).await;
+        assert!(limiter.acquire(ip("10.0.0.1")).is_err());
+        drop(permits[1].in_use());
+        let _newcomer = acquire(&limiter, "10.0.0.1");
+        assert_eq!(evicted(&permits), [1], "its use has ended");
+        advance(PROTECTION / 2).await;
+        let _second = acquire(&limiter, "10.0.0.1");
+        assert_eq!(evicted(&permits), [0, 1], "too slow");
     }
 
     #[tokio::test(start_paused = true)]
@@ -491,16 +625,15 @@ mod tests {
         // Sources of one connection do not evict each other's at once.
         let refused = limiter.acquire(ip("10.0.0.5")).err();
         assert_eq!(refused, Some(LimitReached::Total));
-        advance(MIN_IDLE).await;
+        advance(PROTECTION).await;
         let newcomer = acquire(&limiter, "10.0.0.5");
         assert!(idle.evicted.is_cancelled());
         let _use = newcomer.in_use();
-        advance(RECHECK_INTERVAL).await;
         let refused = limiter.acquire(ip("10.0.0.5")).err();
         assert_eq!(refused, Some(LimitReached::Total));
         assert!(evicted(&permits).is_empty());
         drop(uses);
-        advance(MIN_IDLE).await;
+        advance(PROTECTION).await;
         assert!(limiter.acquire(ip("10.0.0.5")).is_ok());
         assert_eq!(evicted(&permits).len(), 1);
     }
