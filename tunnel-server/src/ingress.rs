@@ -28,6 +28,7 @@ mod dispatch;
 pub mod error;
 #[cfg(feature = "test-util")]
 pub mod fuzz;
+pub mod head_memory;
 pub mod http;
 pub mod outcome;
 pub mod peer;

@@ -8,6 +8,7 @@ use tunnel_proto::process::conn_limiter::ConnLimiter;
 use super::context::ServerContext;
 use crate::config::Capacity;
 use crate::ingress::client_auth::DelegationPolicy;
+use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::target_tls::TargetTls;
 use crate::ingress::{IngressContext, ListenerKind, ListenerLimits};
 use crate::routing::pod_lookup::PodResolver;
@@ -36,6 +37,7 @@ pub(super) fn start(
             idle: limits.caller_idle_timeout,
             open: limits.open_timeout,
         },
+        head_memory: HeadMemory::new(context.session_settings.pool.clone()),
         callers: ConnLimiter::new(capacity.callers),
         verified_callers: ConnLimiter::new(capacity.verified_callers),
         metrics: context.metrics.clone(),

@@ -20,17 +20,19 @@ tunnel_proto::limits! {
     /// Time for a caller to send a request head.
     request_head_timeout ("requestHeadTimeout", counted as RequestHeadTimeout): Duration
         = "10s", duration;
-    /// Maximum size of a request head, from 8KiB to 16MiB.
+    /// Maximum size of a request head, from 8KiB to 16MiB. For one above 64 KiB or 100 fields, five
+    /// times its size is reserved from bufferPool: half of the pool for all, a quarter for one
+    /// address.
     request_head_bytes ("requestHeadBytes", counted as RequestHeadBytes): usize
-        = "64KiB", size(8 << 10, 16 << 20);
+        = "1MiB", size(8 << 10, 16 << 20);
     /// Time that a caller may keep its connection without a request. Longer than scrape intervals.
     caller_idle_timeout ("callerIdleTimeout", counted as CallerIdleTimeout): Duration
         = "3m", duration;
     /// Connections of callers to all listeners. One more evicts the connection that has been idle
     /// for the longest time, of the address with the most connections, and is refused if all are
     /// in use. A quarter is reserved for callers that verify with a client certificate or come over
-    /// a Unix socket. auto: a quarter of the memory limit at 20 KiB and requestHeadBytes each, and
-    /// a quarter of the open files (RLIMIT_NOFILE), at most 65536.
+    /// a Unix socket. auto: a quarter of the memory limit at 84 KiB each (less with a smaller
+    /// requestHeadBytes), and a quarter of the open files (RLIMIT_NOFILE), at most 65536.
     callers_total ("callersTotal", counted as CallersTotal): Option<usize>
         = "auto", optional("auto", count(1 << 20));
     /// Connections of callers from one address (IPv6: one /64). auto: half of callersTotal.
@@ -76,10 +78,10 @@ tunnel_proto::limits! {
     /// Bytes of one stream that may be in flight and unread, from 16KiB to 16MiB. Over h2 up to
     /// 8MiB on a long path, while few streams are open.
     stream_window ("streamWindow"): u32 = "2MiB", size(16 << 10, 16 << 20);
-    /// Memory for data that agents, and other servers, may have sent unread. It is reserved before
-    /// they may send. When stalled readers of one agent hold a quarter of it, or three quarters are
-    /// in use, new streams of the callers with the most unread data get 503 too_many_streams. auto:
-    /// a quarter of the memory limit, at most 8GiB.
+    /// Memory for data that agents, and other servers, may have sent unread, and for large request
+    /// heads. It is reserved before they may send. When stalled readers of one agent hold a quarter
+    /// of it, or three quarters are in use, new streams of the callers with the most unread data get
+    /// 503 too_many_streams. auto: a quarter of the memory limit, at most 8GiB.
     buffer_pool ("bufferPool", counted as BufferPool): Option<u64>
         = "auto", optional("auto", size(64 << 10, 1 << 50));
     /// Sessions of all agents; one more is refused with overloaded. auto: three tenths of the memory

@@ -29,7 +29,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!(config.ports.localhost.to_string(), "10266, 10267");
     assert_eq!(config.limits.streams_per_agent, 256);
     assert_eq!(config.limits.stream_window, 2 << 20);
-    assert_eq!(config.limits.request_head_bytes, 64 << 10);
+    assert_eq!(config.limits.request_head_bytes, 1 << 20);
     assert_eq!(config.limits.buffer_pool, None);
     assert_eq!(config.limits.idle_timeout(), Duration::from_secs(75));
     let liveness = LivenessLimits {

@@ -297,6 +297,12 @@ impl CallerClosed {
             None => std::future::pending().await,
         }
     }
+
+    /// Returns whether the caller has sent data that was not read.
+    pub(super) fn has_unread(&self) -> bool {
+        let socket = self.0.as_deref();
+        socket.is_some_and(|socket| on_either!(socket, socket => tcp::has_unread(socket)))
+    }
 }
 
 impl PollCut for CallerStream {

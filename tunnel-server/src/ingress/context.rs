@@ -13,6 +13,7 @@ use super::caller_stream::{CallerClosed, CloseMode};
 use super::client_auth::{DelegationPolicy, ListenerTls};
 use super::connect::basic_auth::BasicAuth;
 use super::connect::dial::DirectDialer;
+use super::head_memory::HeadMemory;
 use super::peer::{CallerAddr, CallerIdentity};
 use super::recent_requests::RecentRequests;
 use super::target_tls::TargetTls;
@@ -38,6 +39,8 @@ pub struct IngressContext {
     pub delegation_callers: DelegationPolicy,
     /// Timeouts and size limits of the listeners.
     pub limits: ListenerLimits,
+    /// Memory for large request heads.
+    pub head_memory: Arc<HeadMemory>,
     /// Limiter of callers' connections. A connection holds its permit until it ends.
     pub callers: Arc<ConnLimiter>,
     /// Limiter with additional permits. Only callers that are verified by a client certificate or

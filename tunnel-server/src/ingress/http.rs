@@ -4,6 +4,7 @@
 pub(crate) mod exchange;
 pub(crate) mod head_check;
 pub(crate) mod headers;
+mod large_head;
 pub(crate) mod request_body;
 pub mod response;
 pub(crate) mod timeouts;
@@ -28,12 +29,12 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::task::yield_now;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::debug;
 use tunnel_proto::relay::PollCut;
 
 use super::connect;
-use super::context::{CallerConn, HttpListener, IngressContext, ListenerLimits};
+use super::context::{CallerConn, HttpListener, IngressContext};
 use crate::config::Limit;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::caller_stream::{CallerClosed, abort_behind};
@@ -42,11 +43,13 @@ use crate::ingress::dispatch::{
 };
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::exchange::{Caller, CallerUpgrade, Exchange, Forwarded, ForwardedBody};
+use crate::ingress::http::head_check::size::{CONNECTION_FIELDS, HeadLimits};
 use crate::ingress::http::head_check::{BodyFraming, HeadError};
 use crate::ingress::http::headers::{close_unless_upgraded, requested_upgrade};
+use crate::ingress::http::large_head::{LargeHead, LargeHeadEnd};
 use crate::ingress::http::response::ResponseBody;
 use crate::ingress::http::timeouts::{
-    ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
+    Activity, ConnTimeouts, RequestGuard, TimedStream, TimeoutConfig, TimeoutKind,
 };
 use crate::ingress::http::upstream::{TargetIo, UpstreamPool};
 use crate::ingress::outcome::Outcome;
@@ -85,7 +88,8 @@ pub(super) async fn serve<S>(
         head: limits.request_head_time,
         idle: limits.idle,
     };
-    let timeouts = ConnTimeouts::start(timeout_config, permit.clone());
+    let head_limits = HeadLimits::of_connection(limits.request_head_bytes);
+    let timeouts = ConnTimeouts::start(timeout_config, head_limits, permit.clone());
     let mut stream = TimedStream::new(stream, timeouts.clone());
     let caller = Arc::new(Caller {
         pool: Arc::new(UpstreamPool::new(ingress.drivers.clone())),
@@ -93,6 +97,7 @@ pub(super) async fn serve<S>(
         timeouts,
         permit,
         is_connecting: AtomicBool::new(false),
+        closes: AtomicBool::new(false),
         ingress,
         listener,
         peer,
@@ -103,40 +108,37 @@ pub(super) async fn serve<S>(
         certificate_error,
         credentials: Mutex::default(),
     });
+    let mut large_head = None;
     let ended = loop {
         // The box is freed while the connection is idle.
-        match Box::pin(caller.clone().drive(stream, &caller_closed)).await {
-            Ok(Some(idle)) => stream = idle,
-            Ok(None) => break Ok(()),
-            Err(end) => break Err(end),
-        }
-        match caller.wait(stream, &caller_closed).await {
-            Ok(Some(readable)) => stream = readable,
-            Ok(None) => break Ok(()),
+        let driven = Box::pin(
+            caller
+                .clone()
+                .drive(stream, large_head.as_ref(), &caller_closed),
+        );
+        match driven.await {
+            Ok(DriveEnd::Idle(idle)) => match caller.wait(idle, &caller_closed).await {
+                Ok(Some(readable)) => stream = readable,
+                Ok(None) => break Ok(()),
+                Err(end) => break Err(end),
+            },
+            Ok(DriveEnd::LargeHead(begun)) => {
+                stream = begun;
+                match caller.read_large_head(&mut stream).await {
+                    Ok(head) => large_head = Some(head),
+                    Err(end) => break caller.without_head(stream, end).await,
+                }
+                // The buffers of the head are freed with the connection.
+                caller.closes.store(true, Ordering::Relaxed);
+            }
+            Ok(DriveEnd::Closed) => break Ok(()),
             Err(end) => break Err(end),
         }
     };
+    drop(large_head);
     caller.pool.close();
-    match ended {
-        Ok(()) => {}
-        Err(ConnEnd::Http(error)) if error.is_parse() => {
-            // hyper has already answered with 400, 414 or 431.
-            let metrics = &caller.ingress.metrics;
-            let mut access_log =
-                AccessLog::start(caller.listener.name, peer, "unparsable request", metrics);
-            access_log.unreadable();
-            let failure = ProxyError::new(Outcome::BadRequest, error.to_string());
-            access_log.fail(&if error.is_parse_too_large() {
-                failure.with_limit(Limit::RequestHeadBytes)
-            } else {
-                failure
-            });
-        }
-        Err(ConnEnd::Http(error)) => debug!(%error, %peer, "caller's connection ended"),
-        Err(ConnEnd::TimedOut) => {}
-        Err(ConnEnd::Stalled) => debug!(%peer, "caller took nothing of a response, which was cut"),
-        Err(ConnEnd::Gone) => debug!(%peer, "caller disconnected"),
-        Err(ConnEnd::Evicted) => caller.ingress.metrics.evicted_caller(),
+    if let Err(end) = ended {
+        caller.report_end(end);
     }
 }
 
@@ -152,25 +154,41 @@ async fn close_gracefully<S: AsyncWrite + Unpin>(mut stream: S) {
     }
 }
 
-/// Bytes of a response that hyper holds for a caller that does not read them, unless larger heads are
-/// allowed.
+/// Bytes of a response that hyper holds for a caller that does not read them, unless its request head
+/// is larger. hyper's default is 400 KiB.
 const RESPONSE_BUFFER_BYTES: usize = 64 * 1024;
 
-/// Returns the hyper builder with the settings for callers' connections.
-pub(super) fn builder(limits: &ListenerLimits) -> Builder {
+/// Returns the hyper builder with the settings for callers' connections, and for heads of this size.
+pub(super) fn builder(head: HeadLimits) -> Builder {
+    // hyper refuses a head that is incomplete at its limit.
+    let head_bytes = head.bytes + 1;
     let mut builder = Builder::new();
     builder
         .timer(TokioTimer::new())
         // `ConnTimeouts` enforces read timeouts.
         .header_read_timeout(None)
-        .max_header_size(limits.request_head_bytes)
-        // hyper's default lets 400 KiB wait for a caller that reads nothing.
-        .max_buf_size(limits.request_head_bytes.max(RESPONSE_BUFFER_BYTES))
+        .max_header_size(head_bytes)
+        .max_buf_size(head_bytes.max(RESPONSE_BUFFER_BYTES))
         .auto_date_header(false)
         .preserve_header_case(true)
         // Applies to the header fields that the server adds. Fields from targets keep their case.
         .title_case_headers(true);
+    if head.fields > CONNECTION_FIELDS {
+        builder.max_headers(head.fields);
+    }
     builder
+}
+
+/// Time from the first byte of a request to its end, if the connection is evicted in between.
+const EVICTION_GRACE: Duration = Duration::from_secs(1);
+
+/// Reason why hyper no longer drives a connection that has not failed.
+enum DriveEnd<S> {
+    /// The connection has been idle for [`RELEASE_BUFFERS_AFTER`].
+    Idle(TimedStream<S>),
+    /// A head waits that is too large for hyper with the settings of the connection.
+    LargeHead(TimedStream<S>),
+    Closed,
 }
 
 /// Reason why a caller's connection is dropped without a clean shutdown.
@@ -188,13 +206,14 @@ enum ConnEnd {
 }
 
 impl Caller {
-    /// Drives the connection until it ends or has been idle for [`RELEASE_BUFFERS_AFTER`]. Returns
-    /// the stream if the connection is idle.
+    /// Drives the connection until it ends, or hyper should not drive it. `large_head` is the head
+    /// with which `stream` begins, if it is a large one.
     async fn drive<S>(
         self: Arc<Self>,
         stream: TimedStream<S>,
+        large_head: Option<&LargeHead>,
         caller_closed: &CallerClosed,
-    ) -> Result<Option<TimedStream<S>>, ConnEnd>
+    ) -> Result<DriveEnd<S>, ConnEnd>
     where
         S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
@@ -207,18 +226,16 @@ impl Caller {
                 Ok::<_, Infallible>(caller.answer(request, request_guard, head_error).await)
             })
         });
-        let mut builder = builder(&self.ingress.limits);
-        // After a CONNECT, a half-close is forwarded to the target. For other requests,
-        // `CallerClosed` reports a disconnect.
-        builder.half_close(self.listener.connect.is_some());
+        let builder = self.builder(large_head);
         let mut connection = builder.serve_connection(TokioIo::new(stream), service);
         let mut expire = pin!(self.pool.expire());
         let mut gone = pin!(self.gone(caller_closed));
         let drain = self.ingress.shutdown.drain();
         let mut idle = pin!(self.timeouts.idle_for(RELEASE_BUFFERS_AFTER));
-        let mut write_blocked = pin!(self.timeouts.write_blocked_for(self.ingress.limits.idle));
-        let mut stalled = pin!(self.timeouts.response_stalled());
+        let mut stuck = pin!(self.stuck());
+        let mut larger_head = pin!(self.timeouts.wait_for_large_head());
         let (mut draining, mut has_expired, mut evicted) = (false, false, false);
+        let mut evict_at = None;
         loop {
             tokio::select! {
                 biased;
@@ -230,31 +247,28 @@ impl Caller {
                     let stream = stream_from_parts(connection.into_parts());
                     return match ended {
                         Ok(()) if evicted => Err(self.evict(stream)),
-                        Ok(()) => {
-                            self.finish(stream).await;
-                            Ok(None)
-                        }
+                        Ok(()) => Ok(self.finish(stream).await),
                         Err(error) => Err(self.fail(stream, error).await),
                     };
                 }
                 () = self.permit.evicted(), if !evicted => {
-                    if self.timeouts.is_idle() {
+                    evicted = true;
+                    evict_at = Some(self.eviction_time(caller_closed));
+                    continue;
+                }
+                () = sleep_until(evict_at.unwrap_or_else(Instant::now)), if evict_at.is_some() => {
+                    if self.timeouts.activity() != Activity::Busy {
                         return Err(self.evict(stream_from_parts(connection.into_parts())));
                     }
-                    evicted = true;
+                    evict_at = None;
+                }
+                () = larger_head.as_mut(), if !draining && !has_expired && !evicted => {
+                    return Ok(DriveEnd::LargeHead(stream_from_parts(connection.into_parts())));
                 }
                 () = idle.as_mut(), if caller_closed.can_wait() && !draining && !has_expired && !evicted => {
-                    return Ok(Some(stream_from_parts(connection.into_parts())));
+                    return Ok(DriveEnd::Idle(stream_from_parts(connection.into_parts())));
                 }
-                () = write_blocked.as_mut() => {
-                    self.report_timeout(TimeoutKind::Idle);
-                    self.close_mode.cut();
-                    return Err(ConnEnd::TimedOut);
-                }
-                () = stalled.as_mut() => {
-                    self.close_mode.cut();
-                    return Err(ConnEnd::Stalled);
-                }
+                end = stuck.as_mut() => return Err(end),
                 never = expire.as_mut() => match never {},
                 () = gone.as_mut() => return Err(ConnEnd::Gone),
                 () = drain.cancelled(), if !draining => draining = true,
@@ -268,6 +282,43 @@ impl Caller {
             }
             Pin::new(&mut connection).graceful_shutdown();
         }
+    }
+
+    fn builder(&self, large_head: Option<&LargeHead>) -> Builder {
+        let mut builder = builder(match large_head {
+            Some(head) => HeadLimits::enough_for(head.size),
+            None => HeadLimits::of_connection(self.ingress.limits.request_head_bytes),
+        });
+        // After a CONNECT, a half-close is forwarded to the target. For other requests,
+        // `CallerClosed` reports a disconnect.
+        builder.half_close(self.listener.connect.is_some());
+        builder
+    }
+
+    /// Returns when an evicted connection closes, unless a request is in progress then: at once, or
+    /// after the time for a request that has just arrived.
+    fn eviction_time(&self, caller_closed: &CallerClosed) -> Instant {
+        self.closes.store(true, Ordering::Relaxed);
+        let now = Instant::now();
+        match self.timeouts.activity() {
+            Activity::Idle if caller_closed.has_unread() => now + EVICTION_GRACE,
+            Activity::Idle | Activity::Busy => now,
+            Activity::Head(since) => since + EVICTION_GRACE,
+        }
+    }
+
+    /// Waits until the connection must be cut because the caller takes nothing.
+    async fn stuck(&self) -> ConnEnd {
+        let end = tokio::select! {
+            biased;
+            () = self.timeouts.write_blocked_for(self.ingress.limits.idle) => {
+                self.report_timeout(TimeoutKind::Idle);
+                ConnEnd::TimedOut
+            }
+            () = self.timeouts.response_stalled() => ConnEnd::Stalled,
+        };
+        self.close_mode.cut();
+        end
     }
 
     /// Completes once the caller has disconnected while a response was in progress. Never completes
@@ -310,13 +361,42 @@ impl Caller {
     {
         tokio::select! {
             biased;
-            () = self.permit.evicted() => return Err(self.evict(stream)),
             () = caller_closed.readable() => return Ok(Some(stream)),
+            () = self.permit.evicted() => {
+                if caller_closed.has_unread() {
+                    return Ok(Some(stream));
+                }
+                return Err(self.evict(stream));
+            }
             () = self.ingress.shutdown.drain().cancelled() => {}
             expired = self.timeouts.expired_in_state() => self.report_timeout(expired),
         }
         close_gracefully(stream).await;
         Ok(None)
+    }
+
+    /// Reports why a connection was dropped without a clean shutdown.
+    fn report_end(&self, end: ConnEnd) {
+        let (metrics, peer) = (&self.ingress.metrics, self.peer);
+        match end {
+            ConnEnd::Http(error) if error.is_parse() => {
+                // hyper has already answered with 400, 414 or 431.
+                let mut access_log =
+                    AccessLog::start(self.listener.name, peer, "unparsable request", metrics);
+                access_log.unreadable();
+                let failure = ProxyError::new(Outcome::BadRequest, error.to_string());
+                access_log.fail(&if error.is_parse_too_large() {
+                    failure.with_limit(Limit::RequestHeadBytes)
+                } else {
+                    failure
+                });
+            }
+            ConnEnd::Http(error) => debug!(%error, %peer, "caller's connection ended"),
+            ConnEnd::TimedOut => {}
+            ConnEnd::Stalled => debug!(%peer, "caller took nothing of a response, which was cut"),
+            ConnEnd::Gone => debug!(%peer, "caller disconnected"),
+            ConnEnd::Evicted => metrics.evicted_caller(),
+        }
     }
 
     fn report_timeout(&self, expired: TimeoutKind) {
@@ -328,17 +408,42 @@ impl Caller {
         debug!(peer = %self.peer, limit = limit.name(), "caller connection timed out");
     }
 
-    /// Hands the connection to the upgrade that was granted, or shuts the connection down.
-    async fn finish<S>(&self, stream: TimedStream<S>)
+    /// Ends a connection whose large head is not served.
+    async fn without_head<S>(
+        &self,
+        stream: TimedStream<S>,
+        end: LargeHeadEnd,
+    ) -> Result<(), ConnEnd>
     where
         S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
+        match end {
+            LargeHeadEnd::Refused => Ok(()),
+            LargeHeadEnd::Gone => {
+                close_gracefully(stream).await;
+                Ok(())
+            }
+            LargeHeadEnd::Evicted => Err(self.evict(stream)),
+            LargeHeadEnd::TimedOut(expired) => {
+                self.report_timeout(expired);
+                Err(ConnEnd::TimedOut)
+            }
+        }
+    }
+
+    /// Hands the connection to the upgrade that was granted, or shuts the connection down.
+    async fn finish<S>(&self, mut stream: TimedStream<S>) -> DriveEnd<S>
+    where
+        S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
+    {
+        stream.release();
         let granted = self.upgrade.lock().take();
         match granted {
             // If the receiver is gone, dropping the connection closes it.
             Some(granted) => drop(granted.send(Box::new(stream))),
             None => close_gracefully(stream).await,
         }
+        DriveEnd::Closed
     }
 
     /// Closes the connection to make room for a newer one. The server sends a FIN and does not wait
@@ -349,6 +454,7 @@ impl Caller {
         S: AsyncRead + AsyncWrite + PollCut + Send + Unpin + 'static,
     {
         if let Some(granted) = self.upgrade.lock().take() {
+            stream.release();
             drop(granted.send(Box::new(stream)));
         } else if let Some(Err(error)) = stream.shutdown().now_or_never() {
             debug!(%error, "cannot shut down a caller's connection");
@@ -424,7 +530,9 @@ impl Caller {
         // The bytes after a request for an upgrade can belong to the other protocol. While the
         // server leaves, callers find another one with their next connection.
         let is_leaving = self.ingress.shutdown.leaving().is_cancelled();
-        if wanted.is_some() || (is_leaving && !is_connect) {
+        let closes = is_leaving || self.closes.load(Ordering::Relaxed);
+        let is_tunnel = is_connect && response.status().is_success();
+        if wanted.is_some() || (closes && !is_tunnel) {
             close_unless_upgraded(&mut response);
         }
         unanswered.finish();

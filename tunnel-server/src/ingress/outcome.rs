@@ -19,8 +19,10 @@ pub enum Outcome {
     RefusedByPolicy,
     /// The CONNECT listener requires valid credentials.
     ProxyAuth,
-    /// The request target is longer than 8 KiB.
+    /// The request target is longer than 65,000 bytes.
     UriTooLong,
+    /// The request head has more bytes or more fields than allowed.
+    HeadTooLarge,
     /// The target refused the connection or is unreachable.
     TargetRefused,
     TargetTls,
@@ -32,6 +34,8 @@ pub enum Outcome {
     /// The agent has reached its limit of open streams, or stalled readers hold as much memory as
     /// they may.
     TooManyStreams,
+    /// The server has no memory for a large request head.
+    Overloaded,
     Draining,
     /// The target did not accept the connection in time.
     TargetTimeout,
@@ -47,7 +51,7 @@ pub enum Outcome {
 
 impl Outcome {
     /// Every outcome, for the documentation and for tests.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 21] = [
         Self::Ok,
         Self::BadRequest,
         Self::UnknownNode,
@@ -55,12 +59,14 @@ impl Outcome {
         Self::RefusedByPolicy,
         Self::ProxyAuth,
         Self::UriTooLong,
+        Self::HeadTooLarge,
         Self::TargetRefused,
         Self::TargetTls,
         Self::TargetBadResponse,
         Self::AgentLost,
         Self::NoAgent,
         Self::TooManyStreams,
+        Self::Overloaded,
         Self::Draining,
         Self::TargetTimeout,
         Self::AgentTimeout,
@@ -80,12 +86,14 @@ impl Outcome {
             Self::RefusedByPolicy => "refused_by_policy",
             Self::ProxyAuth => "proxy_auth_required",
             Self::UriTooLong => "uri_too_long",
+            Self::HeadTooLarge => "head_too_large",
             Self::TargetRefused => "target_refused",
             Self::TargetTls => "target_tls",
             Self::TargetBadResponse => "target_bad_response",
             Self::AgentLost => "agent_lost",
             Self::NoAgent => "no_agent",
             Self::TooManyStreams => "too_many_streams",
+            Self::Overloaded => "overloaded",
             Self::Draining => "draining",
             Self::TargetTimeout => "target_timeout",
             Self::AgentTimeout => "agent_timeout",
@@ -105,10 +113,11 @@ impl Outcome {
             Self::RefusedByPolicy => StatusCode::FORBIDDEN,
             Self::ProxyAuth => StatusCode::PROXY_AUTHENTICATION_REQUIRED,
             Self::UriTooLong => StatusCode::URI_TOO_LONG,
+            Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::TargetRefused | Self::TargetTls | Self::TargetBadResponse | Self::AgentLost => {
                 StatusCode::BAD_GATEWAY
             }
-            Self::NoAgent | Self::TooManyStreams | Self::Draining => {
+            Self::NoAgent | Self::TooManyStreams | Self::Overloaded | Self::Draining => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
             Self::TargetTimeout | Self::AgentTimeout | Self::ReaderStalled => {

@@ -22,7 +22,7 @@ pub(super) async fn refuse_http(
     access_log.unreadable();
     access_log.status(failure.outcome.status());
     access_log.fail(&failure);
-    let answer = answer(&failure);
+    let answer = failure.last_answer();
     let answered = async {
         stream.write_all(answer.as_bytes()).await?;
         stream.shutdown().await
@@ -30,16 +30,6 @@ pub(super) async fn refuse_http(
     if let Err(error) = answered.await {
         debug!(%error, "cannot answer plain HTTP on a port that speaks HTTPS");
     }
-}
-
-fn answer(failure: &ProxyError) -> String {
-    let (code, text) = (failure.outcome, &failure.text);
-    let length = text.len() + 1;
-    format!(
-        "HTTP/1.1 400 Bad Request\r\nX-Tunnel-Error: {code}\r\n\
-         Content-Type: text/plain; charset=utf-8\r\nContent-Length: {length}\r\n\
-         Connection: close\r\n\r\n{text}\n"
-    )
 }
 
 const TEXT: &str =

@@ -19,9 +19,6 @@ pub(crate) mod delegated;
 pub const SELECT_HOST: HeaderName = HeaderName::from_static("x-tunnel-proxy-host");
 /// Header that selects the host and the port.
 pub const SELECT_DEST: HeaderName = HeaderName::from_static("x-tunnel-proxy-dest");
-/// Longest request target, in bytes. hyper reads at most 65,534. `kubectl exec` sends a script as
-/// part of the target.
-const URI_MAX_BYTES: usize = 65_000;
 
 /// The facts of a request that determine its destination.
 #[derive(Debug, Clone, Copy)]
@@ -108,15 +105,6 @@ pub(crate) fn check_path(uri: &Uri, headers: &HeaderMap) -> Result<(), ProxyErro
     if !target.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(bad_request(
             "the request target contains bytes that are invalid in a URI (RFC 3986); percent-encode them",
-        ));
-    }
-    if target.len() > URI_MAX_BYTES {
-        return Err(ProxyError::new(
-            Outcome::UriTooLong,
-            format!(
-                "the request target is longer than {URI_MAX_BYTES} bytes; a long script for kubectl exec \
-                 goes to its standard input (-i), or into a file"
-            ),
         ));
     }
     Ok(())

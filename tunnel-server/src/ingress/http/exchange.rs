@@ -218,6 +218,8 @@ pub(in crate::ingress) struct Caller {
     /// A CONNECT is in progress. The server then forwards the end of the caller's direction to the
     /// target.
     pub(in crate::ingress) is_connecting: AtomicBool,
+    /// The connection closes after the next response.
+    pub(in crate::ingress) closes: AtomicBool,
     pub(in crate::ingress) timeouts: Arc<ConnTimeouts>,
     /// Permit of the connection from the limiter of callers.
     pub(in crate::ingress) permit: Arc<ConnPermit>,

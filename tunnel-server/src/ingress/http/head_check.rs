@@ -8,6 +8,9 @@
 //! differ, or if the bytes are no HTTP that the check can follow, every further request is refused
 //! with 400, which closes the connection: a check that does not know where a head begins must not go
 //! on.
+//!
+//! The check also measures heads before hyper has their bytes, and stops at the byte that exceeds a
+//! limit (`head_check/size.rs`).
 
 use std::collections::VecDeque;
 
@@ -15,9 +18,11 @@ use http::{Method, Request};
 use hyper::body::Body;
 
 use self::chunks::{ChunkState, ChunkStep};
+use self::size::{HeadExcess, HeadLimits, HeadSize, TARGET_MAX_BYTES};
 use crate::ingress::http::headers::requested_upgrade;
 
-mod chunks;
+pub(crate) mod chunks;
+pub(crate) mod size;
 
 /// Reason why a head is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -77,6 +82,35 @@ pub(crate) struct HeadCheck {
     /// The heads that hyper has not read yet, in order. A caller may send thousands at once, most of
     /// which are alike.
     heads: VecDeque<HeadRun>,
+    limits: HeadLimits,
+}
+
+/// The place in some bytes at which the check has stopped, because a head exceeds a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeadStop {
+    /// The beginning of the head. 0 if the head began before these bytes.
+    pub(crate) head: usize,
+    /// Number of bytes that the check has followed.
+    pub(crate) checked: usize,
+}
+
+/// What the check has read of a head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeadProgress {
+    /// Number of bytes that the check has followed.
+    pub(crate) checked: usize,
+    pub(crate) step: HeadStep,
+    pub(crate) size: HeadSize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HeadStep {
+    /// The head goes on.
+    Within,
+    /// The head is complete.
+    End,
+    /// The next byte exceeds a limit.
+    Excess(HeadExcess),
 }
 
 #[derive(Debug)]
@@ -103,26 +137,38 @@ struct CheckedHead {
 
 impl Default for HeadCheck {
     fn default() -> Self {
-        Self {
-            state: State::Head(Head::default()),
-            heads: VecDeque::new(),
-        }
+        Self::new(HeadLimits::NONE)
     }
 }
 
 impl HeadCheck {
-    /// Follows bytes that hyper reads.
-    pub(crate) fn read(&mut self, mut data: &[u8]) {
+    /// Creates the check of a connection whose heads have these limits.
+    pub(crate) fn new(limits: HeadLimits) -> Self {
+        Self {
+            state: State::Head(Head::default()),
+            heads: VecDeque::new(),
+            limits,
+        }
+    }
+
+    /// Follows bytes that hyper reads, up to the first head that exceeds a limit.
+    pub(crate) fn read(&mut self, data: &[u8]) -> Option<HeadStop> {
+        let all = data.len();
+        let mut data = data;
         while !data.is_empty() {
+            let at = all - data.len();
             let consumed = match &mut self.state {
-                State::Head(head) => match data.iter().position(|byte| head.push(*byte)) {
-                    Some(last) => {
-                        let head = head.checked();
-                        self.push(head);
-                        last + 1
+                State::Head(head) => {
+                    let begins_here = head.size.bytes == 0;
+                    let progress = self.read_head(data, self.limits);
+                    if let HeadStep::Excess(_) = progress.step {
+                        return Some(HeadStop {
+                            head: if begins_here { at } else { 0 },
+                            checked: at + progress.checked,
+                        });
                     }
-                    None => return,
-                },
+                    progress.checked
+                }
                 State::Body(left) => {
                     let here = usize::try_from(*left).unwrap_or(usize::MAX).min(data.len());
                     *left -= here as u64;
@@ -140,10 +186,59 @@ impl HeadCheck {
                     }
                     consumed
                 }
-                State::Lost | State::Off => return,
+                State::Lost | State::Off => return None,
             };
             data = data.get(consumed..).unwrap_or_default();
         }
+        None
+    }
+
+    /// Follows bytes of a head with these limits, up to its end.
+    pub(crate) fn read_head(&mut self, data: &[u8], limits: HeadLimits) -> HeadProgress {
+        let State::Head(head) = &mut self.state else {
+            return HeadProgress {
+                checked: 0,
+                step: HeadStep::End,
+                size: HeadSize::default(),
+            };
+        };
+        let (mut checked, mut step) = (0, HeadStep::Within);
+        for byte in data {
+            if let Some(excess) = head.excess(*byte, limits) {
+                step = HeadStep::Excess(excess);
+                break;
+            }
+            checked += 1;
+            if head.push(*byte) {
+                step = HeadStep::End;
+                break;
+            }
+        }
+        let (size, head) = (head.size, head.checked());
+        if step == HeadStep::End {
+            self.push(head);
+        }
+        HeadProgress {
+            checked,
+            step,
+            size,
+        }
+    }
+
+    /// Returns the framing of the heads that hyper has not read yet.
+    #[cfg(feature = "test-util")]
+    pub(crate) fn framings(&self) -> Vec<BodyFraming> {
+        let runs = self.heads.iter();
+        runs.flat_map(|run| {
+            let framing = run.head.framing.unwrap_or(BodyFraming::Chunked);
+            std::iter::repeat_n(framing, run.count)
+        })
+        .collect()
+    }
+
+    /// Returns whether hyper has read all heads that are complete.
+    pub(crate) fn is_read(&self) -> bool {
+        self.heads.is_empty()
     }
 
     /// Records that hyper has read a head, and how it frames the body. Returns the error in that
@@ -210,6 +305,11 @@ struct HeadRun {
 /// A head, up to its empty line.
 #[derive(Debug, Default)]
 struct Head {
+    size: HeadSize,
+    /// Bytes of the request target.
+    target: usize,
+    /// Spaces in the request line, which separate the target.
+    spaces: u8,
     /// The request line has ended.
     in_fields: bool,
     /// The beginning of the field name, in lower case.
@@ -289,13 +389,35 @@ impl Head {
         }
     }
 
+    /// Returns the limit that the head exceeds with the next byte.
+    fn excess(&self, next: u8, limits: HeadLimits) -> Option<HeadExcess> {
+        let is_text = !matches!(next, b'\r' | b'\n');
+        let begins_field = self.in_fields && self.length == 0 && is_text;
+        let continues_target = !self.in_fields && self.spaces == 1 && is_text && next != b' ';
+        if self.size.bytes >= limits.bytes {
+            Some(HeadExcess::Bytes)
+        } else if begins_field && self.size.fields >= limits.fields {
+            Some(HeadExcess::Fields)
+        } else if continues_target && self.target >= TARGET_MAX_BYTES {
+            Some(HeadExcess::Target)
+        } else {
+            None
+        }
+    }
+
     /// Consumes a byte. Returns whether the head ends with this byte.
     fn push(&mut self, byte: u8) -> bool {
+        self.size.bytes += 1;
         match byte {
             b'\n' => return self.end_line(),
             // A CR within a line belongs to the line. hyper rejects such a head.
             b'\r' => self.length += usize::from(std::mem::replace(&mut self.cr, true)),
             _ => {
+                if !self.in_fields {
+                    self.push_request_line(byte);
+                } else if self.length == 0 {
+                    self.size.fields += 1;
+                }
                 self.length += usize::from(std::mem::take(&mut self.cr));
                 if self.field.is_some() {
                     self.value.push(byte);
@@ -311,6 +433,14 @@ impl Head {
             }
         }
         false
+    }
+
+    fn push_request_line(&mut self, byte: u8) {
+        match (byte, self.spaces) {
+            (b' ', _) => self.spaces = self.spaces.saturating_add(1),
+            (_, 1) => self.target += 1,
+            (_, _) => {}
+        }
     }
 
     fn end_line(&mut self) -> bool {

@@ -280,7 +280,7 @@ impl ProxyError {
             HeaderValue::from_static("text/plain; charset=utf-8"),
         );
         match self.outcome {
-            Outcome::TooManyStreams => {
+            Outcome::TooManyStreams | Outcome::Overloaded => {
                 headers.insert(http::header::RETRY_AFTER, RETRY_AFTER);
             }
             // The end of such a request can be ambiguous, so the server does not read a further
@@ -298,6 +298,26 @@ impl ProxyError {
         response
     }
 
+    /// Returns the bytes of the response after which the connection closes, for a request that hyper
+    /// has not read.
+    #[must_use]
+    pub fn last_answer(&self) -> String {
+        let text = one_line(&self.text);
+        let response = self.response();
+        let status = response.status();
+        let reason = status.canonical_reason().unwrap_or_default();
+        let mut answer = format!("HTTP/1.1 {} {reason}\r\n", status.as_str());
+        for (name, value) in response.headers() {
+            let name = title_case(name.as_str());
+            let value = value.to_str().unwrap_or_default();
+            if name != "Connection" {
+                answer.push_str(&format!("{name}: {value}\r\n"));
+            }
+        }
+        let length = text.len() + 1;
+        answer + &format!("Content-Length: {length}\r\nConnection: close\r\n\r\n{text}\n")
+    }
+
     /// Returns the response to a CONNECT. The status line contains the text too, because
     /// kube-apiserver shows no other part of the response.
     #[must_use]
@@ -310,6 +330,15 @@ impl ProxyError {
         }
         response
     }
+}
+
+/// Returns the name of a field as hyper writes it.
+fn title_case(name: &str) -> String {
+    let words = name.split('-').map(|word| {
+        let (first, rest) = word.split_at(word.len().min(1));
+        first.to_ascii_uppercase() + rest
+    });
+    words.collect::<Vec<_>>().join("-")
 }
 
 #[cfg(test)]

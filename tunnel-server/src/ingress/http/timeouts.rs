@@ -10,16 +10,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use tunnel_proto::process::conn_limiter::{ConnPermit, InUseGuard};
 use tunnel_proto::relay::{CUT_CHECK_INTERVAL, PollCut};
 use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamWatch};
 
-use super::head_check::{BodyFraming, HeadCheck, HeadError};
+use super::head_check::size::HeadLimits;
+use super::head_check::{BodyFraming, HeadCheck, HeadError, HeadProgress, HeadStop};
 use super::unread::UnreadBytes;
 
 /// State of a caller's connection.
@@ -66,6 +67,17 @@ pub(crate) struct TimeoutConfig {
     pub(crate) idle: Duration,
 }
 
+/// What a connection does, for a decision about its eviction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Activity {
+    /// No byte of a next request has arrived, or no request at all.
+    Idle,
+    /// The first bytes of a request arrived at this time.
+    Head(Instant),
+    /// Requests are in progress, or their responses are not written.
+    Busy,
+}
+
 /// The last bytes that hyper has read. If they are an empty line, they contain no part of a further
 /// head.
 #[derive(Debug, Clone, Copy, Default)]
@@ -98,6 +110,9 @@ struct State {
     /// begun.
     body: bool,
     check: HeadCheck,
+    /// The check has stopped at a head that is too large for the connection, which hyper does not
+    /// get.
+    has_large_head: bool,
     /// The response to the last request is complete, and the body of the request goes on.
     is_answered: bool,
     /// Number of requests that have begun.
@@ -107,12 +122,13 @@ struct State {
 }
 
 impl State {
-    fn read(&mut self, data: &[u8], now: Instant) {
-        if let ConnState::Idle { .. } = self.conn_state {
-            self.conn_state = ConnState::Head { since: now };
-        }
-        self.last_bytes.push(data);
-        self.check.read(data);
+    fn read(&mut self, data: &[u8]) -> Option<HeadStop> {
+        let stop = self.check.read(data);
+        let checked = stop.map_or(data.len(), |stop| stop.checked);
+        self.last_bytes
+            .push(data.get(..checked).unwrap_or_default());
+        self.has_large_head |= stop.is_some();
+        stop
     }
 
     fn start(&mut self, body: bool) {
@@ -174,14 +190,19 @@ pub(crate) struct ConnTimeouts {
 
 impl ConnTimeouts {
     /// Creates the timeouts for a connection that begins at this moment.
-    pub(crate) fn start(timeout_config: TimeoutConfig, permit: Arc<ConnPermit>) -> Arc<Self> {
+    pub(crate) fn start(
+        timeout_config: TimeoutConfig,
+        head_limits: HeadLimits,
+        permit: Arc<ConnPermit>,
+    ) -> Arc<Self> {
         let state = State {
             conn_state: ConnState::FirstHead {
                 since: Instant::now(),
             },
             last_bytes: LastBytes::default(),
             body: false,
-            check: HeadCheck::default(),
+            check: HeadCheck::new(head_limits),
+            has_large_head: false,
             is_answered: false,
             requests: 0,
             is_end_awaited: false,
@@ -266,6 +287,7 @@ impl ConnTimeouts {
 
     /// Waits until a request ends. Returns at once if none is in progress. Cancel-safe.
     async fn wait_for_request_end(&self) {
+        let ended = self.request_ended.notified();
         {
             let mut state = self.state.lock();
             if !matches!(state.conn_state, ConnState::Busy { .. }) {
@@ -273,12 +295,61 @@ impl ConnTimeouts {
             }
             state.is_end_awaited = true;
         }
-        self.request_ended.notified().await;
+        ended.await;
     }
 
-    /// Returns whether no request is in progress and all responses are written.
-    pub(crate) fn is_idle(&self) -> bool {
-        !matches!(self.state.lock().conn_state, ConnState::Busy { .. }) && !self.is_write_blocked()
+    /// Returns what the connection does.
+    pub(crate) fn activity(&self) -> Activity {
+        if self.is_write_blocked() {
+            return Activity::Busy;
+        }
+        match self.state.lock().conn_state {
+            ConnState::Busy { .. } => Activity::Busy,
+            ConnState::Head { since } => Activity::Head(since),
+            ConnState::FirstHead { .. } | ConnState::Idle { .. } => Activity::Idle,
+        }
+    }
+
+    /// Waits until a head waits that is too large for hyper, and hyper has nothing else to do. Must
+    /// be polled by the task of the connection, after hyper. Cancel-safe.
+    pub(crate) async fn wait_for_large_head(&self) {
+        poll_fn(|_| {
+            let state = self.state.lock();
+            if state.has_large_head && state.check.is_read() {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
+        })
+        .await;
+        loop {
+            if self.is_write_blocked() {
+                self.write_unblocked.notified().await;
+            } else if self.activity() == Activity::Busy {
+                self.wait_for_request_end().await;
+            } else {
+                return;
+            }
+        }
+    }
+
+    /// Starts the timeout of a large head, unless it has begun with the first bytes of the head.
+    pub(crate) fn begin_large_head(&self) {
+        let mut state = self.state.lock();
+        state.has_large_head = false;
+        if let ConnState::Idle { .. } = state.conn_state {
+            let since = Instant::now();
+            state.conn_state = ConnState::Head { since };
+        }
+    }
+
+    /// Follows bytes of a large head, which must not exceed `limits`.
+    pub(crate) fn read_large_head(&self, data: &[u8], limits: HeadLimits) -> HeadProgress {
+        let mut state = self.state.lock();
+        let progress = state.check.read_head(data, limits);
+        let checked = data.get(..progress.checked).unwrap_or_default();
+        state.last_bytes.push(checked);
+        progress
     }
 
     /// Returns whether hyper holds bytes that the socket has not accepted.
@@ -424,8 +495,15 @@ impl ConnTimeouts {
         }
     }
 
-    fn read(&self, data: &[u8]) {
-        self.state.lock().read(data, Instant::now());
+    /// Follows bytes for hyper. Stops at a head that is too large for the connection.
+    fn read(&self, data: &[u8]) -> Option<HeadStop> {
+        let mut state = self.state.lock();
+        if let ConnState::Idle { .. } = state.conn_state {
+            let since = Instant::now();
+            state.conn_state = ConnState::Head { since };
+            self.permit.expect_use();
+        }
+        state.read(data)
     }
 }
 
@@ -470,17 +548,23 @@ impl Drop for RequestGuard {
             std::mem::take(&mut state.is_end_awaited)
         };
         if is_awaited {
-            self.timeouts.request_ended.notify_one();
+            self.timeouts.request_ended.notify_waiters();
         }
     }
 }
 
-/// A caller's connection that reports its reads and blocked writes to [`ConnTimeouts`].
+/// A caller's connection that reports its reads and blocked writes to [`ConnTimeouts`], and does not
+/// give hyper a head that is too large for the connection.
 #[derive(Debug)]
 pub(crate) struct TimedStream<S> {
     stream: Box<S>,
     timeouts: Arc<ConnTimeouts>,
+    /// Bytes that were read and checked earlier. Reads return these bytes first.
     unread: UnreadBytes,
+    /// The beginning of a head that is too large for hyper. Reads wait while it is there.
+    withheld: Option<Bytes>,
+    /// Bytes behind the others, which were read and not checked.
+    unchecked: UnreadBytes,
 }
 
 impl<S> TimedStream<S> {
@@ -489,14 +573,58 @@ impl<S> TimedStream<S> {
             stream: Box::new(stream),
             timeouts,
             unread: UnreadBytes::default(),
+            withheld: None,
+            unchecked: UnreadBytes::default(),
         }
     }
 
     /// Puts back bytes that were read but not used.
     pub(crate) fn put_back(&mut self, unread: Bytes) {
-        self.unread = unread.into();
+        self.unread.put_back(unread);
+    }
+
+    /// Puts back bytes that were read and not checked.
+    pub(crate) fn put_back_unchecked(&mut self, unchecked: Bytes) {
+        self.unchecked.put_back(unchecked);
+    }
+
+    /// Takes the part of a large head that was read and checked.
+    pub(crate) fn take_large_head(&mut self) -> BytesMut {
+        let mut head = BytesMut::from(self.unread.take());
+        head.extend_from_slice(&self.withheld.take().unwrap_or_default());
+        head
+    }
+
+    /// Makes all bytes available to reads, because they are no heads.
+    pub(crate) fn release(&mut self) {
+        let head = self.take_large_head();
+        self.unread.put_back(head.freeze());
+    }
+
+    fn withhold(&mut self, data: &[u8], stop: HeadStop) {
+        let data = Bytes::copy_from_slice(data);
+        self.put_back_unchecked(data.slice(stop.checked..));
+        self.withheld = Some(data.slice(stop.head..stop.checked));
     }
 }
+
+impl<S: AsyncRead + Unpin> TimedStream<S> {
+    /// Reads some bytes that are not checked yet. Returns none at the end. Cancel-safe.
+    ///
+    /// # Errors
+    /// The error of the stream.
+    pub(crate) async fn read_unchecked(&mut self) -> io::Result<Bytes> {
+        if self.unchecked.is_empty() {
+            let mut data = BytesMut::with_capacity(READ_BYTES);
+            self.stream.read_buf(&mut data).await?;
+            return Ok(data.freeze());
+        }
+        Ok(self.unchecked.take())
+    }
+}
+
+/// Bytes of a large head that are read at once.
+const READ_BYTES: usize = 16 << 10;
 
 impl<S: PollCut> PollCut for TimedStream<S> {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
@@ -513,10 +641,25 @@ impl<S: AsyncRead + Unpin> AsyncRead for TimedStream<S> {
         if self.unread.read(out) {
             return Poll::Ready(Ok(()));
         }
+        if self.withheld.is_some() {
+            // `ConnTimeouts::wait_for_large_head` goes on.
+            return Poll::Pending;
+        }
         let before = out.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(cx, out))?;
-        if let Some(data) = out.filled().get(before..).filter(|data| !data.is_empty()) {
-            self.timeouts.read(data);
+        if !self.unchecked.read(out) {
+            ready!(Pin::new(&mut self.stream).poll_read(cx, out))?;
+        }
+        let data = out.filled().get(before..).filter(|data| !data.is_empty());
+        let Some(data) = data else {
+            return Poll::Ready(Ok(()));
+        };
+        let Some(stop) = self.timeouts.read(data) else {
+            return Poll::Ready(Ok(()));
+        };
+        self.withhold(data, stop);
+        out.set_filled(before + stop.head);
+        if stop.head == 0 {
+            return Poll::Pending;
         }
         Poll::Ready(Ok(()))
     }

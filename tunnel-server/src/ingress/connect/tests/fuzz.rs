@@ -13,8 +13,9 @@ use hyper::service::service_fn;
 use crate::ingress::connect::request::{ProxyRequest, RequestKind};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::builder;
+use crate::ingress::http::head_check::size::HeadLimits;
 use crate::ingress::http::response::ResponseBody;
-use crate::ingress::http::tests::fuzz::exchange::{LIMITS, POLICY, ROUTES, Wire};
+use crate::ingress::http::tests::fuzz::exchange::{POLICY, ROUTES, Wire};
 use crate::ingress::http::tests::fuzz::run;
 use crate::policy::{Authorized, authorize_anonymous};
 use crate::routing::dial_policy::ClusterNetworks;
@@ -72,7 +73,7 @@ fn check(input: &[u8]) -> bool {
         observed.borrow_mut().push(judged);
         std::future::ready(Ok::<_, Infallible>(response))
     });
-    let mut builder = builder(&LIMITS);
+    let mut builder = builder(HeadLimits::of_connection(usize::MAX));
     builder.half_close(true);
     let mut connection = builder.serve_connection(wire.clone(), service);
     let mut cx = Context::from_waker(Waker::noop());

@@ -3,7 +3,7 @@
 
 /// The place within a body.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum ChunkState {
+pub(crate) enum ChunkState {
     /// Before the first digit of a size.
     #[default]
     Start,
@@ -29,7 +29,7 @@ pub(super) enum ChunkState {
 
 /// What follows some bytes of a body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ChunkStep {
+pub(crate) enum ChunkStep {
     /// Further bytes of the body.
     Within,
     /// The next head, since the body has ended.
@@ -40,7 +40,7 @@ pub(super) enum ChunkStep {
 
 impl ChunkState {
     /// Consumes bytes up to the end of the body. Returns how many, and what follows them.
-    pub(super) fn read(&mut self, data: &[u8]) -> (usize, ChunkStep) {
+    pub(crate) fn read(&mut self, data: &[u8]) -> (usize, ChunkStep) {
         let mut consumed = 0;
         while let Some(byte) = data.get(consumed) {
             if let Self::Data(left) = self {

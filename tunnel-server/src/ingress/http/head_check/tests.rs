@@ -172,3 +172,112 @@ fn nothing_is_checked_after_the_protocol_has_switched() {
         assert_eq!(found, [None, None], "{piece}");
     }
 }
+
+/// Follows requests on one connection in pieces, with limits. Returns the offset of the head at which
+/// the check stops, the number of bytes that it has followed, and the limit.
+fn stop(input: &str, piece: usize, limits: HeadLimits) -> Option<(usize, usize, HeadExcess)> {
+    let mut check = HeadCheck::new(limits);
+    let (mut at, mut head) = (0, 0);
+    for piece in input.as_bytes().chunks(piece) {
+        let before = matches!(&check.state, State::Head(head) if head.size.bytes > 0);
+        if let Some(stop) = check.read(piece) {
+            let rest = &piece[stop.checked..];
+            let HeadStep::Excess(excess) = check.read_head(rest, limits).step else {
+                panic!("it goes on");
+            };
+            if !before || stop.head > 0 {
+                head = at + stop.head;
+            }
+            return Some((head, at + stop.checked, excess));
+        }
+        at += piece.len();
+        if let State::Head(begun) = &check.state {
+            head = at - begun.size.bytes;
+        }
+    }
+    None
+}
+
+#[test]
+fn check_stops_at_the_byte_that_exceeds_a_limit_however_it_is_split() {
+    let limits = |bytes, fields| HeadLimits { bytes, fields };
+    let length = PLAIN.len();
+    let target = format!(
+        "GET /{} HTTP/1.1\r\nHost: a\r\n\r\n",
+        "x".repeat(TARGET_MAX_BYTES)
+    );
+    let three = "GET / HTTP/1.1\r\nA: b\r\nC:\r\nD: e\r\n\r\n";
+    let post = "POST / HTTP/1.1\r\nContent-Length: 40\r\n\r\n";
+    let post = format!("{post}{}", "x".repeat(40));
+    let (bytes, fields) = (HeadExcess::Bytes, HeadExcess::Fields);
+    for (input, limits, expected) in [
+        (PLAIN.to_owned(), limits(length, 1), None),
+        (
+            PLAIN.to_owned(),
+            limits(length - 1, 1),
+            Some((0, length - 1, bytes)),
+        ),
+        (PLAIN.to_owned(), limits(length, 0), Some((0, 16, fields))),
+        (format!("{PLAIN}{PLAIN}"), limits(length, 1), None),
+        (
+            format!("{PLAIN}{PLAIN}\r\n"),
+            limits(length - 1, 1),
+            Some((0, length - 1, bytes)),
+        ),
+        // Empty lines before a request count for it.
+        (
+            format!("{PLAIN}\r\n{PLAIN}"),
+            limits(length, 1),
+            Some((length, 2 * length, bytes)),
+        ),
+        (three.to_owned(), limits(99, 3), None),
+        (
+            format!("{post}{three}"),
+            limits(99, 2),
+            Some((post.len(), post.len() + 26, fields)),
+        ),
+        (
+            format!("{PLAIN}{target}"),
+            HeadLimits::NONE,
+            Some((length, length + 4 + TARGET_MAX_BYTES, HeadExcess::Target)),
+        ),
+        (target.replacen('x', "", 1), HeadLimits::NONE, None),
+    ] {
+        for piece in [1, 2, 3, 7, 16, 4096, usize::MAX] {
+            let begin = &input[..input.len().min(60)];
+            assert_eq!(
+                stop(&input, piece, limits),
+                expected,
+                "{begin:?} by {piece}"
+            );
+        }
+    }
+}
+
+#[test]
+fn large_head_is_read_with_other_limits_from_where_the_check_has_stopped() {
+    let small = HeadLimits {
+        bytes: 20,
+        fields: 1,
+    };
+    let mut check = HeadCheck::new(small);
+    let input = format!("{PLAIN}GET /b");
+    let stop = check.read(input.as_bytes()).unwrap();
+    assert_eq!(
+        stop,
+        HeadStop {
+            head: 0,
+            checked: 20
+        }
+    );
+    assert!(check.is_read());
+    let progress = check.read_head(&input.as_bytes()[20..], HeadLimits::NONE);
+    let size = HeadSize {
+        bytes: PLAIN.len(),
+        fields: 1,
+    };
+    assert_eq!(progress.step, HeadStep::End);
+    assert_eq!((progress.checked, progress.size), (PLAIN.len() - 20, size));
+    assert!(!check.is_read());
+    assert_eq!(check.request(BodyFraming::Length(0)), None);
+}

@@ -22,6 +22,7 @@ use crate::ingress::client_auth::DelegationPolicy;
 use crate::ingress::context::{
     CallerConn, ConnectProxy, HttpListener, IngressContext, ListenerLimits,
 };
+use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::http::serve;
 use crate::ingress::peer::CallerIdentity;
 use crate::ingress::target_tls::TargetTls;
@@ -126,6 +127,7 @@ impl Fixture {
             buffer_pool: POOL,
         };
         let mut counters = MetricsRegistry::default();
+        let pool = BufferPool::new(POOL);
         let registry = Arc::new(Registry::new(limits));
         let peers = Peers::alone("server-0".parse().unwrap(), Vec::new());
         let ingress = IngressContext {
@@ -142,6 +144,7 @@ impl Fixture {
                 idle: Duration::from_secs(180),
                 open: Duration::from_secs(10),
             },
+            head_memory: HeadMemory::new(pool.clone()),
             callers: ConnLimiter::new(ConnLimits {
                 per_source: callers + 1,
                 total: callers,
@@ -150,7 +153,7 @@ impl Fixture {
                 per_source: 1,
                 total: 1,
             }),
-            metrics: Metrics::new(&mut counters, BufferPool::new(POOL)),
+            metrics: Metrics::new(&mut counters, pool),
             recent: None,
             shutdown: Shutdown::new(),
             drivers: TaskTracker::new(),

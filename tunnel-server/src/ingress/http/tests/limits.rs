@@ -1,6 +1,7 @@
 //! Entries of `limits:` that apply to requests, just below, at and beyond each limit: the caller's
 //! response, and the metric.
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,11 +9,12 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{Instant, sleep, timeout};
-use tunnel_proto::transport::Stream;
+use tunnel_proto::transport::{BufferPool, Stream};
 
 use super::super::RELEASE_BUFFERS_AFTER;
 use super::fixture::{Agent, Fixture, HI, assert_status, expect_hi, get, head, http_listener};
 use crate::config::Limit;
+use crate::ingress::head_memory::HeadMemory;
 use crate::ingress::peer::CallerIdentity;
 use crate::routing::registry::CallerKey;
 use crate::testing::{STREAMS, WAIT_TIMEOUT, assert_contains, eventually, header, node, within};
@@ -296,4 +298,277 @@ async fn oversize_heads_are_counted_by_their_limit() {
     let _cut = caller.write_all(head.as_bytes()).await;
     let is_counted = || reached(&fixture, Limit::RequestHeadBytes) == 1;
     eventually("counted", is_counted).await;
+}
+
+/// Creates a fixture whose heads may have 1 MiB, with this buffer pool.
+fn with_large_heads(pool: &Arc<BufferPool>) -> (Fixture, Agent) {
+    let mut fixture = Fixture::new();
+    let ingress = Arc::get_mut(&mut fixture.ingress).unwrap();
+    ingress.limits.request_head_bytes = 1 << 20;
+    ingress.head_memory = HeadMemory::new(pool.clone());
+    let agent = fixture.agent();
+    (fixture, agent)
+}
+
+/// Returns a head of `bytes` bytes with `fields` fields.
+fn large_head(bytes: usize, fields: usize) -> String {
+    let mut head = get("/large");
+    for number in 3..=fields {
+        head.push_str(&format!("X-{number}: y\r\n"));
+    }
+    let cookie = bytes - head.len() - "Cookie: \r\n\r\n".len();
+    head + &format!("Cookie: {}\r\n\r\n", "z".repeat(cookie))
+}
+
+#[tokio::test(start_paused = true)]
+async fn heads_of_a_mebibyte_and_of_a_thousand_fields_pass_in_memory_of_the_pool() {
+    let pool = BufferPool::new(64 << 20);
+    let (fixture, agent) = with_large_heads(&pool);
+    let small = format!("{}\r\n", get("/small"));
+    for (bytes, fields) in [
+        (1 << 20, 2),
+        (1 << 20, 1024),
+        (900_000, 100),
+        ((64 << 10) + 1, 2),
+        (10_000, 101),
+        (20_000, 1000),
+    ] {
+        let mut request = large_head(bytes, fields);
+        assert_eq!(request.len(), bytes);
+        // The connection is used before and asked again, in one write.
+        request.insert_str(0, &small);
+        request.push_str(&small);
+        let mut caller = fixture.connect();
+        let asking = async {
+            // The server closes after the answer, and may not read the last request.
+            let _closed = caller.write_all(request.as_bytes()).await;
+            expect_hi(&mut caller, "").await;
+            let answer = head(&mut caller).await;
+            (caller, answer)
+        };
+        let answering = async {
+            assert_contains(&agent.answers().await, "GET /small");
+            let mut target = agent.accepts().await;
+            let head = head(&mut target).await;
+            assert!(pool.reserved() > 4 * bytes as u64, "{}", pool.reserved());
+            target.write_all(HI.as_bytes()).await.unwrap();
+            head
+        };
+        let ((mut caller, answer), sent) = within(async { tokio::join!(asking, answering) }).await;
+        assert_status(&answer, 200);
+        assert_contains(&answer, "Connection: close\r\n");
+        let cookie = |text: &str| {
+            text.lines()
+                .find(|line| line.starts_with("Cookie"))
+                .map(str::len)
+        };
+        assert_eq!(cookie(&sent), cookie(&large_head(bytes, fields)));
+        assert_eq!(sent.matches("\r\nX-").count(), fields - 2);
+        let mut rest = String::new();
+        within(caller.read_to_string(&mut rest)).await.unwrap();
+        assert_eq!(rest, "hi");
+        eventually("the memory is free", || pool.reserved() == 0).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn large_head_is_followed_by_its_body_or_by_another_protocol() {
+    let (fixture, agent) = with_large_heads(&BufferPool::new(64 << 20));
+    let body = "y".repeat(100_000);
+    let post = large_head(200_000, 300).replacen("GET", "POST", 1);
+    let post = post.trim_end().to_owned() + &format!("\r\nContent-Length: 100000\r\n\r\n{body}");
+    let read = async {
+        let mut target = agent.accepts().await;
+        head(&mut target).await;
+        let mut received = vec![0; body.len()];
+        within(target.read_exact(&mut received)).await.unwrap();
+        target.write_all(HI.as_bytes()).await.unwrap();
+        received
+    };
+    let (answer, received) = tokio::join!(fixture.ask(&post), read);
+    assert_status(&answer, 200);
+    assert_eq!(received, body.as_bytes());
+    // Bytes of another protocol are no head, whatever they look like.
+    let lines = "x: y\r\n".repeat(500);
+    let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+    for head_text in [
+        get("/exec"),
+        large_head(100_000, 300).trim_end().to_owned() + "\r\n",
+    ] {
+        let request = format!("{head_text}{upgrade}{lines}");
+        let switch = async {
+            let mut target = agent.accepts().await;
+            head(&mut target).await;
+            let answer = format!("HTTP/1.1 101 Switching Protocols\r\n{upgrade}");
+            target.write_all(answer.as_bytes()).await.unwrap();
+            let mut received = vec![0; lines.len()];
+            within(target.read_exact(&mut received)).await.unwrap();
+            received
+        };
+        let mut caller = fixture.connect();
+        let ask = async {
+            caller.write_all(request.as_bytes()).await.unwrap();
+            head(&mut caller).await
+        };
+        let (answer, received) = tokio::join!(ask, switch);
+        assert_status(&answer, 101);
+        assert_eq!(received, lines.as_bytes());
+    }
+}
+
+/// Sends a request that the server may refuse before it has read everything. Returns the response.
+async fn ask_too_much(fixture: &Fixture, request: &str) -> String {
+    let (mut answers, mut sends) = tokio::io::split(fixture.connect());
+    let send = async { drop(sends.write_all(request.as_bytes()).await) };
+    let mut answer = String::new();
+    let (_, read) = within(async { tokio::join!(send, answers.read_to_string(&mut answer)) }).await;
+    read.unwrap();
+    answer
+}
+
+#[tokio::test(start_paused = true)]
+async fn head_beyond_a_limit_is_answered_with_the_limit() {
+    let (fixture, _agent) = with_large_heads(&BufferPool::new(64 << 20));
+    let target = |bytes| format!("GET /{} HTTP/1.1\r\n", "x".repeat(bytes));
+    let many = large_head(100_000, 1025);
+    for (request, status, code, text) in [
+        (
+            large_head((1 << 20) + 1, 2),
+            431,
+            "head_too_large",
+            "larger than 1048576 bytes (limits.requestHeadBytes)",
+        ),
+        (large_head(3 << 20, 2), 431, "head_too_large", "1048576"),
+        (many.clone(), 431, "head_too_large", "more than 1024 fields"),
+        (
+            many.replacen("/large", &"/x".repeat(100), 1),
+            431,
+            "head_too_large",
+            "1024",
+        ),
+        (
+            target(65_000),
+            414,
+            "uri_too_long",
+            "longer than 65000 bytes; a long script",
+        ),
+        (target(800_000), 414, "uri_too_long", "kubectl exec"),
+    ] {
+        let answer = ask_too_much(&fixture, &request).await;
+        assert_status(&answer, status);
+        assert_contains(&answer, &format!("X-Tunnel-Error: {code}\r\n"));
+        assert_contains(&answer, "Connection: close\r\n");
+        assert_contains(&answer, text);
+    }
+    assert_eq!(reached(&fixture, Limit::RequestHeadBytes), 2);
+}
+
+/// Many callers send 900 KiB of a head and no more. The memory of all is within their part of the
+/// pool, others are served, and the head timeout ends them.
+#[tokio::test(start_paused = true)]
+async fn heads_that_never_end_hold_their_part_of_the_pool_until_the_timeout() {
+    let pool = BufferPool::new(40 << 20);
+    let (fixture, agent) = with_large_heads(&pool);
+    let begun = &large_head(1 << 20, 2)[..900 << 10];
+    let (mut waiting, mut refused) = (Vec::new(), 0);
+    for number in 0..40 {
+        let from = format!("192.0.2.{}:5", 1 + number % 4);
+        let mut caller = fixture.connect_as(http_listener(), &from, CallerIdentity::Anonymous);
+        let mut byte = [0; 16];
+        let sent = async {
+            let _refused = caller.write_all(begun.as_bytes()).await;
+            std::future::pending::<()>().await;
+        };
+        // The clock moves on once nothing else does.
+        tokio::select! {
+            () = sent => unreachable!(),
+            () = sleep(Duration::from_millis(10)) => {}
+        }
+        let answered = timeout(Duration::from_millis(10), caller.read_exact(&mut byte)).await;
+        match answered {
+            Err(_elapsed) => waiting.push(caller),
+            Ok(_) => refused += 1,
+        }
+        assert!(pool.reserved() <= 20 << 20, "{}", pool.reserved());
+    }
+    // 4.5 MiB each, in 20 MiB; of one source in 10 MiB.
+    assert_eq!((waiting.len(), refused), (4, 36));
+    assert_eq!(reached(&fixture, Limit::BufferPool), 36);
+    let small = format!("{}Connection: close\r\n\r\n", get("/"));
+    let (answer, _) = tokio::join!(fixture.ask(&small), agent.answers());
+    assert_status(&answer, 200);
+    let full = ask_too_much(&fixture, &large_head(600_000, 2)).await;
+    assert_status(&full, 503);
+    assert_contains(&full, "X-Tunnel-Error: overloaded\r\n");
+    assert_contains(&full, "Retry-After: 1\r\n");
+    assert_contains(&full, "(limits.bufferPool)");
+    sleep(fixture.ingress.limits.request_head_time).await;
+    for mut caller in waiting {
+        let mut rest = Vec::new();
+        let _reset = within(caller.read_to_end(&mut rest)).await;
+        assert!(rest.is_empty());
+    }
+    eventually("the memory is free", || pool.reserved() == 0).await;
+    assert_eq!(reached(&fixture, Limit::RequestHeadTimeout), 4);
+}
+
+/// A caller with kept connections to more targets than it may have connections.
+#[tokio::test]
+async fn connection_between_requests_makes_room_at_once() {
+    let fixture = Fixture::with_callers(2);
+    let agent = fixture.agent();
+    let address = fixture.listen(http_listener()).await;
+    let request = format!("{}\r\n", get("/"));
+    let mut kept = Vec::new();
+    for _ in 0..50 {
+        let mut caller = TcpStream::connect(address).await.unwrap();
+        tokio::join!(expect_hi(&mut caller, &request), agent.answers());
+        kept.push(caller);
+    }
+    let mut last = kept.split_off(48);
+    for mut caller in kept {
+        let mut rest = Vec::new();
+        within(caller.read_to_end(&mut rest)).await.unwrap();
+        assert!(rest.is_empty(), "a clean end");
+    }
+    tokio::join!(expect_hi(&mut last[1], &request), agent.answers());
+    assert_eq!(reached(&fixture, Limit::CallersTotal), 48);
+}
+
+/// The first bytes of a request arrive together with the eviction of their connection.
+#[tokio::test]
+async fn request_that_has_arrived_is_answered_before_its_connection_is_evicted() {
+    let fixture = Fixture::with_callers(1);
+    let agent = fixture.agent();
+    let address = fixture.listen(http_listener()).await;
+    let request = format!("{}\r\n", get("/"));
+    for idle in [
+        Duration::ZERO,
+        RELEASE_BUFFERS_AFTER + Duration::from_millis(100),
+    ] {
+        let mut caller = TcpStream::connect(address).await.unwrap();
+        tokio::join!(expect_hi(&mut caller, &request), agent.answers());
+        sleep(idle).await;
+        // The runtime has one thread, so the server sees both at once.
+        let caller = caller.into_std().unwrap();
+        (&caller).write_all(request.as_bytes()).unwrap();
+        let newcomer = std::net::TcpStream::connect(address).unwrap();
+        let mut caller = TcpStream::from_std(caller).unwrap();
+        newcomer.set_nonblocking(true).unwrap();
+        let mut newcomer = TcpStream::from_std(newcomer).unwrap();
+        let (answer, _) = tokio::join!(head(&mut caller), agent.answers());
+        assert_status(&answer, 200);
+        // The newcomer has the permit, or was refused while the request was answered.
+        let both = async {
+            newcomer.write_all(request.as_bytes()).await.ok()?;
+            newcomer.read_u8().await.ok()
+        };
+        tokio::select! {
+            _ended = within(both) => {}
+            _answered = agent.answers() => {}
+        }
+        drop((caller, newcomer));
+        let is_free = || fixture.ingress.callers.permits_in_use() == 0;
+        eventually("the permits are free", is_free).await;
+    }
 }

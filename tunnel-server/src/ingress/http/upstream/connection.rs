@@ -20,6 +20,7 @@ use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch};
 
 use super::target_io::{TargetConn, TargetInput, TargetIo};
 use crate::ingress::error::ProxyError;
+use crate::ingress::http::head_check::size::FIELDS_MAX;
 use crate::ingress::http::request_body::{RequestBody, Upload, UploadHandle};
 use crate::ingress::outcome::Outcome;
 use crate::routing::via::Via;
@@ -30,6 +31,8 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 /// Largest head of a target's response, and largest size of its trailer fields. Go's clients accept
 /// 1 MiB, but nothing that runs on nodes needs that much.
 const ANSWER_HEAD_MAX_BYTES: usize = 256 * 1024;
+/// Largest number of fields in such a head.
+const ANSWER_FIELDS_MAX: usize = FIELDS_MAX;
 
 /// Interim responses (1xx) to one request that are skipped. More are an error.
 const INTERIM_MAX: usize = 64;
@@ -220,6 +223,7 @@ pub(crate) fn client() -> Builder {
     let mut builder = Builder::new();
     builder
         .preserve_header_case(true)
+        .max_headers(ANSWER_FIELDS_MAX)
         .max_header_size(ANSWER_HEAD_MAX_BYTES)
         .max_buf_size(ANSWER_HEAD_MAX_BYTES);
     builder

@@ -8,7 +8,6 @@ use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::LazyLock;
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response};
@@ -18,9 +17,9 @@ use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper::service::service_fn;
 
 use super::strict::{self, Head, Parsed};
-use crate::ingress::context::ListenerLimits;
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::builder;
+use crate::ingress::http::head_check::size::HeadLimits;
 use crate::ingress::http::head_check::{BodyFraming, HeadCheck, HeadError};
 use crate::ingress::http::headers::{
     can_reuse_connection, close_unless_upgraded, requested_upgrade, rewrite_request,
@@ -123,14 +122,6 @@ pub(in crate::ingress) static POLICY: LazyLock<PortPolicy> = LazyLock::new(|| Po
     http: "9100".parse().unwrap(),
     ..PortPolicy::default()
 });
-pub(in crate::ingress) const LIMITS: ListenerLimits = ListenerLimits {
-    handshake: Duration::from_secs(1),
-    request_head_time: Duration::from_secs(1),
-    request_head_bytes: 64 << 10,
-    idle: Duration::from_secs(1),
-    open: Duration::from_secs(1),
-};
-
 /// Sends `input` to a listener whose targets all answer with `answer`.
 pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
     let exchanged = Rc::new(RefCell::new(Exchange::default()));
@@ -142,7 +133,9 @@ pub(super) fn exchange(input: &[u8], answer: &[u8]) -> Exchange {
         let head_error = check.borrow_mut().request(BodyFraming::of(&request));
         async move { Ok::<_, Infallible>(serve(request, head_error, answer, &exchanged).await) }
     });
-    let mut connection = pin!(builder(&LIMITS).serve_connection(wire.clone(), service));
+    let mut connection = pin!(
+        builder(HeadLimits::of_connection(usize::MAX)).serve_connection(wire.clone(), service)
+    );
     let mut cx = Context::from_waker(Waker::noop());
     // All bytes are available from the start, so the exchange is over when nothing makes progress.
     let mut before = (usize::MAX, 0, 0);
