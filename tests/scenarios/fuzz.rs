@@ -25,6 +25,7 @@ fuzz_tests! {
     fn fuzz_certificates_and_requests("certificates_and_requests");
     fn fuzz_dns_messages("dns_messages");
     fn fuzz_requests("requests");
+    fn fuzz_chunked_bodies("chunked_bodies");
     fn fuzz_proxy_answers("proxy_answers");
     fn fuzz_cluster_nodes("cluster_nodes");
     fn fuzz_names("names");

@@ -4,6 +4,7 @@
 //! `tests/scenarios/fuzz.rs` runs each check on mutations of the first inputs, and cargo-fuzz runs
 //! it without end (`tests/fuzz`).
 
+mod chunked;
 mod credentials;
 mod messages;
 mod requests;
@@ -70,6 +71,7 @@ pub const TARGETS: &[FuzzTarget] = &[
     ),
     target("dns_messages", 1024, dns::corpus, dns::keeps_the_rules),
     target("requests", 2048, requests::heads, requests::check_head),
+    target("chunked_bodies", 1024, chunked::bodies, chunked::check_body),
     target(
         "proxy_answers",
         1024,
