@@ -1,5 +1,6 @@
 //! HTTP on the wire: what a caller sends, what a target receives, and what the caller gets back.
 
+mod accepted;
 mod bodies;
 mod connections;
 mod hostile;
