@@ -53,8 +53,7 @@ async fn nodes_may_have_every_name_that_kubernetes_allows() -> Result<()> {
     for (number, (name, host)) in names().iter().enumerate() {
         let config = env.agent_config_with(name, |settings| {
             // A file system has shorter names.
-            let data = env.path().join(format!("node-{number}"));
-            settings.data_dir = Some(data.to_string_lossy().into_owned());
+            settings.data_dir = Some(env.path().join(format!("node-{number}")));
         })?;
         let agent = tunnel_tests::env::Agent::start(config).await?;
         env.connected(name).await;
