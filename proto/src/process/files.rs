@@ -7,6 +7,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags};
 use zeroize::Zeroizing;
 
 /// Largest file of the data directory that is read, in bytes. A known-nodes file of 10,000 nodes is
@@ -43,7 +44,7 @@ pub fn make_private_dir(path: &Path) -> io::Result<()> {
 pub fn check_private_dir(path: &Path) -> io::Result<()> {
     let directory = fs::metadata(path).map_err(|error| with_path(path, &error))?;
     let user = rustix::process::geteuid().as_raw();
-    if !is_mounted(path, &directory)? {
+    if !is_mount_point(path)? {
         check_owner(path, &directory, user)?;
         let mode = directory.mode();
         let is_private_group = directory.uid() == directory.gid();
@@ -81,11 +82,20 @@ fn check_owner(path: &Path, found: &fs::Metadata, user: u32) -> io::Result<()> {
     )))
 }
 
-/// Returns whether a directory is the root of a mounted file system.
-fn is_mounted(path: &Path, directory: &fs::Metadata) -> io::Result<bool> {
+/// Returns whether a directory is mounted. A bind mount can be of the file system of its parent.
+fn is_mount_point(path: &Path) -> io::Result<bool> {
+    let found = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)
+        .map_err(|error| with_path(path, &error.into()))?;
+    if found
+        .stx_attributes_mask
+        .contains(StatxAttributes::MOUNT_ROOT)
+    {
+        return Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
+    }
+    // Linux before 5.8.
+    let device = |path: &Path| fs::metadata(path).map(|found| found.dev());
     let parent = path.join("..");
-    let parent = fs::metadata(&parent).map_err(|error| with_path(&parent, &error))?;
-    Ok(parent.dev() != directory.dev())
+    Ok(device(path)? != device(&parent).map_err(|error| with_path(&parent, &error))?)
 }
 
 fn denied(problem: String) -> io::Error {

@@ -179,7 +179,7 @@ async fn t23_floods_of_peers_and_callers_do_not_fill_the_log() -> Result<()> {
     }
     let rest = log
         .lines()
-        .find(|line| line.contains("cannot be parsed: and "));
+        .find(|line| line.contains("cannot be read: and "));
     let rest: serde_json::Value = serde_json::from_str(rest.context("no line about the rest")?)?;
     let suppressed = rest["suppressed"].as_u64().context("no number")?;
     // The last requests may end after this line is written.

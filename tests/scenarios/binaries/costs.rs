@@ -247,14 +247,14 @@ async fn flood_connection(socket: TcpStream, request: &str) -> anyhow::Error {
 /// Returns the number of access log lines about refused requests since line `first`, and the bytes
 /// of all lines since then except those of requests that were answered.
 fn refused_lines(log: &Log, first: usize, host: &str) -> (usize, usize) {
-    let port = host.rsplit(':').next().unwrap_or_default();
+    let port = host.rsplit(':').next().and_then(|port| port.parse().ok());
     let lines = log.lines();
     let (mut count, mut bytes) = (0, 0);
     for line in lines.iter().skip(first) {
         let fields: Value = serde_json::from_str(line).unwrap_or_default();
         let is_refused = fields["message"] == "access" && fields["code"] != "ok";
         // At the agent the request is not known.
-        let is_of_flood = fields["request"] == "GET /refused" || fields["port"].to_string() == port;
+        let is_of_flood = fields["request"] == "GET /refused" || fields["port"].as_u64() == port;
         count += usize::from(is_refused && is_of_flood);
         if fields["code"] != "ok" {
             bytes += line.len() + 1;

@@ -68,7 +68,7 @@ struct Thief {
 impl Thief {
     async fn start(env: &TestEnv) -> Result<Self> {
         let own = LocalCa::new(Arc::new(CaMaterial::generate(SystemTime::now())?))?;
-        let roots = vec![env.ca().root(), own.root()];
+        let roots = [env.ca().root(), own.root()];
         let trusted = tls::roots(roots.iter().cloned())?;
         let tls = tls::session_server(Arc::new(stolen(env)?), trusted, ALPN_SESSION_TCP)?;
         let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -99,7 +99,7 @@ impl Thief {
     async fn has_acted(&self, times: usize) -> Result<()> {
         let mut acted = self.acted.clone();
         let waited = acted.wait_for(|count| *count >= times);
-        timeout(scaled(PATIENCE), waited).await??;
+        timeout(scaled(TIMEOUT), waited).await??;
         Ok(())
     }
 }
@@ -120,7 +120,7 @@ impl Answering {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
         };
-        let stream = session.open(&StreamHeader::new(kind), PATIENCE).await?;
+        let stream = session.open(&StreamHeader::new(kind), TIMEOUT).await?;
         let (mut reader, mut writer) = control::split(stream);
         let hello = reader.receive().await?;
         ensure!(matches!(hello, Some(ControlMessage::Hello(_))), "{hello:?}");
@@ -149,7 +149,7 @@ fn welcome() -> Welcome {
         capabilities: vec![CAPABILITY_RENEW.to_owned()],
         streams_per_agent: 64,
         replicas: Vec::new(),
-        target_dial_timeout: PATIENCE,
+        target_dial_timeout: TIMEOUT,
         replica_id: None,
         members: Vec::new(),
     }
@@ -176,4 +176,4 @@ fn stolen(env: &TestEnv) -> Result<SingleCertAndKey> {
 }
 
 /// Longer than half of a certificate's life, and than the wait for another request.
-const PATIENCE: Duration = Duration::from_secs(40);
+const TIMEOUT: Duration = Duration::from_secs(40);

@@ -239,7 +239,12 @@ impl Site {
             target.written = head.len() as u64;
             caller.read = target.written;
         }
-        if !head.is_empty() {
+        if head.is_empty() {
+            // The stream is accepted at all servers once a byte has passed.
+            target.socket()?.write_all(b".").await?;
+            caller.socket()?.read_exact(&mut [0]).await?;
+            (target.written, caller.read) = (1, 1);
+        } else {
             caller.read_head().await?;
         }
         Ok((caller, target))

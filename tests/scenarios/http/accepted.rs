@@ -104,7 +104,7 @@ impl Row {
         Self::new(name, asked, 200, "")
     }
 
-    fn to_proxy(self) -> Self {
+    fn through_proxy(self) -> Self {
         Self {
             to_proxy: true,
             ..self
@@ -197,7 +197,7 @@ fn hosts(port: u16) -> Vec<Row> {
             ),
             Row::new("CONNECT with an empty port", refused("worker-1:"), 400, ""),
         ]
-        .map(Row::to_proxy),
+        .map(Row::through_proxy),
     );
     rows
 }

@@ -55,8 +55,8 @@ pub(super) fn check_body(input: &[u8]) -> Result<()> {
     for length in [1, 5, connection.len()] {
         let by_hyper = hyper_end(&connection, length)?;
         let agrees = match (at_once, by_hyper) {
-            (ChunkedEnd::At(own), ChunkedEnd::Malformed) => has_trailers(&input[..own]),
-            (ChunkedEnd::Within, ChunkedEnd::Malformed) => has_trailers(input),
+            (ChunkedEnd::At(own), ChunkedEnd::Malformed) => has_trailers(&input[..own])?,
+            (ChunkedEnd::Within, ChunkedEnd::Malformed) => has_trailers(input)?,
             (own, by_hyper) => own == by_hyper,
         };
         ensure!(
@@ -67,9 +67,16 @@ pub(super) fn check_body(input: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether a body may have trailer fields, whose syntax the check does not know.
-fn has_trailers(body: &[u8]) -> bool {
-    !body.ends_with(b"0\r\n\r\n")
+/// Returns whether a body has trailer fields, whose syntax the check does not know: for hyper an empty
+/// line in their place would be its end.
+fn has_trailers(body: &[u8]) -> Result<bool> {
+    for length in (2..body.len()).filter(|length| body[..*length].ends_with(b"\r\n")) {
+        let without = [HEAD.as_bytes(), &body[..length], b"\r\n"].concat();
+        if hyper_end(&without, without.len())? == ChunkedEnd::At(length + 2) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Returns whether hyper has read all bytes and expects more.

@@ -106,7 +106,7 @@ impl InitialCredentials {
     ) -> anyhow::Result<Arc<RotatingCredentials>> {
         let rotate = |credentials: &Credentials, store: Option<&CredentialStore>| {
             // Without a store the CA is one of the operator's files, which are reloaded together.
-            let ca = store.and(config.ca.clone());
+            let ca = store.and_then(|_| config.ca.clone());
             let (node, store) = (config.node_name.clone(), store.cloned());
             RotatingCredentials::new(node, credentials.clone(), store, ca, metrics.clone())
         };

@@ -250,16 +250,16 @@ fn hosts() -> Vec<Case> {
 
 fn sizes() -> Vec<Case> {
     let many = |n: usize| -> String { (0..n).map(|index| format!("X-{index}: y\r\n")).collect() };
-    let value = get(format!("X: {}\r\n", "y".repeat(70 << 10)));
+    let value = get(format!("X: {}\r\n", "y".repeat(1 << 20)));
     let name = get(format!("{}: y\r\n", "X".repeat(70 << 10)));
     let [long, longer] = [65_000, 65_001].map(|bytes| format!("/{}", "x".repeat(bytes - 1)));
     let [fits, exceeds] = [&long, &longer].map(|target| line(&format!("GET {target} HTTP/1.1")));
     let method = "X".repeat(2 << 10);
     let with_method = line(&format!("{method} / HTTP/1.1"));
     vec![
-        Case::new("field of 70 KiB", value, Expect::Refused(431)),
+        Case::new("field of 1 MiB", value, Expect::Refused(431)),
         Case::new("name of 70 KiB", name, Expect::Refused(431)),
-        Case::new("101 fields", get(many(99)), Expect::Refused(431)),
+        Case::new("1,025 fields", get(many(1_023)), Expect::Refused(431)),
         Case::new("10,000 fields", get(many(10_000)), Expect::Refused(431)),
         Case::new("target of 65,000 bytes", fits, routed("GET", &long)),
         Case::new("target of 65,001 bytes", exceeds, Expect::Refused(414)),

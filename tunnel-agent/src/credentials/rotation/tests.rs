@@ -199,7 +199,7 @@ async fn root_that_a_trusted_ca_signed_is_taken_and_stored() {
 
 /// The certificate of a server is signed by the CA, but is none.
 #[tokio::test]
-async fn key_of_a_servers_certificate_vouches_for_no_root() {
+async fn key_of_a_servers_certificate_authenticates_no_root() {
     let fixture = Fixture::aged(LONG / 2);
     let (before, own) = (fixture.in_use(), Ca::new());
     let server = fixture.ca.issue(own.key(), "culvert://server");

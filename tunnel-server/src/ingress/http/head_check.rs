@@ -99,12 +99,12 @@ pub(crate) struct HeadStop {
 pub(crate) struct HeadProgress {
     /// Number of bytes that the check has followed.
     pub(crate) checked: usize,
-    pub(crate) step: HeadStep,
+    pub(crate) phase: HeadPhase,
     pub(crate) size: HeadSize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum HeadStep {
+pub(crate) enum HeadPhase {
     /// The head goes on.
     Within,
     /// The head is complete.
@@ -161,7 +161,7 @@ impl HeadCheck {
                 State::Head(head) => {
                     let begins_here = head.size.bytes == 0;
                     let progress = self.read_head(data, self.limits);
-                    if let HeadStep::Excess(_) = progress.step {
+                    if let HeadPhase::Excess(_) = progress.phase {
                         return Some(HeadStop {
                             head: if begins_here { at } else { 0 },
                             checked: at + progress.checked,
@@ -178,8 +178,8 @@ impl HeadCheck {
                     here
                 }
                 State::Chunks(chunks) => {
-                    let (consumed, step) = chunks.read(data);
-                    match step {
+                    let (consumed, phase) = chunks.read(data);
+                    match phase {
                         ChunkStep::Within => {}
                         ChunkStep::End => self.state = State::Head(Head::default()),
                         ChunkStep::Malformed => self.state = State::Lost,
@@ -198,29 +198,29 @@ impl HeadCheck {
         let State::Head(head) = &mut self.state else {
             return HeadProgress {
                 checked: 0,
-                step: HeadStep::End,
+                phase: HeadPhase::End,
                 size: HeadSize::default(),
             };
         };
-        let (mut checked, mut step) = (0, HeadStep::Within);
+        let (mut checked, mut phase) = (0, HeadPhase::Within);
         for byte in data {
             if let Some(excess) = head.excess(*byte, limits) {
-                step = HeadStep::Excess(excess);
+                phase = HeadPhase::Excess(excess);
                 break;
             }
             checked += 1;
             if head.push(*byte) {
-                step = HeadStep::End;
+                phase = HeadPhase::End;
                 break;
             }
         }
         let (size, head) = (head.size, head.checked());
-        if step == HeadStep::End {
+        if phase == HeadPhase::End {
             self.push(head);
         }
         HeadProgress {
             checked,
-            step,
+            phase,
             size,
         }
     }

@@ -8,10 +8,9 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tracing::debug;
-use tunnel_proto::process::telemetry::LogRateLimit;
 
 use super::exchange::Caller;
-use super::head_check::HeadStep;
+use super::head_check::HeadPhase;
 use super::head_check::size::{FIELDS_MAX, HeadExcess, HeadLimits, HeadSize, TARGET_MAX_BYTES};
 use super::timeouts::{TimedStream, TimeoutKind};
 use crate::config::{CONNECTION_HEAD_BYTES, Limit};
@@ -89,7 +88,7 @@ impl Caller {
                 Ok(_) | Err(_) => return Err(Gone),
             };
             let progress = self.timeouts.read_large_head(&data, limits);
-            if let HeadStep::Excess(excess) = progress.step {
+            if let HeadPhase::Excess(excess) = progress.phase {
                 return Ok(Err(too_large(excess, limits)));
             }
             if !memory.grow(memory_of(progress.size)) {
@@ -97,7 +96,7 @@ impl Caller {
             }
             append(&mut head, data.get(..progress.checked).unwrap_or_default());
             stream.put_back_unchecked(data.slice(progress.checked..));
-            if progress.step == HeadStep::End {
+            if progress.phase == HeadPhase::End {
                 stream.put_back(head.freeze());
                 return Ok(Ok(LargeHead {
                     size: progress.size,
@@ -115,7 +114,7 @@ impl Caller {
         let metrics = &self.ingress.metrics;
         let mut access_log =
             AccessLog::start(self.listener.name, self.peer, "large request head", metrics);
-        access_log.rate_limit(&LARGE_HEADS);
+        access_log.unreadable();
         access_log.caller(&self.identity);
         access_log.status(failure.outcome.status());
         access_log.fail(failure);
@@ -182,6 +181,3 @@ fn no_memory() -> ProxyError {
     )
     .with_limit(Limit::BufferPool)
 }
-
-/// Callers can send such heads as fast as they connect.
-static LARGE_HEADS: LogRateLimit = LogRateLimit::new("request heads that are too large");

@@ -23,4 +23,23 @@ impl UnreadBytes {
         out.put_slice(&self.0.split_to(count));
         true
     }
+
+    /// Puts bytes in front of these.
+    pub(super) fn put_back(&mut self, first: Bytes) {
+        self.0 = if self.0.is_empty() {
+            first
+        } else {
+            [first, self.take()].concat().into()
+        };
+    }
+
+    /// Takes all bytes that are unread.
+    pub(super) fn take(&mut self) -> Bytes {
+        std::mem::take(&mut self.0)
+    }
+
+    /// Returns whether there are none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
 }

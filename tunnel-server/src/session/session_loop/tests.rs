@@ -232,11 +232,12 @@ async fn session_that_its_agent_has_lost_is_closed_and_the_next_one_takes_stream
     // Its own and an unknown one are left alone.
     let lost = vec![ids[0], ids[1], SessionId(u64::MAX)];
     agent.send(ControlMessage::Lost(lost)).await;
-    assert!(stalled.read_u8().await.is_err());
+    let new = Some(crate::routing::via::Via::Local(ids[0]));
     let active = || bench.sessions.registry.active(&node());
-    eventually("closed", || bench.sessions.registry.all().len() == 1).await;
-    assert_eq!(active(), Some(crate::routing::via::Via::Local(ids[0])));
-    assert_eq!(old.far.closed().await.code, CloseCode::Dead);
+    eventually("new session takes streams", || active() == new).await;
     assert!(bench.open().await.is_ok());
     assert!(began.elapsed() < secs(1), "a new session waits that long");
+    assert_eq!(old.far.closed().await.code, CloseCode::Dead);
+    eventually("closed", || bench.sessions.registry.all().len() == 1).await;
+    assert!(stalled.read_u8().await.is_err());
 }

@@ -309,10 +309,10 @@ async fn small_answer_does_not_wait_behind_bulk() {
 /// The peer grants no further window, so that others lack what a waiting stream holds.
 #[tokio::test]
 async fn streams_that_wait_for_others_leave_window_to_a_small_message() {
-    const PIECE: usize = 60 << 10;
+    const PIECE: u32 = 60 << 10;
     let windows = Windows {
         stream: 1 << 20,
-        connection: 20 * (PIECE as u32),
+        connection: 20 * PIECE,
     };
     let (session, mut raw) = with_raw_agent(windows).await;
     let mut streams = Vec::new();
@@ -321,7 +321,9 @@ async fn streams_that_wait_for_others_leave_window_to_a_small_message() {
     }
     // The raw agent reads none of it. The kernel takes the pieces of some streams, the others wait.
     for stream in &mut streams {
-        within(stream.write_all(&[7; PIECE])).await.unwrap();
+        within(stream.write_all(&[7; PIECE as usize]))
+            .await
+            .unwrap();
     }
     let _small = within(session.open(&header(), TEST_TIMEOUT)).await.unwrap();
     let sent = async { while raw.reader.next_of_kind(DATA).await.payload[..] != header_bytes() {} };

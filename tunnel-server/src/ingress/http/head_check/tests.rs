@@ -182,7 +182,7 @@ fn stop(input: &str, piece: usize, limits: HeadLimits) -> Option<(usize, usize, 
         let before = matches!(&check.state, State::Head(head) if head.size.bytes > 0);
         if let Some(stop) = check.read(piece) {
             let rest = &piece[stop.checked..];
-            let HeadStep::Excess(excess) = check.read_head(rest, limits).step else {
+            let HeadPhase::Excess(excess) = check.read_head(rest, limits).phase else {
                 panic!("it goes on");
             };
             if !before || stop.head > 0 {
@@ -276,7 +276,7 @@ fn large_head_is_read_with_other_limits_from_where_the_check_has_stopped() {
         bytes: PLAIN.len(),
         fields: 1,
     };
-    assert_eq!(progress.step, HeadStep::End);
+    assert_eq!(progress.phase, HeadPhase::End);
     assert_eq!((progress.checked, progress.size), (PLAIN.len() - 20, size));
     assert!(!check.is_read());
     assert_eq!(check.request(BodyFraming::Length(0)), None);
