@@ -176,6 +176,16 @@ fn messages_between_servers_are_as_captured() {
                     id: 3,
                     node: held_node.node.clone(),
                     instance: held_node.instance,
+                    is_admitted: false,
+                }),
+            ),
+            (
+                "1b2219 0803 120177 1a1007070707070707070707070707070707 2001",
+                PeerMessage::Ask(Ask {
+                    id: 3,
+                    node: held_node.node.clone(),
+                    instance: held_node.instance,
+                    is_admitted: true,
                 }),
             ),
             (

@@ -205,14 +205,14 @@ impl fmt::Display for CloudTarget {
 }
 
 /// The id of one agent process. The id is random, so that two hosts with one identity can be
-/// distinguished.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+/// distinguished. The order has no meaning, but is the same everywhere.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct InstanceId([u8; 16]);
 
 impl InstanceId {
     /// Creates an id from 16 random bytes.
     #[must_use]
-    pub fn new(random: [u8; 16]) -> Self {
+    pub const fn new(random: [u8; 16]) -> Self {
         Self(random)
     }
 

@@ -75,8 +75,10 @@ pub struct Ask {
     pub id: u64,
     /// The node that the agent serves.
     pub node: NodeName,
-    /// The agent's process that asks for admission.
+    /// The asking server's process of the node.
     pub instance: InstanceId,
+    /// Whether the asking server has admitted that process, so that the two admissions crossed.
+    pub is_admitted: bool,
 }
 
 /// The answer to [`Ask`].
@@ -84,7 +86,7 @@ pub struct Ask {
 pub struct Alive {
     /// The number of the question.
     pub id: u64,
-    /// Whether another process of the node has a live session.
+    /// Whether another process of the node has a live session, which keeps the name.
     pub is_alive: bool,
 }
 
@@ -123,6 +125,7 @@ impl PeerMessage {
                 id: ask.id,
                 node: ask.node.to_string(),
                 instance_id: ask.instance.as_bytes().to_vec(),
+                admitted: ask.is_admitted,
             })),
             Self::Alive(alive) => Some(Kind::Alive(pb::Alive {
                 id: alive.id,
@@ -171,6 +174,7 @@ impl PeerMessage {
                 id: ask.id,
                 node: decode_node(&ask.node)?,
                 instance: decode_instance(ask.instance_id)?,
+                is_admitted: ask.admitted,
             }),
             Kind::Alive(alive) => Self::Alive(Alive {
                 id: alive.id,

@@ -16,9 +16,10 @@ use crate::scripted::{Admission, ScriptedAgent, agent_key};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_two_agents_that_arrive_at_once_one_stays() -> Result<()> {
-    let pair = Pair::start().await?;
     let rounds = Gear::current().pick(1, 10);
     for round in 0..rounds {
+        // Ten sessions a minute yield to one server.
+        let pair = Pair::start().await?;
         // Each seed has a node of its own, and its agents arrive at different moments.
         let seeds = (0..SEEDS).map(|seed| contend(&pair, round * SEEDS + seed));
         try_join_all(seeds).await?;

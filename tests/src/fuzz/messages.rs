@@ -156,6 +156,7 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
             id: 3,
             node: held_node.node.clone(),
             instance,
+            is_admitted: true,
         }),
         PeerMessage::Alive(Alive {
             id: 3,

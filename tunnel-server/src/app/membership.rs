@@ -44,7 +44,10 @@ pub(super) fn report_unconnected(peers: Arc<Peers>, has_peers: bool, context: &S
         loop {
             let condition = unconnected.condition(&links(&peers), Instant::now());
             let left_out = peers.left_out().condition();
-            let lines: Vec<_> = condition.into_iter().chain(left_out).collect();
+            let lines: Vec<_> = (condition.into_iter())
+                .chain(left_out)
+                .chain(peers.used_twice())
+                .collect();
             if lines != last {
                 for line in lines.iter().filter(|line| !last.contains(*line)) {
                     warn!(condition = LABEL, "{line}");

@@ -12,10 +12,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
 use tunnel_proto::wire::peer::HeldNode;
 
-mod claim;
+mod contest;
 mod holders;
 
-pub use claim::Claim;
+pub use contest::{Contender, Tenure};
 use holders::{Holder, Holders};
 
 /// Maximum number of servers that are asked for one stream.

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::debug;
@@ -55,7 +55,7 @@ use link::{Link, WarnInterval};
 pub use members::{LeftOut, listed_addresses};
 use metrics::{ForwardDirection, ForwardResult};
 pub use metrics::{PeerMetrics, PeerState};
-use yields::Yields;
+use yields::{CONTESTS_MAX, NamesUsedTwice, Yields};
 
 /// The other servers of this installation. Exists on a server without others, too.
 #[derive(Debug)]
@@ -80,6 +80,8 @@ pub struct Peers {
     connections: TaskTracker,
     /// Limits the log lines about servers that violate the protocol.
     violations: WarnInterval,
+    /// Permits of sessions that are compared with those of other servers.
+    contests: Arc<Semaphore>,
 }
 
 /// Limits of the connections to other servers.
@@ -115,6 +117,9 @@ struct State {
     addresses_left_out: usize,
     peers: BTreeMap<ReplicaId, Peer>,
     yields: Yields,
+    used_twice: NamesUsedTwice,
+    /// Time of the last connection with each server, in either direction, if it was recent.
+    connected_at: BTreeMap<ReplicaId, Instant>,
 }
 
 impl State {
@@ -172,6 +177,8 @@ impl Peers {
                 addresses_left_out: 0,
                 peers: BTreeMap::new(),
                 yields: Yields::default(),
+                used_twice: NamesUsedTwice::default(),
+                connected_at: BTreeMap::new(),
             }),
             members: watch::Sender::new(Arc::default()),
             left_out: Mutex::default(),
@@ -181,6 +188,7 @@ impl Peers {
             closing: CancellationToken::new(),
             connections: TaskTracker::new(),
             violations: WarnInterval::default(),
+            contests: Arc::new(Semaphore::new(CONTESTS_MAX)),
         };
         peers.advertise(Vec::new());
         Arc::new(peers)

@@ -232,10 +232,9 @@ impl Registry {
     /// Returns a [`RegisterError`] if the session was not registered.
     pub fn register(
         self: &Arc<Self>,
-        session: AgentSession,
+        mut session: AgentSession,
         yielded: &[SessionId],
     ) -> Result<Registration, RegisterError> {
-        let session = Arc::new(session);
         let mut nodes = self.nodes.lock();
         let node = nodes.entry(session.node.clone());
         let node = node.or_insert_with(|| NodeSessions {
@@ -246,6 +245,12 @@ impl Registry {
             return Err(RegisterError::InUse(other.clone()));
         }
         let superseded = node.supersede_at_limit(&session)?;
+        for other in node.sessions.iter() {
+            if other.instance == session.instance {
+                session.continue_from(other);
+            }
+        }
+        let session = Arc::new(session);
         // Runs before a lookup can return both sessions, so that two agent processes never own a
         // name together.
         for other in node.sessions.iter() {
@@ -295,8 +300,7 @@ impl Registry {
             .filter_map(|(name, node)| {
                 let not_withdrawn = || node.sessions.iter().find(|agent| !agent.is_withdrawn());
                 let instance = node.active().or_else(not_withdrawn)?.instance;
-                let same = (node.sessions.iter())
-                    .filter(|agent| agent.instance == instance && !agent.has_yielded());
+                let same = (node.sessions.iter()).filter(|agent| agent.instance == instance);
                 Some(HeldNode {
                     node: name.clone(),
                     instance,

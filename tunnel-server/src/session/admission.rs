@@ -238,8 +238,7 @@ impl Sessions {
                 .spawn_service(async move { old.close_superseded().await });
         }
         let agent = registration.session();
-        self.peers
-            .check_owner(&self.registry, agent, &self.shutdown);
+        self.peers.check_owner(agent, &self.shutdown);
         Ok((registration, yielded))
     }
 

@@ -377,7 +377,7 @@ impl PeerTask {
                 // comparisons finds both.
                 let added = holds.added.clone();
                 peers.apply(&self.id, holds);
-                self.endpoint.resolve_crossed(&self.id, &added);
+                self.endpoint.compare_announced(&self.id, &added);
             }
             PeerMessage::Leaving => {
                 if peers.peer_leaves(&self.id) {

@@ -32,11 +32,19 @@ pub(super) struct Link {
 }
 
 /// A question for the other server: does it hold this node with a session that answers?
+#[derive(Debug, Clone)]
+pub(super) struct Question {
+    pub(super) node: NodeName,
+    /// This server's agent process. The question is about other processes.
+    pub(super) instance: InstanceId,
+    /// Whether this server has admitted that process.
+    pub(super) is_admitted: bool,
+}
+
+/// A question that waits for its answer.
 #[derive(Debug)]
 pub(super) struct PendingAsk {
-    pub(super) node: NodeName,
-    /// The newcomer. The question is about other agent processes.
-    pub(super) instance: InstanceId,
+    pub(super) question: Question,
     pub(super) answer: oneshot::Sender<bool>,
 }
 
@@ -92,15 +100,11 @@ impl Link {
         self.permits.clone().try_acquire_owned().ok()
     }
 
-    /// Asks whether the server holds a node with another agent process whose session answers. If
-    /// none does, the server gives up the node. Returns `None` without an answer.
-    pub(super) async fn ask(&self, node: &NodeName, instance: InstanceId) -> Option<bool> {
+    /// Asks whether the server holds a node with another agent process, which answers and keeps the
+    /// name. If not, the server gives up the node. Returns `None` without an answer.
+    pub(super) async fn ask(&self, question: Question) -> Option<bool> {
         let (answer, answered) = oneshot::channel();
-        let ask = PendingAsk {
-            node: node.clone(),
-            instance,
-            answer,
-        };
+        let ask = PendingAsk { question, answer };
         // With a full queue the server is not asked: its answers take too long anyway.
         self.asks.try_send(ask).ok()?;
         timeout(ASK_TIMEOUT, answered).await.ok()?.ok()

@@ -45,8 +45,20 @@ tunnel_proto::label_values! {
     }
 }
 
+tunnel_proto::label_values! {
+    /// What became of a live session whose name another server claims.
+    pub(super) enum YieldResult {
+        /// The session was closed.
+        Yielded = "yielded",
+        /// The session stays, because ten sessions were closed in favor of that server within a
+        /// minute.
+        Limited = "limited",
+    }
+}
+
 tunnel_proto::label_sets! {
     StateLabel { state: PeerState }
+    YieldLabel { result: YieldResult }
     ForwardLabels { direction: ForwardDirection, result: ForwardResult }
 }
 
@@ -60,6 +72,9 @@ tunnel_proto::metrics! {
             "Streams between servers by direction and result; out: ok when opened, in: ok when \
              relayed to the end",
             with_series(forward_labels());
+        yielded: Family<YieldLabel, Counter> = "yielded_sessions",
+            "Live sessions whose name a live agent at another server has, too, by what became of them",
+            with_series(YieldResult::ALL.iter().map(|&result| YieldLabel { result }));
         directory_nodes: Gauge = "directory_nodes",
             "Nodes whose agents are connected to other servers";
     }
@@ -84,6 +99,10 @@ impl PeerMetrics {
     pub(super) fn counter(&self, direction: ForwardDirection, result: ForwardResult) -> Counter {
         let labels = ForwardLabels { direction, result };
         Counter::clone(&self.0.forwarded.get_or_create(&labels))
+    }
+
+    pub(super) fn yielded(&self, result: YieldResult) {
+        self.0.yielded.get_or_create(&YieldLabel { result }).inc();
     }
 
     /// Records the number of servers in each state.

@@ -1,23 +1,28 @@
 //! One owner of a node among all servers. A second agent process of the node is admitted only if the
-//! first one does not answer, and then the first one's session ends; and of two admissions that crossed the later one is closed.
+//! first one's session does not answer, and then that session ends. Of two live processes whose
+//! admissions crossed, or that two servers admitted while the connection between them was lost, one
+//! is closed: [`Contender`] decides which. An announcement closes no session, and neither does a
+//! question that comes before an admission.
 
-use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use futures_util::StreamExt as _;
+use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId};
-use tunnel_proto::wire::peer::HeldNode;
+use tunnel_proto::wire::peer::{Ask, HeldNode};
 
-use super::link::Link;
+use super::link::{Link, Question};
+use super::metrics::YieldResult;
+use super::yields::CONTESTS_MAX;
 use super::{PeerEndpoint, Peers};
-use crate::routing::directory::Claim;
-use crate::routing::registry::{AgentSession, Registry};
+use crate::routing::directory::{Contender, Tenure};
+use crate::routing::registry::{AgentSession, answers_probe};
 
 impl Peers {
     /// Returns a server that holds a node with another agent process than `instance`, whose session
@@ -29,50 +34,162 @@ impl Peers {
         node: &NodeName,
         instance: InstanceId,
     ) -> Option<ReplicaId> {
-        self.ask_holders(self.others(node, instance), instance)
-            .await
+        let question = Question {
+            node: node.clone(),
+            instance,
+            is_admitted: false,
+        };
+        let holders = self.others(node, instance).into_iter();
+        let mut answers: FuturesUnordered<_> = holders
+            .map(|(link, _entry)| {
+                let question = question.clone();
+                async move {
+                    let is_alive = link.ask(question).await?;
+                    is_alive.then(|| link.replica.clone())
+                }
+            })
+            .collect();
+        while let Some(holder) = answers.next().await {
+            if holder.is_some() {
+                return holder;
+            }
+        }
+        None
     }
 
-    /// Closes a registered session if another server admitted another agent process of its node
-    /// before, and that process answers. Its announcement may have arrived during the admission, and
-    /// a server that did not answer then is asked until it answers or its connection is lost.
-    pub fn check_owner(
+    /// Compares a registered session with what other servers announced. An announcement may have
+    /// arrived during the admission, and a server may not have answered then.
+    pub fn check_owner(self: &Arc<Self>, agent: &Arc<AgentSession>, shutdown: &Shutdown) {
+        for (link, _entry) in self.others(&agent.node, agent.instance) {
+            self.contest(agent, &link.replica, shutdown);
+        }
+    }
+
+    /// Spawns the task that finds out whether a session or the agent process at another server keeps
+    /// the name.
+    fn contest(
         self: &Arc<Self>,
-        registry: &Registry,
         agent: &Arc<AgentSession>,
+        replica: &ReplicaId,
         shutdown: &Shutdown,
     ) {
-        let sessions = registry.of_node(&agent.node);
-        let Some(since) = claimed_since(&sessions, |instance| instance == agent.instance) else {
-            return;
-        };
-        if self.earlier_others(agent, since).is_empty() {
+        if !self.contender(agent, replica).asks() {
             return;
         }
-        let (peers, agent, closing) = (self.clone(), agent.clone(), shutdown.clone());
+        let Ok(permit) = self.contests.clone().try_acquire_owned() else {
+            if self.violations.is_due() {
+                warn!(peer = %replica, limit = CONTESTS_MAX, "too many names are used twice at once; the rest is not compared");
+            }
+            return;
+        };
+        let (peers, agent, replica) = (self.clone(), agent.clone(), replica.clone());
+        let closing = shutdown.clone();
         shutdown.spawn_service(async move {
-            let owner = tokio::select! {
-                owner = peers.earlier_owner(&agent, since) => owner,
-                _ = agent.session.closed() => None,
+            let is_lost = tokio::select! {
+                is_lost = peers.loses(&agent, &replica) => is_lost,
+                _ = agent.session.closed() => false,
             };
-            if let Some(replica) = owner {
+            if is_lost {
                 yield_to(agent, &replica, &closing);
             }
+            drop(permit);
         });
     }
 
-    async fn earlier_owner(&self, agent: &AgentSession, since: SystemTime) -> Option<ReplicaId> {
+    /// Asks another server until it is clear which process keeps the name. Returns whether the
+    /// session must be closed.
+    async fn loses(&self, agent: &AgentSession, replica: &ReplicaId) -> bool {
         loop {
-            let others = self.earlier_others(agent, since);
-            if others.is_empty() {
-                return None;
+            let contender = self.contender(agent, replica);
+            let others = self.others(&agent.node, agent.instance);
+            let other = others
+                .into_iter()
+                .find(|(link, _)| link.replica == *replica);
+            let Some((link, entry)) = other else {
+                return false;
+            };
+            if agent.is_withdrawn() || !contender.asks() {
+                return false;
             }
-            let owner = self.ask_holders(others, agent.instance).await;
-            if owner.is_some() {
-                return owner;
+            // The other server takes over from a session that is silent, when it asks.
+            if answers_probe(&agent.session).await {
+                let question = Question {
+                    node: agent.node.clone(),
+                    instance: agent.instance,
+                    is_admitted: true,
+                };
+                match link.ask(question).await {
+                    Some(true) => {
+                        self.record_used_twice(&agent.node, replica);
+                        if contender.yields_to(entry.instance)
+                            && self.may_yield(&agent.node, replica)
+                        {
+                            return true;
+                        }
+                    }
+                    Some(false) => return false,
+                    None => {}
+                }
             }
             sleep(ASK_AGAIN).await;
         }
+    }
+
+    /// Returns the agent process of a session as it compares with one at another server.
+    fn contender(&self, agent: &AgentSession, replica: &ReplicaId) -> Contender {
+        let now = Instant::now();
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < CROSSING;
+        let state = self.state.lock();
+        let tenure = if state
+            .connected_at
+            .get(replica)
+            .is_some_and(|at| is_recent(*at))
+        {
+            Tenure::Reconnected
+        } else if is_recent(agent.admitted()) {
+            Tenure::New
+        } else {
+            Tenure::Settled
+        };
+        Contender {
+            instance: agent.instance,
+            tenure,
+        }
+    }
+
+    /// Records a new connection with another server, in either direction.
+    pub(super) fn record_connection(&self, replica: &ReplicaId) {
+        let now = Instant::now();
+        let connected_at = &mut self.state.lock().connected_at;
+        connected_at.retain(|_, at| now.saturating_duration_since(*at) < CROSSING);
+        connected_at.insert(replica.clone(), now);
+    }
+
+    fn record_used_twice(&self, node: &NodeName, replica: &ReplicaId) {
+        let used_twice = &mut self.state.lock().used_twice;
+        used_twice.insert(node, replica, Instant::now());
+    }
+
+    /// Returns the condition about names that two live agents use, if there are any.
+    #[must_use]
+    pub fn used_twice(&self) -> Option<String> {
+        self.state.lock().used_twice.condition(Instant::now())
+    }
+
+    /// Returns whether the live sessions of a node may be closed in favor of an agent at `replica`,
+    /// and counts that.
+    fn may_yield(&self, node: &NodeName, replica: &ReplicaId) -> bool {
+        let is_admitted = (self.state.lock().yields).admit(replica, node, Instant::now());
+        let result = if is_admitted {
+            YieldResult::Yielded
+        } else {
+            YieldResult::Limited
+        };
+        self.metrics.yielded(result);
+        if !is_admitted && self.violations.is_due() {
+            warn!(peer = %replica, "server claims the names of too many live sessions; no more of them are closed for a minute");
+        }
+        is_admitted
     }
 
     /// Returns the connected servers that hold a node with another agent process, and what they
@@ -84,129 +201,64 @@ impl Peers {
             .filter_map(|(replica, entry)| Some((state.link(&replica)?.clone(), entry)))
             .collect()
     }
-
-    /// Returns those of the others to which a session yields that was admitted at `since`.
-    fn earlier_others(
-        &self,
-        agent: &AgentSession,
-        since: SystemTime,
-    ) -> Vec<(Arc<Link>, HeldNode)> {
-        let mut others = self.others(&agent.node, agent.instance);
-        others.retain(|(link, entry)| self.precedes(since, &link.replica, entry));
-        others
-    }
-
-    /// Returns whether another server admitted its agent before `since`, and has not given it up.
-    fn precedes(&self, since: SystemTime, replica: &ReplicaId, entry: &HeldNode) -> bool {
-        let own = Claim::new(since, self.own());
-        own.yields_to(&Claim::new(entry.since, replica)) && !self.is_yielded(replica, entry)
-    }
-
-    /// Asks servers for a session that answers, and returns the first one that has it.
-    async fn ask_holders(
-        &self,
-        holders: Vec<(Arc<Link>, HeldNode)>,
-        instance: InstanceId,
-    ) -> Option<ReplicaId> {
-        let mut answers: FuturesUnordered<_> = holders
-            .into_iter()
-            .map(|(link, entry)| async move {
-                let is_alive = link.ask(&entry.node, instance).await?;
-                if !is_alive {
-                    self.record_yield(&link.replica, entry);
-                }
-                is_alive.then(|| link.replica.clone())
-            })
-            .collect();
-        while let Some(holder) = answers.next().await {
-            if holder.is_some() {
-                return holder;
-            }
-        }
-        None
-    }
 }
 
 impl PeerEndpoint {
-    /// Compares the sessions of a node with what another server has announced of it.
-    pub(super) fn resolve_announced(&self, replica: &ReplicaId, node: &NodeName) {
-        let own = self.registry.of_node(node);
-        let instances: HashSet<InstanceId> = own.iter().map(|agent| agent.instance).collect();
-        for instance in instances {
-            let others = self.peers.state.lock().directory.others(node, instance);
-            let announced = others.into_iter().filter(|(holder, _)| holder == replica);
-            let announced: Vec<HeldNode> = announced.map(|(_, entry)| entry).collect();
-            self.resolve_crossed(replica, &announced);
-        }
-    }
-
-    /// Closes the sessions of nodes that another server holds with another agent process, if they
-    /// permit the takeover, or if the agent was admitted there first. In the latter case the
-    /// admissions crossed: neither server knew of the other. An entry from before that server gave
-    /// up the node does not count.
-    pub(super) fn resolve_crossed(&self, replica: &ReplicaId, held_nodes: &[HeldNode]) {
+    /// Compares the sessions of this server with nodes that another server announced.
+    pub(super) fn compare_announced(&self, replica: &ReplicaId, held_nodes: &[HeldNode]) {
         for other in held_nodes {
-            let all = self.registry.of_node(&other.node);
-            let is_rival = |agent: &AgentSession| {
-                agent.instance != other.instance && !agent.has_yielded() && !agent.is_withdrawn()
-            };
-            let rivals: Vec<_> = all.iter().filter(|agent| is_rival(agent)).collect();
-            let (taken, rivals): (Vec<_>, Vec<_>) = rivals
-                .into_iter()
-                .partition(|agent| agent.permits_takeover(replica, other.instance));
-            for agent in taken {
-                yield_silent(agent.clone(), replica, &self.shutdown);
-            }
-            let is_of_rival = |instance| {
-                rivals
-                    .iter()
-                    .any(|rival: &&Arc<_>| rival.instance == instance)
-            };
-            let Some(since) = claimed_since(&all, is_of_rival) else {
-                continue;
-            };
-            if !self.peers.precedes(since, replica, other) {
-                continue;
-            }
+            let sessions = self.registry.of_node(&other.node).into_iter();
+            let rivals =
+                sessions.filter(|agent| agent.instance != other.instance && !agent.is_withdrawn());
             for agent in rivals {
-                yield_to(agent.clone(), replica, &self.shutdown);
+                self.peers.contest(&agent, replica, &self.shutdown);
             }
         }
     }
+
+    /// Returns whether another agent process than the asked one keeps the name of a node here. A
+    /// process whose session answers, or is silent for a moment, gives the name up only to one that
+    /// the other server has admitted: a question before the admission closes no session.
+    pub(super) async fn keeps_name(&self, replica: &ReplicaId, ask: &Ask) -> bool {
+        let mut rivals = self.registry.of_node(&ask.node);
+        rivals.retain(|agent| agent.instance != ask.instance && !agent.is_withdrawn());
+        let answers = join_all(rivals.iter().map(|agent| answers_probe(&agent.session))).await;
+        if !answers.contains(&true) {
+            let silent = rivals.into_iter().filter(|_| ask.is_admitted);
+            for old in silent {
+                warn!(node = %old.node, session = old.id.0, "silent session is superseded by an agent process at another server");
+                old.withdraw();
+                self.shutdown
+                    .spawn_service(async move { old.close_superseded().await });
+            }
+            return false;
+        }
+        if !ask.is_admitted {
+            return true;
+        }
+        self.peers.record_used_twice(&ask.node, replica);
+        let keeps = |agent: &Arc<AgentSession>| {
+            let contender = self.peers.contender(agent, replica);
+            contender.keeps_name(ask.instance)
+        };
+        if rivals.iter().any(keeps) || !self.peers.may_yield(&ask.node, replica) {
+            return true;
+        }
+        for agent in rivals {
+            yield_to(agent, replica, &self.shutdown);
+        }
+        false
+    }
 }
 
-/// Returns the admission that counts for these agent processes. As in
-/// [`Registry::held_nodes`], a session that was replaced counts: both servers must compare the same
-/// times.
-fn claimed_since(
-    sessions: &[Arc<AgentSession>],
-    is_of_process: impl Fn(InstanceId) -> bool,
-) -> Option<SystemTime> {
-    sessions
-        .iter()
-        .filter(|agent| !agent.has_yielded() && is_of_process(agent.instance))
-        .map(|agent| agent.since)
-        .min()
-}
-
-/// Closes a session that did not answer, in favor of the agent process at another server.
-fn yield_silent(agent: Arc<AgentSession>, replica: &ReplicaId, shutdown: &Shutdown) {
-    warn!(
-        node = %agent.node, session = agent.id.0, peer = %replica,
-        "silent session is superseded by an agent process at another server"
-    );
-    agent.yield_node();
-    shutdown.spawn_service(async move { agent.close_superseded().await });
-}
-
-/// Closes a session in favor of the agent process at another server that was admitted first.
+/// Closes a session in favor of the agent process at another server.
 fn yield_to(agent: Arc<AgentSession>, replica: &ReplicaId, shutdown: &Shutdown) {
     info!(
         node = %agent.node, session = agent.id.0, peer = %replica,
-        "another server admitted an agent of this name first, closing the session"
+        "another server has a live agent of this name, closing the session"
     );
-    agent.yield_node();
-    let reason = format!("another agent of this name was admitted by server {replica} first");
+    agent.withdraw();
+    let reason = format!("another live agent of this name is connected to server {replica}");
     shutdown.spawn_service(async move {
         agent.close(CloseCode::NameInUse, &reason).await;
     });
@@ -214,3 +266,7 @@ fn yield_to(agent: Arc<AgentSession>, replica: &ReplicaId, shutdown: &Shutdown) 
 
 /// Pause before a server that did not answer is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
+/// Time within which two admissions can have crossed, and for which two servers compare their
+/// sessions after they have connected. Longer than a connection between servers can be silent before
+/// it is closed (12.5 s), so that an announcement that takes longer arrives over a new connection.
+pub(super) const CROSSING: Duration = Duration::from_secs(15);

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use tokio::sync::oneshot;
 use tunnel_proto::wire::peer::{Alive, Ask, PeerMessage};
 
-use super::link::PendingAsk;
+use super::link::{PendingAsk, Question};
 
 /// Questions without an answer.
 #[derive(Debug, Default)]
@@ -21,10 +21,16 @@ impl Questions {
         self.pending.retain(|_, answer| !answer.is_closed());
         self.last_id += 1;
         self.pending.insert(self.last_id, ask.answer);
+        let Question {
+            node,
+            instance,
+            is_admitted,
+        } = ask.question;
         PeerMessage::Ask(Ask {
             id: self.last_id,
-            node: ask.node,
-            instance: ask.instance,
+            node,
+            instance,
+            is_admitted,
         })
     }
 

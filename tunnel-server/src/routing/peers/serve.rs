@@ -5,7 +5,6 @@
 use std::pin::pin;
 use std::sync::Arc;
 
-use futures_util::future::join_all;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::{Instant, timeout};
@@ -24,10 +23,10 @@ use super::announce::{HeldNodes, announce};
 use super::connections::{ReadyConnections, ReadyPermit};
 use super::dial::dead;
 use super::endpoint::PeerEndpoint;
+use super::exchange::Exchange;
 use super::forward::{refuse_above_limit, serve_stream};
 use super::link::{Control, LinkError, outbox, run_out};
 use super::monitor::{LinkCheck, LinkMonitor, check_interval};
-use crate::routing::registry::answers_probe;
 
 /// The listener for other servers, port 10269.
 pub(super) struct PeerListener {
@@ -112,6 +111,7 @@ impl PeerListener {
             "another server connected"
         );
         let peers = &self.endpoint.peers;
+        peers.record_connection(&replica);
         let _open = peers.connections.token();
         let running = self.run_connection(&session, &replica, control);
         let retired = async {
@@ -157,6 +157,8 @@ impl PeerListener {
         let is_leaving = peers.is_leaving.subscribe();
         let announcing = announce(self.announced.clone(), is_leaving, outbox.clone());
         let mut announcing = pin!(announcing);
+        let (mut exchange, exchanging) = Exchange::begin(peers, replica, outbox.clone());
+        let mut exchanging = pin!(exchanging);
         let mut closed = pin!(session.closed());
         let mut monitor = LinkMonitor::new(session.stats().received, Instant::now());
         let mut ticks = check_interval();
@@ -174,8 +176,8 @@ impl PeerListener {
                     LinkCheck::Dead => return Err(dead()),
                 },
                 received = reader.receive() => match received? {
-                    Some(PeerMessage::Ask(ask)) => self.answer(ask, replica, &probes, &outbox),
-                    Some(message) => self.handle(replica, message)?,
+                    Some(PeerMessage::Ask(ask)) => self.answer(replica, ask, &probes, &outbox),
+                    Some(message) => self.handle(replica, message, &mut exchange)?,
                     None => return Ok(()),
                 },
                 incoming = session.accept() => {
@@ -184,13 +186,21 @@ impl PeerListener {
                 }
                 sent = &mut sending => return sent.map_err(LinkError::Control),
                 never = &mut announcing => match never {},
+                never = &mut exchanging => match never {},
             }
         }
     }
 
-    fn handle(&self, replica: &ReplicaId, message: PeerMessage) -> Result<(), LinkError> {
+    fn handle(
+        &self,
+        replica: &ReplicaId,
+        message: PeerMessage,
+        exchange: &mut Exchange,
+    ) -> Result<(), LinkError> {
         match message {
-            PeerMessage::Revoked(nodes) => (self.endpoint.on_revoked)(nodes),
+            PeerMessage::StateDigest(digest) => exchange.digest(&digest),
+            PeerMessage::StateFetch => exchange.asked(),
+            PeerMessage::StatePart(part) => (self.endpoint.on_revoked)(exchange.receive(part)?),
             PeerMessage::Hello(_) => return Err(LinkError::protocol("a second PeerHello")),
             PeerMessage::Holds(_)
             | PeerMessage::Leaving
@@ -206,8 +216,8 @@ impl PeerListener {
     /// Answers a question in a task of its own, because a probe takes up to a second.
     fn answer(
         &self,
-        ask: Ask,
         replica: &ReplicaId,
+        ask: Ask,
         probes: &Arc<Semaphore>,
         outbox: &mpsc::Sender<PeerMessage>,
     ) {
@@ -217,10 +227,9 @@ impl PeerListener {
         let (endpoint, outbox) = (self.endpoint.clone(), outbox.clone());
         let replica = replica.clone();
         self.endpoint.shutdown.spawn_service(async move {
-            let is_alive = is_alive(&endpoint, &replica, &ask).await;
             let alive = Alive {
                 id: ask.id,
-                is_alive,
+                is_alive: endpoint.keeps_name(&replica, &ask).await,
             };
             let _connection_is_gone = outbox.send(PeerMessage::Alive(alive)).await;
             drop(permit);
@@ -254,23 +263,6 @@ impl PeerListener {
         };
         self.endpoint.shutdown.spawn_work(serving.instrument(span));
     }
-}
-
-/// Returns whether a session of a node with another agent process than the asked one answers. If
-/// none does, the newcomer may take over: these sessions yield when the other server announces it. A
-/// question alone ends no session that is silent for a moment.
-async fn is_alive(endpoint: &PeerEndpoint, replica: &ReplicaId, ask: &Ask) -> bool {
-    let mut rivals = endpoint.registry.of_node(&ask.node);
-    rivals.retain(|agent| agent.instance != ask.instance && !agent.is_withdrawn());
-    let answers = join_all(rivals.iter().map(|agent| answers_probe(&agent.session))).await;
-    if answers.contains(&true) {
-        return true;
-    }
-    for agent in rivals {
-        agent.permit_takeover(replica, ask.instance);
-    }
-    endpoint.resolve_announced(replica, &ask.node);
-    false
 }
 
 /// Connections at once whose other end is not authenticated yet. All other servers may dial from one

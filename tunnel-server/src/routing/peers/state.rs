@@ -4,11 +4,10 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use tokio::time::Instant;
 use tracing::{debug, warn};
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::ReplicaId;
-use tunnel_proto::wire::peer::{HeldNode, Holds, PeerHello};
+use tunnel_proto::wire::peer::{Holds, PeerHello};
 use tunnel_proto::wire::{VERSION_MAX, VERSION_MIN};
 
 use super::link::Link;
@@ -53,6 +52,7 @@ impl Peers {
 
     /// Records a connection, which replaces an older one.
     pub(super) fn link_up(&self, link: &Arc<Link>, hello: &PeerHello) {
+        self.record_connection(&link.replica);
         self.with_peer(&link.replica, |peer| {
             peer.link = Some(link.clone());
             peer.addresses = listed_addresses(&hello.addresses);
@@ -135,18 +135,6 @@ impl Peers {
                 "server announces more nodes than limits.directoryNodes; the rest is not reached over it"
             );
         }
-    }
-
-    /// Records that a server gave up the node of an entry in favor of an agent process at this
-    /// server.
-    pub(super) fn record_yield(&self, replica: &ReplicaId, entry: HeldNode) {
-        let mut state = self.state.lock();
-        state.yields.insert(replica, entry, Instant::now());
-    }
-
-    /// Returns whether a server announced an entry before it gave up the node.
-    pub(super) fn is_yielded(&self, replica: &ReplicaId, entry: &HeldNode) -> bool {
-        self.state.lock().yields.contains(replica, entry)
     }
 
     /// Logs that another server violated the protocol, at most once in 30 s.

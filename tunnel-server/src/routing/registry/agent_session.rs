@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tunnel_proto::transport::{CloseReason, ClosedBy, Session};
 use tunnel_proto::wire::code::CloseCode;
-use tunnel_proto::wire::name::{InstanceId, NodeName, ReplicaId, SessionId};
+use tunnel_proto::wire::name::{InstanceId, NodeName, SessionId};
 
 #[derive(Debug)]
 pub struct AgentSession {
@@ -29,11 +29,10 @@ pub struct AgentSession {
     pub since: SystemTime,
     /// [`AgentSession::since`] on the monotonic clock.
     registered: Instant,
+    /// Time since which the agent's process has had sessions at this server without interruption.
+    admitted: Instant,
     pub session: Arc<dyn Session>,
     withdrawn: AtomicBool,
-    yielded: AtomicBool,
-    /// The agent process at another server that may take over the node.
-    takeover: Mutex<Option<(ReplicaId, InstanceId)>>,
     suspect_reason: Mutex<Option<SuspectReason>>,
     becomes_suspect: Notify,
     streams: Arc<AtomicUsize>,
@@ -88,6 +87,7 @@ impl AgentSession {
         session: Arc<dyn Session>,
     ) -> Self {
         let valid_until = to_instant(session.peer().not_after);
+        let now = Instant::now();
         Self {
             id,
             node,
@@ -95,11 +95,10 @@ impl AgentSession {
             software: String::new(),
             claimed_address: String::new(),
             since: SystemTime::now(),
-            registered: Instant::now(),
+            registered: now,
+            admitted: now,
             session,
             withdrawn: AtomicBool::new(false),
-            yielded: AtomicBool::new(false),
-            takeover: Mutex::default(),
             suspect_reason: Mutex::default(),
             becomes_suspect: Notify::new(),
             streams: Arc::default(),
@@ -135,6 +134,17 @@ impl AgentSession {
         now.saturating_duration_since(self.registered)
     }
 
+    /// Returns the time since which the agent's process has had sessions at this server, each
+    /// registered before the previous one ended.
+    pub(in crate::routing) fn admitted(&self) -> Instant {
+        self.admitted
+    }
+
+    /// Records that the agent's process had `other` when this session was registered.
+    pub(super) fn continue_from(&mut self, other: &Self) {
+        self.admitted = self.admitted.min(other.admitted);
+    }
+
     /// Returns the time of the agent's last sign of life.
     #[must_use]
     pub fn last_seen(&self, now: SystemTime) -> SystemTime {
@@ -158,32 +168,6 @@ impl AgentSession {
     #[must_use]
     pub fn is_withdrawn(&self) -> bool {
         self.withdrawn.load(Ordering::Relaxed)
-    }
-
-    /// Withdraws the session in favor of an agent process at another server. The admission of the
-    /// session no longer counts against admissions at other servers.
-    pub fn yield_node(&self) {
-        self.yielded.store(true, Ordering::Relaxed);
-        self.withdraw();
-    }
-
-    /// Permits another server to take over the node with an agent process, because this session did
-    /// not answer. The last permission counts.
-    pub fn permit_takeover(&self, replica: &ReplicaId, instance: InstanceId) {
-        *self.takeover.lock() = Some((replica.clone(), instance));
-    }
-
-    /// Returns whether a server may take over the node with an agent process.
-    #[must_use]
-    pub fn permits_takeover(&self, replica: &ReplicaId, instance: InstanceId) -> bool {
-        let takeover = self.takeover.lock();
-        (takeover.as_ref()).is_some_and(|(asked, process)| asked == replica && *process == instance)
-    }
-
-    /// Returns whether [`AgentSession::yield_node`] was called.
-    #[must_use]
-    pub fn has_yielded(&self) -> bool {
-        self.yielded.load(Ordering::Relaxed)
     }
 
     /// Removes the session from routing, or returns it to routing with `None`. Open streams
