@@ -35,11 +35,13 @@ use crate::store::data_dir::DataDir;
 mod api_call;
 mod client;
 mod conditions;
+mod credentials;
 pub(crate) mod doctor;
 mod events;
 mod failure;
 #[cfg(feature = "test-util")]
 pub mod fuzz;
+mod head_limit;
 mod hosts;
 mod kubelet_client_ca;
 mod leader_election;
@@ -51,6 +53,7 @@ pub mod objects;
 mod pods;
 mod publisher;
 mod ranges;
+mod restart;
 mod service;
 mod serving_names;
 mod shared_state;
@@ -70,15 +73,17 @@ use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 pub use client::ClusterHandle;
 use client::Connection;
 use events::EventRecorder;
-pub use membership::follow_peers;
+pub use membership::{OwnMembership, follow_peers};
 #[cfg(feature = "test-util")]
 pub use metrics::register_example_metrics;
 use nodes::{AliasRules, NodeStore};
 use publisher::Publisher;
+use restart::run_restarting;
 pub use service::ListenerPorts;
 pub use shared_state::QuicKeyLease;
 use signing::KubeletClientCertificateTask;
 pub use signing::SignerConfig;
+use state_watches::FirstList;
 use writers::Writers;
 
 #[derive(Debug)]
@@ -142,10 +147,10 @@ pub fn start(
     let shutdown = inputs.shutdown.clone();
     let namespace = cluster.connection.namespace.clone();
     let persisted = snapshot::load(&inputs.data);
-    let first_list = persisted
-        .nodes
-        .is_empty()
-        .then(|| inputs.readiness.block("nodes of the cluster"));
+    let first_list = FirstList {
+        block: (!persisted.is_listed).then(|| inputs.readiness.block("nodes of the cluster")),
+        persisted_nodes: persisted.nodes.len(),
+    };
     info!(
         namespace,
         persisted_nodes = persisted.nodes.len(),
@@ -182,8 +187,18 @@ pub fn start(
             inputs.dials_by_ranges,
         ));
     }
-    let publisher = publisher(settings, &cluster, inputs, desired);
-    shutdown.spawn_service(publisher.run(state.subscribe()));
+    let mut publisher = publisher(settings, &cluster, inputs, desired);
+    let (observed, conditions) = (state.subscribe(), cluster.conditions.clone());
+    shutdown.spawn_service(async move {
+        run_restarting(
+            "task publisher",
+            &mut publisher,
+            &conditions,
+            |publisher| Box::pin(publisher.run(observed.clone())),
+            |_publisher| {},
+        )
+        .await;
+    });
     state_watches::start(
         &cluster,
         &settings.names,
@@ -211,8 +226,8 @@ fn start_writers(
     } = &cluster.connection;
     let identity = lease::identity();
     let lease = LeaseHandle::new(settings.names.leader_lease.clone(), cluster);
-    let mut election = Election::new(lease, identity.clone(), cluster);
-    let mut writers = Writers {
+    let election = Election::new(lease, identity.clone(), cluster);
+    let writers = Writers {
         maps: Api::namespaced(client.clone(), namespace),
         services: writers::services(client.clone(), namespace),
         events: EventRecorder::new(
@@ -231,11 +246,30 @@ fn start_writers(
     };
     let leaving = shutdown.leaving().clone();
     let (end, ended) = oneshot::channel();
+    let conditions = cluster.conditions.clone();
     shutdown.spawn_service(async move {
-        let writing = Box::pin(writers.run(&leaving));
-        let electing = Box::pin(election.run(&leaving));
-        tokio::join!(writing, electing);
-        election.release().await;
+        let mut state = (writers, election);
+        let running = run_restarting(
+            "task writers",
+            &mut state,
+            &conditions,
+            |(writers, election)| {
+                let leaving = leaving.clone();
+                Box::pin(async move {
+                    let writing = Box::pin(writers.run(&leaving));
+                    let electing = Box::pin(election.run(&leaving));
+                    tokio::join!(writing, electing);
+                })
+            },
+            // Another server may lead meanwhile.
+            |(_writers, election)| election.resign(),
+        );
+        tokio::select! {
+            biased;
+            () = running => {}
+            () = leaving.cancelled() => {}
+        }
+        state.1.release().await;
         let _nobody_waits = end.send(());
     });
     WritersHandle(ended)

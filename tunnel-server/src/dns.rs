@@ -171,36 +171,43 @@ impl RecordSet {
     }
 }
 
-/// The records in use. Clones share them.
+/// The records in use, unknown until they are first replaced. Clones share them.
 #[derive(Debug, Clone)]
-pub struct Records(watch::Sender<Arc<RecordSet>>);
+pub struct Records(watch::Sender<Option<Arc<RecordSet>>>);
 
 impl Default for Records {
     fn default() -> Self {
-        Self(watch::Sender::new(Arc::default()))
+        Self(watch::Sender::new(None))
     }
 }
 
 impl Records {
+    /// Returns the records, none while they are unknown.
     #[must_use]
     pub fn load(&self) -> Arc<RecordSet> {
+        self.known().unwrap_or_default()
+    }
+
+    /// Returns the records, or `None` while it is unknown which nodes there are.
+    #[must_use]
+    pub fn known(&self) -> Option<Arc<RecordSet>> {
         self.0.borrow().clone()
     }
 
-    /// Replaces the records. Returns `true` if they differ from the previous ones. Equal records do
-    /// not wake receivers.
+    /// Replaces the records, which are known from then on. Returns `true` if they differ from the
+    /// previous ones. Equal records do not wake receivers.
     pub fn replace(&self, records: RecordSet) -> bool {
         self.0.send_if_modified(|current| {
-            let is_other = **current != records;
+            let is_other = current.as_deref() != Some(&records);
             if is_other {
-                *current = Arc::new(records);
+                *current = Some(Arc::new(records));
             }
             is_other
         })
     }
 
     #[must_use]
-    pub fn changed(&self) -> watch::Receiver<Arc<RecordSet>> {
+    pub fn changed(&self) -> watch::Receiver<Option<Arc<RecordSet>>> {
         self.0.subscribe()
     }
 }

@@ -11,9 +11,10 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tokio::time::{Instant, timeout};
 use tunnel_tests::apiserver::Presence;
-use tunnel_tests::checks::ensure_reset;
+use tunnel_tests::checks::{ensure_contains, ensure_reset};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
+use tunnel_tests::metrics::meta_page;
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
 use tunnel_tests::process::{Listener, Signal};
 
@@ -40,6 +41,30 @@ async fn servers_find_each_other_by_their_endpoints_and_forward() -> Result<()> 
         Ok(())
     })
     .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_whose_endpoints_are_deleted_serve_on_and_say_so() -> Result<()> {
+    let mut site = Installation::start(on_loopback(2, 0).await?).await?;
+    let _agent = site.agent("worker-1", &["--replicas", "1"]).await?;
+    site.wait_until_served("worker-1").await;
+    for replica in &site.replicas {
+        site.delete_slice(&replica.name).await?;
+    }
+    for replica in &site.replicas {
+        let meta = replica.server.address(Listener::Meta);
+        eventually("the condition", FIRST, async || {
+            let page = meta_page(meta, "/readyz?verbose").await?;
+            ensure_contains(
+                &page,
+                &["[!] peer endpoints: 1 connected servers are not in the"],
+            )
+        })
+        .await;
+    }
+    site.wait_for_links().await?;
+    site.wait_until_served("worker-1").await;
     Ok(())
 }
 

@@ -20,7 +20,10 @@ use super::query;
 pub fn keeps_the_rules(message: &[u8]) -> Result<()> {
     let (records, names) = &*DNS_STATE;
     for transport in [Transport::Udp, Transport::Tcp] {
-        let context = AnswerContext { records, names };
+        let context = AnswerContext {
+            records: Some(records),
+            names,
+        };
         match decide(message, transport, &context) {
             Decision::Ignore(_) => {}
             Decision::Reply(reply, _) => answer_is_sound(message, &reply, transport)?,

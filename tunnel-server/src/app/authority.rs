@@ -78,7 +78,14 @@ impl Authority {
         registry: &mut MetricsRegistry,
     ) -> anyhow::Result<Self> {
         let (config, data, shutdown) = (&process.config, &process.data, &process.shutdown);
-        let cluster_handle = ClusterHandle::open(settings, &process.readiness, registry).await?;
+        let cluster_handle = ClusterHandle::open(
+            settings,
+            &process.readiness,
+            registry,
+            config.limits.reload_every,
+            shutdown,
+        )
+        .await?;
         let waiting = process.readiness.block("ca");
         // The server's metrics are not complete yet. This meta server exposes only conditions.
         let meanwhile = Shutdown::new();

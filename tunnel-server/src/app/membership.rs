@@ -13,7 +13,7 @@ use tunnel_proto::wire::name::ReplicaId;
 
 use super::authority::Authority;
 use super::context::ServerContext;
-use crate::cluster::follow_peers;
+use crate::cluster::{OwnMembership, follow_peers};
 use crate::routing::peers::{PeerAddress, PeerState, Peers};
 
 /// Returns the servers of this installation: those of `--peer`, or in a cluster those of the
@@ -28,7 +28,17 @@ pub(super) fn membership(
     let is_static = settings.listen.is_none() || !settings.peers.is_empty();
     match (kubernetes, cluster_handle) {
         (Some(kubernetes), Some(cluster_handle)) if !is_static && !kubernetes.single_replica => {
-            follow_peers(kubernetes, cluster_handle, &context.data, &context.shutdown)
+            let own = OwnMembership {
+                replica: context.peers.own().clone(),
+                members: context.peers.members(),
+            };
+            follow_peers(
+                kubernetes,
+                cluster_handle,
+                own,
+                &context.data,
+                &context.shutdown,
+            )
         }
         _ => watch::channel(settings.peers.clone().into()).1,
     }

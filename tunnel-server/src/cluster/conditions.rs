@@ -70,6 +70,12 @@ impl Conditions {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Condition {
+    /// The credentials for the API server.
+    Credentials,
+    /// A task that panicked, by its name.
+    Task(&'static str),
+    /// The first list of Nodes is not complete.
+    NodeList,
     /// Names of Nodes that are refused.
     NodeNames,
     /// Addresses and networks of Nodes that conflict.
@@ -105,6 +111,9 @@ pub(super) enum Condition {
 impl Condition {
     fn label(self) -> &'static str {
         match self {
+            Self::Credentials => "kubeconfig",
+            Self::Task(task) => task,
+            Self::NodeList => "node list",
             Self::NodeNames => "node names",
             Self::NodeClaims => "node claims",
             Self::ServiceNetworks => "service networks",

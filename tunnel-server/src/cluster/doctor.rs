@@ -14,7 +14,8 @@ use serde_json::Value;
 use tunnel_proto::wire::name::NodeName;
 use tunnel_proto::wire::{PORT_HTTP, PORT_HTTPS};
 
-use super::client::connect;
+use super::client::Connection;
+use super::credentials::FollowingClient;
 use super::nodes::{AliasOwners, AliasRules, FactMap, NodeObject, NodeSet, NodeStore};
 use super::objects::{HTTP_PORTS_KEY, HTTPS_PORTS_KEY, RECORDS_KEY, SERVICE_NAME_LABEL};
 use super::service::{self, ListenerPorts};
@@ -138,7 +139,9 @@ impl ClusterObjects {
     /// Returns the reason if there is no way to an API server.
     pub(crate) async fn read(config: &Config) -> Fact<Self> {
         let settings = config.kubernetes.as_ref().ok_or(NO_CLUSTER)?;
-        let connection = connect(settings).await.map_err(|error| error.to_string())?;
+        let client = FollowingClient::open(settings).await;
+        let client = client.map_err(|error| error.to_string())?;
+        let connection = Connection::new(&client, settings);
         let (reader, namespace) = (Reader::new(connection.client), connection.namespace);
         let (core, names) = (format!("/api/v1/namespaces/{namespace}"), &settings.names);
         let service = format!("{core}/services/{}", names.internal_service);

@@ -48,7 +48,10 @@ impl EventRecorder {
         let reason = match condition {
             Condition::PortLists => "BadPorts",
             Condition::RecordsSize => "RecordsTooLarge",
-            Condition::NodeNames
+            Condition::Credentials
+            | Condition::Task(_)
+            | Condition::NodeList
+            | Condition::NodeNames
             | Condition::NodeClaims
             | Condition::ServiceNetworks
             | Condition::Service

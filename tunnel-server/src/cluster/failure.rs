@@ -14,7 +14,9 @@ use super::objects::{Object, creation};
 pub(super) enum ApiErrorKind {
     /// Another client changed or created the object first.
     Conflict,
-    /// Status 401 or 403.
+    /// Status 401: the API server does not know who this server is.
+    Unauthorized,
+    /// Status 403: the API server does not permit the request.
     Forbidden,
     /// Status 404: the object does not exist.
     NotFound,
@@ -36,6 +38,7 @@ impl ApiErrorKind {
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Conflict => "conflict",
+            Self::Unauthorized => "unauthorized",
             Self::Forbidden => "forbidden",
             Self::NotFound => "not_found",
             Self::Throttled => "throttled",
@@ -90,7 +93,10 @@ impl ApiError {
 
     /// Returns `true` if an operator must act, because a retry alone cannot succeed.
     pub(super) fn needs_operator(&self) -> bool {
-        matches!(self.kind, ApiErrorKind::Forbidden | ApiErrorKind::NotFound)
+        matches!(
+            self.kind,
+            ApiErrorKind::Unauthorized | ApiErrorKind::Forbidden | ApiErrorKind::NotFound
+        )
     }
 
     pub(super) fn timeout() -> Self {
@@ -107,7 +113,8 @@ impl From<&kube::Error> for ApiError {
             return Self::new(ApiErrorKind::Unavailable, sources(error));
         };
         let kind = match status.code {
-            401 | 403 => ApiErrorKind::Forbidden,
+            401 => ApiErrorKind::Unauthorized,
+            403 => ApiErrorKind::Forbidden,
             404 => ApiErrorKind::NotFound,
             409 => ApiErrorKind::Conflict,
             410 => ApiErrorKind::Expired,
@@ -120,7 +127,12 @@ impl From<&kube::Error> for ApiError {
         Self {
             kind,
             retry_after: (seconds > 0).then(|| Duration::from_secs(seconds.into())),
-            text: format!("{} ({})", status.message, status.code),
+            text: match kind {
+                ApiErrorKind::Unauthorized => {
+                    format!("{} ({}); {UNAUTHORIZED}", status.message, status.code)
+                }
+                _ => format!("{} ({})", status.message, status.code),
+            },
         }
     }
 }
@@ -255,6 +267,10 @@ impl Backoff {
     }
 }
 
+/// What a status of 401 means.
+const UNAUTHORIZED: &str = "the API server does not accept the credentials of --kubeconfig or of this Pod's ServiceAccount, \
+                            which have expired or are those of another cluster; renew them there, and this server reads them \
+                            again";
 /// Maximum of the first delay.
 const DELAY_INITIAL: Duration = Duration::from_millis(500);
 /// Maximum delay. A change during an outage of the API server must take effect within 10 s of its
@@ -334,6 +350,26 @@ mod tests {
         backoff.next_delay(&away, soon, 1.0);
         let wait = backoff.next_delay(&expired, soon, 0.0);
         assert!(wait <= OUTAGE_SPACING, "{wait:?}");
+    }
+
+    #[test]
+    fn refused_credentials_are_no_missing_rights() {
+        let of = |code: u16, message: &str| {
+            let status = serde_json::json!({ "code": code, "message": message });
+            let status = serde_json::from_value(status).unwrap();
+            ApiError::from(kube::Error::Api(Box::new(status)))
+        };
+        let unauthorized = of(401, "Unauthorized");
+        assert_eq!(unauthorized.kind, ApiErrorKind::Unauthorized);
+        let text = unauthorized.to_string();
+        assert!(
+            text.starts_with("Unauthorized (401); the API server does not accept"),
+            "{text}"
+        );
+        assert!(text.contains("--kubeconfig") && unauthorized.needs_operator());
+        let forbidden = of(403, "nodes is forbidden");
+        assert_eq!(forbidden.kind, ApiErrorKind::Forbidden);
+        assert_eq!(forbidden.to_string(), "nodes is forbidden (403)");
     }
 
     #[test]

@@ -179,6 +179,11 @@ impl Election {
         }
     }
 
+    /// Stops leading without a call. The Lease ends by itself, unless the next attempt renews it.
+    pub(super) fn resign(&mut self) {
+        self.set_leader(None);
+    }
+
     /// Releases the Lease if this server holds it, so that another candidate need not wait for its
     /// end.
     pub(super) async fn release(&mut self) {

@@ -1,6 +1,7 @@
 //! The servers of the cluster: watches the EndpointSlices of the servers' headless Service, and
 //! publishes the address of each server. The last list is persisted for a start without the API
-//! server.
+//! server. A server that leaves the slices stays in the list while it is connected: an empty list may
+//! be a mistake, and a connection is evidence.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -13,28 +14,39 @@ use kube::Api;
 use kube::runtime::watcher::Event;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tunnel_proto::process::files;
 use tunnel_proto::process::networks::{effective_ip, forbidden_kind};
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::wire::REPLICAS_MAX;
+use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::name::ReplicaId;
 
 use super::client::{ClusterHandle, Connection};
 use super::objects::{Object, PEER_PORT, PEER_PORT_NAME, SERVICE_NAME_LABEL};
 use super::watches::{config, follow};
-use crate::cluster::conditions::Condition;
+use crate::cluster::conditions::{Condition, Conditions};
 use crate::config::KubernetesSettings;
 use crate::routing::peers::PeerAddress;
 use crate::store::data_dir::DataDir;
 use crate::store::snapshot::Snapshot;
+
+/// This server among the servers of the cluster.
+#[derive(Debug)]
+pub struct OwnMembership {
+    pub replica: ReplicaId,
+    /// This server, and the others that are connected or were a moment ago.
+    pub members: watch::Receiver<Arc<[Member]>>,
+}
 
 /// Follows the servers of the cluster, this one included. The receiver has the persisted list until
 /// the API server has answered.
 pub fn follow_peers(
     settings: &KubernetesSettings,
     cluster: &ClusterHandle,
+    own: OwnMembership,
     data: &DataDir,
     shutdown: &Shutdown,
 ) -> watch::Receiver<Arc<[PeerAddress]>> {
@@ -56,15 +68,83 @@ pub fn follow_peers(
     let service = &settings.names.peer_service;
     let only = config().labels(&format!("{SERVICE_NAME_LABEL}={service}"));
     let context = cluster.watch_context(Object::Peers);
-    let conditions = cluster.conditions.clone();
     let mut store = SliceStore::default();
+    let (observed, listed) = watch::channel(None);
     shutdown.spawn_service(follow(slices, only, context, move |events| {
-        if !store.apply(events) {
-            return;
+        if store.apply(events) {
+            observed.send_replace(Some(Membership::of(&store.observed)));
         }
-        let Membership { peers, ignored } = Membership::of(&store.observed);
-        conditions.set(Condition::PeerEndpoints, ignored);
-        published.send_if_modified(|list| {
+    }));
+    let publisher = ListPublisher {
+        own,
+        service: format!("{namespace}/{service}"),
+        published,
+        conditions: cluster.conditions.clone(),
+    };
+    shutdown.spawn_service(publisher.run(listed));
+    peers
+}
+
+/// Publishes the list of servers, and reports what is wrong with the slices.
+struct ListPublisher {
+    own: OwnMembership,
+    /// Namespace and name of the servers' headless Service.
+    service: String,
+    published: watch::Sender<Arc<[PeerAddress]>>,
+    conditions: Conditions,
+}
+
+impl ListPublisher {
+    /// Publishes the list again whenever the slices or the connections change.
+    async fn run(mut self, mut listed: watch::Receiver<Option<Membership>>) {
+        // Time since which this server is missing from the slices.
+        let mut missing_since = None;
+        loop {
+            let now = Instant::now();
+            let listed_now = listed.borrow_and_update().clone();
+            if let Some(membership) = listed_now {
+                let is_listed = membership.has(&self.own.replica);
+                missing_since = (!is_listed).then(|| missing_since.unwrap_or(now));
+                let is_overdue = missing_since.is_some_and(|since| now - since >= MISSING_AFTER);
+                self.publish(membership, is_overdue);
+            }
+            let report_at = missing_since.map(|since| since + MISSING_AFTER);
+            let report_at = report_at.filter(|at| *at > now);
+            let is_gone = tokio::select! {
+                changed = listed.changed() => changed.is_err(),
+                changed = self.own.members.changed() => changed.is_err(),
+                () = sleep_until(report_at.unwrap_or(now)), if report_at.is_some() => false,
+            };
+            if is_gone {
+                return;
+            }
+        }
+    }
+
+    fn publish(&mut self, membership: Membership, is_missing: bool) {
+        let Membership { peers, mut ignored } = membership;
+        let members = self.own.members.borrow_and_update().clone();
+        let (peers, unlisted) = with_connected(peers, &self.published.borrow(), &members);
+        if is_missing {
+            ignored.push(format!(
+                "this server, {}, is not in the EndpointSlices of Service {}: servers that start do not find it; check the \
+                 Service and the labels of this Pod, or set --replica-name to the name of the Pod",
+                self.own.replica, self.service
+            ));
+        }
+        if !unlisted.is_empty() {
+            let shown: Vec<_> = (unlisted.iter().take(IGNORED_MAX))
+                .map(ReplicaId::as_str)
+                .collect();
+            ignored.push(format!(
+                "{} connected servers are not in the EndpointSlices of Service {}: {}; they stay until their connections are lost",
+                unlisted.len(),
+                self.service,
+                shown.join(", ")
+            ));
+        }
+        self.conditions.set(Condition::PeerEndpoints, ignored);
+        self.published.send_if_modified(|list| {
             let is_other = **list != *peers;
             if is_other {
                 info!(servers = peers.len(), "servers of the cluster changed");
@@ -72,8 +152,28 @@ pub fn follow_peers(
             }
             is_other
         });
-    }));
-    peers
+    }
+}
+
+/// Adds the servers of the `current` list that are connected and no longer listed, and returns their
+/// names. A server that announced that it stops is not missed.
+fn with_connected(
+    mut listed: Vec<PeerAddress>,
+    current: &[PeerAddress],
+    members: &[Member],
+) -> (Vec<PeerAddress>, Vec<ReplicaId>) {
+    let is_listed = |id: &ReplicaId| listed.iter().any(|peer| peer.id == *id);
+    // The first member is this server.
+    let connected = members.get(1..).unwrap_or_default();
+    let missing = |peer: &&PeerAddress| {
+        let mut connected = connected.iter();
+        connected.any(|member| member.id == peer.id && !member.is_leaving) && !is_listed(&peer.id)
+    };
+    let unlisted: Vec<_> = current.iter().filter(missing).cloned().collect();
+    let names = unlisted.iter().map(|peer| peer.id.clone()).collect();
+    listed.extend(unlisted);
+    listed.sort_unstable_by(|one, other| one.id.cmp(&other.id));
+    (listed, names)
 }
 
 /// The EndpointSlices as last observed, reduced to the servers in them.
@@ -190,7 +290,7 @@ fn check(name: &str, address: &str, port: u16) -> Result<(ReplicaId, SocketAddr)
 }
 
 /// What follows from the observed slices.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Membership {
     /// The servers in the order of their names.
     peers: Vec<PeerAddress>,
@@ -199,6 +299,10 @@ struct Membership {
 }
 
 impl Membership {
+    fn has(&self, replica: &ReplicaId) -> bool {
+        self.peers.iter().any(|peer| peer.id == *replica)
+    }
+
     /// Derives the servers from the slices. A server may be in several of them: one for each family
     /// of addresses, and two while its endpoint moves. Its IPv4 address is preferred.
     fn of(slices: &BTreeMap<String, SliceServers>) -> Self {
@@ -287,6 +391,8 @@ fn save(path: &Path, list: &[PersistedPeer]) -> std::io::Result<()> {
     files::replace(path, &content)
 }
 
+/// Time for which this server may be missing from the slices, as a Pod is that starts.
+const MISSING_AFTER: Duration = Duration::from_secs(30);
 /// Changes within this time are written together.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Maximum number of slices that are used. The controller puts 100 endpoints into a slice, and

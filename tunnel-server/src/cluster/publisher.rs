@@ -51,7 +51,7 @@ pub(super) struct RangeFacts {
 }
 
 impl Publisher {
-    pub(super) async fn run(mut self, mut observed: watch::Receiver<ClusterState>) {
+    pub(super) async fn run(&mut self, mut observed: watch::Receiver<ClusterState>) {
         let mut agents = self.agents.as_ref().map(Routing::held_changed);
         loop {
             let now = observed.borrow_and_update().clone();

@@ -25,6 +25,8 @@ use crate::policy::PortPolicy;
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PersistedState {
     pub(super) nodes: FactMap,
+    /// Whether `nodes` is a complete list, possibly an empty one.
+    pub(super) is_listed: bool,
     pub(super) aliases: AliasOwners,
     pub(super) tunnel_addresses: Vec<IpAddr>,
     /// Values of the ports ConfigMap, if it existed.
@@ -115,8 +117,7 @@ impl ClusterState {
             |parsed| (parsed.policy, parsed.mistakes),
         );
         let tunnel = self.tunnel();
-        let can_build_records =
-            !tunnel.is_empty() && (self.is_listed || !self.persisted.nodes.is_empty());
+        let can_build_records = !tunnel.is_empty() && (self.is_listed || self.persisted.is_listed);
         let records = can_build_records
             .then(|| RecordSet::new(&self.nodes.records(has_agent), Addresses::first_of(tunnel)));
         Derived {
@@ -140,6 +141,7 @@ impl ClusterState {
             } else {
                 self.persisted.nodes.clone()
             },
+            is_listed: self.is_listed || self.persisted.is_listed,
             aliases: self.nodes.alias_owners(),
             tunnel_addresses: self.tunnel(),
             ports: self.port_lists().cloned(),

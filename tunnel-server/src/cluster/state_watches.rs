@@ -10,7 +10,7 @@ use kube::api::DynamicObject;
 use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::{oneshot, watch};
-use tracing::warn;
+use tokio::time::timeout;
 use tunnel_proto::process::meta::ReadinessBlock;
 use tunnel_proto::process::shutdown::Shutdown;
 
@@ -18,35 +18,58 @@ use super::client::ClusterHandle;
 use super::client::Connection;
 use super::nodes::{NodeObject, NodeStore};
 use super::objects::Object;
+use super::restart::run_restarting;
 use super::watches::{Observed, WatchContext, config, follow, follow_one};
 use super::writers;
+use crate::cluster::conditions::{Condition, Conditions};
 use crate::cluster::state::ClusterState;
 use crate::config::ObjectNames;
 
-/// A server without persisted nodes waits this long for the first list before it reports ready.
-const FIRST_LIST_LIMIT: Duration = Duration::from_secs(10);
+/// The first list of Nodes is usually complete by then. After that, the server says what it does
+/// without the list.
+const FIRST_LIST_REPORTED: Duration = Duration::from_secs(10);
 
-/// Starts one task per watch. `nodes` has the Nodes as persisted, `state` receives the observed
-/// state, and `first_list` blocks readiness until the first list of Nodes.
+/// What a server does until the first list of Nodes is complete.
+#[derive(Debug)]
+pub(super) struct FirstList {
+    /// Blocks readiness. `None` with a persisted list, which is served meanwhile.
+    pub(super) block: Option<ReadinessBlock>,
+    pub(super) persisted_nodes: usize,
+}
+
+/// Starts one task per watch. `nodes` has the Nodes as persisted, and `state` receives the observed
+/// state.
 pub(super) fn start(
     cluster: &ClusterHandle,
     names: &ObjectNames,
     nodes: NodeStore,
     state: watch::Sender<ClusterState>,
-    first_list: Option<ReadinessBlock>,
+    first_list: FirstList,
     shutdown: &Shutdown,
 ) {
     let Connection {
         client, namespace, ..
     } = &cluster.connection;
     let (first_list_tx, first_list_rx) = oneshot::channel();
-    shutdown.spawn_service(follow_nodes(
-        cluster.clone(),
+    let mut following = NodesFollower {
+        cluster: cluster.clone(),
         nodes,
-        state.clone(),
-        first_list_tx,
-    ));
+        state: state.clone(),
+        first_list: Some(first_list_tx),
+    };
+    shutdown.spawn_service(async move {
+        let conditions = following.cluster.conditions.clone();
+        run_restarting(
+            "task nodes",
+            &mut following,
+            &conditions,
+            |following| Box::pin(following.run()),
+            |_following| {},
+        )
+        .await;
+    });
     shutdown.spawn_service(follow_object(
+        "task service",
         writers::services(client.clone(), namespace),
         names.internal_service.clone(),
         cluster.watch_context(Object::Service),
@@ -55,6 +78,7 @@ pub(super) fn start(
     ));
     let maps = Api::<ConfigMap>::namespaced(client.clone(), namespace);
     shutdown.spawn_service(follow_object(
+        "task records",
         maps.clone(),
         names.nodes_config_map.clone(),
         cluster.watch_context(Object::Records),
@@ -62,72 +86,107 @@ pub(super) fn start(
         |state, observed| state.records_map = observed.map(|map| map),
     ));
     shutdown.spawn_service(follow_object(
+        "task ports",
         maps,
         names.ports_config_map.clone(),
         cluster.watch_context(Object::Ports),
         state,
         |state, observed| state.ports_map = observed.map(|map| map),
     ));
-    if let Some(first_list) = first_list {
-        shutdown.spawn_service(wait_first_list(first_list, first_list_rx));
-    }
+    let conditions = cluster.conditions.clone();
+    shutdown.spawn_service(first_list.wait(first_list_rx, conditions));
 }
 
-/// Applies the Nodes to the cluster state. `first_list` is completed with the first list.
-async fn follow_nodes(
+/// Applies the Nodes to the cluster state.
+struct NodesFollower {
     cluster: ClusterHandle,
-    mut nodes: NodeStore,
+    nodes: NodeStore,
     state: watch::Sender<ClusterState>,
-    first_list: oneshot::Sender<()>,
-) {
-    let api = Api::<NodeObject>::all(cluster.connection.client.clone());
-    let context = cluster.watch_context(Object::Nodes);
-    let mut first_list = Some(first_list);
-    follow(api, config(), context, |events| {
-        let applied = nodes.apply(events);
-        if applied.is_listed {
-            cluster.metrics.synced(Object::Nodes);
-            if let Some(first_list) = first_list.take() {
-                let _nobody_waits = first_list.send(());
+    /// Completed with the first list.
+    first_list: Option<oneshot::Sender<()>>,
+}
+
+impl NodesFollower {
+    async fn run(&mut self) {
+        let Self {
+            cluster,
+            nodes,
+            state,
+            first_list,
+        } = self;
+        let api = Api::<NodeObject>::all(cluster.connection.client.clone());
+        let context = cluster.watch_context(Object::Nodes);
+        follow(api, config(), context, |events| {
+            let applied = nodes.apply(events);
+            if applied.is_listed {
+                cluster.metrics.synced(Object::Nodes);
+                if let Some(first_list) = first_list.take() {
+                    let _nobody_waits = first_list.send(());
+                }
             }
-        }
-        state.send_if_modified(|state| {
-            if applied.is_changed {
-                state.nodes = Arc::new(nodes.nodes());
-            }
-            let is_first_list = applied.is_listed && !state.is_listed;
-            state.is_listed |= applied.is_listed;
-            applied.is_changed || is_first_list
-        });
-    })
-    .await;
+            state.send_if_modified(|state| {
+                if applied.is_changed {
+                    state.nodes = Arc::new(nodes.nodes());
+                }
+                let is_first_list = applied.is_listed && !state.is_listed;
+                state.is_listed |= applied.is_listed;
+                applied.is_changed || is_first_list
+            });
+        })
+        .await;
+    }
 }
 
 /// Applies each observed state of the object with this name to the cluster state.
 async fn follow_object<K>(
+    task: &'static str,
     api: Api<K>,
     name: String,
     context: WatchContext,
-    state: watch::Sender<ClusterState>,
+    mut state: watch::Sender<ClusterState>,
     apply: fn(&mut ClusterState, Observed<K>),
 ) where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    follow_one(api, &name, context, |observed| {
-        state.send_modify(|state| apply(state, observed));
-    })
+    let conditions = context.conditions.clone();
+    run_restarting(
+        task,
+        &mut state,
+        &conditions,
+        |state| {
+            let (api, name, context) = (api.clone(), name.clone(), context.clone());
+            Box::pin(async move {
+                follow_one(api, &name, context, |observed| {
+                    state.send_modify(|state| apply(state, observed));
+                })
+                .await;
+            })
+        },
+        |_state| {},
+    )
     .await;
 }
 
-/// Waits for the first list, for at most [`FIRST_LIST_LIMIT`], and then drops the block.
-async fn wait_first_list(block: ReadinessBlock, first_list: oneshot::Receiver<()>) {
-    if tokio::time::timeout(FIRST_LIST_LIMIT, first_list)
-        .await
-        .is_err()
-    {
-        warn!("no list of Nodes from the API server yet; serving the persisted nodes");
+impl FirstList {
+    /// Waits until the list is complete. A server that knows no list is not ready until then,
+    /// because it would answer that nodes do not exist.
+    async fn wait(self, mut listed: oneshot::Receiver<()>, conditions: Conditions) {
+        if timeout(FIRST_LIST_REPORTED, &mut listed).await.is_ok() {
+            return;
+        }
+        let line = match &self.block {
+            Some(_) => "the API server has not sent a complete list of Nodes yet; this server is not ready until then"
+                .to_owned(),
+            None => format!(
+                "the API server has not sent a complete list of Nodes yet; the {} persisted nodes are served meanwhile",
+                self.persisted_nodes
+            ),
+        };
+        conditions.set(Condition::NodeList, vec![line]);
+        if listed.await.is_ok() {
+            conditions.set(Condition::NodeList, Vec::new());
+        }
     }
-    drop(block);
 }
 
 /// Returns the fields of the Service with its name and annotations, which kube stores separately.

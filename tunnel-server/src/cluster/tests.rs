@@ -246,7 +246,33 @@ async fn cluster_feeds_routes_records_and_policy_and_a_start_without_it_serves_t
     eventually("the persisted records", has_both).await;
     assert!(serves(&second.policy, 9100));
     assert!(second.routes.load().knows(&"worker-2".parse().unwrap()));
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    let conditions = second.readiness.conditions();
+    let is_said = |(component, line): &(&str, String)| {
+        *component == "node list" && line.contains("the 2 persisted nodes are served meanwhile")
+    };
+    assert!(conditions.iter().any(is_said), "{conditions:?}");
     second.shutdown.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn server_that_knows_no_list_of_nodes_is_not_ready_until_it_is_complete() {
+    let scratch = Scratch::new();
+    let mut fixture = fixture(&scratch.0, &[node("worker-1", "192.168.33.221")]);
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    let (records, readiness) = (fixture.records.clone(), fixture.readiness.clone());
+    assert_eq!(readiness.read().0, ["nodes of the cluster"]);
+    assert_eq!(records.known(), None, "not known, rather than none");
+    let is_said = || {
+        let conditions = readiness.conditions();
+        conditions
+            .iter()
+            .any(|(component, _)| *component == "node list")
+    };
+    assert!(is_said());
+    let is_ready = || readiness.read().0.is_empty() && records.known().is_some() && !is_said();
+    fixture.play_until("the list", is_ready).await;
+    fixture.shutdown.finish().await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -268,7 +268,10 @@ impl Writers {
             let Some(planned) = service::plan(&ports(&found.data), desired_ports) else {
                 return Ok(());
             };
-            found.data["spec"]["ports"] = planned.into();
+            let spec = found.data.get_mut("spec").and_then(Value::as_object_mut);
+            let spec = spec
+                .ok_or_else(|| ApiError::new(ApiErrorKind::Invalid, "its spec is not an object"))?;
+            spec.insert("ports".to_owned(), planned.into());
             let parameters = PostParams::default();
             let written = self
                 .write(self.services.replace(name, &parameters, &found))

@@ -31,6 +31,8 @@ tunnel_proto::label_values! {
         /// The name is local but has no record of the requested type.
         NoData = "no_data",
         NoName = "no_name",
+        /// The name may be that of a node, and the nodes are not known yet: SERVFAIL.
+        Unknown = "unknown",
         /// Another resolver answered the query.
         Forwarded = "forwarded",
         /// No other resolver answered in time: SERVFAIL.
@@ -51,7 +53,8 @@ tunnel_proto::label_values! {
 /// Inputs for answering a query.
 #[derive(Debug, Clone, Copy)]
 pub struct AnswerContext<'a> {
-    pub records: &'a RecordSet,
+    /// The records, or `None` while it is unknown which nodes there are.
+    pub records: Option<&'a RecordSet>,
     pub names: &'a Names,
 }
 
@@ -79,6 +82,9 @@ pub struct ClientQuery {
     edns: Option<(u16, bool)>,
     transport: Transport,
     recursion_available: bool,
+    /// Whether the name may be that of a node that is not known yet. Another resolver does not know
+    /// the node either.
+    may_be_node: bool,
 }
 
 #[must_use]
@@ -112,7 +118,16 @@ pub fn decide<'a>(
         NameResolution::Upstream(resolvers) if resolvers.is_empty() || kind == RecordType::ANY => {
             client_query.refuse(ResponseCode::Refused, QueryOutcome::Refused)
         }
-        NameResolution::Upstream(resolvers) => Decision::Forward(Box::new(client_query), resolvers),
+        NameResolution::Unknown => {
+            client_query.refuse(ResponseCode::ServFail, QueryOutcome::Unknown)
+        }
+        NameResolution::Upstream(resolvers) => {
+            let forwarded = ClientQuery {
+                may_be_node: context.records.is_none() && context.names.may_be_node(&name),
+                ..client_query
+            };
+            Decision::Forward(Box::new(forwarded), resolvers)
+        }
     }
 }
 
@@ -166,6 +181,7 @@ fn read<'a>(
             .map(|edns| (edns.max_payload(), edns.flags().dnssec_ok)),
         transport,
         recursion_available,
+        may_be_node: false,
     };
     if message.edns.is_some_and(|edns| edns.version() > 0) {
         return Err(client_query.refuse(ResponseCode::BADVERS, QueryOutcome::Refused));
@@ -192,9 +208,13 @@ impl ClientQuery {
         message
     }
 
-    /// Returns the answer of another resolver in the form that the client receives.
+    /// Returns the answer of another resolver in the form that the client receives. The absence of a
+    /// name that may be that of a node is a failure, because clients store the absence.
     #[must_use]
     pub fn relayed(&self, answer: Message) -> Vec<u8> {
+        if self.may_be_node && answer.metadata.response_code == ResponseCode::NXDomain {
+            return self.failed(ResponseCode::ServFail);
+        }
         let mut reply = self.reply(answer.metadata.response_code);
         reply.metadata.authentic_data = answer.metadata.authentic_data;
         reply.metadata.truncation = answer.metadata.truncation;

@@ -52,7 +52,7 @@ impl Dns {
     /// Persists the records after each change for [`super::restore`] in the next run.
     ///
     /// Answers from `records` immediately. Fill them before the start if nodes are already known.
-    /// Otherwise queries for their names go to other resolvers.
+    /// Otherwise queries for names that may be those of nodes fail until they are.
     #[must_use]
     pub fn start(parts: DnsInputs<'_>, shutdown: &Shutdown) -> Self {
         persist(parts.data, &parts.records, shutdown);
@@ -122,11 +122,11 @@ fn default_resolvers(resolvers: &Resolvers) -> Vec<SocketAddr> {
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
-/// Restores the records of the last run, unless records are already present. A damaged file is
+/// Restores the records of the last run, unless records are already known. A damaged file is
 /// logged and stays in the directory until the next change replaces it. Blocks the thread.
 pub fn restore(data: &DataDir, records: &Records) {
     match read_records(data) {
-        Ok(Some(persisted)) if records.load().is_empty() => {
+        Ok(Some(persisted)) if records.known().is_none() => {
             info!(
                 records = persisted.len(),
                 "serving the persisted DNS records"
@@ -148,7 +148,7 @@ fn persist(data: &DataDir, records: &Records, shutdown: &Shutdown) {
         Some(Arc::new(persisted)),
         move |records| write_records(&data, records),
     );
-    let state = |records: &Arc<RecordSet>| Some(records.clone());
+    let state = |records: &Option<Arc<RecordSet>>| records.clone();
     let drain = shutdown.drain().clone();
     shutdown.spawn_service(snapshot.follow(records.changed(), state, drain));
 }
@@ -228,7 +228,7 @@ mod tests {
             assert!(error.contains("dns-records.json is damaged"), "{error}");
             let records = Records::default();
             restore(&scratch.0, &records);
-            assert!(records.load().is_empty());
+            assert!(records.known().is_none());
         }
         std::fs::remove_file(scratch.0.dns_records()).unwrap();
         assert!(read_records(&scratch.0).unwrap().is_none());

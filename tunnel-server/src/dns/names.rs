@@ -11,6 +11,7 @@
 //! ```
 
 use std::net::SocketAddr;
+use std::sync::LazyLock;
 
 use tunnel_proto::wire::name::NodeName;
 
@@ -40,15 +41,41 @@ pub enum NameResolution<'a> {
         /// Domain that is authoritative for the name.
         authority: &'a str,
     },
+    /// The name may be that of a node, and it is not known yet which nodes there are.
+    Unknown,
     /// One of these resolvers answers. If the list is empty, the query is refused.
     Upstream(&'a [SocketAddr]),
 }
 
 impl Names {
     /// Resolves `name`, which is in lower case and without a trailing dot. An empty `name` is the
-    /// root.
+    /// root. Without `records`, no name of a node is absent.
     #[must_use]
-    pub fn resolve(&self, name: &str, records: &RecordSet) -> NameResolution<'_> {
+    pub fn resolve(&self, name: &str, records: Option<&RecordSet>) -> NameResolution<'_> {
+        let resolution = self.resolve_known(name, records.unwrap_or(&NO_RECORDS));
+        match resolution {
+            NameResolution::Absent { .. } if records.is_none() && self.may_be_node(name) => {
+                NameResolution::Unknown
+            }
+            known => known,
+        }
+    }
+
+    /// Returns whether a name has one of the forms of a node's name.
+    pub(super) fn may_be_node(&self, name: &str) -> bool {
+        let in_zone = self.zone.as_ref().and_then(|zone| strip_domain(name, zone));
+        let in_cluster = || {
+            self.cluster_of(name)
+                .map(|(_cluster, inner)| node_in_cluster(inner))
+        };
+        let inner = in_zone.map(Some).or_else(in_cluster).unwrap_or(Some(name));
+        inner.is_some_and(|inner| {
+            let is_reserved = is_localhost(inner) || strip_parent(inner, REVERSE).is_some();
+            !is_reserved && inner.parse::<NodeName>().is_ok()
+        })
+    }
+
+    fn resolve_known(&self, name: &str, records: &RecordSet) -> NameResolution<'_> {
         let record = |name: &str| records.get(&name.parse().ok()?);
         if let Some(zone) = &self.zone
             && let Some(inner) = strip_domain(name, zone)
@@ -63,8 +90,7 @@ impl Names {
                 local_or_absent(inner, found, cluster.domain.as_str())
             };
         }
-        let is_localhost = name == LOCALHOST || strip_parent(name, LOCALHOST).is_some();
-        if is_localhost {
+        if is_localhost(name) {
             return NameResolution::Absent { authority: ROOT };
         }
         if let Some(addresses) = record(name) {
@@ -155,7 +181,14 @@ fn strip_parent<'n>(name: &'n str, domain: &str) -> Option<&'n str> {
     name.strip_suffix(domain)?.strip_suffix('.')
 }
 
+fn is_localhost(name: &str) -> bool {
+    name == LOCALHOST || strip_parent(name, LOCALHOST).is_some()
+}
+
+static NO_RECORDS: LazyLock<RecordSet> = LazyLock::new(RecordSet::default);
 const LOCALHOST: &str = "localhost";
+/// Domain of reverse lookups.
+const REVERSE: &str = "arpa";
 const ROOT: &str = "";
 
 #[cfg(test)]
@@ -226,14 +259,14 @@ mod tests {
         ];
         let (names, records) = (names(&[]), records());
         for (name, expected) in rows {
-            assert_eq!(names.resolve(name, &records), *expected, "{name}");
+            assert_eq!(names.resolve(name, Some(&records)), *expected, "{name}");
         }
         let apex = |authority| NameResolution::Local {
             addresses: Addresses::default(),
             authority,
         };
-        assert_eq!(names.resolve(zone, &records), apex(zone));
-        assert_eq!(names.resolve(cluster, &records), apex(cluster));
+        assert_eq!(names.resolve(zone, Some(&records)), apex(zone));
+        assert_eq!(names.resolve(cluster, Some(&records)), apex(cluster));
     }
 
     #[test]
@@ -246,15 +279,43 @@ mod tests {
             "worker-9.svc.cluster.local",
             "cluster.local",
         ] {
-            let found = names.resolve(name, &records);
+            let found = names.resolve(name, Some(&records));
             assert_eq!(found, NameResolution::Upstream(&resolver), "{name}");
         }
         for name in ["worker-1.svc.cluster.local", "worker-1.cluster.local"] {
-            let found = names.resolve(name, &records);
+            let found = names.resolve(name, Some(&records));
             let is_local = matches!(found, NameResolution::Local { .. });
             assert!(is_local, "{name}: {found:?}");
         }
         assert_eq!(names.resolvers().len(), 2);
+    }
+
+    #[test]
+    fn no_name_of_a_node_is_absent_while_the_nodes_are_unknown() {
+        let host = [HOST.parse().unwrap()];
+        let absent = |authority| NameResolution::Absent { authority };
+        for (name, expected) in [
+            ("worker-1", NameResolution::Unknown),
+            ("worker-1.nodes.tunnel.internal", NameResolution::Unknown),
+            ("a.b.nodes.tunnel.internal", NameResolution::Unknown),
+            ("worker-1.cluster.local", NameResolution::Unknown),
+            ("worker-1.svc.cluster.local", NameResolution::Unknown),
+            // These are never nodes.
+            ("localhost", absent("")),
+            ("x.localhost", absent("")),
+            ("worker_1", absent("")),
+            (
+                "kubernetes.default.svc.cluster.local",
+                absent("cluster.local"),
+            ),
+            (
+                "10-0-0-1.default.pod.cluster.local",
+                absent("cluster.local"),
+            ),
+            ("ip-10.ec2.internal", NameResolution::Upstream(&host)),
+        ] {
+            assert_eq!(names(&[]).resolve(name, None), expected, "{name}");
+        }
     }
 
     #[test]
@@ -266,7 +327,7 @@ mod tests {
         });
         let authority = "b.cluster.local";
         let records = records();
-        let found = names.resolve("x.y.svc.b.cluster.local", &records);
+        let found = names.resolve("x.y.svc.b.cluster.local", Some(&records));
         assert_eq!(found, NameResolution::Absent { authority });
     }
 }

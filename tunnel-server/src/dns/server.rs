@@ -67,9 +67,9 @@ impl Server {
             count(QueryOutcome::Limited);
             return QueryAction::Ignore;
         }
-        let records = self.records.load();
+        let records = self.records.known();
         let context = AnswerContext {
-            records: &records,
+            records: records.as_deref(),
             names: &self.names,
         };
         let (client_query, resolvers) = match answer::decide(message, transport, &context) {

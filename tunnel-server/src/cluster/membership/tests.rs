@@ -161,6 +161,8 @@ fn floods_of_servers_endpoints_and_slices_are_bounded() {
 /// The handle of a server that follows its peers, and the mock API server.
 struct Fixture {
     server: ApiServer,
+    /// This server `a`, and the servers that are connected.
+    connected: watch::Sender<Arc<[Member]>>,
     peers: watch::Receiver<Arc<[PeerAddress]>>,
     readiness: Readiness,
     shutdown: Shutdown,
@@ -178,12 +180,26 @@ fn fixture(data: &DataDir) -> Fixture {
     let (readiness, shutdown) = (Readiness::default(), Shutdown::new());
     let cluster =
         ClusterHandle::with_connection(connection, &readiness, &mut MetricsRegistry::default());
-    let peers = follow_peers(&config.kubernetes.unwrap(), &cluster, data, &shutdown);
+    let (connected, members) = watch::channel(Arc::from([member("a")]));
+    let own = OwnMembership {
+        replica: "a".parse().unwrap(),
+        members,
+    };
+    let peers = follow_peers(&config.kubernetes.unwrap(), &cluster, own, data, &shutdown);
     Fixture {
         server,
+        connected,
         peers,
         readiness,
         shutdown,
+    }
+}
+
+fn member(name: &str) -> Member {
+    Member {
+        id: name.parse().unwrap(),
+        addresses: Vec::new(),
+        is_leaving: false,
     }
 }
 
@@ -235,6 +251,52 @@ async fn servers_are_followed_and_persisted_for_a_start_without_the_api_server()
     sleep(Duration::from_secs(60)).await;
     assert_eq!(shown(&second.peers.borrow()), both);
     second.shutdown.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn servers_without_slices_stay_while_they_are_connected_and_a_missing_server_says_so() {
+    let scratch = Scratch::new();
+    let mut fixture = fixture(&scratch.0);
+    let all = ["a", "b", "c", "d"].map(|name| running(name, "10.0.0.1"));
+    let listing = fixture.server.call().await;
+    listing.answer(&list(&[slice("s", &all)]));
+    let names = |fixture: &Fixture| -> Vec<String> {
+        let peers = fixture.peers.borrow();
+        peers.iter().map(|peer| peer.id.to_string()).collect()
+    };
+    eventually("the list", || names(&fixture).len() == 4).await;
+    // Of the others, c leaves and d is not connected.
+    let leaving = Member {
+        is_leaving: true,
+        ..member("c")
+    };
+    fixture
+        .connected
+        .send_replace([member("a"), member("b"), leaving].into());
+    let gone = json!({"type": "DELETED", "object": slice("s", &all)});
+    let _watch = fixture.server.call().await.stream(&[gone]);
+    eventually("the shorter list", || names(&fixture) == ["b"]).await;
+    let lines = |fixture: &Fixture| -> Vec<String> {
+        let conditions = fixture.readiness.conditions().into_iter();
+        conditions.map(|(_component, line)| line).collect()
+    };
+    let unlisted = lines(&fixture);
+    assert_eq!(unlisted.len(), 1, "{unlisted:?}");
+    assert_contains(
+        &unlisted[0],
+        "1 connected servers are not in the EndpointSlices",
+    );
+    assert_contains(&unlisted[0], "kube-system/tunnel-server-peers: b;");
+    sleep(2 * MISSING_AFTER).await;
+    assert_eq!(names(&fixture), ["b"], "however long it takes");
+    assert_eq!(shown(&load(&scratch.0.peers())), ["b=10.0.0.1:10269"]);
+    assert_contains(
+        &lines(&fixture)[0],
+        "this server, a, is not in the EndpointSlices",
+    );
+    fixture.connected.send_replace([member("a")].into());
+    eventually("the connection is lost", || names(&fixture).is_empty()).await;
+    fixture.shutdown.finish().await;
 }
 
 #[test]

@@ -5,12 +5,14 @@ use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tunnel_proto::process::meta::Readiness;
+use tunnel_proto::wire::name::Port;
 
 use super::super::testing::{ApiServer, Call, NAMESPACE, api_server};
 use super::super::watches::Observed;
 use super::*;
 use crate::cluster::leader_election::testing::leadership;
 use crate::dns::{Addresses, Node, NodeLocation, RecordSet};
+use crate::testing::eventually;
 
 const MAP: &str = "/api/v1/namespaces/kube-system/configmaps/yurt-tunnel-nodes";
 const SERVICE: &str = "/api/v1/namespaces/kube-system/services/x-tunnel-server-internal-svc";
@@ -326,7 +328,7 @@ async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
     let empty = records("1", "");
     fixture.observe_map(&empty);
     observe_service(&fixture.observed, &service);
-    let port = tunnel_proto::wire::name::Port::new(9100).unwrap();
+    let port = Port::new(9100).unwrap();
     fixture
         .desired
         .send_modify(|desired| desired.ports = Some([(port, 10263)].into()));
@@ -343,5 +345,36 @@ async fn extra_ports_reach_the_service_and_unknown_fields_survive() {
     put.answer(&expected);
     observe_service(&fixture.observed, &expected);
     fixture.is_quiet_for(60).await;
+    fixture.finish().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn service_whose_spec_is_a_list_is_a_condition_and_ends_no_task() {
+    let mut fixture = Fixture::new();
+    fixture.lead();
+    let ports = [(Port::new(9100).unwrap(), 10264)];
+    fixture
+        .desired
+        .send_modify(|desired| desired.ports = Some(ports.into()));
+    for attempt in 0..2 {
+        loop {
+            let call = fixture.server.call().await;
+            if call.what == format!("GET {SERVICE}") {
+                call.answer(&json!({
+                    "apiVersion": "v1", "kind": "Service",
+                    "metadata": {"name": "x"}, "spec": ["a list"],
+                }));
+                break;
+            }
+            call.refuse(404, "NotFound");
+        }
+        let lines = || fixture.conditions.of(Condition::Writing(Object::Service));
+        eventually("the condition", || !lines().is_empty()).await;
+        let line = lines().remove(0);
+        assert!(
+            line.contains("its spec is not an object"),
+            "{attempt}: {line}"
+        );
+    }
     fixture.finish().await;
 }

@@ -39,7 +39,7 @@ fn query(name: &str, kind: RecordType) -> Message {
 fn ask_with(message: &[u8], names: &Names) -> Option<(Message, QueryOutcome)> {
     let records = records();
     let context = AnswerContext {
-        records: &records,
+        records: Some(&records),
         names,
     };
     match decide(message, Transport::Udp, &context) {
@@ -200,6 +200,41 @@ fn edns_is_answered_with_edns_and_unknown_versions_are_refused() {
 }
 
 #[test]
+fn names_of_nodes_fail_while_the_nodes_are_unknown_whatever_other_resolvers_say() {
+    let names = names(true);
+    let context = AnswerContext {
+        records: None,
+        names: &names,
+    };
+    let message = query("worker-1.", RecordType::A).to_vec().unwrap();
+    let Decision::Reply(bytes, outcome) = decide(&message, Transport::Udp, &context) else {
+        panic!("no reply");
+    };
+    assert_eq!(outcome, QueryOutcome::Unknown);
+    let code = |bytes: &[u8]| Message::from_vec(bytes).unwrap().metadata.response_code;
+    assert_eq!(code(&bytes), ResponseCode::ServFail);
+    for (name, absent) in [
+        ("ip-10.ec2.internal.", ResponseCode::ServFail),
+        ("_sip._udp.example.com.", ResponseCode::NXDomain),
+        ("1.0.0.10.in-addr.arpa.", ResponseCode::NXDomain),
+    ] {
+        let message = query(name, RecordType::A).to_vec().unwrap();
+        let decision = decide(&message, Transport::Udp, &context);
+        let Decision::Forward(client_query, _) = decision else {
+            panic!("{decision:?}");
+        };
+        for (answered, relayed) in [
+            (ResponseCode::NoError, ResponseCode::NoError),
+            (ResponseCode::NXDomain, absent),
+        ] {
+            let mut answer = client_query.forwarded();
+            answer.metadata.response_code = answered;
+            assert_eq!(code(&client_query.relayed(answer)), relayed, "{name}");
+        }
+    }
+}
+
+#[test]
 fn what_does_not_fit_a_datagram_is_cut_and_marked() {
     let answer_to = |transport, payload: Option<u16>| {
         let mut message = query("example.com.", RecordType::TXT);
@@ -210,7 +245,7 @@ fn what_does_not_fit_a_datagram_is_cut_and_marked() {
         }
         let (records, names) = (records(), names(true));
         let context = AnswerContext {
-            records: &records,
+            records: Some(&records),
             names: &names,
         };
         let decision = decide(&message.to_vec().unwrap(), transport, &context);

@@ -1,0 +1,273 @@
+//! The credentials of the client for the API server, which are followed while the server runs: a
+//! kubeconfig with the files that it names, or the CA of the ServiceAccount. The client library
+//! reads token files again by itself.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use http::{Request, Response};
+use kube::client::{Body, ClientBuilder};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use tokio::runtime::Handle;
+use tower::layer::layer_fn;
+use tower::service_fn;
+use tower::util::MapResponseLayer;
+use tunnel_proto::identity::sha256;
+use tunnel_proto::process::file_watch::{FileWatcher, Loaded, ReloadOutcome};
+use tunnel_proto::process::settings::ConfigError;
+use tunnel_proto::process::shutdown::Shutdown;
+
+use super::conditions::{Condition, Conditions};
+use super::failure::Throttle;
+use super::head_limit::{CONNECT_LIMIT, HeadLimit, READ_LIMIT};
+use crate::config::KubernetesSettings;
+
+/// A client whose credentials can be replaced. Clones of [`FollowingClient::client`] use the newest
+/// ones for each request.
+pub(super) struct FollowingClient {
+    pub(super) client: Client,
+    /// Namespace of the ServiceAccount, or `kube-system`.
+    pub(super) default_namespace: String,
+    pub(super) throttle: Throttle,
+    current: Arc<ArcSwap<Client>>,
+    digest: [u8; 32],
+}
+
+impl FollowingClient {
+    /// Reads the credentials. Sends no request.
+    pub(super) async fn open(settings: &KubernetesSettings) -> Result<Self, ConfigError> {
+        let Loaded { digest, value } = load(settings.kubeconfig.as_deref()).await?;
+        let default_namespace = value.default_namespace.clone();
+        let throttle = Throttle::default();
+        let current = Arc::new(ArcSwap::from_pointee(build(value, &throttle)?));
+        let newest = current.clone();
+        let send = move |request: Request<Body>| {
+            let client = newest.load_full();
+            async move { client.send(request).await }
+        };
+        Ok(Self {
+            client: Client::new(service_fn(send), default_namespace.clone()),
+            default_namespace,
+            throttle,
+            current,
+            digest,
+        })
+    }
+
+    /// Reads the credentials again every `interval` and on SIGHUP until `shutdown` stops.
+    pub(super) fn follow(
+        self,
+        settings: &KubernetesSettings,
+        interval: Duration,
+        conditions: Conditions,
+        shutdown: &Shutdown,
+    ) {
+        let watcher = FileWatcher {
+            what: "kubeconfig",
+            interval,
+            reload_signal: shutdown.reloads(),
+            digest: self.digest,
+        };
+        let (kubeconfig, runtime) = (settings.kubeconfig.clone(), Handle::current());
+        let load = move || runtime.block_on(load(kubeconfig.as_deref()));
+        let Self {
+            throttle, current, ..
+        } = self;
+        let apply = move |config| {
+            current.store(Arc::new(build(config, &throttle)?));
+            Ok::<_, ConfigError>(())
+        };
+        let on_reload = move |outcome| {
+            let line = match outcome {
+                ReloadOutcome::Failed => Some(UNUSABLE.to_owned()),
+                ReloadOutcome::Changed | ReloadOutcome::Recovered => None,
+            };
+            conditions.set(Condition::Credentials, line.into_iter().collect());
+        };
+        shutdown.spawn_service(watcher.run(load, apply, on_reload));
+    }
+}
+
+/// Reads the configuration of the client, with a digest of everything that is not read again by the
+/// client library.
+async fn load(kubeconfig: Option<&Path>) -> Result<Loaded<Config>, ConfigError> {
+    let mut content = Vec::new();
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let refuse = |error: &dyn std::fmt::Display| {
+                ConfigError(vec![format!("--kubeconfig: {}: {error}", path.display())])
+            };
+            content = std::fs::read(path).map_err(|error| refuse(&error))?;
+            let file = Kubeconfig::read_from(path).map_err(|error| refuse(&error))?;
+            let current = KubeConfigOptions::default();
+            let loading = Config::from_custom_kubeconfig(file, &current);
+            let mut config = loading.await.map_err(|error| refuse(&error))?;
+            // The namespace of the context is a preference of its user, not the namespace of these
+            // objects.
+            config.default_namespace = NAMESPACE.into();
+            config
+        }
+        None => Config::incluster().map_err(|error| {
+            ConfigError(vec![format!(
+                "--kubernetes: the ServiceAccount of this container: {error}"
+            )])
+        })?,
+    };
+    if config.auth_info.exec.is_some() || config.auth_info.auth_provider.is_some() {
+        return Err(ConfigError(vec![
+            "--kubeconfig: its user gets credentials from another program (exec, auth-provider), and this server starts none; \
+             give it a token, a token file or a client certificate"
+                .to_owned(),
+        ]));
+    }
+    content.extend(config.root_cert.iter().flatten().flatten());
+    let user = &config.auth_info;
+    for path in [&user.client_certificate, &user.client_key] {
+        // A file that is missing is reported by the client.
+        content.extend(
+            path.iter()
+                .filter_map(|path| std::fs::read(path).ok())
+                .flatten(),
+        );
+    }
+    config.connect_timeout = Some(CONNECT_LIMIT);
+    config.read_timeout = Some(READ_LIMIT);
+    config.reset_reader_on_write = true;
+    // Callers decide about retries, because they know what changed in the meantime.
+    config.default_retry = false;
+    Ok(Loaded {
+        digest: sha256(&content),
+        value: config,
+    })
+}
+
+fn build(config: Config, throttle: &Throttle) -> Result<Client, ConfigError> {
+    let observer = throttle.clone();
+    let builder = ClientBuilder::try_from(config)
+        .map_err(|error| ConfigError(vec![format!("--kubeconfig: {error}")]))?;
+    Ok(builder
+        .with_layer(&layer_fn(HeadLimit))
+        .with_layer(&MapResponseLayer::new(move |response: Response<_>| {
+            observer.observe(response.status(), response.headers());
+            response
+        }))
+        .build())
+}
+
+/// Default namespace outside a cluster.
+const NAMESPACE: &str = "kube-system";
+const UNUSABLE: &str = "the changed kubeconfig, or a file that it names, cannot be used; the log has the reason, and the last \
+                        good content stays in use";
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+    use std::path::PathBuf;
+
+    use parking_lot::Mutex;
+    use prometheus_client::registry::Registry as MetricsRegistry;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tunnel_proto::process::meta::Readiness;
+
+    use super::super::metrics::ClusterMetrics;
+    use super::*;
+    use crate::config::{Config as ServerConfig, Environment, RawConfig};
+    use crate::store::data_dir::testing::Scratch;
+    use crate::testing::eventually;
+
+    /// An API server that answers one request on each connection with `{}`.
+    #[derive(Debug)]
+    struct ApiServer {
+        address: SocketAddr,
+        /// The head of the last request.
+        last: Arc<Mutex<String>>,
+    }
+
+    impl ApiServer {
+        async fn start(shutdown: &Shutdown) -> Self {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let last = Arc::<Mutex<String>>::default();
+            let received = last.clone();
+            shutdown.spawn_service(async move {
+                loop {
+                    let (mut socket, _) = listener.accept().await.unwrap();
+                    let mut head = vec![0; 4096];
+                    let length = socket.read(&mut head).await.unwrap();
+                    *received.lock() = String::from_utf8_lossy(&head[..length]).into_owned();
+                    socket.write_all(ANSWER.as_bytes()).await.unwrap();
+                }
+            });
+            Self { address, last }
+        }
+
+        fn kubeconfig(&self, token: &str) -> String {
+            format!(
+                "{{apiVersion: v1, kind: Config, current-context: c, clusters: [{{name: c, cluster: {{server: \"http://{}\"}}}}], \
+                 users: [{{name: u, user: {{token: {token}}}}}], contexts: [{{name: c, context: {{cluster: c, user: u}}}}]}}",
+                self.address
+            )
+        }
+    }
+
+    fn settings(kubeconfig: PathBuf) -> KubernetesSettings {
+        let environment = Environment { in_cluster: true };
+        let config = ServerConfig::check(&RawConfig::default(), environment).unwrap();
+        KubernetesSettings {
+            kubeconfig: Some(kubeconfig),
+            ..config.kubernetes.unwrap()
+        }
+    }
+
+    #[tokio::test]
+    async fn changed_kubeconfig_is_in_use_and_a_damaged_one_is_a_condition() {
+        let (scratch, shutdown) = (Scratch::new(), Shutdown::new());
+        let server = ApiServer::start(&shutdown).await;
+        let path = scratch.0.cluster();
+        let write = |text: &str| std::fs::write(&path, text).unwrap();
+        write(&server.kubeconfig("first"));
+        let settings = settings(path.clone());
+        let following = FollowingClient::open(&settings).await.unwrap();
+        let client = following.client.clone();
+        let (readiness, hour) = (Readiness::default(), Duration::from_secs(3600));
+        let metrics = ClusterMetrics::new(&mut MetricsRegistry::default());
+        let conditions = Conditions::new(readiness.clone(), metrics);
+        let current = following.current.clone();
+        following.follow(&settings, hour, conditions, &shutdown);
+        let sends = async |token: &str| {
+            let request = Request::get("/version").body(Body::empty()).unwrap();
+            client.send(request).await.unwrap();
+            let head = server.last.lock().to_lowercase();
+            assert!(
+                head.contains(&format!("authorization: bearer {token}\r\n")),
+                "{head}"
+            );
+        };
+        sends("first").await;
+
+        let before = current.load_full();
+        write(&server.kubeconfig("second"));
+        shutdown.reload();
+        eventually("the other client", || {
+            !Arc::ptr_eq(&before, &current.load_full())
+        })
+        .await;
+        sends("second").await;
+
+        write("no kubeconfig");
+        shutdown.reload();
+        eventually("the condition", || !readiness.conditions().is_empty()).await;
+        assert_eq!(readiness.conditions()[0].0, "kubeconfig");
+        sends("second").await;
+        write(&server.kubeconfig("second"));
+        shutdown.reload();
+        eventually("no condition", || readiness.conditions().is_empty()).await;
+        shutdown.finish().await;
+    }
+
+    const ANSWER: &str = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}";
+}
