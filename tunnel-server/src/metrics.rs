@@ -92,7 +92,8 @@ tunnel_proto::metrics! {
         renewals: Family<ResultLabel, Counter> = "renewals",
             "Certificate renewal requests on live sessions, by result",
             with_series(result_labels(["issued"].into_iter().chain(EnrollCode::labels())));
-        known_nodes: Gauge = "known_nodes", "Nodes that may be addressed";
+        known_nodes: Gauge = "known_nodes",
+            "Nodes that may be addressed, without those that only another server knows";
         address_conflicts: Gauge = "address_conflicts", "Addresses shared by several nodes";
 
         streams_open: Gauge = "streams_open", "Streams open to agents";

@@ -16,7 +16,7 @@ use tunnel_tests::eventually::eventually;
 use tunnel_tests::gear::Gear;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
-use tunnel_tests::process::{Listener, Signal};
+use tunnel_tests::process::{AgentSetup, Listener, Signal};
 
 use super::authority::Exec;
 use super::replicas::{Installation, Moment, Plan, VirtualPorts, on_free_ports};
@@ -41,6 +41,21 @@ async fn servers_find_each_other_by_their_endpoints_and_forward() -> Result<()> 
         Ok(())
     })
     .await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn node_without_a_node_object_is_reached_at_every_server() -> Result<()> {
+    let site = Installation::start(on_loopback(2, 0).await?).await?;
+    let first = &site.replicas[0].server;
+    let token = first.token("g1", None).await?;
+    let folder = site.cluster_env.scratch.path().join("agent-g1");
+    let agents = first.address(Listener::Agents);
+    let setup = AgentSetup::on_loopback("g1", agents, &folder);
+    let _agent = setup
+        .args(&["--token", &token, "--replicas", "1"])
+        .start()?;
+    site.wait_until_served("g1").await;
     Ok(())
 }
 

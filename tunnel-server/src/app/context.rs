@@ -1,20 +1,16 @@
 //! The configuration and the state that the parts of the server share.
 
-use std::collections::BTreeSet;
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use prometheus_client::registry::Registry as MetricsRegistry;
-use tokio::time::sleep;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 use tunnel_proto::process::disk;
 use tunnel_proto::process::meta::Readiness;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::transport::{BufferPool, SessionSettings};
-use tunnel_proto::wire::name::NodeName;
 
 use super::credential_watcher::CredentialWatcher;
 use crate::config::{Capacity, Config};
@@ -101,8 +97,8 @@ impl ProcessContext {
 }
 
 impl ServerContext {
-    /// Creates the state and loads the known nodes. The routes follow the known nodes and, outside
-    /// of a cluster, the nodes that other servers hold.
+    /// Creates the state and loads the known nodes. The routes follow the known nodes, and have the
+    /// names of the nodes that other servers hold.
     pub(super) fn build(
         process: ProcessContext,
         capacity: &Capacity,
@@ -129,14 +125,12 @@ impl ServerContext {
         };
         let peer_metrics = PeerMetrics::new(metrics_registry);
         let peers = Peers::new(config.peers.name.clone(), peer_limits, peer_metrics);
-        let routes = Routes::default();
+        let others = peers.clone();
+        let routes = Routes::new(Arc::new(move |node| others.holds(node)));
         let recent = config.status_page.is_some();
         let recent = recent.then(|| Arc::new(RecentRequests::new(RecentRequestLimits::default())));
         nodes.start(&shutdown);
         follow_nodes(&nodes, &routes, &metrics, &shutdown);
-        if config.kubernetes.is_none() {
-            follow_peers(&peers, limits.directory_nodes, &routes, &metrics, &shutdown);
-        }
         let labeled_nodes = LabeledNodes::new(&config.cloud);
         Ok(Self {
             watcher: CredentialWatcher {
@@ -207,66 +201,4 @@ fn follow_nodes(nodes: &Arc<KnownNodes>, routes: &Routes, metrics: &Metrics, shu
             rebuild();
         }
     });
-}
-
-/// Updates the routes whenever other servers hold other nodes: a node that was enrolled at another
-/// server is known here while that server holds it. `nodes_max` bounds what all servers together
-/// can add.
-fn follow_peers(
-    peers: &Arc<Peers>,
-    nodes_max: usize,
-    routes: &Routes,
-    metrics: &Metrics,
-    shutdown: &Shutdown,
-) {
-    let (peers, routes, metrics) = (peers.clone(), routes.clone(), metrics.clone());
-    let mut changed = peers.held_changed();
-    shutdown.spawn_service(async move {
-        let mut current = Vec::new();
-        while changed.changed().await.is_ok() {
-            let entries = peers.held_nodes().into_iter();
-            let nodes = held_nodes(entries.map(|(node, _replica)| node), nodes_max);
-            if nodes != current {
-                let table = routes.set(RouteSource::Peers, nodes.clone());
-                metrics.routes(table.len(), table.conflicts().len());
-                current = nodes;
-            }
-            sleep(PEER_ROUTES_INTERVAL).await;
-        }
-    });
-}
-
-/// Returns each node once, ordered by name, at most `nodes_max`.
-fn held_nodes(names: impl Iterator<Item = NodeName>, nodes_max: usize) -> Vec<RouteNode> {
-    let names: BTreeSet<NodeName> = names.collect();
-    let nodes = names.into_iter().take(nodes_max).map(|name| RouteNode {
-        name,
-        hostname: None,
-        addresses: Vec::new(),
-        kubelet_port: None,
-        is_edge: true,
-        labels: NodeLabels::new(),
-    });
-    nodes.collect()
-}
-
-/// Minimum time between two updates. A table of 250,000 nodes takes some tenths of a second.
-const PEER_ROUTES_INTERVAL: Duration = Duration::from_secs(1);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn nodes_of_other_servers_are_known_once_and_up_to_the_limit() {
-        let names = ["b", "a", "c", "a"].map(|name| name.parse().unwrap());
-        let nodes = held_nodes(names.into_iter(), 2);
-        let names: Vec<_> = nodes.iter().map(|node| node.name.as_str()).collect();
-        assert_eq!(names, ["a", "b"]);
-        let routes = Routes::default();
-        let table = routes.set(RouteSource::Peers, nodes);
-        assert!(table.is_node(&"a".parse().unwrap()));
-        let table = routes.set(RouteSource::Peers, Vec::new());
-        assert!(table.is_empty());
-    }
 }

@@ -42,6 +42,13 @@ pub struct ClusterNetworks {
     pub own: Vec<IpAddr>,
 }
 
+impl ClusterNetworks {
+    /// Returns whether there is no network, as outside of a cluster.
+    pub(crate) fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// A network of Pods, from a Node object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodNetwork {
@@ -159,7 +166,7 @@ impl ClusterNetworks {
         let ip = ip.to_canonical();
         let is_direct = |node: &NodeName| self.cloud_nodes.contains_key(node) && !has_agent(node);
         let is_service = self.services.iter().any(|network| network.contains(ip));
-        match routes.by_address(ip) {
+        match routes.known_by_address(ip) {
             Ok(node) if is_service => AddressOwner::Conflicting(ClaimConflict::Services(ip, node)),
             Ok(node) if is_direct(&node) => AddressOwner::CloudNode,
             Ok(node) => AddressOwner::Agent(node),

@@ -2,11 +2,13 @@
 //! whole, so that a lookup takes no lock.
 //!
 //! The table contains desired state only. The registry knows which agents are connected. A node is
-//! in the table because of a token, a certificate, a Node object or another server that holds it. An
-//! address is in the table because an operator or the cluster assigned it, and never because an
-//! agent claims it.
+//! in the table because of a token, a certificate or a Node object. An address is in the table because
+//! an operator or the cluster assigned it, and never because an agent claims it. A name that is not in
+//! the table is that of a node while another server holds a node of this name: what another server
+//! says adds names, and changes no entry.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -15,6 +17,27 @@ use parking_lot::Mutex;
 use tunnel_proto::wire::name::{NodeName, Port};
 
 use crate::routing::destination::RequestedPort;
+
+/// Returns whether another server holds a node.
+pub type IsHeldElsewhere = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;
+
+/// The nodes that other servers hold at this moment. All values are equal.
+#[derive(Clone, Default)]
+struct HeldElsewhere(Option<IsHeldElsewhere>);
+
+impl PartialEq for HeldElsewhere {
+    fn eq(&self, _other: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for HeldElsewhere {}
+
+impl fmt::Debug for HeldElsewhere {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("HeldElsewhere")
+    }
+}
 
 /// An immutable table of known names and addresses.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -27,6 +50,7 @@ pub struct RouteTable {
     kubelet_ports: HashMap<NodeName, Port>,
     /// Whether a node is named like an IPv4 address.
     has_address_names: bool,
+    held_elsewhere: HeldElsewhere,
 }
 
 /// Reason why a name or an address has no route.
@@ -107,6 +131,7 @@ impl RouteTable {
             addresses: listed(owners),
             kubelet_ports,
             has_address_names,
+            held_elsewhere: HeldElsewhere::default(),
         }
     }
 
@@ -131,12 +156,31 @@ impl RouteTable {
         self.by_name(name).is_ok()
     }
 
-    /// Returns the known node with this name or host name.
+    /// Returns whether another server holds a node of this name.
+    #[must_use]
+    pub fn is_held_elsewhere(&self, name: &NodeName) -> bool {
+        let is_held = self.held_elsewhere.0.as_ref();
+        is_held.is_some_and(|is_held| is_held(name))
+    }
+
+    /// Returns the node with this name or host name, or else the node of this name that another
+    /// server holds.
     ///
     /// # Errors
     /// Returns [`RouteError::UnknownName`] if no node matches, or [`RouteError::AmbiguousName`] if
     /// several nodes have the host name.
     pub fn by_name(&self, name: &NodeName) -> Result<NodeName, RouteError> {
+        match self.known_by_name(name) {
+            Err(RouteError::UnknownName(name)) if self.is_held_elsewhere(&name) => Ok(name),
+            known => known,
+        }
+    }
+
+    /// Returns the node of the table with this name or host name.
+    ///
+    /// # Errors
+    /// As [`RouteTable::by_name`].
+    pub fn known_by_name(&self, name: &NodeName) -> Result<NodeName, RouteError> {
         if let Some(own) = self.names.get(name) {
             return Ok(own.clone());
         }
@@ -147,10 +191,10 @@ impl RouteTable {
         }
     }
 
-    /// Returns whether a known node has this name. Host names do not count.
+    /// Returns whether a node has this name. Host names do not count.
     #[must_use]
     pub fn is_node(&self, name: &NodeName) -> bool {
-        self.names.contains(name)
+        self.names.contains(name) || self.is_held_elsewhere(name)
     }
 
     /// Returns the port of a node's kubelet: the port in its Node object, or else 10250.
@@ -170,12 +214,27 @@ impl RouteTable {
         }
     }
 
-    /// Returns the node that is named like this address, or else the only known node that has it.
+    /// Returns the node that is named like this address, or else the only node that has it, or else
+    /// the node that is named so and that another server holds.
     ///
     /// # Errors
     /// Returns [`RouteError::UnknownAddress`] if no node has the address, or
     /// [`RouteError::AmbiguousAddress`] if several nodes have it.
     pub fn by_address(&self, address: IpAddr) -> Result<NodeName, RouteError> {
+        match self.known_by_address(address) {
+            Err(error @ RouteError::UnknownAddress(_)) => name_like(address)
+                .filter(|name| self.is_held_elsewhere(name))
+                .ok_or(error),
+            known => known,
+        }
+    }
+
+    /// Returns the node of the table that is named like this address, or else the only one that has
+    /// it.
+    ///
+    /// # Errors
+    /// As [`RouteTable::by_address`].
+    pub fn known_by_address(&self, address: IpAddr) -> Result<NodeName, RouteError> {
         if let Some(named) = self.named_like(address.to_canonical()) {
             return Ok(named);
         }
@@ -192,11 +251,10 @@ impl RouteTable {
 
     /// Returns the node whose own name is an address. Host names do not count: kubelets write them.
     fn named_like(&self, address: IpAddr) -> Option<NodeName> {
-        if address.is_ipv6() || !self.has_address_names {
+        if !self.has_address_names {
             return None;
         }
-        let name: NodeName = address.to_string().parse().ok()?;
-        self.names.get(&name).cloned()
+        self.names.get(&name_like(address)?).cloned()
     }
 
     /// Returns the addresses that several nodes share.
@@ -206,6 +264,14 @@ impl RouteTable {
         shared
             .map(|(address, nodes)| (*address, nodes.as_slice()))
             .collect()
+    }
+}
+
+/// Returns the name of a node that is named like an address. No name has the form of an IPv6 address.
+fn name_like(address: IpAddr) -> Option<NodeName> {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.to_string().parse().ok(),
+        IpAddr::V6(_) => None,
     }
 }
 
@@ -236,8 +302,6 @@ pub enum RouteSource {
     Known,
     /// Node objects of the cluster.
     Cluster,
-    /// Nodes whose agents are connected to other servers, outside of a cluster. Names only.
-    Peers,
 }
 
 /// The current route table, merged from its sources. Clones share the table.
@@ -251,6 +315,19 @@ struct RoutesInner {
 }
 
 impl Routes {
+    /// Creates empty routes. Names that are in no source are looked up with `is_held_elsewhere`.
+    #[must_use]
+    pub fn new(is_held_elsewhere: IsHeldElsewhere) -> Self {
+        let table = RouteTable {
+            held_elsewhere: HeldElsewhere(Some(is_held_elsewhere)),
+            ..RouteTable::default()
+        };
+        Self(Arc::new(RoutesInner {
+            table: ArcSwap::from_pointee(table),
+            sources: Mutex::default(),
+        }))
+    }
+
     #[must_use]
     pub fn load(&self) -> Arc<RouteTable> {
         self.0.table.load_full()
@@ -266,9 +343,11 @@ impl Routes {
     pub fn set(&self, source: RouteSource, nodes: Vec<RouteNode>) -> Arc<RouteTable> {
         let mut sources = self.0.sources.lock();
         sources.insert(source, nodes.into());
-        let table = Arc::new(RouteTable::merge(
-            sources.values().flat_map(|nodes| nodes.iter()),
-        ));
+        let merged = RouteTable::merge(sources.values().flat_map(|nodes| nodes.iter()));
+        let table = Arc::new(RouteTable {
+            held_elsewhere: self.0.table.load().held_elsewhere.clone(),
+            ..merged
+        });
         // Stored under the lock, so that a merge of older sources never replaces a newer table.
         self.0.table.store(table.clone());
         table
@@ -354,6 +433,30 @@ mod tests {
         assert_eq!(table.by_name(&named), Ok(named.clone()));
         assert_eq!(table.by_address("10.0.0.1".parse().unwrap()), Ok(named));
         assert!(!table.knows(&name("10.0.0.1")));
+    }
+
+    #[test]
+    fn other_servers_add_names_and_change_no_entry() {
+        let routes = Routes::new(Arc::new(|name| {
+            ["g1", "alias", "twin", "10.0.0.1", "10.0.0.9"].contains(&name.as_str())
+        }));
+        assert_eq!(routes.load().by_name(&name("g1")), Ok(name("g1")));
+        let cluster = vec![
+            route("a", Some("alias"), &["10.0.0.1"]),
+            route("b", Some("twin"), &[]),
+            route("c", Some("twin"), &[]),
+        ];
+        let table = routes.set(RouteSource::Cluster, cluster);
+        assert_eq!(table.by_name(&name("g1")), Ok(name("g1")));
+        assert!(table.is_node(&name("g1")) && table.knows(&name("g1")));
+        assert_eq!(table.by_name(&name("alias")), Ok(name("a")));
+        assert!(table.by_name(&name("twin")).is_err());
+        let [own, other] = ["10.0.0.1", "10.0.0.9"].map(|ip| ip.parse().unwrap());
+        assert_eq!(table.by_address(own), Ok(name("a")));
+        assert_eq!(table.by_address(other), Ok(name("10.0.0.9")));
+        assert!(table.known_by_name(&name("g1")).is_err());
+        assert!(table.known_by_address(other).is_err());
+        assert_eq!(table.len(), 3);
     }
 
     #[test]

@@ -118,8 +118,15 @@ impl ProxyRequest {
             )))
         };
         let node = match &self.host {
-            Host::Name(name) => match routes.by_name(name) {
+            Host::Name(name) => match routes.known_by_name(name) {
                 Ok(node) => node,
+                // What another server says diverts no name that this one may dial itself.
+                Err(RouteError::UnknownName(name))
+                    if (!name.as_str().contains('.') || cluster.is_empty())
+                        && routes.is_held_elsewhere(&name) =>
+                {
+                    name
+                }
                 Err(RouteError::UnknownName(name)) if name.is_host_name() => {
                     return Ok(RequestedDestination::Direct(DialTarget::Name(name)));
                 }

@@ -1,4 +1,5 @@
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use http::{HeaderValue, Request};
 
@@ -6,6 +7,7 @@ use super::*;
 use crate::policy::PortPolicy;
 use crate::policy::{Authorized, authorize_anonymous};
 use crate::routing::destination::{AgentTarget, Destination};
+use crate::routing::routes::Routes;
 
 fn name(text: &str) -> NodeName {
     text.parse().unwrap()
@@ -82,6 +84,27 @@ fn s44_plain_requests_only_read_and_never_switch_protocols() {
     ] {
         let refused = Err(Outcome::BadRequest);
         assert_eq!(parse("GET", uri, &[]), refused, "{uri}");
+    }
+}
+
+#[test]
+fn names_of_other_servers_divert_nothing_that_this_server_may_dial() {
+    let held = ["g1", "example.com"];
+    let routes = Routes::new(Arc::new(move |name| held.contains(&name.as_str()))).load();
+    let in_cluster = ClusterNetworks {
+        services: vec!["10.96.0.0/12".parse().unwrap()],
+        ..ClusterNetworks::default()
+    };
+    for (target, cluster, is_node) in [
+        ("g1:9100", &in_cluster, true),
+        ("g2:9100", &in_cluster, false),
+        ("example.com:443", &in_cluster, false),
+        ("example.com:443", &ClusterNetworks::default(), true),
+    ] {
+        let request = parse("CONNECT", target, &[]).unwrap();
+        let requested = request.resolve(&routes, cluster, |_| true).unwrap();
+        let is_routed = matches!(requested, RequestedDestination::Node(_));
+        assert_eq!(is_routed, is_node, "{target}");
     }
 }
 
