@@ -28,6 +28,11 @@ pub enum CaError {
     /// The persisted rotation is that of another CA.
     #[error("{0} does not belong to the key {1}; remove it to continue with the CA of that key")]
     OtherRotation(String, String),
+    /// The Secret has a CA that does not continue the one in use.
+    #[error(
+        "the Secret has another CA than the one in use; /readyz?verbose says what to do about it"
+    )]
+    OtherCa,
     /// A new key or certificate cannot be generated.
     #[error("cannot generate a key or certificate")]
     Generate(#[source] rcgen::Error),

@@ -160,6 +160,26 @@ impl CaMaterial {
         &self.key_pem
     }
 
+    /// Returns the SHA-256 of the public key that signs, hex.
+    #[must_use]
+    pub fn signer(&self) -> String {
+        hex(&self.spki_sha256)
+    }
+
+    /// Returns the SHA-256 of the public key of each trusted certificate, hex.
+    #[must_use]
+    pub fn trusted(&self) -> Vec<String> {
+        let keys = self.roots.iter().filter_map(|root| spki_sha256(root).ok());
+        keys.map(|key| hex(&key)).collect()
+    }
+
+    /// Returns whether this CA follows the `used` one without ending sessions: it trusts the key that
+    /// signs in `used`, or signs with a key that `used` trusts.
+    #[must_use]
+    pub fn continues(&self, used: &Self) -> bool {
+        self.trusted().contains(&used.signer()) || used.trusted().contains(&self.signer())
+    }
+
     /// Returns whether both values trust the same certificates and sign with the same key.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {

@@ -152,7 +152,13 @@ impl CaRotator {
                 rotation: Rotation::load(dir)?,
                 version: None,
             }),
-            RotationStore::Secret(secret) => secret.read(),
+            RotationStore::Secret(secret) => {
+                let stored = secret.read()?;
+                if !stored.material.continues(&self.ca.material.load()) {
+                    return Err(CaError::OtherCa);
+                }
+                Ok(stored)
+            }
         }
     }
 

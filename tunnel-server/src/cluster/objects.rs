@@ -30,6 +30,9 @@ pub const CA_ROTATION_KEY: &str = "ca-rotation.json";
 /// Annotation of the Service with additional names and addresses of the HTTPS listener, separated
 /// by commas.
 pub const NAMES_ANNOTATION: &str = "x-tunnel-server-names";
+/// Annotation of the CA Secret with the CAs that its CA replaces: the SHA-256 of their public keys,
+/// hex, separated by commas. Without it, a CA that does not continue the one in use is not used.
+pub const REPLACES_CA_ANNOTATION: &str = "x-tunnel-server-replaces-ca";
 /// Maximum number of servers of one cluster that can have QUIC keys of their own: one for each
 /// server that an installation can have.
 pub const QUIC_KEY_LEASES_MAX: u8 = 64;

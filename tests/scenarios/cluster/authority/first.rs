@@ -2,7 +2,7 @@
 //! one.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
@@ -10,17 +10,22 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value, json};
+use tunnel_proto::wire::enroll::hex;
+use tunnel_server::ca::CaMaterial;
+use tunnel_server::cluster::objects::REPLACES_CA_ANNOTATION;
 use tunnel_tests::apiserver::Fault;
+use tunnel_tests::checks::ensure_contains;
 use tunnel_tests::client::{RawRequest, request};
 use tunnel_tests::cluster::{Objects, empty_secrets};
 use tunnel_tests::env::{TestEnv, WAIT_TIMEOUT};
 use tunnel_tests::eventually::eventually;
 use tunnel_tests::process::Program;
+use tunnel_tests::targets::FakeKubelet;
 use tunnel_tests::tools::or_skip;
 
 use super::super::kubectl::{Kubectl, kubectls};
 use super::super::{ClusterEnv, FIRST, READYZ};
-use super::{SECRETS, ca_secret, cluster, server, set_ca, state_secret};
+use super::{Exec, SECRETS, ca_secret, cluster, server, set_ca, state_secret};
 
 /// Number of seeds of a plain run. `R11_SEEDS` requests more.
 const SEEDS: u64 = 50;
@@ -219,5 +224,41 @@ async fn r11_an_emptied_secret_gets_the_same_ca_again_and_a_damaged_one_is_left_
     .await;
     ensure!(cluster.objects().secret(&ca_secret()).await?["ca.key"] == "nonsense");
     ensure!(server.ca().root_pem() == first["ca.crt"]);
+    Ok(())
+}
+
+/// Tests a Secret that was restored from elsewhere: tunnels go on until an operator confirms the
+/// other CA.
+#[tokio::test(flavor = "multi_thread")]
+async fn other_ca_in_the_secret_ends_no_tunnel_until_an_operator_confirms_it() -> Result<()> {
+    let cluster = cluster().await?;
+    let server = server(&cluster, |_| {}).await?;
+    let used = server.ca().root_pem();
+    let kubelet = FakeKubelet::start("worker-1").await?;
+    let _agent = server.agent("worker-1").await?;
+    let mut exec = Exec::start(server.https("worker-1")?, kubelet.addr().port()).await?;
+    exec.goes_on().await?;
+
+    let other = CaMaterial::generate(SystemTime::now())?;
+    let (certificates, key) = (other.certificates_pem(), other.key_pem());
+    let values = [("ca.crt", certificates), ("ca.key", key)];
+    cluster.objects().set_secret(&ca_secret(), &values).await?;
+    eventually("the condition", WAIT_TIMEOUT, async || {
+        let reply = request(server.bound().meta, &RawRequest::get("meta", READYZ)).await?;
+        ensure_contains(&reply.text(), &["does not continue the CA in use"])
+    })
+    .await;
+    exec.goes_on().await?;
+    ensure!(server.ca().root_pem() == used, "the other CA is in use");
+
+    let replaces = json!({ "metadata": { "annotations": {
+        REPLACES_CA_ANNOTATION: hex(&server.ca().spki_sha256()),
+    } } });
+    let path = Objects::path("secrets", &ca_secret());
+    cluster.admin().merge(&path, &replaces).await?;
+    eventually("the other CA", WAIT_TIMEOUT, async || {
+        (server.ca().root_pem() == certificates).then_some(())
+    })
+    .await;
     Ok(())
 }

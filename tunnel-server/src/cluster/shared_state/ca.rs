@@ -14,7 +14,9 @@ use tunnel_proto::process::shutdown::Shutdown;
 
 use super::super::api_call::{CALL_LIMIT, count_write, with_limit};
 use super::super::failure::{ApiError, ApiErrorKind, Backoff};
-use super::super::objects::{CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, CA_ROTATION_KEY, Object};
+use super::super::objects::{
+    CA_CERTIFICATE_KEY, CA_PRIVATE_KEY, CA_ROTATION_KEY, Object, REPLACES_CA_ANNOTATION,
+};
 use super::super::watches::{Observed, follow_one};
 use super::ca_bundle;
 use super::cluster_objects::{ClusterObjects, conflicts};
@@ -161,7 +163,15 @@ impl CaReconciler {
                 && ca_bundle::is_filled(&self.cluster_objects, &self.map).await?;
             let mut secret = self.cluster_objects.secret(&self.secret).await?;
             match plan(&secret, &self.cluster_objects.describe_secret(&self.secret)) {
-                Plan::Adopt(ca) => return Ok(ca.material),
+                Plan::Adopt(ca) => {
+                    let unconfirmed = current_ca
+                        .as_ref()
+                        .filter(|used| !may_replace(&secret, &ca.material, used));
+                    return match unconfirmed {
+                        None => Ok(ca.material),
+                        Some(used) => Err(self.other_ca(&ca.material, used)),
+                    };
+                }
                 Plan::Refuse(condition) => {
                     return Err(ApiError::new(ApiErrorKind::Invalid, condition));
                 }
@@ -198,6 +208,37 @@ impl CaReconciler {
             conflicts.wait().await?;
         }
     }
+}
+
+impl CaReconciler {
+    /// Returns the error for a CA that would end all tunnels. A Secret that was restored or applied
+    /// by mistake looks like this.
+    fn other_ca(&self, other: &CaMaterial, used: &CaMaterial) -> ApiError {
+        let (namespace, secret) = (&self.cluster_objects.namespace, &self.secret);
+        let condition = format!(
+            "its CA {} does not continue the CA in use, {}, so that all agents would need new tokens; this server goes on with \
+             the CA in use. To keep that one, empty the Secret, and a server fills it again. To replace it: kubectl -n \
+             {namespace} annotate secret {secret} --overwrite {REPLACES_CA_ANNOTATION}={}",
+            short(&other.signer()),
+            short(&used.signer()),
+            used.signer(),
+        );
+        ApiError::new(ApiErrorKind::Invalid, condition)
+    }
+}
+
+/// Returns the beginning of a hash, for people.
+fn short(hash: &str) -> &str {
+    hash.get(..16).unwrap_or(hash)
+}
+
+/// Returns whether the CA of the Secret may replace the one in use: it continues that one, or an
+/// operator has confirmed it in the annotation.
+fn may_replace(secret: &Secret, new: &CaMaterial, used: &CaMaterial) -> bool {
+    let annotations = secret.metadata.annotations.as_ref();
+    let replaced = annotations.and_then(|all| all.get(REPLACES_CA_ANNOTATION));
+    let mut replaced = replaced.map_or("", String::as_str).split(',');
+    new.continues(used) || replaced.any(|hash| hash.trim().eq_ignore_ascii_case(&used.signer()))
 }
 
 pub(super) fn plan(secret: &Secret, name: &str) -> Plan {
@@ -334,6 +375,46 @@ mod tests {
         };
         assert!(!by(old.key_pem()).is_same(&by(new.key_pem())));
         assert!(!by(old.key_pem()).is_same(&old));
+    }
+
+    #[test]
+    fn ca_that_does_not_continue_the_one_in_use_needs_the_annotation_that_names_it() {
+        let [old, new, other] = [generate(), generate(), generate()];
+        let by = |certificates: &[&CaMaterial], key: &CaMaterial| {
+            let certificates = certificates.iter().map(|ca| ca.certificates_pem());
+            let certificates: String = certificates.collect();
+            let names = SourceNames {
+                certificates: "",
+                key: "",
+            };
+            CaMaterial::parse(certificates.as_bytes(), key.key_pem().as_bytes(), names).unwrap()
+        };
+        let stages = [
+            by(&[&old], &old),
+            by(&[&old, &new], &old),
+            by(&[&old, &new], &new),
+            by(&[&new], &new),
+        ];
+        let plain = Secret::default();
+        for stage in stages.windows(2) {
+            assert!(may_replace(&plain, &stage[1], &stage[0]));
+            assert!(may_replace(&plain, &stage[0], &stage[1]), "abort");
+        }
+        let [first, .., last] = &stages;
+        assert!(!may_replace(&plain, last, first), "stages were missed");
+        assert!(!may_replace(&plain, &other, &stages[1]));
+        let annotated = |hashes: &str| {
+            let mut secret = Secret::default();
+            let annotation = (REPLACES_CA_ANNOTATION.to_owned(), hashes.to_owned());
+            secret.metadata.annotations = Some([annotation].into());
+            secret
+        };
+        let both = format!("{}, {}", new.signer(), old.signer().to_uppercase());
+        assert!(may_replace(&annotated(&both), last, first));
+        // A backup names the CA that its own one replaced.
+        for hashes in [other.signer(), new.signer(), String::new(), ",".to_owned()] {
+            assert!(!may_replace(&annotated(&hashes), &other, first), "{hashes}");
+        }
     }
 
     #[test]
