@@ -7,6 +7,7 @@ mod forwarded;
 mod intruders;
 mod lost;
 mod resent;
+mod rotation;
 mod standalone;
 mod stopping;
 

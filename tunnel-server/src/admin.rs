@@ -350,6 +350,9 @@ fn rotate_ca(state: &AdminState, action: RotationAction) -> Result<RotationStatu
         | RotationError::InProgress
         | RotationError::AlreadyReturning
         | RotationError::Pending { .. }
+        | RotationError::ServersUnknown(_)
+        | RotationError::UnknownStages(_)
+        | RotationError::OtherStages(_)
         | RotationError::OthersNotCounted { .. } => RequestError::conflict(&error),
     })
 }

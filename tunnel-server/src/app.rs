@@ -91,7 +91,7 @@ impl App {
         let dns = records::start(sockets.dns, capacity.dns, &mut metrics_registry, &context);
         let advertised = publish_addresses(&sockets.bound, &context)?;
         let targets = targets::build(&context)?;
-        let membership = membership::membership(&authority, &context);
+        let membership = membership::membership(&mut authority, &context);
         let cluster = start_cluster(
             authority.cluster_handle.take(),
             &sockets.bound,

@@ -148,6 +148,12 @@ impl LocalCa {
         self.material.load().root_pem.clone()
     }
 
+    /// Returns a digest of the key that signs and of the trusted certificates.
+    #[must_use]
+    pub fn digest(&self) -> [u8; 32] {
+        self.material.load().digest()
+    }
+
     /// Returns the SHA-256 of the CA's public key, which join tokens pin.
     #[must_use]
     pub fn spki_sha256(&self) -> [u8; 32] {

@@ -73,7 +73,7 @@ use crate::cluster::state::{ClusterState, DesiredState, LocalFacts};
 pub use client::ClusterHandle;
 use client::Connection;
 use events::EventRecorder;
-pub use membership::{OwnMembership, follow_peers};
+pub use membership::{OwnMembership, UnknownMembership, follow_peers};
 #[cfg(feature = "test-util")]
 pub use metrics::register_example_metrics;
 use nodes::{AliasRules, NodeStore};

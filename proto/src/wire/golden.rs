@@ -16,7 +16,9 @@ use super::frame::{
 };
 use super::header::{StreamHeader, StreamKind, StreamReply, Target};
 use super::name::{InstanceId, Port, SessionId};
-use super::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode};
+use super::peer::{
+    Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode, StateDigest, StatePart,
+};
 use super::{
     ALPN_ENROLL, ALPN_SESSION, ALPN_SESSION_TCP, PORT_AGENTS, VERSION_MAX, VERSION_MIN,
     negotiate_version,
@@ -24,6 +26,7 @@ use super::{
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 const TRACE_FIELD: &str = "1a3730302d34626639326633353737623334646136613363653932396430653065343733362d303066303637616130626139303262372d3031";
+const DIGEST: &str = "483a46 0805 1220 1111111111111111111111111111111111111111111111111111111111111111 1a20 2222222222222222222222222222222222222222222222222222222222222222";
 /// Fields that no message has: a varint, 64 bits, bytes and 32 bits (numbers 100 to 103).
 const UNKNOWN_FIELDS: &str = "a0062a a9060102030405060708 b206026869 bd0601020304";
 
@@ -196,11 +199,23 @@ fn messages_between_servers_are_as_captured() {
                 }),
             ),
             (
-                "0a3208 0a06 0a0177 10ac02",
-                PeerMessage::Revoked(vec![RevokedNode {
-                    node: held_node.node.clone(),
-                    at: held_node.since,
-                }]),
+                DIGEST,
+                PeerMessage::StateDigest(StateDigest {
+                    version: 5,
+                    revocations: [0x11; 32],
+                    ca: [0x22; 32],
+                }),
+            ),
+            ("024200", PeerMessage::StateFetch),
+            (
+                "0c4a0a 0a06 0a0177 10ac02 1001",
+                PeerMessage::StatePart(StatePart {
+                    revoked: vec![RevokedNode {
+                        node: held_node.node.clone(),
+                        at: held_node.since,
+                    }],
+                    has_more: true,
+                }),
             ),
         ],
         (PEER_MESSAGE_MAX, Inside::Message),

@@ -24,8 +24,12 @@ pub enum PeerMessage {
     Ask(Ask),
     /// Accepting end: answers [`PeerMessage::Ask`].
     Alive(Alive),
-    /// Dialing end: these certificates are revoked.
-    Revoked(Vec<RevokedNode>),
+    /// Either end: what the sender knows. The receiver fetches what differs.
+    StateDigest(StateDigest),
+    /// Either end: asks for the revocations in force.
+    StateFetch,
+    /// Either end: a part of the answer to [`PeerMessage::StateFetch`].
+    StatePart(StatePart),
     /// A message of a later version, which is ignored.
     Unknown,
 }
@@ -90,6 +94,26 @@ pub struct Alive {
     pub is_alive: bool,
 }
 
+/// Digests of what all servers of an installation agree on, as one server knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StateDigest {
+    /// Counts the changes of the sender's revocations.
+    pub version: u64,
+    /// SHA-256 over the revocations in force.
+    pub revocations: [u8; 32],
+    /// SHA-256 over the key that signs and the trusted certificates.
+    pub ca: [u8; 32],
+}
+
+/// A part of the revocations in force at a server.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StatePart {
+    /// Some of the revocations, none of them twice.
+    pub revoked: Vec<RevokedNode>,
+    /// Whether the next message continues the answer.
+    pub has_more: bool,
+}
+
 /// The revocation of a node's certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RevokedNode {
@@ -131,8 +155,15 @@ impl PeerMessage {
                 id: alive.id,
                 alive: alive.is_alive,
             })),
-            Self::Revoked(nodes) => Some(Kind::Revoked(pb::Revoked {
-                nodes: nodes.iter().map(encode_revoked).collect(),
+            Self::StateDigest(digest) => Some(Kind::StateDigest(pb::StateDigest {
+                version: digest.version,
+                revocations: digest.revocations.to_vec(),
+                ca: digest.ca.to_vec(),
+            })),
+            Self::StateFetch => Some(Kind::StateFetch(pb::StateFetch {})),
+            Self::StatePart(part) => Some(Kind::StatePart(pb::StatePart {
+                revoked: part.revoked.iter().map(encode_revoked).collect(),
+                more: part.has_more,
             })),
             Self::Unknown => None,
         };
@@ -180,13 +211,20 @@ impl PeerMessage {
                 id: alive.id,
                 is_alive: alive.alive,
             }),
-            Kind::Revoked(revoked) => Self::Revoked(
-                revoked
-                    .nodes
+            Kind::StateDigest(digest) => Self::StateDigest(StateDigest {
+                version: digest.version,
+                revocations: decode_digest(digest.revocations)?,
+                ca: decode_digest(digest.ca)?,
+            }),
+            Kind::StateFetch(pb::StateFetch {}) => Self::StateFetch,
+            Kind::StatePart(part) => Self::StatePart(StatePart {
+                revoked: part
+                    .revoked
                     .into_iter()
                     .map(decode_revoked)
                     .collect::<Result<_, _>>()?,
-            ),
+                has_more: part.more,
+            }),
         })
     }
 }
@@ -243,6 +281,11 @@ fn decode_instance(instance: Vec<u8>) -> Result<InstanceId, FrameError> {
     instance
         .map(InstanceId::new)
         .map_err(|_length| FrameError::Invalid("instance id"))
+}
+
+fn decode_digest(digest: Vec<u8>) -> Result<[u8; 32], FrameError> {
+    let digest = digest.try_into();
+    digest.map_err(|_length| FrameError::Invalid("digest"))
 }
 
 fn since_epoch(time: SystemTime) -> u64 {

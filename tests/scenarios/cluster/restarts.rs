@@ -6,20 +6,22 @@
 
 mod real;
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use tokio::time::{Instant, timeout};
 use tunnel_tests::apiserver::Presence;
 use tunnel_tests::checks::{ensure_contains, ensure_reset};
-use tunnel_tests::eventually::eventually;
+use tunnel_tests::eventually::{eventually, scaled};
 use tunnel_tests::gear::Gear;
+use tunnel_tests::link::Link;
 use tunnel_tests::metrics::meta_page;
 use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
-use tunnel_tests::process::{AgentSetup, Listener, Signal};
+use tunnel_tests::process::{AgentSetup, Listener, ServerSetup, Signal};
 
 use super::authority::Exec;
-use super::replicas::{Installation, Moment, Plan, VirtualPorts, on_free_ports};
+use super::replicas::{AGENTS, Installation, Moment, Plan, VirtualPorts, on_free_ports};
 use super::{ClusterEnv, FIRST};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -81,6 +83,58 @@ async fn servers_whose_endpoints_are_deleted_serve_on_and_say_so() -> Result<()>
     site.wait_for_links().await?;
     site.wait_until_served("worker-1").await;
     Ok(())
+}
+
+/// The path of the second server to the API server is cut, its connection to the first one is not.
+#[tokio::test(flavor = "multi_thread")]
+async fn revocation_reaches_a_server_without_the_api_server_within_2_s() -> Result<()> {
+    let cluster_env = ClusterEnv::fake().await?;
+    let (path, kubeconfig) = own_path(&cluster_env)?;
+    let plan = Plan {
+        cluster_env,
+        servers: 2,
+        agents: 0,
+        virtual_ports: None,
+        launch: Box::new(move |cluster_env: &ClusterEnv, number: usize, name: &str| {
+            let folder = cluster_env.scratch.path().join(name);
+            let setup = match number {
+                1 => ServerSetup::in_cluster(&folder, &kubeconfig)
+                    .args(&["--namespace", "kube-system"]),
+                _ => cluster_env.setup(name)?,
+            };
+            Ok(setup.args(&["--peer-listen", "127.0.0.1:0"]))
+        }),
+    };
+    let mut site = Installation::start(plan).await?;
+    let _agent = site.agent("worker-1", &["--replicas", "1"]).await?;
+    site.wait_until_served("worker-1").await;
+    let [first, second] = [0, 1].map(|number| &site.replicas[number].server);
+    ensure!(second.metric(AGENTS).await? == 1, "the agent is elsewhere");
+    drop(path);
+    let revoke = first.verb(&["nodes", "revoke", "worker-1"])?;
+    revoke.run().await?.ok()?;
+    let revoked = Instant::now();
+    eventually("the session to end", FIRST, async || {
+        let agents = second.metric(AGENTS).await?;
+        ensure!(agents == 0, "{agents} agents");
+        Ok(())
+    })
+    .await;
+    let took = revoked.elapsed();
+    ensure!(took <= scaled(Duration::from_secs(2)), "{took:?}");
+    Ok(())
+}
+
+/// Returns a path to the API server, and a kubeconfig that leads over it.
+fn own_path(cluster_env: &ClusterEnv) -> Result<(Link, PathBuf)> {
+    let kubeconfig = std::fs::read_to_string(cluster_env.cluster.server_kubeconfig()?)?;
+    let (_, address) = kubeconfig.split_once("https://").context("no address")?;
+    let end = address.find(|character: char| !"0123456789.:".contains(character));
+    let address = &address[..end.unwrap_or(address.len())];
+    let link = Link::start(address.parse()?, 0)?;
+    let path = cluster_env.scratch.path().join("own-path.kubeconfig");
+    std::fs::write(&path, kubeconfig.replace(address, &link.addr().to_string()))?;
+    Ok((link, path))
 }
 
 /// Restarts each of three servers while callers send requests, on new and on reused connections.

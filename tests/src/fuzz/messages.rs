@@ -13,7 +13,9 @@ use tunnel_proto::wire::frame::{
 };
 use tunnel_proto::wire::header::{StreamHeader, StreamKind, StreamReply, Target};
 use tunnel_proto::wire::name::{InstanceId, Port, SessionId};
-use tunnel_proto::wire::peer::{Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode};
+use tunnel_proto::wire::peer::{
+    Alive, Ask, HeldNode, Holds, PeerHello, PeerMessage, RevokedNode, StateDigest, StatePart,
+};
 
 fn control_messages() -> Result<Vec<ControlMessage>> {
     Ok(vec![
@@ -162,10 +164,19 @@ pub(super) fn peers() -> Result<Vec<Vec<u8>>> {
             id: 3,
             is_alive: true,
         }),
-        PeerMessage::Revoked(vec![RevokedNode {
-            node: held_node.node.clone(),
-            at: held_node.since,
-        }]),
+        PeerMessage::StateDigest(StateDigest {
+            version: 7,
+            revocations: [1; 32],
+            ca: [2; 32],
+        }),
+        PeerMessage::StateFetch,
+        PeerMessage::StatePart(StatePart {
+            revoked: vec![RevokedNode {
+                node: held_node.node.clone(),
+                at: held_node.since,
+            }],
+            has_more: true,
+        }),
     ];
     let contents = messages
         .iter()

@@ -15,7 +15,7 @@ use crate::admin::discovery::{self, DiscoveryQuery};
 use crate::admin::node_metrics::{NodeMetrics, observe_rtts};
 use crate::admin::status::{self, NodeList};
 use crate::admin::{self, AdminState, NoRotation};
-use crate::ca::rotation::CaRotator;
+use crate::ca::rotation::{CaRotator, OtherServers};
 use crate::ingress::connect::AdminTunnels;
 use crate::policy::PortPolicy;
 use crate::routing::routes::RouteSource;
@@ -67,14 +67,16 @@ fn rotator(authority: &Authority, context: &ServerContext) -> Result<Arc<CaRotat
         return Err(NoRotation::OwnCertificates);
     }
     let (ca, nodes) = (authority.ca.clone(), context.nodes.clone());
-    Ok(Arc::new(match &authority.ca_secret {
-        Some(secret) => {
-            let peers = context.peers.clone();
-            let other_servers = Arc::new(move || peers.expected());
-            CaRotator::of_secret(ca, secret.clone(), nodes, other_servers)
-        }
+    let rotator = match &authority.ca_secret {
+        Some(secret) => CaRotator::of_secret(ca, secret.clone(), nodes),
         None => CaRotator::new(ca, context.data.clone(), nodes),
-    }))
+    };
+    let (peers, unknown) = (context.peers.clone(), authority.unknown_servers.clone());
+    let observe = move || OtherServers {
+        unknown: unknown(),
+        cas: peers.announced_cas(),
+    };
+    Ok(Arc::new(rotator.with_other_servers(Arc::new(observe))))
 }
 
 fn node_labels(context: &ServerContext) -> Vec<String> {

@@ -26,7 +26,7 @@ use crate::ca::revocation::Revocations;
 use crate::ca::rotation::CaSecret;
 use crate::ca::tokens::TokenStore;
 use crate::ca::{LocalCa, distrusted};
-use crate::cluster::{ClusterHandle, QuicKeyLease};
+use crate::cluster::{ClusterHandle, QuicKeyLease, UnknownMembership};
 use crate::config::{Config, CredentialFiles, KubeletClientCa, KubernetesSettings};
 
 /// The credentials of the server and the state by which it admits agents.
@@ -41,6 +41,8 @@ pub(super) struct Authority {
     pub(super) cluster_handle: Option<ClusterHandle>,
     /// The Lease on the QUIC keys, if other servers could claim them.
     pub(super) quic_key_lease: Option<QuicKeyLease>,
+    /// Returns the reason why it is not known which servers there are, if so.
+    pub(super) unknown_servers: UnknownMembership,
 }
 
 impl Authority {
@@ -68,6 +70,7 @@ impl Authority {
             keys: data.quic_keys()?,
             cluster_handle: None,
             quic_key_lease: None,
+            unknown_servers: Arc::new(|| None),
         })
     }
 
@@ -113,6 +116,7 @@ impl Authority {
             keys: shared.keys,
             cluster_handle: Some(cluster_handle),
             quic_key_lease: shared.quic_key_lease,
+            unknown_servers: Arc::new(|| None),
         })
     }
 }

@@ -18,9 +18,9 @@ use crate::routing::peers::{PeerAddress, PeerState, Peers};
 
 /// Returns the servers of this installation: those of `--peer`, or in a cluster those of the
 /// headless Service. The list may have this server, and a list of flags never changes, so that its
-/// sender is gone.
+/// sender is gone. Sets how `authority` finds out whether it is known which servers there are.
 pub(super) fn membership(
-    authority: &Authority,
+    authority: &mut Authority,
     context: &ServerContext,
 ) -> watch::Receiver<Arc<[PeerAddress]>> {
     let (settings, cluster_handle) = (&context.config.peers, &authority.cluster_handle);
@@ -32,13 +32,15 @@ pub(super) fn membership(
                 replica: context.peers.own().clone(),
                 members: context.peers.members(),
             };
-            follow_peers(
+            let (servers, unknown) = follow_peers(
                 kubernetes,
                 cluster_handle,
                 own,
                 &context.data,
                 &context.shutdown,
-            )
+            );
+            authority.unknown_servers = unknown;
+            servers
         }
         _ => watch::channel(settings.peers.clone().into()).1,
     }

@@ -29,6 +29,7 @@ pub(super) fn start(
     context: &ServerContext,
 ) -> anyhow::Result<()> {
     report_unconnected(context.peers.clone(), listener.is_some(), context);
+    announce_ca(&authority.ca, context);
     let Some(listener) = listener else {
         return Ok(());
     };
@@ -58,6 +59,17 @@ pub(super) fn start(
     };
     endpoint.start(listener, membership);
     Ok(())
+}
+
+/// Announces the CA of this server to the others, at the start and whenever it is replaced.
+fn announce_ca(ca: &Arc<LocalCa>, context: &ServerContext) {
+    let (ca, peers, mut changed) = (ca.clone(), context.peers.clone(), ca.changed());
+    peers.set_ca(ca.digest());
+    context.shutdown.spawn_service(async move {
+        while changed.changed().await.is_ok() {
+            peers.set_ca(ca.digest());
+        }
+    });
 }
 
 /// Builds the TLS configurations from files of the operator, which are watched, or else from the

@@ -1,5 +1,5 @@
-//! Revocations that servers outside of a cluster exchange. The servers of a cluster share one
-//! document and exchange nothing.
+//! Revocations that servers exchange over their connections. The servers of a cluster share a
+//! document, too: either way is enough to revoke a node.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,9 +21,6 @@ use crate::routing::peers::{OnRevoked, Peers};
 /// Announces the revocations of this server to the others. Returns the function that receives
 /// theirs.
 pub(super) fn exchange(revocations: &Arc<Revocations>, context: &ServerContext) -> OnRevoked {
-    if context.config.kubernetes.is_some() {
-        return Box::new(|_nodes| {});
-    }
     announce(
         revocations.clone(),
         context.peers.clone(),
@@ -44,7 +41,7 @@ fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdow
         loop {
             if let Some((changes, nodes)) = revocations.changed_since(announced) {
                 announced = changes;
-                peers.revoked(nodes);
+                peers.set_revoked(nodes);
             }
             tokio::select! {
                 _ = changed.changed() => {}
@@ -54,21 +51,19 @@ fn announce(revocations: Arc<Revocations>, peers: Arc<Peers>, shutdown: &Shutdow
     });
 }
 
-/// Merges what other servers announced. What arrives during a write is the next write.
+/// Puts in force what other servers announced. It is written later, so that a disk or an API server
+/// that does not answer delays nothing.
 fn merge(revocations: Arc<Revocations>, announced: Arc<Announced>, shutdown: &Shutdown) {
     shutdown.spawn_service(async move {
         loop {
             announced.added.notified().await;
             let nodes = announced.take();
             let merging = revocations.clone();
-            // A write blocks.
+            // The file may have been changed, and is then read.
             let merged = tokio::task::spawn_blocking(move || merging.merge(nodes)).await;
             match merged {
-                Ok(Ok(true)) => info!("revocations of another server are in force"),
-                Ok(Ok(false)) => {}
-                Ok(Err(error)) => {
-                    warn!(%error, "cannot persist revocations of another server; they are in force, and are written later");
-                }
+                Ok(true) => info!("revocations of another server are in force"),
+                Ok(false) => {}
                 Err(error) => warn!(%error, "task that merges revocations failed"),
             }
         }

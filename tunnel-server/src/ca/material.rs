@@ -173,6 +173,14 @@ impl CaMaterial {
         keys.map(|key| hex(&key)).collect()
     }
 
+    /// Returns a digest of the key that signs and of the trusted certificates' keys.
+    #[must_use]
+    pub fn digest(&self) -> [u8; 32] {
+        let mut trusted = self.trusted();
+        trusted.sort_unstable();
+        sha256(format!("{} {}", self.signer(), trusted.join(" ")).as_bytes())
+    }
+
     /// Returns whether this CA follows the `used` one without ending sessions: it trusts the key that
     /// signs in `used`, or signs with a key that `used` trusts.
     #[must_use]

@@ -180,24 +180,18 @@ impl Revocations {
 
     /// Merges revocations of another server: of several revocations of a node, the latest counts.
     /// Times are taken as they are, so that servers that exchange revocations agree. New nodes
-    /// beyond [`NODES_MAX`] are ignored. Returns whether anything changed. All changes are one
-    /// write, for which the thread is blocked.
-    ///
-    /// # Errors
-    /// Returns an error if the changes cannot be persisted. They are then in force until the
-    /// process ends, and are written again later.
-    pub fn merge(&self, revoked: Vec<RevokedNode>) -> io::Result<bool> {
-        let _writing = self.writing.lock();
+    /// beyond [`NODES_MAX`] are ignored. Returns whether anything changed. The changes are in force
+    /// at once, and [`Revocations::enforce`] writes them.
+    pub fn merge(&self, revoked: Vec<RevokedNode>) -> bool {
         let is_changed = self.state.lock().merge_announced(revoked, &self.doc);
         if is_changed {
             self.version.send_modify(|version| *version += 1);
-            self.write()?;
         }
-        Ok(is_changed)
+        is_changed
     }
 
-    /// Returns a receiver that is notified when this process changes a revocation. Changes by other
-    /// processes cause no notification; [`Revocations::changed_since`] finds them.
+    /// Returns a receiver that is notified when this process changes a revocation, and, once
+    /// [`Revocations::enforce`] runs, when it observes that the document has changed.
     #[must_use]
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
@@ -222,10 +216,10 @@ impl Revocations {
 
     /// Writes revocations that are not persisted yet. Blocks the thread.
     fn flush(&self) -> io::Result<()> {
+        let _writing = self.writing.lock();
         if !self.has_unwritten() {
             return Ok(());
         }
-        let _writing = self.writing.lock();
         self.write()
     }
 
@@ -239,18 +233,21 @@ impl Revocations {
 
     /// Writes the revocations after `edit`, which may be called several times.
     fn write_with(&self, mut edit: impl FnMut(&mut RevocationsDocument)) -> io::Result<()> {
+        let mut changes = 0;
         let last_version = self.doc.change(|theirs: Option<RevocationsDocument>| {
             let mut state = self.state.lock();
             if let Some(theirs) = theirs {
                 state.merge(theirs, &self.doc)?;
             }
+            changes = state.changes;
             let mut content = RevocationsDocument::of(&state.nodes);
             edit(&mut content);
             Ok(content)
         })?;
         let mut state = self.state.lock();
         state.last_version = Some(last_version);
-        state.has_unwritten = false;
+        // What was merged during the write is written next.
+        state.has_unwritten &= state.changes != changes;
         Ok(())
     }
 
@@ -317,25 +314,19 @@ impl Revocations {
         })
     }
 
-    /// Closes live sessions whose certificate is revoked, as soon as this process has observed the
-    /// revocation. A file of another process is observed within 5 s.
+    /// Closes live sessions whose certificate is revoked, as soon as this process has made or
+    /// observed the revocation, whether it is written or not. A file of another process is observed
+    /// within 5 s. Writes what this process has not written yet.
     pub fn enforce(self: &Arc<Self>, registry: &Arc<Registry>, shutdown: &Shutdown) {
+        self.follow_document(shutdown);
+        self.write_pending(shutdown);
         let (revocations, registry, tasks) = (self.clone(), registry.clone(), shutdown.clone());
-        let (mut changed, mut observed) = (self.version.subscribe(), self.doc.changed());
+        let mut changed = self.version.subscribe();
         shutdown.spawn_service(async move {
             loop {
                 tokio::select! {
                     _ = changed.changed() => {}
-                    Ok(()) = observed.changed() => {}
-                    () = sleep_coalesced(RETRY_INTERVAL) => {}
-                }
-                // A write blocks, so it wakes another thread.
-                if revocations.has_unwritten() {
-                    let flushing = revocations.clone();
-                    let flushed = tokio::task::spawn_blocking(move || flushing.flush()).await;
-                    if let Ok(Err(error)) = flushed {
-                        warn!(%error, "cannot save revocations; they are in force, trying again");
-                    }
+                    () = sleep_coalesced(CHECK_INTERVAL) => {}
                 }
                 for agent in registry.all() {
                     if !revocations.is_revoked(agent.session.peer()) || agent.is_closing() {
@@ -346,6 +337,40 @@ impl Revocations {
                     tasks.spawn_service(async move {
                         agent.close(CloseCode::CredentialRevoked, REVOKED).await;
                     });
+                }
+            }
+        });
+    }
+}
+
+impl Revocations {
+    /// Notifies of each observed change of the document.
+    fn follow_document(self: &Arc<Self>, shutdown: &Shutdown) {
+        let (revocations, mut observed) = (self.clone(), self.doc.changed());
+        shutdown.spawn_service(async move {
+            while observed.changed().await.is_ok() {
+                revocations.version.send_modify(|version| *version += 1);
+            }
+        });
+    }
+
+    /// Writes what this process has not written yet, until that succeeds.
+    fn write_pending(self: &Arc<Self>, shutdown: &Shutdown) {
+        let (revocations, mut changed) = (self.clone(), self.version.subscribe());
+        shutdown.spawn_service(async move {
+            loop {
+                tokio::select! {
+                    _ = changed.changed() => {}
+                    () = sleep_coalesced(CHECK_INTERVAL) => {}
+                }
+                if !revocations.has_unwritten() {
+                    continue;
+                }
+                // A write blocks.
+                let flushing = revocations.clone();
+                let flushed = tokio::task::spawn_blocking(move || flushing.flush()).await;
+                if let Ok(Err(error)) = flushed {
+                    warn!(%error, "cannot save revocations; they are in force, trying again");
                 }
             }
         });
@@ -537,8 +562,9 @@ pub fn revoked_message(at: SystemTime) -> String {
 pub const NODES_MAX: usize = 100_000;
 /// Reason of the session close.
 const REVOKED: &str = "the node's certificate was revoked";
-/// Interval at which a failed write is tried again.
-const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval at which a failed write is tried again, and sessions are checked that were registered
+/// while their certificate was revoked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Upper bound for the clock difference between servers and for the delay until a server receives a
 /// revocation.
 const RAISE_TOLERANCE: Duration = Duration::from_secs(60);

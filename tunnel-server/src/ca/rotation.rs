@@ -15,6 +15,7 @@
 //! starts repeats what an interrupted one left out. In a cluster one update of the Secret has both,
 //! and every server follows the Secret.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -23,9 +24,11 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::info;
 use tunnel_proto::wire::enroll::hex;
+use tunnel_proto::wire::name::ReplicaId;
 
 use super::{CaError, CaMaterial, LocalCa};
 use crate::routing::known_nodes::KnownNodes;
+use crate::routing::peers::CaDigest;
 use crate::store::data_dir::{DataDir, rfc3339, whole_seconds};
 
 mod persisted;
@@ -77,6 +80,21 @@ pub enum RotationError {
          nodes that are gone, or add --force"
     )]
     Pending { pending: usize },
+    /// Other servers may exist that do not follow the stage.
+    #[error("it is not known which servers there are: {0}; wait until it is, or add --force")]
+    ServersUnknown(String),
+    /// Other servers may not follow the stage.
+    #[error(
+        "the stage of other servers is not known, because they are not connected to this one: {0}; connect them, stop them, or \
+         add --force, which leaves behind the agents of a server that does not follow"
+    )]
+    UnknownStages(String),
+    /// Other servers do not follow the stage.
+    #[error(
+        "other servers do not follow this stage: {0}; in a cluster wait until they do, elsewhere import this server's CA there, \
+         or add --force, which leaves their agents behind"
+    )]
+    OtherStages(String),
     /// Agents of other servers may not have renewed yet.
     #[error(
         "agents of the other servers ({others}) are not counted here; wait until {}, when every agent that stays connected \
@@ -89,15 +107,23 @@ pub enum RotationError {
     },
 }
 
-/// Returns the number of other servers that share the CA.
-pub(crate) type OtherServers = Arc<dyn Fn() -> usize + Send + Sync>;
+/// The other servers that share the CA, as far as this one knows.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct OtherServers {
+    /// The reason why it is not known which servers there are, if so.
+    pub(crate) unknown: Option<String>,
+    /// The servers, each with the digest of its CA if that is known.
+    pub(crate) cas: BTreeMap<ReplicaId, Option<CaDigest>>,
+}
+
+pub(crate) type ObserveServers = Arc<dyn Fn() -> OtherServers + Send + Sync>;
 
 /// Rotates the CA. Calls block the thread.
 pub struct CaRotator {
     ca: Arc<LocalCa>,
     store: RotationStore,
     nodes: Arc<KnownNodes>,
-    other_servers: OtherServers,
+    observe_servers: ObserveServers,
     /// Held during a change, so that changes do not overlap.
     changing: Mutex<()>,
 }
@@ -115,7 +141,7 @@ impl CaRotator {
     /// Creates the rotator of a standalone server.
     #[must_use]
     pub fn new(ca: Arc<LocalCa>, dir: DataDir, nodes: Arc<KnownNodes>) -> Self {
-        Self::with_store(ca, RotationStore::Files(dir), nodes, Arc::new(|| 0))
+        Self::with_store(ca, RotationStore::Files(dir), nodes)
     }
 
     /// Creates a rotator of the CA that the servers of a cluster share. Only the agents that this
@@ -124,22 +150,24 @@ impl CaRotator {
         ca: Arc<LocalCa>,
         secret: Arc<dyn CaSecret>,
         nodes: Arc<KnownNodes>,
-        other_servers: OtherServers,
     ) -> Self {
-        Self::with_store(ca, RotationStore::Secret(secret), nodes, other_servers)
+        Self::with_store(ca, RotationStore::Secret(secret), nodes)
     }
 
-    fn with_store(
-        ca: Arc<LocalCa>,
-        store: RotationStore,
-        nodes: Arc<KnownNodes>,
-        other_servers: OtherServers,
-    ) -> Self {
+    /// Sets the function that observes the other servers. Without it there are none.
+    pub(crate) fn with_other_servers(self, observe_servers: ObserveServers) -> Self {
+        Self {
+            observe_servers,
+            ..self
+        }
+    }
+
+    fn with_store(ca: Arc<LocalCa>, store: RotationStore, nodes: Arc<KnownNodes>) -> Self {
         Self {
             ca,
             store,
             nodes,
-            other_servers,
+            observe_servers: Arc::new(OtherServers::default),
             changing: Mutex::default(),
         }
     }
@@ -187,6 +215,7 @@ impl CaRotator {
         let now = SystemTime::now();
         let step = decide(action, current.as_ref().map(|rotation| rotation.stage))?;
         if let (RotationAction::Next, Some(rotation)) = (action, &current) {
+            self.check_followed(&material)?;
             self.check_renewed(rotation, now)?;
         }
         let rotation = match (step, current) {
@@ -213,13 +242,34 @@ impl CaRotator {
         Ok(status)
     }
 
+    /// Checks that every other server has the CA of the current stage.
+    fn check_followed(&self, current: &CaMaterial) -> Result<(), RotationError> {
+        let OtherServers { unknown, cas } = (self.observe_servers)();
+        if let Some(reason) = unknown {
+            return Err(RotationError::ServersUnknown(reason));
+        }
+        let own = current.digest();
+        let named = |is_meant: &dyn Fn(&Option<CaDigest>) -> bool| {
+            let meant = cas.iter().filter(|(_, ca)| is_meant(ca));
+            let names: Vec<_> = meant.map(|(id, _)| id.as_str()).take(NAMED_MAX).collect();
+            (!names.is_empty()).then(|| names.join(", "))
+        };
+        if let Some(names) = named(&|ca| ca.is_none()) {
+            return Err(RotationError::UnknownStages(names));
+        }
+        match named(&|ca| *ca != Some(own)) {
+            Some(names) => Err(RotationError::OtherStages(names)),
+            None => Ok(()),
+        }
+    }
+
     /// Checks that the next stage refuses no agent.
     fn check_renewed(&self, rotation: &Rotation, now: SystemTime) -> Result<(), RotationError> {
         let pending = self.count(rotation, now).pending;
         if pending > 0 {
             return Err(RotationError::Pending { pending });
         }
-        let (others, renewed_by) = ((self.other_servers)(), rotation.renewed_by());
+        let (others, renewed_by) = (self.other_servers(), rotation.renewed_by());
         if others > 0 && now < renewed_by {
             return Err(RotationError::OthersNotCounted { others, renewed_by });
         }
@@ -317,8 +367,12 @@ impl CaRotator {
         Ok(RotationStatus {
             signer: hex(&self.ca.spki_sha256()),
             in_progress: in_progress.transpose()?,
-            other_servers: (self.other_servers)(),
+            other_servers: self.other_servers(),
         })
+    }
+
+    fn other_servers(&self) -> usize {
+        (self.observe_servers)().cas.len()
     }
 
     fn count(&self, rotation: &Rotation, now: SystemTime) -> AgentCounts {
@@ -367,6 +421,8 @@ fn decide(
     }
 }
 
+/// Maximum number of servers that an error names.
+const NAMED_MAX: usize = 10;
 /// Time within which a stage is persisted, with a margin for slow disks. Certificates that are issued
 /// in it do not count as those of the stage.
 const PERSISTED_WITHIN: Duration = Duration::from_secs(3);

@@ -41,6 +41,9 @@ pub struct OwnMembership {
     pub members: watch::Receiver<Arc<[Member]>>,
 }
 
+/// Returns the reason why it is not known which servers there are, if so.
+pub type UnknownMembership = Arc<dyn Fn() -> Option<String> + Send + Sync>;
+
 /// Follows the servers of the cluster, this one included. The receiver has the persisted list until
 /// the API server has answered.
 pub fn follow_peers(
@@ -49,7 +52,7 @@ pub fn follow_peers(
     own: OwnMembership,
     data: &DataDir,
     shutdown: &Shutdown,
-) -> watch::Receiver<Arc<[PeerAddress]>> {
+) -> (watch::Receiver<Arc<[PeerAddress]>>, UnknownMembership) {
     let Connection {
         client, namespace, ..
     } = &cluster.connection;
@@ -81,8 +84,14 @@ pub fn follow_peers(
         published,
         conditions: cluster.conditions.clone(),
     };
-    shutdown.spawn_service(publisher.run(listed));
-    peers
+    shutdown.spawn_service(publisher.run(listed.clone()));
+    let conditions = cluster.conditions.clone();
+    let unknown = move || {
+        let failure = conditions.of(Condition::Watching(Object::Peers)).pop();
+        let is_listed = listed.borrow().is_some();
+        failure.or_else(|| (!is_listed).then(|| NOT_LISTED.to_owned()))
+    };
+    (peers, Arc::new(unknown))
 }
 
 /// Publishes the list of servers, and reports what is wrong with the slices.
@@ -391,6 +400,7 @@ fn save(path: &Path, list: &[PersistedPeer]) -> std::io::Result<()> {
     files::replace(path, &content)
 }
 
+const NOT_LISTED: &str = "the API server has not listed their EndpointSlices yet";
 /// Time for which this server may be missing from the slices, as a Pod is that starts.
 const MISSING_AFTER: Duration = Duration::from_secs(30);
 /// Changes within this time are written together.

@@ -20,7 +20,6 @@ use tracing::debug;
 use tunnel_proto::wire::control::Member;
 use tunnel_proto::wire::header::StreamHeader;
 use tunnel_proto::wire::name::{NodeName, ReplicaId};
-use tunnel_proto::wire::peer::RevokedNode;
 
 use crate::routing::directory::{Announcement, Directory};
 use crate::routing::forwarded::ForwardedStream;
@@ -29,12 +28,14 @@ use crate::routing::via::Via;
 
 mod accept;
 mod address;
+mod agreed;
 mod announce;
 mod backoff;
 mod connections;
 mod dial;
 mod endpoint;
 mod enroll;
+mod exchange;
 mod forward;
 mod forward_policy;
 mod link;
@@ -49,6 +50,8 @@ mod state;
 mod yields;
 
 pub use address::PeerAddress;
+pub use agreed::CaDigest;
+use agreed::{AgreedState, AnnouncedCa};
 pub use endpoint::{OnEnroll, OnRevoked, PeerEndpoint, PeerTls};
 pub use forward_policy::ForwardPolicy;
 use link::{Link, WarnInterval};
@@ -72,8 +75,8 @@ pub struct Peers {
     /// Counts the changes of the directory.
     directory_changes: watch::Sender<u64>,
     is_leaving: watch::Sender<bool>,
-    /// Revocations that the other servers learn, each with its latest time.
-    revoked: watch::Sender<Arc<RevokedNodes>>,
+    /// What the other servers learn of what all agree on.
+    agreed: watch::Sender<AgreedState>,
     /// Canceled when all connections must close.
     closing: CancellationToken,
     /// Counts the connections, in both directions.
@@ -92,8 +95,6 @@ pub struct PeerLimits {
     /// Nodes of one server that are remembered.
     pub directory_nodes: usize,
 }
-
-type RevokedNodes = BTreeMap<NodeName, SystemTime>;
 
 /// Another server, as operators see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,6 +121,8 @@ struct State {
     used_twice: NamesUsedTwice,
     /// Time of the last connection with each server, in either direction, if it was recent.
     connected_at: BTreeMap<ReplicaId, Instant>,
+    /// The connected servers, with what they announced of their CAs.
+    cas: BTreeMap<ReplicaId, AnnouncedCa>,
 }
 
 impl State {
@@ -179,12 +182,13 @@ impl Peers {
                 yields: Yields::default(),
                 used_twice: NamesUsedTwice::default(),
                 connected_at: BTreeMap::new(),
+                cas: BTreeMap::new(),
             }),
             members: watch::Sender::new(Arc::default()),
             left_out: Mutex::default(),
             directory_changes: watch::Sender::new(0),
             is_leaving: watch::Sender::new(false),
-            revoked: watch::Sender::new(Arc::default()),
+            agreed: watch::Sender::new(AgreedState::default()),
             closing: CancellationToken::new(),
             connections: TaskTracker::new(),
             violations: WarnInterval::default(),
@@ -391,26 +395,6 @@ impl Peers {
         self.closing.cancel();
         self.connections.close();
         self.connections.wait().await;
-    }
-
-    /// Announces revocations to all servers, including those that connect later. Of several
-    /// revocations of a node, the latest counts.
-    pub fn revoked(&self, nodes: Vec<RevokedNode>) {
-        self.revoked.send_if_modified(|revoked| {
-            let is_later =
-                |node: &RevokedNode| revoked.get(&node.node).is_none_or(|at| *at < node.at);
-            let later: Vec<_> = nodes.into_iter().filter(is_later).collect();
-            if later.is_empty() {
-                return false;
-            }
-            let mut merged = RevokedNodes::clone(revoked);
-            for node in later {
-                let at = merged.entry(node.node).or_insert(node.at);
-                *at = node.at.max(*at);
-            }
-            *revoked = Arc::new(merged);
-            true
-        });
     }
 
     /// Returns the other servers that this server dials, ordered by name.

@@ -305,6 +305,50 @@ impl CaSecret for MemorySecret {
 }
 
 #[test]
+fn next_stage_waits_for_every_server_and_is_refused_while_one_is_unknown() {
+    let Fixture { scratch, rotator } = Fixture::new();
+    let others = Arc::new(Mutex::new(OtherServers {
+        unknown: Some("the API server refuses".to_owned()),
+        cas: BTreeMap::new(),
+    }));
+    let observed = others.clone();
+    let rotator = rotator.with_other_servers(Arc::new(move || observed.lock().clone()));
+    rotator.act(Begin).unwrap();
+    let next = || rotator.act(Next).unwrap_err().to_string();
+    assert_contains(
+        &next(),
+        "not known which servers there are: the API server refuses;",
+    );
+    others.lock().unknown = None;
+    let names = (0..12).map(|number| format!("s{number:02}").parse().unwrap());
+    others.lock().cas = names.map(|name| (name, None)).collect();
+    let unknown = next();
+    assert_contains(&unknown, "not connected to this one: s00, s01, ");
+    assert!(
+        unknown.contains("s09") && !unknown.contains("s10"),
+        "{unknown}"
+    );
+    let set = |digest| {
+        others
+            .lock()
+            .cas
+            .values_mut()
+            .for_each(|ca| *ca = Some(digest))
+    };
+    set([7; 32]);
+    assert_contains(&next(), "do not follow this stage: s00, ");
+    set(rotator.ca.digest());
+    assert_contains(
+        &next(),
+        "agents of the other servers (12) are not counted here",
+    );
+    // An operator decides otherwise, and the stage of the others is then that of before.
+    rotator.act(ForceNext).unwrap();
+    assert_contains(&next(), "do not follow this stage: s00, ");
+    drop(scratch);
+}
+
+#[test]
 fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing() {
     let now = SystemTime::now();
     let old = Arc::new(CaMaterial::generate(now).unwrap());
@@ -315,10 +359,19 @@ fn servers_with_one_secret_are_in_the_same_stage_and_a_conflict_changes_nothing(
         writes_by_others: AtomicU64::new(0),
     });
     let scratch = Scratch::new();
-    let server = |others| {
+    let server = |others: usize| {
         let ca = Arc::new(LocalCa::new(old.clone()).unwrap());
         let nodes = Arc::new(KnownNodes::open(&scratch.0).unwrap());
-        CaRotator::of_secret(ca, secret.clone(), nodes, Arc::new(move || others))
+        let followed = secret.clone();
+        let observe = move || {
+            let digest = Some(followed.material.lock().digest());
+            let cas = (0..others).map(|number| (format!("s{number}").parse().unwrap(), digest));
+            OtherServers {
+                unknown: None,
+                cas: cas.collect(),
+            }
+        };
+        CaRotator::of_secret(ca, secret.clone(), nodes).with_other_servers(Arc::new(observe))
     };
     let (one, other) = (server(0), server(0));
     let stages = || {

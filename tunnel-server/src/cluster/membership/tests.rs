@@ -164,6 +164,7 @@ struct Fixture {
     /// This server `a`, and the servers that are connected.
     connected: watch::Sender<Arc<[Member]>>,
     peers: watch::Receiver<Arc<[PeerAddress]>>,
+    unknown: UnknownMembership,
     readiness: Readiness,
     shutdown: Shutdown,
 }
@@ -185,11 +186,13 @@ fn fixture(data: &DataDir) -> Fixture {
         replica: "a".parse().unwrap(),
         members,
     };
-    let peers = follow_peers(&config.kubernetes.unwrap(), &cluster, own, data, &shutdown);
+    let (peers, unknown) =
+        follow_peers(&config.kubernetes.unwrap(), &cluster, own, data, &shutdown);
     Fixture {
         server,
         connected,
         peers,
+        unknown,
         readiness,
         shutdown,
     }
@@ -240,6 +243,7 @@ async fn servers_are_followed_and_persisted_for_a_start_without_the_api_server()
     let _watch = first.server.call().await.stream(&[event]);
     let both = ["a=10.0.0.1:10269", "b=10.0.0.2:10269"];
     eventually("the second server", || shown(&first.peers.borrow()) == both).await;
+    assert_eq!((first.unknown)(), None);
     assert_eq!(first.readiness.conditions(), []);
     sleep(PAUSE * 2).await;
     eventually("the file", || shown(&load(&data.peers())) == both).await;
@@ -247,6 +251,7 @@ async fn servers_are_followed_and_persisted_for_a_start_without_the_api_server()
 
     let mut second = fixture(data);
     assert_eq!(shown(&second.peers.borrow()), both);
+    assert!((second.unknown)().is_some(), "persisted is not observed");
     second.server.call().await.refuse(500, "InternalError");
     sleep(Duration::from_secs(60)).await;
     assert_eq!(shown(&second.peers.borrow()), both);

@@ -1,8 +1,7 @@
 //! The dialing end of a connection between servers: dials each other server until it is connected,
-//! stores what that server announces, and sends it questions and revocations.
+//! stores what that server announces, and sends it questions.
 
 use std::collections::HashMap;
-use std::convert::Infallible;
 use std::future::pending;
 use std::io;
 use std::pin::pin;
@@ -21,17 +20,18 @@ use tunnel_proto::transport::{Session, h2};
 use tunnel_proto::wire::code::CloseCode;
 use tunnel_proto::wire::header::{StreamHeader, StreamKind};
 use tunnel_proto::wire::name::ReplicaId;
-use tunnel_proto::wire::peer::{PEER_MESSAGE_MAX, PeerMessage, RevokedNode};
+use tunnel_proto::wire::peer::PeerMessage;
 use tunnel_proto::wire::{REPLICAS_MAX, VERSION_MAX, VERSION_MIN};
 
+use super::PeerAddress;
 use super::backoff::{BACKOFF_MAX, Backoff};
 use super::endpoint::PeerEndpoint;
+use super::exchange::Exchange;
 use super::link::{
     Control, Link, LinkError, PendingAsk, WarnInterval, exchange_hello, outbox, run_out,
 };
 use super::monitor::{LinkCheck, LinkMonitor, check_interval};
 use super::questions::Questions;
-use super::{PeerAddress, RevokedNodes};
 
 /// Dials each server of the membership, apart from this one.
 pub(super) async fn dial_all(
@@ -330,7 +330,8 @@ impl PeerTask {
         let (outbox, sending) = outbox(writer);
         let mut sending = pin!(sending);
         let mut closed = pin!(session.closed());
-        let mut revoking = pin!(send_revoked(peers.revoked.subscribe(), outbox.clone()));
+        let (mut exchange, announcing) = Exchange::begin(peers, &self.id, outbox.clone());
+        let mut announcing = pin!(announcing);
         let mut monitor = LinkMonitor::new(session.stats().received, Instant::now());
         let mut ticks = check_interval();
         let mut questions = Questions::default();
@@ -348,7 +349,7 @@ impl PeerTask {
                     }
                 }
                 received = reader.receive() => match received? {
-                    Some(message) => self.handle(link, message, &mut questions)?,
+                    Some(message) => self.handle(link, message, &mut questions, &mut exchange)?,
                     None => return Ok(()),
                 },
                 Some(ask) = asks.recv() => {
@@ -356,7 +357,7 @@ impl PeerTask {
                     let _is_full = outbox.try_send(questions.add(ask));
                 }
                 sent = &mut sending => return sent.map_err(LinkError::Control),
-                never = &mut revoking => match never {},
+                never = &mut announcing => match never {},
             }
         }
     }
@@ -366,6 +367,7 @@ impl PeerTask {
         link: &Arc<Link>,
         message: PeerMessage,
         questions: &mut Questions,
+        exchange: &mut Exchange,
     ) -> Result<(), LinkError> {
         let peers = &self.endpoint.peers;
         match message {
@@ -386,7 +388,10 @@ impl PeerTask {
             }
             PeerMessage::Alive(alive) => questions.answer(&alive),
             PeerMessage::Hello(_) => return Err(LinkError::protocol("a second PeerHello")),
-            PeerMessage::Ask(_) | PeerMessage::Revoked(_) | PeerMessage::Unknown => {
+            PeerMessage::StateDigest(digest) => exchange.digest(&digest),
+            PeerMessage::StateFetch => exchange.asked(),
+            PeerMessage::StatePart(part) => (self.endpoint.on_revoked)(exchange.receive(part)?),
+            PeerMessage::Ask(_) | PeerMessage::Unknown => {
                 debug!(peer = %self.id, "unexpected message of another server");
             }
         }
@@ -415,39 +420,8 @@ pub(super) fn dead() -> LinkError {
     LinkError::Refused(CloseCode::Dead, "no sign of life for 10 s".to_owned())
 }
 
-/// Sends all revocations to the queue of a connection, and then each later one.
-async fn send_revoked(
-    mut revoked: watch::Receiver<Arc<RevokedNodes>>,
-    outbox: mpsc::Sender<PeerMessage>,
-) -> Infallible {
-    let mut sent: Arc<RevokedNodes> = Arc::default();
-    loop {
-        let current = revoked.borrow_and_update().clone();
-        let unsent = current
-            .iter()
-            .filter(|(node, at)| sent.get(*node) != Some(*at));
-        let unsent: Vec<_> = unsent
-            .map(|(node, at)| RevokedNode {
-                node: node.clone(),
-                at: *at,
-            })
-            .collect();
-        for nodes in unsent.chunks(REVOKED_PER_MESSAGE) {
-            if (outbox.send(PeerMessage::Revoked(nodes.to_vec())).await).is_err() {
-                return pending().await;
-            }
-        }
-        sent = current;
-        if revoked.changed().await.is_err() {
-            return pending().await;
-        }
-    }
-}
-
 /// The server name that this end sends. Verification uses the chain and the role, not this name.
 const SERVER_NAME: &str = "tunnel-server.culvert";
-/// Revocations in one message, with the longest names and 32 bytes for the time and lengths.
-const REVOKED_PER_MESSAGE: usize = PEER_MESSAGE_MAX / (253 + 32);
 /// Time for which the connection of a server that was removed takes new streams. In most cases the
 /// server is added again by then, or stops.
 const REMOVAL_GRACE: Duration = Duration::from_secs(30);

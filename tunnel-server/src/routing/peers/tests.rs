@@ -5,7 +5,7 @@ use tunnel_proto::transport::{ClosedBy, Session as _, StreamCut, find_cause, mem
 use tunnel_proto::wire::code::{CloseCode, RefusalCode, ResetCode};
 use tunnel_proto::wire::header::{StreamKind, Target};
 use tunnel_proto::wire::name::Port;
-use tunnel_proto::wire::peer::{Holds, PeerMessage};
+use tunnel_proto::wire::peer::{Holds, PeerMessage, RevokedNode};
 
 use super::monitor::LinkCheck;
 use super::*;
@@ -594,13 +594,38 @@ async fn revocations_reach_servers_that_connect_later() {
         node: node(name),
         at: UNIX_EPOCH + Duration::from_secs(seconds),
     };
-    a.peers.revoked(vec![revoked("x", 5)]);
+    a.peers.set_revoked(vec![revoked("y", 6), revoked("x", 5)]);
     connect(&[&a, &b]).await;
-    eventually("x is revoked", || *b.revoked.lock() == [revoked("x", 5)]).await;
-    // An older revocation adds nothing.
-    a.peers.revoked(vec![revoked("x", 4), revoked("y", 6)]);
-    let both = [revoked("x", 5), revoked("y", 6)];
-    eventually("y is revoked", || *b.revoked.lock() == both).await;
+    for expected in [revoked("x", 5), revoked("y", 6)] {
+        let is_revoked = || b.revoked.lock().contains(&expected);
+        eventually("the node is revoked", is_revoked).await;
+    }
+    // Either end of a connection learns from the other.
+    b.peers.set_revoked(vec![revoked("z", 7)]);
+    let is_revoked = || a.revoked.lock().contains(&revoked("z", 7));
+    eventually("z is revoked", is_revoked).await;
+}
+
+#[tokio::test]
+async fn ca_of_another_server_is_known_while_it_is_connected() {
+    let installation = Installation::new();
+    let a = installation.server("a").await;
+    let b = installation.server("b").await;
+    b.peers.set_ca([1; 32]);
+    a.peers.expect(&fixture::address("b"));
+    assert_eq!(a.peers.announced_cas(), [(id("b"), None)].into());
+    // Only b dials.
+    b.dial(&[&a]);
+    let peers = a.peers.clone();
+    let is = |ca: Option<[u8; 32]>| {
+        let peers = peers.clone();
+        move || peers.announced_cas() == [(id("b"), ca)].into()
+    };
+    eventually("the CA of b", is(Some([1; 32]))).await;
+    b.peers.set_ca([2; 32]);
+    eventually("the next CA of b", is(Some([2; 32]))).await;
+    b.stop().await;
+    eventually("b is gone", is(None)).await;
 }
 
 /// Returns what a server received about a node from `holder`.
