@@ -59,7 +59,7 @@ fn merge(revocations: Arc<Revocations>, announced: Arc<Announced>, shutdown: &Sh
             announced.added.notified().await;
             let nodes = announced.take();
             let merging = revocations.clone();
-            // The file may have been changed, and is then read.
+            // The document may have changed, and is parsed then.
             let merged = tokio::task::spawn_blocking(move || merging.merge(nodes)).await;
             match merged {
                 Ok(true) => info!("revocations of another server are in force"),

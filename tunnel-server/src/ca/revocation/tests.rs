@@ -197,6 +197,33 @@ fn revocation_that_cannot_be_persisted_is_in_force_and_written_later() {
 }
 
 #[test]
+fn revocation_that_arrives_during_a_write_is_in_force_at_once_and_written_next() {
+    let scratch = Scratch::new();
+    let revocations = Revocations::open(&scratch.0, true).unwrap();
+    let announced = RevokedNode {
+        node: "worker-2".parse().unwrap(),
+        at: whole_seconds(SystemTime::now()),
+    };
+    // The thread of the file waits for this lock.
+    let held = scratch.0.lock_files().unwrap();
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| revocations.revoke(&node(), SystemTime::now()));
+        while revocations.of_node(&node()).is_none() {
+            std::thread::yield_now();
+        }
+        assert!(revocations.merge(vec![announced.clone()]));
+        assert!(revocations.of_node(&announced.node).is_some());
+        drop(held);
+        writing.join().unwrap().unwrap();
+    });
+    revocations.flush().unwrap();
+    let restarted = Revocations::open(&scratch.0, true).unwrap();
+    for node in [node(), announced.node] {
+        assert!(restarted.of_node(&node).is_some(), "{node}");
+    }
+}
+
+#[test]
 fn lift_that_cannot_be_persisted_leaves_the_revocation_in_force() {
     let scratch = Scratch::new();
     let revocations = Revocations::open(&scratch.0, true).unwrap();
