@@ -1,7 +1,7 @@
 //! The making of documents whose size grows with the number of nodes: outside the runtime's own
 //! threads, at most two at once, and rarely when it is expensive.
 //!
-//! Whoever asks for the documents waits for them: a source has one of them in making at a time, and
+//! Callers that ask for the documents wait for them: a source has one of them in making at a time, and
 //! at most a quarter of one processor when it asks without pause. So a source that asks for many
 //! documents at once does not delay those of others.
 

@@ -37,7 +37,7 @@ fn certificate(error: &CertificateError) -> Option<String> {
                     "the target's certificate has {key}; give the target another key"
                 ));
             }
-            // webpki's own errors can be told apart by their names only.
+            // webpki's own errors differ by their names only.
             let name = format!("{:?}", cause.0);
             let mut known = REFUSED_CERTIFICATES.iter();
             known

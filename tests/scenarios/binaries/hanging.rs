@@ -75,7 +75,7 @@ async fn block(python: Program, file: &Path) -> Result<Process, Skip> {
     Ok(holder)
 }
 
-/// A lease blocks whoever opens the file until its holder gives it back, or after 45 s
+/// A lease blocks each process that opens the file until its holder gives it back, or after 45 s
 /// (`/proc/sys/fs/lease-break-time`).
 const LEASE: &str = r#"
 import fcntl, os, signal, sys, time

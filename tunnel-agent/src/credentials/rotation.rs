@@ -37,7 +37,7 @@ pub(crate) struct RotatingCredentials {
     /// Store of the credentials; `None` if the operator provides the files.
     store: Option<CredentialStore>,
     state: Mutex<State>,
-    /// Locked while files are written, by whoever writes what the state wants.
+    /// Locked while files are written, by the task that writes what the state wants.
     on_disk: Arc<tokio::sync::Mutex<OnDisk>>,
     /// Time of the next certificate request.
     next: watch::Sender<Option<Instant>>,

@@ -1,4 +1,4 @@
-//! The succession of CAs. Whoever has the certificate of one server can answer an agent's requests,
+//! The succession of CAs. A host with the certificate of one server can answer an agent's requests,
 //! but signs nothing: an answer adds only roots that a CA has signed which the agent trusts, and takes
 //! away only roots that are older than the one that issued the agent's certificate.
 
@@ -97,14 +97,14 @@ fn check_roots(trusted: &[CertificateDer<'_>], roots: &[CertificateDer<'_>]) -> 
         let mut trusted = trusted.iter();
         trusted.any(|issuer| tls::is_ca_signed_by(root, issuer))
     };
-    let vouched: Vec<_> = trusted
+    let succeeding: Vec<_> = trusted
         .iter()
         .chain(roots.iter().filter(is_signed))
         .filter_map(|known| spki_sha256(known).ok())
         .collect();
     for root in roots {
         let key = spki_sha256(root).map_err(|error| format!("root: {error}"))?;
-        if !vouched.contains(&key) {
+        if !succeeding.contains(&key) {
             return Err(format!(
                 "root {} (SHA-256 of its certificate) is not signed by a CA that this agent trusts; a server sends \
                  the signatures while it replaces its CA by 'tunnel-server ca rotate'; after any other change give \

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What a session's transport was told, and what it reports.
+/// What a session asked of its transport, and what the transport reports.
 #[derive(Clone)]
 pub(in crate::transport) struct TestTransport(Arc<TransportState>);
 
