@@ -104,8 +104,8 @@ pub(super) struct Backend {
     pub(super) http: SocketAddr,
 }
 
-/// Returns the command line of a server on free loopback ports with the current [`Timing`].
-pub(super) fn on_free_ports(cluster_env: &ClusterEnv, name: &str) -> Result<ServerSetup> {
+/// Returns the command line of a server on a loopback address of its own with the current [`Timing`].
+pub(super) fn on_own_address(cluster_env: &ClusterEnv, name: &str) -> Result<ServerSetup> {
     let timing = Timing::current();
     let drain_delay = humantime::format_duration(timing.drain_delay).to_string();
     let drain_timeout = humantime::format_duration(timing.drain_timeout).to_string();

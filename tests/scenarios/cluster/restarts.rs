@@ -21,7 +21,7 @@ use tunnel_tests::netns::{CLOUD_ADDRESS, in_service_namespace, service_address};
 use tunnel_tests::process::{AgentSetup, Listener, ServerSetup, Signal};
 
 use super::authority::Exec;
-use super::replicas::{AGENTS, Installation, Moment, Plan, VirtualPorts, on_free_ports};
+use super::replicas::{AGENTS, Installation, Moment, Plan, VirtualPorts, on_own_address};
 use super::{ClusterEnv, FIRST};
 
 #[tokio::test(flavor = "multi_thread")]
@@ -183,7 +183,7 @@ async fn restart_behind_a_virtual_address() -> Result<()> {
         launch: Box::new(|cluster_env: &ClusterEnv, _: usize, name: &str| {
             let advertised = service_address(PORTS.agents).to_string();
             let peers = format!("{CLOUD_ADDRESS}:0");
-            let setup = on_free_ports(cluster_env, name)?.args(&["--peer-listen", &peers]);
+            let setup = on_own_address(cluster_env, name)?.args(&["--peer-listen", &peers]);
             Ok(setup.args(&["--advertise", &advertised]))
         }),
         ..on_loopback(3, agents()).await?
@@ -259,7 +259,7 @@ async fn f21_agents_that_reconnect_while_the_api_server_is_away_are_reached() ->
     Ok(())
 }
 
-/// Returns a plan of servers on free loopback ports in a cluster of their own.
+/// Returns a plan of servers on loopback addresses of their own in a cluster of their own.
 async fn on_loopback(servers: usize, agents: usize) -> Result<Plan> {
     Ok(Plan {
         cluster_env: ClusterEnv::fake().await?,
@@ -267,7 +267,7 @@ async fn on_loopback(servers: usize, agents: usize) -> Result<Plan> {
         agents,
         virtual_ports: None,
         launch: Box::new(|cluster_env: &ClusterEnv, _: usize, name: &str| {
-            let setup = on_free_ports(cluster_env, name)?;
+            let setup = on_own_address(cluster_env, name)?;
             Ok(setup.args(&["--peer-listen", "127.0.0.1:0"]))
         }),
     })

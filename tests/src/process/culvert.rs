@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::{Log, Process, Program};
+use super::{Log, Process, Program, next_loopback};
 use crate::checks::get_ok;
 use crate::client::HttpReply;
 use crate::eventually::eventually;
@@ -33,11 +33,13 @@ impl ServerSetup {
         Self::plain(data_dir, namespace).args(&["--kubernetes", "off"])
     }
 
-    /// Creates a server on free loopback ports that watches the cluster of a kubeconfig.
+    /// Creates a server on a loopback address of its own that watches the cluster of a kubeconfig.
     pub fn in_cluster(data_dir: &Path, kubeconfig: &Path) -> Self {
         let kubeconfig = kubeconfig.to_string_lossy();
         let cluster = ["--kubernetes", "on", "--kubeconfig", &kubeconfig];
-        Self::plain(data_dir, None).on_free_ports().args(&cluster)
+        Self::plain(data_dir, None)
+            .listening_on(next_loopback())
+            .args(&cluster)
     }
 
     /// Creates a server with default settings, inside `namespace` if given.
@@ -54,23 +56,22 @@ impl ServerSetup {
         .args(&["--data-dir", &data_dir])
     }
 
-    /// Creates a server on free loopback ports.
+    /// Creates a server on a loopback address of its own. Between two starts with the same setup no
+    /// other socket can take its ports, as it could those that Linux assigns.
     pub fn on_loopback(data_dir: &Path) -> Self {
-        Self::new(data_dir, None).on_free_ports()
+        Self::on_address(data_dir, next_loopback())
     }
 
     /// Creates a server on fixed ports of a loopback address that no other server has.
     pub fn on_address(data_dir: &Path, address: Ipv4Addr) -> Self {
-        let listeners = Listener::LISTENERS.iter();
-        listeners.fold(Self::new(data_dir, None), |setup, listener| {
+        Self::new(data_dir, None).listening_on(address)
+    }
+
+    fn listening_on(self, address: Ipv4Addr) -> Self {
+        Listener::LISTENERS.iter().fold(self, |setup, listener| {
             let listen = listener.on(address).to_string();
             setup.args(&[listener.flag(), &listen])
         })
-    }
-
-    fn on_free_ports(self) -> Self {
-        let flags = Listener::LISTENERS.iter().map(|listener| listener.flag());
-        flags.fold(self, |setup, flag| setup.args(&[flag, "127.0.0.1:0"]))
     }
 
     pub fn arguments(&self) -> &[String] {
@@ -162,17 +163,9 @@ impl Server {
         *self.addresses.get(&listener).expect("one of the listeners")
     }
 
-    /// Returns the setup for a restart with the listeners on their current ports.
+    /// Returns the setup for a restart.
     pub fn setup_for_restart(&self) -> ServerSetup {
-        let mut setup = self.setup.clone();
-        for listener in Listener::LISTENERS {
-            let mut words = setup.arguments.iter();
-            let flag = words.position(|word| word == listener.flag());
-            if let Some(value) = flag.and_then(|flag| setup.arguments.get_mut(flag + 1)) {
-                *value = self.address(listener).to_string();
-            }
-        }
-        setup
+        self.setup.clone()
     }
 
     pub fn data_dir(&self) -> &str {

@@ -21,7 +21,7 @@ use tunnel_tests::targets::{FakeKubelet, TargetTls};
 use tunnel_tests::tools::or_skip;
 
 use super::super::kubectl::{Kubectl, kubectls};
-use super::super::replicas::{Backend, Installation, Moment, Plan, Timing, on_free_ports};
+use super::super::replicas::{Backend, Installation, Moment, Plan, Timing, on_own_address};
 use super::super::{ClusterEnv, FIRST};
 use super::{DRAIN_IS_OVER, LIMIT, agents};
 
@@ -61,7 +61,7 @@ async fn rolling_restart() -> Result<()> {
             // The API accepts no loopback address in an EndpointSlice.
             let peers = format!("{CLOUD_ADDRESS}:0");
             let socket = connect_socket(cluster_env.scratch.path(), name);
-            let setup = on_free_ports(cluster_env, name)?.args(&["--peer-listen", &peers]);
+            let setup = on_own_address(cluster_env, name)?.args(&["--peer-listen", &peers]);
             Ok(setup.args(&["--connect-uds", &socket.to_string_lossy()]))
         }),
     };
