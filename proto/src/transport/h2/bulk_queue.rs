@@ -6,7 +6,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use tokio::time::Instant;
 
+use super::io::ConnState;
 use super::stream::{BulkState, StreamShared, StreamState};
 use crate::buffers::BUFFER_BYTES;
 
@@ -17,7 +19,10 @@ const ROUND_BYTES: usize = 4 * BUFFER_BYTES;
 
 /// The streams that wait, first come first served.
 #[derive(Debug)]
-pub(super) struct BulkQueue(Mutex<Round>);
+pub(super) struct BulkQueue {
+    round: Mutex<Round>,
+    conn_state: Arc<ConnState>,
+}
 
 #[derive(Debug)]
 struct Round {
@@ -25,16 +30,22 @@ struct Round {
     waiting: VecDeque<Arc<StreamShared>>,
 }
 
-impl Default for BulkQueue {
-    fn default() -> Self {
-        Self(Mutex::new(Round {
-            bytes_left: ROUND_BYTES,
-            waiting: VecDeque::new(),
-        }))
-    }
-}
-
 impl BulkQueue {
+    pub(super) fn new(conn_state: Arc<ConnState>) -> Self {
+        Self {
+            round: Mutex::new(Round {
+                bytes_left: ROUND_BYTES,
+                waiting: VecDeque::new(),
+            }),
+            conn_state,
+        }
+    }
+
+    /// Returns the time since which nothing waits for the path.
+    pub(super) fn path_free_since(&self) -> Option<Instant> {
+        self.conn_state.flushed_since()
+    }
+
     /// Returns whether the stream may send its `bytes` unsent bytes. If not, its pump is woken as
     /// soon as it may.
     pub(super) fn acquire(
@@ -50,7 +61,7 @@ impl BulkQueue {
             }
             BulkState::Waiting => false,
             BulkState::Idle => {
-                let mut round = self.0.lock();
+                let mut round = self.round.lock();
                 if round.bytes_left > 0 && round.waiting.is_empty() {
                     round.bytes_left = round.bytes_left.saturating_sub(bytes);
                     return true;
@@ -65,7 +76,7 @@ impl BulkQueue {
     /// Lets the next streams send, because the socket has accepted everything.
     pub(super) fn begin_round(&self) {
         let mut granted = Vec::new();
-        let mut round = self.0.lock();
+        let mut round = self.round.lock();
         round.bytes_left = ROUND_BYTES;
         while round.bytes_left > 0
             && let Some(stream) = round.waiting.pop_front()
@@ -83,12 +94,12 @@ impl BulkQueue {
 
     /// Returns whether streams wait.
     pub(super) fn is_waiting(&self) -> bool {
-        !self.0.lock().waiting.is_empty()
+        !self.round.lock().waiting.is_empty()
     }
 
     /// Removes a stream that has ended.
     pub(super) fn leave(&self, stream: &Arc<StreamShared>) {
-        let mut round = self.0.lock();
+        let mut round = self.round.lock();
         round.waiting.retain(|other| !Arc::ptr_eq(other, stream));
     }
 }
@@ -111,7 +122,7 @@ mod tests {
 
     #[test]
     fn four_streams_send_in_a_round_and_the_others_in_the_next_ones() {
-        let queue = BulkQueue::default();
+        let queue = BulkQueue::new(Arc::new(ConnState::new()));
         let streams = streams(10);
         let acquire_all = |streams: &[Arc<StreamShared>]| -> Vec<bool> {
             streams
@@ -134,7 +145,7 @@ mod tests {
 
     #[test]
     fn stream_that_has_ended_holds_no_grant() {
-        let queue = BulkQueue::default();
+        let queue = BulkQueue::new(Arc::new(ConnState::new()));
         let streams = streams(6);
         for stream in &streams {
             acquire(&queue, stream);

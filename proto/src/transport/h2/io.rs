@@ -29,7 +29,10 @@ pub(super) struct ConnState {
     /// Time of the last poll of the driver that received something.
     received_at: Mutex<Instant>,
     read_this_poll: AtomicUsize,
-    blocked: AtomicBool,
+    /// Whether the socket takes no more of h2's output.
+    is_blocked: AtomicBool,
+    /// Time at which the socket was last blocked no longer.
+    unblocked_at: Mutex<Instant>,
     ending: AtomicBool,
     is_eof_deferred: AtomicBool,
     /// The TLS alert that ended the connection; otherwise close_notify (0). h2 preserves only the
@@ -38,12 +41,13 @@ pub(super) struct ConnState {
 }
 
 impl ConnState {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             received: AtomicU64::new(0),
             received_at: Mutex::new(Instant::now()),
             read_this_poll: AtomicUsize::new(0),
-            blocked: AtomicBool::new(false),
+            is_blocked: AtomicBool::new(false),
+            unblocked_at: Mutex::new(Instant::now()),
             ending: AtomicBool::new(false),
             is_eof_deferred: AtomicBool::new(false),
             alert: AtomicU8::new(0),
@@ -72,7 +76,12 @@ impl ConnState {
     /// Returns whether all output of h2 has been written to the socket. True after h2 was polled
     /// and wrote everything.
     pub(super) fn is_flushed(&self) -> bool {
-        !self.blocked.load(Ordering::Relaxed)
+        !self.is_blocked.load(Ordering::Relaxed)
+    }
+
+    /// Returns the time since which the socket has taken all output of h2, if it does.
+    pub(super) fn flushed_since(&self) -> Option<Instant> {
+        self.is_flushed().then(|| *self.unblocked_at.lock())
     }
 
     /// Returns whether the connection has ended and h2 has not been informed yet. h2 forgets which
@@ -104,8 +113,11 @@ impl ConnState {
         }
     }
 
-    fn record_write(&self, pending: bool) {
-        self.blocked.store(pending, Ordering::Relaxed);
+    fn record_write(&self, is_pending: bool) {
+        let was_blocked = self.is_blocked.swap(is_pending, Ordering::Relaxed);
+        if was_blocked && !is_pending {
+            *self.unblocked_at.lock() = Instant::now();
+        }
     }
 }
 

@@ -215,9 +215,6 @@ impl Pump {
             let piece = state.take_unsent(room);
             granted = granted.saturating_sub(piece.len());
             self.blocked_since = None;
-            if let Some(cut_timer) = &mut self.cut_timer {
-                cut_timer.progressed();
-            }
             let last =
                 state.unsent() == 0 && state.output == Output::Finishing && state.cut.is_none();
             self.submit(state, piece, last);
@@ -240,18 +237,36 @@ impl Pump {
         self.queued.push(self.shared.clone());
     }
 
-    /// Resets a stream that is to be cut if its peer takes no data in time.
+    /// Resets a stream that is to be cut if its peer takes no data in time. A stream that waits for
+    /// others, or for a slow path, is not the peer's doing. Must be called after
+    /// [`Pump::transmit`], which finds out whether the peer has no window.
     fn limit_cut(&mut self, state: &mut StreamState, cx: &mut Context<'_>) {
-        let Some(code) = state.cut else {
+        let (Some(code), Output::Open | Output::Finishing | Output::Queued) =
+            (state.cut, state.output)
+        else {
             return;
         };
-        let blocked_since = self.blocked_since;
-        let cut_timer = self
-            .cut_timer
-            .get_or_insert_with(|| CutTimer::start(blocked_since));
-        if cut_timer.poll(cx).is_ready() {
+        let stalled_since = match (self.blocked_since, self.bulk_queue.path_free_since()) {
+            (Some(blocked), Some(free)) => Some(blocked.max(free)),
+            _ => None,
+        };
+        let cut_timer = self.cut_timer.get_or_insert_with(CutTimer::start);
+        if cut_timer.poll(stalled_since, cx).is_ready() {
             state.reset.get_or_insert(code);
         }
+    }
+
+    /// Resets the stream if it is to be reset. Returns whether it was.
+    fn reset(&mut self, state: &mut StreamState) -> bool {
+        let Some(code) = state.reset else {
+            return false;
+        };
+        self.send
+            .send_reset(Reason::from(code.number().saturating_add(CODE_OFFSET)));
+        let cut = StreamCut::Reset(code);
+        self.shared.end_input(state, Err(cut));
+        self.shared.set_output(state, Output::Cut(cut));
+        true
     }
 
     fn submit(&mut self, state: &mut StreamState, piece: Bytes, last: bool) {
@@ -280,19 +295,17 @@ impl Future for Pump {
         let shared = this.shared.clone();
         let mut state = shared.lock();
         state.pump = Some(cx.waker().clone());
-        this.limit_cut(&mut state, cx);
-        if let Some(code) = state.reset {
-            this.send
-                .send_reset(Reason::from(code.number().saturating_add(CODE_OFFSET)));
-            let cut = StreamCut::Reset(code);
-            this.shared.end_input(&mut state, Err(cut));
-            this.shared.set_output(&mut state, Output::Cut(cut));
+        if this.reset(&mut state) {
             return Poll::Ready(());
         }
         if state.input_end.is_none() {
             this.receive(&mut state, cx);
         }
         this.transmit(&mut state, cx);
+        this.limit_cut(&mut state, cx);
+        if this.reset(&mut state) {
+            return Poll::Ready(());
+        }
         let sent = matches!(state.output, Output::Flushed | Output::Cut(_));
         match (&state.input_end, sent) {
             (Some(_), true) => Poll::Ready(()),
@@ -327,29 +340,30 @@ impl Drop for Pump {
 /// The time in which the peer must take the data before a cut.
 struct CutTimer {
     deadline: Instant,
-    stalled: Pin<Box<Sleep>>,
+    sleep: Pin<Box<Sleep>>,
 }
 
 impl CutTimer {
-    /// Starts the timer at the moment of the cut. `blocked_since` is the time since which the peer
-    /// has taken nothing.
-    fn start(blocked_since: Option<Instant>) -> Box<Self> {
-        let now = Instant::now();
-        let stalled_at = blocked_since.unwrap_or(now) + CUT_STALL_LIMIT;
+    /// Starts the timer at the moment of the cut.
+    fn start() -> Box<Self> {
+        let deadline = Instant::now() + CUT_LIMIT;
         Box::new(Self {
-            deadline: now + CUT_LIMIT,
-            stalled: Box::pin(sleep_until(stalled_at)),
+            deadline,
+            sleep: Box::pin(sleep_until(deadline)),
         })
     }
 
-    /// Records that the peer takes data.
-    fn progressed(&mut self) {
-        let at = Instant::now() + CUT_STALL_LIMIT;
-        self.stalled.as_mut().reset(at.min(self.deadline));
-    }
-
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.stalled.as_mut().poll(cx)
+    /// `stalled_since` is the time since which the peer alone has kept the data from being sent.
+    fn poll(&mut self, stalled_since: Option<Instant>, cx: &mut Context<'_>) -> Poll<()> {
+        let now = Instant::now();
+        let stalled = stalled_since.map(|since| since + CUT_STALL_LIMIT);
+        let due = stalled.map_or(self.deadline, |at| at.min(self.deadline));
+        if due <= now {
+            return Poll::Ready(());
+        }
+        // That the path is free again wakes no stream.
+        self.sleep.as_mut().reset(due.min(now + CUT_STALL_LIMIT));
+        self.sleep.as_mut().poll(cx)
     }
 }
 

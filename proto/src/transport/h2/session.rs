@@ -74,9 +74,9 @@ impl SessionShared {
     pub(super) fn new(conn_state: Arc<ConnState>, opener: Option<SendRequest<Bytes>>) -> Arc<Self> {
         Arc::new(Self {
             commands: Mutex::default(),
-            conn_state,
             queued: Arc::default(),
-            bulk_queue: Arc::default(),
+            bulk_queue: Arc::new(BulkQueue::new(conn_state.clone())),
+            conn_state,
             unflushed_halves: Arc::default(),
             acknowledged: AtomicU64::new(0),
             rtt_micros: AtomicU64::new(0),

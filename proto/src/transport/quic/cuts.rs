@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::Context;
 
 use bytes::BytesMut;
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
 use quinn::{Connection, SendStream, StreamId, VarInt};
@@ -47,11 +49,11 @@ impl CutSignal for PeerCut {
 }
 
 impl PeerCut {
-    fn new() -> Self {
+    fn new(is_lost: bool) -> Self {
         Self {
             offset: AtomicU64::new(NO_OFFSET),
             code: AtomicU32::new(0),
-            is_lost: AtomicBool::new(false),
+            is_lost: AtomicBool::new(is_lost),
             reader: AtomicWaker::new(),
         }
     }
@@ -95,13 +97,16 @@ struct State {
     early: VecDeque<CutAnnouncement>,
     /// The number of streams that this end has accepted.
     accepted: u64,
+    /// Set when the session has ended: all of its streams are cut.
+    is_lost: bool,
 }
 
 impl PeerCuts {
     /// Registers a stream that this end has opened.
     pub(super) fn opened(&self, id: StreamId) -> Arc<PeerCut> {
-        let cut = Arc::new(PeerCut::new());
-        self.0.lock().open.insert(id, cut.clone());
+        let mut state = self.0.lock();
+        let cut = Arc::new(PeerCut::new(state.is_lost));
+        state.open.insert(id, cut.clone());
         cut
     }
 
@@ -143,24 +148,44 @@ impl PeerCuts {
     }
 }
 
-/// Receives the peer's announcements until the session ends.
-pub(super) async fn receive_cuts(connection: Connection, cuts: Arc<PeerCuts>) {
-    let local = connection.side();
-    while let Ok(mut stream) = connection.accept_uni().await {
-        // What is no announcement is ignored. A peer that does not complete one delays its own.
-        let Ok(message) = stream.read_to_end(CUT_MESSAGE_MAX + 1).await else {
-            continue;
-        };
-        let mut message = BytesMut::from(&message[..]);
-        let content = frame::take(&mut message, CUT_MESSAGE_MAX);
-        if let Ok(Some(content)) = content
-            && let Ok(cut) = CutAnnouncement::decode(&content)
-        {
-            cuts.announce(local, cut);
+/// Cuts all streams of a session when it is dropped, however the task that owns it ends.
+struct LostOnDrop(Arc<PeerCuts>);
+
+impl Drop for LostOnDrop {
+    fn drop(&mut self) {
+        let mut state = self.0.0.lock();
+        state.is_lost = true;
+        for open in state.open.values() {
+            open.is_lost.store(true, Ordering::Relaxed);
         }
     }
-    for open in cuts.0.lock().open.values() {
-        open.is_lost.store(true, Ordering::Relaxed);
+}
+
+/// Receives the peer's announcements until the session ends. All streams that the peer has opened
+/// for them are read at once, so that what they hold is bounded whatever the peer sends on them.
+pub(super) async fn receive_cuts(connection: Connection, cuts: Arc<PeerCuts>) {
+    let cuts = LostOnDrop(cuts);
+    let local = connection.side();
+    let mut arriving = FuturesUnordered::new();
+    loop {
+        tokio::select! {
+            accepted = connection.accept_uni() => match accepted {
+                Ok(mut stream) => arriving.push(async move {
+                    stream.read_to_end(CUT_MESSAGE_MAX + 1).await
+                }),
+                Err(_ended) => return,
+            },
+            // What is no announcement is ignored.
+            Some(Ok(message)) = arriving.next() => {
+                let mut message = BytesMut::from(&message[..]);
+                let content = frame::take(&mut message, CUT_MESSAGE_MAX);
+                if let Ok(Some(content)) = content
+                    && let Ok(cut) = CutAnnouncement::decode(&content)
+                {
+                    cuts.0.announce(local, cut);
+                }
+            }
+        }
     }
 }
 
@@ -216,6 +241,16 @@ mod tests {
         assert_eq!(open.announced(), Some(ResetCode::PeerCut));
         assert_eq!(open.after(99), None);
         assert_eq!(open.after(100), Some(ResetCode::PeerCut));
+    }
+
+    #[test]
+    fn streams_of_a_lost_session_are_cut() {
+        let cuts = Arc::<PeerCuts>::default();
+        let id = |index| StreamId::new(Side::Client, Dir::Bi, index);
+        let before = cuts.opened(id(0));
+        assert!(!before.is_cut());
+        drop(LostOnDrop(cuts.clone()));
+        assert!(before.is_cut() && cuts.opened(id(1)).is_cut());
     }
 
     #[test]

@@ -108,7 +108,7 @@ async fn hostile_announcements_end_no_other_stream() {
             announce(&connection, &announcement(unknown, index)).await;
         }
     }
-    // Announcements are read in their order, so all of those were.
+    // All of those have been accepted before this one.
     let offset = header().len() as u64;
     announce(&connection, &announcement(cut.id(), offset)).await;
     cut.reads_to_cut(b"").await;
@@ -186,4 +186,17 @@ async fn announcement_after_the_end_of_its_stream_changes_nothing() {
         .await
         .passes_bytes()
         .await;
+}
+
+#[tokio::test]
+async fn incomplete_announcement_lets_no_other_stream_hold_bytes() {
+    let (connection, _session, _acceptor) = joined().await;
+    let mut incomplete = connection.open_uni().await.unwrap();
+    incomplete.write_all(&[9]).await.unwrap();
+    for _ in 1..ANNOUNCEMENTS_MAX {
+        let mut oversize = connection.open_uni().await.unwrap();
+        let _stopped = oversize.write_all(&[7; 4096]).await;
+        let stopped = timeout(TEST_TIMEOUT, oversize.stopped()).await;
+        assert!(matches!(stopped, Ok(Ok(Some(_code)))), "{stopped:?}");
+    }
 }

@@ -2,8 +2,9 @@
 
 use tokio::io::AsyncWriteExt;
 
-use super::raw::{CANCEL, ENHANCE_YOUR_CALM, HEADERS, NO_ERROR};
+use super::raw::{CANCEL, ENHANCE_YOUR_CALM, HEADERS, NO_ERROR, RST_STREAM};
 use super::*;
+use crate::transport::CUT_STALL_LIMIT;
 use crate::wire::close::{SessionClose, SessionMessage};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -168,4 +169,33 @@ async fn halves_that_end_in_the_same_breath_as_the_session_are_whole() {
         (reason.by, reason.code),
         (ClosedBy::Peer, CloseCode::Normal)
     );
+}
+
+#[tokio::test]
+async fn cut_behind_bytes_waits_for_a_slow_path() {
+    let (session, mut raw) = with_raw_agent(WIDE).await;
+    let (mut stream, id) = opened(&session, &mut raw).await;
+    // The path takes no more when a write does not end.
+    let mut written = 0;
+    while let Ok(count) = timeout(Duration::from_millis(200), stream.write(&[7; 4096])).await {
+        written += count.unwrap();
+    }
+    tokio::time::pause();
+    drop(stream);
+    tokio::task::yield_now().await;
+    tokio::time::advance(2 * CUT_STALL_LIMIT).await;
+    for _ in 0..10 {
+        tokio::task::yield_now().await;
+    }
+    tokio::time::resume();
+    let mut got = 0;
+    loop {
+        let frame = within(raw.reader.next()).await.unwrap();
+        match frame.kind {
+            DATA if frame.stream == id => got += frame.payload.len(),
+            RST_STREAM if frame.stream == id => break,
+            _ => {}
+        }
+    }
+    assert_eq!(got, written);
 }
