@@ -37,7 +37,7 @@ pub mod quic;
 mod settings;
 mod stream;
 
-pub use flow::{BufferPool, PoolPermit, ReadMonitor, source_number};
+pub use flow::{BufferPool, PoolGauges, PoolPermit, ReadMonitor, source_number};
 pub use settings::{CongestionControl, SessionSettings};
 pub use stream::{
     ByteCount, CutSignal, IncomingStream, RawStream, Stream, StreamCut, StreamWatch, Traffic,

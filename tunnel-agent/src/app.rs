@@ -15,6 +15,7 @@ use tunnel_proto::process::host::Resources;
 use tunnel_proto::process::meta::{Meta, Readiness, ReadinessBlock};
 use tunnel_proto::process::shutdown::{DrainOutcome, Shutdown};
 use tunnel_proto::tls;
+use tunnel_proto::transport::BufferPool;
 use tunnel_proto::transport::h2::H2Dialer;
 use tunnel_proto::transport::quic::QuicDialer;
 use tunnel_proto::wire::name::InstanceId;
@@ -52,6 +53,7 @@ pub struct App {
     initial_credentials: InitialCredentials,
     instance: InstanceId,
     metrics: Metrics,
+    pool: Arc<BufferPool>,
     readiness: Readiness,
     statuses: Arc<SessionStatuses>,
     /// Blocks readiness from the start, so that the agent is never ready without a session.
@@ -77,7 +79,8 @@ impl App {
         let readiness = Readiness::default();
         let statuses = Arc::new(SessionStatuses::new(readiness.clone()));
         let initial_credentials = InitialCredentials::load(&config, &statuses)?;
-        let (metrics, registry) = Metrics::register();
+        let pool = config.buffer_pool();
+        let (metrics, registry) = Metrics::register(pool.clone());
         let readiness_block = Some(readiness.block(SESSION));
         disk::start(
             config.data_dir.clone(),
@@ -118,6 +121,7 @@ impl App {
             initial_credentials,
             instance: InstanceId::new(rand::random()),
             metrics,
+            pool,
             readiness,
             statuses,
             readiness_block,
@@ -222,7 +226,7 @@ impl App {
                 &self.readiness,
             ) => rotating_credentials?,
         };
-        let dialers = Arc::new(dialers(config, &rotating_credentials)?);
+        let dialers = Arc::new(dialers(config, self.pool.clone(), &rotating_credentials)?);
         let credential_tasks = CredentialTasks {
             rotating_credentials: &rotating_credentials,
             config,
@@ -310,12 +314,16 @@ async fn start_meta(
     Ok(bound)
 }
 
-fn dialers(config: &Config, rotating_credentials: &RotatingCredentials) -> anyhow::Result<Dialers> {
+fn dialers(
+    config: &Config,
+    pool: Arc<BufferPool>,
+    rotating_credentials: &RotatingCredentials,
+) -> anyhow::Result<Dialers> {
     let tls = |alpn| {
         tls::session_client_with_identity(rotating_credentials.identity().clone(), alpn)
             .context("cannot use the stored certificate")
     };
-    let settings = config.session_settings();
+    let settings = config.session_settings(pool);
     info!(
         memory_limit_bytes = Resources::of_process().memory,
         buffer_pool_bytes = settings.pool.limit(),

@@ -1,5 +1,6 @@
 //! Metrics of the agent. Labels are enums, never text from a peer.
 
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use prometheus_client::metrics::counter::Counter;
@@ -11,7 +12,7 @@ pub(crate) use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::{DroppedLines, StreamStage};
-use tunnel_proto::transport::{ByteCount, TransportKind};
+use tunnel_proto::transport::{BufferPool, ByteCount, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{EnrollCode, RefusalCode};
 
 use crate::config::Limit;
@@ -90,7 +91,7 @@ tunnel_proto::label_sets! {
 #[cfg(feature = "test-util")]
 #[must_use]
 pub fn example_metrics() -> Registry {
-    Metrics::register().1
+    Metrics::register(BufferPool::new(1)).1
 }
 
 /// The agent's metrics. Clones share their values.
@@ -99,11 +100,12 @@ pub(crate) struct Metrics(Families);
 
 impl Metrics {
     /// Creates the metrics and the registry that exposes them.
-    pub(crate) fn register() -> (Self, Registry) {
+    pub(crate) fn register(pool: Arc<BufferPool>) -> (Self, Registry) {
         let mut root = Registry::default();
         register_process_metrics(&mut root);
         let registry = root.sub_registry_with_prefix("tunnel_agent");
         let metrics = Self(Families::register(registry));
+        registry.register_collector(Box::new(PoolGauges(pool)));
         registry.register_collector(Box::new(PanicCollector));
         registry.register_collector(Box::new(DroppedLines));
         (metrics, root)
@@ -425,7 +427,7 @@ mod tests {
 
     #[test]
     fn names_and_labels_are_as_documented() {
-        let (metrics, registry) = Metrics::register();
+        let (metrics, registry) = Metrics::register(BufferPool::new(1));
         let session = metrics.session(TransportKind::Quic);
         let state = metrics.session_state(SessionState::Connected);
         metrics.stream_ended(StreamEnd::Refused(RefusalCode::Policy));
@@ -464,10 +466,11 @@ mod tests {
 
     #[test]
     fn results_are_shown_before_they_occur() {
-        let (_metrics, registry) = Metrics::register();
+        let (_metrics, registry) = Metrics::register(BufferPool::new(1));
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         for series in [
+            "tunnel_agent_buffer_bytes",
             "tunnel_agent_cloud_streams_total{result=\"unknown_target\"}",
             "tunnel_agent_connect_attempts_total{transport=\"h2\",result=\"not_admitted\"}",
             "tunnel_agent_dials_total{result=\"timeout\"}",

@@ -1,16 +1,13 @@
 //! Metrics of the server. Labels are enums and never contain text of callers or peers. The metrics of
 //! each node are in `admin/node_metrics.rs`.
 
-use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tunnel_proto::process::file_watch::ReloadOutcome;
@@ -18,7 +15,7 @@ pub use tunnel_proto::process::metrics::GaugeGuard;
 use tunnel_proto::process::metrics::{StaticLabel, register_process_metrics, with_series};
 use tunnel_proto::process::panics::PanicCollector;
 use tunnel_proto::process::telemetry::DroppedLines;
-use tunnel_proto::transport::{BufferPool, TransportKind};
+use tunnel_proto::transport::{BufferPool, PoolGauges, TransportKind};
 use tunnel_proto::wire::code::{CloseCode, EnrollCode};
 
 use crate::config::Limit;
@@ -395,26 +392,6 @@ fn count(results: &Family<ResultLabel, Counter>, result: &'static str) {
 fn unix_seconds(time: SystemTime) -> f64 {
     let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     since_epoch.as_secs_f64()
-}
-
-/// Gauges for the memory that is reserved for unread data, and that can be.
-#[derive(Debug)]
-struct PoolGauges(Arc<BufferPool>);
-
-impl Collector for PoolGauges {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut encode_gauge = |name, help, bytes: u64| {
-            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
-            let metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
-            gauge.encode(metric)
-        };
-        encode_gauge(
-            "buffer_bytes",
-            "Bytes of memory reserved from limits.bufferPool for data that agents and other servers may send unread",
-            self.0.reserved(),
-        )?;
-        encode_gauge("buffer_limit_bytes", "limits.bufferPool", self.0.limit())
-    }
 }
 
 #[cfg(test)]

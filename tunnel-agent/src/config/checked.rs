@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
@@ -84,8 +85,13 @@ impl TransportChoice {
 }
 
 impl Config {
+    /// Returns the memory for data that servers may send unread.
+    pub(crate) fn buffer_pool(&self) -> Arc<BufferPool> {
+        BufferPool::new(self.limits.buffer_pool_bytes(Resources::of_process()))
+    }
+
     /// Returns the windows and timers of sessions.
-    pub(crate) fn session_settings(&self) -> SessionSettings {
+    pub(crate) fn session_settings(&self, pool: Arc<BufferPool>) -> SessionSettings {
         let limits = &self.limits;
         SessionSettings {
             stream_window: limits.stream_window,
@@ -95,7 +101,7 @@ impl Config {
             keep_alive: Some(limits.keep_alive),
             idle_timeout: limits.dead_after + IDLE_BEYOND_DEAD,
             congestion: self.quic_congestion,
-            pool: BufferPool::new(limits.buffer_pool_bytes(Resources::of_process())),
+            pool,
         }
     }
 

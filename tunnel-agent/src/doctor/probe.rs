@@ -172,8 +172,10 @@ impl Prober {
                 let quic = match config.transport {
                     TransportChoice::H2 => None,
                     TransportChoice::Auto | TransportChoice::Quic => {
-                        let dialer =
-                            QuicDialer::new(client(ALPN_SESSION)?, config.session_settings());
+                        let dialer = QuicDialer::new(
+                            client(ALPN_SESSION)?,
+                            config.session_settings(config.buffer_pool()),
+                        );
                         Some(Arc::new(dialer.map_err(|error| error.to_string())?))
                     }
                 };

@@ -5,6 +5,7 @@ use tokio::time::timeout;
 
 use super::*;
 use tunnel_proto::tls::Trust;
+use tunnel_proto::transport::BufferPool;
 
 use crate::testing::{Ca, TempDir, credentials, stored};
 
@@ -25,7 +26,7 @@ impl Fixture {
         let (scratch, ca) = (TempDir::new(), Ca::new());
         let store = CredentialStore::open(scratch.path()).unwrap();
         let signer = Arc::new(store.key().unwrap());
-        let (metrics, text) = Metrics::register();
+        let (metrics, text) = Metrics::register(BufferPool::new(1));
         let now = SystemTime::now();
         let mut first = credentials(&ca);
         first.signer = Some(signer.clone());
