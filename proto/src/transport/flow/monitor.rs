@@ -91,9 +91,12 @@ impl ReadMonitor {
         self.reads.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records the number of bytes that a read returned.
+    /// Records the number of bytes that a read returned. Bytes of streams that are not requests do
+    /// not count: messages of the control stream need no larger window, however many there are.
     pub(in crate::transport) fn count_read(&self, bytes: usize) {
-        if let Some(session) = &self.session {
+        if let Some(session) = &self.session
+            && !self.is_finished.load(Ordering::Relaxed)
+        {
             session.count_read(bytes as u64);
         }
     }

@@ -71,6 +71,24 @@ async fn session_whose_peer_opens_streams_reserves_what_the_peer_may_send() {
     assert_eq!(pool.reserved(), 0);
 }
 
+#[tokio::test(start_paused = true)]
+async fn messages_of_the_control_stream_grow_no_window() {
+    let pool = BufferPool::new(1 << 30);
+    let (flow, transport) = session_of(&pool, settings(true));
+    let idle = pool.reserved();
+    let control_stream = flow.accept();
+    control_stream.finish();
+    for _ in 0..1000 {
+        control_stream.count_read(64 << 10);
+        sample(&pool, 1);
+    }
+    let first = BASE_WINDOW + ACTIVE_WINDOW_MIN;
+    assert_eq!(
+        (pool.reserved(), transport.connection_window()),
+        (idle, first)
+    );
+}
+
 /// A sender in slow start doubles what it sends with each round trip.
 #[tokio::test(start_paused = true)]
 async fn window_is_ahead_of_a_sender_in_slow_start() {
