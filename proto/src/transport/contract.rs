@@ -69,6 +69,8 @@ const NARROW: Windows = Windows {
 };
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// A writer that waits for this time waits for its reader.
+const FULL_AFTER: Duration = Duration::from_millis(300);
 const MIB: usize = 1 << 20;
 
 fn header() -> StreamHeader {
@@ -458,6 +460,27 @@ async fn close_cuts_open_streams(pair: Pair) {
     );
 }
 
+/// The reader and the writer wait when their own end gives up a peer that may be silent.
+async fn close_cuts_waiting_streams_of_its_own_end(pair: Pair) {
+    let ((mut reader, _sends_nothing), (mut writer, _reads_nothing)) =
+        (pair.stream().await, pair.stream().await);
+    let piece = pattern(64 << 10);
+    while let Ok(written) = timeout(FULL_AFTER, writer.write(&piece)).await {
+        written.unwrap();
+    }
+    let (read, written, ()) = within(async {
+        tokio::join!(
+            reader.read_u8(),
+            writer.write_all(&piece),
+            pair.opener.close(CloseCode::Dead, "no answer")
+        )
+    })
+    .await;
+    for cut in [read.unwrap_err(), written.unwrap_err()] {
+        assert_eq!(find_cause(&cut), Some(&StreamCut::SessionLost), "{cut}");
+    }
+}
+
 async fn every_close_code_arrives<F: Future<Output = Pair>>(make: impl Fn() -> F) {
     let codes = (0..=10).chain([4000]).map(CloseCode::from_number);
     for (index, code) in codes.enumerate() {
@@ -545,6 +568,7 @@ macro_rules! contract {
                 probe_is_acknowledged,
                 close_delivers_what_was_sent_and_its_reason,
                 close_cuts_open_streams,
+                close_cuts_waiting_streams_of_its_own_end,
                 session_that_stopped_opening_keeps_its_streams,
             );
             contract!(@rules $pair, $directed, super::super::NARROW;

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, SystemTime};
 
@@ -39,7 +39,7 @@ const ACCEPT_BACKLOG: usize = 4096;
 pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
     let (to_agent, from_server) = mpsc::channel(ACCEPT_BACKLOG);
     let (to_server, from_agent) = mpsc::channel(ACCEPT_BACKLOG);
-    let closed = Arc::new(watch::Sender::new(None));
+    let end_of_session = Arc::<SessionEnd>::default();
     let session = |peer_role, outgoing, incoming, end| {
         Arc::new(MemorySession {
             peer: PeerIdentity {
@@ -51,7 +51,7 @@ pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
             outgoing,
             incoming: AsyncMutex::new(incoming),
             end,
-            closed: closed.clone(),
+            closed: end_of_session.clone(),
             opening: AtomicBool::new(true),
             probes: AtomicU64::new(0),
             answered: Mutex::new((0, Instant::now())),
@@ -70,7 +70,7 @@ pub fn pair() -> (Arc<MemorySession>, Arc<MemorySession>) {
 /// beyond `bytes` panics, as a bug would.
 #[must_use]
 pub fn incoming_stream(bytes: &[u8], panics: bool) -> IncomingStream {
-    let (stream, peer) = MemoryStream::pair(WINDOW_BYTES, &Arc::new(watch::Sender::new(None)));
+    let (stream, peer) = MemoryStream::pair(WINDOW_BYTES, &Arc::default());
     let mut pipe = peer.outbound.lock();
     pipe.bytes.extend(bytes);
     pipe.panics = panics;
@@ -103,7 +103,7 @@ pub struct MemorySession {
     outgoing: mpsc::Sender<MemoryStream>,
     incoming: AsyncMutex<mpsc::Receiver<MemoryStream>>,
     end: u8,
-    closed: Arc<watch::Sender<Closed>>,
+    closed: Arc<SessionEnd>,
     opening: AtomicBool,
     probes: AtomicU64,
     /// The number of answered probes, and the time of the last answer.
@@ -114,6 +114,44 @@ pub struct MemorySession {
 
 /// The end that closed a session, and its code and reason.
 type Closed = Option<(u8, CloseCode, String)>;
+
+/// The end of a session, which wakes all of its streams.
+#[derive(Debug, Default)]
+struct SessionEnd {
+    closed: watch::Sender<Closed>,
+    pipes: Mutex<Vec<Weak<Pipe>>>,
+}
+
+impl SessionEnd {
+    fn closed(&self) -> Closed {
+        self.closed.borrow().clone()
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.borrow().is_some()
+    }
+
+    /// Ends the session, unless it has ended.
+    fn close(&self, end: u8, code: CloseCode, reason: &str) {
+        self.closed.send_if_modified(|closed| {
+            let first = closed.is_none();
+            if first {
+                *closed = Some((end, code, reason.to_owned()));
+            }
+            first
+        });
+        let pipes = std::mem::take(&mut *self.pipes.lock());
+        for pipe in pipes.iter().filter_map(Weak::upgrade) {
+            pipe.lock().wake();
+        }
+    }
+
+    fn add(&self, pipes: [&Arc<Pipe>; 2]) {
+        let mut all = self.pipes.lock();
+        all.retain(|pipe| pipe.strong_count() > 0);
+        all.extend(pipes.map(Arc::downgrade));
+    }
+}
 
 impl MemorySession {
     /// Returns the behavior of this end, for a test to change.
@@ -157,7 +195,7 @@ impl Session for MemorySession {
         header
             .encode(&mut buffer)
             .map_err(|error| SessionError::Header(Arc::new(error)))?;
-        if let Some(closed) = self.closed.borrow().clone() {
+        if let Some(closed) = self.closed.closed() {
             return Err(self.reason(closed).into());
         }
         let window = self.script().next_window.take().unwrap_or(WINDOW_BYTES);
@@ -225,17 +263,11 @@ impl Session for MemorySession {
         if is_slow {
             sleep(Duration::from_secs(1)).await;
         }
-        self.closed.send_if_modified(|closed| {
-            let first = closed.is_none();
-            if first {
-                *closed = Some((self.end, code, reason.to_owned()));
-            }
-            first
-        });
+        self.closed.close(self.end, code, reason);
     }
 
     async fn closed(&self) -> CloseReason {
-        let mut watch = self.closed.subscribe();
+        let mut watch = self.closed.closed.subscribe();
         let ended = watch
             .wait_for(Option::is_some)
             .await
@@ -392,13 +424,14 @@ struct MemoryStream {
     inbound: Arc<Pipe>,
     outbound: Arc<Pipe>,
     window: usize,
-    closed: Arc<watch::Sender<Closed>>,
+    closed: Arc<SessionEnd>,
 }
 
 impl MemoryStream {
     /// Returns the two ends of a stream that buffers `window` bytes in each direction.
-    fn pair(window: usize, closed: &Arc<watch::Sender<Closed>>) -> (Self, Self) {
+    fn pair(window: usize, closed: &Arc<SessionEnd>) -> (Self, Self) {
         let (there, back) = (Arc::<Pipe>::default(), Arc::<Pipe>::default());
+        closed.add([&there, &back]);
         let end = |inbound: &Arc<Pipe>, outbound: &Arc<Pipe>| Self {
             inbound: inbound.clone(),
             outbound: outbound.clone(),
@@ -406,10 +439,6 @@ impl MemoryStream {
             closed: closed.clone(),
         };
         (end(&back, &there), end(&there, &back))
-    }
-
-    fn is_closed(&self) -> bool {
-        self.closed.borrow().is_some()
     }
 }
 
@@ -440,7 +469,7 @@ impl RawStream for MemoryStream {
         if let Some(code) = pipe.reset {
             return Poll::Ready(StreamCut::Reset(code).into());
         }
-        if self.is_closed() && !pipe.finished {
+        if self.closed.is_closed() && !pipe.finished {
             return Poll::Ready(StreamCut::SessionLost.into());
         }
         pipe.reader = Some(cx.waker().clone());
@@ -461,12 +490,12 @@ impl RawStream for MemoryStream {
 }
 
 #[derive(Debug)]
-struct MemoryCutSignal(Arc<Pipe>, Arc<watch::Sender<Closed>>);
+struct MemoryCutSignal(Arc<Pipe>, Arc<SessionEnd>);
 
 impl CutSignal for MemoryCutSignal {
     fn is_cut(&self) -> bool {
         let pipe = self.0.lock();
-        pipe.reset.is_some() || (!pipe.finished && self.1.borrow().is_some())
+        pipe.reset.is_some() || (!pipe.finished && self.1.is_closed())
     }
 }
 
@@ -486,7 +515,7 @@ impl AsyncRead for MemoryStream {
                 pipe.wake();
                 return Poll::Ready(Ok(()));
             }
-            if self.is_closed() {
+            if self.closed.is_closed() {
                 return Poll::Ready(Err(StreamCut::SessionLost.into()));
             }
             assert!(!pipe.panics, "as a bug would");
@@ -512,7 +541,7 @@ impl AsyncWrite for MemoryStream {
         if let Some(code) = pipe.stopped {
             return Poll::Ready(Err(StreamCut::Stopped(code).into()));
         }
-        if self.is_closed() {
+        if self.closed.is_closed() {
             return Poll::Ready(Err(StreamCut::SessionLost.into()));
         }
         if pipe.finished || pipe.reset.is_some() {

@@ -1,5 +1,6 @@
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tunnel_proto::transport::Session;
+use tokio::task::JoinSet;
+use tunnel_proto::transport::{Session, StreamCut, find_cause};
 
 use super::*;
 use crate::routing::registry::{OpenError, SuspectReason};
@@ -224,6 +225,8 @@ async fn reached_clocks_of_sessions_are_counted_by_their_limit() {
 async fn session_that_its_agent_has_lost_is_closed_and_the_next_one_takes_streams_at_once() {
     let (bench, old) = Bench::with_agent().await;
     let mut stalled = bench.open().await.unwrap().stream;
+    let mut reading = JoinSet::new();
+    reading.spawn(async move { stalled.read_u8().await });
     old.near.script().is_silent = true;
     let mut agent = bench.agent(1).await;
     let sessions = bench.sessions.registry.of_node(&node());
@@ -236,8 +239,11 @@ async fn session_that_its_agent_has_lost_is_closed_and_the_next_one_takes_stream
     let active = || bench.sessions.registry.active(&node());
     eventually("new session takes streams", || active() == new).await;
     assert!(bench.open().await.is_ok());
+    let read = crate::testing::within(reading.join_next()).await;
+    let cut = read.unwrap().unwrap().unwrap_err();
+    let lost = Some(&StreamCut::SessionLost);
+    assert_eq!(find_cause(&cut), lost, "{cut}");
     assert!(began.elapsed() < secs(1), "a new session waits that long");
     assert_eq!(old.far.closed().await.code, CloseCode::Dead);
     eventually("closed", || bench.sessions.registry.all().len() == 1).await;
-    assert!(stalled.read_u8().await.is_err());
 }
