@@ -208,6 +208,17 @@ impl TargetBody {
         }
     }
 
+    /// Closes the caller's and the target's side at once. The record is written when no more bytes
+    /// of the request pass.
+    fn abort(&mut self) {
+        if let (Some(exchange_guard), Some(upstream_guard)) =
+            (self.exchange_guard.take(), self.upstream_guard.take())
+        {
+            drop(exchange_guard.response_guard);
+            upstream_guard.abort(exchange_guard.access_log);
+        }
+    }
+
     fn fail(&mut self, error: hyper::Error, request_end: Option<&RequestEnd>) {
         self.cut(Outcome::Cut);
         let timeouts = request_end
@@ -255,6 +266,7 @@ impl Drop for TargetBody {
             } else {
                 Outcome::CallerGone
             });
+            self.abort();
         }
     }
 }

@@ -298,6 +298,12 @@ pub(crate) struct UpstreamBodyGuard {
 }
 
 impl UpstreamBodyGuard {
+    /// Closes the target's side at once. The record is written when the connection has taken its
+    /// last byte, which it may do meanwhile, on another thread.
+    pub(crate) fn abort(self, record: AccessLog) {
+        self.upstream.abort(&self.ingress.drivers, record);
+    }
+
     /// Releases the connection after the end of the response.
     pub(crate) fn complete(self) {
         match self.reuse {

@@ -192,6 +192,16 @@ impl Upstream {
         upload
     }
 
+    /// Aborts the connection. `record` is dropped when its task has ended.
+    pub(crate) fn abort(self, drivers: &TaskTracker, record: impl Send + 'static) {
+        let driver = self.driver;
+        driver.abort();
+        drivers.spawn(async move {
+            let _aborted = driver.await;
+            drop(record);
+        });
+    }
+
     /// Closes the connection gracefully, so that the target receives an end and not a reset. A request
     /// body that is still under way goes on, until it ends or the caller is gone. The connection is
     /// aborted if the target does not close within [`CLOSE_LIMIT`] after that.
