@@ -44,7 +44,7 @@ impl Endpoint {
         }
     }
 
-    pub(crate) async fn connect(&self) -> Result<ByteStream> {
+    pub async fn connect(&self) -> Result<ByteStream> {
         let addr = self.addr;
         let tcp = connect(self.source, addr)
             .await

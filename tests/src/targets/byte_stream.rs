@@ -27,7 +27,7 @@ pub struct ByteStream {
 }
 
 impl ByteStream {
-    pub(crate) fn plain(stream: TcpStream) -> Self {
+    pub fn plain(stream: TcpStream) -> Self {
         Self::new(Either::Left(stream))
     }
 
@@ -150,7 +150,8 @@ impl ByteStream {
         socket2::SockRef::from(self.tcp()).shutdown(std::net::Shutdown::Write)
     }
 
-    pub(crate) fn tcp(&self) -> &TcpStream {
+    /// Returns the TCP connection.
+    pub fn tcp(&self) -> &TcpStream {
         match &self.stream {
             Either::Left(tcp) => tcp,
             Either::Right(tls) => tls.get_ref().0,

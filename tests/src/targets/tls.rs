@@ -1,5 +1,6 @@
 //! TLS of the fake targets.
 
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result};
@@ -13,7 +14,10 @@ use rustls::{
 };
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
+use tokio::net::TcpStream;
 use tokio_rustls::TlsAcceptor;
+
+use super::byte_stream::ByteStream;
 
 /// A serving certificate with its key. The target requests a client certificate, and clients may
 /// present any or none.
@@ -86,6 +90,11 @@ impl TargetTls {
         Ok(Self {
             config: Arc::new(config),
         })
+    }
+
+    /// Accepts TLS on a connection.
+    pub async fn accept(&self, tcp: TcpStream) -> io::Result<ByteStream> {
+        Ok(ByteStream::tls(self.acceptor().accept(tcp).await?))
     }
 
     pub(crate) fn acceptor(&self) -> TlsAcceptor {
