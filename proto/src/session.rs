@@ -5,6 +5,7 @@ pub mod control;
 mod control_sender;
 mod liveness;
 mod monitor;
+mod receive_reports;
 
 pub use control_sender::ControlSender;
 pub use liveness::{LivenessCheck, LivenessLimits, LivenessState, SilenceCause};

@@ -369,6 +369,7 @@ impl<'a> ActiveSession<'a> {
                 debug!(node = %agent, session = session.0, doubts, "server reported whether it doubts this session");
                 self.monitor.peer_suspects(doubts, Instant::now());
             }
+            ControlMessage::Receiving => self.monitor.peer_receives(),
             ControlMessage::Drain {
                 deadline,
                 move_within,
@@ -410,12 +411,16 @@ impl<'a> ActiveSession<'a> {
             transition,
             check,
             is_log_due,
+            is_receive_report_due,
         } = self.monitor.check(self.session.stats(), Instant::now());
         self.silence_cause = check.cause;
         if check.probe {
             self.session.probe();
         }
         self.control_sender.suspect(check.is_suspect_locally);
+        if is_receive_report_due {
+            self.control_sender.receiving();
+        }
         match transition {
             Transition::Suspect => {
                 if check.is_suspect_locally {

@@ -56,6 +56,12 @@ impl ControlSender {
         });
     }
 
+    /// Reports that bytes of the peer have arrived since the last report.
+    pub fn receiving(&self) {
+        self.pending
+            .send_modify(|pending| pending.receiving_count += 1);
+    }
+
     /// Requests another certificate with a PKCS#10 request (DER).
     pub fn renew(&self, csr: Vec<u8>) {
         self.pending.send_modify(|pending| {
@@ -92,6 +98,7 @@ struct PendingMessages {
     members: Option<Vec<Member>>,
     members_count: u64,
     suspect: bool,
+    receiving_count: u64,
     renew: Option<Vec<u8>>,
     renew_count: u64,
     renewed: Option<EnrollReply>,
@@ -107,6 +114,7 @@ struct SentMessages {
     drain: Option<(Duration, Duration)>,
     members_count: u64,
     suspect: bool,
+    receiving_count: u64,
     renew_count: u64,
     renewed_count: u64,
     lost: Vec<SessionId>,
@@ -141,6 +149,10 @@ impl SentMessages {
         if pending.suspect != self.suspect {
             self.suspect = pending.suspect;
             return Some(ControlMessage::Suspect(pending.suspect));
+        }
+        if pending.receiving_count != self.receiving_count {
+            self.receiving_count = pending.receiving_count;
+            return Some(ControlMessage::Receiving);
         }
         if let Some(csr) = &pending.renew
             && pending.renew_count != self.renew_count
@@ -230,6 +242,7 @@ mod tests {
                 control_sender.suspect(true);
             }
             control_sender.members(Vec::new());
+            control_sender.receiving();
             control_sender.renew(vec![7]);
             control_sender.renewed(reply());
             control_sender.lost(vec![SessionId(7)]);
@@ -239,6 +252,7 @@ mod tests {
             DRAIN,
             ControlMessage::Members(Vec::new()),
             ControlMessage::Suspect(true),
+            ControlMessage::Receiving,
             ControlMessage::Renew(vec![7]),
             ControlMessage::Renewed(reply()),
             ControlMessage::Lost(vec![SessionId(7)]),
@@ -254,12 +268,15 @@ mod tests {
             control_sender.drain(DEADLINE, MOVE_WITHIN);
             control_sender.suspect(true);
             control_sender.suspect(false);
+            control_sender.receiving();
+            control_sender.receiving();
             control_sender.renew(vec![7]);
             control_sender.renew(vec![8]);
             control_sender.bye("done");
         });
         let expected = [
             DRAIN,
+            ControlMessage::Receiving,
             ControlMessage::Renew(vec![8]),
             ControlMessage::Bye("done".into()),
         ];

@@ -5,7 +5,7 @@
 //!   ^----------- data and acknowledgements received again ---+
 //! ```
 //! Timer (a) runs while nothing authenticated is received. Timer (b) runs since the oldest probe
-//! without an acknowledgement. Timer (c) runs while data is lost and sent again, and none is
+//! without an acknowledgement or a report of the peer that it receives. Timer (c) runs while data is lost and sent again, and none is
 //! acknowledged: a path may pass small packets only, so that probes are answered. The longest one
 //! decides. A one-way partition affects only one timer
 //! at only one end, so each end reports its state on the control stream.
@@ -42,6 +42,13 @@ impl Default for LivenessLimits {
             dead_after: Duration::from_secs(60),
             probes_idle: false,
         }
+    }
+}
+
+impl LivenessLimits {
+    /// Returns the interval between probes, and between reports of received data. 2 s by default.
+    pub(super) fn probe_interval(&self) -> Duration {
+        PROBE_INTERVAL.min(self.suspect_after_busy * 2 / 5)
     }
 }
 
@@ -152,6 +159,11 @@ impl Liveness {
         self.peer_suspects = is_suspect;
     }
 
+    /// Records that the peer has received bytes of this end, which answers the probes so far.
+    pub(super) fn peer_receives(&mut self) {
+        self.oldest_probe = None;
+    }
+
     /// Evaluates the statistics of the session. If the result has `probe` set, the caller must send
     /// a probe.
     pub(super) fn check(&mut self, stats: SessionStats, now: Instant) -> LivenessCheck {
@@ -241,7 +253,7 @@ impl Liveness {
 
     fn probe_is_due(&self, is_busy: bool, silence: Duration, now: Instant) -> bool {
         let since = now.saturating_duration_since(self.last_probe);
-        let (interval, keep_alive) = (self.probe_interval(), self.limits.keep_alive);
+        let (interval, keep_alive) = (self.limits.probe_interval(), self.limits.keep_alive);
         let is_needed = is_busy || silence >= self.overdue_after();
         (is_busy && silence >= interval && since >= interval)
             || (self.limits.probes_idle && is_needed && since >= keep_alive)
@@ -255,11 +267,6 @@ impl Liveness {
         let limits = &self.limits;
         let answer_in_time = (limits.suspect_after_idle * 2 / 3).max(limits.keep_alive);
         (limits.keep_alive * 3 / 2).min(answer_in_time)
-    }
-
-    /// Returns the interval between probes, 2 s by default.
-    fn probe_interval(&self) -> Duration {
-        PROBE_INTERVAL.min(self.limits.suspect_after_busy * 2 / 5)
     }
 
     /// Returns the time until the next check. While keep-alives arrive in time, nothing changes
@@ -535,6 +542,18 @@ pub(super) mod tests {
     }
 
     /// The state after a time in which all probes were answered.
+    #[test]
+    fn report_that_data_arrives_answers_only_the_probes_before_it() {
+        let mut clock = Clock::new(true, TransportKind::H2);
+        (clock.answers, clock.stats.streams) = (false, 1);
+        for _ in 0..30 {
+            assert_eq!(clock.run(2).state, LivenessState::Live);
+            clock.liveness.peer_receives();
+        }
+        let suspect = clock.first(LivenessState::Suspect);
+        assert!((15..=20).contains(&suspect), "{suspect}");
+    }
+
     #[test]
     fn peer_that_receives_no_data_is_suspect_and_dead_although_it_answers() {
         use LivenessState::{Dead, Live, Suspect};

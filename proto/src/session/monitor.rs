@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::liveness::{Liveness, LivenessCheck, LivenessLimits, LivenessState, SuspectLogThrottle};
+use super::receive_reports::ReceiveReports;
 use crate::transport::{SessionStats, TransportKind};
 
 /// The monitor of a ready session: decides when the peer is suspect or dead, and when a retired
@@ -19,6 +20,8 @@ pub struct SessionMonitor {
     next: Instant,
     retired: Retired,
     log: SuspectLogThrottle,
+    /// QUIC acknowledges data, and needs no reports.
+    receive_reports: Option<ReceiveReports>,
 }
 
 /// Whether another session has taken over.
@@ -41,6 +44,8 @@ pub struct Observation {
     /// Whether the caller should log the state. The state may be unchanged, because changes of a
     /// session that flaps are logged every 30 s.
     pub is_log_due: bool,
+    /// Whether the caller must report to the peer that its data arrives.
+    pub is_receive_report_due: bool,
 }
 
 /// The transition of the session since the last check.
@@ -74,6 +79,8 @@ impl SessionMonitor {
             next: now,
             retired: Retired::No,
             log: SuspectLogThrottle::default(),
+            receive_reports: (transport == TransportKind::H2)
+                .then(|| ReceiveReports::new(&limits, &stats, now)),
         }
     }
 
@@ -94,6 +101,11 @@ impl SessionMonitor {
     pub fn peer_suspects(&mut self, is_suspect: bool, now: Instant) {
         self.liveness.peer_suspects(is_suspect);
         self.next = now;
+    }
+
+    /// Records a report of the peer that data of this end arrives.
+    pub fn peer_receives(&mut self) {
+        self.liveness.peer_receives();
     }
 
     /// Records that another session takes the new streams.
@@ -135,10 +147,14 @@ impl SessionMonitor {
         if let Some(due_at) = self.log.due_at(is_suspect) {
             self.next = self.next.min(due_at);
         }
+        let receive_reports = self.receive_reports.as_mut();
+        let is_receive_report_due =
+            receive_reports.is_some_and(|reports| reports.is_due(&stats, now));
         Observation {
             transition,
             check,
             is_log_due,
+            is_receive_report_due,
         }
     }
 

@@ -46,6 +46,9 @@ pub enum ControlMessage {
     /// Either end: reports whether the sender has stopped receiving from its peer. The peer cannot
     /// detect a partition of one direction.
     Suspect(bool),
+    /// Either end, over h2: bytes of the peer have arrived since the last report. Sent while much
+    /// data moves, because the answer to a PING waits behind it.
+    Receiving,
     /// Agent: requests another certificate for the key of this PKCS#10 request (DER). Sent only to
     /// a server with [`CAPABILITY_RENEW`].
     Renew(Vec<u8>),
@@ -156,6 +159,7 @@ impl ControlMessage {
                 reason: reason.clone(),
             })),
             Self::Suspect(silent) => Some(Kind::Suspect(pb::Suspect { silent: *silent })),
+            Self::Receiving => Some(Kind::Receiving(pb::Receiving {})),
             Self::Renew(csr) => Some(Kind::Renew(pb::Renew { csr: csr.clone() })),
             Self::Renewed(reply) => Some(Kind::Renewed(reply.to_message())),
             Self::Members(members) => Some(Kind::Members(pb::Members {
@@ -220,6 +224,7 @@ impl ControlMessage {
             Kind::Withdraw(pb::Withdraw {}) => Self::Withdraw,
             Kind::Bye(bye) => Self::Bye(one_line(&bye.reason)),
             Kind::Suspect(pb::Suspect { silent }) => Self::Suspect(silent),
+            Kind::Receiving(pb::Receiving {}) => Self::Receiving,
             Kind::Renew(pb::Renew { csr }) => Self::Renew(csr),
             Kind::Renewed(reply) => Self::Renewed(EnrollReply::from_message(reply)),
             Kind::Members(members) => Self::Members(decode_members(members.members)?),

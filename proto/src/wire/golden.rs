@@ -287,6 +287,7 @@ fn control_messages_are_as_captured() {
             ),
             ("043a020801", ControlMessage::Suspect(true)),
             ("023a00", ControlMessage::Suspect(false)),
+            ("027a00", ControlMessage::Receiving),
             ("0642040a023000", ControlMessage::Renew(vec![0x30, 0])),
             (
                 "0772050a0307ac02",
@@ -497,9 +498,9 @@ fn names_of_the_protocols_are_as_released() {
 
 #[test]
 fn control_message_of_a_later_version_is_unknown_and_no_error() {
-    // Field 15 with a message in it, alone and after fields with unknown numbers, and an empty
+    // Field 16 with a message in it, alone and after fields with unknown numbers, and an empty
     // message.
-    for later in ["7a020801", "a0062a7a020801", "a0062a", ""] {
+    for later in ["8201020801", "a0062a8201020801", "a0062a", ""] {
         let decoded = ControlMessage::decode(&bytes(later));
         assert_eq!(decoded, Ok(ControlMessage::Unknown), "{later}");
     }

@@ -121,6 +121,9 @@ impl Sessions {
         let now = Instant::now();
         let observation = monitor.check(now);
         control_sender.suspect(observation.check.is_suspect_locally);
+        if observation.is_receive_report_due {
+            control_sender.receiving();
+        }
         if observation.transition == Transition::Dead {
             return Err(observation.check);
         }
@@ -188,6 +191,7 @@ impl Sessions {
                 agent.withdraw();
             }
             ControlMessage::Suspect(silent) => monitor.peer_suspects(*silent),
+            ControlMessage::Receiving => monitor.peer_receives(),
             ControlMessage::Lost(sessions) => self.close_lost(agent, sessions),
             ControlMessage::Hello(_)
             | ControlMessage::Welcome(_)
@@ -299,6 +303,11 @@ impl AgentMonitor {
     /// Records whether the agent suspects this server. Takes effect with the next check.
     fn peer_suspects(&mut self, is_suspect: bool) {
         self.monitor.peer_suspects(is_suspect, Instant::now());
+    }
+
+    /// Records a report of the agent that it receives data.
+    fn peer_receives(&mut self) {
+        self.monitor.peer_receives();
     }
 
     /// Checks the session and acts on the result, except that a dead session is not closed.
