@@ -369,7 +369,12 @@ impl<'a> ActiveSession<'a> {
                 debug!(node = %agent, session = session.0, doubts, "server reported whether it doubts this session");
                 self.monitor.peer_suspects(doubts, Instant::now());
             }
-            ControlMessage::Receiving => self.monitor.peer_receives(),
+            ControlMessage::Receiving { is_answer } => {
+                self.monitor.peer_receives();
+                if !is_answer {
+                    self.control_sender.receiving(true);
+                }
+            }
             ControlMessage::Drain {
                 deadline,
                 move_within,
@@ -419,7 +424,7 @@ impl<'a> ActiveSession<'a> {
         }
         self.control_sender.suspect(check.is_suspect_locally);
         if is_receive_report_due {
-            self.control_sender.receiving();
+            self.control_sender.receiving(false);
         }
         match transition {
             Transition::Suspect => {

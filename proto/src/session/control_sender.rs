@@ -56,10 +56,11 @@ impl ControlSender {
         });
     }
 
-    /// Reports that bytes of the peer have arrived since the last report.
-    pub fn receiving(&self) {
+    /// Reports that data of the peer has arrived since the last report, or answers such a report.
+    pub fn receiving(&self, is_answer: bool) {
+        let index = usize::from(is_answer);
         self.pending
-            .send_modify(|pending| pending.receiving_count += 1);
+            .send_modify(|pending| pending.receiving_counts[index] += 1);
     }
 
     /// Requests another certificate with a PKCS#10 request (DER).
@@ -98,7 +99,8 @@ struct PendingMessages {
     members: Option<Vec<Member>>,
     members_count: u64,
     suspect: bool,
-    receiving_count: u64,
+    /// Of reports, and of answers.
+    receiving_counts: [u64; 2],
     renew: Option<Vec<u8>>,
     renew_count: u64,
     renewed: Option<EnrollReply>,
@@ -114,7 +116,8 @@ struct SentMessages {
     drain: Option<(Duration, Duration)>,
     members_count: u64,
     suspect: bool,
-    receiving_count: u64,
+    /// Of reports, and of answers.
+    receiving_counts: [u64; 2],
     renew_count: u64,
     renewed_count: u64,
     lost: Vec<SessionId>,
@@ -150,9 +153,11 @@ impl SentMessages {
             self.suspect = pending.suspect;
             return Some(ControlMessage::Suspect(pending.suspect));
         }
-        if pending.receiving_count != self.receiving_count {
-            self.receiving_count = pending.receiving_count;
-            return Some(ControlMessage::Receiving);
+        for (index, is_answer) in [false, true].into_iter().enumerate() {
+            if pending.receiving_counts[index] != self.receiving_counts[index] {
+                self.receiving_counts[index] = pending.receiving_counts[index];
+                return Some(ControlMessage::Receiving { is_answer });
+            }
         }
         if let Some(csr) = &pending.renew
             && pending.renew_count != self.renew_count
@@ -242,7 +247,8 @@ mod tests {
                 control_sender.suspect(true);
             }
             control_sender.members(Vec::new());
-            control_sender.receiving();
+            control_sender.receiving(true);
+            control_sender.receiving(false);
             control_sender.renew(vec![7]);
             control_sender.renewed(reply());
             control_sender.lost(vec![SessionId(7)]);
@@ -252,7 +258,8 @@ mod tests {
             DRAIN,
             ControlMessage::Members(Vec::new()),
             ControlMessage::Suspect(true),
-            ControlMessage::Receiving,
+            ControlMessage::Receiving { is_answer: false },
+            ControlMessage::Receiving { is_answer: true },
             ControlMessage::Renew(vec![7]),
             ControlMessage::Renewed(reply()),
             ControlMessage::Lost(vec![SessionId(7)]),
@@ -268,15 +275,15 @@ mod tests {
             control_sender.drain(DEADLINE, MOVE_WITHIN);
             control_sender.suspect(true);
             control_sender.suspect(false);
-            control_sender.receiving();
-            control_sender.receiving();
+            control_sender.receiving(true);
+            control_sender.receiving(true);
             control_sender.renew(vec![7]);
             control_sender.renew(vec![8]);
             control_sender.bye("done");
         });
         let expected = [
             DRAIN,
-            ControlMessage::Receiving,
+            ControlMessage::Receiving { is_answer: true },
             ControlMessage::Renew(vec![8]),
             ControlMessage::Bye("done".into()),
         ];

@@ -1,9 +1,9 @@
 //! Decides when an end reports to its peer that data arrives. Pure.
 //!
 //! Over h2 the answer to a PING waits behind all data in flight, and an end that only sends receives
-//! nothing else. While much data moves in either direction, each end therefore reports that bytes
-//! have arrived. Reports follow each other without waiting for an answer, so that they arrive in
-//! time over a path whose queue is long. An end that receives nothing reports nothing.
+//! nothing else. While much data arrives, the receiving end therefore reports it, and the sending end
+//! answers. Reports and answers follow each other without waiting, so that they arrive in time
+//! although each waits in a long queue. An end that receives nothing sends neither.
 
 use std::time::Duration;
 
@@ -12,17 +12,17 @@ use tokio::time::Instant;
 use super::liveness::LivenessLimits;
 use crate::transport::SessionStats;
 
-/// Bytes in both directions since the last report, below which none is due. PINGs and reports alone
-/// are less for minutes.
+/// Received bytes since the last report, below which none is due. PINGs and answers alone are less
+/// for minutes.
 const BYTES_MIN: u64 = 4 * 1024;
 
-/// The state of the session at its last report.
+/// The last report of a session.
 #[derive(Debug)]
 pub(super) struct ReceiveReports {
     interval: Duration,
     at: Instant,
+    /// Received bytes at that time.
     received: u64,
-    bytes_out: u64,
 }
 
 impl ReceiveReports {
@@ -32,19 +32,15 @@ impl ReceiveReports {
             interval: limits.probe_interval(),
             at: now,
             received: stats.received,
-            bytes_out: stats.bytes_out,
         }
     }
 
     /// Returns whether a report is due, which then counts as sent.
     pub(super) fn is_due(&mut self, stats: &SessionStats, now: Instant) -> bool {
-        let received = stats.received.saturating_sub(self.received);
-        let sent = stats.bytes_out.saturating_sub(self.bytes_out);
-        let is_due = received > 0
-            && received.saturating_add(sent) >= BYTES_MIN
+        let is_due = stats.received.saturating_sub(self.received) >= BYTES_MIN
             && now.saturating_duration_since(self.at) >= self.interval;
         if is_due {
-            (self.at, self.received, self.bytes_out) = (now, stats.received, stats.bytes_out);
+            (self.at, self.received) = (now, stats.received);
         }
         is_due
     }
@@ -74,6 +70,7 @@ mod tests {
         Ping,
         Pong,
         Report,
+        Answer,
     }
 
     struct End {
@@ -156,7 +153,7 @@ mod tests {
                 end.stats.received_at = self.now;
                 end.stats.received += match message {
                     Message::Data => PIECE,
-                    Message::Ping | Message::Pong | Message::Report => 17,
+                    Message::Ping | Message::Pong | Message::Report | Message::Answer => 17,
                 };
                 match message {
                     Message::Data => {}
@@ -165,7 +162,11 @@ mod tests {
                         end.has_ping = false;
                         end.stats.acknowledged += 1;
                     }
-                    Message::Report => end.monitor.peer_receives(),
+                    Message::Report => {
+                        end.monitor.peer_receives();
+                        self.send(to, Message::Answer);
+                    }
+                    Message::Answer => end.monitor.peer_receives(),
                 }
             }
         }
@@ -195,7 +196,6 @@ mod tests {
                 for number in [AGENT, SERVER] {
                     self.deliver(number);
                 }
-                self.ends[AGENT].stats.bytes_out += PIECE;
                 self.send(AGENT, Message::Data);
                 if (self.now - self.start).as_millis().is_multiple_of(5000) {
                     self.ping(AGENT);
@@ -223,9 +223,9 @@ mod tests {
         upload.run(Duration::from_secs(120));
         let ends = upload.ends.each_ref();
         assert_eq!(ends.map(|end| end.suspects_at), [None; 2]);
-        for end in ends {
-            assert!((30..=60).contains(&end.reports), "{}", end.reports);
-        }
+        assert_eq!(ends[AGENT].reports, 0, "it receives next to nothing");
+        let reports = ends[SERVER].reports;
+        assert!((45..=60).contains(&reports), "{reports}");
     }
 
     #[test]
@@ -248,22 +248,21 @@ mod tests {
     }
 
     #[test]
-    fn report_needs_bytes_since_the_last_one_and_much_data_in_either_direction() {
+    fn report_is_due_every_two_seconds_while_much_data_arrives() {
         let now = Instant::now();
-        let later = |millis| now + Duration::from_millis(millis);
         let mut reports = ReceiveReports::new(&LivenessLimits::default(), &stats(), now);
-        let mut due = |received, bytes_out, millis| {
+        let mut due = |received, millis| {
             let stats = SessionStats {
                 received,
-                bytes_out,
                 ..stats()
             };
-            reports.is_due(&stats, later(millis))
+            reports.is_due(&stats, now + Duration::from_millis(millis))
         };
-        assert!(!due(BYTES_MIN, 0, 1999), "too soon");
-        assert!(due(BYTES_MIN, 0, 2000));
-        assert!(!due(BYTES_MIN, 1 << 20, 9000), "nothing was received");
-        assert!(due(BYTES_MIN + 17, 1 << 20, 9001));
-        assert!(!due(BYTES_MIN + 1000, 1 << 20, 20_000), "an idle session");
+        assert!(!due(BYTES_MIN, 1999), "too soon");
+        assert!(due(BYTES_MIN, 2000));
+        assert!(!due(BYTES_MIN, 9000), "nothing was received");
+        assert!(!due(2 * BYTES_MIN - 1, 9000), "an idle session");
+        assert!(due(2 * BYTES_MIN, 9000));
+        assert!(!due(1 << 20, 10_999), "too soon");
     }
 }

@@ -30,11 +30,11 @@ async fn transfer(run: Run, class: TrafficClass, loads: Loads) -> Result<()> {
     let before = site.ids();
     let rate = run.clocks.pick(RATE / 10, RATE);
     let path = |queue| Impairment::limited(rate).with_queue(queue);
-    site.link.set(class, path(0));
+    site.link.set(class, path(STEP_BYTES));
     let pipe = site.node_client.pipe(loads).await?;
     let step = run.clocks.time(STEP);
     let growing = async {
-        for steps in 1..=STEPS {
+        for steps in 2..=STEPS {
             sleep(step).await;
             site.link.set(class, path(STEP_BYTES * steps));
         }

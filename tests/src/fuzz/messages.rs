@@ -49,7 +49,7 @@ fn control_messages() -> Result<Vec<ControlMessage>> {
         ControlMessage::Withdraw,
         ControlMessage::Bye("stopping".into()),
         ControlMessage::Suspect(true),
-        ControlMessage::Receiving,
+        ControlMessage::Receiving { is_answer: true },
         ControlMessage::Renew(vec![0x30; 64]),
         ControlMessage::Lost(vec![SessionId(9), SessionId(u64::MAX)]),
         ControlMessage::Renewed(EnrollReply::Refused(EnrollCode::Revoked, "no".into())),
