@@ -109,6 +109,11 @@ impl Upload {
     fn ended(&self, end: UploadEnd) {
         self.state.lock().end.get_or_insert(end);
     }
+
+    /// Returns whether the caller has cut its body.
+    pub(crate) fn is_caller_gone(&self) -> bool {
+        self.state.lock().end == Some(UploadEnd::CallerGone)
+    }
 }
 
 /// A body that stops after a complete response ends after this time, or twice as long.

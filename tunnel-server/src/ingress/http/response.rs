@@ -199,9 +199,13 @@ impl TargetBody {
     /// Records the end of a response that is not complete.
     fn cut(&mut self, outcome: Outcome) {
         let is_stalled = self.watch().is_some_and(StreamWatch::is_stalled);
+        // A caller that cuts its body ends the connection to the target, which may be seen first.
+        let is_caller_gone = (self.upload.as_ref()).is_some_and(|upload| upload.is_caller_gone());
         if let Some(exchange_guard) = &mut self.exchange_guard {
             exchange_guard.access_log.set_outcome(if is_stalled {
                 Outcome::ReaderStalled
+            } else if is_caller_gone {
+                Outcome::CallerGone
             } else {
                 outcome
             });
