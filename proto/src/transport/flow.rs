@@ -24,13 +24,13 @@
 //! Each stream has a *source*, who caused it (a caller). The sources with the most unread data are
 //! the first that get no new streams: in a session whose window they hold, where they leave a
 //! reserve to the others (`flow/shortage.rs`), and in all sessions when less than a quarter of the
-//! pool is free. Streams are cut in one case only: when readers that have read nothing for 10 s hold
+//! pool is free. A few small streams of theirs pass nevertheless (`flow/late.rs`). Streams are cut in one case only: when readers that have read nothing for 10 s hold
 //! a window or the pool, and another stream waits, one of them ends (`flow/stalled.rs`).
 //!
 //! What this end has sent and the peer has not acknowledged is reserved, too
 //! (`flow/send_window.rs`).
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -43,9 +43,11 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 mod active_window;
 mod credit;
 mod growth;
+mod late;
 #[cfg(test)]
 mod model;
 mod monitor;
+mod opening;
 mod permit;
 mod pool_gauges;
 mod send_growth;
@@ -98,6 +100,8 @@ const SHORT_SHARE: u64 = 4;
 const FULL_BYTES: u64 = 512 << 10;
 /// Time between two samples of the readers.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
+/// Samples for which a session is short after its window was exhausted the last time: 1 s.
+const SHORT_SAMPLES: u32 = 20;
 /// Samples after a refused stream in which the session counts as one for which streams wait: 10 s.
 const REFUSED_SAMPLES: u32 = 200;
 
@@ -181,6 +185,8 @@ pub struct BufferPool {
     refused: AtomicU32,
     /// The sources that get no new streams, because they hold the most and little is free.
     heavy_sources: Mutex<HashSet<u64>>,
+    /// Number of late streams of each source (`flow/late.rs`).
+    late: Mutex<HashMap<u64, u32>>,
     sampler: OnceLock<AbortOnDropHandle<()>>,
 }
 
@@ -195,6 +201,7 @@ impl BufferPool {
             session_added: Arc::default(),
             refused: AtomicU32::new(0),
             heavy_sources: Mutex::default(),
+            late: Mutex::default(),
             sampler: OnceLock::new(),
         })
     }
@@ -262,6 +269,7 @@ impl BufferPool {
                 refused: 0,
                 times_blocked: 0,
                 shortage: Shortage::default(),
+                heavy_sources: None,
                 send: SendWindow::new(),
                 is_sampled: false,
             }),
@@ -342,6 +350,8 @@ struct FlowState {
     /// How often the peer had used all of its credit at the last call.
     times_blocked: u64,
     shortage: Shortage,
+    /// The sources that hold most of the window as of the last sample, if they were asked for.
+    heavy_sources: Option<HashSet<u64>>,
     send: SendWindow,
     is_sampled: bool,
 }
@@ -363,20 +373,25 @@ impl SessionFlow {
     /// nothing if the pool has no memory for the stream, or the source must have no more.
     pub(super) fn open(&self, source: u64) -> Option<Arc<ReadMonitor>> {
         let state = &mut *self.lock();
-        if source != 0 && state.shortage.is_held(source) {
-            return None;
-        }
-        if source != 0 && self.is_refused(state, source) {
-            self.record_refusal(state);
-            return None;
+        let is_refused = source != 0 && self.is_refused(state, source);
+        let mut permit = None;
+        if is_refused || state.shortage.is_held(source) {
+            permit = self.permit_late(state, source);
+            if permit.is_none() {
+                if is_refused {
+                    self.record_refusal(state);
+                }
+                return None;
+            }
         }
         let read_monitor = self.add_stream(state)?;
-        read_monitor.set_source_of_opened(source);
+        read_monitor.set_source_of_opened(source, permit);
         Some(read_monitor)
     }
 
-    /// Returns whether a source gets no new streams, because it holds the most of what is short.
-    fn is_refused(&self, state: &FlowState, source: u64) -> bool {
+    /// Returns whether a source gets no new streams but late ones, because it holds the most of what
+    /// is short.
+    fn is_refused(&self, state: &mut FlowState, source: u64) -> bool {
         self.pool.heavy_sources.lock().contains(&source)
             || (self.is_exhausted(state) && state.heavy_sources().contains(&source))
     }
@@ -453,12 +468,13 @@ impl SessionFlow {
         let state = &mut *self.lock();
         state.streams.retain(StreamUsage::is_open_or_release);
         let window = state.stream_window;
-        state.stalled = Stalled::default();
+        (state.stalled, state.heavy_sources) = (Stalled::default(), None);
         for usage in &mut state.streams {
             if let Some(held) = usage.sample(window) {
                 state.stalled.streams += 1;
                 state.stalled.bytes += held;
             }
+            usage.release_late();
         }
         state.refused = state.refused.saturating_sub(1);
         let reads = self.reads.load(Ordering::Relaxed);

@@ -5,7 +5,9 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::task::AtomicWaker;
+use parking_lot::Mutex;
 
+use super::late::{LATE_BYTES, LATE_SAMPLES, LatePermit};
 use super::write_monitor::{WriteMonitor, WriterUsage};
 
 /// A reader that reads nothing for this many samples (100 ms) is stalled.
@@ -47,6 +49,10 @@ pub struct ReadMonitor {
     /// Woken when `must_end` is set.
     watcher: AtomicWaker,
     writer: WriteMonitor,
+    /// Whether the stream was permitted although its source holds the most of what is short.
+    is_late: AtomicBool,
+    /// Held while the stream counts as a late one.
+    late_permit: Mutex<Option<LatePermit>>,
 }
 
 /// The transport does not report the number of unread bytes.
@@ -74,6 +80,8 @@ impl ReadMonitor {
             must_end: AtomicBool::new(false),
             watcher: AtomicWaker::new(),
             writer: WriteMonitor::default(),
+            is_late: AtomicBool::new(false),
+            late_permit: Mutex::default(),
         }
     }
 
@@ -133,6 +141,7 @@ impl ReadMonitor {
         if !self.is_finished.swap(true, Ordering::Relaxed)
             && let Some(session) = &self.session
         {
+            self.late_permit.lock().take();
             session.finish_stream();
         }
     }
@@ -142,15 +151,27 @@ impl ReadMonitor {
         self.source.store(source, Ordering::Relaxed);
         if let Some(session) = &self.session
             && source != 0
+            && !self.is_late()
             && session.is_held(source)
         {
             self.writer.set_held(true);
         }
     }
 
+    /// Records that the peer has permitted the stream although its source holds the most.
+    pub(in crate::transport) fn set_late(&self) {
+        self.is_late.store(true, Ordering::Relaxed);
+    }
+
+    pub(in crate::transport) fn is_late(&self) -> bool {
+        self.is_late.load(Ordering::Relaxed)
+    }
+
     /// Sets the source of a stream that this end opens. The session has checked it.
-    pub(super) fn set_source_of_opened(&self, source: u64) {
+    pub(super) fn set_source_of_opened(&self, source: u64, late_permit: Option<LatePermit>) {
         self.source.store(source, Ordering::Relaxed);
+        self.is_late.store(late_permit.is_some(), Ordering::Relaxed);
+        *self.late_permit.lock() = late_permit;
     }
 
     pub(super) fn end_stalled(&self) {
@@ -204,6 +225,8 @@ pub(super) struct StreamUsage {
     /// Set while nobody reads what arrives.
     pub(super) is_unread: bool,
     pub(super) writer: WriterUsage,
+    /// Samples since the stream was opened.
+    age: u32,
 }
 
 impl StreamUsage {
@@ -217,6 +240,7 @@ impl StreamUsage {
             is_waiting: false,
             is_unread: false,
             writer: WriterUsage::default(),
+            age: 0,
         }
     }
 
@@ -253,6 +277,22 @@ impl StreamUsage {
             Some(source) if source != 0 => source,
             // Each such stream is a source of its own.
             Some(_) | None => self.read_monitor.as_ptr() as u64,
+        }
+    }
+
+    /// Returns whether the stream is late, and has sent little or its reader reads.
+    pub(super) fn is_light_and_late(&self) -> bool {
+        let monitor = self.read_monitor.upgrade();
+        monitor.is_some_and(|monitor| monitor.is_late()) && self.writer.is_light(LATE_BYTES)
+    }
+
+    /// Releases the permit of a late stream after its time.
+    pub(super) fn release_late(&mut self) {
+        self.age = self.age.saturating_add(1);
+        if self.age == LATE_SAMPLES
+            && let Some(monitor) = self.read_monitor.upgrade()
+        {
+            monitor.late_permit.lock().take();
         }
     }
 

@@ -3,7 +3,7 @@
 //! Credit belongs to a connection, so the next byte of any stream uses it, and only the sender can
 //! choose the stream. The end that is short therefore reports it to its peer, and then grants a
 //! little more credit, the *reserve*. At the peer, the sources that hold the most wait with their
-//! streams, and get no new ones, for as long as the reports continue. So the reserve is left to the
+//! streams, and get no new ones but late ones (`flow/late.rs`), for as long as the reports continue. So the reserve is left to the
 //! others, whose small requests pass again and again. When the reserve is used up, because of
 //! streams that had not stalled before, it grows, as far as memory permits.
 //!
@@ -17,7 +17,7 @@ use std::sync::Weak;
 use std::sync::atomic::Ordering;
 
 use super::sources::SourceTotals;
-use super::{BufferPool, FlowState, SHORT_SHARE, SPARE_MIN, SessionFlow};
+use super::{BufferPool, FlowState, SHORT_SAMPLES, SHORT_SHARE, SPARE_MIN, SessionFlow};
 
 /// Credit that is added at once: a quarter of a first window.
 const RESERVE_STEP: u64 = 64 << 10;
@@ -25,21 +25,22 @@ const RESERVE_STEP: u64 = 64 << 10;
 const REPORT_SAMPLES: u32 = 4;
 /// Samples after the first report in which the peer finds the sources that must wait: 100 ms.
 const SAMPLES_TO_HOLD: u32 = 2;
-/// Samples for which a session is short after its window was exhausted the last time: 1 s.
-const SHORT_SAMPLES: u32 = 20;
 /// Samples for which a report of the peer is valid: three reports.
 const REPORT_VALID_SAMPLES: u32 = 3 * REPORT_SAMPLES;
 /// Fraction of the pool that a source holds at least if it gets no new streams in any session.
 const HEAVY_SHARE: u64 = 8;
 /// The reserve of one session may be this fraction of what is free in the pool.
-const RESERVE_SHARE: u64 = 2;
+pub(super) const RESERVE_SHARE: u64 = 2;
 
 impl SessionFlow {
     /// Records the peer's report that it is short.
     pub(in crate::transport) fn set_peer_short(&self) {
         let state = &mut *self.lock();
-        state.shortage.peer_samples_left = REPORT_VALID_SAMPLES;
-        self.hold_writers(state);
+        let before = std::mem::replace(&mut state.shortage.peer_samples_left, REPORT_VALID_SAMPLES);
+        // Later, each sample does so.
+        if before == 0 {
+            self.hold_writers(state);
+        }
     }
 
     /// Reports a shortage of this end, and grants the reserve.
@@ -115,7 +116,7 @@ impl SessionFlow {
         let heavy = totals.heavy(0);
         state.shortage.has_held_streams = false;
         for usage in &state.streams {
-            let is_held = heavy.contains(&usage.source());
+            let is_held = heavy.contains(&usage.source()) && !usage.is_light_and_late();
             usage.set_held(is_held);
             state.shortage.has_held_streams |= is_held;
         }
@@ -130,13 +131,16 @@ impl SessionFlow {
 }
 
 impl FlowState {
-    /// Returns the sources that hold most of the session's window.
-    pub(super) fn heavy_sources(&self) -> HashSet<u64> {
-        let mut totals = SourceTotals::default();
-        for usage in self.streams.iter().filter(|usage| usage.unread > 0) {
-            totals.add(usage.source(), usage.unread);
-        }
-        totals.heavy(0)
+    /// Returns the sources that hold most of the session's window, as of the last sample.
+    pub(super) fn heavy_sources(&mut self) -> &HashSet<u64> {
+        let streams = &self.streams;
+        self.heavy_sources.get_or_insert_with(|| {
+            let mut totals = SourceTotals::default();
+            for usage in streams.iter().filter(|usage| usage.unread > 0) {
+                totals.add(usage.source(), usage.unread);
+            }
+            totals.heavy(0)
+        })
     }
 
     /// Adds what each source holds of `memory`, which all stalled streams hold together.
