@@ -7,8 +7,9 @@
 //! their number, and each transport has a measured factor for that.
 //!
 //! Invariants, which `flow/model.rs` checks with random sessions:
-//! - The reservation of a session covers the bytes that its peer can have unread, without the
-//!   session's base window while no stream is open.
+//! - The reservation of a session covers the bytes that its peer can have unread. While no stream is
+//!   open, it does not cover the base window, nor what larger windows have left: a peer that opens
+//!   streams can send that until its stream is accepted, and reserved for, or refused.
 //! - The reservations of all sessions together never exceed the pool.
 //!
 //! A window becomes larger when a stream is opened, and while bytes are read: it is at least twice
@@ -65,7 +66,7 @@ mod write_monitor;
 use active_window::{ACTIVE_WINDOW_MIN, ActiveWindow};
 use credit::Credit;
 pub use monitor::ReadMonitor;
-use monitor::{StreamOwner, StreamUsage};
+use monitor::{StreamActivity, StreamOwner, StreamUsage};
 pub use permit::PoolPermit;
 pub use pool_gauges::PoolGauges;
 pub(super) use send_window::SEND_BASE_WINDOW;
@@ -385,7 +386,7 @@ impl SessionFlow {
             }
         }
         let read_monitor = self.add_stream(state)?;
-        read_monitor.set_source_of_opened(source, permit);
+        read_monitor.activity().set_opened(source, permit);
         Some(read_monitor)
     }
 
@@ -412,7 +413,9 @@ impl SessionFlow {
             self.this.upgrade().map(|session| session as _),
         ));
         state.open += 1;
-        state.streams.push(StreamUsage::new(&read_monitor));
+        state
+            .streams
+            .push(StreamUsage::new(read_monitor.activity()));
         if !std::mem::replace(&mut state.is_sampled, true) {
             self.pool.sessions.lock().push(self.this.clone());
             self.pool.session_added.notify_one();
@@ -496,7 +499,7 @@ impl SessionFlow {
         self.sample_peer_shortage(state);
         self.sample_send_window(state);
         self.settle(state);
-        state.is_sampled = state.open > 0;
+        state.is_sampled = !state.streams.is_empty();
         state.is_sampled
     }
 
@@ -627,7 +630,8 @@ impl FlowState {
     /// Returns the bytes that the peer can have unread if it has `credit` and `open` streams.
     fn exposure(&self, credit: u64, open: u64) -> u64 {
         match (self.peer_opens, open) {
-            (true, 0) => credit.saturating_sub(BASE_WINDOW),
+            // The excess is reserved with the peer's next stream, or the stream is refused.
+            (true, 0) => credit.saturating_sub(self.credit.excess() + BASE_WINDOW),
             (true, _) => credit,
             (false, _) => credit.min(open.saturating_mul(self.largest_window)),
         }
@@ -667,8 +671,12 @@ impl StreamOwner for SessionFlow {
         self.count_sent(bytes);
     }
 
-    fn is_held(&self, source: u64) -> bool {
-        self.lock().shortage.is_held(source)
+    fn set_source(&self, source: u64, activity: &StreamActivity) {
+        // The shortage can end after this only.
+        let state = &mut *self.lock();
+        let is_held = source != 0 && !activity.is_late() && state.shortage.is_held(source);
+        state.shortage.has_held_streams |= is_held;
+        activity.set_source(source, is_held);
     }
 
     fn finish_stream(&self) {

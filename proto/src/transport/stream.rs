@@ -219,7 +219,7 @@ impl Stream {
     pub(crate) fn exclude_from_count(&mut self) {
         if std::mem::take(&mut self.is_counted) {
             self.traffic.streams.fetch_sub(1, Ordering::Relaxed);
-            self.read_monitor.finish();
+            self.read_monitor.exclude();
         }
     }
 
@@ -576,7 +576,7 @@ impl Drop for Stream {
         } else if !self.read_ended {
             self.raw.stop(ResetCode::Dropped);
         }
-        self.read_monitor.finish();
+        self.read_monitor.exclude();
     }
 }
 

@@ -33,6 +33,11 @@ impl Credit {
         self.window
     }
 
+    /// Returns what larger windows have left.
+    pub(super) fn excess(&self) -> u64 {
+        self.excess
+    }
+
     /// Returns the bytes that the peer may have unread at most.
     pub(super) fn total(&self) -> u64 {
         self.window.saturating_add(self.excess)

@@ -128,7 +128,7 @@ impl ModelSession {
         let can_arrive = if self.peer_opens && !self.streams.is_empty() {
             sendable
         } else if self.peer_opens {
-            sendable - BASE_WINDOW
+            transport.window - BASE_WINDOW
         } else {
             sendable.min(self.streams.len() as u64 * WINDOW)
         };

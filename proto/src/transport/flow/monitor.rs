@@ -1,7 +1,7 @@
 //! The streams of a session: their readers, and what they leave unread; and their writers.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::task::AtomicWaker;
@@ -22,16 +22,24 @@ pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
     fn count_read(&self, bytes: u64);
     /// Counts bytes that a stream's writer has written.
     fn count_written(&self, bytes: u64);
-    /// Returns whether the streams of a source must wait.
-    fn is_held(&self, source: u64) -> bool;
+    /// Sets the source of a stream that the peer has opened.
+    fn set_source(&self, source: u64, activity: &StreamActivity);
     /// Records that a stream can hold no more bytes.
     fn finish_stream(&self);
 }
 
-/// The activity of a stream's reader, and of its writer.
+/// The monitor of a stream: it counts what the stream's reader reads and its writer writes. Its end is
+/// the end of the stream's part in flow control.
 #[derive(Debug)]
 pub struct ReadMonitor {
     session: Option<Arc<dyn StreamOwner>>,
+    activity: Arc<StreamActivity>,
+}
+
+/// The activity of a stream's reader, and of its writer. It is shared with the samples, and with wakers
+/// that are dropped under locks of a transport, so its end has no effect.
+#[derive(Debug)]
+pub(super) struct StreamActivity {
     /// Counts reads that returned data. The value only has to differ between two samples.
     reads: AtomicU32,
     /// Set while the reader waits for bytes and none have arrived, so the reader is not stalled.
@@ -41,7 +49,10 @@ pub struct ReadMonitor {
     reader: AtomicWaker,
     /// Number of bytes received and not read, if the transport reports it.
     unread: AtomicU64,
+    /// Set when the stream can hold no more unread bytes.
     is_finished: AtomicBool,
+    /// Set when the stream is no longer written, either.
+    is_ended: AtomicBool,
     /// Who caused the stream: streams of one source have the same number. 0 is unknown.
     source: AtomicU64,
     /// Set when the stream must end because its reader is stalled.
@@ -67,43 +78,48 @@ impl Default for ReadMonitor {
 
 impl ReadMonitor {
     pub(super) fn of_session(session: Option<Arc<dyn StreamOwner>>) -> Self {
-        Self {
-            is_finished: AtomicBool::new(session.is_none()),
-            session,
+        let is_excluded = session.is_none();
+        let activity = StreamActivity {
             reads: AtomicU32::new(0),
             // No reader is expected before the first read: the target is being dialed, or the reply
             // is pending.
             is_waiting: AtomicBool::new(true),
             reader: AtomicWaker::new(),
             unread: AtomicU64::new(UNREAD_UNKNOWN),
+            is_finished: AtomicBool::new(is_excluded),
+            is_ended: AtomicBool::new(is_excluded),
             source: AtomicU64::new(0),
             must_end: AtomicBool::new(false),
             watcher: AtomicWaker::new(),
             writer: WriteMonitor::default(),
             is_late: AtomicBool::new(false),
             late_permit: Mutex::default(),
+        };
+        Self {
+            session,
+            activity: Arc::new(activity),
         }
     }
 
     /// Registers the reader before a read. Returns the waker that the transport must wake instead
     /// of the reader's.
-    pub(in crate::transport) fn begin_read(self: &Arc<Self>, cx: &Context<'_>) -> Waker {
-        self.reader.register(cx.waker());
-        self.is_waiting.store(true, Ordering::Release);
-        Waker::from(self.clone())
+    pub(in crate::transport) fn begin_read(&self, cx: &Context<'_>) -> Waker {
+        self.activity.reader.register(cx.waker());
+        self.activity.is_waiting.store(true, Ordering::Release);
+        Waker::from(self.activity.clone())
     }
 
     /// Records that a read returned data, or that the reader is expected to read.
     pub(in crate::transport) fn end_read(&self) {
-        self.is_waiting.store(false, Ordering::Release);
-        self.reads.fetch_add(1, Ordering::Relaxed);
+        self.activity.is_waiting.store(false, Ordering::Release);
+        self.activity.reads.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Records the number of bytes that a read returned. Bytes of streams that are not requests do
     /// not count: messages of the control stream need no larger window, however many there are.
     pub(in crate::transport) fn count_read(&self, bytes: usize) {
         if let Some(session) = &self.session
-            && !self.is_finished.load(Ordering::Relaxed)
+            && !self.activity.is_finished.load(Ordering::Relaxed)
         {
             session.count_read(bytes as u64);
         }
@@ -112,9 +128,9 @@ impl ReadMonitor {
     /// Records the outcome of a write: the number of bytes that the transport took, if any.
     pub(in crate::transport) fn end_write(&self, taken: Option<usize>) {
         let Some(bytes) = taken else {
-            return self.writer.set_pending();
+            return self.activity.writer.set_pending();
         };
-        self.writer.count_written(bytes as u64);
+        self.activity.writer.count_written(bytes as u64);
         if let Some(session) = &self.session {
             session.count_written(bytes as u64);
         }
@@ -122,71 +138,64 @@ impl ReadMonitor {
 
     /// Waits until the stream's source may write. One task at a time can wait.
     pub(in crate::transport) fn poll_writable(&self, cx: &Context<'_>) -> Poll<()> {
-        self.writer.poll_writable(cx)
+        self.activity.writer.poll_writable(cx)
     }
 
     /// Waits until the transport may send what was written. One task at a time can wait, and is also
     /// woken when it must wait.
     pub(in crate::transport) fn poll_sendable(&self, cx: &Context<'_>) -> Poll<()> {
-        self.writer.poll_sendable(cx)
+        self.activity.writer.poll_sendable(cx)
     }
 
     pub(in crate::transport) fn set_unread(&self, bytes: usize) {
-        self.unread.store(bytes as u64, Ordering::Relaxed);
+        self.activity.unread.store(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Records that nothing is left to read, or that it is discarded, and for streams that are not
-    /// requests.
+    /// Records that nothing is left to read, or that it is discarded.
     pub(in crate::transport) fn finish(&self) {
-        if !self.is_finished.swap(true, Ordering::Relaxed)
+        if !self.activity.is_finished.swap(true, Ordering::Relaxed)
             && let Some(session) = &self.session
         {
-            self.late_permit.lock().take();
+            self.activity.release_permit();
             session.finish_stream();
         }
     }
 
+    /// Excludes a stream that is no request, or that has ended, from flow control.
+    pub(in crate::transport) fn exclude(&self) {
+        self.finish();
+        self.activity.is_ended.store(true, Ordering::Relaxed);
+    }
+
     /// Sets the number that the streams of one source have in common.
     pub(in crate::transport) fn set_source(&self, source: u64) {
-        self.source.store(source, Ordering::Relaxed);
-        if let Some(session) = &self.session
-            && source != 0
-            && !self.is_late()
-            && session.is_held(source)
-        {
-            self.writer.set_held(true);
+        match &self.session {
+            Some(session) => session.set_source(source, &self.activity),
+            None => self.activity.set_source(source, false),
         }
     }
 
     /// Records that the peer has permitted the stream although its source holds the most.
     pub(in crate::transport) fn set_late(&self) {
-        self.is_late.store(true, Ordering::Relaxed);
+        self.activity.is_late.store(true, Ordering::Relaxed);
     }
 
     pub(in crate::transport) fn is_late(&self) -> bool {
-        self.is_late.load(Ordering::Relaxed)
+        self.activity.is_late()
     }
 
-    /// Sets the source of a stream that this end opens. The session has checked it.
-    pub(super) fn set_source_of_opened(&self, source: u64, late_permit: Option<LatePermit>) {
-        self.source.store(source, Ordering::Relaxed);
-        self.is_late.store(late_permit.is_some(), Ordering::Relaxed);
-        *self.late_permit.lock() = late_permit;
-    }
-
-    pub(super) fn end_stalled(&self) {
-        self.must_end.store(true, Ordering::Release);
-        self.watcher.wake();
+    pub(super) fn activity(&self) -> &Arc<StreamActivity> {
+        &self.activity
     }
 
     /// Returns whether the stream must end because its reader is stalled.
     pub(in crate::transport) fn must_end(&self) -> bool {
-        self.must_end.load(Ordering::Acquire)
+        self.activity.must_end.load(Ordering::Acquire)
     }
 
     /// Waits until the stream must end because its reader is stalled. One task at a time can wait.
     pub(in crate::transport) fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
-        self.watcher.register(cx.waker());
+        self.activity.watcher.register(cx.waker());
         if self.must_end() {
             Poll::Ready(())
         } else {
@@ -197,11 +206,39 @@ impl ReadMonitor {
 
 impl Drop for ReadMonitor {
     fn drop(&mut self) {
-        self.finish();
+        self.exclude();
     }
 }
 
-impl Wake for ReadMonitor {
+impl StreamActivity {
+    /// Sets the source, and whether the stream's writer must wait.
+    pub(super) fn set_source(&self, source: u64, is_held: bool) {
+        self.source.store(source, Ordering::Relaxed);
+        self.writer.set_held(is_held);
+    }
+
+    /// Sets the source of a stream that this end opens. The session has checked it.
+    pub(super) fn set_opened(&self, source: u64, late_permit: Option<LatePermit>) {
+        self.source.store(source, Ordering::Relaxed);
+        self.is_late.store(late_permit.is_some(), Ordering::Relaxed);
+        *self.late_permit.lock() = late_permit;
+    }
+
+    pub(super) fn is_late(&self) -> bool {
+        self.is_late.load(Ordering::Relaxed)
+    }
+
+    fn release_permit(&self) {
+        self.late_permit.lock().take();
+    }
+
+    pub(super) fn end_stalled(&self) {
+        self.must_end.store(true, Ordering::Release);
+        self.watcher.wake();
+    }
+}
+
+impl Wake for StreamActivity {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -215,7 +252,7 @@ impl Wake for ReadMonitor {
 /// A stream of a session, as the samples see it.
 #[derive(Debug)]
 pub(super) struct StreamUsage {
-    read_monitor: Weak<ReadMonitor>,
+    activity: Arc<StreamActivity>,
     reads: u32,
     pub(super) idle_samples: u32,
     active_samples: u32,
@@ -230,9 +267,9 @@ pub(super) struct StreamUsage {
 }
 
 impl StreamUsage {
-    pub(super) fn new(read_monitor: &Arc<ReadMonitor>) -> Self {
+    pub(super) fn new(activity: &Arc<StreamActivity>) -> Self {
         Self {
-            read_monitor: Arc::downgrade(read_monitor),
+            activity: activity.clone(),
             reads: 0,
             idle_samples: 0,
             active_samples: SAMPLES_TO_RECOVER,
@@ -244,69 +281,65 @@ impl StreamUsage {
         }
     }
 
-    /// Returns whether the stream can still receive. If not, it is no longer sampled, so its writer
-    /// must not wait.
+    /// Returns whether the stream is still read or written. If not, it is no longer sampled, so its
+    /// writer must not wait.
     pub(super) fn is_open_or_release(&self) -> bool {
-        let is_open = self
-            .read_monitor()
-            .is_some_and(|monitor| !monitor.is_finished.load(Ordering::Relaxed));
+        let is_open = !self.activity.is_ended.load(Ordering::Relaxed) && !self.must_end();
         if !is_open {
             self.set_held(false);
         }
         is_open
     }
 
-    /// Sets whether the stream's writer must wait.
-    pub(super) fn set_held(&self, is_held: bool) {
-        if let Some(monitor) = self.read_monitor.upgrade() {
-            monitor.writer.set_held(is_held);
-        }
+    fn must_end(&self) -> bool {
+        self.activity.must_end.load(Ordering::Acquire)
     }
 
-    /// Returns the monitor while the stream has not been chosen to end.
-    pub(super) fn read_monitor(&self) -> Option<Arc<ReadMonitor>> {
-        let read_monitor = self.read_monitor.upgrade()?;
-        (!read_monitor.must_end()).then_some(read_monitor)
+    /// Sets whether the stream's writer must wait.
+    pub(super) fn set_held(&self, is_held: bool) {
+        self.activity.writer.set_held(is_held);
+    }
+
+    /// Returns the activity while the stream has not been chosen to end.
+    pub(super) fn activity(&self) -> Option<&Arc<StreamActivity>> {
+        (!self.must_end()).then_some(&self.activity)
     }
 
     pub(super) fn source(&self) -> u64 {
-        let known = self
-            .read_monitor()
-            .map(|monitor| monitor.source.load(Ordering::Relaxed));
-        match known {
-            Some(source) if source != 0 => source,
+        match self.activity.source.load(Ordering::Relaxed) {
             // Each such stream is a source of its own.
-            Some(_) | None => self.read_monitor.as_ptr() as u64,
+            0 => Arc::as_ptr(&self.activity) as u64,
+            source => source,
         }
     }
 
     /// Returns whether the stream is late, and has sent little or its reader reads.
     pub(super) fn is_light_and_late(&self) -> bool {
-        let monitor = self.read_monitor.upgrade();
-        monitor.is_some_and(|monitor| monitor.is_late()) && self.writer.is_light(LATE_BYTES)
+        self.activity.is_late() && self.writer.is_light(LATE_BYTES)
     }
 
     /// Releases the permit of a late stream after its time.
     pub(super) fn release_late(&mut self) {
         self.age = self.age.saturating_add(1);
-        if self.age == LATE_SAMPLES
-            && let Some(monitor) = self.read_monitor.upgrade()
-        {
-            monitor.late_permit.lock().take();
+        if self.age == LATE_SAMPLES {
+            self.activity.release_permit();
         }
     }
 
     /// Samples the reader. Returns the bytes that the stream holds if it is stalled.
     pub(super) fn sample(&mut self, stream_window: u64) -> Option<u64> {
-        self.unread = 0;
-        self.is_unread = true;
-        let read_monitor = self.read_monitor()?;
-        self.writer.sample(&read_monitor.writer);
-        let reads = read_monitor.reads.load(Ordering::Relaxed);
-        let unread = read_monitor.unread.load(Ordering::Relaxed);
-        self.is_waiting = read_monitor.is_waiting.load(Ordering::Acquire);
+        let activity = self.activity.clone();
+        (self.unread, self.is_waiting, self.is_unread) = (0, false, false);
+        self.writer.sample(&activity.writer);
+        if activity.is_finished.load(Ordering::Relaxed) || self.must_end() {
+            return None;
+        }
+        let reads = activity.reads.load(Ordering::Relaxed);
+        let unread = activity.unread.load(Ordering::Relaxed);
+        self.is_waiting = activity.is_waiting.load(Ordering::Acquire);
         if reads == 0 {
             // The target is being dialed. What has arrived waits for it.
+            self.is_unread = true;
             self.unread = if unread == UNREAD_UNKNOWN { 0 } else { unread };
             return (self.unread > 0).then_some(self.unread);
         }

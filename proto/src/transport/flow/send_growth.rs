@@ -48,20 +48,22 @@ impl SessionFlow {
     }
 
     /// Makes the window smaller while less than a quarter of it is written in a second, and at once
-    /// when no stream is open.
+    /// when no stream is left.
     pub(super) fn sample_send_window(&self, state: &mut FlowState) {
         state.send.samples += 1;
-        if state.send.samples < EPOCH_SAMPLES && state.open > 0 {
+        if state.send.samples < EPOCH_SAMPLES && !state.streams.is_empty() {
             return;
         }
         let writes = self.writes.load(Ordering::Relaxed);
         let written = writes.saturating_sub(state.send.epoch_writes);
         (state.send.samples, state.send.epoch_writes) = (0, writes);
         let window = state.send.bytes;
-        let smaller = match state.open {
-            0 => SEND_BASE_WINDOW,
-            _ if written < window / 4 => (window - window / 8).max(SEND_BASE_WINDOW),
-            _ => window,
+        let smaller = if state.streams.is_empty() {
+            SEND_BASE_WINDOW
+        } else if written < window / 4 {
+            (window - window / 8).max(SEND_BASE_WINDOW)
+        } else {
+            window
         };
         if smaller < window {
             self.set_send_window(state, smaller);

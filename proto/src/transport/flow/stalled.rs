@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use super::monitor::StreamUsage;
+use super::monitor::{StreamActivity, StreamUsage};
 use super::sources::SourceTotals;
-use super::{BufferPool, FlowState, ReadMonitor, SessionFlow};
+use super::{BufferPool, FlowState, SessionFlow};
 
 /// Samples without a read after which a stream may end: 10 s.
 const SAMPLES_TO_END: u32 = 200;
@@ -50,8 +50,8 @@ fn end_heaviest(sessions: &[Arc<SessionFlow>]) {
         .iter()
         .filter_map(|session| session.lock().heaviest(&totals))
         .max_by_key(|(held, _)| *held);
-    if let Some((_, read_monitor)) = heaviest {
-        read_monitor.end_stalled();
+    if let Some((_, activity)) = heaviest {
+        activity.end_stalled();
     }
 }
 
@@ -78,20 +78,18 @@ impl FlowState {
         for usage in self.stalled_for_long() {
             totals.add(usage.source(), usage.unread);
         }
-        if let Some((_, read_monitor)) = self.heaviest(&totals) {
-            read_monitor.end_stalled();
+        if let Some((_, activity)) = self.heaviest(&totals) {
+            activity.end_stalled();
         }
     }
 
     /// Returns the stream that has been stalled for the longest time, of the source that holds the
     /// most, with what it holds and the samples since the last read.
-    fn heaviest(&self, totals: &SourceTotals) -> Option<((u64, u32), Arc<ReadMonitor>)> {
+    fn heaviest(&self, totals: &SourceTotals) -> Option<((u64, u32), Arc<StreamActivity>)> {
         self.stalled_for_long()
             .filter_map(|usage| {
                 let held = (totals.of(usage.source()), usage.idle_samples);
-                usage
-                    .read_monitor()
-                    .map(|read_monitor| (held, read_monitor))
+                Some((held, usage.activity()?.clone()))
             })
             .max_by_key(|(held, _)| *held)
     }

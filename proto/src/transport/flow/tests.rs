@@ -72,12 +72,40 @@ async fn session_whose_peer_opens_streams_reserves_what_the_peer_may_send() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn idle_session_reserves_nothing_for_larger_windows_of_before() {
+    let pool = BufferPool::new(1 << 30);
+    // As at a server whose agents may open streams to targets of the cloud.
+    let (flow, transport) = session_of(&pool, settings(false));
+    flow.set_peer_opens();
+    let stream = flow.open(1).unwrap();
+    for _ in 0..100 {
+        stream.count_read(1 << 20);
+        stream.end_read();
+        sample(&pool, 1);
+    }
+    assert!(transport.connection_window() > 4 << 20);
+    let while_open = pool.reserved();
+    drop(stream);
+    sample(&pool, 1);
+    assert_eq!(pool.reserved(), 0);
+    // The peer can use it with its next stream.
+    let stream = flow.accept();
+    assert!(flow.has_room() && pool.reserved() >= while_open / 2);
+    drop(stream);
+    let rest = pool.free();
+    assert!(pool.try_reserve(rest));
+    let _refused = flow.accept();
+    assert!(!flow.has_room());
+    pool.release(rest);
+}
+
+#[tokio::test(start_paused = true)]
 async fn messages_of_the_control_stream_grow_no_window() {
     let pool = BufferPool::new(1 << 30);
     let (flow, transport) = session_of(&pool, settings(true));
     let idle = pool.reserved();
     let control_stream = flow.accept();
-    control_stream.finish();
+    control_stream.exclude();
     for _ in 0..1000 {
         control_stream.count_read(64 << 10);
         sample(&pool, 1);
@@ -519,10 +547,17 @@ async fn send_window_follows_what_is_written_and_is_reserved() {
     stream.end_write(Some(1 << 20));
     assert_eq!(transport.send_window(), SEND_BASE_WINDOW, "no memory");
     pool.release(rest);
+    // A stream that is only written, too.
+    stream.finish();
+    sample(&pool, 1);
     stream.end_write(Some(1 << 20));
     assert!(transport.send_window() > SEND_BASE_WINDOW);
     drop(stream);
     sample(&pool, 1);
+    assert_eq!(
+        (transport.send_window(), pool.reserved()),
+        (SEND_BASE_WINDOW, 0)
+    );
     drop(flow);
     assert_eq!(pool.reserved(), 0);
 }

@@ -255,7 +255,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         };
         let (stream, pump) = self.stream(send, request.into_body());
         if is_session {
-            stream.read_monitor().finish();
+            stream.read_monitor().exclude();
             self.close_stream = Some(stream);
             self.close_pump = Some(pump);
             self.shared.established.cancel();
