@@ -155,7 +155,8 @@ struct Site {
     /// Carries the connection over which the callers' server forwards streams to the other one.
     link: Option<Link>,
     /// Bytes that the agent's idle session reserves, because its server opens streams.
-    idle_agent: OnceCell<u64>,
+    /// Memory of the agent and of each server before the first stream.
+    idle: OnceCell<Vec<u64>>,
     target: TcpListener,
     target_tls: TargetTls,
     cloud: SocketAddr,
@@ -216,7 +217,7 @@ impl Site {
             agent: Agent::start(config).await?,
             servers,
             link,
-            idle_agent: OnceCell::new(),
+            idle: OnceCell::new(),
             target_tls: TargetTls::self_signed(&[&node])?,
             target,
             cloud,
@@ -319,9 +320,9 @@ impl Site {
     /// Runs a cell, and returns the address of its caller.
     async fn run(&self, cell: Cell) -> Result<SocketAddr> {
         self.is_ready().await;
-        let buffers = self.asked().metric(BUFFERS).await?;
-        let agent = self.agent_buffers().await?;
-        self.idle_agent.get_or_init(async || agent).await;
+        let idle = self.buffers().await?;
+        // The next session begins with as much as the first.
+        let idle = self.idle.get_or_init(async || idle).await;
         let targets_before = self.lines_of_targets().len();
         let opened = eventually("a stream", WAIT_TIMEOUT, async || self.open().await);
         let (mut caller, mut target) = opened.await;
@@ -358,7 +359,7 @@ impl Site {
             (Some(cutter), Stalled::Caller | Stalled::Target) => cutter.cut()?,
         }
         // The other end is open, and reads nothing, while the streams end.
-        self.has_nothing_left(within, cell.cut, buffers).await;
+        self.has_nothing_left(within, cell, idle).await;
         for other in others {
             other.read_to_reset().await?;
         }
@@ -371,13 +372,15 @@ impl Site {
         Ok(peer)
     }
 
-    /// Waits until no end has a stream, and the callers' server has all of its permits and memory.
-    async fn has_nothing_left(&self, within: Duration, cut: Cut, buffers: u64) {
+    /// Waits until no process has a stream or its memory, and the callers' server has all of its
+    /// permits.
+    async fn has_nothing_left(&self, within: Duration, cell: Cell, idle: &[u64]) {
         let prefix = match self.kind {
             Kind::Http | Kind::Https | Kind::Connect | Kind::Service => "",
             Kind::Cloud => "cloud_",
         };
-        eventually("nothing is left of the stream", within, async || {
+        let what = format!("nothing is left of the stream ({cell:?})");
+        eventually(&what, within, async || {
             let meta = self.agent.meta().context("a meta port")?;
             let of_agent = metric(meta, &format!("tunnel_agent_{prefix}streams_open")).await?;
             ensure!(of_agent == 0, "{of_agent} streams of the agent");
@@ -390,15 +393,20 @@ impl Site {
                     ensure!(streams == 0, "{streams} in a session of server {number}");
                 }
             }
+            let mut buffers = self.buffers().await?;
+            // What was cut has no first window before it is there again.
+            let renewed = match cell.cut {
+                Cut::Session => 0..1,
+                Cut::Link => 1..buffers.len(),
+                Cut::Caller | Cut::Target => 0..0,
+            };
+            for index in renewed {
+                if buffers[index] == 0 {
+                    buffers[index] = idle[index];
+                }
+            }
+            ensure!(buffers == idle, "{buffers:?} bytes, {idle:?} before");
             if self.kind != Kind::Cloud {
-                let reserved = self.asked().metric(BUFFERS).await?;
-                ensure!(reserved == buffers, "{reserved} bytes, {buffers} before");
-                let agent = self.agent_buffers().await?;
-                let idle = self.idle_agent.get().copied().unwrap_or_default();
-                // The server keeps the credit of a session, so that its agent keeps the memory. All
-                // of it ends with the session, and the next one begins with as much as the first.
-                let is_idle = cut != Cut::Session || [0, idle].contains(&agent);
-                ensure!(is_idle, "{agent} bytes of the agent, {idle} at first");
                 // The only permit of a caller is free again.
                 let refused = format!("{}:{REFUSED_PORT}", self.node);
                 let http: Endpoint = self.asked().http();
@@ -410,9 +418,14 @@ impl Site {
         .await;
     }
 
-    async fn agent_buffers(&self) -> Result<u64> {
+    /// Returns the memory that the agent and each server have reserved for unread data.
+    async fn buffers(&self) -> Result<Vec<u64>> {
         let meta = self.agent.meta().context("a meta port")?;
-        metric(meta, "tunnel_agent_buffer_bytes").await
+        let mut buffers = vec![metric(meta, "tunnel_agent_buffer_bytes").await?];
+        for server in &self.servers {
+            buffers.push(server.metric("tunnel_server_buffer_bytes").await?);
+        }
+        Ok(buffers)
     }
 
     /// Returns the lines of the end that has the caller at `peer`.
@@ -488,9 +501,6 @@ impl Site {
         Ok(())
     }
 }
-
-/// The series of the memory that is reserved for unread bytes.
-const BUFFERS: &str = "tunnel_server_buffer_bytes";
 
 /// What the servers of a site have in common.
 struct ServerSetup {
