@@ -25,8 +25,9 @@
 //! Each stream has a *source*, who caused it (a caller). The sources with the most unread data are
 //! the first that get no new streams: in a session whose window they hold, where they leave a
 //! reserve to the others (`flow/shortage.rs`), and in all sessions when less than a quarter of the
-//! pool is free. A few small streams of theirs pass nevertheless (`flow/late.rs`). Streams are cut in one case only: when readers that have read nothing for 10 s hold
-//! a window or the pool, and another stream waits, one of them ends (`flow/stalled.rs`).
+//! pool is free. A few streams of theirs pass nevertheless (`flow/late.rs`). Streams are cut in one
+//! case only: when readers that have read nothing for 10 s hold a window or the pool, and another
+//! stream waits, one of them ends (`flow/stalled.rs`).
 //!
 //! What this end has sent and the peer has not acknowledged is reserved, too
 //! (`flow/send_window.rs`).
@@ -66,7 +67,7 @@ mod write_monitor;
 use active_window::{ACTIVE_WINDOW_MIN, ActiveWindow};
 use credit::Credit;
 pub use monitor::ReadMonitor;
-use monitor::{StreamActivity, StreamOwner, StreamUsage};
+use monitor::{StreamOwner, StreamUsage};
 pub use permit::PoolPermit;
 pub use pool_gauges::PoolGauges;
 pub(super) use send_window::SEND_BASE_WINDOW;
@@ -519,7 +520,11 @@ impl SessionFlow {
         if streams == 0 {
             return BASE_WINDOW;
         }
-        let mut active = state.active.bytes();
+        let mut active = match state.open {
+            // What is left of a larger window carries the next stream, until its window grows.
+            0 => ACTIVE_WINDOW_MIN,
+            _ => state.active.bytes(),
+        };
         if active <= ACTIVE_WINDOW_MIN {
             active = active.min(self.bytes(self.pool.free() / UNREAD_SHARE));
         }
@@ -669,14 +674,6 @@ impl StreamOwner for SessionFlow {
 
     fn count_written(&self, bytes: u64) {
         self.count_sent(bytes);
-    }
-
-    fn set_source(&self, source: u64, activity: &StreamActivity) {
-        // The shortage can end after this only.
-        let state = &mut *self.lock();
-        let is_held = source != 0 && !activity.is_late() && state.shortage.is_held(source);
-        state.shortage.has_held_streams |= is_held;
-        activity.set_source(source, is_held);
     }
 
     fn finish_stream(&self) {

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
 
-use super::late::{LATE_BYTES, LATE_SAMPLES, LatePermit};
+use super::late::{LATE_SAMPLES, LatePermit};
 use super::write_monitor::{WriteMonitor, WriterUsage};
 
 /// A reader that reads nothing for this many samples (100 ms) is stalled.
@@ -22,8 +22,6 @@ pub(super) trait StreamOwner: Send + Sync + std::fmt::Debug {
     fn count_read(&self, bytes: u64);
     /// Counts bytes that a stream's writer has written.
     fn count_written(&self, bytes: u64);
-    /// Sets the source of a stream that the peer has opened.
-    fn set_source(&self, source: u64, activity: &StreamActivity);
     /// Records that a stream can hold no more bytes.
     fn finish_stream(&self);
 }
@@ -92,7 +90,6 @@ impl ReadMonitor {
             must_end: AtomicBool::new(false),
             watcher: AtomicWaker::new(),
             writer: WriteMonitor::default(),
-            is_late: AtomicBool::new(false),
             late_permit: Mutex::default(),
         };
         Self {
@@ -169,19 +166,7 @@ impl ReadMonitor {
 
     /// Sets the number that the streams of one source have in common.
     pub(in crate::transport) fn set_source(&self, source: u64) {
-        match &self.session {
-            Some(session) => session.set_source(source, &self.activity),
-            None => self.activity.set_source(source, false),
-        }
-    }
-
-    /// Records that the peer has permitted the stream although its source holds the most.
-    pub(in crate::transport) fn set_late(&self) {
-        self.activity.is_late.store(true, Ordering::Relaxed);
-    }
-
-    pub(in crate::transport) fn is_late(&self) -> bool {
-        self.activity.is_late()
+        self.activity.source.store(source, Ordering::Relaxed);
     }
 
     pub(super) fn activity(&self) -> &Arc<StreamActivity> {
@@ -211,21 +196,10 @@ impl Drop for ReadMonitor {
 }
 
 impl StreamActivity {
-    /// Sets the source, and whether the stream's writer must wait.
-    pub(super) fn set_source(&self, source: u64, is_held: bool) {
-        self.source.store(source, Ordering::Relaxed);
-        self.writer.set_held(is_held);
-    }
-
     /// Sets the source of a stream that this end opens. The session has checked it.
     pub(super) fn set_opened(&self, source: u64, late_permit: Option<LatePermit>) {
         self.source.store(source, Ordering::Relaxed);
-        self.is_late.store(late_permit.is_some(), Ordering::Relaxed);
         *self.late_permit.lock() = late_permit;
-    }
-
-    pub(super) fn is_late(&self) -> bool {
-        self.is_late.load(Ordering::Relaxed)
     }
 
     fn release_permit(&self) {
@@ -311,11 +285,6 @@ impl StreamUsage {
             0 => Arc::as_ptr(&self.activity) as u64,
             source => source,
         }
-    }
-
-    /// Returns whether the stream is late, and has sent little or its reader reads.
-    pub(super) fn is_light_and_late(&self) -> bool {
-        self.activity.is_late() && self.writer.is_light(LATE_BYTES)
     }
 
     /// Releases the permit of a late stream after its time.

@@ -77,20 +77,26 @@ async fn idle_session_reserves_nothing_for_larger_windows_of_before() {
     // As at a server whose agents may open streams to targets of the cloud.
     let (flow, transport) = session_of(&pool, settings(false));
     flow.set_peer_opens();
-    let stream = flow.open(1).unwrap();
+    let streams: Vec<_> = (0..8).map(|_| flow.open(1).unwrap()).collect();
     for _ in 0..100 {
-        stream.count_read(1 << 20);
-        stream.end_read();
+        for stream in &streams {
+            stream.count_read(1 << 20);
+            stream.end_read();
+        }
         sample(&pool, 1);
     }
-    assert!(transport.connection_window() > 4 << 20);
+    assert!(transport.connection_window() > 1 << 20);
     let while_open = pool.reserved();
-    drop(stream);
+    drop(streams);
     sample(&pool, 1);
     assert_eq!(pool.reserved(), 0);
     // The peer can use it with its next stream.
     let stream = flow.accept();
-    assert!(flow.has_room() && pool.reserved() >= while_open / 2);
+    assert!(
+        flow.has_room() && pool.reserved() > while_open / 2,
+        "{} of {while_open}",
+        pool.reserved()
+    );
     drop(stream);
     let rest = pool.free();
     assert!(pool.try_reserve(rest));
@@ -458,23 +464,18 @@ async fn writers_of_the_source_that_holds_the_most_wait_while_the_peer_is_short(
     assert!(may_write(&blocked), "the peer is not short");
     flow.set_peer_short();
     assert!(!may_write(&blocked));
-    assert!(!may_write(&idle) && may_write(&other));
-    // A late stream of the source waits when it has sent a little.
-    let accept = |is_late| {
-        let accepted = flow.accept();
-        if is_late {
-            accepted.set_late();
-        }
-        accepted.set_source(1);
-        accepted
-    };
-    assert!(!may_write(&accept(false)));
-    let accepted = accept(true);
-    assert!(may_write(&accepted));
+    // A stream of the source waits when it has sent a little.
+    let accepted = flow.accept();
+    accepted.set_source(1);
+    assert!(may_write(&idle) && may_write(&accepted) && may_write(&other));
     accepted.end_write(Some(64 << 10));
     accepted.end_write(None);
+    // Also one that is not read any more.
+    idle.finish();
+    idle.end_write(Some(64 << 10));
+    idle.end_write(None);
     sample(&pool, 2);
-    assert!(!may_write(&accepted));
+    assert!(!may_write(&accepted) && !may_write(&idle));
     let late: Vec<_> = (0..9).map_while(|_| flow.open(1)).collect();
     assert_eq!(late.len(), 4);
     assert!(flow.open(2).is_some());

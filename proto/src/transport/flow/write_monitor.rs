@@ -8,6 +8,8 @@ use futures_util::task::AtomicWaker;
 
 /// A writer that the transport takes nothing from for this many samples (50 ms) is blocked.
 const SAMPLES_TO_BLOCK: u32 = 1;
+/// A blocked writer that has written less holds little, and does not wait with its source.
+pub(super) const LIGHT_BYTES: u64 = 64 << 10;
 
 /// The activity of a stream's writer.
 #[derive(Debug, Default)]
@@ -85,9 +87,9 @@ impl WriterUsage {
         self.written = written;
     }
 
-    /// Returns whether the writer is not blocked, or has written less than `bytes`.
-    pub(super) fn is_light(&self, bytes: u64) -> bool {
-        self.blocked_samples == 0 || self.written < bytes
+    /// Returns whether the writer is not blocked, or has written little.
+    pub(super) fn is_light(&self) -> bool {
+        self.blocked_samples == 0 || self.written < LIGHT_BYTES
     }
 
     /// Returns the bytes that the peer has not read at most, if the writer is blocked.
