@@ -60,6 +60,11 @@ const SILENCE: Duration = Duration::from_secs(4);
 /// different tasks handle them.
 const PERMIT_WAIT: Duration = Duration::from_millis(50);
 
+/// End of the range of the random first session id. Agents name sessions that they have lost, also
+/// to the next process of a server, whose live sessions must not have these ids. Below 2^32, ids stay
+/// readable in logs.
+const FIRST_ID_END: u64 = 1 << 32;
+
 /// Reason why a session was not registered.
 #[derive(Debug)]
 pub enum RegisterError {
@@ -211,7 +216,7 @@ impl Registry {
     pub fn new(limits: RegistryLimits) -> Self {
         Self {
             nodes: Mutex::default(),
-            next_id: AtomicU64::new(1),
+            next_id: AtomicU64::new(rand::random_range(1..FIRST_ID_END)),
             changes: watch::Sender::new(0),
             limits,
             idle: Arc::default(),

@@ -75,6 +75,21 @@ async fn open(registry: &Registry) -> Result<Opened, OpenError> {
         .await
 }
 
+/// An agent names the sessions that it lost, and the server may be another process by then.
+#[test]
+fn ids_of_sessions_differ_from_those_of_other_processes() {
+    let limits = RegistryLimits {
+        streams_per_agent: 1,
+        buffer_pool: 1,
+    };
+    let ids = || {
+        let registry = Registry::new(limits);
+        Vec::from_iter((0..100).map(|_| registry.next_id()))
+    };
+    let (of_first, of_second) = (ids(), ids());
+    assert!(of_first.is_sorted() && !of_first.iter().any(|id| of_second.contains(id)));
+}
+
 #[tokio::test]
 async fn late_goodbye_of_old_session_keeps_new_one() {
     let registry = registry();
