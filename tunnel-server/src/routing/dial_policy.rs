@@ -262,8 +262,10 @@ impl DialPolicy {
                 if !listed.clone().any(|_| true) {
                     return Err(DialRefusal::NotListed(address));
                 }
-                // A network that contains an address of this host does not mean its server.
-                let is_own = claims.own_ports.contains(&port) && (claims.is_own)(ip);
+                // A network that contains an address of this host, or of the Service that leads to
+                // it, does not mean its server. The ports of the Service are others than the server's.
+                let is_own = cluster.own.contains(&ip)
+                    || claims.own_ports.contains(&port) && (claims.is_own)(ip);
                 if is_own && !listed.any(|target| target.names(ip)) {
                     return Err(DialRefusal::Own(address));
                 }

@@ -135,9 +135,26 @@ fn networks_never_contain_this_server_and_its_ports_are_never_dialed() {
         ("10.0.0.9:10264", "own"),
     ];
     check_all(&dial_policy, &claims, &rows);
-    let listed = ["10.0.0.0/8".parse().unwrap()];
-    let listed = DialPolicy::Listed(listed.to_vec(), ranges);
-    assert_eq!(check_with(&listed, "10.244.1.5:8443", &claims), "dialed");
+    let listed = |texts: &[&str]| {
+        let targets = texts.iter().map(|text| text.parse().unwrap()).collect();
+        DialPolicy::Listed(targets, ranges.clone())
+    };
+    let rows = [
+        ("10.244.1.5:8443", "dialed"),
+        ("10.244.1.5:10264", "own"),
+        // The Service of the server leads to its ports under any number.
+        ("10.96.0.7:443", "own"),
+        ("[::ffff:10.96.0.7]:10264", "own"),
+        ("10.96.0.8:443", "dialed"),
+    ];
+    check_all(&listed(&["10.0.0.0/8"]), &claims, &rows);
+    check_all(
+        &listed(&["10.96.0.7"]),
+        &claims,
+        &[("10.96.0.7:443", "own")],
+    );
+    let rows = [("10.96.0.7:443", "dialed"), ("10.96.0.7:444", "own")];
+    check_all(&listed(&["10.0.0.0/8", "10.96.0.7:443"]), &claims, &rows);
 }
 
 /// A network of `--connect-direct` may contain an address of this host.
