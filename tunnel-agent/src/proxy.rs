@@ -47,7 +47,10 @@ impl fmt::Display for HttpProxy {
 #[async_trait]
 impl Connect for HttpProxy {
     async fn connect(&self, remote: &ServerAddr) -> io::Result<TcpStream> {
-        let (proxy, target) = (self, remote.name.as_str());
+        let proxy = self;
+        // The address that was checked, if this host resolved the name.
+        let resolved = remote.address.map(|address| address.to_string());
+        let target = resolved.as_ref().unwrap_or(&remote.name);
         debug!(%proxy, target, "connecting through the proxy");
         self.tunnel(target).await.map_err(|problem| {
             let kind = problem.kind();

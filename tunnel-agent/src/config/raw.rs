@@ -43,7 +43,8 @@ tunnel_proto::layered! {
         /// http://user:password@proxy.example.com:3128, or off [default: as in HTTPS_PROXY]
         ///
         /// The agent sends CONNECT for each --server, and the proxy resolves the name; TLS stays
-        /// between agent and server. Only http:// proxies are supported; http:// can be left out,
+        /// between agent and server. Names that servers advertise and --server lacks are resolved
+        /// by this host, and the proxy gets the address. Only http:// proxies are supported; http:// can be left out,
         /// and the default port is 80 (curl's is 1080). In user and password write @ : / % as %40
         /// %3A %2F %25. A command line can be read by every user of the host: prefer the variable
         /// or the file for a URL with a password.

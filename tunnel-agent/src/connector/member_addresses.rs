@@ -55,6 +55,12 @@ impl ServerPolicy {
         &self.configured
     }
 
+    /// Returns whether the operator configured the server. A proxy resolves the names of such servers
+    /// alone: what it makes of the name that another server reports cannot be checked here.
+    pub(crate) fn is_configured(&self, server: &ServerAddress) -> bool {
+        self.configured.contains(server)
+    }
+
     /// Checks an address of a server: one that its name resolved to, or its own.
     ///
     /// # Errors
@@ -65,7 +71,7 @@ impl ServerPolicy {
         address: IpAddr,
     ) -> Result<(), AddressError> {
         let ip = effective_ip(address);
-        if self.configured.contains(server) {
+        if self.is_configured(server) {
             if ip.is_loopback() {
                 self.has_loopback.store(true, Ordering::Relaxed);
             }
@@ -124,7 +130,7 @@ impl ServerPolicy {
 
     fn check_reported(&self, address: &str) -> Result<(), AddressError> {
         let server: ServerAddress = address.parse().map_err(AddressError::Syntax)?;
-        if self.configured.contains(&server) {
+        if self.is_configured(&server) {
             return Ok(());
         }
         // An IPv6 address may have a zone.
@@ -225,6 +231,20 @@ mod tests {
         assert!(is_dialable("other.example.com:80", "127.0.0.1:80"));
         assert!(policy.check_reported("[::1]:10263").is_ok());
         assert!(!is_dialable("other.example.com:80", "169.254.169.254:80"));
+    }
+
+    #[test]
+    fn only_names_that_the_operator_wrote_are_left_to_a_proxy() {
+        let policy = policy(&["cloud.example.com:10262"]);
+        for (server, expected) in [
+            ("cloud.example.com:10262", true),
+            ("cloud.example.com:443", false),
+            ("server-a.example.com:10262", false),
+            ("192.0.2.1:10262", false),
+        ] {
+            let is_configured = policy.is_configured(&server.parse().unwrap());
+            assert_eq!(is_configured, expected, "{server}");
+        }
     }
 
     #[test]

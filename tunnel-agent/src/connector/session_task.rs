@@ -269,7 +269,7 @@ impl SessionTask {
         self.endpoints
             .next(
                 within,
-                |server| tcp && proxy.is_proxied(server),
+                |server| tcp && proxy.is_proxied(server) && server_policy.is_configured(server),
                 |server, address| server_policy.is_dialable(server, address),
             )
             .await

@@ -66,6 +66,27 @@ async fn servers_first_bytes_right_behind_the_head_are_not_lost() {
     }
 }
 
+/// The proxy might resolve the name to an address that this host may not dial.
+#[tokio::test]
+async fn proxy_dials_the_address_that_this_host_has_resolved() {
+    let fake_proxy = FakeProxy::start().await;
+    let proxy = proxy(&fake_proxy, "");
+    for (address, target) in [
+        ("192.0.2.7:10262", "192.0.2.7:10262"),
+        ("[2001:db8::7]:10262", "[2001:db8::7]:10262"),
+    ] {
+        let server = ServerAddr {
+            name: CLOUD.to_owned(),
+            address: Some(address.parse().unwrap()),
+        };
+        let both = async { tokio::join!(proxy.connect(&server), fake_proxy.answer(OK)) };
+        let (connected, (request, _socket)) = timeout(LONG, both).await.unwrap();
+        connected.unwrap();
+        let expected = format!("CONNECT {target} HTTP/1.1\r\n");
+        assert!(request.starts_with(&expected), "{request}");
+    }
+}
+
 #[tokio::test]
 async fn head_may_arrive_in_pieces() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
