@@ -14,7 +14,7 @@ use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tunnel_proto::process::conn_limiter::{ConnPermit, InUseGuard};
 use tunnel_proto::relay::{CUT_CHECK_INTERVAL, PollCut};
 use tunnel_proto::transport::{CUT_LIMIT, CUT_STALL_LIMIT, StreamWatch};
@@ -413,24 +413,39 @@ impl ConnTimeouts {
         }
     }
 
-    /// Waits until the target has cut its connection behind bytes that the caller does not take:
-    /// hyper does not ask for more of the response while the caller takes nothing. Cancel-safe.
+    /// Waits until the target has cut its connection behind bytes that the caller does not take, or
+    /// not in time: hyper does not ask for more of the response while the caller takes nothing.
+    /// Checks only while writes are blocked, and not at once, so that fast responses cost nothing.
+    /// Cancel-safe, but the time since the cut starts again.
     async fn cut_behind_stalled_caller(&self) {
+        // The number of the request whose target was cut, and when that was observed.
+        let mut cut = None;
         loop {
             let since = self.blocked_write.lock().as_ref().map(|write| write.since);
             let Some(since) = since else {
                 self.write_stopped.notified().await;
+                if cut.is_none() {
+                    sleep(CUT_CHECK_INTERVAL).await;
+                }
                 continue;
             };
             let now = Instant::now();
-            if now < since + CUT_STALL_LIMIT {
-                sleep_until(since + CUT_STALL_LIMIT).await;
+            if !self.target.lock().as_ref().is_some_and(StreamWatch::is_cut) {
+                cut = None;
+                sleep_until(now + CUT_CHECK_INTERVAL).await;
                 continue;
             }
-            if self.target.lock().as_ref().is_some_and(StreamWatch::is_cut) {
+            let request = self.state.lock().requests;
+            let observed_at = match cut {
+                Some((of, at)) if of == request => at,
+                Some(_) | None => now,
+            };
+            cut = Some((request, observed_at));
+            let deadline = (since + CUT_STALL_LIMIT).min(observed_at + CUT_LIMIT);
+            if deadline <= now {
                 return;
             }
-            sleep_until(now + CUT_CHECK_INTERVAL).await;
+            sleep_until(deadline).await;
         }
     }
 

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::time::sleep;
-use tunnel_proto::wire::code::CloseCode;
+use tokio::time::{sleep, timeout};
+use tunnel_proto::wire::code::{CloseCode, ResetCode};
 
 use super::fixture::{Fixture, get, head};
 use crate::testing::{eventually, within};
@@ -34,4 +34,27 @@ async fn complete_response_is_not_cut_with_the_idle_connection_to_its_target() {
     let mut got = vec![0; BODY_BYTES];
     within(caller.read_exact(&mut got)).await.unwrap();
     assert!(got == body);
+}
+
+/// A reader that takes some bytes gets those before a cut, but not for longer than 5 s.
+#[tokio::test(start_paused = true)]
+async fn caller_that_takes_a_byte_now_and_then_hides_no_cut() {
+    let (fixture, agent) = Fixture::with_agent();
+    let mut caller = fixture.send(&format!("{}\r\n", get("/"))).await;
+    let mut stream = agent.accepts().await;
+    head(&mut stream).await;
+    let answer = "HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n";
+    stream.write_all(answer.as_bytes()).await.unwrap();
+    let piece = vec![7; BODY_BYTES];
+    while let Ok(written) = timeout(Duration::from_secs(2), stream.write_all(&piece)).await {
+        written.unwrap();
+    }
+    stream.reset(ResetCode::PeerCut);
+    let cut = "tunnel_server_streams_total{result=\"cut\"}";
+    assert_eq!(fixture.metric(cut), 0);
+    for _ in 0..8 {
+        sleep(Duration::from_millis(900)).await;
+        within(caller.read_u8()).await.unwrap();
+    }
+    assert_eq!(fixture.metric(cut), 1);
 }
