@@ -59,7 +59,6 @@ pub(super) struct StreamActivity {
     watcher: AtomicWaker,
     writer: WriteMonitor,
     /// Whether the stream was permitted although its source holds the most of what is short.
-    is_late: AtomicBool,
     /// Held while the stream counts as a late one.
     late_permit: Mutex<Option<LatePermit>>,
 }
