@@ -58,7 +58,6 @@ pub(super) struct StreamActivity {
     /// Woken when `must_end` is set.
     watcher: AtomicWaker,
     writer: WriteMonitor,
-    /// Whether the stream was permitted although its source holds the most of what is short.
     /// Held while the stream counts as a late one.
     late_permit: Mutex<Option<LatePermit>>,
 }
