@@ -4,13 +4,14 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
 use crate::relay::{PollCut, RelayEnd, RelaySide, Socket, relay};
-use crate::tcp::{ConnError, abort_behind, abort_on_close, configure};
+use crate::tcp::{ConnError, abort_behind, abort_on_close, configure, finish};
 use crate::transport::{ByteCount, CUT_LIMIT, Stream, StreamCut, find_cause};
 use crate::wire::code::ResetCode;
 
@@ -18,24 +19,40 @@ use crate::wire::code::ResetCode;
 /// down, so that the target does not take a cut of the tunnel or of this process for a clean end.
 #[derive(Debug)]
 pub struct TargetSocket {
-    tcp: TcpStream,
+    /// Shared only with the future `failed`.
+    tcp: Arc<TcpStream>,
+    peer: SocketPeer,
     bytes: ByteCount,
     is_finished: bool,
     is_shut_down: bool,
     conn_error: ConnError,
+    /// Completes when the connection has failed. Set when that is awaited, from the end of the input
+    /// on.
+    failed: Option<Failed>,
+}
+
+/// The other end of a [`TargetSocket`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SocketPeer {
+    /// May be gone behind a complete answer, which a slow reader still gets.
+    Target,
+    /// Wants nothing more once it is gone.
+    Client,
 }
 
 impl TargetSocket {
     /// Wraps a new connection, whose bytes advance `bytes`.
     #[must_use]
-    pub fn new(tcp: TcpStream, bytes: ByteCount) -> Self {
+    pub fn new(tcp: TcpStream, bytes: ByteCount, peer: SocketPeer) -> Self {
         let _best_effort = configure(&tcp);
         Self {
-            tcp,
+            tcp: Arc::new(tcp),
+            peer,
             bytes,
             is_finished: false,
             is_shut_down: false,
             conn_error: ConnError::default(),
+            failed: None,
         }
     }
 
@@ -72,8 +89,59 @@ impl Drop for TargetSocket {
 impl PollCut for TargetSocket {
     fn poll_cut(&mut self, _cx: &mut Context<'_>) -> Poll<io::Error> {
         match self.conn_error.check(&self.tcp) {
-            Some(error) => Poll::Ready(error),
-            None => Poll::Pending,
+            Some(error) if self.peer == SocketPeer::Client || is_cut(&error) => Poll::Ready(error),
+            Some(_) | None => Poll::Pending,
+        }
+    }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let failed = self
+            .failed
+            .get_or_insert_with(|| Failed(Box::pin(failed(self.tcp.clone()))));
+        ready!(failed.0.as_mut().poll(cx));
+        self.failed = Some(Failed(Box::pin(std::future::ready(()))));
+        let error = self.conn_error.check(&self.tcp);
+        Poll::Ready(match (error, self.peer) {
+            (Some(error), _) if is_cut(&error) => error,
+            (_, SocketPeer::Client) => io::ErrorKind::ConnectionReset.into(),
+            (_, SocketPeer::Target) => io::ErrorKind::BrokenPipe.into(),
+        })
+    }
+}
+
+/// Returns whether a connection has ended other than by a close behind a FIN.
+fn is_cut(error: &io::Error) -> bool {
+    error.kind() != io::ErrorKind::BrokenPipe
+}
+
+/// The wait for the failure of a connection.
+struct Failed(Pin<Box<dyn Future<Output = ()> + Send + Sync>>);
+
+impl std::fmt::Debug for Failed {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("Failed")
+    }
+}
+
+/// Waits until a connection has failed, even if all of its input was read. Unread input and a FIN
+/// are no failures.
+async fn failed(tcp: Arc<TcpStream>) {
+    let _error = tcp.ready(Interest::ERROR).await;
+}
+
+impl TargetSocket {
+    /// Writes while the socket is shared.
+    fn poll_write_shared(
+        &self,
+        cx: &mut Context<'_>,
+        mut write: impl FnMut(&TcpStream) -> io::Result<usize>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.tcp.poll_write_ready(cx))?;
+            match write(&self.tcp) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                written => return Poll::Ready(written),
+            }
         }
     }
 }
@@ -85,7 +153,11 @@ impl AsyncRead for TargetSocket {
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = out.filled().len();
-        ready!(Pin::new(&mut self.tcp).poll_read(cx, out))?;
+        match Arc::get_mut(&mut self.tcp) {
+            Some(tcp) => ready!(Pin::new(tcp).poll_read(cx, out))?,
+            // The end of the input was read before the socket was shared.
+            None => return Poll::Ready(self.conn_error.end_of_input()),
+        }
         let count = out.filled().len() - before;
         self.bytes.add_received(count);
         if count == 0 && out.remaining() > 0 {
@@ -101,7 +173,11 @@ impl AsyncWrite for TargetSocket {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.tcp).poll_write(cx, data));
+        let written = match Arc::get_mut(&mut self.tcp) {
+            Some(tcp) => Pin::new(tcp).poll_write(cx, data),
+            None => self.poll_write_shared(cx, |tcp| tcp.try_write(data)),
+        };
+        let written = ready!(written);
         let count = self.record(written)?;
         self.bytes.add_sent(count);
         Poll::Ready(Ok(count))
@@ -112,7 +188,11 @@ impl AsyncWrite for TargetSocket {
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.tcp).poll_write_vectored(cx, data));
+        let written = match Arc::get_mut(&mut self.tcp) {
+            Some(tcp) => Pin::new(tcp).poll_write_vectored(cx, data),
+            None => self.poll_write_shared(cx, |tcp| tcp.try_write_vectored(data)),
+        };
+        let written = ready!(written);
         let count = self.record(written)?;
         self.bytes.add_sent(count);
         Poll::Ready(Ok(count))
@@ -122,12 +202,16 @@ impl AsyncWrite for TargetSocket {
         self.tcp.is_write_vectored()
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.tcp).poll_flush(cx)
+    /// Returns at once, because a socket has no buffer to flush.
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(Pin::new(&mut self.tcp).poll_shutdown(cx))?;
+        match Arc::get_mut(&mut self.tcp) {
+            Some(tcp) => ready!(Pin::new(tcp).poll_shutdown(cx))?,
+            None => finish(&self.tcp)?,
+        }
         self.is_shut_down = true;
         Poll::Ready(Ok(()))
     }
@@ -203,7 +287,9 @@ pub async fn relay_socket(mut stream: Stream, mut socket: TargetSocket) -> Socke
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use std::time::Duration;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
     use tokio::net::TcpListener;
 
     use super::*;
@@ -246,11 +332,94 @@ mod tests {
         assert_eq!(socket.bytes().read(), (6, 8));
     }
 
+    /// A peer that ends its direction and then resets, while the other end is silent.
+    #[tokio::test(start_paused = true)]
+    async fn reset_behind_a_fin_ends_a_relay_whose_other_end_is_silent() {
+        for socket_peer in [SocketPeer::Target, SocketPeer::Client] {
+            let (mut socket, mut peer) = connected_to(socket_peer).await;
+            let (mut near, mut silent) = duplex(64);
+            let (mut left, mut right) = (Socket(&mut near), Socket(&mut socket));
+            let peers = async {
+                peer.write_all(b"all").await.unwrap();
+                peer.shutdown().await.unwrap();
+                let mut got = Vec::new();
+                silent.read_to_end(&mut got).await.unwrap();
+                assert_eq!(got, b"all");
+                // Far longer than any limit of a cut.
+                tokio::time::sleep(Duration::from_secs(3600)).await;
+                abort_on_close(&peer).unwrap();
+                drop(peer);
+                silent
+            };
+            let (relayed, _silent) = tokio::join!(relay(&mut left, &mut right), peers);
+            let is_right = match (socket_peer, &relayed.end) {
+                (SocketPeer::Target, RelayEnd::ReaderClosed(RelaySide::Right)) => true,
+                (SocketPeer::Client, RelayEnd::Cut(RelaySide::Right, cut)) => {
+                    !cut.is_reader_stalled
+                }
+                _ => false,
+            };
+            assert!(is_right, "{socket_peer:?}: {relayed:?}");
+        }
+    }
+
+    /// The FIN is unread, because the other end takes no bytes.
+    #[tokio::test(start_paused = true)]
+    async fn reset_of_a_client_behind_a_fin_ends_a_relay_whose_other_end_is_stalled() {
+        let (mut socket, mut peer) = connected_to(SocketPeer::Client).await;
+        let (mut near, _stalled) = duplex(1);
+        let (mut left, mut right) = (Socket(&mut near), Socket(&mut socket));
+        peer.write_all(b"all").await.unwrap();
+        peer.shutdown().await.unwrap();
+        abort_on_close(&peer).unwrap();
+        drop(peer);
+        let relayed = relay(&mut left, &mut right).await;
+        let RelayEnd::Cut(RelaySide::Right, cut) = relayed.end else {
+            panic!("{relayed:?}");
+        };
+        assert!(cut.is_reader_stalled);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn half_closed_peer_that_reads_on_gets_the_whole_answer() {
+        for socket_peer in [SocketPeer::Target, SocketPeer::Client] {
+            let (mut socket, mut peer) = connected_to(socket_peer).await;
+            let (mut near, mut far) = duplex(64);
+            let (mut left, mut right) = (Socket(&mut near), Socket(&mut socket));
+            let question = async {
+                peer.write_all(b"question").await.unwrap();
+                peer.shutdown().await.unwrap();
+                let mut answer = Vec::new();
+                peer.read_to_end(&mut answer).await.unwrap();
+                answer
+            };
+            let answer = async {
+                let mut question = Vec::new();
+                far.read_to_end(&mut question).await.unwrap();
+                tokio::time::sleep(Duration::from_secs(3600)).await;
+                far.write_all(&[7; 300_000]).await.unwrap();
+                far.shutdown().await.unwrap();
+                question
+            };
+            let (relayed, answer, question) =
+                tokio::join!(relay(&mut left, &mut right), question, answer);
+            assert!(matches!(relayed.end, RelayEnd::Clean), "{relayed:?}");
+            assert_eq!(
+                (question.as_slice(), answer.len()),
+                (&b"question"[..], 300_000)
+            );
+        }
+    }
+
     async fn connected() -> (TargetSocket, TcpStream) {
+        connected_to(SocketPeer::Target).await
+    }
+
+    async fn connected_to(peer: SocketPeer) -> (TargetSocket, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let tcp = TcpStream::connect(address).await.unwrap();
         let (target, _) = listener.accept().await.unwrap();
-        (TargetSocket::new(tcp, ByteCount::default()), target)
+        (TargetSocket::new(tcp, ByteCount::default(), peer), target)
     }
 }

@@ -9,6 +9,8 @@
 //!   reader takes bytes (`CUT_LIMIT`, `CUT_STALL_LIMIT`).
 //! - A reader that takes no bytes does not hide the cut of the other side: while a write is blocked
 //!   for long, the relay asks its input for a cut, without reading ahead.
+//! - A half-close does not hide what happens behind it: a side whose input has ended is watched
+//!   while the opposite direction waits. This takes no timer, as many streams are half-closed.
 //! - A failed write ends only its direction. The other side may still be sending a complete answer
 //!   (a server that answers and closes before it has read the whole request).
 //!
@@ -28,7 +30,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::io::poll_read_buf;
 
 use crate::buffers::{BUFFER_BYTES, Buffer};
-use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, Stream};
+use crate::transport::{CUT_LIMIT, CUT_STALL_LIMIT, Stream, StreamCut, find_cause};
 
 /// A side of a relay: a [`Socket`], or the [`Stream`] of a session.
 pub trait RelayIo {
@@ -62,11 +64,19 @@ pub trait PollCut {
     /// direction. Takes no byte. A stream wakes the task; a socket is asked again, every
     /// [`CUT_CHECK_INTERVAL`]. A later read returns the bytes before the cut, and then an error.
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
+
+    /// Completes when the peer neither sends nor reads any more, but not after a FIN alone. To be
+    /// polled in place of reads, when the input has ended. Wakes the task.
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
 }
 
 impl PollCut for Stream {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.poll_cut(cx)
+    }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.poll_gone(cx)
     }
 }
 
@@ -74,17 +84,29 @@ impl<T: PollCut + ?Sized> PollCut for Box<T> {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         (**self).poll_cut(cx)
     }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        (**self).poll_gone(cx)
+    }
 }
 
 impl<T: PollCut> PollCut for tokio_rustls::server::TlsStream<T> {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.get_mut().0.poll_cut(cx)
     }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.get_mut().0.poll_gone(cx)
+    }
 }
 
 impl<T: PollCut> PollCut for tokio_rustls::client::TlsStream<T> {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.get_mut().0.poll_cut(cx)
+    }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.get_mut().0.poll_gone(cx)
     }
 }
 
@@ -93,12 +115,20 @@ impl PollCut for hyper_util::rt::TokioIo<hyper::upgrade::Upgraded> {
     fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
         Poll::Pending
     }
+
+    fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+        Poll::Pending
+    }
 }
 
 /// A pipe has no cut.
 #[cfg(any(test, feature = "test-util"))]
 impl PollCut for tokio::io::DuplexStream {
     fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+        Poll::Pending
+    }
+
+    fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
         Poll::Pending
     }
 }
@@ -170,7 +200,17 @@ pub async fn relay<L: RelayIo, R: RelayIo>(left: &mut L, right: &mut R) -> Relay
                     RelayEnd::Clean
                 })
             }
-            (Poll::Pending, _) | (_, Poll::Pending) => Poll::Pending,
+            (Poll::Pending, _) | (_, Poll::Pending) => {
+                if !right_to_left.is_done()
+                    && let Poll::Ready(end) = left_to_right.poll_gone(cx, left, RelaySide::Left)
+                {
+                    return Poll::Ready(end);
+                }
+                if left_to_right.is_done() {
+                    return Poll::Pending;
+                }
+                right_to_left.poll_gone(cx, right, RelaySide::Right)
+            }
         }
     })
     .await;
@@ -203,6 +243,17 @@ struct Direction {
     reader_closed: bool,
     /// Boxed, because most relays never wait for their reader.
     write_monitor: Option<Box<WriteMonitor>>,
+    /// Set when the peer of a finished input is gone.
+    gone: Option<Box<Gone>>,
+}
+
+/// The end of a peer whose input has ended, while the opposite direction waits.
+struct Gone {
+    error: io::Error,
+    since: Instant,
+    /// Time in which the opposite direction may end by itself: a client may send its last bytes to a
+    /// server that has closed, and its FIN just behind them.
+    grace: Pin<Box<Sleep>>,
 }
 
 impl Direction {
@@ -214,7 +265,63 @@ impl Direction {
             unflushed: false,
             reader_closed: false,
             write_monitor: None,
+            gone: None,
         }
+    }
+
+    fn is_done(&self) -> bool {
+        matches!(self.phase, Phase::Done)
+    }
+
+    /// Watches an input that has ended, or is not read any more. Returns the end of the relay when
+    /// its peer is gone. To be polled while the opposite direction is not done.
+    fn poll_gone<I: RelayIo>(
+        &mut self,
+        cx: &mut Context<'_>,
+        input: &mut I,
+        side: RelaySide,
+    ) -> Poll<RelayEnd> {
+        let (limit, is_reader_stalled) = match &self.phase {
+            Phase::Copying | Phase::Flushing(_) => return Poll::Pending,
+            // The output may still take bytes.
+            Phase::ShuttingDown => (CUT_LIMIT, true),
+            Phase::Done => (CUT_STALL_LIMIT, false),
+        };
+        let mut gone = match self.gone.take() {
+            Some(gone) => gone,
+            None => {
+                let error = ready!(input.io().poll_gone(cx));
+                let since = Instant::now();
+                let grace = Box::pin(sleep_until(since + limit));
+                Box::new(Gone {
+                    error,
+                    since,
+                    grace,
+                })
+            }
+        };
+        // The output may have taken the last bytes since then.
+        if gone.grace.deadline() > gone.since + limit {
+            gone.grace.as_mut().reset(gone.since + limit);
+        }
+        if gone.grace.as_mut().poll(cx).is_pending() {
+            self.gone = Some(gone);
+            return Poll::Pending;
+        }
+        let error = gone.error;
+        let is_of_both_halves = match find_cause::<StreamCut>(&error) {
+            Some(cut) => cut.is_of_both_halves(),
+            None => error.kind() != io::ErrorKind::BrokenPipe,
+        };
+        Poll::Ready(if is_of_both_halves || is_reader_stalled {
+            let cut = Cut {
+                error,
+                is_reader_stalled,
+            };
+            RelayEnd::Cut(side, cut)
+        } else {
+            RelayEnd::ReaderClosed(side)
+        })
     }
 
     /// Returns whether the input was cut, and the bytes before the cut are on their way.
@@ -538,6 +645,10 @@ mod tests {
 
     impl<R, W> PollCut for tokio::io::Join<R, W> {
         fn poll_cut(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
+            Poll::Pending
+        }
+
+        fn poll_gone(&mut self, _: &mut Context<'_>) -> Poll<io::Error> {
             Poll::Pending
         }
     }

@@ -228,7 +228,12 @@ fn acknowledged(
 /// whichever call comes first, and an end of input from then on: without this, a reset that a write
 /// has reported would be a clean end for the reader.
 #[derive(Debug, Default)]
-pub struct ConnError(Option<io::ErrorKind>);
+pub struct ConnError {
+    reset: Option<io::ErrorKind>,
+    /// The peer had ended its direction before it reset the connection, and no write has reported
+    /// that.
+    is_gone: bool,
+}
 
 impl ConnError {
     /// Records the error of a write. `EPIPE` means that the peer has ended its direction before it
@@ -236,17 +241,20 @@ impl ConnError {
     pub fn record(&mut self, error: &io::Error) {
         let kind = error.kind();
         if !matches!(kind, io::ErrorKind::BrokenPipe | io::ErrorKind::WouldBlock) {
-            self.0.get_or_insert(kind);
+            self.reset.get_or_insert(kind);
         }
     }
 
     /// Asks whether the peer has reset the connection, even if bytes before that are unread. A FIN is
-    /// no reset.
+    /// no reset. `EPIPE` means a reset behind a FIN: what the peer sent is complete, and reads return
+    /// it and then a clean end.
     pub fn check(&mut self, socket: &impl AsFd) -> Option<io::Error> {
         if let Ok(Some(error)) = SockRef::from(socket).take_error() {
+            self.is_gone |= error.kind() == io::ErrorKind::BrokenPipe;
             self.record(&error);
         }
-        self.0.map(io::Error::from)
+        let gone = self.is_gone.then_some(io::ErrorKind::BrokenPipe);
+        self.reset.or(gone).map(io::Error::from)
     }
 
     /// Returns the error in place of an end of input, if there is one.
@@ -254,13 +262,13 @@ impl ConnError {
     /// # Errors
     /// The recorded error.
     pub fn end_of_input(&self) -> io::Result<()> {
-        self.0.map_or(Ok(()), |kind| Err(kind.into()))
+        self.reset.map_or(Ok(()), |kind| Err(kind.into()))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::AsyncReadExt;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
 
@@ -387,6 +395,24 @@ mod tests {
             tokio::task::yield_now().await;
         }
         assert!(conn_error.check(&socket).is_none() && conn_error.end_of_input().is_ok());
+    }
+
+    #[tokio::test]
+    async fn reset_behind_a_fin_is_the_end_of_a_connection_whose_input_is_complete() {
+        let (mut socket, mut peer) = connected().await;
+        peer.write_all(b"all").await.unwrap();
+        peer.shutdown().await.unwrap();
+        abort_on_close(&peer).unwrap();
+        drop(peer);
+        socket.ready(tokio::io::Interest::ERROR).await.unwrap();
+        let mut conn_error = ConnError::default();
+        for _ in 0..2 {
+            let kind = conn_error.check(&socket).unwrap().kind();
+            assert_eq!(kind, io::ErrorKind::BrokenPipe);
+        }
+        let mut got = Vec::new();
+        socket.read_to_end(&mut got).await.unwrap();
+        assert!(got == b"all" && conn_error.end_of_input().is_ok());
     }
 
     #[cfg(any(target_os = "linux", target_os = "android"))]

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 use tunnel_proto::dial::SystemResolver;
-use tunnel_proto::egress::{TargetSocket, relay_socket};
+use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, non_empty};
 use tunnel_proto::transport::{IncomingStream, Stream};
 use tunnel_proto::wire::code::RefusalCode;
@@ -247,7 +247,7 @@ impl Egress {
                         return refuse_dialed(tcp, stream, refusal).await;
                     }
                 };
-                let socket = TargetSocket::new(tcp, self.metrics.bytes());
+                let socket = TargetSocket::new(tcp, self.metrics.bytes(), SocketPeer::Target);
                 let outcome = relay_stream(stream, socket, &address.to_string()).await;
                 StreamOutcome {
                     dialed: address.to_string(),

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tracing::info;
-use tunnel_proto::egress::{TargetSocket, relay_socket};
+use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
 use tunnel_proto::process::conn_limiter::{ConnLimiter, ConnLimits, LimitReached, source};
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
 use tunnel_proto::transport::{ByteCount, source_number};
@@ -103,7 +103,7 @@ impl Ingress {
     pub(crate) async fn serve(&self, tcp: TcpStream, peer: SocketAddr, target: &CloudTarget) {
         let began = Instant::now();
         let open_end = self.loop_detector.accepted(&tcp, peer);
-        let socket = TargetSocket::new(tcp, ByteCount::default());
+        let socket = TargetSocket::new(tcp, ByteCount::default(), SocketPeer::Client);
         // Without a stream, the socket resets before the line is logged.
         let outcome = match (self.limiter.acquire(peer.ip()), &open_end) {
             (Ok(_), Ok(None)) => {

@@ -14,7 +14,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, sleep};
 use tracing::info;
 use tunnel_proto::dial::split_host_port;
-use tunnel_proto::egress::{TargetSocket, relay_socket};
+use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
 use tunnel_proto::process::host::is_own_address;
 use tunnel_proto::process::shutdown::Shutdown;
 use tunnel_proto::process::telemetry::{ACCESS, StreamLines, StreamStage, non_empty};
@@ -191,7 +191,7 @@ impl CloudEgress {
             }
         };
         let dialed = address.to_string();
-        let socket = TargetSocket::new(socket, ByteCount::default());
+        let socket = TargetSocket::new(socket, ByteCount::default(), SocketPeer::Target);
         // The socket resets when it is dropped, as after each cut.
         if let Err(error) = stream.accept("").await {
             return StreamOutcome::without_bytes(CloudResult::CutByAgent, error.to_string());

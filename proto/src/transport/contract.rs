@@ -8,6 +8,7 @@
 use std::future::poll_fn;
 use std::io;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
@@ -282,6 +283,40 @@ async fn cut_stays_behind_the_bytes_before_it(pair: Pair) {
         }
     })
     .await;
+}
+
+/// The ends of a stream see each other's end behind a half that has ended.
+async fn end_of_a_peer_is_seen_behind_its_half_close(pair: Pair) {
+    for (is_cut, expected) in [(true, ResetCode::PeerCut), (false, ResetCode::Dropped)] {
+        for is_opener in [false, true] {
+            let (opened, accepted) = pair.stream().await;
+            let (mut other, mut ender) = if is_opener {
+                (accepted, opened)
+            } else {
+                (opened, accepted)
+            };
+            let ending = async {
+                ender.write_all(&pattern(1000)).await.unwrap();
+                ender.shutdown().await.unwrap();
+                ender
+            };
+            let (mut ender, got) = tokio::join!(within(ending), read_all(&mut other));
+            assert!(got.unwrap() == pattern(1000));
+            poll_fn(|cx| {
+                assert!(other.poll_gone(cx).is_pending());
+                Poll::Ready(())
+            })
+            .await;
+            if is_cut {
+                ender.reset(ResetCode::PeerCut);
+            }
+            drop(ender);
+            let error = within(poll_fn(|cx| other.poll_gone(cx))).await;
+            let cut = find_cause::<StreamCut>(&error).unwrap();
+            assert_eq!(cut, &StreamCut::Stopped(expected));
+            assert_eq!(cut.is_of_both_halves(), is_cut);
+        }
+    }
 }
 
 async fn reset_cuts_both_directions_with_its_code(pair: Pair) {
@@ -562,6 +597,7 @@ macro_rules! contract {
                 refusal_arrives_with_its_detail_after_optimistic_data,
                 dropped_stream_is_a_cut_and_never_a_clean_end,
                 cut_stays_behind_the_bytes_before_it,
+                end_of_a_peer_is_seen_behind_its_half_close,
                 reset_cuts_both_directions_with_its_code,
                 finished_half_survives_the_drop_of_its_stream,
                 reply_that_does_not_come_is_given_up,

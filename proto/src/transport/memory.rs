@@ -476,6 +476,18 @@ impl RawStream for MemoryStream {
         Poll::Pending
     }
 
+    fn poll_stopped(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let mut pipe = self.outbound.lock();
+        if let Some(code) = pipe.stopped {
+            return Poll::Ready(StreamCut::Stopped(code).into());
+        }
+        if self.is_closed() && !pipe.finished {
+            return Poll::Ready(StreamCut::SessionLost.into());
+        }
+        pipe.writer = Some(cx.waker().clone());
+        Poll::Pending
+    }
+
     fn cut_signal(&self) -> Arc<dyn CutSignal> {
         Arc::new(MemoryCutSignal(self.inbound.clone(), self.closed.clone()))
     }

@@ -44,6 +44,9 @@ pub trait RawStream: AsyncRead + AsyncWrite + Send + Unpin {
     /// Completes when the peer has cut the stream or the session was lost, even if bytes before that
     /// are unread. Takes no byte, and never completes after a clean end.
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
+    /// Completes when the peer reads no more of the half that this end sends, or the session was
+    /// lost. Wakes the task. Need not complete once this end shuts its half down.
+    fn poll_stopped(&mut self, cx: &mut Context<'_>) -> Poll<io::Error>;
     /// Asks the peer to stop sending, because this end reads no more.
     fn stop(&mut self, code: ResetCode);
     /// Returns what the transport tells to a [`StreamWatch`].
@@ -85,6 +88,36 @@ pub enum StreamCut {
 }
 
 impl StreamCut {
+    /// Returns whether both halves are cut. An end that only stops reading may have sent a complete
+    /// answer.
+    pub(crate) fn is_of_both_halves(&self) -> bool {
+        match self {
+            Self::Stopped(code) => match code {
+                ResetCode::PeerCut | ResetCode::SessionLost | ResetCode::ReaderStalled => true,
+                ResetCode::Dropped
+                | ResetCode::Protocol
+                | ResetCode::Refused
+                | ResetCode::Unknown(_) => false,
+            },
+            Self::Reset(_)
+            | Self::ReaderStalled
+            | Self::SessionLost
+            | Self::NoReply
+            | Self::ReplyTimeout => true,
+        }
+    }
+
+    /// Returns whether a session was lost: the one that carried the stream, or the one behind another
+    /// server.
+    #[must_use]
+    pub fn is_session_lost(&self) -> bool {
+        match self {
+            Self::SessionLost => true,
+            Self::Reset(code) | Self::Stopped(code) => *code == ResetCode::SessionLost,
+            Self::ReaderStalled | Self::NoReply | Self::ReplyTimeout => false,
+        }
+    }
+
     /// Returns whether an end cut the stream because its reader was stalled.
     #[must_use]
     pub fn is_reader_stalled(&self) -> bool {
@@ -399,7 +432,26 @@ impl Stream {
         if let Poll::Ready(error) = self.poll_stalled(cx) {
             return Poll::Ready(error);
         }
-        self.raw.poll_cut(cx)
+        if let Poll::Ready(error) = self.raw.poll_cut(cx) {
+            return Poll::Ready(error);
+        }
+        // A peer whose half is complete, though bytes of it are unread, cuts only what it reads.
+        let error = ready!(self.raw.poll_stopped(cx));
+        match find_cause::<StreamCut>(&error) {
+            Some(cut) if !cut.is_of_both_halves() => Poll::Pending,
+            Some(_) | None => Poll::Ready(error),
+        }
+    }
+
+    /// Completes when the peer reads no more and its half has ended, or when the stream is cut.
+    pub(crate) fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        if let Poll::Ready(error) = self.poll_cut(cx) {
+            return Poll::Ready(error);
+        }
+        if !self.read_ended {
+            return Poll::Pending;
+        }
+        self.raw.poll_stopped(cx)
     }
 
     fn count_received(&self, count: usize) {

@@ -96,6 +96,8 @@ enum Stalled {
 struct Cell {
     cut: Cut,
     stalled: Stalled,
+    /// Whether the end that cuts has sent everything and its FIN before. The other end is silent.
+    is_half_closed: bool,
 }
 
 /// Declares the tests of all kinds of streams over both transports.
@@ -128,12 +130,27 @@ async fn every_cut(transport: TransportChoice, kind: Kind, path: Path) -> Result
     collect_access_lines();
     let site = Site::start(transport, kind, path).await?;
     let mut peers = Vec::new();
+    let mut cells = Vec::new();
     for stalled in [Stalled::Nobody, Stalled::Caller, Stalled::Target] {
         for &cut in Cut::of(path) {
-            let cell = Cell { cut, stalled };
-            let ran = site.run(cell).await;
-            peers.push(ran.with_context(|| format!("{cut:?} cut, {stalled:?} stalled"))?);
+            cells.push(Cell {
+                cut,
+                stalled,
+                is_half_closed: false,
+            });
         }
+    }
+    // A FIN is the end of a caller of HTTP.
+    if !matches!(kind, Kind::Http | Kind::Https) {
+        cells.extend([Cut::Caller, Cut::Target].map(|cut| Cell {
+            cut,
+            stalled: Stalled::Nobody,
+            is_half_closed: true,
+        }));
+    }
+    for cell in cells {
+        let ran = site.run(cell).await;
+        peers.push(ran.with_context(|| format!("{cell:?}"))?);
     }
     // No line came late.
     for peer in &peers {
@@ -350,6 +367,12 @@ impl Site {
                     session.session.close(CloseCode::Dead, "lost").await;
                 }
             }
+            (Some(cutter), Stalled::Nobody) if cell.is_half_closed => {
+                let (sent, read) = tokio::join!(cutter.send_and_end(), others[0].read_to_end());
+                sent?;
+                read?;
+                cutter.cut()?;
+            }
             (Some(cutter), Stalled::Nobody) => {
                 let (cut_off, reset) =
                     tokio::join!(cutter.send_and_cut(), others[0].read_to_reset());
@@ -361,7 +384,12 @@ impl Site {
         // The other end is open, and reads nothing, while the streams end.
         self.has_nothing_left(within, cell, idle).await;
         for other in others {
-            other.read_to_reset().await?;
+            if cell.is_half_closed {
+                // A target is gone behind its complete answer, which is no reason for a reset.
+                other.is_reset(cell.cut == Cut::Caller).await?;
+            } else {
+                other.read_to_reset().await?;
+            }
         }
         let lines = self.lines(peer, targets_before).await;
         self.check_codes(cell, &lines)?;
@@ -460,12 +488,14 @@ impl Site {
 
     fn check_codes(&self, cell: Cell, lines: &Lines) -> Result<()> {
         let of_caller = match (self.kind, cell.cut) {
+            (Kind::Cloud, Cut::Target) if cell.is_half_closed => "reader_left",
             (Kind::Cloud, Cut::Caller) => "cut_by_caller",
             (Kind::Cloud, Cut::Target | Cut::Session | Cut::Link) => "cut_by_peer",
             (_, Cut::Caller) => "caller_gone",
             (_, Cut::Target | Cut::Session | Cut::Link) => "cut",
         };
         let of_target = match cell.cut {
+            Cut::Target if cell.is_half_closed => "reader_left",
             Cut::Caller | Cut::Session | Cut::Link => "cut_by_peer",
             Cut::Target => "cut_by_target",
         };
@@ -637,6 +667,40 @@ impl End {
         self.written += sent.len() as u64;
         abort_behind(self.socket()?.tcp(), WAIT_TIMEOUT).await;
         self.socket = None;
+        Ok(())
+    }
+
+    /// Sends bytes, and ends the direction behind them.
+    async fn send_and_end(&mut self) -> Result<()> {
+        let sent = deterministic_bytes(7, SENT_BYTES);
+        self.socket()?.write_all(&sent).await?;
+        self.written += sent.len() as u64;
+        Ok(self.socket()?.shutdown().await?)
+    }
+
+    /// Reads to the clean end of the other direction.
+    async fn read_to_end(&mut self) -> Result<()> {
+        let mut got = Vec::new();
+        let reading = self.socket()?.read_to_end(&mut got);
+        timeout(scaled(WAIT_TIMEOUT), reading)
+            .await
+            .context("no end")??;
+        self.read += got.len() as u64;
+        self.got = got;
+        Ok(())
+    }
+
+    /// Checks whether the connection was reset behind the end of its input.
+    async fn is_reset(&mut self, expected: bool) -> Result<()> {
+        let socket = self.socket.take().context("the connection has ended")?;
+        if expected {
+            let failed = socket.ready(tokio::io::Interest::ERROR);
+            timeout(scaled(WAIT_TIMEOUT), failed)
+                .await
+                .context("no reset")??;
+        }
+        let error = socket.take_error()?;
+        ensure!(error.is_some() == expected, "{error:?}");
         Ok(())
     }
 

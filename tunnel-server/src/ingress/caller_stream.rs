@@ -180,6 +180,8 @@ pub struct CallerStream {
     conn_error: ConnError,
     /// Completes when the caller has the bytes before a cut.
     aborting: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    /// Completes when the connection has failed. Set when that is awaited.
+    failed: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl CallerStream {
@@ -193,6 +195,7 @@ impl CallerStream {
             linger: None,
             conn_error: ConnError::default(),
             aborting: None,
+            failed: None,
         }
     }
 
@@ -311,6 +314,21 @@ impl PollCut for CallerStream {
             Some(error) => Poll::Ready(error),
             None => Poll::Pending,
         }
+    }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let failed = self.failed.get_or_insert_with(|| {
+            let socket = self.socket.clone();
+            Box::pin(async move { drop(socket.ready(Interest::ERROR).await) })
+        });
+        ready!(failed.as_mut().poll(cx));
+        self.failed = Some(Box::pin(std::future::ready(())));
+        Poll::Ready(
+            on_either!(&*self.socket, socket => self.conn_error.check(socket))
+                .filter(|error| error.kind() != io::ErrorKind::BrokenPipe)
+                // A caller that does not read the answer wants nothing more.
+                .unwrap_or_else(|| io::ErrorKind::ConnectionReset.into()),
+        )
     }
 }
 

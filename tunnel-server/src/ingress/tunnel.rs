@@ -4,6 +4,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::{PollCut, RelayEnd, Socket, relay};
 use tunnel_proto::transport::Stream;
+use tunnel_proto::wire::code::ResetCode;
 
 use super::http::upstream::TargetIo;
 
@@ -42,8 +43,11 @@ impl Tunnel {
     /// `is_stalled`.
     pub(super) async fn abort(self, is_stalled: bool) {
         match self {
-            // A stream is cut behind its bytes when it is dropped.
-            Self::Agent(_) | Self::Pending { .. } | Self::Upgraded(_) => {}
+            // Stays behind the bytes. Without it, a half that was shut down would just not be read.
+            Self::Agent(mut stream) | Self::Pending { mut stream, .. } => {
+                stream.reset(ResetCode::PeerCut);
+            }
+            Self::Upgraded(target) => target.reset(),
             Self::Direct(socket) if !is_stalled => socket.abort().await,
             Self::Direct(_) => {}
         }

@@ -413,6 +413,17 @@ impl RawStream for H2Stream {
         }
     }
 
+    fn poll_stopped(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let mut state = self.0.lock();
+        match state.output {
+            Output::Cut(cut) => Poll::Ready(cut.into()),
+            Output::Open | Output::Finishing | Output::Queued | Output::Flushed => {
+                register_waker(&mut state.writer, cx);
+                Poll::Pending
+            }
+        }
+    }
+
     fn cut_signal(&self) -> Arc<dyn CutSignal> {
         self.0.clone()
     }

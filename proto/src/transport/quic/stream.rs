@@ -30,6 +30,8 @@ pub(super) struct QuicStream {
     input_cut: Option<StreamCut>,
     /// Set when the sent half was finished. Resolves when the peer has received everything.
     acknowledged: Option<Acknowledged>,
+    /// Set while the peer's end of reading is awaited. Resolves with its code.
+    stopped: Option<Acknowledged>,
     session: StreamSession,
 }
 
@@ -63,6 +65,7 @@ impl QuicStream {
             peer_cut,
             input_cut: None,
             acknowledged: None,
+            stopped: None,
             session,
         }
     }
@@ -130,6 +133,21 @@ impl RawStream for QuicStream {
         };
         // quinn reports a reset once.
         Poll::Ready(self.end_input(cut))
+    }
+
+    fn poll_stopped(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        let is_open = self.acknowledged.is_none();
+        let Some(send) = self.send.as_ref().filter(|_| is_open) else {
+            return Poll::Pending;
+        };
+        let stopped = self.stopped.get_or_insert_with(|| Box::pin(send.stopped()));
+        let outcome = ready!(stopped.as_mut().poll(cx));
+        self.stopped = None;
+        match outcome {
+            Ok(Some(code)) => Poll::Ready(StreamCut::Stopped(reset_code(code)).into()),
+            Ok(None) => Poll::Pending,
+            Err(_lost) => Poll::Ready(StreamCut::SessionLost.into()),
+        }
     }
 
     fn cut_signal(&self) -> Arc<dyn CutSignal> {

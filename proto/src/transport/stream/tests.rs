@@ -33,6 +33,9 @@ impl RawStream for NonReadingPeer {
     fn poll_cut(&mut self, _cx: &mut Context<'_>) -> Poll<io::Error> {
         Poll::Pending
     }
+    fn poll_stopped(&mut self, _cx: &mut Context<'_>) -> Poll<io::Error> {
+        Poll::Pending
+    }
     fn stop(&mut self, _code: ResetCode) {}
     fn cut_signal(&self) -> Arc<dyn CutSignal> {
         Arc::new(NeverCut)

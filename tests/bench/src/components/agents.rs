@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tunnel_agent::assignment::wanted_replicas;
 use tunnel_agent::backoff::{Backoff, ReconnectEvent};
-use tunnel_proto::egress::{TargetSocket, relay_socket};
+use tunnel_proto::egress::{SocketPeer, TargetSocket, relay_socket};
 use tunnel_proto::process::host::raise_descriptor_limit;
 use tunnel_proto::session::control;
 use tunnel_proto::tcp::{Direct, ServerAddr};
@@ -339,7 +339,11 @@ async fn serve(incoming: IncomingStream, target: SocketAddr) -> Result<()> {
     let (_header, mut stream) = incoming.header(Instant::now() + BATCH).await?;
     let socket = TcpStream::connect(target).await?;
     stream.accept("").await?;
-    relay_socket(stream, TargetSocket::new(socket, ByteCount::default())).await;
+    relay_socket(
+        stream,
+        TargetSocket::new(socket, ByteCount::default(), SocketPeer::Target),
+    )
+    .await;
     Ok(())
 }
 

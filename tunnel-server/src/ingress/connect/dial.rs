@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 use tunnel_proto::dial::{Candidate, Resolve, SystemResolver, dial, in_order_of_attempts};
-use tunnel_proto::egress::TargetSocket;
+use tunnel_proto::egress::{SocketPeer, TargetSocket};
 use tunnel_proto::transport::ByteCount;
 use tunnel_proto::wire::name::Port;
 
@@ -96,7 +96,11 @@ impl DirectDialer {
             .into_iter()
             .map(|address| Ok::<_, DialRefusal>(Candidate::from(address)));
         match dial(candidates, deadline).await {
-            Ok((tcp, _address)) => Ok(TargetSocket::new(tcp, ByteCount::default())),
+            Ok((tcp, _address)) => Ok(TargetSocket::new(
+                tcp,
+                ByteCount::default(),
+                SocketPeer::Target,
+            )),
             Err(error) => Err(match error.into_last() {
                 Some((address, error)) if error.kind() == io::ErrorKind::TimedOut => {
                     dial_timeout_error(&format!("{target_label} ({address})"))

@@ -645,6 +645,10 @@ impl<S: PollCut> PollCut for TimedStream<S> {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         self.stream.poll_cut(cx)
     }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        self.stream.poll_gone(cx)
+    }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for TimedStream<S> {

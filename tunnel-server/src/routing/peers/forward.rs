@@ -81,14 +81,17 @@ pub(super) async fn serve_stream(
         RelayEnd::Cut(side, Cut { error, .. }) => {
             debug!(%node, ?side, %error, "forwarded stream was cut");
             let is_lost = find_cause::<StreamCut>(&error) == Some(&StreamCut::SessionLost);
-            if is_lost && side == RelaySide::Right {
+            let code = if find_cause(&error).is_some_and(StreamCut::is_reader_stalled) {
+                ResetCode::ReaderStalled
+            } else if is_lost && side == RelaySide::Right {
                 // The caller gets the same answer as from this server.
-                stream.reset(ResetCode::SessionLost);
-            }
-            if find_cause(&error).is_some_and(StreamCut::is_reader_stalled) {
-                stream.reset(ResetCode::ReaderStalled);
-                opened.stream.reset(ResetCode::ReaderStalled);
-            }
+                ResetCode::SessionLost
+            } else {
+                ResetCode::PeerCut
+            };
+            // Also behind a half that was shut down, which a drop would just not read.
+            stream.reset(code);
+            opened.stream.reset(code);
             ForwardResult::Cut
         }
     })

@@ -13,6 +13,7 @@ use tokio_rustls::client::TlsStream;
 use tunnel_proto::egress::TargetSocket;
 use tunnel_proto::relay::PollCut;
 use tunnel_proto::transport::Stream;
+use tunnel_proto::wire::code::ResetCode;
 
 use crate::ingress::http::unread::UnreadBytes;
 
@@ -85,6 +86,16 @@ impl TargetIo {
         }
     }
 
+    /// Cuts the connection. A stream stays behind the bytes that were written.
+    pub(in crate::ingress) fn reset(self) {
+        match self.conn {
+            TargetConn::Stream(mut stream) => stream.reset(ResetCode::PeerCut),
+            TargetConn::Tls(mut tls) => tls.get_mut().0.reset(ResetCode::PeerCut),
+            // The drop resets it.
+            TargetConn::Direct(_) => {}
+        }
+    }
+
     /// Takes the connection back from hyper after a 101.
     ///
     /// # Errors
@@ -100,6 +111,10 @@ impl TargetIo {
 impl PollCut for TargetIo {
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         on_conn!(self, conn => PollCut::poll_cut(conn, cx))
+    }
+
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        on_conn!(self, conn => PollCut::poll_gone(conn, cx))
     }
 }
 
