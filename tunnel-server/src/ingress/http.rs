@@ -9,6 +9,7 @@ pub(crate) mod request_body;
 pub mod response;
 pub(crate) mod timeouts;
 mod unread;
+mod upload_queue;
 pub(crate) mod upstream;
 
 use std::convert::Infallible;

@@ -16,6 +16,7 @@ use tokio::time::sleep;
 
 use super::headers::rewrite_frame;
 use super::timeouts::RequestGuard;
+use super::upload_queue::UploadQueue;
 use crate::ingress::access_log::{AccessLog, ExchangeGuard};
 use crate::ingress::outcome::Outcome;
 
@@ -132,6 +133,8 @@ fn record_end(access_log: &mut AccessLog, end: Option<UploadEnd>) {
 pub(crate) struct RequestBody {
     body: Incoming,
     upload: Option<OpenUpload>,
+    /// The queue of the connection that takes the body.
+    queue: Option<Arc<UploadQueue>>,
 }
 
 /// A body that has not ended.
@@ -154,7 +157,12 @@ impl RequestBody {
     /// Wraps a body. Returns no handle for a request without a body.
     pub(crate) fn new(body: Incoming) -> (Self, Option<UploadHandle>) {
         if body.is_end_stream() {
-            return (Self { body, upload: None }, None);
+            let body = Self {
+                body,
+                upload: None,
+                queue: None,
+            };
+            return (body, None);
         }
         let (sender, ended) = oneshot::channel();
         let upload = Arc::<Upload>::default();
@@ -165,8 +173,15 @@ impl RequestBody {
         let body = Self {
             body,
             upload: Some(open),
+            queue: None,
         };
         (body, Some(UploadHandle { upload, ended }))
+    }
+
+    /// Limits what the connection that sends the body holds of it.
+    pub(crate) fn queue_in(&mut self, queue: Arc<UploadQueue>) {
+        queue.begin();
+        self.queue = Some(queue);
     }
 
     fn ended(&mut self, end: UploadEnd) {
@@ -184,7 +199,13 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if let Some(queue) = &self.queue {
+            ready!(queue.poll_room(cx));
+        }
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        if let (Some(queue), Some(Ok(frame))) = (&self.queue, &frame) {
+            queue.take(frame.data_ref().map_or(0, Bytes::len));
+        }
         let frame = frame.map(|frame| frame.map(rewrite_frame));
         match &frame {
             Some(Ok(_)) => {

@@ -18,7 +18,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
 use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch};
 
-use super::target_io::{TargetConn, TargetInput, TargetIo};
+use super::target_io::{TargetConn, TargetIo, TargetTraffic};
 use crate::ingress::error::ProxyError;
 use crate::ingress::http::head_check::size::FIELDS_MAX;
 use crate::ingress::http::request_body::{RequestBody, Upload, UploadHandle};
@@ -65,7 +65,7 @@ pub(crate) struct Upstream {
     /// The task that drives the connection. Dropping the handle closes the target's side at once.
     driver: AbortOnDropHandle<()>,
     pub(super) carrier: Carrier,
-    input: Arc<TargetInput>,
+    traffic: Arc<TargetTraffic>,
     /// The body of the request, if it has one.
     upload: Option<UploadHandle>,
 }
@@ -111,8 +111,8 @@ impl Upstream {
         drivers: &TaskTracker,
         target_label: &TargetLabel<'_>,
     ) -> Result<Self, ProxyError> {
-        let input = Arc::<TargetInput>::default();
-        let target_io = TargetIo::new(conn, input.clone());
+        let traffic = Arc::<TargetTraffic>::default();
+        let target_io = TargetIo::new(conn, traffic.clone());
         let built = client().handshake(TokioIo::new(target_io)).await;
         let (sender, connection) = built.map_err(|error| {
             ProxyError::from_stream(&error, target_label, Outcome::TargetBadResponse)
@@ -126,7 +126,7 @@ impl Upstream {
             sender,
             driver: AbortOnDropHandle::new(drivers.spawn(drive)),
             carrier,
-            input,
+            traffic,
             upload: None,
         })
     }
@@ -139,7 +139,10 @@ impl Upstream {
         target_label: &TargetLabel<'_>,
         mut moves: Pin<&mut impl Future<Output = ()>>,
     ) -> Result<Response<Incoming>, Box<SendError>> {
-        let before = self.input.bytes_read();
+        let before = self.traffic.bytes_read();
+        if let Either::Left(body) = request.body_mut() {
+            body.queue_in(self.traffic.upload_queue.clone());
+        }
         let (interim, too_many) = (AtomicUsize::new(0), Arc::new(Notify::new()));
         let notify = too_many.clone();
         hyper::ext::on_informational(&mut request, move |_| {
@@ -163,7 +166,7 @@ impl Upstream {
                     }));
                 }
                 () = &mut moves, if can_move => {
-                    if self.input.bytes_read() == before {
+                    if self.traffic.bytes_read() == before {
                         return Err(SendError::moved(target_label));
                     }
                     can_move = false;
@@ -174,13 +177,13 @@ impl Upstream {
             let unsent = error.take_message();
             let bad = Outcome::TargetBadResponse;
             let mut failure = ProxyError::from_stream(&error.into_error(), target_label, bad);
-            if failure.outcome == bad && self.input.is_alert() {
+            if failure.outcome == bad && self.traffic.is_alert() {
                 failure.text.push_str(HTTPS_HINT);
             }
             Box::new(SendError {
                 failure,
                 unsent,
-                has_answer: self.input.bytes_read() != before,
+                has_answer: self.traffic.bytes_read() != before,
             })
         })
     }

@@ -16,20 +16,22 @@ use tunnel_proto::transport::Stream;
 use tunnel_proto::wire::code::ResetCode;
 
 use crate::ingress::http::unread::UnreadBytes;
+use crate::ingress::http::upload_queue::UploadQueue;
 
 /// First bytes of a TLS alert (RFC 8446, section 5.1), with which a TLS server answers plain HTTP.
 const TLS_ALERT: [u8; 2] = [21, 3];
 
-/// What is known about the bytes that a target has sent.
+/// What is known about the bytes of a connection to a target.
 #[derive(Debug, Default)]
-pub(super) struct TargetInput {
+pub(super) struct TargetTraffic {
     /// Number of HTTP bytes. With TLS, the bytes inside TLS count.
     bytes: AtomicU64,
     /// Whether the first bytes were a TLS alert.
     is_alert: AtomicBool,
+    pub(super) upload_queue: Arc<UploadQueue>,
 }
 
-impl TargetInput {
+impl TargetTraffic {
     /// Returns the number of HTTP bytes that the target has sent. An unchanged number shows that the
     /// target has not responded at all to a request.
     pub(super) fn bytes_read(&self) -> u64 {
@@ -61,7 +63,7 @@ pub(in crate::ingress) enum TargetConn {
 #[derive(Debug)]
 pub(in crate::ingress) struct TargetIo {
     conn: TargetConn,
-    input: Arc<TargetInput>,
+    traffic: Arc<TargetTraffic>,
     /// Bytes behind a 101.
     unread: UnreadBytes,
 }
@@ -78,10 +80,10 @@ macro_rules! on_conn {
 }
 
 impl TargetIo {
-    pub(super) fn new(conn: TargetConn, input: Arc<TargetInput>) -> Self {
+    pub(super) fn new(conn: TargetConn, traffic: Arc<TargetTraffic>) -> Self {
         Self {
             conn,
-            input,
+            traffic,
             unread: UnreadBytes::default(),
         }
     }
@@ -129,7 +131,7 @@ impl AsyncRead for TargetIo {
         }
         let before = out.filled().len();
         ready!(on_conn!(self, conn => Pin::new(conn).poll_read(cx, out)))?;
-        self.input
+        self.traffic
             .read(out.filled().get(before..).unwrap_or_default());
         Poll::Ready(Ok(()))
     }
@@ -141,7 +143,9 @@ impl AsyncWrite for TargetIo {
         cx: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        on_conn!(self, conn => Pin::new(conn).poll_write(cx, data))
+        let written = on_conn!(self, conn => Pin::new(conn).poll_write(cx, data));
+        self.traffic.upload_queue.record_write(&written);
+        written
     }
 
     fn poll_write_vectored(
@@ -149,7 +153,9 @@ impl AsyncWrite for TargetIo {
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        on_conn!(self, conn => Pin::new(conn).poll_write_vectored(cx, data))
+        let written = on_conn!(self, conn => Pin::new(conn).poll_write_vectored(cx, data));
+        self.traffic.upload_queue.record_write(&written);
+        written
     }
 
     fn is_write_vectored(&self) -> bool {
