@@ -287,6 +287,15 @@ impl CallerClosed {
 }
 
 impl CallerClosed {
+    /// Completes once the connection has failed, by a reset of the caller or without an answer of its
+    /// host. A FIN is no failure. Cancel-safe.
+    pub(super) async fn failed(&self) {
+        match &self.0 {
+            Some(socket) => drop(socket.ready(Interest::ERROR).await),
+            None => std::future::pending().await,
+        }
+    }
+
     /// Returns whether [`CallerClosed::readable`] works on this connection.
     pub(super) fn can_wait(&self) -> bool {
         self.0.is_some()

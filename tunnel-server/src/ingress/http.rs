@@ -139,6 +139,7 @@ pub(super) async fn serve<S>(
     drop(large_head);
     caller.pool.close();
     if let Err(end) = ended {
+        caller.timeouts.fail();
         caller.report_end(end);
     }
 }
@@ -323,14 +324,18 @@ impl Caller {
     }
 
     /// Completes once the caller has disconnected while a response was in progress. Never completes
-    /// during a CONNECT, nor after the response while the body of the request goes on.
+    /// during a CONNECT. After the response, while the body of the request goes on, completes only
+    /// when the connection has failed: a FIN may end the body.
     async fn gone(&self, caller_closed: &CallerClosed) {
         caller_closed.closed().await;
         // Between requests, hyper detects the end after it has read the data that was sent before
         // the end.
         self.timeouts.wait_for_request().await;
-        if self.is_connecting.load(Ordering::Relaxed) || self.timeouts.is_answered() {
+        if self.is_connecting.load(Ordering::Relaxed) {
             std::future::pending().await
+        }
+        if self.timeouts.is_answered() {
+            caller_closed.failed().await;
         }
     }
 

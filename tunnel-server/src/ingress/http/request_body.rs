@@ -29,6 +29,8 @@ enum UploadEnd {
     TargetClosed,
     /// The caller did not send all of the body.
     CallerGone,
+    /// The rest of the body was cut: the session was lost, or the caller sent nothing for long.
+    Cut,
 }
 
 /// The direction from the caller to the target of an exchange. Holds what ends with the exchange
@@ -96,14 +98,39 @@ impl Upload {
         }
     }
 
-    /// Waits until no frame of the body has passed for [`UPLOAD_IDLE_LIMIT`]. Cancel-safe.
-    pub(crate) async fn idle(&self) {
+    /// Waits until the caller has sent nothing of the body for [`UPLOAD_IDLE_LIMIT`], or is gone, and
+    /// records that. `is_blocked` returns whether the target reads slowly, which ends nothing.
+    /// Cancel-safe.
+    pub(crate) async fn idle(&self, is_blocked: impl Fn() -> bool) {
+        let mut was_blocked = is_blocked();
         loop {
             let before = self.frames.load(Ordering::Relaxed);
             sleep(UPLOAD_IDLE_LIMIT).await;
-            if self.frames.load(Ordering::Relaxed) == before {
-                return;
+            let has_passed = self.frames.load(Ordering::Relaxed) != before;
+            if self.is_caller_gone() {
+                return self.ended(UploadEnd::CallerGone);
             }
+            let is_blocked = is_blocked();
+            if !(has_passed || is_blocked || was_blocked) {
+                return self.cut();
+            }
+            was_blocked = is_blocked;
+        }
+    }
+
+    /// Returns whether the caller's connection has ended, though the target does not let the end of
+    /// the body be read.
+    fn is_caller_gone(&self) -> bool {
+        let state = self.state.lock();
+        let request_guard = state.request_guard.as_ref();
+        request_guard.is_some_and(RequestGuard::has_conn_failed)
+    }
+
+    /// Records that the rest of the body was cut, unless the caller is gone.
+    pub(crate) fn cut(&self) {
+        let end = &mut self.state.lock().end;
+        if *end != Some(UploadEnd::CallerGone) {
+            *end = Some(UploadEnd::Cut);
         }
     }
 
@@ -117,7 +144,7 @@ impl Upload {
     }
 }
 
-/// A body that stops after a complete response ends after this time, or twice as long.
+/// A body that stops after a complete response ends after this time, or a few times as long.
 const UPLOAD_IDLE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A target that has answered may leave the rest of a body unread.
@@ -125,6 +152,7 @@ fn record_end(access_log: &mut AccessLog, end: Option<UploadEnd>) {
     match end {
         Some(UploadEnd::Complete | UploadEnd::TargetClosed) | None => {}
         Some(UploadEnd::CallerGone) => access_log.set_outcome(Outcome::CallerGone),
+        Some(UploadEnd::Cut) => access_log.set_outcome(Outcome::Cut),
     }
 }
 

@@ -13,3 +13,4 @@ mod silence;
 mod stalled;
 mod trailers;
 mod upgrade;
+mod uploads;

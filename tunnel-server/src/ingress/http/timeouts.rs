@@ -186,6 +186,8 @@ pub(crate) struct ConnTimeouts {
     write_stopped: Notify,
     /// Observes the stream of the response in progress.
     target: Mutex<Option<StreamWatch>>,
+    /// The connection has failed, also for a request whose body was not read to its end.
+    has_failed: AtomicBool,
 }
 
 impl ConnTimeouts {
@@ -218,7 +220,18 @@ impl ConnTimeouts {
             write_unblocked: Notify::new(),
             write_stopped: Notify::new(),
             target: Mutex::default(),
+            has_failed: AtomicBool::new(false),
         })
+    }
+
+    /// Records that the connection has failed: its last request may be incomplete.
+    pub(crate) fn fail(&self) {
+        self.has_failed.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether the connection has failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Relaxed)
     }
 
     /// Waits until a request is in progress. Cancel-safe.
@@ -548,6 +561,11 @@ impl RequestGuard {
     /// the bytes of the response that the caller has not taken yet.
     pub(crate) fn end_response(&self) {
         self.timeouts.watch_target(None);
+    }
+
+    /// Returns whether the connection of the request has failed.
+    pub(crate) fn has_conn_failed(&self) -> bool {
+        self.timeouts.has_failed()
     }
 
     pub(crate) fn timeouts(&self) -> Arc<ConnTimeouts> {

@@ -2,7 +2,7 @@
 //! has not taken. hyper has one limit for what it queues and for the head of the answer, which must be
 //! far larger.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use futures_util::task::AtomicWaker;
@@ -16,6 +16,8 @@ pub(crate) struct UploadQueue {
     taken: AtomicU64,
     /// Bytes that were written, heads and framing included.
     written: AtomicU64,
+    /// Whether the last write waits for the target.
+    is_blocked: AtomicBool,
     body: AtomicWaker,
 }
 
@@ -47,10 +49,18 @@ impl UploadQueue {
 
     /// Records the result of a write to the connection.
     pub(super) fn record_write<E>(&self, written: &Poll<Result<usize, E>>) {
+        self.is_blocked
+            .store(written.is_pending(), Ordering::Relaxed);
         if let Poll::Ready(Ok(count)) = written {
             self.written.fetch_add(*count as u64, Ordering::AcqRel);
             self.body.wake();
         }
+    }
+
+    /// Returns whether hyper holds bytes that the connection does not take, because the target reads
+    /// slowly.
+    pub(super) fn is_blocked(&self) -> bool {
+        self.is_blocked.load(Ordering::Relaxed)
     }
 
     fn has_room(&self) -> bool {
@@ -79,9 +89,9 @@ mod tests {
             queue.take(1 << 16);
             assert!(queue.poll_room(&cx).is_pending());
             queue.record_write(&Poll::<Result<usize, ()>>::Pending);
-            assert!(queue.poll_room(&cx).is_pending());
+            assert!(queue.is_blocked() && queue.poll_room(&cx).is_pending());
             written(1);
-            assert!(queue.poll_room(&cx).is_ready());
+            assert!(!queue.is_blocked() && queue.poll_room(&cx).is_ready());
             written((1 << 16) - 1);
         }
     }

@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::debug;
-use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch};
+use tunnel_proto::transport::{ByteCount, StreamCut, StreamWatch, find_cause};
 
 use super::target_io::{TargetConn, TargetIo, TargetTraffic};
 use crate::ingress::error::ProxyError;
@@ -63,7 +63,7 @@ pub(crate) struct Carrier {
 pub(crate) struct Upstream {
     pub(super) sender: SendRequest<SentBody>,
     /// The task that drives the connection. Dropping the handle closes the target's side at once.
-    driver: AbortOnDropHandle<()>,
+    driver: AbortOnDropHandle<Option<hyper::Error>>,
     pub(super) carrier: Carrier,
     traffic: Arc<TargetTraffic>,
     /// The body of the request, if it has one.
@@ -118,9 +118,9 @@ impl Upstream {
             ProxyError::from_stream(&error, target_label, Outcome::TargetBadResponse)
         })?;
         let drive = async move {
-            if let Err(error) = connection.with_upgrades().await {
-                debug!(%error, "connection to a target ended");
-            }
+            let error = connection.with_upgrades().await.err()?;
+            debug!(%error, "connection to a target ended");
+            Some(error)
         };
         Ok(Self {
             sender,
@@ -206,13 +206,15 @@ impl Upstream {
     }
 
     /// Closes the connection gracefully, so that the target receives an end and not a reset. A request
-    /// body that is still under way goes on, until it ends or the caller is gone. The connection is
-    /// aborted if the target does not close within [`CLOSE_LIMIT`] after that.
+    /// body that is still under way goes on, until it ends or the caller is gone, however slowly the
+    /// target reads. The connection is aborted if the target does not close within [`CLOSE_LIMIT`]
+    /// after that.
     pub(crate) fn close(self, drivers: &TaskTracker) {
         let Self {
             sender,
             mut driver,
             upload,
+            traffic,
             ..
         } = self;
         drop(sender);
@@ -220,10 +222,23 @@ impl Upstream {
             let Some(UploadHandle { upload, ended }) = upload else {
                 return drop(timeout(CLOSE_LIMIT, driver).await);
             };
-            tokio::select! {
-                _ended = &mut driver => {}
-                () = upload.idle() => {}
-                _dropped = ended => drop(timeout(CLOSE_LIMIT, &mut driver).await),
+            let is_blocked = || traffic.upload_queue.is_blocked();
+            let driven = tokio::select! {
+                driven = &mut driver => Some(driven),
+                () = upload.idle(is_blocked) => None,
+                _dropped = ended => loop {
+                    match timeout(CLOSE_LIMIT, &mut driver).await {
+                        Ok(driven) => break Some(driven),
+                        // The end of the body waits for the target.
+                        Err(_elapsed) if is_blocked() => {}
+                        Err(_elapsed) => break None,
+                    }
+                },
+            };
+            if let Some(Ok(Some(error))) = driven
+                && find_cause(&error).is_some_and(StreamCut::is_session_lost)
+            {
+                upload.cut();
             }
             drop(driver);
             upload.close();
